@@ -1,0 +1,266 @@
+"""tf.distribute strategies, chosen and checked before a model is built on them.
+
+`tf.distribute` accepts devices that do not exist and reports it much later, or never. Here every
+device is looked up first, and the way gradients are reduced fits the devices: NCCL between
+physical GPUs, one device's sum where several replicas share one processor.
+"""
+
+import os
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdpkit import _checks
+
+_KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
+
+
+def select_strategy(
+    kind: str = "auto", *, devices: int | Sequence[str] | None = None, tpu: str | None = None
+) -> Any:
+    """Give the `tf.distribute` strategy of one kind, on devices that are really there.
+
+    Call it once, outside any strategy's scope, then build and compile the model in
+    `strategy.scope()`. The replica count for batch sizes is `strategy.num_replicas_in_sync`.
+
+    Args:
+        kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
+            this machine. `"multi_worker"` and `"parameter_server"` read the cluster from
+            `TF_CONFIG`. `"tpu"` connects to a TPU. `"auto"` takes a TPU that the environment
+            names, else mirrors over the GPUs if there are several, else uses one device.
+        devices: For `"mirrored"` a count of devices or device strings such as
+            `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
+            GPU. For `"one"` a single device string.
+        tpu: The TPU's name or address; see `connect_tpu`.
+
+    Returns:
+        A `tf.distribute.Strategy`. On CPUs, and where several logical GPUs share a physical one,
+        mirrored replicas sum their gradients by `tf.distribute.ReductionToOneDevice`, which is
+        faster there than the collectives and lets strategies of different size share a process.
+
+    Raises:
+        ValueError: An unknown kind, a device that does not exist, more devices than there are, or
+            a cluster strategy without `TF_CONFIG`.
+
+    >>> select_strategy("one").num_replicas_in_sync
+    1
+    >>> select_strategy("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
+    2
+    """
+    _checks.one_of("kind", kind, _KINDS)
+    if tf.distribute.has_strategy():
+        _checks.refuse(
+            "`select_strategy` was called inside another strategy's scope.",
+            active=type(tf.distribute.get_strategy()).__name__,
+            remedy="Choose the strategy first, then enter its scope.",
+        )
+    if kind == "auto":
+        kind = _best_kind(tpu)
+    if devices is not None and kind not in ("one", "mirrored"):
+        _checks.refuse(
+            "`devices` goes with 'one' and 'mirrored' alone.", kind=kind, devices=devices
+        )
+    if kind == "one":
+        return _one_device(devices)
+    if kind == "mirrored":
+        return _mirrored(devices)
+    if kind == "tpu":
+        return tf.distribute.TPUStrategy(connect_tpu(tpu))
+    return _from_tf_config(kind)
+
+
+def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -> list[str]:
+    """Split the first CPU or GPU into logical devices, on which replicas behave as on real ones.
+
+    It must come before TensorFlow's runtime starts, that is before the first tensor, variable or
+    `list_logical_devices`. Asking again for the same split is fine.
+
+    Args:
+        kind: `"CPU"` or `"GPU"`.
+        count: Number of logical devices.
+        memory_limit_mb: Megabytes of GPU memory for each logical GPU; needed for `"GPU"` with
+            more than one, refused for `"CPU"`.
+
+    Returns:
+        The device strings, for `select_strategy("mirrored", devices=...)`.
+
+    Raises:
+        ValueError: There is no such device, or the runtime has started with another split.
+
+    >>> split_device("CPU", 4)
+    ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
+    """
+    _checks.one_of("kind", kind, ("CPU", "GPU"))
+    count = _checks.integer("count", count)
+    physical = tf.config.list_physical_devices(kind)
+    if not physical:
+        _checks.refuse(f"This machine has no {kind} that TensorFlow can use.", kind=kind)
+    wanted = _logical_configuration(kind, count, memory_limit_mb)
+    names = [f"{kind}:{index}" for index in range(count)]
+    try:
+        tf.config.set_logical_device_configuration(physical[0], wanted)
+    except RuntimeError as error:
+        present = len(tf.config.list_logical_devices(kind))
+        if present < count:
+            raise _checks.InputError(
+                f"TensorFlow's runtime has started with {present} logical {kind} device(s), and "
+                f"can no longer be split. Received: count={count}. Call `split_device` (or a "
+                "recipe's `main`) before the first tensor, or in a new process."
+            ) from error
+    return names
+
+
+def connect_tpu(name: str | None = None) -> Any:
+    """Connect to a TPU, initialise it, and give the resolver that `TPUStrategy` takes.
+
+    Initialising wipes the TPU's memory: do it once, before anything else. Not proven on a TPU.
+
+    Args:
+        name: A TPU's name or gRPC address, `"local"` on a TPU virtual machine; None looks in the
+            environment, as on Colab.
+
+    Raises:
+        ValueError: No TPU was found or it could not be reached.
+    """
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name or "")
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, OSError, tf.errors.OpError) as error:
+        raise _checks.InputError(
+            f"No TPU could be reached ({_first_line(error)}). Received: name={name!r}. Choose a "
+            "TPU runtime, or train through JAX with KERAS_BACKEND=jax, Keras' better trodden way "
+            "to a TPU."
+        ) from error
+    return resolver
+
+
+def describe(strategy: Any) -> str:
+    """Say in one line what a strategy is: its kind, its replicas and the devices they sit on.
+
+    >>> describe(select_strategy("mirrored", devices=["CPU:0", "CPU:1"]))
+    'MirroredStrategy: 2 replicas on CPU:0, CPU:1'
+    """
+    kind = type(strategy).__name__
+    replicas = strategy.num_replicas_in_sync
+    extended = strategy.extended
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return f"no strategy: 1 replica on {_default_device()}"
+    devices = ", ".join(_short(device) for device in extended.worker_devices)
+    return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {devices}"
+
+
+def _best_kind(tpu: str | None) -> str:
+    if tpu or any(os.environ.get(name) for name in ("TPU_NAME", "COLAB_TPU_ADDR")):
+        return "tpu"
+    return "mirrored" if len(tf.config.list_logical_devices("GPU")) > 1 else "one"
+
+
+def _one_device(devices: int | Sequence[str] | None) -> Any:
+    if devices is None or devices == 1:
+        return tf.distribute.get_strategy()
+    names = [devices] if isinstance(devices, str) else devices
+    if isinstance(names, int) or len(names) != 1:
+        _checks.refuse(
+            "The strategy 'one' trains on a single device.",
+            devices=devices,
+            remedy="Use 'mirrored' for several.",
+        )
+    return tf.distribute.OneDeviceStrategy(_existing(names)[0])
+
+
+def _mirrored(devices: int | Sequence[str] | None) -> Any:
+    chosen = _existing(devices)
+    shares_a_processor = any("CPU" in device for device in chosen) or len(
+        tf.config.list_logical_devices("GPU")
+    ) > len(tf.config.list_physical_devices("GPU"))
+    reduction = tf.distribute.ReductionToOneDevice() if shares_a_processor else None
+    return tf.distribute.MirroredStrategy(chosen, cross_device_ops=reduction)
+
+
+def _existing(devices: int | Sequence[str] | None) -> list[str]:
+    """Look the wanted devices up among the logical ones (this starts TensorFlow's runtime)."""
+    gpus, cpus = (
+        [_short(device.name) for device in tf.config.list_logical_devices(kind)]
+        for kind in ("GPU", "CPU")
+    )
+    if devices is None:
+        return gpus or cpus
+    if isinstance(devices, Sequence):
+        return _named(devices, cpus + gpus)
+    count = _checks.integer("devices", devices)
+    available = gpus if len(gpus) >= count or len(gpus) > len(cpus) else cpus
+    if count > len(available):
+        kind = "GPU" if gpus else "CPU"
+        _checks.refuse(
+            f"More replicas were asked for than there are devices ({len(gpus)} GPU(s), "
+            f"{len(cpus)} logical CPU(s)).",
+            devices=count,
+            remedy=f'Call `kdpkit.strategies.split_device("{kind}", {count})` first, or ask for '
+            f"at most {max(len(gpus), len(cpus))}.",
+        )
+    return available[:count]
+
+
+def _named(devices: Sequence[str], available: list[str]) -> list[str]:
+    if isinstance(devices, str):
+        devices = [devices]
+    names = [_short(str(device)) for device in devices]
+    unknown = [name for name in names if name not in available]
+    if not names or unknown or len(set(names)) != len(names):
+        _checks.refuse(
+            "`devices` must name devices that exist, each once.",
+            devices=list(devices),
+            remedy=f"There are {', '.join(available)}; `kdpkit.strategies.split_device` makes "
+            "more of one before TensorFlow starts.",
+        )
+    return names
+
+
+def _logical_configuration(kind: str, count: int, memory_limit_mb: int | None) -> list[Any]:
+    if kind == "CPU" and memory_limit_mb is not None:
+        _checks.refuse(
+            "Memory limits are for GPUs; logical CPUs share the machine's memory.",
+            memory_limit_mb=memory_limit_mb,
+        )
+    if kind == "GPU" and count > 1 and memory_limit_mb is None:
+        _checks.refuse(
+            "Logical GPUs need `memory_limit_mb`, the megabytes that each may use.",
+            count=count,
+            memory_limit_mb=memory_limit_mb,
+            remedy="Divide the GPU's free memory by `count`.",
+        )
+    if memory_limit_mb is not None:
+        _checks.integer("memory_limit_mb", memory_limit_mb)
+    return [tf.config.LogicalDeviceConfiguration(memory_limit=memory_limit_mb)] * count
+
+
+def _from_tf_config(kind: str) -> Any:
+    if not os.environ.get("TF_CONFIG"):
+        _checks.refuse(
+            "Training on several machines needs the cluster's description in the environment "
+            "variable TF_CONFIG, which is not set.",
+            kind=kind,
+            remedy="Set it for every process, or use 'mirrored' on one machine.",
+        )
+    if kind == "multi_worker":
+        return tf.distribute.MultiWorkerMirroredStrategy()
+    return tf.distribute.ParameterServerStrategy(
+        tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    )
+
+
+def _short(device: str) -> str:
+    """Shorten `/job:localhost/replica:0/task:0/device:CPU:1` to `CPU:1`."""
+    found = re.search(r"([A-Za-z]+):(\d+)$", device)
+    return f"{found[1].upper()}:{found[2]}" if found else device
+
+
+def _default_device() -> str:
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]

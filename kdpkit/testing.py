@@ -1,0 +1,51 @@
+"""Logical devices, toy data and tiny models: for our tests and for yours.
+
+Four logical CPUs are real replicas: what breaks on four GPUs, in how batches are cut and
+gradients are summed, breaks on them too.
+"""
+
+import os
+
+import keras
+import numpy as np
+
+
+def use_logical_cpus(count: int = 8) -> None:
+    """Split the CPU into logical devices for the backend in use, before its runtime starts.
+
+    On TensorFlow they are `CPU:0` to `CPU:{count - 1}`, on JAX `jax.devices()`.
+    """
+    if keras.backend.backend() == "jax":
+        flag = f"--xla_force_host_platform_device_count={count}"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        return
+    from kdpkit.strategies import split_device
+
+    split_device("CPU", count)
+
+
+def toy_classification(
+    examples: int, *, features: int = 4, classes: int = 3, seed: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw float32 features and integer labels that a linear model can learn.
+
+    >>> x, y = toy_classification(10)
+    >>> x.shape, y.shape
+    ((10, 4), (10,))
+    """
+    random = np.random.default_rng(seed)
+    x = random.normal(size=(examples, features)).astype("float32")
+    weights = random.normal(size=(features, classes))
+    return x, np.argmax(x @ weights, axis=1).astype("int32")
+
+
+def tiny_classifier(*, features: int = 4, classes: int = 3, seed: int = 0) -> keras.Model:
+    """Build a small dense classifier (logits) whose initial weights depend on `seed` alone."""
+    initializer = keras.initializers.GlorotUniform(seed=seed)
+    return keras.Sequential(
+        [
+            keras.Input((features,)),
+            keras.layers.Dense(8, activation="tanh", kernel_initializer=initializer),
+            keras.layers.Dense(classes, kernel_initializer=initializer),
+        ]
+    )

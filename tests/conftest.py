@@ -1,0 +1,33 @@
+"""Eight logical CPUs for every test process, on the backend that KERAS_BACKEND names."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+import hypothesis
+import keras
+import pytest
+
+from kdpkit import testing
+
+testing.use_logical_cpus(8)
+
+# The examples are the law's, the same on every run; a shared machine's pauses are no failure.
+hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.load_profile("kdpkit")
+
+
+def pytest_collection_modifyitems(items):
+    """Leave tests of another backend to the process that has it."""
+    backend = keras.backend.backend()
+    for item in items:
+        if item.get_closest_marker("jax") and backend != "jax":
+            item.add_marker(pytest.mark.skip(reason="runs in tests/test_environments.py on JAX"))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_keras_names():
+    """Start every test with the same layer names and random seed."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
