@@ -1,0 +1,445 @@
+import gzip
+import re
+import struct
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from kdpkit import corpora
+
+IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
+
+
+def idx(array):
+    """Write an IDX file, in the words of its definition: a magic number, the sizes, the data."""
+    code = IDX_CODES[array.dtype.str[1:]]
+    sizes = struct.pack(f">{array.ndim}I", *array.shape)
+    return (
+        bytes([0, 0, code, array.ndim])
+        + sizes
+        + array.astype(array.dtype.newbyteorder(">")).tobytes()
+    )
+
+
+def words(lines):
+    return sum(len(line.split()) for line in lines)
+
+
+def five_word_sequences(line):
+    letters = re.sub(r"[\W\d_]+", " ", line.lower()).split()
+    if len(letters) < 5:
+        return {" ".join(letters)}
+    return {" ".join(five) for five in zip(*(letters[i:] for i in range(5)), strict=False)}
+
+
+@pytest.fixture(scope="module")
+def documentation():
+    return corpora.load_text("builtin")
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """Give a function that writes an installed package, whose `__init__` must not be run."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def write(files, name="pack"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+        for file, text in files.items():
+            path = tmp_path / name / file
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+        return name
+
+    return write
+
+
+def modules(count, text='"""Module {0} does what {0} others do not.\n\nIt does it {0} times."""\n'):
+    names = ["alpha", "beta", "gamma", "delta", "epsilon", "zeta", "eta", "theta", "iota", "kappa"]
+    letters = [f"{first}{second}" for first in names for second in names]
+    return {f"m{i:02}.py": text.replace("{0}", letters[i]) for i in range(count)}
+
+
+# Documentation
+
+
+def test_documentation_has_the_promised_size_and_shares(documentation):
+    sizes = [
+        words(split)
+        for split in (documentation.train, documentation.validation, documentation.test)
+    ]
+    assert sum(sizes) > 200_000
+    assert 0.85 < sizes[0] / sum(sizes) < 0.95
+    assert min(sizes) > 0.03 * sum(sizes)
+    assert documentation.note == ""
+
+
+def test_documentation_holds_docstrings_and_the_language_reference(documentation):
+    everything = {*documentation.train, *documentation.validation, *documentation.test}
+    assert any(line.startswith("Compound statements contain (groups of)") for line in everything)
+    assert any("JSON (JavaScript Object Notation)" in line for line in everything)
+
+
+def test_documentation_lines_are_single_paragraphs_in_one_split_only(documentation):
+    lines = [*documentation.train, *documentation.validation, *documentation.test]
+    assert len(lines) == len(set(lines))
+    assert all(line and line == " ".join(line.split()) for line in lines)
+    assert not any(line.startswith(">>>") for line in lines)
+
+
+def test_no_held_out_line_is_half_repeated_by_an_earlier_split(documentation):
+    seen = set().union(*map(five_word_sequences, documentation.train))
+    for split in (documentation.validation, documentation.test):
+        for line in split:
+            sequences = five_word_sequences(line)
+            assert len(sequences & seen) < len(sequences) / 2, line
+        seen.update(*map(five_word_sequences, split))
+
+
+def test_numbered_variants_of_a_line_are_near_repeats(package):
+    repeated = '"""Python Character Mapping Codec cp12{0} generated from CP12{0}."""\n'
+    files = {f"d{i}/m.py": repeated.replace("{0}", str(i)) for i in range(40)}
+    splits = corpora.documentation_text(packages=(package(files | modules(60)),))
+    assert any("Codec" in line for line in splits.train)
+    assert not any("Codec" in line for line in (*splits.validation, *splits.test))
+
+
+def test_the_splits_depend_on_names_alone_not_on_the_process(package, tmp_path):
+    name = package(modules(60))
+    code = f"from kdpkit import corpora; print(corpora.documentation_text(packages=({name!r},)))"
+    printed = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)},
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert printed == {repr(corpora.documentation_text(packages=(name,)))}
+
+
+def test_modules_of_one_directory_go_to_one_split(package):
+    files = modules(60)
+    files |= {f"sub/{name}": text.replace("Module", "Part") for name, text in modules(40).items()}
+    splits = corpora.documentation_text(packages=(package(files),))
+    holding = [
+        any(line.startswith("Part") for line in split)
+        for split in (splits.train, splits.validation, splits.test)
+    ]
+    assert sum(holding) == 1
+
+
+def test_tests_and_comments_are_no_documentation(package):
+    files = {"tests/test_a.py": '"""Never shown."""', "z.py": "# Nor this.\nx = 'Nor that.'"}
+    splits = corpora.documentation_text(packages=(package(modules(60) | files),))
+    assert not any(
+        "Nor" in line or "Never" in line
+        for split in (splits.train, splits.validation, splits.test)
+        for line in split
+    )
+
+
+def test_files_that_do_not_parse_are_counted(package):
+    files = {"old.py": 'print "Python 2"', "nul.py": "x = '\0'"}
+    splits = corpora.documentation_text(packages=(package(modules(60) | files),))
+    assert splits.note == "Left out, as Python cannot parse them: 2 files."
+
+
+@pytest.mark.parametrize(
+    ("packages", "sentence"),
+    [
+        ("stdlib", "`packages` must be a sequence of package names.*Received: packages='stdlib'"),
+        ((), "`packages` must be a sequence"),
+        (("no_such_package",), "'no_such_package' is not installed.*'stdlib'"),
+        (("os.path",), "'os.path' is not the name of a top-level package"),
+        (("itertools",), "'itertools' has no documentation in Python source"),
+        (("this",), "'this' has no documentation"),
+    ],
+)
+def test_packages_without_documentation_get_one_sentence(packages, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        corpora.documentation_text(packages=packages)
+
+
+def test_a_package_too_small_to_split_gets_one_sentence(package):
+    name = package(modules(3))
+    with pytest.raises(ValueError, match="too few modules.*Received: packages=.'pack',.*'stdlib'"):
+        corpora.documentation_text(packages=(name,))
+
+
+# WikiText and text files
+
+
+def write_wikitext(folder, **files):
+    for name, lines in files.items():
+        (folder / f"wiki.{name}.tokens").write_text("".join(f" {line} \n \n" for line in lines))
+    return folder
+
+
+def test_wikitext_reads_its_three_files(tmp_path):
+    folder = write_wikitext(tmp_path, train=["a b", "c"], valid=["d"], test=["e", "f"])
+    assert corpora.wikitext(folder) == corpora.TextSplits(("a b", "c"), ("d",), ("e", "f"))
+
+
+def test_wikitext_without_train_uses_valid_and_the_halves_of_test(tmp_path):
+    folder = write_wikitext(tmp_path, valid=["d"], test=["e", "f", "g", "h"])
+    splits = corpora.wikitext(folder)
+    assert (splits.train, splits.validation, splits.test) == (("d",), ("e", "f"), ("g", "h"))
+    assert "Without wiki.train.tokens it trains on wiki.valid.tokens" in splits.note
+
+
+def test_the_test_file_is_cut_at_the_article_nearest_its_middle(tmp_path):
+    lines = ["= A =", "a", "= B =", "= = Part = =", "b", "= C =", "c", "= D =", "d", "d"]
+    splits = corpora.wikitext(write_wikitext(tmp_path, valid=["x"], test=lines))
+    assert splits.validation == tuple(lines[:5])
+    assert splits.test == tuple(lines[5:])
+
+
+@given(st.integers(2, 60), st.sets(st.integers(0, 59)))
+def test_both_halves_of_the_test_file_hold_at_least_a_quarter(count, titles):
+    lines = [f"= {i} =" if i in titles else "text" for i in range(count)]
+    cut = corpora._middle_article(lines)
+    assert count // 4 <= cut <= count * 3 / 4
+    assert 0 < cut < count
+
+
+def test_wikitext_errors_name_what_is_missing(tmp_path):
+    with pytest.raises(OSError, match="no such directory: .*nowhere"):
+        corpora.wikitext(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="wiki.valid.tokens and wiki.test.tokens.*is nothing: "):
+        corpora.wikitext(tmp_path)
+    write_wikitext(tmp_path, train=["a"], valid=["b"])
+    sentence = "needs wiki.test.tokens, and there is wiki.train.tokens, wiki.valid.tokens: "
+    with pytest.raises(ValueError, match=sentence):
+        corpora.wikitext(tmp_path)
+    (tmp_path / "wiki.test.tokens").touch()
+    with pytest.raises(OSError, match="The file is empty: .*wiki.test.tokens"):
+        corpora.wikitext(tmp_path)
+    (tmp_path / "wiki.test.tokens").write_text(" \n\n")
+    with pytest.raises(OSError, match="nothing but blank lines: .*wiki.test.tokens"):
+        corpora.wikitext(tmp_path)
+
+
+line_text = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min_size=1).map(
+    str.strip
+)
+
+
+@given(lines=st.lists(line_text.filter(bool), min_size=3, max_size=80), packed=st.booleans())
+def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines, packed):
+    path = tmp_path_factory.getbasetemp() / "lines.txt"
+    content = "\r\n\n".join(lines).encode()
+    path.write_bytes(gzip.compress(content) if packed else content)
+    splits = corpora.text_file(path)
+    assert [*splits.train, *splits.validation, *splits.test] == [
+        line.removeprefix("\ufeff") if i == 0 else line for i, line in enumerate(lines)
+    ]
+    assert len(splits.validation) == len(splits.test) == max(1, round(0.05 * len(lines)))
+
+
+@given(before=st.text("ab\n", max_size=30))
+def test_a_file_that_is_not_utf8_names_the_byte_and_the_line(tmp_path_factory, before):
+    path = tmp_path_factory.getbasetemp() / "latin.txt"
+    path.write_bytes(before.encode() + b"caf\xe9 noir\nab\n")
+    sentence = rf"not UTF-8 text \(byte {len(before) + 3}, in line {before.count(chr(10)) + 1}\): "
+    with pytest.raises(OSError, match=sentence):
+        corpora.text_file(path)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path):
+    path = tmp_path / "bom.txt"
+    path.write_text("one\ntwo\nthree\n", encoding="utf-8-sig")
+    assert corpora.text_file(path).train == ("one",)
+
+
+def test_bad_text_files_get_one_sentence(tmp_path):
+    path = tmp_path / "text.txt.gz"
+    path.write_text("one\ntwo\n")
+    with pytest.raises(OSError, match="at least 3 lines .* and the file has 2: .*text.txt.gz"):
+        corpora.text_file(path)
+    path.write_bytes(gzip.compress(b"one\ntwo\nthree\n" * 100)[:-9])
+    with pytest.raises(OSError, match="gzipped file is damaged or cut short.*text.txt.gz"):
+        corpora.text_file(path)
+    with pytest.raises(OSError, match="this is a directory"):
+        corpora.text_file(tmp_path)
+
+
+def test_data_names_the_text(tmp_path):
+    folder = write_wikitext(tmp_path, train=["a", "b", "c"], valid=["d"], test=["e"])
+    assert corpora.load_text(folder) == corpora.wikitext(folder)
+    path = folder / "wiki.train.tokens"
+    assert corpora.load_text(str(path)) == corpora.text_file(path)
+    with pytest.raises(OSError, match="no such file or directory: .*nowhere. .*'builtin'"):
+        corpora.load_text(folder / "nowhere")
+
+
+# Images
+
+
+def test_digits_are_the_published_ones_in_255_steps():
+    splits = corpora.digits()
+    assert splits.train.images.dtype == np.uint8
+    assert splits.train.labels.dtype == np.int32
+    assert splits.train.images.max() == 255
+    # The first digit's first row is 0 0 5 13 9 1 0 0, of 16; 13 * 255 / 16 = 207.19.
+    assert splits.train.images[0, 0, :, 0].tolist() == [0, 0, 80, 207, 143, 16, 0, 0]
+    assert splits.classes == 10
+
+
+def test_the_digits_are_split_alike_in_every_class():
+    splits = corpora.digits()
+    train, test = (np.bincount(split.labels) for split in (splits.train, splits.test))
+    assert sum(train) + sum(test) == 1797
+    np.testing.assert_array_equal(test, (train + test) // 5)
+    rows = np.concatenate([splits.train.images, splits.test.images]).reshape(1797, -1)
+    assert len(np.unique(rows, axis=0)) == 1797
+
+
+arrays = st.sampled_from(sorted(IDX_CODES)).flatmap(
+    lambda dtype: hnp.arrays(
+        dtype, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
+    )
+)
+
+
+@given(array=arrays, packed=st.booleans())
+def test_idx_files_round_trip(tmp_path_factory, array, packed):
+    path = tmp_path_factory.getbasetemp() / "array.idx"
+    path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
+    read = corpora.read_idx(path)
+    assert read.dtype == array.dtype
+    assert read.flags.writeable
+    np.testing.assert_array_equal(read, array, strict=True)
+
+
+@given(array=arrays, data=st.data())
+def test_an_idx_file_of_another_length_is_refused(tmp_path_factory, array, data):
+    path = tmp_path_factory.getbasetemp() / "damaged.idx"
+    content = idx(array)
+    length = data.draw(st.integers(1, len(content) + 8).filter(lambda n: n != len(content)))
+    path.write_bytes(content[:length].ljust(length, b"\0"))
+    sentence = "(not an IDX file|cut short|goes on after its data).*damaged.idx"
+    with pytest.raises(OSError, match=sentence):
+        corpora.read_idx(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"\x89PNG\r\n", r"not an IDX file \(it begins with the bytes 89 50 4e 47\): "),
+        (b"\0\0\x0a\x01\0\0\0\0", "not an IDX file"),
+        (b"\0\0\x08\x03\0\0\0\2\0\0\0\2", "cut short inside its header"),
+        (b"\0\0\x08\x41" + 65 * b"\0\0\0\1" + b"\0", "65 dimensions"),
+        (
+            b"\0\0\x0b\x02\0\0\0\2\0\0\0\3abc",
+            r"cut short: its header announces 12 bytes, for int16 of shape \(2, 3\), and 3 are",
+        ),
+        (b"\0\0\x08\x01\0\0\0\1ab", "goes on after its data: .* 1 bytes.* and 2 are there"),
+        (b"\x1f\x8b\x08\0", "gzipped file is damaged"),
+        (b"", "The file is empty"),
+    ],
+)
+def test_bad_idx_files_get_one_sentence(tmp_path, content, sentence):
+    path = tmp_path / "bad.idx"
+    path.write_bytes(content)
+    with pytest.raises(OSError, match=f"{sentence}.*bad.idx"):
+        corpora.read_idx(path)
+
+
+def write_images(folder, prefix, count, packed=False):
+    images = np.arange(count * 6, dtype="u1").reshape(count, 2, 3)
+    labels = (np.arange(count) % 4).astype("u1")
+    for name, array in (
+        (f"{prefix}-images-idx3-ubyte", images),
+        (f"{prefix}-labels-idx1-ubyte", labels),
+    ):
+        path = folder / (f"{name}.gz" if packed else name)
+        path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
+    return images[..., None], labels
+
+
+@pytest.mark.parametrize("load", [corpora.mnist, corpora.fashion_mnist, corpora.load_images])
+def test_image_directories_give_train_and_test(tmp_path, load):
+    train = write_images(tmp_path, "train", 8, packed=True)
+    test = write_images(tmp_path, "t10k", 3)
+    splits = load(tmp_path)
+    for read, written in ((splits.train, train), (splits.test, test)):
+        np.testing.assert_array_equal(read.images, written[0], strict=True)
+        np.testing.assert_array_equal(read.labels, written[1].astype("int32"), strict=True)
+    assert (splits.classes, splits.note) == (4, "")
+
+
+def test_the_test_images_alone_are_split_four_to_one(tmp_path):
+    images, labels = write_images(tmp_path, "t10k", 10, packed=True)
+    splits = corpora.mnist(tmp_path)
+    np.testing.assert_array_equal(splits.train.images, images[:8])
+    np.testing.assert_array_equal(splits.test.images, images[8:])
+    np.testing.assert_array_equal(splits.test.labels, labels[8:])
+    assert "the first 8 of the t10k images and tests on the last 2" in splits.note
+
+
+def test_image_directories_that_cannot_serve_get_one_sentence(tmp_path):
+    with pytest.raises(OSError, match="no such directory: .*nowhere"):
+        corpora.mnist(tmp_path / "nowhere")
+    with pytest.raises(OSError, match="no such directory: .*nowhere. .*'fashion_mnist'"):
+        corpora.load_images(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte and t10k-labels.*is nothing: "):
+        corpora.mnist(tmp_path)
+    write_images(tmp_path, "train", 5)
+    with pytest.raises(ValueError, match="t10k-images.* must be here, and there is train-images"):
+        corpora.mnist(tmp_path)
+    write_images(tmp_path, "t10k", 1)
+    (tmp_path / "train-labels-idx1-ubyte").unlink()
+    with pytest.raises(ValueError, match="^train-labels-idx1-ubyte .or .* must be here"):
+        corpora.mnist(tmp_path)
+    (tmp_path / "train-images-idx3-ubyte").unlink()
+    with pytest.raises(ValueError, match="at least 2 images"):
+        corpora.mnist(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("images", "labels"),
+    [
+        (np.zeros((2, 4), "u1"), np.zeros(2, "u1")),
+        (np.zeros((2, 4, 4), "f4"), np.zeros(2, "u1")),
+        (np.zeros((2, 4, 4), "u1"), np.zeros(3, "u1")),
+        (np.zeros((2, 4, 4), "u1"), np.zeros(2, "i4")),
+        (np.zeros((0, 4, 4), "u1"), np.zeros(0, "u1")),
+    ],
+)
+def test_images_and_labels_that_do_not_belong_together_are_refused(tmp_path, images, labels):
+    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(images))
+    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels))
+    with pytest.raises(
+        ValueError, match="Images of shape .* are needed, and there are .*t10k-images"
+    ):
+        corpora.mnist(tmp_path)
+
+
+def test_without_a_network_one_sentence_names_the_way_out(tmp_path):
+    code = (
+        "from kdpkit import corpora\n"
+        "for name in ('mnist', 'fashion_mnist'):\n"
+        "    try: corpora.load_images(name)\n"
+        "    except ValueError as error: print(error)\n"
+    )
+    nowhere = "http://127.0.0.1:9"
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "numpy", "https_proxy": nowhere},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+    for name in ("mnist", "fashion_mnist"):
+        assert f"Keras could not download {name} (URL fetch failure on https://" in printed
+    assert printed.count("Give a directory with its IDX files, or use the built-in digits.") == 2
