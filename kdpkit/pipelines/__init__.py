@@ -1,0 +1,58 @@
+"""tf.data input pipelines for several replicas: stages that stand alone, and two builders.
+
+A `Transform` is a function from dataset to dataset, for `Dataset.apply`. `train_pipeline` and
+`eval_pipeline` put the stages together in the order that keeps every epoch fresh: filter,
+prepare, cache, shuffle, batch, augment, prefetch.
+"""
+
+from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
+from kdpkit.pipelines._counting import count_batches
+from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
+from kdpkit.pipelines._sources import (
+    example_parser,
+    interleave_files,
+    text_lines,
+    tfrecords,
+    validate_tfrecords,
+    write_tfrecords,
+)
+from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, read_vocabulary, tokenize
+from kdpkit.pipelines._transforms import (
+    Transform,
+    auto_shard,
+    batch_for,
+    cache,
+    chain,
+    filter_by,
+    longer_than,
+    prefetch,
+    shuffle,
+)
+
+__all__ = [
+    "PipelineConfig",
+    "Transform",
+    "auto_shard",
+    "batch_for",
+    "cache",
+    "chain",
+    "count_batches",
+    "eval_pipeline",
+    "example_parser",
+    "filter_by",
+    "interleave_files",
+    "learn_vocabulary",
+    "longer_than",
+    "mask_tokens",
+    "normalize_weights",
+    "pad_to_global_batch",
+    "prefetch",
+    "read_vocabulary",
+    "shuffle",
+    "text_lines",
+    "tfrecords",
+    "tokenize",
+    "train_pipeline",
+    "validate_tfrecords",
+    "write_tfrecords",
+]

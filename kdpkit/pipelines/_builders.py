@@ -1,0 +1,198 @@
+"""Whole input pipelines, in the one order that is right."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from kdpkit import _checks
+from kdpkit.pipelines import _transforms
+from kdpkit.pipelines._counting import count_batches, refuse_repeats
+from kdpkit.pipelines._epochs import EpochCounter
+from kdpkit.pipelines._padding import pad_to_global_batch
+
+_REMAINDERS = ("drop", "pad", "keep")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PipelineConfig:
+    """How a pipeline keeps, shuffles and prepares its examples.
+
+    Args:
+        cache: `"memory"`, the path of a directory (see `cache`), or None.
+        shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
+        seed: Fixes the order and the augmentation of every epoch.
+        prefetch: Batches prepared ahead.
+        remainder: What becomes of a smaller last training batch: `"drop"` leaves it out, `"pad"`
+            fills it up (see `pad_to_global_batch`), `"keep"` gives it as it is.
+    """
+
+    cache: str | os.PathLike[str] | None = "memory"
+    shuffle_buffer: int = 10_000
+    seed: int = 0
+    prefetch: int = tf.data.AUTOTUNE
+    remainder: str = "drop"
+
+    def __post_init__(self) -> None:
+        _checks.integer("shuffle_buffer", self.shuffle_buffer, minimum=0)
+        _checks.integer("seed", self.seed, minimum=0)
+        _checks.one_of("remainder", self.remainder, _REMAINDERS)
+        if self.prefetch != tf.data.AUTOTUNE:
+            _checks.integer("prefetch", self.prefetch)
+
+
+def train_pipeline(
+    source: tf.data.Dataset,
+    config: PipelineConfig = PipelineConfig(),
+    *,
+    global_batch_size: int,
+    replicas: int = 1,
+    keep: Callable[..., Any] | None = None,
+    prepare: Callable[..., Any] | None = None,
+    augment: Callable[[Any, Any], Any] | None = None,
+    initial_epoch: int = 0,
+    initial_step: int = 0,
+) -> tf.data.Dataset:
+    """Build the training input: filter, prepare, cache, shuffle, batch, augment, prefetch.
+
+    One iteration of the result is one epoch. Its order and its augmentation depend on the seed,
+    the epoch and the place in it alone: every epoch has its own, the same on any number of
+    replicas, and `initial_epoch` and `initial_step` go on where a run stopped. An epoch counts as
+    given once its last batch has been produced, so looking at a batch or two costs nothing.
+
+    Args:
+        source: Single examples, of finite number.
+        config: See `PipelineConfig`.
+        global_batch_size: Examples in a batch, over all replicas.
+        replicas: Replicas that share a batch, evenly: `strategy.num_replicas_in_sync`.
+        keep: A predicate on an example; others are left out.
+        prepare: A function of an example, applied once, before the cache.
+        augment: A function of a whole batch and a seed (two integers), applied afresh in every
+            epoch, after the cache; draw with `tf.random.stateless_*`.
+        initial_epoch: The epoch to begin with.
+        initial_step: Batches of that epoch that have been trained on. With `fit` train what is
+            left of it in a call of its own (`epochs=initial_epoch + 1`), because Keras takes the
+            first epoch's length for every epoch.
+
+    Returns:
+        A dataset of batches of known length. Where `keep` or the source hides it, the examples
+        are counted: while the cache fills, or with `cache=None` by reading them once more.
+
+    Raises:
+        ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
+            would repeat it again), nothing is left after `keep`, or less than a batch.
+
+    >>> numbers = tf.data.Dataset.range(8)
+    >>> train = train_pipeline(numbers, global_batch_size=4, replicas=2)
+    >>> epochs = [[int(number) for batch in train for number in batch] for _ in range(2)]
+    >>> epochs[0] != epochs[1], sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
+    (True, True)
+    """
+    initial_epoch = _checks.integer("initial_epoch", initial_epoch, minimum=0)
+    initial_step = _checks.integer("initial_step", initial_step, minimum=0)
+    cut = _batching(global_batch_size, replicas, config.remainder, mode="train")
+    examples = _examples(source, config, keep, prepare)
+    batches = count_batches(examples.apply(cut))
+    first_epoch, first_step = initial_epoch + initial_step // batches, initial_step % batches
+
+    def one_epoch(epoch: Any) -> tf.data.Dataset:
+        seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)
+        ordered = _shuffled(examples, config.shuffle_buffer, seed)
+        skipped = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
+        indexed = ordered.apply(cut).skip(skipped).enumerate(skipped)
+        if augment is None:
+            return indexed
+        return indexed.map(
+            lambda index, batch: (index, augment(batch, tf.random.fold_in(seed, index))),
+            num_parallel_calls=tf.data.AUTOTUNE,
+        )
+
+    given = EpochCounter(first_epoch, batches=batches).dataset(one_epoch)
+    if first_step == 0:
+        given = given.apply(tf.data.experimental.assert_cardinality(batches))
+    return given.prefetch(config.prefetch)
+
+
+def eval_pipeline(
+    source: tf.data.Dataset,
+    config: PipelineConfig = PipelineConfig(),
+    *,
+    global_batch_size: int,
+    replicas: int = 1,
+    keep: Callable[..., Any] | None = None,
+    prepare: Callable[..., Any] | None = None,
+    remainder: str = "pad",
+) -> tf.data.Dataset:
+    """Build the input for validation and test: filter, prepare, cache, batch, prefetch.
+
+    Nothing is shuffled, and by default every example is evaluated exactly once: the last batch is
+    filled up with rows of weight 0, so use `weighted_metrics`.
+
+    Args:
+        source: Single examples, of finite number.
+        config: Its `cache` and `prefetch`; see `PipelineConfig`.
+        global_batch_size: Examples in a batch, over all replicas.
+        replicas: Replicas that share a batch, evenly.
+        keep: A predicate on an example; others are left out.
+        prepare: A function of an example, applied once, before the cache.
+        remainder: `"pad"`, `"drop"` or `"keep"` a smaller last batch.
+
+    Raises:
+        ValueError: As `train_pipeline`.
+
+    >>> pairs = tf.data.Dataset.from_tensor_slices(([1.0, 2.0, 3.0], [0, 1, 0]))
+    >>> for x, y, weight in eval_pipeline(pairs, global_batch_size=2, replicas=2):
+    ...     print(x.numpy(), y.numpy(), weight.numpy())
+    [1. 2.] [0 1] [1. 1.]
+    [3. 3.] [0 0] [1. 0.]
+    """
+    cut = _batching(global_batch_size, replicas, remainder, mode="eval")
+    batches = _examples(source, config, keep, prepare).apply(cut)
+    return batches.prefetch(config.prefetch)
+
+
+def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: Any) -> tf.data.Dataset:
+    """Shuffle in the order of the seed alone; it is called while a graph is being traced."""
+    if buffer_size == 0:
+        return examples
+    tf.random.set_seed(1)  # of this graph; else the program's global seed has a say in the order
+    order = tf.random.stateless_uniform([], seed, minval=None, maxval=None, dtype=tf.int64)
+    return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
+
+
+def _batching(
+    global_batch_size: int, replicas: int, remainder: str, *, mode: str
+) -> _transforms.Transform:
+    _checks.one_of("remainder", remainder, _REMAINDERS)
+    cut = _transforms.batch_for(
+        global_batch_size, replicas=replicas, drop_remainder=remainder == "drop"
+    )
+    if remainder != "pad":
+        return cut
+    return _transforms.chain(cut, pad_to_global_batch(global_batch_size, mode=mode))
+
+
+def _examples(
+    source: tf.data.Dataset,
+    config: PipelineConfig,
+    keep: Callable[..., Any] | None,
+    prepare: Callable[..., Any] | None,
+) -> tf.data.Dataset:
+    """Filter, prepare and cache, then count: a cache fills while it is counted."""
+    refuse_repeats(source)
+    examples = source if keep is None else source.filter(keep)
+    if prepare is not None:
+        examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    if config.cache is not None:
+        examples = examples.apply(_transforms.cache(config.cache))
+    count = count_batches(examples)
+    if count == 0:
+        _checks.refuse(
+            "No example is left to train or evaluate on: the source is empty, or `keep` is false "
+            "for every example.",
+            source=source.element_spec,
+            remedy="Check the data, or loosen `keep`.",
+        )
+    return examples.apply(tf.data.experimental.assert_cardinality(count))

@@ -1,0 +1,54 @@
+"""How many batches a dataset has, which `filter` hides."""
+
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from kdpkit import _checks
+
+
+def count_batches(dataset: tf.data.Dataset) -> int:
+    """Give the number of elements of a dataset: of batches, if it is batched.
+
+    `len(dataset)` raises after `filter`, cached or not. Here the dataset is run through once where
+    its length is unknown, which also fills a cache inside it; the steps of a decay schedule are
+    then `count_batches(train) * epochs`. Under a strategy a global batch counts once.
+
+    Raises:
+        ValueError: The dataset never ends.
+
+    >>> even = tf.data.Dataset.range(10).filter(lambda number: number % 2 == 0)
+    >>> count_batches(even.batch(2, drop_remainder=True))
+    2
+    """
+    known = cardinality(dataset)
+    if known is not None:
+        return known
+    return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+
+
+def cardinality(dataset: tf.data.Dataset) -> int | None:
+    """Give the dataset's length, None where TensorFlow does not know it; refuse endless ones."""
+    count = tf.get_static_value(dataset.cardinality())  # None while a graph is being traced
+    if count == tf.data.INFINITE_CARDINALITY:
+        _refuse("`dataset` never ends")
+    return None if count in (None, tf.data.UNKNOWN_CARDINALITY) else int(count)
+
+
+def refuse_repeats(dataset: tf.data.Dataset) -> None:
+    """Refuse a `repeat` inside a source: together with `fit(epochs=N)` it multiplies the data."""
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY or _has_repeat(dataset):
+        _refuse("`source` repeats its examples")
+
+
+def _refuse(problem: str) -> NoReturn:
+    _checks.refuse(
+        f"{problem}, and `fit(epochs=N)` would repeat them again.",
+        remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
+    )
+
+
+def _has_repeat(dataset: Any) -> bool:
+    """Look for a `repeat` among the dataset's inputs, as far as TensorFlow shows them."""
+    inputs: list[Any] = getattr(dataset, "_inputs", list)()  # private; may go away
+    return "Repeat" in type(dataset).__name__ or any(map(_has_repeat, inputs))

@@ -1,0 +1,78 @@
+"""A dataset's cache on disk that is whole or is not there.
+
+`Dataset.cache(filename)` leaves a lock behind when its first pass is cut short, which stops the
+next run, and trusts any file under its name. Here the first pass runs to its end in a directory
+of its own, which is then moved into place with a manifest of what it holds.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import tempfile
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from kdpkit import _checks
+
+_MANIFEST = "kdpkit-cache.json"
+_PREFIX = "examples"
+
+
+def cached_on_disk(dataset: tf.data.Dataset, directory: str | os.PathLike[str]) -> tf.data.Dataset:
+    """Cache `dataset` in `directory`, filling it first unless it is whole and of this pipeline."""
+    place = Path(directory)
+    if place.is_file():
+        _checks.refuse_file("The cache needs a directory, this is a file", place)
+    if place.exists() and any(place.iterdir()) and not (place / _MANIFEST).exists():
+        _checks.refuse_file(
+            "The cache needs a directory of its own, this one holds something else", place
+        )
+    pipeline = str(int(dataset.fingerprint()))
+    if _read_manifest(place) != {"pipeline": pipeline, "files": _checksums(place)}:
+        _fill(dataset, place, pipeline)
+    return dataset.cache(str(place / _PREFIX))
+
+
+def _fill(dataset: tf.data.Dataset, place: Path, pipeline: str) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _building_beside(place) as building:
+        for _ in dataset.cache(str(building / _PREFIX)):
+            pass
+        manifest = {"pipeline": pipeline, "files": _checksums(building)}
+        (building / _MANIFEST).write_text(json.dumps(manifest))
+        shutil.rmtree(place, ignore_errors=True)
+        building.rename(place)
+
+
+@contextlib.contextmanager
+def _building_beside(place: Path) -> Iterator[Path]:
+    """Give a directory on the same file system, gone afterwards whatever happens."""
+    building = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+    try:
+        yield building
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _read_manifest(place: Path) -> Any:
+    try:
+        return json.loads((place / _MANIFEST).read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _checksums(place: Path) -> dict[str, int]:
+    return {file.name: _checksum(file) for file in sorted(place.glob(f"{_PREFIX}*"))}
+
+
+def _checksum(file: Path) -> int:
+    checksum = 0
+    with file.open("rb") as stream:
+        while block := stream.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum

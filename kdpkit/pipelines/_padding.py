@@ -1,0 +1,114 @@
+"""Batches filled up to one size, with weights that make the filling count for nothing."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from kdpkit import _checks
+from kdpkit.pipelines._transforms import Transform
+
+
+def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Transform:
+    """Fill smaller batches up to the global size, and weight the filling 0.
+
+    Every batch then has the same shape, which TPUs and XLA want, and pieces of equal size for the
+    replicas. Filling repeats the last real row, because a row of zeros can turn into NaN (a
+    normalised zero vector), and NaN times weight 0 is NaN.
+
+    Where rows of a batch interact, as in training with BatchNormalization, filling is not exact:
+    there drop the remainder.
+
+    Args:
+        global_batch_size: Rows of every batch that comes out.
+        mode: `"train"` weights the n real rows `global_batch_size / n`, so that a loss averaged
+            over the whole batch is the mean over the real rows. `"eval"` weights them 1, for
+            `weighted_metrics`. Weights that are there already are multiplied by these.
+
+    Returns:
+        A stage from batches `x`, `(x, y)` or `(x, y, sample_weight)`, each any nest of tensors,
+        to `(x, y, sample_weight)`; `x` alone gives `(x, None, sample_weight)`. Ragged tensors
+        become dense, filled with zeros.
+
+    Raises:
+        ValueError: The mode is unknown. A larger batch fails when it arrives.
+
+    >>> x = tf.data.Dataset.from_tensor_slices([1.0, 2.0, 3.0]).batch(2)
+    >>> for x, _, weight in x.apply(pad_to_global_batch(2, mode="eval")):
+    ...     print(x.numpy(), weight.numpy())
+    [1. 2.] [1. 1.]
+    [3. 3.] [1. 0.]
+    """
+    size = _checks.integer("global_batch_size", global_batch_size)
+    _checks.one_of("mode", mode, ("train", "eval"))
+
+    def pad(*batch: Any) -> tuple[Any, Any, Any]:
+        x, y, weight = (*batch, None, None)[:3]
+        rows = tf.shape(_dense(tf.nest.flatten((x, y))[0]))[0]
+        check = tf.debugging.assert_less_equal(
+            rows, size, message="A batch has more rows than `global_batch_size`."
+        )
+        with tf.control_dependencies([check]):
+            source = tf.minimum(tf.range(size), rows - 1)
+        real = tf.cast(tf.range(size) < rows, tf.float32)
+        if mode == "train":
+            real *= size / tf.cast(rows, tf.float32)
+        x, y, weight = (_taken(part, source) for part in (x, y, weight))
+        return x, y, _weighted(weight, real)
+
+    return lambda batches: batches.map(pad, num_parallel_calls=tf.data.AUTOTUNE)
+
+
+def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Scale the sample weights of equally sized batches by one factor, so that they average 1.
+
+    Keras divides a weighted loss by the number of elements, those of weight 0 included, so that
+    padding and unused prediction slots make `val_loss` too small. After this stage it is the
+    weighted mean over the whole dataset, on any number of replicas; weighted metrics, ratios as
+    they are, do not change. It reads the dataset once: put it after a cache.
+
+    Args:
+        batches: A dataset of `(x, y, sample_weight)`, such as `eval_pipeline` gives.
+
+    Raises:
+        ValueError: The elements have no sample weights, or all weights are 0.
+
+    >>> batches = tf.data.Dataset.from_tensor_slices(([0.0] * 4, [0] * 4, [1.0, 1, 1, 0])).batch(2)
+    >>> [weight.numpy().round(2).tolist() for _, _, weight in batches.apply(normalize_weights)]
+    [[1.33, 1.33], [1.33, 0.0]]
+    """
+    spec = batches.element_spec
+    if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], tf.TensorSpec)):
+        _checks.refuse("Weights can be scaled in (x, y, sample_weight) alone.", elements=spec)
+    total, count = batches.reduce(
+        (tf.constant(0.0, tf.float64), tf.constant(0.0, tf.float64)),
+        lambda sums, batch: (
+            sums[0] + tf.reduce_sum(tf.cast(batch[2], tf.float64)),
+            sums[1] + tf.cast(tf.size(batch[2]), tf.float64),
+        ),
+    )
+    if float(total) == 0:
+        _checks.refuse("Every sample weight is 0, so there is nothing to average over.")
+    factor = tf.cast(count / total, tf.float32)
+    return batches.map(lambda x, y, weight: (x, y, weight * factor))
+
+
+def _dense(part: Any) -> Any:
+    return part.to_tensor() if isinstance(part, tf.RaggedTensor) else part
+
+
+def _taken(nest: Any, source: Any) -> Any:
+    if nest is None:
+        return None
+    return tf.nest.map_structure(lambda part: tf.gather(_dense(part), source), nest)
+
+
+def _weighted(weight: Any, real: Any) -> Any:
+    """Multiply each weight, of any rank, by its row's share."""
+    if weight is None:
+        return real
+
+    def multiply(part: Any) -> Any:
+        shape = tf.concat([tf.shape(real), tf.ones([tf.rank(part) - 1], tf.int32)], axis=0)
+        return tf.cast(part, real.dtype) * tf.reshape(real, shape)
+
+    return tf.nest.map_structure(multiply, weight)

@@ -1,0 +1,191 @@
+"""Text: vocabularies, rows of tokens, and masks for masked-language-model training."""
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import keras_hub
+import tensorflow as tf
+
+from kdpkit import _checks
+from kdpkit.pipelines._transforms import Transform
+
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+_LINES_AT_ONCE = 256
+
+
+def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True) -> list[str]:
+    """Learn a WordPiece vocabulary of at most `size` pieces, BERT's special tokens included.
+
+    It is keras_hub's learner: https://keras.io/keras_hub/api/tokenizers.
+
+    Raises:
+        ValueError: There are no lines, or `size` has no room for the special tokens.
+    """
+    size = _checks.integer("size", size, minimum=len(_SPECIAL) + 1)
+    texts = list(lines)
+    if not texts:
+        _checks.refuse("A vocabulary cannot be learned from no text.", lines=texts)
+    return list(
+        keras_hub.tokenizers.compute_word_piece_vocabulary(
+            tf.data.Dataset.from_tensor_slices(texts).batch(_LINES_AT_ONCE),
+            vocabulary_size=size,
+            reserved_tokens=list(_SPECIAL),
+            lowercase=lowercase,
+        )
+    )
+
+
+def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
+    """Read a WordPiece vocabulary, one piece a line, whose line numbers are the token ids.
+
+    Raises:
+        ValueError: The file is missing, empty or not UTF-8, a special token of BERT is not in
+            it, or a piece stands in it twice.
+    """
+    file = _checks.readable_file(path)
+    try:
+        pieces = file.read_text(encoding="utf-8").splitlines()
+    except UnicodeDecodeError:
+        _checks.refuse_file("The vocabulary is not UTF-8 text", file)
+    missing = [token for token in _SPECIAL if token not in pieces]
+    if missing:
+        _checks.refuse_file(
+            f"The vocabulary lacks the special token{'s' * (len(missing) > 1)} "
+            f"{', '.join(missing)}",
+            file,
+            remedy="Add a line for each, or let a vocabulary be learned from the corpus.",
+        )
+    if len(set(pieces)) < len(pieces):
+        twice = next(piece for piece in pieces if pieces.count(piece) > 1)
+        _checks.refuse_file(f"The vocabulary has {twice!r} more than once", file)
+    return pieces
+
+
+def tokenize(tokenizer: Any, *, sequence_length: int | None = None) -> Transform:
+    """Turn lines into token ids, many lines at a time.
+
+    Args:
+        tokenizer: A keras_hub tokenizer, such as `keras_hub.models.BertTokenizer`.
+        sequence_length: Give rows of this many int32 ids, `[CLS] ... [SEP]` and padding, where a
+            long line goes on in the next row so that no token is lost. None gives each line's
+            ids as they are, without special tokens, in vectors of varying length.
+
+    Returns:
+        A stage from string scalars to int32 vectors.
+    """
+    if sequence_length is not None:
+        _checks.integer("sequence_length", sequence_length, minimum=3)
+
+    def convert(lines: Any) -> Any:
+        tokens = tokenizer(lines)
+        return tokens if sequence_length is None else _rows(tokens, tokenizer, sequence_length)
+
+    def apply(lines: tf.data.Dataset) -> tf.data.Dataset:
+        batches = lines.batch(_LINES_AT_ONCE).map(convert, num_parallel_calls=tf.data.AUTOTUNE)
+        return batches.unbatch()
+
+    return apply
+
+
+def mask_tokens(
+    tokenizer: Any, *, rate: float = 0.15, slots: int | None = None
+) -> Callable[..., tuple[dict[str, Any], Any, Any]]:
+    """Give the masking of BERT (Devlin et al. 2019) as a function of tokens and a seed.
+
+    Of every row `ceil(rate * tokens)` ordinary tokens are to be predicted: 80 % of them are
+    replaced by `[MASK]`, 10 % by a token drawn from the whole vocabulary, 10 % left alone. The
+    draw depends on the seed and the row's place in the batch alone, so any number of replicas
+    sees the same masks.
+
+    Args:
+        tokenizer: The keras_hub tokenizer of the tokens, for its special ids.
+        rate: Share of the ordinary tokens to predict, between 0 and 1.
+        slots: Predictions a row has room for; None takes what a full row needs.
+
+    Returns:
+        A function `mask(tokens, seed)` from int32 `[batch, length]` (or `[length]`) and a seed of
+        two integers to `(features, labels, weights)` for `keras_hub.models.BertMaskedLM`; masks
+        stay integers there, because bool features cannot be reduced over replicas. Weights sum
+        to the number of slots in the whole batch, so that a loss averaged over all slots is the
+        mean over the masked tokens, on any number of replicas. Without a seed, masks are drawn
+        from the row's own tokens, the same in every epoch, and weights are 0 or 1: for validation.
+
+    >>> import keras_hub
+    >>> tokenizer = keras_hub.models.BertTokenizer(
+    ...     ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "b"]
+    ... )
+    >>> mask = mask_tokens(tokenizer, rate=0.5)
+    >>> features, labels, weights = mask(tf.constant([[2, 5, 6, 5, 3, 0]]), seed=(0, 1))
+    >>> labels.shape, float(tf.reduce_mean(weights))
+    (TensorShape([1, 2]), 1.0)
+    """
+    rate = _checks.number("rate", rate, above=0, maximum=1)
+    if slots is not None:
+        slots = _checks.integer("slots", slots)
+
+    def mask(tokens: Any, seed: Any = None) -> tuple[dict[str, Any], Any, Any]:
+        if tokens.shape.rank == 1:
+            masked = mask(tokens[tf.newaxis], seed)
+            return tf.nest.map_structure(lambda part: part[0], masked)
+        length = _checks.integer("length", tokens.shape[-1])
+        room = min(slots or math.ceil(rate * (length - 2)), length)
+        draws = _draws(tokens, length + 2 * room, seed)
+        features, labels, weights = _masked(tokens, draws, tokenizer, rate, room)
+        if seed is not None:
+            weights *= tf.cast(tf.size(weights), tf.float32) / tf.reduce_sum(weights)
+        return features, labels, weights
+
+    return mask
+
+
+def _draws(tokens: Any, count: int, seed: Any) -> Any:
+    """Draw `count` numbers in [0, 1) for each row: from the seed, or from the row's own tokens."""
+    if seed is not None:
+        return tf.random.stateless_uniform([tf.shape(tokens)[0], count], seed)
+
+    def from_row(row: Any) -> Any:
+        text = tf.strings.reduce_join(tf.strings.as_string(row), separator=" ")
+        seed = tf.stack([tf.strings.to_hash_bucket_fast(text, 1 << 62), 0])
+        return tf.random.stateless_uniform([count], seed)
+
+    return tf.map_fn(from_row, tokens, fn_output_signature=tf.float32)
+
+
+def _masked(tokens: Any, draws: Any, tokenizer: Any, rate: float, room: int) -> Any:
+    """Mask the rows: the draws say which tokens, then what becomes of each, then the stand-ins."""
+    rows, length = tf.shape(tokens)[0], tokens.shape[-1]
+    order, fate, stand_in = tf.split(draws, [length, room, room], axis=1)
+    special = tf.constant(tokenizer.special_token_ids, tokens.dtype)
+    ordinary = tf.reduce_all(tokens[:, :, tf.newaxis] != special, axis=-1)
+    wanted = tf.math.ceil(rate * tf.reduce_sum(tf.cast(ordinary, tf.float32), axis=1))
+    chosen = tf.range(room) < tf.cast(wanted, tf.int32)[:, tf.newaxis]
+    positions = tf.math.top_k(tf.where(ordinary, order, -1.0), room).indices
+    positions = tf.where(chosen, positions, 0)
+    originals = tf.gather(tokens, positions, batch_dims=1)
+    drawn = tf.cast(stand_in * tokenizer.vocabulary_size(), tokens.dtype)
+    mask_id = tf.constant(tokenizer.mask_token_id, tokens.dtype)
+    replaced = tf.where(fate < 0.8, mask_id, tf.where(fate < 0.9, drawn, originals))
+    places = tf.stack([tf.repeat(tf.range(rows), room), tf.reshape(positions, [-1])], axis=1)
+    values = tf.reshape(tf.where(chosen, replaced, originals), [-1])
+    features = {
+        "token_ids": tf.tensor_scatter_nd_update(tokens, places, values),
+        "segment_ids": tf.zeros_like(tokens),
+        "padding_mask": tf.cast(tokens != tokenizer.pad_token_id, tf.int32),
+        "mask_positions": positions,
+    }
+    return features, tf.where(chosen, originals, 0), tf.cast(chosen, tf.float32)
+
+
+def _rows(tokens: Any, tokenizer: Any, length: int) -> Any:
+    """Cut ragged lines into rows of `length` ids with their special tokens and padding."""
+    starts = tf.ragged.range(tokens.row_starts(), tokens.row_limits(), length - 2).flat_values
+    splits = tf.concat([starts, [tf.size(tokens.flat_values, tf.int64)]], axis=0)
+    body = tf.RaggedTensor.from_row_splits(tokens.flat_values, splits)
+    first, last = (
+        tf.fill([tf.size(starts), 1], special)
+        for special in (tokenizer.cls_token_id, tokenizer.sep_token_id)
+    )
+    rows = tf.concat([first, body, last], axis=1)
+    return rows.to_tensor(tokenizer.pad_token_id, shape=[None, length])

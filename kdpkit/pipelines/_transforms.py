@@ -1,0 +1,181 @@
+"""Single stages: each a function from dataset to dataset, for `Dataset.apply` and `chain`."""
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import tensorflow as tf
+
+from kdpkit import _checks
+from kdpkit.pipelines import _disk_cache
+from kdpkit.pipelines._counting import cardinality
+
+Transform: TypeAlias = Callable[[tf.data.Dataset], tf.data.Dataset]
+
+_POLICIES = {
+    "data": tf.data.experimental.AutoShardPolicy.DATA,
+    "file": tf.data.experimental.AutoShardPolicy.FILE,
+    "off": tf.data.experimental.AutoShardPolicy.OFF,
+}
+
+
+def chain(*transforms: Transform) -> Transform:
+    """Join stages into one, applied from left to right.
+
+    >>> stage = chain(shuffle(4, seed=1), batch_for(2))
+    >>> tf.data.Dataset.range(4).apply(stage).element_spec.shape
+    TensorShape([2])
+    """
+
+    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        for transform in transforms:
+            dataset = dataset.apply(transform)
+        return dataset
+
+    return apply
+
+
+def filter_by(predicate: Callable[..., Any]) -> Transform:
+    """Keep the examples for which `predicate` is true.
+
+    The length of the result is unknown to TensorFlow; `count_batches` finds it.
+
+    >>> even = tf.data.Dataset.range(6).apply(filter_by(lambda number: number % 2 == 0))
+    >>> [int(number) for number in even]
+    [0, 2, 4]
+    """
+    return lambda dataset: dataset.filter(predicate)
+
+
+def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., Any]:
+    """Tell texts longer than `length` from shorter ones.
+
+    It is a predicate on an example, whose first part is the text: for `train_pipeline(keep=...)`,
+    `filter_by` and `Dataset.filter`. Given a dataset it filters it, so `Dataset.apply` takes it
+    as well.
+
+    Args:
+        length: Texts of this length or shorter are left out.
+        unit: `"BYTE"` or `"UTF8_CHAR"`, as in `tf.strings.length`.
+
+    >>> lines = tf.data.Dataset.from_tensor_slices(["one", "three"])
+    >>> [line.numpy() for line in lines.filter(longer_than(3))]
+    [b'three']
+    """
+    length = _checks.integer("length", length, minimum=0)
+    _checks.one_of("unit", unit, ("BYTE", "UTF8_CHAR"))
+
+    def is_longer(*example: Any) -> Any:
+        if isinstance(example[0], tf.data.Dataset):
+            return example[0].filter(is_longer)
+        return tf.strings.length(example[0], unit=unit) > length
+
+    return is_longer
+
+
+def cache(where: str | os.PathLike[str] = "memory") -> Transform:
+    """Keep the examples after their first reading, in memory or in a directory.
+
+    Put it before `shuffle`: after it, one order would be frozen for ever. A directory is filled
+    at once, next to its final place, and moved there when it is whole; one that is damaged, half
+    written or made by another pipeline is filled again. It knows the pipeline, not the content of
+    the files behind it: give another directory when those change.
+
+    Args:
+        where: `"memory"`, or the path of a directory of this cache's own.
+
+    Raises:
+        ValueError: The directory holds something else.
+
+    >>> numbers = tf.data.Dataset.range(3).apply(cache())
+    >>> [int(number) for number in numbers]
+    [0, 1, 2]
+    """
+    if where == "memory":
+        return lambda dataset: dataset.cache()
+    return lambda dataset: _disk_cache.cached_on_disk(dataset, where)
+
+
+def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
+    """Shuffle within a buffer, in a new order each time the dataset is iterated.
+
+    The order is drawn before batches are cut, so it is the same for any number of replicas; but
+    `fit` starts more iterators under a strategy than on one device, and each takes an order.
+    `train_pipeline` counts epochs instead.
+
+    Args:
+        buffer_size: Examples to draw from; the whole dataset's size shuffles uniformly.
+        seed: Fixes the sequence of orders.
+
+    >>> numbers = tf.data.Dataset.range(5).apply(shuffle(5, seed=3))
+    >>> first, second = ([int(number) for number in numbers] for _ in range(2))
+    >>> first != second, sorted(first) == sorted(second)
+    (True, True)
+    """
+    buffer_size = _checks.integer("buffer_size", buffer_size)
+    seed = _checks.integer("seed", seed, minimum=0)
+    return lambda dataset: dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
+
+
+def batch_for(
+    global_batch_size: int, *, replicas: int = 1, drop_remainder: bool = True
+) -> Transform:
+    """Cut global batches that the replicas divide evenly.
+
+    `tf.distribute` then gives each replica `global_batch_size / replicas` examples of every
+    batch. With `drop_remainder=False` the last batch may be smaller, and uneven.
+
+    Raises:
+        ValueError: The replicas do not divide the batch (the sentence names the nearest sizes
+            that they do), or the dataset is known to be smaller than one batch.
+
+    >>> [batch.shape[0] for batch in tf.data.Dataset.range(10).apply(batch_for(4, replicas=2))]
+    [4, 4]
+    """
+    global_batch_size, replicas = _checks.global_batch(global_batch_size, replicas)
+
+    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        examples = cardinality(dataset)
+        if drop_remainder and examples is not None and examples < global_batch_size:
+            _checks.refuse(
+                "The dataset has too few examples for one full batch.",
+                examples=examples,
+                global_batch_size=global_batch_size,
+                remedy="Use a smaller batch, or keep the last one: drop_remainder=False.",
+            )
+        return dataset.batch(global_batch_size, drop_remainder=drop_remainder)
+
+    return apply
+
+
+def prefetch(batches: int = tf.data.AUTOTUNE) -> Transform:
+    """Prepare the next batches while the current one trains.
+
+    >>> tf.data.Dataset.range(3).apply(prefetch(2)).cardinality().numpy()
+    np.int64(3)
+    """
+    if batches != tf.data.AUTOTUNE:
+        batches = _checks.integer("batches", batches)
+    return lambda dataset: dataset.prefetch(batches)
+
+
+def auto_shard(policy: str = "data") -> Transform:
+    """Say how several workers divide the dataset between them.
+
+    Without it TensorFlow guesses, and with one file and two workers leaves one worker without
+    data. It matters under MultiWorkerMirroredStrategy alone; the replicas of one process always
+    share its global batches.
+
+    Args:
+        policy: `"data"`, every worker reads all and keeps its share; `"file"`, the files are
+            divided, of which there must be one or more for each worker; `"off"`, every worker
+            sees everything, as when the source has been divided already.
+
+    >>> stage = auto_shard("data")
+    >>> stage(tf.data.Dataset.range(3)).options().experimental_distribute.auto_shard_policy.name
+    'DATA'
+    """
+    _checks.one_of("policy", policy, _POLICIES)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = _POLICIES[policy]
+    return lambda dataset: dataset.with_options(options)

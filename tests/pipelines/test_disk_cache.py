@@ -1,0 +1,111 @@
+import shutil
+import subprocess
+import sys
+
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdpkit import pipelines
+
+
+def counted_source(reads):
+    """Ten numbers, with a note of each time one is really produced."""
+
+    def read(number):
+        reads.append(int(number))
+        return number
+
+    return tf.data.Dataset.range(10).map(
+        lambda number: tf.ensure_shape(tf.py_function(read, [number], tf.int64), [])
+    )
+
+
+def numbers(dataset):
+    return [int(number) for number in dataset]
+
+
+@pytest.mark.slow
+def test_a_second_program_reads_the_cache_and_not_the_source(tmp_path):
+    place = tmp_path / "cache"
+    program = (
+        "import sys, tensorflow as tf\n"
+        "from kdpkit import pipelines\n"
+        "source = tf.data.Dataset.range(3).map(lambda n: tf.py_function("
+        "lambda n: print('read', int(n)) or n, [n], tf.int64))\n"
+        "print([int(n) for n in source.apply(pipelines.cache(sys.argv[1]))])\n"
+    )
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program, place],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+        ).stdout.split("\n")
+        for _ in range(2)
+    ]
+    assert printed[0] == ["read 0", "read 1", "read 2", "[0, 1, 2]", ""]
+    assert printed[1][-2:] == ["[0, 1, 2]", ""]
+
+
+@settings(max_examples=10)
+@given(data=st.data())
+def test_a_damaged_cache_is_filled_again(tmp_path_factory, data):
+    place = tmp_path_factory.mktemp("damaged") / "cache"
+    source = tf.data.Dataset.range(100).map(lambda number: number * 7)
+    expected = numbers(source)
+    assert numbers(source.apply(pipelines.cache(place))) == expected
+    file = data.draw(st.sampled_from(sorted(place.iterdir())))
+    content = bytearray(file.read_bytes())
+    position = data.draw(st.integers(0, len(content) - 1))
+    if data.draw(st.booleans()):
+        content[position] ^= data.draw(st.integers(1, 255))
+    else:
+        del content[position:]
+    file.write_bytes(content)
+    assert numbers(source.apply(pipelines.cache(place))) == expected
+
+
+def test_a_cache_of_another_pipeline_is_filled_again(tmp_path):
+    source = tf.data.Dataset.range(5)
+    doubled = source.map(lambda number: number * 2).apply(pipelines.cache(tmp_path / "c"))
+    assert numbers(doubled) == [0, 2, 4, 6, 8]
+    tripled = source.map(lambda number: number * 3).apply(pipelines.cache(tmp_path / "c"))
+    assert numbers(tripled) == [0, 3, 6, 9, 12]
+
+
+def test_an_interrupted_filling_leaves_nothing_behind(tmp_path):
+    def fail(number):
+        raise RuntimeError(number)
+
+    broken = tf.data.Dataset.range(3).map(
+        lambda number: tf.ensure_shape(tf.py_function(fail, [number], tf.int64), [])
+    )
+    with pytest.raises(tf.errors.UnknownError):
+        broken.apply(pipelines.cache(tmp_path / "cache"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_whole_cache_is_kept_when_its_place_moves(tmp_path):
+    reads = []
+    source = counted_source(reads)
+    numbers(source.apply(pipelines.cache(tmp_path / "cache")))
+    shutil.move(tmp_path / "cache", tmp_path / "moved")
+    assert numbers(source.apply(pipelines.cache(tmp_path / "moved"))) == list(range(10))
+    assert len(reads) == 10
+
+
+def test_a_directory_with_other_things_in_it_is_left_alone(tmp_path):
+    (tmp_path / "thesis.txt").write_text("precious")
+    with pytest.raises(ValueError, match="directory of its own, this one holds something else"):
+        tf.data.Dataset.range(3).apply(pipelines.cache(tmp_path))
+    assert (tmp_path / "thesis.txt").read_text() == "precious"
+
+
+def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+    file = tmp_path / "file"
+    file.write_text("x")
+    with pytest.raises(ValueError, match="needs a directory, this is a file.*file"):
+        tf.data.Dataset.range(3).apply(pipelines.cache(file))

@@ -1,0 +1,123 @@
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdpkit import strategies, testing
+from kdpkit.pipelines import normalize_weights, pad_to_global_batch
+
+
+def only(dataset):
+    (element,) = list(dataset)
+    return element
+
+
+leaves = st.sampled_from(["float32", "int32", "bool", "string", "ragged"])
+nests = st.recursive(
+    leaves, lambda inner: st.dictionaries(st.sampled_from("abc"), inner, min_size=1), max_leaves=4
+)
+
+
+def part(kind, rows):
+    if kind == "ragged":
+        return tf.ragged.constant([[1] * (row % 3) for row in range(rows)], dtype=tf.int32)
+    if kind == "string":
+        return tf.constant([f"row {row}" for row in range(rows)])
+    return tf.cast(tf.range(rows) % 2, tf.as_dtype(kind))
+
+
+@settings(max_examples=25)
+@given(
+    x=nests,
+    y=nests,
+    rows=st.integers(1, 6),
+    filling=st.integers(0, 4),
+    mode=st.sampled_from(["train", "eval"]),
+    weighted=st.booleans(),
+)
+def test_any_nest_is_filled_and_its_real_rows_kept(x, y, rows, filling, mode, weighted):
+    size = rows + filling
+    x, y = (tf.nest.map_structure(lambda kind: part(kind, rows), nest) for nest in (x, y))
+    batch = (x, y, tf.range(1.0, rows + 1)) if weighted else (x, y)
+    padded = only(tf.data.Dataset.from_tensors(batch).apply(pad_to_global_batch(size, mode=mode)))
+    for before, after in zip(tf.nest.flatten((x, y)), tf.nest.flatten(padded[:2]), strict=True):
+        dense = before.to_tensor() if isinstance(before, tf.RaggedTensor) else before
+        assert after.shape[0] == size
+        np.testing.assert_array_equal(after[:rows], dense)
+    share = size / rows if mode == "train" else 1
+    given_weight = np.arange(1, rows + 1) if weighted else np.ones(rows)
+    expected = np.concatenate([given_weight * share, np.zeros(filling)])
+    np.testing.assert_allclose(padded[2], expected, rtol=1e-6)
+
+
+@settings(max_examples=6)
+@given(rows=st.integers(1, 8), replicas=st.sampled_from([1, 2, 4]), seed=st.integers(0, 9))
+def test_training_on_a_padded_batch_is_training_on_the_real_rows(rows, replicas, seed):
+    x, y = testing.toy_classification(rows, seed=seed)
+
+    def step(dataset, replicas):
+        with strategies.select_strategy("mirrored", devices=replicas).scope():
+            model = testing.tiny_classifier(seed=seed)
+            model.compile(
+                optimizer=keras.optimizers.SGD(1.0),
+                loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            )
+        model.fit(dataset, verbose=0)
+        return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+    batch = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
+    padded = step(batch.apply(pad_to_global_batch(8)), replicas)
+    np.testing.assert_allclose(padded, step(batch, 1), rtol=0, atol=1e-6)
+
+
+def test_weights_of_any_rank_are_scaled_row_by_row():
+    weights = np.array([[1.0, 0.0], [0.5, 2.0]], "float32")
+    batch = tf.data.Dataset.from_tensors((np.zeros(2), np.zeros((2, 2)), weights))
+    _, _, padded = only(batch.apply(pad_to_global_batch(3)))
+    np.testing.assert_allclose(padded, [[1.5, 0], [0.75, 3.0], [0, 0]])
+
+
+def test_filling_repeats_the_last_row_so_that_no_nan_appears():
+    x = only(tf.data.Dataset.from_tensors(tf.constant([[3.0, 4.0]])).apply(pad_to_global_batch(2)))[
+        0
+    ]
+    assert np.isfinite(keras.ops.convert_to_numpy(x / tf.norm(x, axis=1, keepdims=True))).all()
+
+
+def test_a_batch_that_is_too_large_fails():
+    batch = tf.data.Dataset.range(5).batch(5)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="more rows than `global_batch_size`"):
+        only(batch.apply(pad_to_global_batch(4)))
+
+
+def test_bad_arguments_get_one_sentence():
+    with pytest.raises(ValueError, match="`mode` must be one of 'train', 'eval'"):
+        pad_to_global_batch(4, mode="predict")
+    with pytest.raises(ValueError, match="`global_batch_size` must be a positive"):
+        pad_to_global_batch(0)
+
+
+def test_normalized_weights_make_the_loss_of_evaluate_the_weighted_mean():
+    random = np.random.default_rng(0)
+    x, y = testing.toy_classification(11)
+    weight = random.integers(0, 2, 11).astype("float32")
+    batches = tf.data.Dataset.from_tensor_slices((x, y, weight)).batch(4)
+    batches = batches.apply(pad_to_global_batch(4, mode="eval")).apply(normalize_weights)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        model = testing.tiny_classifier()
+        model.compile(loss=loss)
+    each = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=None)(y, model(x))
+    expected = float(np.sum(each * weight) / np.sum(weight))
+    assert model.evaluate(batches, verbose=0) == pytest.approx(expected, rel=1e-5)
+
+
+def test_weights_that_cannot_be_normalized_get_one_sentence():
+    pairs = tf.data.Dataset.from_tensor_slices(([1.0], [1])).batch(1)
+    with pytest.raises(ValueError, match=r"\(x, y, sample_weight\) alone"):
+        pairs.apply(normalize_weights)
+    unweighted = tf.data.Dataset.from_tensor_slices(([1.0], [1], [0.0])).batch(1)
+    with pytest.raises(ValueError, match="Every sample weight is 0"):
+        unweighted.apply(normalize_weights)

@@ -1,0 +1,206 @@
+import gzip
+import pathlib
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hypothesis_numpy
+
+from kdpkit import pipelines
+
+NUMBER = {"number": tf.TensorSpec([], "int64")}
+
+
+def lines_of(dataset):
+    return [line.numpy().decode() for line in dataset]
+
+
+def write_numbers(directory, count, **arguments):
+    examples = ({"number": number} for number in range(count))
+    return pipelines.write_tfrecords(examples, directory / "numbers", **arguments)
+
+
+def read_numbers(files, **arguments):
+    parse = pipelines.example_parser(NUMBER)
+    return [int(example["number"]) for example in pipelines.tfrecords(files, parse, **arguments)]
+
+
+def test_lines_of_plain_and_gzip_files_come_in_the_order_given(tmp_path):
+    plain, zipped = tmp_path / "b.txt", tmp_path / "a.txt.gz"
+    plain.write_text("first\nsecond\n", encoding="utf-8")
+    zipped.write_bytes(gzip.compress("dritte Zeile: äöü\n".encode()))
+    lines = pipelines.text_lines([plain, zipped])
+    assert lines_of(lines) == ["first", "second", "dritte Zeile: äöü"]
+    assert lines_of(pipelines.text_lines(str(zipped), compression="GZIP")) == ["dritte Zeile: äöü"]
+
+
+def test_characters_across_a_read_block_are_no_error(tmp_path):
+    file = tmp_path / "wide.txt"
+    file.write_text("x" + "ä" * (1 << 20), encoding="utf-8")
+    assert len(lines_of(pipelines.text_lines(file))) == 1
+
+
+def bad_utf8(path):
+    path.write_bytes(b"good\nalso good\nbad \xff line\n")
+
+
+def cut_utf8(path):
+    path.write_bytes("good\nends in ä".encode()[:-1])
+
+
+def truncated_gzip(path):
+    path.write_bytes(gzip.compress(b"a line of text\n" * 1000)[:-20])
+
+
+def corrupt_gzip(path):
+    content = bytearray(gzip.compress(b"a line of text\n" * 1000))
+    content[20] ^= 255
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (pathlib.Path.as_posix, "There is no such file: .*text"),
+        (pathlib.Path.mkdir, "A file is needed here, this is a directory: .*text"),
+        (pathlib.Path.touch, "The file is empty: .*text"),
+        (bad_utf8, r"not UTF-8 text \(byte 0xff in line 3\): .*text.*iconv"),
+        (cut_utf8, r"not UTF-8 text \(byte 0xc3 in line 2\): .*text"),
+        (truncated_gzip, r"GZIP file is damaged or breaks off \(.*\): .*text.*Copy"),
+        (corrupt_gzip, r"GZIP file is damaged or breaks off \(.*\): .*text.*Copy"),
+    ],
+)
+def test_a_bad_text_file_is_named_before_training(tmp_path, damage, sentence):
+    path = tmp_path / "text"
+    damage(path)
+    with pytest.raises(ValueError, match=sentence):
+        pipelines.text_lines(path)
+
+
+def test_no_paths_are_refused():
+    with pytest.raises(ValueError, match="`paths` names no file"):
+        pipelines.text_lines([])
+
+
+@settings(max_examples=10)
+@given(
+    count=st.integers(1, 40),
+    shards=st.integers(1, 4),
+    compression=st.sampled_from([None, "GZIP"]),
+    at_once=st.integers(1, 5),
+)
+def test_records_come_back_once_each_in_the_same_order_every_time(
+    tmp_path_factory, count, shards, compression, at_once
+):
+    shards = min(shards, count)
+    directory = tmp_path_factory.mktemp("records")
+    files = write_numbers(directory, count, shards=shards, compression=compression)
+    assert len(files) == shards
+    pattern = str(directory / "numbers-*.tfrecord")
+    numbers = read_numbers(pattern, files_at_once=at_once, validate=True)
+    assert sorted(numbers) == list(range(count))
+    assert read_numbers(pattern, files_at_once=at_once) == numbers
+    assert pipelines.validate_tfrecords(pattern) == count
+
+
+def test_files_read_at_once_alternate(tmp_path):
+    files = write_numbers(tmp_path, 6, shards=2)
+    assert read_numbers(files) == [0, 1, 2, 3, 4, 5]
+    assert read_numbers(files, files_at_once=1) == [0, 2, 4, 1, 3, 5]
+
+
+arrays = st.sampled_from(["uint8", "int32", "int64", "float32", "bool"]).flatmap(
+    lambda dtype: hypothesis_numpy.arrays(
+        dtype,
+        hypothesis_numpy.array_shapes(max_dims=3, max_side=4),
+        elements={"allow_nan": False} if dtype == "float32" else None,
+    )
+)
+
+
+@settings(max_examples=20)
+@given(array=arrays, text=st.text())
+def test_features_keep_shape_dtype_and_value(tmp_path_factory, array, text):
+    directory = tmp_path_factory.mktemp("features")
+    files = pipelines.write_tfrecords([{"array": array, "text": text}], directory / "one")
+    spec = {"array": tf.TensorSpec(array.shape, array.dtype), "text": tf.TensorSpec([], "string")}
+    (example,) = pipelines.tfrecords(files, pipelines.example_parser(spec))
+    assert example["array"].dtype == array.dtype
+    np.testing.assert_array_equal(example["array"], array)
+    assert example["text"].numpy().decode() == text
+
+
+def test_a_writer_that_fails_leaves_no_file(tmp_path):
+    def examples():
+        yield {"number": 1}
+        raise RuntimeError("the source broke")
+
+    with pytest.raises(RuntimeError, match="the source broke"):
+        pipelines.write_tfrecords(examples(), tmp_path / "broken")
+    assert list(tmp_path.iterdir()) == []
+
+
+def flip_a_byte(file, position):
+    content = bytearray(file.read_bytes())
+    content[position] ^= 1
+    file.write_bytes(content)
+
+
+def test_a_damaged_record_is_named_with_its_file(tmp_path):
+    good, bad = map(pathlib.Path, write_numbers(tmp_path, 8, shards=2, compression=None))
+    size = bad.stat().st_size // 4
+    flip_a_byte(bad, 2 * size + size // 2)
+    with pytest.raises(ValueError, match=rf"Record 2 \(counted from 0\) of .*{bad.name} is dam"):
+        pipelines.validate_tfrecords([good, bad])
+    with pytest.raises(ValueError, match=rf"Record 2 .*{bad.name}.*corrupted record at"):
+        read_numbers([good, bad], validate=True)
+
+
+@pytest.mark.parametrize("compression", [None, "GZIP"])
+def test_a_truncated_record_file_is_named(tmp_path, compression):
+    (file,) = map(pathlib.Path, write_numbers(tmp_path, 50, compression=compression))
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=rf"damaged.*{file.name}|{file.name} is damaged"):
+        pipelines.validate_tfrecords(file)
+
+
+def test_a_file_of_something_else_is_no_tfrecord_file(tmp_path):
+    file = tmp_path / "notes.txt"
+    file.write_text("not records at all, but long enough to look like some")
+    with pytest.raises(ValueError, match=r"Record 0 .*Is this even a TFRecord file"):
+        pipelines.validate_tfrecords(file)
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda at: read_numbers(f"{at}/none-*.tfrecord"), "No file matches: .*none-"),
+        (lambda _: read_numbers([]), "`paths` names no file"),
+        (lambda at: write_numbers(at, 0), "too few examples.*examples=0, shards=1"),
+        (lambda at: write_numbers(at, 2, shards=3), "too few examples.*examples=2, shards=3"),
+        (lambda at: write_numbers(at, 2, shards=0), "`shards` must be a positive"),
+        (lambda at: write_numbers(at, 2, compression="ZIP"), "`compression` must be one of"),
+        (
+            lambda at: pipelines.write_tfrecords([{"x": np.zeros(1, complex)}], at / "c"),
+            "Feature `x` cannot be stored.*complex128",
+        ),
+        (
+            lambda _: pipelines.example_parser({"x": tf.TensorSpec([None])}),
+            "Feature `x` needs a static shape",
+        ),
+    ],
+)
+def test_bad_arguments_get_one_sentence(tmp_path, call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_compressed_and_plain_files_cannot_be_mixed(tmp_path):
+    for name, compression in (("a", None), ("b", "GZIP")):
+        (tmp_path / name).mkdir()
+        write_numbers(tmp_path / name, 2, compression=compression)
+    with pytest.raises(ValueError, match="Compressed and plain TFRecord files cannot be mixed"):
+        read_numbers(f"{tmp_path}/*/*.tfrecord")

@@ -1,0 +1,165 @@
+import keras_hub
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdpkit import pipelines
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+WORDS = [f"w{index}" for index in range(40)]
+TOKENIZER = keras_hub.models.BertTokenizer([*SPECIAL, *WORDS], lowercase=True)
+PAD, UNK, CLS, SEP, MASK = range(5)
+
+lines = st.lists(st.lists(st.sampled_from(WORDS), max_size=15).map(" ".join), min_size=1)
+
+
+@settings(max_examples=25)
+@given(lines=lines, length=st.integers(3, 9))
+def test_rows_hold_every_token_of_every_line_in_order(lines, length):
+    source = tf.data.Dataset.from_tensor_slices(lines)
+    rows = [
+        row.numpy() for row in source.apply(pipelines.tokenize(TOKENIZER, sequence_length=length))
+    ]
+    seen = []
+    for row in rows:
+        assert row.shape == (length,)
+        assert row.dtype == np.int32
+        body = row[row != PAD]
+        assert body[0] == CLS
+        assert body[-1] == SEP
+        assert len(body) > 2
+        seen += body[1:-1].tolist()
+    assert seen == [len(SPECIAL) + int(word[1:]) for line in lines for word in line.split()]
+    assert len(rows) == sum(-(-len(line.split()) // (length - 2)) for line in lines)
+
+
+def test_without_a_length_each_line_gives_its_ids():
+    source = tf.data.Dataset.from_tensor_slices(["w1 w0", "w3"])
+    assert [row.numpy().tolist() for row in source.apply(pipelines.tokenize(TOKENIZER))] == [
+        [6, 5],
+        [8],
+    ]
+
+
+def some_rows(count, length, seed=0):
+    """Rows of random ordinary tokens, of random length, with their special tokens."""
+    random = np.random.default_rng(seed)
+    rows = np.zeros((count, length), "int32")
+    for row in rows:
+        size = random.integers(1, length - 1)
+        row[: size + 2] = [CLS, *random.integers(5, 45, size), SEP]
+    return tf.constant(rows)
+
+
+@settings(max_examples=30)
+@given(
+    count=st.integers(1, 6),
+    length=st.integers(3, 20),
+    rate=st.floats(0.05, 1.0),
+    seed=st.tuples(st.integers(0, 99), st.integers(0, 99)),
+)
+def test_masks_cover_the_asked_share_of_ordinary_tokens(count, length, rate, seed):
+    tokens = some_rows(count, length)
+    features, labels, weights = pipelines.mask_tokens(TOKENIZER, rate=rate)(tokens, seed)
+    originals, masked = tokens.numpy(), features["token_ids"].numpy()
+    for row in range(count):
+        chosen = weights[row].numpy() > 0
+        positions = features["mask_positions"][row].numpy()[chosen]
+        ordinary = int((originals[row] >= len(SPECIAL)).sum())
+        room = labels.shape[1]
+        assert chosen.sum() == min(room, np.ceil(np.float32(rate) * np.float32(ordinary)))
+        assert len(set(positions)) == len(positions)
+        assert (originals[row][positions] >= len(SPECIAL)).all()
+        np.testing.assert_array_equal(labels[row].numpy()[chosen], originals[row][positions])
+        untouched = np.setdiff1d(np.arange(length), positions)
+        np.testing.assert_array_equal(masked[row][untouched], originals[row][untouched])
+    assert features["padding_mask"].dtype == tf.int32
+    np.testing.assert_array_equal(features["padding_mask"], originals != PAD)
+    np.testing.assert_allclose(np.sum(weights), tf.size(weights), rtol=1e-5)
+
+
+def test_of_the_masked_tokens_eight_in_ten_become_mask_and_one_in_ten_another():
+    tokens = some_rows(600, 40)
+    features, labels, weights = pipelines.mask_tokens(TOKENIZER)(tokens, (3, 4))
+    chosen = weights.numpy() > 0
+    become = np.take_along_axis(
+        features["token_ids"].numpy(), features["mask_positions"].numpy(), axis=1
+    )[chosen]
+    same = become == labels.numpy()[chosen]
+    count = chosen.sum()
+    assert (become == MASK).mean() == pytest.approx(0.8, abs=4 / np.sqrt(count))
+    assert same.mean() == pytest.approx(0.1, abs=4 / np.sqrt(count))
+
+
+def test_masks_are_new_for_every_seed_and_the_same_for_the_same():
+    mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_rows(4, 30)
+    first, again, other = (
+        mask(tokens, seed)[0]["token_ids"].numpy() for seed in [(1, 2), (1, 2), (1, 3)]
+    )
+    np.testing.assert_array_equal(first, again)
+    assert (first != other).any()
+
+
+def test_validation_masks_depend_on_the_row_alone():
+    mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_rows(5, 30)
+    together = mask(tokens)
+    for row in range(5):
+        alone = mask(tokens[row])
+        for whole, part in zip(tf.nest.flatten(together), tf.nest.flatten(alone), strict=True):
+            np.testing.assert_array_equal(whole[row], part)
+    assert set(np.unique(together[2])) == {0.0, 1.0}
+
+
+def test_a_fixed_number_of_slots_caps_the_predictions():
+    _, labels, weights = pipelines.mask_tokens(TOKENIZER, rate=0.9, slots=3)(some_rows(4, 30))
+    assert labels.shape == (4, 3)
+    assert weights.numpy().sum(axis=1).max() == 3
+
+
+def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
+    text = ["the cat sat on the mat", "the dog sat on the log"] * 20
+    vocabulary = pipelines.learn_vocabulary(text, 60)
+    assert vocabulary[: len(SPECIAL)] == SPECIAL
+    assert len(vocabulary) <= 60
+    tokenizer = keras_hub.models.BertTokenizer(vocabulary, lowercase=True)
+    assert tokenizer.token_to_id("[UNK]") not in tokenizer(["The cat sat on a log."[:-1]])[0]
+
+
+def test_a_vocabulary_file_gives_ids_by_line(tmp_path):
+    file = tmp_path / "vocab.txt"
+    file.write_text("\n".join([*SPECIAL, "a", "##b"]) + "\n")
+    assert pipelines.read_vocabulary(file) == [*SPECIAL, "a", "##b"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (b"", "The file is empty"),
+        (b"a\nb\n", r"lacks the special tokens \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\].*voc"),
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", r"lacks the special token \[MASK\]: .*voc"),
+        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nx\nx\n", "has 'x' more than once"),
+        (b"[PAD]\n\xff\n", "not UTF-8"),
+    ],
+)
+def test_a_bad_vocabulary_gets_one_sentence(tmp_path, content, sentence):
+    file = tmp_path / "voc"
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=sentence):
+        pipelines.read_vocabulary(file)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: pipelines.mask_tokens(TOKENIZER, rate=0), "`rate` must be above 0 and at most 1"),
+        (lambda: pipelines.mask_tokens(TOKENIZER, slots=0), "`slots` must be a positive"),
+        (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
+        (lambda: pipelines.learn_vocabulary([], 100), "cannot be learned from no text"),
+        (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()

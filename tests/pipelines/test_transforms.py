@@ -1,0 +1,125 @@
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdpkit import pipelines
+
+
+def values(dataset):
+    return [element.numpy() for element in dataset]
+
+
+def test_a_chain_applies_its_stages_from_left_to_right():
+    plus_one_then_double = pipelines.chain(
+        lambda dataset: dataset.map(lambda number: number + 1),
+        lambda dataset: dataset.map(lambda number: number * 2),
+    )
+    assert values(tf.data.Dataset.range(3).apply(plus_one_then_double)) == [2, 4, 6]
+
+
+def test_an_empty_chain_changes_nothing():
+    assert values(tf.data.Dataset.range(3).apply(pipelines.chain())) == [0, 1, 2]
+
+
+@settings(max_examples=20)
+@given(
+    texts=st.lists(st.text(max_size=12), min_size=1, max_size=8),
+    length=st.integers(0, 12),
+    unit=st.sampled_from(["BYTE", "UTF8_CHAR"]),
+)
+def test_longer_than_counts_bytes_or_characters(texts, length, unit):
+    lines = tf.data.Dataset.from_tensor_slices([text.encode() for text in texts])
+    size = {"BYTE": lambda text: len(text.encode()), "UTF8_CHAR": len}[unit]
+    kept = [text.encode() for text in texts if size(text) > length]
+    longer = pipelines.longer_than(length, unit=unit)
+    assert values(lines.filter(longer)) == kept
+    assert values(lines.apply(longer)) == kept
+    assert values(lines.apply(pipelines.filter_by(longer))) == kept
+
+
+def test_longer_than_looks_at_the_text_of_a_labelled_example():
+    pairs = tf.data.Dataset.from_tensor_slices((["a", "bcd"], [1, 0]))
+    assert [int(label) for _, label in pairs.filter(pipelines.longer_than(2))] == [0]
+
+
+def test_a_cached_dataset_reads_its_source_once():
+    reads = []
+
+    def read(number):
+        reads.append(int(number))
+        return number
+
+    source = tf.data.Dataset.range(4).map(
+        lambda number: tf.ensure_shape(tf.py_function(read, [number], tf.int64), [])
+    )
+    cached = source.apply(pipelines.cache())
+    assert values(cached) == values(cached) == [0, 1, 2, 3]
+    assert reads == [0, 1, 2, 3]
+
+
+def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_seed():
+    def orders(seed):
+        stages = pipelines.chain(pipelines.cache(), pipelines.shuffle(50, seed=seed))
+        shuffled = tf.data.Dataset.range(50).apply(stages)
+        return [tuple(values(shuffled)) for _ in range(2)]
+
+    assert orders(1) == orders(1)
+    assert len({*orders(1), *orders(2)}) == 4
+
+
+@pytest.mark.parametrize("policy", ["data", "file", "off"])
+def test_auto_shard_sets_the_policy(policy):
+    dataset = tf.data.Dataset.range(3).apply(pipelines.auto_shard(policy))
+    set_policy = dataset.options().experimental_distribute.auto_shard_policy
+    assert set_policy.name == policy.upper()
+
+
+def test_batches_keep_a_smaller_last_one_when_asked():
+    keep = pipelines.batch_for(4, drop_remainder=False)
+    assert [len(batch) for batch in values(tf.data.Dataset.range(10).apply(keep))] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: pipelines.longer_than(-1), "`length` must be a non-negative.*length=-1"),
+        (lambda: pipelines.longer_than(1, unit="WORD"), "`unit` must be one of 'BYTE'"),
+        (lambda: pipelines.shuffle(0), "`buffer_size` must be a positive.*buffer_size=0"),
+        (lambda: pipelines.prefetch(0), "`batches` must be a positive"),
+        (lambda: pipelines.auto_shard("files"), "`policy` must be one of 'data', 'file', 'off'"),
+        (lambda: pipelines.batch_for(6, replicas=4), "nearest sizes that work are 4 and 8"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+@settings(max_examples=20)
+@given(examples=st.integers(0, 30), size=st.integers(1, 7), drop=st.booleans())
+def test_counting_finds_what_filter_hides(examples, size, drop):
+    kept = tf.data.Dataset.range(examples).filter(lambda number: number % 2 == 0)
+    batches = kept.batch(size, drop_remainder=drop)
+    assert batches.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    assert pipelines.count_batches(batches) == len(values(batches))
+
+
+def test_counting_takes_a_known_length_without_reading():
+    def fail(number):
+        raise AssertionError(number)
+
+    unread = tf.data.Dataset.range(10).map(
+        lambda number: tf.ensure_shape(tf.py_function(fail, [number], tf.int64), [])
+    )
+    assert pipelines.count_batches(unread.batch(4)) == 3
+
+
+def test_counting_a_dataset_of_pairs():
+    pairs = tf.data.Dataset.range(5).map(lambda n: (n, {"double": 2 * n}))
+    assert pipelines.count_batches(pairs.filter(lambda n, _: n > 1)) == 3
+
+
+def test_counting_an_endless_dataset_is_refused():
+    with pytest.raises(ValueError, match=r"`dataset` never ends.*Take `.repeat\(...\)` out"):
+        pipelines.count_batches(tf.data.Dataset.range(3).repeat())
