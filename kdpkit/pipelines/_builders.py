@@ -52,6 +52,7 @@ def train_pipeline(
     keep: Callable[..., Any] | None = None,
     prepare: Callable[..., Any] | None = None,
     augment: Callable[[Any, Any], Any] | None = None,
+    steps_per_epoch: int | None = None,
     initial_epoch: int = 0,
     initial_step: int = 0,
 ) -> tf.data.Dataset:
@@ -71,6 +72,9 @@ def train_pipeline(
         prepare: A function of an example, applied once, before the cache.
         augment: A function of a whole batch and a seed (two integers), applied afresh in every
             epoch, after the cache; draw with `tf.random.stateless_*`.
+        steps_per_epoch: Batches in an epoch; None takes all there are. With fewer, each epoch
+            gives the first of its own order. Leave `fit(steps_per_epoch=...)` alone: Keras would
+            go on through the data and cut epochs short where it ends.
         initial_epoch: The epoch to begin with.
         initial_step: Batches of that epoch that have been trained on. With `fit` train what is
             left of it in a call of its own (`epochs=initial_epoch + 1`), because Keras takes the
@@ -94,14 +98,14 @@ def train_pipeline(
     initial_step = _checks.integer("initial_step", initial_step, minimum=0)
     cut = _batching(global_batch_size, replicas, config.remainder, mode="train")
     examples = _examples(source, config, keep, prepare)
-    batches = count_batches(examples.apply(cut))
+    batches = _epoch_length(count_batches(examples.apply(cut)), steps_per_epoch)
     first_epoch, first_step = initial_epoch + initial_step // batches, initial_step % batches
 
     def one_epoch(epoch: Any) -> tf.data.Dataset:
         seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)
         ordered = _shuffled(examples, config.shuffle_buffer, seed)
         skipped = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
-        indexed = ordered.apply(cut).skip(skipped).enumerate(skipped)
+        indexed = ordered.apply(cut).take(batches).skip(skipped).enumerate(skipped)
         if augment is None:
             return indexed
         return indexed.map(
@@ -151,6 +155,19 @@ def eval_pipeline(
     cut = _batching(global_batch_size, replicas, remainder, mode="eval")
     batches = _examples(source, config, keep, prepare).apply(cut)
     return batches.prefetch(config.prefetch)
+
+
+def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
+    if steps_per_epoch is None:
+        return available
+    steps = _checks.integer("steps_per_epoch", steps_per_epoch)
+    if steps > available:
+        _checks.refuse(
+            f"An epoch cannot have more batches than the data gives, which is {available}.",
+            steps_per_epoch=steps,
+            remedy="Train for more epochs instead.",
+        )
+    return steps
 
 
 def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: Any) -> tf.data.Dataset:

@@ -267,6 +267,19 @@ def test_a_repeating_source_is_refused(build, count):
         build(source, global_batch_size=2)
 
 
+def test_shorter_epochs_are_still_new_each_time():
+    train = train_pipeline(tf.data.Dataset.range(40), global_batch_size=2, steps_per_epoch=3)
+    epochs = [tuple(numbers(train)) for _ in range(3)]
+    assert len(train) == 3
+    assert [len(set(epoch)) for epoch in epochs] == [6, 6, 6]
+    assert len(set(epochs)) == 3
+
+
+def test_more_steps_than_there_are_batches_are_refused():
+    with pytest.raises(ValueError, match="data gives, which is 20. Received: steps_per_epoch=21"):
+        train_pipeline(tf.data.Dataset.range(40), global_batch_size=2, steps_per_epoch=21)
+
+
 def test_a_dataset_smaller_than_a_batch_is_refused():
     with pytest.raises(ValueError, match="examples=3, global_batch_size=4"):
         train_pipeline(tf.data.Dataset.range(3), global_batch_size=4)

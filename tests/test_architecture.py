@@ -1,0 +1,100 @@
+"""Who may import whom, read from the source, and what an import may cost."""
+
+import ast
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import kdpkit
+
+ROOT = pathlib.Path(kdpkit.__file__).parent
+FRAMEWORKS = {"tensorflow", "jax", "keras", "keras_hub", "tensorflow_text", "numpy"}
+PURE = frozenset()
+KERAS = frozenset({"keras", "numpy"})
+TENSORFLOW = KERAS | {"tensorflow", "keras_hub"}
+
+# What each part may import when it is loaded: frameworks, and other parts of kdpkit.
+ALLOWED = {
+    "__init__": (PURE, set()),
+    "_checks": (PURE, set()),
+    "scaling": (PURE, {"_checks"}),
+    "schedules": (KERAS, {"_checks", "scaling"}),
+    "callbacks": (KERAS, {"_checks", "scaling"}),
+    "corpora": (KERAS, {"_checks", "scaling"}),
+    "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
+    "strategies": (TENSORFLOW, {"_checks"}),
+    "training": (TENSORFLOW, {"_checks", "scaling", "training"}),
+    "experiment": (KERAS, {"_checks", "scaling"}),
+    "testing": (KERAS, {"_checks", "scaling"}),
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def part_of(file):
+    return file.relative_to(ROOT).with_suffix("").parts[0]
+
+
+def imports_on_load(tree):
+    """Every module a file imports outside its functions, `from kdpkit import x` as kdpkit.x."""
+    modules = set()
+    waiting = list(tree.body)
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module == "kdpkit":
+            modules |= {f"kdpkit.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            modules.add(node.module)
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            waiting += ast.iter_child_nodes(node)
+    return modules
+
+
+def breaches(part, tree):
+    frameworks, parts = ALLOWED[part]
+    modules = {tuple(module.split(".")) for module in imports_on_load(tree)}
+    foreign = {module[0] for module in modules if module[0] in FRAMEWORKS}
+    own = {module[1] for module in modules if module[0] == "kdpkit" and len(module) > 1}
+    return (foreign - frameworks) | (own - parts - {part})
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
+def test_every_file_imports_only_what_its_part_may(file):
+    assert breaches(part_of(file), ast.parse(file.read_text(encoding="utf-8"))) == set()
+
+
+def test_a_forbidden_import_would_be_seen():
+    hidden = ast.parse("try:\n    import tensorflow.data as d\nexcept ImportError:\n    pass")
+    sideways = ast.parse("class A:\n    from kdpkit import strategies")
+    assert breaches("callbacks", hidden) == {"tensorflow"}
+    assert breaches("pipelines", sideways) == {"strategies"}
+    assert breaches("scaling", ast.parse("def f():\n    import keras")) == set()
+
+
+def run(code):
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    ).stdout.strip()
+
+
+def test_importing_kdpkit_loads_no_framework():
+    loaded = run("import sys, kdpkit; print(*sorted({m.split('.')[0] for m in sys.modules}))")
+    assert not FRAMEWORKS & set(loaded.split())
+
+
+def test_pure_parts_load_no_framework():
+    loaded = run("import sys, kdpkit.scaling; print(*{m.split('.')[0] for m in sys.modules})")
+    assert not FRAMEWORKS & set(loaded.split())
+
+
+def test_importing_kdpkit_takes_under_50_ms():
+    code = "import time; start = time.perf_counter(); import kdpkit; print(time.perf_counter() - start)"
+    assert min(float(run(code)) for _ in range(5)) < 0.05
+
+
+def test_an_unknown_part_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'schedulers'"):
+        _ = kdpkit.schedulers
