@@ -1,0 +1,342 @@
+"""What changes in the numbers when one device becomes R replicas: batches, shards, learning rates.
+
+Integers and floats alone, so that every input pipeline and both backends follow the same rules.
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from kdpkit import _checks
+
+RULES = ("linear", "sqrt", "none")
+REMAINDERS = ("balance", "drop", "pad", "wrap")
+
+
+def split_batch(size: int, replicas: int) -> tuple[int, ...]:
+    """Give the sizes of the pieces that `tf.distribute` cuts a batch into.
+
+    The replicas take `ceil(size / replicas)` examples each, in order, until none are left. The
+    last ones may get fewer, or none:
+
+    >>> split_batch(10, 4)
+    (3, 3, 3, 1)
+    >>> split_batch(5, 4)
+    (2, 2, 1, 0)
+
+    A size that `replicas` divides is cut evenly, the only case that plain Keras trains right. This
+    is `tf.distribute.Strategy.experimental_distribute_dataset` and `fit` on TensorFlow; JAX
+    refuses uneven batches.
+
+    Args:
+        size: Examples in the global batch; 0 gives every replica none.
+        replicas: Number of replicas.
+
+    Returns:
+        Examples for each replica, in replica order.
+
+    Raises:
+        ValueError: A negative size, or fewer than one replica.
+    """
+    size = _checks.integer("size", size, minimum=0)
+    replicas = _checks.integer("replicas", replicas)
+    piece = _ceil_divide(size, replicas)
+    return tuple(min(piece, max(0, size - index * piece)) for index in range(replicas))
+
+
+def shard_indices(
+    examples: int, shards: int, index: int, *, remainder: str = "balance"
+) -> Sequence[int]:
+    """Give the examples that one of several processes reads, when `shards` do not divide them.
+
+    Each shard is one contiguous run, and the runs follow each other in shard order. Processes that
+    step together need equal shards ("drop", "pad", "wrap"): with "balance" some run out first.
+
+    >>> [list(shard_indices(5, 2, index)) for index in range(2)]
+    [[0, 1, 2], [3, 4]]
+    >>> [list(shard_indices(5, 2, index, remainder="drop")) for index in range(2)]
+    [[0, 1], [2, 3]]
+    >>> [list(shard_indices(5, 2, index, remainder="pad")) for index in range(2)]
+    [[0, 1, 2], [3, 4, 4]]
+    >>> [list(shard_indices(5, 2, index, remainder="wrap")) for index in range(2)]
+    [[0, 1, 2], [3, 4, 0]]
+
+    With fewer examples than shards, "balance" leaves the last shards empty and "drop" all of them;
+    "pad" and "wrap" give every shard one example.
+
+    Args:
+        examples: Number of examples in all.
+        shards: Number of shards, usually the number of processes.
+        index: The shard wanted, from 0 to `shards - 1`.
+        remainder: `"balance"`: sizes differ by at most one, the first shards are the larger.
+            `"drop"`: equal sizes, the last `examples % shards` examples are left out. `"pad"`:
+            equal sizes, the last example is repeated. `"wrap"`: equal sizes, going on from the
+            first example.
+
+    Returns:
+        Example indices in reading order: a `range`, or a list where a shard holds filling.
+
+    Raises:
+        ValueError: A count or index out of range, an unknown `remainder`, or nothing to fill with.
+    """
+    examples = _checks.integer("examples", examples, minimum=0)
+    shards = _checks.integer("shards", shards)
+    index = _checks.integer("index", index, minimum=0)
+    _checks.one_of("remainder", remainder, REMAINDERS)
+    if index >= shards:
+        _checks.refuse(
+            "`index` must be less than `shards`; the first shard is 0.", index=index, shards=shards
+        )
+    if remainder == "balance":
+        return _balanced_shard(examples, shards, index)
+    if remainder == "drop":
+        size = examples // shards
+        return range(index * size, (index + 1) * size)
+    return _filled_shard(examples, shards, index, remainder)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScalePlan:
+    """The batch sizes, learning rate and step counts of a run on several replicas.
+
+    Keep what suits one device as the per-replica batch and base rate, and let the plan scale them:
+
+    >>> plan = ScalePlan(replicas=4, per_replica_batch_size=32, base_learning_rate=1e-4)
+    >>> plan.global_batch_size, plan.learning_rate
+    (128, 0.0004)
+    >>> plan.steps_per_epoch(10_000)
+    78
+
+    With `accumulation=K` (Keras' `gradient_accumulation_steps`) the optimizer averages the
+    gradients of K batches into one update. Keras moves a schedule on with every batch, not with
+    every update, so a schedule is K times longer than the updates it shapes. Give it
+    `total_steps`, never `updates`:
+
+    >>> plan = dataclasses.replace(plan, accumulation=2)
+    >>> plan.effective_batch_size, plan.learning_rate
+    (256, 0.0008)
+    >>> plan.total_steps(10_000, epochs=3), plan.updates(10_000, epochs=3)
+    (234, 117)
+
+    Args:
+        replicas: Number of replicas that train in step.
+        per_replica_batch_size: Examples that one replica takes from each batch.
+        base_learning_rate: Rate that suits `per_replica_batch_size` examples per update.
+        rule: How the rate grows with the batch; see `scale_learning_rate`.
+        accumulation: Batches whose gradients make one update.
+
+    Raises:
+        ValueError: A count below one, a rate that is not positive, or an unknown rule.
+    """
+
+    replicas: int
+    per_replica_batch_size: int
+    base_learning_rate: float
+    rule: str = "linear"
+    accumulation: int = 1
+
+    def __post_init__(self) -> None:
+        for name in ("replicas", "per_replica_batch_size", "accumulation"):
+            self._keep(name, _checks.integer(name, getattr(self, name)))
+        rate = _checks.number("base_learning_rate", self.base_learning_rate, above=0)
+        self._keep("base_learning_rate", rate)
+        _checks.one_of("rule", self.rule, RULES)
+
+    def _keep(self, name: str, value: int | float) -> None:
+        """Store an argument as the plain Python number that JSON takes (the class is frozen)."""
+        object.__setattr__(self, name, value)
+
+    @property
+    def global_batch_size(self) -> int:
+        """Examples in one batch of the pipeline, all replicas together."""
+        return self.replicas * self.per_replica_batch_size
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Examples behind one update of the weights, accumulated batches included."""
+        return self.global_batch_size * self.accumulation
+
+    @property
+    def factor(self) -> int:
+        """How many times more examples an update sees than on one device without accumulation."""
+        return self.replicas * self.accumulation
+
+    @property
+    def learning_rate(self) -> float:
+        """The base rate, scaled by `factor` under `rule`."""
+        return scale_learning_rate(self.base_learning_rate, factor=self.factor, rule=self.rule)
+
+    def steps_per_epoch(self, examples: int, *, drop_remainder: bool = True) -> int:
+        """Count the global batches that one pass over `examples` makes, which `fit` calls steps.
+
+        Args:
+            examples: Number of training examples, all replicas together.
+            drop_remainder: Whether the pipeline leaves out a last, smaller batch.
+
+        Raises:
+            ValueError: There are too few examples for one batch.
+        """
+        examples = _checks.integer("examples", examples, minimum=0)
+        batch = self.global_batch_size
+        steps = examples // batch if drop_remainder else _ceil_divide(examples, batch)
+        if steps == 0:
+            _checks.refuse(
+                "There are too few examples for one batch.",
+                examples=examples,
+                global_batch_size=batch,
+                drop_remainder=drop_remainder,
+                remedy=f"At least {batch if drop_remainder else 1} are needed; or use smaller "
+                "batches.",
+            )
+        return steps
+
+    def total_steps(self, examples: int, *, epochs: int, drop_remainder: bool = True) -> int:
+        """Count the steps of a whole run as a Keras schedule does, one for each global batch.
+
+        Args:
+            examples: Number of training examples, all replicas together.
+            epochs: Passes over them.
+            drop_remainder: Whether the pipeline leaves out a last, smaller batch.
+
+        Raises:
+            ValueError: There are too few examples for one batch.
+        """
+        epochs = _checks.integer("epochs", epochs)
+        return epochs * self.steps_per_epoch(examples, drop_remainder=drop_remainder)
+
+    def updates(self, examples: int, *, epochs: int, drop_remainder: bool = True) -> int:
+        """Count the updates of the weights in a whole run: `total_steps // accumulation`.
+
+        Keras accumulates on through the end of an epoch, so only the run's last
+        `total_steps % accumulation` batches never reach the weights. The rate of an update is the
+        schedule's at the last batch that went into it: update u (from 0) applies
+        `schedule(u * accumulation + accumulation - 1)`.
+
+        Args:
+            examples: Number of training examples, all replicas together.
+            epochs: Passes over them.
+            drop_remainder: Whether the pipeline leaves out a last, smaller batch.
+
+        Raises:
+            ValueError: The run ends before its first update.
+        """
+        steps = self.total_steps(examples, epochs=epochs, drop_remainder=drop_remainder)
+        if steps < self.accumulation:
+            _checks.refuse(
+                "The run ends before the first update of the weights.",
+                steps=steps,
+                accumulation=self.accumulation,
+                remedy="Train for more epochs, or accumulate fewer batches.",
+            )
+        return steps // self.accumulation
+
+
+def scale_learning_rate(base: float, *, factor: float, rule: str = "linear") -> float:
+    """Scale a learning rate for batches that are `factor` times larger.
+
+    >>> scale_learning_rate(0.1, factor=4), scale_learning_rate(0.1, factor=4, rule="sqrt")
+    (0.4, 0.2)
+
+    Args:
+        base: Learning rate that suits the smaller batch.
+        factor: Size of the new batch over the old one: the number of replicas, where each keeps
+            its batch. Below one for smaller batches.
+        rule: `"linear"` multiplies by `factor` (Goyal et al. 2017, "Accurate, Large Minibatch
+            SGD", arXiv:1706.02677), usual for SGD and with warmup. `"sqrt"` multiplies by its
+            square root (Krizhevsky 2014, arXiv:1404.5997; Hoffer et al. 2017, arXiv:1705.08741),
+            usual for Adam; `scale_adam` adjusts the moments with it. `"none"` keeps `base`.
+
+    Raises:
+        ValueError: A rate or factor that is not positive, or an unknown rule.
+    """
+    base = _checks.number("base", base, above=0)
+    factor = _checks.number("factor", factor, above=0)
+    _checks.one_of("rule", rule, RULES)
+    return base * {"linear": factor, "sqrt": math.sqrt(factor), "none": 1.0}[rule]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AdamScaling:
+    """Adam's settings for a larger batch: `keras.optimizers.Adam(**dataclasses.asdict(scaling))`.
+
+    `scale_adam` makes them; the names are those of Keras' arguments.
+    """
+
+    learning_rate: float
+    beta_1: float
+    beta_2: float
+    epsilon: float
+
+
+def scale_adam(
+    learning_rate: float,
+    *,
+    factor: float,
+    beta_1: float = 0.9,
+    beta_2: float = 0.999,
+    epsilon: float = 1e-7,
+) -> AdamScaling:
+    """Scale all of Adam's settings for batches that are `factor` times larger.
+
+    The square-root rule of Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
+    Gradient Algorithms" (arXiv:2205.10287): the rate times `sqrt(factor)`, `1 - beta` times
+    `factor`, epsilon divided by `sqrt(factor)`. Train `factor` times fewer steps with it.
+
+    >>> scaled = scale_adam(1e-3, factor=4)
+    >>> print(f"{scaled.learning_rate:.4f} {scaled.beta_1:.3f} {scaled.beta_2:.3f}")
+    0.0020 0.600 0.996
+
+    Args:
+        learning_rate: Rate that suits the smaller batch.
+        factor: Size of the new batch over the old one.
+        beta_1: Decay of the first moment at the smaller batch, at least 0 and below 1.
+        beta_2: Decay of the second moment at the smaller batch, at least 0 and below 1.
+        epsilon: Adam's epsilon at the smaller batch.
+
+    Raises:
+        ValueError: A setting out of its range, or a factor that pushes a beta out of [0, 1).
+    """
+    root = math.sqrt(_checks.number("factor", factor, above=0))
+    return AdamScaling(
+        learning_rate=_checks.number("learning_rate", learning_rate, above=0) * root,
+        beta_1=_scaled_beta("beta_1", beta_1, factor),
+        beta_2=_scaled_beta("beta_2", beta_2, factor),
+        epsilon=_checks.number("epsilon", epsilon, above=0) / root,
+    )
+
+
+def _ceil_divide(dividend: int, divisor: int) -> int:
+    return -(-dividend // divisor)
+
+
+def _balanced_shard(examples: int, shards: int, index: int) -> range:
+    size, larger = divmod(examples, shards)
+    start = index * size + min(index, larger)
+    return range(start, start + size + (index < larger))
+
+
+def _filled_shard(examples: int, shards: int, index: int, remainder: str) -> Sequence[int]:
+    if examples == 0:
+        _checks.refuse(
+            "There is no example to fill the shards with.", examples=examples, remainder=remainder
+        )
+    size = _ceil_divide(examples, shards)
+    wanted = range(index * size, (index + 1) * size)
+    if wanted.stop <= examples:
+        return wanted
+    if remainder == "pad":
+        return [min(position, examples - 1) for position in wanted]
+    return [position % examples for position in wanted]
+
+
+def _scaled_beta(name: str, beta: float, factor: float) -> float:
+    beta = _checks.number(name, beta, minimum=0, below=1)
+    # 1 - factor * (1 - beta), summed so that the largest factor gives exactly 0.
+    scaled = 1 - factor + factor * beta
+    if not 0 <= scaled < 1:
+        _checks.refuse(
+            f"The factor pushes `{name}` out of [0, 1).",
+            **{"factor": factor, name: beta},
+            remedy=f"With this {name} the factor must be at most {1 / (1 - beta):.6g}.",
+        )
+    return scaled

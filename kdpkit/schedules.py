@@ -1,0 +1,527 @@
+"""Learning-rate schedules that wrap and join each other, on TensorFlow and JAX.
+
+Each is a Keras `LearningRateSchedule`: it goes to an optimizer as `learning_rate`, and into saved
+models (import this module before loading one). A step is a batch as the optimizer counts them, the
+first is 0. All replicas share the count, hence the rate.
+
+With gradient accumulation Keras counts every batch, not every update: lengths here are batches,
+as `kdpkit.scaling.ScalePlan.total_steps` gives them.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+from keras import ops
+from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
+
+from kdpkit import _checks, scaling
+
+SHAPES = ("linear", "cosine", "sqrt", "exponential")
+
+
+class _Wrapper(LearningRateSchedule):
+    """A schedule around others, which its config holds in serialised form."""
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> Any:
+        """Make the schedule, and those within, from what `get_config` gave."""
+        inner: dict[str, Any] = {
+            name: keras.saving.deserialize_keras_object(config[name])
+            for name in ("schedule", "schedules")
+            if name in config
+        }
+        return cls(**{**config, **inner})
+
+
+@keras.saving.register_keras_serializable(package="kdpkit")
+class LinearWarmup(_Wrapper):
+    """Raises the rate along a line to the start of another schedule, then follows that schedule.
+
+    At step `s < warmup_steps` the rate is
+    `initial_learning_rate + (schedule(0) - initial_learning_rate) * s / warmup_steps`; from step
+    `warmup_steps` on it is `schedule(s - warmup_steps)`, so the two meet at exactly `schedule(0)`.
+
+    >>> warmup = LinearWarmup(keras.optimizers.schedules.PolynomialDecay(1.0, 4, 0.0), 2)
+    >>> preview(warmup, 8).tolist()
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+    For the gradual warmup of Goyal et al. 2017 (arXiv:1706.02677) start from the rate of one
+    replica: `LinearWarmup(ScaledSchedule(decay, replicas), steps, initial_learning_rate=base)`.
+
+    Args:
+        schedule: The schedule that follows, or a number for a constant rate.
+        warmup_steps: Length of the warmup in steps, at least one.
+        initial_learning_rate: Rate at step 0. With the default the first step changes nothing.
+
+    Raises:
+        ValueError: No schedule, no warmup step, or a negative rate.
+    """
+
+    def __init__(
+        self,
+        schedule: LearningRateSchedule | float,
+        warmup_steps: int,
+        initial_learning_rate: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.schedule = _schedule("schedule", schedule)
+        self.warmup_steps = _checks.integer("warmup_steps", warmup_steps)
+        self.initial_learning_rate = _checks.number(
+            "initial_learning_rate", initial_learning_rate, minimum=0
+        )
+
+    def __call__(self, step: Any) -> Any:
+        """Give the rate at `step`, a scalar integer of any kind."""
+        step = _count(step)
+        # Clamped, this is the first rate during warmup and never asks for a negative step.
+        rate = _rate(self.schedule, ops.maximum(step - self.warmup_steps, 0))
+        done = _float(step) / self.warmup_steps
+        warming = self.initial_learning_rate + (rate - self.initial_learning_rate) * done
+        return ops.where(step < self.warmup_steps, warming, rate)
+
+    def get_config(self) -> dict[str, Any]:
+        """Give the constructor's arguments, the schedule in serialised form."""
+        return {
+            "schedule": keras.saving.serialize_keras_object(self.schedule),
+            "warmup_steps": self.warmup_steps,
+            "initial_learning_rate": self.initial_learning_rate,
+        }
+
+
+@keras.saving.register_keras_serializable(package="kdpkit")
+class ScaledSchedule(_Wrapper):
+    """Multiplies another schedule's rate as a `factor` times larger batch asks for.
+
+    >>> decay = keras.optimizers.schedules.PolynomialDecay(1.0, 4, 0.0)
+    >>> preview(ScaledSchedule(decay, 4, rule="sqrt"), 5).tolist()
+    [2.0, 1.5, 1.0, 0.5, 0.0]
+
+    Args:
+        schedule: The schedule that suits the smaller batch, or a number for a constant rate.
+        factor: Size of the new batch over the old one, usually `ScalePlan.factor`.
+        rule: `"linear"`, `"sqrt"` or `"none"`; see `kdpkit.scaling.scale_learning_rate`.
+
+    Raises:
+        ValueError: No schedule, a factor that is not positive, or an unknown rule.
+    """
+
+    def __init__(
+        self, schedule: LearningRateSchedule | float, factor: float, rule: str = "linear"
+    ) -> None:
+        super().__init__()
+        self.schedule = _schedule("schedule", schedule)
+        self.factor = _checks.number("factor", factor, above=0)
+        self.rule = _checks.one_of("rule", rule, scaling.RULES)
+
+    def __call__(self, step: Any) -> Any:
+        """Give the rate at `step`, a scalar integer of any kind."""
+        scale = scaling.scale_learning_rate(1.0, factor=self.factor, rule=self.rule)
+        return scale * _rate(self.schedule, _count(step))
+
+    def get_config(self) -> dict[str, Any]:
+        """Give the constructor's arguments, the schedule in serialised form."""
+        return {
+            "schedule": keras.saving.serialize_keras_object(self.schedule),
+            "factor": self.factor,
+            "rule": self.rule,
+        }
+
+
+@keras.saving.register_keras_serializable(package="kdpkit")
+class JoinedSchedule(_Wrapper):
+    """Follows several schedules one after the other, each from its own step 0.
+
+    The first runs from step 0. Schedule `i` takes over at step `boundaries[i - 1]`, which is its
+    step 0; that is, it sees `step - boundaries[i - 1]`.
+
+    >>> decay = keras.optimizers.schedules.PolynomialDecay(1.0, 2, 0.0)
+    >>> preview(JoinedSchedule([4.0, decay], [2]), 6).tolist()
+    [4.0, 4.0, 1.0, 0.5, 0.0, 0.0]
+
+    Args:
+        schedules: The schedules in order; a number stands for a constant rate.
+        boundaries: The steps at which the second and later ones take over, increasing.
+
+    Raises:
+        ValueError: No schedule, not one boundary fewer than schedules, or boundaries that leave a
+            schedule no step.
+    """
+
+    def __init__(
+        self, schedules: Sequence[LearningRateSchedule | float], boundaries: Sequence[int]
+    ) -> None:
+        super().__init__()
+        self.schedules = [
+            _schedule(f"schedules[{index}]", schedule) for index, schedule in enumerate(schedules)
+        ]
+        self.boundaries = [
+            _checks.integer(f"boundaries[{index}]", boundary)
+            for index, boundary in enumerate(boundaries)
+        ]
+        if len(self.boundaries) != len(self.schedules) - 1:
+            _checks.refuse(
+                "Joined schedules need one boundary between each and the next.",
+                schedules=len(self.schedules),
+                boundaries=self.boundaries,
+            )
+        if self.boundaries != sorted(set(self.boundaries)):
+            _checks.refuse(
+                "`boundaries` must increase, or a schedule gets no step.",
+                boundaries=self.boundaries,
+            )
+
+    def __call__(self, step: Any) -> Any:
+        """Give the rate at `step`, a scalar integer of any kind."""
+        step = _count(step)
+        rate = _rate(self.schedules[0], step)
+        for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
+            later = _rate(schedule, ops.maximum(step - boundary, 0))
+            rate = ops.where(step < boundary, rate, later)
+        return rate
+
+    def get_config(self) -> dict[str, Any]:
+        """Give the constructor's arguments, the schedules in serialised form."""
+        return {
+            "schedules": keras.saving.serialize_keras_object(self.schedules),
+            "boundaries": list(self.boundaries),
+        }
+
+
+@keras.saving.register_keras_serializable(package="kdpkit")
+class WarmupStableDecay(LearningRateSchedule):
+    """Warms up to a peak, stays there, and decays over the last steps.
+
+    The rate is `peak * s / warmup_steps` at step `s < warmup_steps`, then `peak` up to and with
+    step `total_steps - decay_steps`. From there, with `t` rising from 0 to 1 at step
+    `total_steps`, it falls from `peak` to `end_learning_rate`, where it stays: along `1 - t`
+    ("linear"), `(1 + cos(pi t)) / 2` ("cosine"), `1 - sqrt(t)` ("sqrt"; Hägele et al. 2024,
+    arXiv:2405.18392) or `peak * (end_learning_rate / peak)**t` ("exponential").
+
+    >>> schedule = WarmupStableDecay(1.0, total_steps=8, warmup_steps=2, decay_steps=4)
+    >>> preview(schedule, 10).tolist()
+    [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+    Args:
+        peak: The highest rate.
+        total_steps: Length of the whole schedule in steps, warmup and decay included.
+        warmup_steps: Steps of linear warmup from 0; 0 starts at the peak.
+        decay_steps: Steps of the decay.
+        end_learning_rate: Rate from step `total_steps` on, at most `peak`.
+        shape: `"linear"`, `"cosine"`, `"sqrt"` or `"exponential"`.
+
+    Raises:
+        ValueError: Steps that do not fit into `total_steps`, a rate out of range, an unknown
+            shape, or an exponential decay to 0.
+    """
+
+    def __init__(
+        self,
+        peak: float,
+        *,
+        total_steps: int,
+        warmup_steps: int,
+        decay_steps: int,
+        end_learning_rate: float = 0.0,
+        shape: str = "linear",
+    ) -> None:
+        super().__init__()
+        self.peak, self.end_learning_rate = _falling_rates(peak, end_learning_rate)
+        self.total_steps = _checks.integer("total_steps", total_steps)
+        self.warmup_steps = _checks.integer("warmup_steps", warmup_steps, minimum=0)
+        self.decay_steps = _checks.integer("decay_steps", decay_steps)
+        self.shape = _checks.one_of("shape", shape, SHAPES)
+        if self.warmup_steps + self.decay_steps > self.total_steps:
+            _checks.refuse(
+                "Warmup and decay together are longer than the whole schedule.",
+                warmup_steps=self.warmup_steps,
+                decay_steps=self.decay_steps,
+                total_steps=self.total_steps,
+                remedy=f"They leave room from `total_steps={self.warmup_steps + self.decay_steps}`"
+                " on.",
+            )
+        if self.shape == "exponential" and self.end_learning_rate == 0:
+            _checks.refuse(
+                "An exponential decay never reaches 0.",
+                end_learning_rate=self.end_learning_rate,
+                remedy=f"Give a small `end_learning_rate` such as {self.peak / 100:g}, or another "
+                "shape.",
+            )
+
+    def __call__(self, step: Any) -> Any:
+        """Give the rate at `step`, a scalar integer of any kind."""
+        step = _count(step)
+        into_decay = ops.maximum(step - (self.total_steps - self.decay_steps), 0)
+        rate = self._decayed(ops.minimum(_float(into_decay) / self.decay_steps, 1))
+        warming = self.peak * _float(step) / max(self.warmup_steps, 1)
+        return ops.where(step < self.warmup_steps, warming, rate)
+
+    def _decayed(self, done: Any) -> Any:
+        """Give the rate where the share `done` of the decay, from 0 to 1, lies behind."""
+        if self.shape == "exponential":
+            return self.peak * ops.power(self.end_learning_rate / self.peak, done)
+        if self.shape == "cosine":
+            left = (1 + ops.cos(np.pi * done)) / 2
+        else:
+            left = 1 - (ops.sqrt(done) if self.shape == "sqrt" else done)
+        # In this form both ends are exact in float32.
+        return left * self.peak + (1 - left) * self.end_learning_rate
+
+    def get_config(self) -> dict[str, Any]:
+        """Give the constructor's arguments."""
+        return {
+            "peak": self.peak,
+            "total_steps": self.total_steps,
+            "warmup_steps": self.warmup_steps,
+            "decay_steps": self.decay_steps,
+            "end_learning_rate": self.end_learning_rate,
+            "shape": self.shape,
+        }
+
+
+@keras.saving.register_keras_serializable(package="kdpkit")
+class NoamDecay(LearningRateSchedule):
+    """Warms up along a line, then decays with the inverse square root of the step.
+
+    The rate is `scale * model_dim**-0.5 * min(s**-0.5, s * warmup_steps**-1.5)` with
+    `s = max(step, 1)`: the schedule of Vaswani et al. 2017, "Attention Is All You Need"
+    (arXiv:1706.03762), highest at step `warmup_steps`.
+
+    >>> preview(NoamDecay(4, warmup_steps=4, scale=8.0), 17)[[0, 1, 2, 4, 16]].tolist()
+    [0.5, 0.5, 1.0, 2.0, 1.0]
+
+    Args:
+        model_dim: Width of the model, the size of its hidden states.
+        warmup_steps: Length of the warmup in steps, at least one.
+        scale: Factor on the rate.
+
+    Raises:
+        ValueError: A width, a length or a scale that is not positive.
+    """
+
+    def __init__(self, model_dim: int, warmup_steps: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.model_dim = _checks.integer("model_dim", model_dim)
+        self.warmup_steps = _checks.integer("warmup_steps", warmup_steps)
+        self.scale = _checks.number("scale", scale, above=0)
+
+    def __call__(self, step: Any) -> Any:
+        """Give the rate at `step`, a scalar integer of any kind."""
+        step = _float(ops.maximum(_count(step), 1))
+        shape = ops.minimum(ops.rsqrt(step), step * self.warmup_steps**-1.5)
+        return self.scale * self.model_dim**-0.5 * shape
+
+    def get_config(self) -> dict[str, Any]:
+        """Give the constructor's arguments."""
+        return {
+            "model_dim": self.model_dim,
+            "warmup_steps": self.warmup_steps,
+            "scale": self.scale,
+        }
+
+
+def warmup_polynomial(
+    peak: float,
+    *,
+    total_steps: int,
+    warmup_steps: int = 0,
+    end_learning_rate: float = 0.0,
+    power: float = 1.0,
+) -> LearningRateSchedule:
+    """Make a polynomial decay after a linear warmup, the usual schedule for BERT.
+
+    The rate rises from 0 to `peak` at step `warmup_steps`, falls as
+    `(peak - end_learning_rate) * (1 - t)**power + end_learning_rate` and reaches
+    `end_learning_rate` at step `total_steps`, one past the last of a run of that length.
+
+    >>> preview(warmup_polynomial(1.0, total_steps=6, warmup_steps=2), 8).tolist()
+    [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+
+    Args:
+        peak: The highest rate.
+        total_steps: Length of the whole schedule in steps, warmup included.
+        warmup_steps: Steps of linear warmup; 0 starts at the peak.
+        end_learning_rate: Rate from step `total_steps` on, at most `peak`.
+        power: Exponent of the decay; 1 is a line.
+
+    Returns:
+        Keras' `PolynomialDecay`, within a `LinearWarmup` where there is one.
+
+    Raises:
+        ValueError: A warmup that leaves the decay no step, or a rate or power out of range.
+    """
+    peak, end_learning_rate = _falling_rates(peak, end_learning_rate)
+    power = _checks.number("power", power, above=0)
+    decay_steps = _steps_after_warmup(total_steps, warmup_steps)
+    decay = PolynomialDecay(peak, decay_steps, end_learning_rate, power=power)
+    return LinearWarmup(decay, warmup_steps) if warmup_steps else decay
+
+
+def warmup_cosine(
+    peak: float, *, total_steps: int, warmup_steps: int = 0, end_learning_rate: float = 0.0
+) -> LearningRateSchedule:
+    """Make a cosine decay after a linear warmup.
+
+    The rate rises from 0 to `peak` at step `warmup_steps`, falls along half a cosine and reaches
+    `end_learning_rate` at step `total_steps`, one past the last of a run of that length
+    (Loshchilov and Hutter 2017, arXiv:1608.03983, without restarts).
+
+    >>> preview(warmup_cosine(1.0, total_steps=4, warmup_steps=2), 6).round(3).tolist()
+    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+
+    Args:
+        peak: The highest rate.
+        total_steps: Length of the whole schedule in steps, warmup included.
+        warmup_steps: Steps of linear warmup; 0 starts at the peak.
+        end_learning_rate: Rate from step `total_steps` on, at most `peak`.
+
+    Returns:
+        Keras' `CosineDecay`, within a `LinearWarmup` where there is one.
+
+    Raises:
+        ValueError: A warmup that leaves the decay no step, or a rate out of range.
+    """
+    peak, end_learning_rate = _falling_rates(peak, end_learning_rate)
+    decay_steps = _steps_after_warmup(total_steps, warmup_steps)
+    decay = CosineDecay(peak, decay_steps, alpha=end_learning_rate / peak)
+    return LinearWarmup(decay, warmup_steps) if warmup_steps else decay
+
+
+def preview(schedule: LearningRateSchedule | float, steps: int | Sequence[int]) -> np.ndarray:
+    """Compute the rates that a schedule will give, without training.
+
+    All steps are computed together: a hundred thousand take milliseconds.
+
+    >>> preview(keras.optimizers.schedules.PolynomialDecay(1.0, 4, 0.0), [0, 3, 9]).tolist()
+    [1.0, 0.25, 0.0]
+
+    Args:
+        schedule: A schedule, or a number for a constant rate.
+        steps: Number of steps, from step 0; or the steps themselves.
+
+    Returns:
+        The rates, one float32 for each step.
+
+    Raises:
+        ValueError: No schedule, no step, or a step that is no integer of at least 0.
+    """
+    schedule = _schedule("schedule", schedule)
+    return ops.convert_to_numpy(_rates(schedule, ops.convert_to_tensor(_step_numbers(steps))))
+
+
+def plot(
+    schedule: LearningRateSchedule | float,
+    steps: int | Sequence[int],
+    path: str | os.PathLike[str] | None = None,
+) -> Any:
+    """Draw a schedule's rate over the steps.
+
+    Args:
+        schedule: A schedule, or a number for a constant rate.
+        steps: Number of steps, from step 0; or the steps to draw.
+        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf). None
+            leaves the figure open in pyplot, as notebooks show it.
+
+    Returns:
+        The matplotlib `Axes`, for titles and limits.
+
+    Raises:
+        ValueError: As `preview`; or the picture cannot be written to `path`.
+        ImportError: matplotlib is not installed.
+    """
+    rates = preview(schedule, steps)
+    if path is not None and not Path(path).absolute().parent.is_dir():
+        _checks.refuse_file("The picture's directory does not exist", path)
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError(
+            "Plots need matplotlib: pip install matplotlib, or kdpkit[recipes]."
+        ) from error
+    figure, axes = pyplot.subplots(layout="constrained")
+    axes.plot(_step_numbers(steps), rates)
+    axes.set(xlabel="step", ylabel="learning rate")
+    if path is not None:
+        figure.savefig(path)
+        pyplot.close(figure)
+    return axes
+
+
+def _schedule(name: str, value: Any) -> Any:
+    """Accept a schedule, or a number for a constant rate."""
+    if isinstance(value, LearningRateSchedule):
+        return value
+    if not isinstance(value, (int, float, np.number)):
+        _checks.refuse(
+            f"`{name}` must be a keras.optimizers.schedules.LearningRateSchedule, or a number for "
+            "a constant rate.",
+            **{name: value},
+        )
+    return _checks.number(name, value, minimum=0)
+
+
+def _falling_rates(peak: Any, end_learning_rate: Any) -> tuple[float, float]:
+    peak = _checks.number("peak", peak, above=0)
+    return peak, _checks.number("end_learning_rate", end_learning_rate, minimum=0, maximum=peak)
+
+
+def _steps_after_warmup(total_steps: Any, warmup_steps: Any) -> int:
+    total = _checks.integer("total_steps", total_steps)
+    warmup = _checks.integer("warmup_steps", warmup_steps, minimum=0)
+    if warmup >= total:
+        _checks.refuse(
+            "The warmup leaves the decay no step.",
+            total_steps=total,
+            warmup_steps=warmup,
+            remedy="`total_steps` includes the warmup; use a shorter warmup.",
+        )
+    return total - warmup
+
+
+def _step_numbers(steps: Any) -> np.ndarray:
+    if np.ndim(steps) == 0:
+        return np.arange(_checks.integer("steps", steps))
+    numbers = [
+        _checks.integer(f"steps[{index}]", step, minimum=0) for index, step in enumerate(steps)
+    ]
+    if not numbers:
+        _checks.refuse("`steps` holds no step.", steps=numbers)
+    return np.asarray(numbers)
+
+
+def _count(step: Any) -> Any:
+    """Give a step as the backend's widest integer (a fractional step stays a float).
+
+    Boundaries are subtracted from integers: float32 cannot tell steps beyond 2**24 apart.
+    """
+    step = ops.convert_to_tensor(step)
+    fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
+    return step if fractional else ops.cast(step, "int")
+
+
+def _float(step: Any) -> Any:
+    return ops.cast(step, keras.config.floatx())
+
+
+def _rates(schedule: Any, steps: Any) -> Any:
+    """Compute the rates at a vector of steps.
+
+    Nearly every schedule takes the vector as it takes a scalar. One with a condition in it, such
+    as `CosineDecay` with `warmup_target`, does not: it is traced for a scalar and mapped. Mapping
+    is not the rule because it is slow, and TensorFlow warns when it happens often.
+    """
+    try:
+        rates = _rate(schedule, steps)
+    except Exception:  # whatever it is, the schedule's own fault is raised again below
+        rates = None
+    if rates is None or rates.shape != steps.shape:
+        rates = ops.vectorized_map(lambda step: _rate(schedule, step), steps)
+    return rates
+
+
+def _rate(schedule: Any, step: Any) -> Any:
+    rate = schedule(step) if isinstance(schedule, LearningRateSchedule) else schedule
+    return ops.convert_to_tensor(rate, dtype=keras.config.floatx())

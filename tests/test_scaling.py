@@ -1,0 +1,279 @@
+import dataclasses
+import functools
+import itertools
+import math
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdpkit import scaling, schedules, strategies
+from tests import generators, oracles
+
+counts = st.integers(0, 60)
+
+
+@functools.cache
+def mirrored(replicas):
+    return strategies.select_strategy("mirrored", devices=replicas)
+
+
+@settings(max_examples=40)
+@given(st.integers(1, 40), st.integers(1, 20), generators.replica_counts)
+def test_batches_are_split_as_the_real_strategy_splits_them(examples, batch_size, replicas):
+    strategy = mirrored(replicas)
+    dataset = tf.data.Dataset.range(examples).batch(batch_size)
+    read = []
+    for batch in strategy.experimental_distribute_dataset(dataset):
+        pieces = [piece.numpy().tolist() for piece in strategy.experimental_local_results(batch)]
+        size = min(batch_size, examples - len(read))
+        assert scaling.split_batch(size, replicas) == tuple(map(len, pieces))
+        read += itertools.chain(*pieces)
+    assert read == list(range(examples))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 64))
+def test_pieces_sum_to_the_batch_and_never_grow(size, replicas):
+    pieces = scaling.split_batch(size, replicas)
+    assert len(pieces) == replicas
+    assert sum(pieces) == size
+    assert list(pieces) == sorted(pieces, reverse=True)
+    assert pieces[0] == math.ceil(size / replicas)
+
+
+@pytest.mark.parametrize(
+    ("size", "replicas", "pieces"),
+    [(10, 4, (3, 3, 3, 1)), (7, 4, (2, 2, 2, 1)), (4, 3, (2, 2, 0)), (0, 3, (0, 0, 0))],
+)
+def test_pieces_by_hand(size, replicas, pieces):
+    assert scaling.split_batch(size, replicas) == pieces
+
+
+@given(counts, st.integers(1, 12), st.sampled_from(scaling.REMAINDERS))
+def test_shards_are_those_dealt_out_by_hand(examples, shards, remainder):
+    if examples == 0 and remainder in ("pad", "wrap"):
+        with pytest.raises(ValueError, match="no example to fill.*examples=0"):
+            scaling.shard_indices(examples, shards, 0, remainder=remainder)
+        return
+    dealt = [
+        list(scaling.shard_indices(examples, shards, index, remainder=remainder))
+        for index in range(shards)
+    ]
+    assert dealt == oracles.shards(examples, shards, remainder)
+
+
+@given(counts, st.integers(1, 12))
+def test_balanced_shards_hold_every_example_once_in_order(examples, shards):
+    dealt = [scaling.shard_indices(examples, shards, index) for index in range(shards)]
+    assert list(itertools.chain(*dealt)) == list(range(examples))
+    sizes = [len(shard) for shard in dealt]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.integers(1, 60), st.integers(1, 12), st.sampled_from(["drop", "pad", "wrap"]))
+def test_lockstep_shards_are_equal_and_disjoint_but_for_the_filling(examples, shards, remainder):
+    dealt = [
+        list(scaling.shard_indices(examples, shards, index, remainder=remainder))
+        for index in range(shards)
+    ]
+    assert len({len(shard) for shard in dealt}) == 1
+    flat = list(itertools.chain(*dealt))
+    unfilled = examples - examples % shards if remainder == "drop" else examples
+    assert flat[:unfilled] == list(range(unfilled))
+    assert 0 <= len(flat) - unfilled < shards
+
+
+@pytest.mark.parametrize(
+    ("remainder", "dealt"),
+    [
+        ("balance", [[0], [1], [], []]),
+        ("drop", [[], [], [], []]),
+        ("pad", [[0], [1], [1], [1]]),
+        ("wrap", [[0], [1], [0], [1]]),
+    ],
+)
+def test_two_examples_on_four_shards(remainder, dealt):
+    for index, expected in enumerate(dealt):
+        assert list(scaling.shard_indices(2, 4, index, remainder=remainder)) == expected
+
+
+def test_a_shard_without_filling_takes_no_memory():
+    for remainder in scaling.REMAINDERS:
+        shard = scaling.shard_indices(10**15 + 1, 4, 1, remainder=remainder)
+        assert isinstance(shard, range)
+
+
+def test_shards_pick_rows_of_an_array():
+    rows = np.arange(10).reshape(5, 2)
+    for remainder in scaling.REMAINDERS:
+        assert rows[scaling.shard_indices(5, 2, 1, remainder=remainder)].ndim == 2
+
+
+@given(
+    st.integers(1, 8),
+    st.integers(1, 16),
+    st.integers(1, 4),
+    st.integers(1, 300),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_a_plan_counts_what_a_run_would_do(
+    replicas, per_replica, accumulation, examples, epochs, drop_remainder
+):
+    plan = scaling.ScalePlan(
+        replicas=replicas,
+        per_replica_batch_size=per_replica,
+        base_learning_rate=0.1,
+        accumulation=accumulation,
+    )
+    batches = [
+        len(range(start, min(start + replicas * per_replica, examples)))
+        for _ in range(epochs)
+        for start in range(0, examples, replicas * per_replica)
+    ]
+    steps = sum(size == replicas * per_replica or not drop_remainder for size in batches)
+    updates = len(range(accumulation - 1, steps, accumulation))
+    run = {"epochs": epochs, "drop_remainder": drop_remainder}
+    if steps == 0:
+        with pytest.raises(ValueError, match=f"At least {replicas * per_replica} are needed"):
+            plan.total_steps(examples, **run)
+        return
+    assert plan.total_steps(examples, **run) == steps
+    assert plan.steps_per_epoch(examples, drop_remainder=drop_remainder) == steps / epochs
+    if updates == 0:
+        with pytest.raises(ValueError, match="before the first update"):
+            plan.updates(examples, **run)
+        return
+    assert plan.updates(examples, **run) == updates
+
+
+def test_a_plan_counts_the_updates_and_schedule_steps_of_a_real_fit():
+    plan = scaling.ScalePlan(
+        replicas=1, per_replica_batch_size=2, base_learning_rate=0.1, accumulation=3
+    )
+    run = {"epochs": 2, "drop_remainder": False}
+    schedule = schedules.warmup_polynomial(
+        plan.learning_rate, total_steps=plan.total_steps(13, **run)
+    )
+    optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=plan.accumulation)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].kernel.assign([[0.0]])
+    model.compile(optimizer, loss=lambda _, predictions: tf.reduce_mean(predictions, axis=-1))
+    ones = np.ones((13, 1), "float32")
+    model.fit(ones, ones, batch_size=plan.global_batch_size, epochs=2, verbose=0)
+
+    assert plan.total_steps(13, **run) == 14
+    assert int(optimizer.iterations) == plan.updates(13, **run) == 4
+    assert float(optimizer.learning_rate) == 0.0
+    applied = [float(schedule(update * 3 + 2)) for update in range(4)]
+    np.testing.assert_allclose(model.layers[0].kernel.numpy().item(), -sum(applied), rtol=1e-5)
+
+
+def test_a_plan_scales_by_replicas_and_accumulation():
+    plan = scaling.ScalePlan(
+        replicas=4, per_replica_batch_size=32, base_learning_rate=1e-4, rule="sqrt", accumulation=4
+    )
+    assert (plan.global_batch_size, plan.effective_batch_size, plan.factor) == (128, 512, 16)
+    assert plan.learning_rate == pytest.approx(4e-4)
+
+
+def test_a_plan_is_plain_data():
+    plan = scaling.ScalePlan(
+        replicas=np.int64(2), per_replica_batch_size=np.int32(3), base_learning_rate=np.float64(1)
+    )
+    kinds = [type(value) for value in dataclasses.asdict(plan).values()]
+    assert kinds == [int, int, float, str, int]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        plan.replicas = 3
+
+
+@given(generators.rates, st.floats(0.1, 16), st.floats(0.1, 16), st.sampled_from(scaling.RULES))
+def test_scaling_twice_is_scaling_by_the_product(base, first, second, rule):
+    once = scaling.scale_learning_rate(base, factor=first * second, rule=rule)
+    halfway = scaling.scale_learning_rate(base, factor=first, rule=rule)
+    assert scaling.scale_learning_rate(halfway, factor=second, rule=rule) == pytest.approx(once)
+
+
+def test_learning_rates_by_hand():
+    rates = [scaling.scale_learning_rate(0.5, factor=9, rule=rule) for rule in scaling.RULES]
+    assert rates == [4.5, 1.5, 0.5]
+
+
+def test_adam_by_hand_is_what_keras_takes():
+    scaled = scaling.scale_adam(1e-3, factor=4, epsilon=1e-8)
+    expected = {"learning_rate": 2e-3, "beta_1": 0.6, "beta_2": 0.996, "epsilon": 5e-9}
+    assert dataclasses.asdict(scaled) == pytest.approx(expected)
+    assert keras.optimizers.Adam(**dataclasses.asdict(scaled)).beta_1 == scaled.beta_1
+
+
+def test_adam_scales_down_again_to_where_it_was():
+    there = scaling.scale_adam(1e-3, factor=8)
+    back = scaling.scale_adam(
+        there.learning_rate,
+        factor=1 / 8,
+        beta_1=there.beta_1,
+        beta_2=there.beta_2,
+        epsilon=there.epsilon,
+    )
+    expected = {"learning_rate": 1e-3, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
+    assert dataclasses.asdict(back) == pytest.approx(expected)
+
+
+def test_the_largest_factor_leaves_no_momentum_and_the_next_is_refused():
+    assert scaling.scale_adam(1e-3, factor=10).beta_1 == 0.0
+    with pytest.raises(ValueError, match=r"pushes `beta_1` out.*factor=10.1.*at most 10\."):
+        scaling.scale_adam(1e-3, factor=10.1)
+
+
+def plan_with(**changes):
+    arguments = {"replicas": 2, "per_replica_batch_size": 8, "base_learning_rate": 0.1}
+    return scaling.ScalePlan(**{**arguments, **changes})
+
+
+@pytest.mark.parametrize(
+    ("call", "sentence"),
+    [
+        (lambda: scaling.split_batch(-1, 2), "`size` must be a non-negative integer.*size=-1"),
+        (lambda: scaling.split_batch(4.0, 2), "`size` must be a non-negative integer.*size=4.0"),
+        (lambda: scaling.split_batch(4, 0), "`replicas` must be a positive integer.*replicas=0"),
+        (lambda: scaling.shard_indices(-1, 2, 0), "`examples` must be a non-negative integer"),
+        (lambda: scaling.shard_indices(4, 0, 0), "`shards` must be a positive integer"),
+        (lambda: scaling.shard_indices(4, 2, -1), "`index` must be a non-negative integer"),
+        (lambda: scaling.shard_indices(4, 2, 2), "`index` must be less than.*index=2, shards=2"),
+        (
+            lambda: scaling.shard_indices(4, 2, 1, remainder="keep"),
+            "`remainder` must be one of 'balance', 'drop', 'pad', 'wrap'.*remainder='keep'",
+        ),
+        (lambda: plan_with(replicas=0), "`replicas` must be a positive integer"),
+        (lambda: plan_with(per_replica_batch_size=-8), "`per_replica_batch_size` must be a posi"),
+        (lambda: plan_with(base_learning_rate=0.0), "`base_learning_rate` must be above 0"),
+        (lambda: plan_with(rule="cubic"), "`rule` must be one of 'linear', 'sqrt', 'none'"),
+        (lambda: plan_with(accumulation=0), "`accumulation` must be a positive integer"),
+        (
+            lambda: plan_with().steps_per_epoch(15),
+            "too few examples for one batch.*examples=15, global_batch_size=16.*At least 16 are",
+        ),
+        (
+            lambda: plan_with().steps_per_epoch(0, drop_remainder=False),
+            "examples=0.*At least 1 are needed",
+        ),
+        (lambda: plan_with().total_steps(64, epochs=0), "`epochs` must be a positive integer"),
+        (
+            lambda: plan_with(accumulation=9).updates(64, epochs=2),
+            "before the first update.*steps=8, accumulation=9.*more epochs",
+        ),
+        (lambda: scaling.scale_learning_rate(0.1, factor=0), "`factor` must be above 0"),
+        (lambda: scaling.scale_learning_rate(-0.1, factor=2), "`base` must be above 0"),
+        (lambda: scaling.scale_learning_rate(0.1, factor=2, rule=""), "`rule` must be one of"),
+        (lambda: scaling.scale_adam(0.0, factor=2), "`learning_rate` must be above 0"),
+        (lambda: scaling.scale_adam(1e-3, factor=-2), "`factor` must be above 0"),
+        (lambda: scaling.scale_adam(1e-3, factor=2, beta_2=1.0), "`beta_2` must be .*below 1"),
+        (lambda: scaling.scale_adam(1e-3, factor=2, epsilon=0.0), "`epsilon` must be above 0"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(call, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        call()

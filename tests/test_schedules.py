@@ -1,0 +1,322 @@
+"""On both backends: tests/test_environments.py runs this file again on JAX."""
+
+import json
+import sys
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
+
+from kdpkit import schedules
+from tests import generators, oracles
+
+# TensorFlow rounds an element by its place in the vector.
+ULPS = 5e-7
+
+quick = settings(max_examples=30)
+
+
+def rates_in_double(schedule, steps):
+    return np.array([oracles.learning_rate(schedule, step) for step in range(steps)])
+
+
+@given(generators.learning_rate_schedules)
+def test_rates_are_those_of_plain_floats(schedule):
+    expected = rates_in_double(schedule, 120)
+    tolerance = 1e-6 * expected.max()
+    np.testing.assert_allclose(schedules.preview(schedule, 120), expected, 1e-5, tolerance)
+
+
+@quick
+@given(generators.learning_rate_schedules, st.integers(0, 100))
+def test_a_step_of_any_kind_gives_one_float32_rate(schedule, step):
+    expected = schedules.preview(schedule, [step])[0]
+    variable = keras.Variable(step, dtype="int", trainable=False)
+    for kind in (step, np.int64(step), np.uint8(step), float(step), variable):
+        rate = keras.ops.convert_to_numpy(schedule(kind))
+        assert rate.dtype == "float32"
+        assert rate.shape == ()
+        np.testing.assert_allclose(rate, expected, rtol=ULPS)
+
+
+@quick
+@given(generators.learning_rate_schedules)
+def test_a_schedule_survives_json(schedule):
+    written = json.dumps(keras.optimizers.schedules.serialize(schedule))
+    restored = keras.optimizers.schedules.deserialize(json.loads(written))
+    assert type(restored) is type(schedule)
+    assert restored.get_config() == schedule.get_config()
+    np.testing.assert_array_equal(schedules.preview(restored, 60), schedules.preview(schedule, 60))
+
+
+@quick
+@given(generators.learning_rate_schedules, generators.step_counts, generators.rates)
+def test_warmup_meets_the_schedule_exactly_at_its_first_rate(schedule, warmup_steps, initial):
+    warmup = schedules.LinearWarmup(schedule, warmup_steps, initial)
+    assert float(warmup(0)) == np.float32(initial)
+    assert float(warmup(warmup_steps)) == float(schedule(0))
+    rates, plain = schedules.preview(warmup, 60), schedules.preview(schedule, 60)
+    np.testing.assert_allclose(rates[warmup_steps:], plain[: 60 - warmup_steps], rtol=ULPS)
+    rise = (plain[0] - initial) / warmup_steps
+    np.testing.assert_allclose(np.diff(rates[: warmup_steps + 1]), rise, rtol=1e-3, atol=1e-6)
+
+
+@quick
+@given(generators.warmup_stable_decays())
+def test_warmup_stable_decay_rises_stays_and_falls(schedule):
+    rates = schedules.preview(schedule, 80)
+    falls_from = schedule.total_steps - schedule.decay_steps
+    rising, flat = rates[: schedule.warmup_steps + 1], rates[schedule.warmup_steps : falls_from + 1]
+    falling = rates[falls_from:]
+    assert np.all(np.diff(rising) > 0)
+    assert np.all(flat == np.float32(schedule.peak))
+    assert np.all(np.diff(falling) <= 1e-7)
+    np.testing.assert_allclose(rates[schedule.total_steps :], schedule.end_learning_rate, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("shape", "end", "expected"),
+    [
+        ("linear", 0.0, [0, 2, 4, 4, 3, 2, 1, 0, 0]),
+        ("cosine", 0.0, [0, 2, 4, 4, 2 + 2**0.5, 2, 2 - 2**0.5, 0, 0]),
+        ("sqrt", 0.0, [0, 2, 4, 4, 2, 4 - 8**0.5, 4 - 12**0.5, 0, 0]),
+        ("exponential", 0.25, [0, 2, 4, 4, 2, 1, 0.5, 0.25, 0.25]),
+    ],
+)
+def test_warmup_stable_decay_by_hand(shape, end, expected):
+    schedule = schedules.WarmupStableDecay(
+        4.0, total_steps=7, warmup_steps=2, decay_steps=4, end_learning_rate=end, shape=shape
+    )
+    np.testing.assert_allclose(schedules.preview(schedule, 9), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_noam_by_hand_peaks_at_the_end_of_its_warmup():
+    rates = schedules.preview(schedules.NoamDecay(512, 4000), [0, 1, 3999, 4000, 4001, 16000])
+    highest = 512**-0.5 * 4000**-0.5
+    np.testing.assert_allclose(rates[[0, 1, 3, 5]], highest * np.array([1 / 4000] * 2 + [1, 0.5]))
+    assert rates.argmax() == 3
+
+
+@pytest.mark.parametrize("warmup_steps", [0, 2])
+def test_composed_decays_end_at_total_steps(warmup_steps):
+    arguments = {"total_steps": 6, "warmup_steps": warmup_steps, "end_learning_rate": 0.5}
+    for schedule in (
+        schedules.warmup_polynomial(1.0, **arguments),
+        schedules.warmup_polynomial(1.0, **arguments, power=0.5),
+        schedules.warmup_cosine(1.0, **arguments),
+    ):
+        rates = schedules.preview(schedule, 8)
+        assert rates[warmup_steps] == 1.0
+        assert rates[5] > 0.5
+        np.testing.assert_array_equal(rates[6:], 0.5)
+
+
+def test_composed_decays_by_hand():
+    square = schedules.warmup_polynomial(1.0, total_steps=6, warmup_steps=2, power=2.0)
+    expected = [0, 0.5, 1, 0.5625, 0.25, 0.0625, 0]
+    np.testing.assert_allclose(schedules.preview(square, 7), expected)
+    cosine = schedules.warmup_cosine(2.0, total_steps=6, warmup_steps=2, end_learning_rate=1.0)
+    expected = [0, 1, 2, 1.5 + 0.125**0.5, 1.5, 1.5 - 0.125**0.5, 1]
+    np.testing.assert_allclose(schedules.preview(cosine, 7), expected, rtol=1e-6)
+
+
+@quick
+@given(generators.learning_rate_schedules, st.integers(2**24, 2**31 - 200))
+def test_counting_stays_exact_where_float32_cannot_tell_steps_apart(schedule, boundary):
+    far = schedules.JoinedSchedule([7.0, schedule], [boundary])
+    rates = schedules.preview(far, range(boundary - 3, boundary + 60))
+    assert np.all(rates[:3] == 7.0)
+    np.testing.assert_allclose(rates[3:], schedules.preview(schedule, 60), rtol=ULPS)
+
+
+def test_a_late_decay_takes_its_own_steps():
+    schedule = schedules.WarmupStableDecay(
+        1.0, total_steps=2**30 + 5, warmup_steps=0, decay_steps=4
+    )
+    rates = schedules.preview(schedule, range(2**30, 2**30 + 6))
+    np.testing.assert_array_equal(rates, [1, 1, 0.75, 0.5, 0.25, 0])
+
+
+def test_a_wrapped_schedule_never_sees_a_negative_step():
+    seen = []
+
+    class Spy(LearningRateSchedule):
+        def __call__(self, step):
+            seen.append(int(step))
+            return 1.0
+
+    for schedule in (
+        schedules.LinearWarmup(Spy(), 5),
+        schedules.JoinedSchedule([Spy(), Spy()], [5]),
+    ):
+        for step in range(8):
+            schedule(step)
+    assert set(seen) == set(range(8))
+
+
+def test_previewing_takes_schedules_that_handle_one_step_at_a_time():
+    class Sum(LearningRateSchedule):
+        def __call__(self, step):
+            step = keras.ops.cast(step, "float32")
+            return keras.ops.sum(keras.ops.array([1.0, 2.0, 3.0]) * step)
+
+    class Constant(LearningRateSchedule):
+        def __call__(self, _):
+            return 0.5
+
+    condition = CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=2)
+    np.testing.assert_allclose(schedules.preview(condition, 4)[:3], [0, 0.5, 1])
+    np.testing.assert_array_equal(schedules.preview(Sum(), 3), [0, 6, 12])
+    np.testing.assert_array_equal(schedules.preview(Constant(), 3), [0.5] * 3)
+    warmed = schedules.LinearWarmup(condition, 2, initial_learning_rate=1.0)
+    np.testing.assert_allclose(schedules.preview(warmed, 5), [1, 0.5, 0, 0.5, 1])
+
+
+def test_previewing_raises_a_schedules_own_error():
+    class Broken(LearningRateSchedule):
+        def __call__(self, _):
+            raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        schedules.preview(Broken(), 3)
+
+
+def linear_model(optimizer):
+    """Build a model of one weight whose gradient is always 1, so that SGD sums the rates."""
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
+    model.layers[0].set_weights([np.zeros((1, 1), "float32")])
+    model.compile(optimizer, loss=first_moment)
+    return model
+
+
+@keras.saving.register_keras_serializable(package="kdpkit-tests")
+def first_moment(_, predictions):
+    return keras.ops.mean(predictions, axis=-1)
+
+
+def train(model, steps):
+    ones = np.ones((steps, 1), "float32")
+    model.fit(ones, ones, batch_size=1, shuffle=False, verbose=0)
+
+
+def nested():
+    decay = schedules.WarmupStableDecay(0.5, total_steps=9, warmup_steps=2, decay_steps=4)
+    later = schedules.LinearWarmup(schedules.ScaledSchedule(decay, 4, rule="sqrt"), 3, 0.25)
+    return schedules.JoinedSchedule([schedules.NoamDecay(4, 3), later, 0.125], [5, 14])
+
+
+def test_fit_applies_the_rates_and_a_saved_model_goes_on_with_them(tmp_path):
+    model = linear_model(keras.optimizers.SGD(nested()))
+    train(model, 9)
+    expected = rates_in_double(nested(), 20)
+    np.testing.assert_allclose(model.get_weights()[0].item(), -expected[:9].sum(), rtol=1e-5)
+    model.save(tmp_path / "model.keras")
+    restored = keras.models.load_model(tmp_path / "model.keras")
+    train(restored, 11)
+    np.testing.assert_allclose(restored.get_weights()[0].item(), -expected.sum(), rtol=1e-5)
+
+
+def test_an_optimizer_keeps_its_schedule_through_its_config():
+    optimizer = keras.optimizers.Adam(nested())
+    restored = keras.optimizers.Adam.from_config(optimizer.get_config())
+    restored.iterations.assign(7)
+    np.testing.assert_allclose(restored.learning_rate, oracles.learning_rate(nested(), 7), 1e-6)
+
+
+def test_from_config_leaves_the_config_as_it_was():
+    config = nested().get_config()
+    before = json.dumps(config)
+    schedules.JoinedSchedule.from_config(config)
+    assert json.dumps(config) == before
+
+
+def test_a_plot_is_written_and_holds_the_rates(tmp_path):
+    pytest.importorskip("matplotlib", reason="plots need matplotlib")
+    schedule = schedules.warmup_polynomial(1.0, total_steps=4)
+    axes = schedules.plot(schedule, 5, tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").read_bytes().startswith(b"\x89PNG")
+    np.testing.assert_allclose(axes.lines[0].get_xydata()[:, 1], [1, 0.75, 0.5, 0.25, 0])
+
+
+def test_a_plot_without_a_path_stays_open():
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need matplotlib")
+    axes = schedules.plot(0.5, [2, 4, 8])
+    assert pyplot.gcf() is axes.figure
+    np.testing.assert_array_equal(axes.lines[0].get_xydata()[:, 0], [2, 4, 8])
+    pyplot.close(axes.figure)
+
+
+def test_a_plot_without_matplotlib_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's own way to hide a module
+    with pytest.raises(ImportError, match="Plots need matplotlib: pip install"):
+        schedules.plot(0.5, 3)
+
+
+def test_a_plot_into_a_missing_directory_is_refused(tmp_path):
+    with pytest.raises(OSError, match="directory does not exist: .*missing.rates.png"):
+        schedules.plot(0.5, 3, tmp_path / "missing" / "rates.png")
+
+
+def stable(**changes):
+    arguments = {"total_steps": 10, "warmup_steps": 2, "decay_steps": 4, **changes}
+    return schedules.WarmupStableDecay(arguments.pop("peak", 1.0), **arguments)
+
+
+decay = PolynomialDecay(1.0, 10)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: schedules.LinearWarmup(decay, 0), "`warmup_steps` must be a positive.*=0"),
+        (lambda: schedules.LinearWarmup(decay, 1.5), "`warmup_steps` must be a positive.*=1.5"),
+        (
+            lambda: schedules.LinearWarmup(decay, 2, -1),
+            "`initial_learning_rate` must be at least 0",
+        ),
+        (lambda: schedules.LinearWarmup(lambda _: 0.1, 2), "`schedule` must be a keras.*number"),
+        (lambda: schedules.LinearWarmup(-0.1, 2), "`schedule` must be at least 0.*=-0.1"),
+        (lambda: schedules.LinearWarmup(True, 2), "`schedule` must be a finite number.*=True"),
+        (lambda: schedules.ScaledSchedule(decay, 0), "`factor` must be above 0.*factor=0"),
+        (lambda: schedules.ScaledSchedule(decay, 2, "log"), "`rule` must be one of 'linear'"),
+        (lambda: schedules.JoinedSchedule([], []), "one boundary between.*schedules=0"),
+        (lambda: schedules.JoinedSchedule([decay], [3]), "schedules=1, boundaries=.3."),
+        (lambda: schedules.JoinedSchedule([decay, None], [3]), r"`schedules\[1\]` must be a keras"),
+        (lambda: schedules.JoinedSchedule([decay, 1.0], [0]), r"`boundaries\[0\]` must be a posi"),
+        (lambda: schedules.JoinedSchedule([1.0, 2.0, 3.0], [4, 4]), "must increase.*4, 4"),
+        (lambda: stable(decay_steps=9), "longer than.*=2, decay_steps=9.*`total_steps=11` on"),
+        (lambda: stable(decay_steps=0), "`decay_steps` must be a positive integer"),
+        (lambda: stable(total_steps=0), "`total_steps` must be a positive integer"),
+        (lambda: stable(warmup_steps=-1), "`warmup_steps` must be a non-negative integer"),
+        (lambda: stable(peak=0.0), "`peak` must be above 0"),
+        (lambda: stable(end_learning_rate=2.0), "`end_learning_rate` must be at least 0 and at mo"),
+        (lambda: stable(shape="log"), "`shape` must be one of 'linear', 'cosine', 'sqrt', 'expon"),
+        (lambda: stable(shape="exponential"), "never reaches 0.*such as 0.01, or another shape"),
+        (lambda: schedules.NoamDecay(0, 4), "`model_dim` must be a positive integer"),
+        (lambda: schedules.NoamDecay(4, 0), "`warmup_steps` must be a positive integer"),
+        (lambda: schedules.NoamDecay(4, 4, 0.0), "`scale` must be above 0"),
+        (lambda: schedules.warmup_polynomial(1.0, total_steps=0), "`total_steps` must be a positi"),
+        (
+            lambda: schedules.warmup_polynomial(1.0, total_steps=4, warmup_steps=4),
+            "no step.*total_steps=4, warmup_steps=4.*includes the warmup",
+        ),
+        (
+            lambda: schedules.warmup_polynomial(1.0, total_steps=4, power=0.0),
+            "`power` must be above 0",
+        ),
+        (
+            lambda: schedules.warmup_cosine(1.0, total_steps=4, end_learning_rate=2.0),
+            "`end_learning_rate` must be at least 0 and at most 1.*=2.0",
+        ),
+        (lambda: schedules.preview(decay, 0), "`steps` must be a positive integer.*steps=0"),
+        (lambda: schedules.preview(decay, []), "`steps` holds no step"),
+        (lambda: schedules.preview(decay, [1, -1]), r"`steps\[1\]` must be a non-negative integer"),
+        (lambda: schedules.preview("cosine", 3), "`schedule` must be a keras.*'cosine'"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
