@@ -1,0 +1,55 @@
+"""Keras callbacks that say what training really did: the rate applied, the true speed.
+
+They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` gives the
+usual set in the right order; each also works alone.
+"""
+
+import os
+
+import keras
+
+from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR, applied_learning_rate
+from kdpkit.callbacks._tensorboard import TensorBoard
+from kdpkit.callbacks._throughput import Throughput
+
+__all__ = [
+    "LearningRateLogger",
+    "PrintLR",
+    "TensorBoard",
+    "Throughput",
+    "applied_learning_rate",
+    "training_callbacks",
+]
+
+
+def training_callbacks(
+    log_dir: str | os.PathLike[str] | None = None,
+    *,
+    global_batch_size: int | None = None,
+    replicas: int = 1,
+    tokens_per_example: float | None = None,
+) -> list[keras.callbacks.Callback]:
+    """Give the usual callbacks in the order in which they need each other.
+
+    Those that add to the logs come before those that write them: `LearningRateLogger`,
+    `Throughput`, `PrintLR`, and with `log_dir` `TensorBoard`. Your own callbacks that set a
+    learning rate in `on_train_batch_begin` or add to the logs go before them.
+
+    Args:
+        log_dir: Directory for TensorBoard's event files; None writes none.
+        global_batch_size: Examples in one batch, over all replicas; None measures steps alone.
+        replicas: Replicas that share a batch.
+        tokens_per_example: The mean number of real tokens in an example, padding not counted.
+
+    Raises:
+        ValueError: What `Throughput` and `TensorBoard` refuse.
+
+    >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
+    ['LearningRateLogger', 'Throughput', 'PrintLR']
+    """
+    callbacks = [
+        LearningRateLogger(),
+        Throughput(global_batch_size, replicas=replicas, tokens_per_example=tokens_per_example),
+        PrintLR(),
+    ]
+    return callbacks if log_dir is None else [*callbacks, TensorBoard(log_dir)]

@@ -1,0 +1,241 @@
+"""TensorBoard event files with the applied learning rate, on TensorFlow and JAX."""
+
+# ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
+
+import numbers
+import os
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import keras
+
+from kdpkit import _checks
+from kdpkit.callbacks._learning_rate import (
+    AppliedRateCallback,
+    batches_counted,
+    is_keras_optimizer,
+)
+from kdpkit.callbacks._throughput import batches_ended
+
+_DRAWN_BY_KERAS = (
+    "histogram_freq",
+    "write_graph",
+    "write_images",
+    "profile_batch",
+    "embeddings_freq",
+    "embeddings_metadata",
+)
+
+
+class TensorBoard(AppliedRateCallback):
+    """Writes Keras' TensorBoard scalars, with the learning rate that was applied.
+
+    Tags and places are those of `keras.callbacks.TensorBoard`: `epoch_loss` and its like under
+    `train` and `validation`, `evaluation_loss_vs_iterations` under `validation`, and `batch_loss`
+    with `update_freq`. Two things differ. `epoch_learning_rate` is the rate of the epoch's last
+    update, where Keras writes the next step's. And scalars are written by the `tensorboard`
+    package alone, so they work on JAX too and no step waits for them. All that stands in the logs
+    is written; callbacks that add to them (`Throughput`) come earlier in the list, as in
+    `training_callbacks`.
+
+    Under several replicas one process writes once. Where several processes train, give each its
+    own `run_name`, or the callback to one of them.
+
+    Args:
+        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it.
+        run_name: The run's directory inside `log_dir`, to compare several; None uses `log_dir`.
+        **keras_arguments: `update_freq` as in Keras: `"epoch"`, `"batch"`, or an integer N for
+            the logs of every Nth batch too, at the number of batches seen. `histogram_freq`,
+            `write_graph` (off here unless asked for), `write_images`, `profile_batch`,
+            `embeddings_freq` and `embeddings_metadata` are drawn by Keras' own callback, as a run
+            named `drawings`; they need the TensorFlow backend.
+
+    Raises:
+        ValueError: An argument that Keras' callback does not have, or that needs TensorFlow; or
+            `log_dir` is no directory that can be written (also an `OSError`).
+        ImportError: The package `tensorboard` is not installed.
+
+    >>> import tempfile
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x = keras.ops.ones((4, 1))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     board = TensorBoard(directory, run_name="first")
+    ...     history = model.fit(x, x, verbose=0, callbacks=board)
+    ...     print(sorted(path.name for path in Path(directory).glob("first/*")))
+    ['train']
+    """
+
+    _rate_is_optional = True
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] = "logs",
+        *,
+        run_name: str | None = None,
+        **keras_arguments: Any,
+    ) -> None:
+        super().__init__()
+        _writer_class()
+        _check_names(keras_arguments)
+        self.log_dir = os.fspath(log_dir)
+        self.run_name = run_name
+        self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
+        self._run_dir = f"{self.log_dir}/{run_name}" if run_name else self.log_dir
+        _make_directory(self._run_dir)
+        self._drawings = _drawings(self._run_dir, keras_arguments)
+        self._writers: dict[str, Any] = {}
+        self._in_fit = False
+        # Batch logs, which threads may bring; tensorboard's writer is for one thread.
+        self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
+        # Batches that the optimizer had seen when the epoch began and at the latest log.
+        self._batches_before = self._batches_seen = 0
+
+    def set_model(self, model: keras.Model) -> None:
+        """Take the model; Keras draws its graph if asked for."""
+        super().set_model(model)
+        self._drawings.set_model(model)
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Open the training run's file, so that a full disk shows before training."""
+        super().on_train_begin(logs)
+        self._in_fit = True
+        self._batches_seen = batches_counted(self.model.optimizer)
+        self._writer("train").flush()
+        self._drawings.on_train_begin()
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Go on counting batches where the epoch before ended."""
+        super().on_epoch_begin(epoch, logs)
+        self._batches_before = self._batches_seen
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the batch logs that came in."""
+        super().on_train_batch_begin(batch, logs)
+        self._write_batches()
+        self._drawings.on_train_batch_begin(batch)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keep the batch's logs for writing."""
+        super().on_train_batch_end(batch, logs)
+        if self.update_freq != "epoch":
+            seen = self._batches_before + batches_ended(batch, self.params)
+            self._waiting.append((seen, dict(logs or {})))
+        self._drawings.on_train_batch_end(batch)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Write the epoch's logs with the rate of its last update."""
+        self._write_batches()
+        scalars = dict(logs or {})
+        if self._has_rate:
+            scalars["learning_rate"] = self._applied_rate()
+        for name, value in scalars.items():
+            run, tag = ("validation", name[4:]) if name.startswith("val_") else ("train", name)
+            self._write(run, f"epoch_{tag}", value, epoch)
+        for writer in self._writers.values():
+            writer.flush()
+        self._drawings.on_epoch_end(epoch)
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Write what `evaluate` found, inside `fit` or alone, at the optimizer's updates."""
+        optimizer = self.model.optimizer
+        if is_keras_optimizer(optimizer):
+            updates = int(keras.ops.copy(optimizer.iterations))
+            for name, value in (logs or {}).items():
+                tag = f"evaluation_{name}_vs_iterations"
+                self._write("validation", tag, value, updates)
+        if not self._in_fit:
+            self._close()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Close the files."""
+        self._in_fit = False
+        self._close()
+        self._drawings.on_train_end()
+
+    def _write_batches(self) -> None:
+        while self._waiting:
+            seen, logs = self._waiting.popleft()
+            self._batches_seen = max(self._batches_seen, seen)
+            at_once = self._batches_at_once or seen - self._batches_before
+            if seen % self.update_freq < at_once:  # an Nth batch was among them
+                for name, value in logs.items():
+                    self._write("train", f"batch_{name}", value, seen)
+
+    def _write(self, run: str, tag: str, value: Any, step: int) -> None:
+        if isinstance(value, numbers.Real):
+            self._writer(run).add_scalar(tag, value, step)
+
+    def _writer(self, run: str) -> Any:
+        if run not in self._writers:
+            self._writers[run] = _writer_class()(f"{self._run_dir}/{run}")
+        return self._writers[run]
+
+    def _close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+        self._writers.clear()
+
+
+def _writer_class() -> Any:
+    try:
+        from tensorboard.summary import Writer
+    except ImportError as error:
+        raise ImportError(
+            "TensorBoard's event files are written by the package `tensorboard`, which cannot be "
+            f"imported ({error}). Install it with `pip install tensorboard`."
+        ) from error
+    return Writer
+
+
+def _check_names(keras_arguments: dict[str, Any]) -> None:
+    names = ("update_freq", *_DRAWN_BY_KERAS)
+    for name, value in keras_arguments.items():
+        if name not in names:
+            _checks.refuse(
+                f"`TensorBoard` takes of Keras' arguments {', '.join(names)}.",
+                **{name: value},
+                remedy="Speeds come from `kdpkit.callbacks.Throughput`, earlier in the list."
+                if name == "write_steps_per_second"
+                else "",
+            )
+
+
+def _update_freq(value: Any) -> Any:
+    if value == "epoch":
+        return value
+    return 1 if value == "batch" else _checks.integer("update_freq", value)
+
+
+def _make_directory(path: str) -> None:
+    """Make the directory now, so that a wrong one is known before data are read and prepared."""
+    if "://" in path:  # gs://... and the like are the file system's matter
+        return
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _checks.FileInputError(
+            f"The log directory cannot be made ({error.strerror}): {path}. Give `log_dir` a "
+            "directory, not a file, where you may write."
+        ) from error
+    if not os.access(path, os.W_OK):
+        _checks.refuse_file(
+            "The log directory cannot be written", path, remedy="Choose another `log_dir`."
+        )
+
+
+def _drawings(run_dir: str, keras_arguments: dict[str, Any]) -> keras.callbacks.Callback:
+    """Give Keras' callback for all but scalars, or one that does nothing if nothing is wanted."""
+    wanted = {name: value for name, value in keras_arguments.items() if value}
+    if not wanted:
+        return keras.callbacks.Callback()
+    if keras.backend.backend() != "tensorflow":
+        _checks.refuse(
+            f"{', '.join(f'`{name}`' for name in wanted)} is drawn by TensorFlow, and this is the "
+            f"{keras.backend.backend()} backend.",
+            **wanted,
+            remedy="Leave it out; scalars are written on every backend.",
+        )
+    # In a directory of its own: TensorBoard follows only the newest file of a directory.
+    return keras.callbacks.TensorBoard(f"{run_dir}/drawings", **{"write_graph": False, **wanted})

@@ -1,0 +1,203 @@
+import os
+import sys
+
+import keras
+import numpy as np
+import pytest
+
+from kdpkit.callbacks import (
+    LearningRateLogger,
+    PrintLR,
+    TensorBoard,
+    Throughput,
+    training_callbacks,
+)
+
+from .falling_weight import falling_weight, ones
+
+# Keras 3.15's variables know only NumPy 1's `__array__`.
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+needs_tensorflow = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="drawn by TensorFlow"
+)
+
+
+def decay():
+    return keras.optimizers.schedules.PolynomialDecay(1.0, 100, end_learning_rate=0.0)
+
+
+def scalars(directory):
+    """Read the event files of one run: tag -> {step: value}."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    events = EventAccumulator(str(directory), size_guidance={"tensors": 0})
+    events.Reload()
+    found = {}
+    for tag in events.Tags()["tensors"]:
+        values = {e.step: make_ndarray(e.tensor_proto) for e in events.Tensors(tag)}
+        found[tag] = {
+            step: float(value) for step, value in values.items() if value.dtype == np.float32
+        }
+    return {tag: values for tag, values in found.items() if values}
+
+
+def fit(callbacks, *, steps=5, epochs=2, validate=True, **compile_arguments):
+    data = ones(steps)
+    model = falling_weight(keras.optimizers.SGD(decay()), **compile_arguments)
+    validation = (data["x"], data["y"]) if validate else None
+    model.fit(**data, epochs=epochs, validation_data=validation, callbacks=callbacks)
+    return model
+
+
+def test_the_applied_rate_is_written_and_history_beside_it(tmp_path):
+    model = fit([LearningRateLogger(), Throughput(2), TensorBoard(tmp_path)])
+    history, train = model.history.history, scalars(tmp_path / "train")
+    assert train["epoch_learning_rate"] == pytest.approx({0: 0.96, 1: 0.91})
+    for name in ("loss", "steps_per_second", "examples_per_second"):
+        assert list(train[f"epoch_{name}"].values()) == pytest.approx(history[name])
+    validation = scalars(tmp_path / "validation")
+    assert list(validation["epoch_loss"].values()) == pytest.approx(history["val_loss"])
+
+
+def test_the_rate_needs_no_other_callback_and_none_is_written_before_an_update(tmp_path):
+    optimizer = keras.optimizers.SGD(decay(), gradient_accumulation_steps=4)
+    falling_weight(optimizer).fit(**ones(3), epochs=2, callbacks=[TensorBoard(tmp_path)])
+    assert scalars(tmp_path / "train")["epoch_learning_rate"] == pytest.approx({1: 0.97})
+
+
+@needs_tensorflow
+def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path):
+    ours, keras_own = tmp_path / "ours", tmp_path / "keras"
+    keras.utils.set_random_seed(0)
+    fit([TensorBoard(ours), keras.callbacks.TensorBoard(keras_own)])
+    for run in ("train", "validation"):
+        expected = scalars(keras_own / run)
+        rate = expected.pop("epoch_learning_rate", None)
+        written = scalars(ours / run)
+        assert written.pop("epoch_learning_rate", None) != rate or rate is None
+        assert written == expected
+
+
+@pytest.mark.parametrize(
+    ("steps_per_execution", "steps"), [(1, [2, 4, 6, 8, 10]), (3, [3, 5, 8, 10])]
+)
+def test_every_second_batch_is_written_at_the_batches_seen(tmp_path, steps_per_execution, steps):
+    fit([TensorBoard(tmp_path, update_freq=2)], steps_per_execution=steps_per_execution)
+    assert sorted(scalars(tmp_path / "train")["batch_loss"]) == steps
+
+
+def test_batch_is_every_batch_and_has_what_earlier_callbacks_log(tmp_path):
+    fit(
+        [LearningRateLogger("batch"), TensorBoard(tmp_path, update_freq="batch")], steps=3, epochs=1
+    )
+    written = scalars(tmp_path / "train")["batch_learning_rate"]
+    assert written == pytest.approx({1: 1.0, 2: 0.99, 3: 0.98})
+
+
+def test_runs_stand_side_by_side_and_a_second_fit_goes_on(tmp_path):
+    boards = [TensorBoard(tmp_path, run_name=name, update_freq=1) for name in ("a", "b")]
+    model = fit(boards[:1], epochs=1)
+    model.fit(**ones(5), callbacks=boards[:1])
+    fit(boards[1:], epochs=1)
+    assert sorted(scalars(tmp_path / "a" / "train")["batch_loss"]) == list(range(1, 11))
+    assert scalars(tmp_path / "b" / "train")["epoch_loss"].keys() == {0}
+
+
+def test_evaluate_alone_writes_and_closes_its_file(tmp_path):
+    model, data = fit([], epochs=1), ones(5)
+    loss = model.evaluate(data["x"], data["y"], verbose=0, callbacks=[TensorBoard(tmp_path)])
+    written = scalars(tmp_path / "validation")["evaluation_loss_vs_iterations"]
+    assert written == {5: pytest.approx(loss)}
+
+
+@needs_tensorflow
+def test_two_replicas_write_once(tmp_path):
+    from kdpkit.strategies import select_strategy
+
+    with select_strategy("mirrored", devices=2).scope():
+        model = falling_weight(keras.optimizers.SGD(decay()))
+    model.fit(**ones(4), epochs=2, callbacks=[TensorBoard(tmp_path)])
+    assert scalars(tmp_path / "train")["epoch_learning_rate"] == pytest.approx({0: 0.97, 1: 0.93})
+    assert len(list((tmp_path / "train").iterdir())) == 1
+
+
+@needs_tensorflow
+def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path):
+    class Own(keras.Model):
+        def call(self, x):
+            return x
+
+        def train_step(self, _):
+            return {"own": 2.0}
+
+    model = Own()
+    model.compile(optimizer=None)
+    model.fit(**ones(3), callbacks=[TensorBoard(tmp_path), Throughput(2)])
+    assert scalars(tmp_path / "train") == {"epoch_own": {0: 2.0}}
+
+
+@needs_tensorflow
+def test_histograms_are_drawn_by_keras_as_a_run_of_their_own(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    fit([TensorBoard(tmp_path, histogram_freq=1, write_graph=True)])
+    events = EventAccumulator(str(tmp_path / "drawings" / "train"))
+    events.Reload()
+    assert {"keras", "sequential/dense/kernel/histogram"} <= set(events.Tags()["tensors"])
+    assert scalars(tmp_path / "train")["epoch_learning_rate"] == pytest.approx({0: 0.96, 1: 0.91})
+
+
+@pytest.mark.jax
+def test_drawings_are_refused_on_jax(tmp_path):
+    with pytest.raises(ValueError, match="`histogram_freq` is drawn by TensorFlow.*jax backend"):
+        TensorBoard(tmp_path, histogram_freq=1)
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+    for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
+    with pytest.raises(ImportError, match="`pip install tensorboard`"):
+        TensorBoard(tmp_path)
+
+
+def test_a_log_dir_that_is_a_file_is_refused_before_training(tmp_path):
+    file = tmp_path / "logs"
+    file.touch()
+    for directory in (file, file / "run"):
+        with pytest.raises(
+            OSError, match=f"log directory cannot be made .*{directory}.*not a file"
+        ):
+            TensorBoard(directory)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may write everywhere")
+def test_a_log_dir_that_cannot_be_written_is_refused_before_training(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match=f"log directory cannot be written: {tmp_path}"):
+        TensorBoard(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"update_freq": 0}, "`update_freq` must be a positive integer.*=0"),
+        ({"histogram": 1}, "`TensorBoard` takes of Keras' arguments.*histogram=1"),
+        ({"write_steps_per_second": True}, "Speeds come from `kdpkit.callbacks.Throughput`"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(tmp_path, arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TensorBoard(tmp_path, **arguments)
+
+
+def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
+    usual = training_callbacks(tmp_path / "usual", global_batch_size=2, tokens_per_example=3)
+    assert [type(each) for each in usual] == [LearningRateLogger, Throughput, PrintLR, TensorBoard]
+    turned = training_callbacks(tmp_path / "turned", global_batch_size=2, tokens_per_example=3)
+    fit(usual)
+    fit(turned[::-1])
+    speeds = {f"epoch_{unit}_per_second" for unit in ("steps", "examples", "tokens")}
+    assert speeds <= scalars(tmp_path / "usual" / "train").keys()
+    assert not speeds & scalars(tmp_path / "turned" / "train").keys()
