@@ -1,0 +1,67 @@
+"""What must hold in other environments: the JAX backend, and a Python without TensorFlow."""
+
+import os
+import pathlib
+import subprocess
+import sys
+import venv
+
+import keras
+import pytest
+
+import kdpkit
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+ON_JAX = ["tests/test_schedules.py", "tests/callbacks", "tests/test_doctests.py"]
+
+pytestmark = pytest.mark.skipif(
+    keras.backend.backend() != "tensorflow", reason="starts other environments; once is enough"
+)
+
+
+def run(command, **environment):
+    finished = subprocess.run(
+        list(map(str, command)),
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=900,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-5000:]
+    return finished.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_what_serves_both_backends_passes_on_jax():
+    run([sys.executable, "-m", "pytest", "-n", "0", *ON_JAX], KERAS_BACKEND="jax")
+
+
+WITHOUT_TENSORFLOW = """
+import importlib.util, sys
+assert importlib.util.find_spec("tensorflow") is None
+import kdpkit.scaling, kdpkit.schedules, kdpkit.callbacks, kdpkit.corpora, kdpkit.experiment
+import keras, numpy as np
+assert keras.backend.backend() == "jax"
+from kdpkit import callbacks, schedules
+model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+model.compile(keras.optimizers.SGD(schedules.warmup_cosine(0.1, total_steps=8)), "mse")
+x = np.ones((16, 2), "float32")
+watching = callbacks.training_callbacks(sys.argv[1], global_batch_size=4)
+history = model.fit(x, x[:, :1], batch_size=4, epochs=2, callbacks=watching, verbose=0).history
+print(sorted(history), history["learning_rate"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_callbacks_and_schedules_train_where_tensorflow_is_not_installed(tmp_path):
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    run([python, "-m", "pip", "install", "--quiet", f"{ROOT}[jax]"])
+    (tmp_path / "program.py").write_text(WITHOUT_TENSORFLOW)
+    printed = run([python, tmp_path / "program.py", tmp_path / "logs"], KERAS_BACKEND="jax")
+    assert "'learning_rate', 'loss', 'steps_per_second'" in printed
+    assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
