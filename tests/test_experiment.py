@@ -1,0 +1,405 @@
+import argparse
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import kdpkit
+from kdpkit import experiment
+from kdpkit.testing import tiny_classifier, toy_classification
+
+
+def parser(**arguments):
+    defaults = {"epochs": 5, "per_replica_batch_size": 32, "base_learning_rate": 1e-4}
+    return experiment.argument_parser("Trains.", **(defaults | arguments))
+
+
+# Flags
+
+
+def test_without_flags_the_recipes_defaults_hold(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert vars(parser(rule="sqrt").parse_args([])) == {
+        "strategy": "auto",
+        "replicas": None,
+        "data": "builtin",
+        "epochs": 5,
+        "steps_per_epoch": None,
+        "per_replica_batch_size": 32,
+        "base_learning_rate": 1e-4,
+        "rule": "sqrt",
+        "seed": 0,
+        "log_dir": None,
+        "results": None,
+        "cache_dir": Path("/caches/kdpkit"),
+        "smoke": False,
+    }
+
+
+def test_the_cache_lies_under_the_home_directory_by_default(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert parser().parse_args([]).cache_dir == tmp_path / ".cache" / "kdpkit"
+
+
+@given(st.permutations(["--smoke", "--epochs=5", "--hidden=9"]), st.integers(0, 3))
+def test_smoke_sets_what_was_not_given(flags, count):
+    recipe = parser(smoke={"epochs": 1, "steps_per_epoch": 4, "hidden": 2})
+    recipe.add_argument("--hidden", type=int, default=64)
+    given_flags = flags[:count]
+    args = recipe.parse_args(given_flags)
+    smoke = "--smoke" in given_flags
+    assert args.epochs == (1 if smoke and "--epochs=5" not in given_flags else 5)
+    assert args.steps_per_epoch == (4 if smoke else None)
+    default = 2 if smoke else 64
+    assert args.hidden == (9 if "--hidden=9" in given_flags else default)
+
+
+def test_one_smoke_run_does_not_change_the_next():
+    recipe = parser(smoke={"epochs": 1})
+    assert [recipe.parse_args(flags).epochs for flags in (["--smoke"], [])] == [1, 5]
+
+
+def test_a_smoke_setting_without_its_flag_is_our_mistake():
+    with pytest.raises(AssertionError, match="does not have: .'epoch'"):
+        parser(smoke={"epoch": 1}).parse_args(["--smoke"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--epochs", "0"], "argument --epochs: must be a positive integer. Received: '0'. The fl"),
+        (["--replicas", "-1"], "argument --replicas: must be a positive integer. Received: '-1'"),
+        (["--steps-per-epoch", "1.5"], "argument --steps-per-epoch: must be a positive integer"),
+        (["--per-replica-batch-size", "many"], "--per-replica-batch-size: must be a positive"),
+        (["--base-learning-rate", "0"], "--base-learning-rate: must be a positive number"),
+        (["--base-learning-rate", "nan"], "--base-learning-rate: must be a positive number"),
+        (["--seed", "-1"], "argument --seed: must be a non-negative integer. Received: '-1'"),
+        (["--rule", "cubic"], "argument --rule: invalid choice: 'cubic'"),
+        (["--epoch", "3"], "unrecognized arguments: --epoch 3. The flags are listed by --help."),
+        (["--epochs"], "argument --epochs: expected one argument."),
+    ],
+)
+def test_bad_flags_get_one_sentence(flags, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        parser().parse_args(flags)
+
+
+def test_places_to_write_are_made_and_tried_before_the_run(tmp_path):
+    flags = ["--results", str(tmp_path / "a" / "r.json"), "--log-dir", str(tmp_path / "b" / "c")]
+    args = parser().parse_args(flags)
+    assert args.results.parent.is_dir()
+    assert args.log_dir.is_dir()
+    assert not any(args.results.parent.iterdir())
+
+
+def test_places_that_cannot_be_written_are_refused_before_the_run(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="--results: cannot be written .* Received: '.*/file'"):
+        parser().parse_args(["--results", str(tmp_path / "file" / "results.json")])
+    with pytest.raises(ValueError, match="--results: must be a file, not a directory"):
+        parser().parse_args(["--results", str(tmp_path)])
+    with pytest.raises(
+        ValueError, match="--log-dir: cannot be written .a file is in its place.. Rec"
+    ):
+        parser().parse_args(["--log-dir", str(tmp_path / "file")])
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc holds no user's files")
+def test_places_that_exist_are_tried_by_writing():
+    for flags in (["--log-dir", "/proc"], ["--results", "/proc/results.json"]):
+        with pytest.raises(ValueError, match="cannot be written .* Received: '/proc'"):
+            parser().parse_args(flags)
+
+
+def test_help_says_what_the_recipe_is(capsys):
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--help"])
+    assert "\nTrains.\n" in capsys.readouterr().out
+
+
+# Strategies
+
+
+def strategy(kind, replicas=None):
+    return experiment.strategy_from(argparse.Namespace(strategy=kind, replicas=replicas))
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "expected"),
+    [
+        ("auto", None, "no strategy: 1 replica on CPU:0"),
+        ("auto", 1, "no strategy: 1 replica on CPU:0"),
+        ("auto", 2, "MirroredStrategy: 2 replicas on CPU:0, CPU:1"),
+        ("one", None, "no strategy: 1 replica on CPU:0"),
+        ("one", 1, "no strategy: 1 replica on CPU:0"),
+        ("mirrored", 1, "MirroredStrategy: 1 replica on CPU:0"),
+        ("mirrored", 3, "MirroredStrategy: 3 replicas on CPU:0, CPU:1, CPU:2"),
+    ],
+)
+def test_flags_name_a_strategy(kind, replicas, expected):
+    from kdpkit import strategies
+
+    assert strategies.describe(strategy(kind, replicas)) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "replicas", "sentence"),
+    [
+        ("one", 2, "'one' trains a single replica. Received: replicas=2. Use `--strategy mirr"),
+        (
+            "multi_worker",
+            2,
+            "'multi_worker' takes its replicas from the cluster.*replicas=2.*Leave",
+        ),
+        ("tpu", 8, "'tpu' takes its replicas from the cluster"),
+        ("mirrored", 9, "runtime has started with 8 logical CPU"),
+        ("mirored", 2, "`kind` must be one of 'auto'"),
+        ("mirored", None, "`kind` must be one of 'auto'"),
+    ],
+)
+def test_strategies_that_cannot_be_had_get_one_sentence(kind, replicas, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        strategy(kind, replicas)
+
+
+def in_a_new_process(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    ).stdout
+
+
+def test_a_new_process_has_its_cpu_split_into_replicas():
+    code = """
+from argparse import Namespace
+from kdpkit import experiment, strategies
+for replicas in (4, 2):
+    strategy = experiment.strategy_from(Namespace(strategy="mirrored", replicas=replicas))
+    print(strategies.describe(strategy))
+"""
+    four, two = in_a_new_process(code).splitlines()
+    assert four == "MirroredStrategy: 4 replicas on CPU:0, CPU:1, CPU:2, CPU:3"
+    assert two == "MirroredStrategy: 2 replicas on CPU:0, CPU:1"
+
+
+def test_tensorflows_strategies_are_refused_on_another_backend():
+    code = """
+from argparse import Namespace
+from kdpkit import experiment
+try: experiment.strategy_from(Namespace(strategy="mirrored", replicas=2))
+except ValueError as error: print(error)
+"""
+    printed = in_a_new_process(code, KERAS_BACKEND="numpy")
+    assert "Received: backend='numpy'. Run with KERAS_BACKEND=tensorflow." in printed
+
+
+@pytest.mark.parametrize("answer", ["81079", "[N/A]", None])
+def test_the_gpu_memory_to_divide_is_the_drivers_answer(tmp_path, monkeypatch, answer):
+    if answer is not None:
+        program = tmp_path / "nvidia-smi"
+        program.write_text(f'#!/bin/sh\ntest "$1" = --id=3 && echo "{answer}"\n')
+        program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    if answer == "81079":
+        assert experiment._free_gpu_memory_mb() == 81079
+    else:
+        with pytest.raises(ValueError, match="cannot be split.*`memory_limit_mb` before"):
+            experiment._free_gpu_memory_mb()
+
+
+# Progress
+
+
+def test_away_from_a_terminal_progress_is_one_line(capsys):
+    assert list(experiment.track(iter(range(1234)), "Counting")) == list(range(1234))
+    printed = capsys.readouterr().out
+    assert printed.startswith("Counting: 1,234 in ")
+    assert printed.count("\n") == 1
+
+
+def test_progress_that_is_not_finished_claims_nothing(capsys):
+    assert list(itertools.islice(experiment.track(range(10), "Counting"), 3)) == [0, 1, 2]
+    assert capsys.readouterr().out == ""
+
+
+def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("TERM", "xterm")
+    list(experiment.track(range(10), "Counting", total=10))
+    bar, line = capsys.readouterr().out.rsplit("Counting: 10 in ", 1)
+    assert "100%" in bar
+    assert line.count("\n") == 1
+
+
+# Results
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda part: st.lists(part) | st.dictionaries(st.text(), part),
+    max_leaves=10,
+)
+
+
+def strict(text):
+    def refuse(constant):
+        raise ValueError(f"{constant} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def finite(value):
+    if isinstance(value, dict):
+        return {name: finite(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@settings(max_examples=50)
+@given(results=st.dictionaries(st.text(), json_values))
+def test_results_are_strict_json_with_null_for_what_is_not_finite(tmp_path_factory, results):
+    path = tmp_path_factory.getbasetemp() / "results" / "r.json"
+    experiment.write_results(path, results)
+    assert strict(path.read_text()) == finite(results)
+    assert [file.name for file in path.parent.iterdir()] == ["r.json"]
+
+
+def test_results_of_arrays_and_tensors_are_plain_numbers(tmp_path):
+    path = tmp_path / "r.json"
+    experiment.write_results(
+        path,
+        {
+            "scalar": np.float32(0.5),
+            "array": np.array([[1, 2], [3, 4]]),
+            "nan": np.array([1.0, math.nan, math.inf]),
+            "tensor": keras.ops.ones((2,), dtype="bfloat16"),
+            "variable": keras.Variable(3.0),
+            "path": Path("logs"),
+            ("tuple", 1): (np.bool_(True), None),
+        },
+    )
+    assert strict(path.read_text()) == {
+        "scalar": 0.5,
+        "array": [[1, 2], [3, 4]],
+        "nan": [1.0, None, None],
+        "tensor": [1.0, 1.0],
+        "variable": 3.0,
+        "path": "logs",
+        "('tuple', 1)": [True, None],
+    }
+
+
+def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    experiment.write_results(None, {"a": 1})
+    assert not any(tmp_path.iterdir())
+
+
+def test_results_of_a_run_say_what_happened(tmp_path):
+    from kdpkit import callbacks, strategies
+
+    mirrored = strategies.select_strategy("mirrored", devices=2)
+    schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 20, end_learning_rate=0.0)
+    with mirrored.scope():
+        model = tiny_classifier()
+        model.compile(
+            keras.optimizers.SGD(schedule),
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        )
+    x, y = toy_classification(80)
+    speed = callbacks.Throughput(8, replicas=2, tokens_per_example=5)
+    history = model.fit(
+        x, y, batch_size=8, epochs=2, verbose=0, callbacks=[callbacks.LearningRateLogger(), speed]
+    )
+    results = experiment.results_of(
+        model, history, strategy=mirrored, global_batch_size=8, test={"loss": np.float32(0.5)}
+    )
+    np.testing.assert_allclose(results["learning_rates"], [schedule(9), schedule(19)], rtol=1e-6)
+    speeds = results["history"]["examples_per_second"]
+    # Twice the same work takes the sum of the times, 1/s + 1/t.
+    overall = 2 / (1 / speeds[0] + 1 / speeds[1])
+    assert results["examples_per_second"] == pytest.approx(overall)
+    assert results["tokens_per_second"] == pytest.approx(5 * overall)
+    assert len(results["history"]["loss"]) == 2
+    expected = {
+        "test": {"loss": 0.5},
+        "replicas": 2,
+        "strategy": "MirroredStrategy: 2 replicas on CPU:0, CPU:1",
+        "global_batch_size": 8,
+        "steps": 20,
+        "versions": experiment.versions(),
+    }
+    assert {name: results[name] for name in expected} == expected
+    experiment.write_results(tmp_path / "r.json", results)
+    assert strict((tmp_path / "r.json").read_text()) == results
+
+
+def test_what_was_not_measured_is_left_open():
+    model = tiny_classifier()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    history = model.fit(*toy_classification(8), verbose=0)
+    results = experiment.results_of(model, history, strategy=strategy("one"), global_batch_size=32)
+    assert results["examples_per_second"] is None
+    assert (results["learning_rates"], results["test"], results["steps"]) == ([], {}, 1)
+    assert "tokens_per_second" not in results
+
+
+def test_versions_name_what_ran():
+    versions = experiment.versions()
+    assert versions["keras"] == keras.__version__
+    assert versions["kdpkit"] == kdpkit.__version__
+    assert versions[versions["backend"]]
+
+
+# Programs
+
+
+def exit_of(main):
+    with pytest.raises(SystemExit) as caught:
+        experiment.run(main)
+    return caught.value.code
+
+
+def test_bad_input_ends_a_program_with_one_sentence(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["recipes/cnn_fit.py", "--epochs", "0"])
+    assert exit_of(lambda: parser().parse_args()) == 2
+    assert capsys.readouterr().err == (
+        "cnn_fit.py: argument --epochs: must be a positive integer. Received: '0'. "
+        "The flags are listed by --help.\n"
+    )
+
+
+def test_ctrl_c_ends_a_program_with_130_and_one_line(capsys, monkeypatch):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys, "argv", ["cnn_fit.py"])
+    assert exit_of(interrupted) == 130
+    assert capsys.readouterr().err == "cnn_fit.py: interrupted.\n"
+
+
+def test_other_errors_keep_their_traceback():
+    def failing():
+        raise ValueError("not ours")
+
+    with pytest.raises(ValueError, match="not ours"):
+        experiment.run(failing)
+
+
+def test_a_program_that_ends_well_returns():
+    assert experiment.run(lambda: {"history": {}}) is None

@@ -1,0 +1,252 @@
+"""Ctrl-C is sent for real, by a callback, at a moment that each test chooses."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+
+import keras
+import numpy as np
+import pytest
+
+from kdpkit import experiment
+from kdpkit.testing import tiny_classifier, toy_classification
+
+X, Y = toy_classification(40)
+
+
+class PressCtrlC(keras.callbacks.Callback):
+    """Sends SIGINT when the named hook is called with the given batch, and counts steps."""
+
+    def __init__(self, hook=None, batch=None, times=1):
+        super().__init__()
+        self.steps = 0
+        self.hooks = []
+        for name in ("on_test_batch_end", "on_test_end", "on_epoch_end", "on_train_end"):
+            setattr(self, name, self._pressing(name, hook, batch, times))
+        self._press = self._pressing("on_train_batch_end", hook, batch, times)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        self._press(batch, logs)
+
+    def _pressing(self, name, hook, batch, times):
+        def called(index=None, *_, **__):
+            self.hooks.append(name)
+            if name == hook and batch in (None, index):
+                for _ in range(times):
+                    os.kill(os.getpid(), signal.SIGINT)
+
+        return called
+
+
+def compiled(build=tiny_classifier):
+    model = build()
+    model.compile(
+        keras.optimizers.SGD(0.1),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def mirrored():
+    from kdpkit import strategies
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        return compiled()
+
+
+def fit(model, log_dir, press, **arguments):
+    with experiment.saving_on_interrupt(model, log_dir) as stop:
+        model.fit(
+            X,
+            Y,
+            batch_size=4,
+            epochs=2,
+            shuffle=False,
+            verbose=0,
+            callbacks=[press, stop],
+            **arguments,
+        )
+
+
+def weights_after(steps):
+    """Train an undisturbed model for so many steps on one device."""
+    model = compiled()
+    for step in range(steps):
+        batch = slice(4 * step % 40, 4 * step % 40 + 4)
+        model.train_on_batch(X[batch], Y[batch])
+    return model.get_weights()
+
+
+def assert_stops_after(steps, log_dir, press, build=compiled, **arguments):
+    model = build()
+    with pytest.raises(KeyboardInterrupt):
+        fit(model, log_dir, press, **arguments)
+    assert press.steps == steps
+    saved = keras.saving.load_model(log_dir / "interrupted.keras")
+    assert int(saved.optimizer.iterations) == steps
+    for left, right in zip(saved.get_weights(), weights_after(steps), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+    assert [path.name for path in log_dir.iterdir()] == ["interrupted.keras"]
+
+
+@pytest.mark.parametrize("build", [compiled, mirrored])
+def test_training_ends_with_the_step_at_hand_and_is_saved(tmp_path, capfd, build):
+    assert_stops_after(3, tmp_path, PressCtrlC("on_train_batch_end", 2), build)
+    printed = capfd.readouterr()
+    assert "Ctrl-C: training ends with this step. Press it again to stop at once." in printed.err
+    saved = tmp_path / "interrupted.keras"
+    assert (
+        f"Training was stopped by Ctrl-C. The model as trained so far is saved as {saved}."
+        in printed.out
+    )
+
+
+@pytest.mark.parametrize("build", [compiled, mirrored])
+def test_validation_ends_early_and_nobody_takes_it_for_whole(tmp_path, build):
+    press = PressCtrlC("on_test_batch_end", 2)
+    assert_stops_after(10, tmp_path, press, build, validation_data=(X, Y), validation_batch_size=4)
+    assert press.hooks.count("on_test_batch_end") == 4
+    assert "on_epoch_end" not in press.hooks
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_test_batch_end"])
+def test_on_jax_the_weights_survive_wherever_ctrl_c_comes(tmp_path, hook):
+    steps = {"on_train_batch_end": 3, "on_test_batch_end": 10}[hook]
+    validation = {"validation_data": (X, Y), "validation_batch_size": 4}
+    assert_stops_after(steps, tmp_path, PressCtrlC(hook, 2), **validation)
+
+
+def test_ctrl_c_after_an_epochs_last_step_leaves_the_epoch_complete(tmp_path):
+    press = PressCtrlC("on_train_batch_end", 9)
+    assert_stops_after(10, tmp_path, press)
+    assert press.hooks.count("on_epoch_end") == 1
+
+
+def test_ctrl_c_after_the_last_step_saves_all_that_was_trained(tmp_path):
+    assert_stops_after(20, tmp_path, PressCtrlC("on_train_end"))
+
+
+def test_without_a_log_directory_it_says_that_nothing_was_saved(capfd):
+    with pytest.raises(KeyboardInterrupt):
+        fit(compiled(), None, PressCtrlC("on_train_batch_end", 2))
+    assert "Nothing was saved; with a log directory (--log-dir)" in capfd.readouterr().out
+
+
+def test_the_second_ctrl_c_stops_at_once_and_saves_nothing(tmp_path, capfd):
+    press = PressCtrlC("on_train_batch_end", 2, times=2)
+    with pytest.raises(KeyboardInterrupt):
+        fit(compiled(), tmp_path, press)
+    assert "Nothing was saved, as it was not between two steps." in capfd.readouterr().out
+    assert not any(tmp_path.iterdir())
+
+
+def test_ctrl_c_before_training_stops_at_once(tmp_path):
+    def interrupted():
+        with experiment.saving_on_interrupt(compiled(), tmp_path):
+            os.kill(os.getpid(), signal.SIGINT)
+            pytest.fail("the block went on")
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("hook", [None, "on_train_batch_end"])
+def test_the_former_handler_is_back_afterwards(tmp_path, hook):
+    former = signal.getsignal(signal.SIGINT)
+    try:
+        fit(compiled(), tmp_path, PressCtrlC(hook))
+    except KeyboardInterrupt:
+        assert hook
+    assert signal.getsignal(signal.SIGINT) is former
+
+
+def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
+    former = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        press = PressCtrlC("on_train_batch_end", 2)
+        fit(compiled(), tmp_path, press)
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert press.steps == 20
+
+
+def test_training_in_another_thread_is_undisturbed(tmp_path):
+    press = PressCtrlC()
+    thread = threading.Thread(target=fit, args=(compiled(), tmp_path, press))
+    thread.start()
+    thread.join(timeout=60)
+    assert press.steps == 20
+
+
+def test_other_errors_pass_and_save_nothing(tmp_path):
+    def failing(*_):
+        raise RuntimeError("mine")
+
+    with pytest.raises(RuntimeError, match="mine"):
+        fit(compiled(), tmp_path, keras.callbacks.LambdaCallback(on_epoch_end=failing))
+    assert not any(tmp_path.iterdir())
+
+
+RECIPE = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
+import keras
+from kdpkit import experiment
+from kdpkit.testing import tiny_classifier, toy_classification
+
+
+def main(argv=None):
+    parser = experiment.argument_parser(
+        __doc__, epochs=10**6, per_replica_batch_size=4, base_learning_rate=0.1
+    )
+    args = parser.parse_args(argv)
+    with experiment.strategy_from(args).scope():
+        model = tiny_classifier()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    tell = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: print("batch", batch, flush=True)
+    )
+    with experiment.saving_on_interrupt(model, args.log_dir) as stop:
+        model.fit(*toy_classification(40), batch_size=8, epochs=args.epochs, verbose=0,
+                  callbacks=[tell, stop])
+    print("unreachable")
+
+
+experiment.run(main)
+"""
+
+
+def test_ctrl_c_ends_a_program_with_130_and_a_model_that_has_learned(tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(textwrap.dedent(RECIPE))
+    flags = ["--strategy", "mirrored", "--replicas", "2", "--log-dir", tmp_path / "logs"]
+    process = subprocess.Popen(
+        [sys.executable, recipe, *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+    )
+    try:
+        assert process.stdout.readline() == "batch 0\n"
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, errors
+    assert "recipe.py: interrupted." in errors
+    assert "Traceback" not in errors
+    assert "unreachable" not in output
+    assert output.splitlines()[-1].startswith(
+        "Training was stopped by Ctrl-C. The model as trained"
+    )
+    saved = keras.saving.load_model(tmp_path / "logs" / "interrupted.keras")
+    assert int(saved.optimizer.iterations) == 1 + output.count("batch ")
+    assert not np.allclose(saved.get_weights()[0], tiny_classifier().get_weights()[0])
