@@ -19,6 +19,10 @@ TENSORFLOW = KERAS | {"tensorflow", "keras_hub"}
 ALLOWED = {
     "__init__": (PURE, set()),
     "_checks": (PURE, set()),
+    "_files": (PURE, set()),
+    "_interrupt": (KERAS, {"_files"}),
+    "_prepared": (KERAS, {"_checks", "_files"}),
+    "_presets": (PURE, {"_checks"}),
     "scaling": (PURE, {"_checks"}),
     "schedules": (KERAS, {"_checks", "scaling"}),
     "callbacks": (KERAS, {"_checks", "scaling"}),
@@ -26,7 +30,7 @@ ALLOWED = {
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
     "strategies": (TENSORFLOW, {"_checks"}),
     "training": (TENSORFLOW, {"_checks", "scaling", "training"}),
-    "experiment": (KERAS, {"_checks", "scaling"}),
+    "experiment": (KERAS, {"_checks", "_files", "_prepared", "_presets", "scaling"}),
     "testing": (KERAS, {"_checks", "scaling"}),
 }
 FILES = sorted(ROOT.rglob("*.py"))

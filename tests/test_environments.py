@@ -12,7 +12,12 @@ import pytest
 import kdpkit
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-ON_JAX = ["tests/test_schedules.py", "tests/callbacks", "tests/test_doctests.py"]
+ON_JAX = [
+    "tests/test_schedules.py",
+    "tests/callbacks",
+    "tests/test_doctests.py",
+    "tests/test_interrupt.py",
+]
 
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="starts other environments; once is enough"

@@ -403,3 +403,19 @@ def test_other_errors_keep_their_traceback():
 
 def test_a_program_that_ends_well_returns():
     assert experiment.run(lambda: {"history": {}}) is None
+
+
+def test_collecting_gives_the_examples_in_order_as_one_array(capsys):
+    import tensorflow as tf
+
+    rows = tf.data.Dataset.from_tensor_slices([[1, 2], [3, 4], [5, 6]])
+    np.testing.assert_array_equal(experiment.collect(rows, "Reading"), [[1, 2], [3, 4], [5, 6]])
+    assert capsys.readouterr().out.startswith("Reading: 3 in ")
+
+
+def test_collecting_nothing_is_refused():
+    import tensorflow as tf
+
+    none = tf.data.Dataset.range(5).filter(lambda number: number > 9)
+    with pytest.raises(ValueError, match="No example is left. Received: while_doing='Reading'"):
+        experiment.collect(none, "Reading")

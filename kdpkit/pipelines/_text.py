@@ -129,7 +129,9 @@ def mask_tokens(
         if tokens.shape.rank == 1:
             masked = mask(tokens[tf.newaxis], seed)
             return tf.nest.map_structure(lambda part: part[0], masked)
-        length = _checks.integer("length", tokens.shape[-1])
+        length = tokens.shape[-1]
+        if length is None:
+            _checks.refuse("Rows to mask need one static length.", shape=tokens.shape)
         room = min(slots or math.ceil(rate * (length - 2)), length)
         draws = _draws(tokens, length + 2 * room, seed)
         features, labels, weights = _masked(tokens, draws, tokenizer, rate, room)
