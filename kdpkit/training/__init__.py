@@ -1,0 +1,9 @@
+"""Training on R replicas that equals training on one device.
+
+`replica_exact` mends Keras' own `fit`; `global_mean_loss` is the loss of a custom loop.
+"""
+
+from kdpkit.training._exact import replica_exact
+from kdpkit.training._losses import global_mean_loss
+
+__all__ = ["global_mean_loss", "replica_exact"]

@@ -1,0 +1,372 @@
+"""`replica_exact`: Keras' own `fit`, which then trains on R replicas what one device would."""
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdpkit import _checks, scaling
+from kdpkit.training import _batch_norm, _keras_internals
+from kdpkit.training._step import ReplicaStep, current_step, running
+
+_STRATEGIES = (
+    tf.distribute.OneDeviceStrategy,
+    tf.distribute.MirroredStrategy,
+    tf.distribute.MultiWorkerMirroredStrategy,
+)
+_INSTEAD = "write the step as `TrainingLoop.per_example_loss`"
+
+
+def replica_exact(model: Any) -> Any:
+    """Make a model's `fit`, `evaluate` and `predict` on R replicas give what one device gives.
+
+    Call it once on a model built in a strategy's scope, inside the scope or outside, before or
+    after `compile`. Then the weights, losses and metrics of `fit`, `evaluate`, `predict` and the
+    `..._on_batch` methods equal one device's to rounding: for batches that the replicas cannot
+    divide (down to replicas without rows), features of any type, Python generators, clipping,
+    gradient accumulation, moving averages of weights, loss scaling, sample weights, masks, every
+    reduction of a Keras loss, and many steps per execution. The model's class, its config and its
+    saved file stay what they are.
+
+    What one device and R replicas do differently by nature:
+
+    - Dropout and other random layers draw other numbers on each replica, reproducible from the
+      seed; replica 0 draws what one device would.
+    - BatchNormalization normalizes by each replica's rows, which a warning tells once, unless it
+      is `synchronized=True`, which is exact. Replicas keep equal moving statistics.
+    - A scalar from `add_loss`, or in the logs of a `train_step` of your own, counts as a mean over
+      the rows, or as independent of them.
+
+    A `train_step` or `compute_loss` of your own is written as for one device, without dividing by
+    the number of replicas. Its loss comes from `self.compute_loss` or Keras losses, and its
+    gradients go to optimizers held by attributes of the model.
+
+    Args:
+        model: A Keras model: Sequential, functional, subclassed, or a KerasHub task. The strategy
+            is the one whose scope it was built in.
+
+    Returns:
+        The same model; untouched if it was built outside any strategy, for one device.
+
+    Raises:
+        ValueError: There is no such model or its strategy is none that Keras can fit with. Raised
+            by `fit`: `jit_compile=True`, a loss that gives one number for the whole batch, or a
+            `train_step` that goes around Keras' losses or the model's optimizers.
+
+    >>> import keras
+    >>> from kdpkit import strategies, testing
+    >>> x, y = testing.toy_classification(10)
+    >>> with strategies.select_strategy("mirrored", devices=4).scope():
+    ...     model = replica_exact(testing.tiny_classifier())
+    ...     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    >>> history = model.fit(x, y, batch_size=5, verbose=0)  # pieces of 2, 2, 1 and 0 rows
+    """
+    if keras.backend.backend() != "tensorflow":
+        _checks.refuse(
+            "`replica_exact` mends Keras under tf.distribute; on JAX "
+            "`keras.distribution.DataParallel` needs no mending.",
+            backend=keras.backend.backend(),
+        )
+    if not isinstance(model, keras.Model):
+        _checks.refuse("`model` must be a Keras model.", model=model)
+    strategy = _strategy_of(model)
+    if strategy is not None and not isinstance(_owner(model.train_step), _ExactSteps):
+        _keras_internals.install()
+        _keras_internals.prefer_one_device_sums(strategy)
+        _ExactSteps(model, strategy).attach()
+    return model
+
+
+def _strategy_of(model: Any) -> Any:
+    """Give the strategy that the model and its variables live in; None for one device."""
+    strategy = model._distribute_strategy
+    if strategy is None and tf.distribute.has_strategy():
+        _checks.refuse(
+            "The model was built outside the strategy's scope, so it has one device only. Build "
+            "it inside `with strategy.scope():`.",
+            strategy=type(tf.distribute.get_strategy()).__name__,
+        )
+    if strategy is None:
+        return None
+    if not isinstance(strategy, _STRATEGIES):
+        _checks.refuse(
+            "Keras cannot `fit` under this strategy; use MirroredStrategy or "
+            "MultiWorkerMirroredStrategy, or `kdpkit.training.TrainingLoop`.",
+            strategy=type(strategy).__name__,
+        )
+    for variable in model.variables:
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            _checks.refuse(
+                "A variable of the model was created outside the strategy's scope. Build all "
+                "layers inside `with strategy.scope():`.",
+                variable=variable.path,
+                strategy=type(strategy).__name__,
+            )
+    return strategy
+
+
+class _ExactSteps:
+    """The methods that stand in for a model's own, set on the instance alone."""
+
+    def __init__(self, model: Any, strategy: Any) -> None:
+        self.model = model
+        self.strategy = strategy
+        self.own_train_step = type(model).train_step is not keras.Model.train_step
+        self.train_step_of_model = _without_function(model.train_step, model)
+        self.test_step_of_model = _without_function(model.test_step, model)
+        self.predict_step_of_model = _without_function(model.predict_step, model)
+        self.batch_norms: list[Any] = []
+        self.warned = False
+
+    def attach(self) -> None:
+        """Put the methods in place, and forget functions compiled from the model's own."""
+        model = self.model
+        model.train_step = self.train_step
+        model.test_step = self.test_step
+        model.predict_step = self.predict_step
+        model._maybe_symbolic_build = self.build
+        model.make_train_function = lambda force=False: self.make_function("train", force)
+        model.make_test_function = lambda force=False: self.make_function("test", force)
+        model.make_predict_function = lambda force=False: self.make_function("predict", force)
+        model.train_function = model.test_function = model.predict_function = None
+
+    def build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Build model, metrics and optimizer from the dataset's specification, before training.
+
+        Keras averages a first batch over the replicas for this: impossible if its pieces differ in
+        size or are no floats, and lost if a generator gave it.
+        """
+        model = self.model
+        if model.jit_compile and self.strategy.num_replicas_in_sync > 1:
+            _checks.refuse(
+                "XLA cannot compile a step of several replicas as one; compile the model with "
+                "`jit_compile=False`, or use `kdpkit.training.TrainingLoop(..., jit=True)`.",
+                jit_compile=model.jit_compile,
+            )
+        optimizers = _optimizers(model)
+        for optimizer in optimizers:
+            _attach_to_optimizer(optimizer, self.strategy)
+        if iterator is not None:
+            specs = iterator._distributed_dataset.element_spec
+            data_batch = tf.nest.map_structure(_symbolic, specs)
+        with self.strategy.scope():
+            if type(model).call is not keras.Model.call:  # else only `train_step` uses its parts
+                model._symbolic_build(data_batch=data_batch)
+        for metric in model.metrics:
+            _attach_to_metric(metric)
+        self.batch_norms = _batch_norm.batch_norm_layers(model)
+        for layer in self.batch_norms:
+            if layer.synchronized and "_moments" not in vars(layer):
+                _batch_norm.attach_to_synchronized(layer)
+
+    def make_function(self, kind: str, force: bool) -> None:
+        """Compile a step as Keras does, and cut batches that would reach every replica whole."""
+        model, name = self.model, f"{kind}_function"
+        if getattr(model, name) is not None and not force:
+            return
+        getattr(type(model), f"make_{name}")(model, force=force)
+        compiled = getattr(model, name)
+
+        def function(batches: Any) -> Any:
+            with self.keys_for_loops():
+                return compiled(_split_whole_batches(batches, self.strategy))
+
+        setattr(model, name, function)
+
+    def keys_for_loops(self) -> contextlib.AbstractContextManager[None]:
+        """Let collectives run inside the loop that `steps_per_execution` compiles."""
+        in_a_loop = self.model.steps_per_execution > 1
+        one_process = not isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+        if in_a_loop and one_process:
+            return _keras_internals.constant_collective_keys()
+        return contextlib.nullcontext()
+
+    def train_step(self, data: Any) -> Any:
+        share_in_loss = not self.own_train_step or _scales_loss(self.model.optimizer)
+        with running(ReplicaStep(data, share_in_loss=share_in_loss)) as step:
+            logs = self.train_step_of_model(data)
+            self.check(step)
+            if step.replicas > 1:
+                self.warn_once(step.replicas)
+                _batch_norm.average_local_statistics(step, self.batch_norms)
+            return step.whole(logs)
+
+    def test_step(self, data: Any) -> Any:
+        with running(ReplicaStep(data)) as step:
+            return step.whole(self.test_step_of_model(data))
+
+    def predict_step(self, data: Any) -> Any:
+        with running(ReplicaStep(data)):
+            return self.predict_step_of_model(data)
+
+    def check(self, step: ReplicaStep) -> None:
+        """Refuse a step that trained around what makes it exact."""
+        if step.replicas == 1 or not self.model.trainable_weights:
+            return
+        if not step.applied_gradients:
+            _checks.refuse(
+                "`train_step` applied no gradients with an optimizer that an attribute of the "
+                f"model holds. Use `self.optimizer.apply`, or {_INSTEAD}.",
+                model=type(self.model).__name__,
+            )
+        if not step.saw_a_loss:
+            _checks.refuse(
+                "The step computes its loss without `self.compute_loss` and without a loss of "
+                "`keras.losses`, so nobody can tell whether it is a mean over rows or a sum. Use "
+                f"one of these, or {_INSTEAD}.",
+                model=type(self.model).__name__,
+            )
+
+    def warn_once(self, replicas: int) -> None:
+        if not self.warned:
+            self.warned = True
+            _batch_norm.warn_of_local_statistics(self.batch_norms, replicas)
+
+
+def _owner(method: Any) -> Any:
+    return getattr(method, "__self__", None)
+
+
+def _without_function(step: Any, model: Any) -> Callable:
+    """Take `@tf.function` off a step: inside a function of its own no replicas can meet."""
+    plain = getattr(step, "python_function", None)
+    return step if plain is None else types.MethodType(plain, model)
+
+
+def _symbolic(spec: Any) -> Any:
+    """Give Keras' placeholder for one replica's part of a dataset's element."""
+    spec = getattr(spec, "_value_specs", (spec,))[0]
+    if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
+        return None
+    return keras.KerasTensor(
+        spec.shape,
+        spec.dtype.name,
+        sparse=isinstance(spec, tf.SparseTensorSpec),
+        ragged=isinstance(spec, tf.RaggedTensorSpec),
+    )
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Find the optimizers in the attributes of a model and its layers, also in lists and dicts."""
+    found: dict[int, Any] = {}
+    for layer in model._flatten_layers():
+        for value in vars(layer).values():
+            values = value.values() if isinstance(value, dict) else value
+            values = values if isinstance(value, dict | list | tuple) else [value]
+            found |= {id(v): v for v in values if isinstance(v, keras.optimizers.Optimizer)}
+    return [*found.values()]
+
+
+def _scales_loss(optimizer: Any) -> bool:
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or bool(
+        getattr(optimizer, "loss_scale_factor", None)
+    )
+
+
+def _attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Make an optimizer reduce its gradients first, and then work once, on the whole ones.
+
+    Clipping, accumulation, moving averages of weights and the check for overflow then see the
+    gradient of the global batch, where Keras gives them each replica's own.
+    """
+    optimizer._distribution_strategy = strategy  # it may have been made outside the scope
+    if "apply" in vars(optimizer):
+        return
+    kind = type(optimizer)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        step = current_step()
+        if step is None or tf.distribute.in_cross_replica_context():
+            return kind.apply(optimizer, grads, trainable_variables)
+        step.applied_gradients = True
+        weigh = step.if_rows if carries_share(step) else step.weigh
+        grads = [None if grad is None else weigh(grad) for grad in grads]
+        variables = None if trainable_variables is None else list(trainable_variables)
+        return tf.distribute.get_replica_context().merge_call(
+            lambda strategy, grads: apply_whole(strategy, grads, variables), args=(grads,)
+        )
+
+    def apply_whole(strategy: Any, grads: list[Any], variables: list[Any] | None) -> None:
+        if not optimizer.built:
+            with tf.init_scope():  # out of the function, which may be running in a loop
+                optimizer.build(variables)
+        owners = optimizer._trainable_variables if variables is None else variables
+        grads = _sum_gradients(strategy, grads, owners)
+        kind.apply(optimizer, grads, variables)
+
+    def scale_loss(loss: Any) -> Any:
+        step = current_step()
+        scaled = kind.scale_loss(optimizer, loss)
+        return scaled if step is None or not carries_share(step) else step.weigh(scaled)
+
+    def carries_share(step: ReplicaStep) -> bool:
+        # Half precision overflows where one device's does only if the share is there already.
+        return step.share_in_loss or _scales_loss(optimizer)
+
+    optimizer.apply = apply
+    optimizer.scale_loss = scale_loss
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _attach_to_optimizer(optimizer.inner_optimizer, strategy)
+        optimizer._tf_apply = optimizer._common_apply  # Keras': refuses to be outside replicas
+
+
+def _sum_gradients(strategy: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+    present = [(g, v.value) for g, v in zip(grads, variables, strict=True) if g is not None]
+    if not present:
+        return grads
+    sums = iter(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, present))
+    return [None if grad is None else next(sums) for grad in grads]
+
+
+def _attach_to_metric(metric: Any) -> None:
+    """Make a metric's result that of the whole batch, also when a replica asks for it."""
+    if "result" in vars(metric):
+        return
+    stock_result, stock_update = metric.result, metric.update_state
+
+    def result() -> Any:
+        if current_step() is None or tf.distribute.in_cross_replica_context():
+            return stock_result()
+        return tf.distribute.get_replica_context().merge_call(lambda _: stock_result())
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        values = tf.convert_to_tensor(values)
+        if step is not None and values.shape.rank == 0 and sample_weight is None:
+            values, sample_weight = step.if_rows(values), step.share
+        return stock_update(values, sample_weight=sample_weight)
+
+    metric.result = result
+    if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
+        metric.update_state = update_state  # one number a step: each replica adds its share
+
+
+def _split_whole_batches(batches: Any, strategy: Any) -> Any:
+    """Cut the batches of `train_on_batch` and its like; those of a dataset are cut already."""
+    if isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
+        return batches
+    pieces: Iterator[Any] = (_split(batch, strategy) for batch in batches)
+    return [*pieces] if isinstance(batches, list) else pieces
+
+
+def _split(batch: Any, strategy: Any) -> Any:
+    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    replicas = strategy.num_replicas_in_sync
+    if replicas == 1 or isinstance(leaves[0], tf.distribute.DistributedValues):
+        return batch
+    sizes = scaling.split_batch(len(leaves[0]), replicas)
+    starts = [sum(sizes[:replica]) for replica in range(replicas)]
+
+    def split(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        tensor = tf.convert_to_tensor(leaf)
+        pieces = [tensor[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: pieces[context.replica_id_in_sync_group]
+        )
+
+    return keras.tree.map_structure(split, batch)

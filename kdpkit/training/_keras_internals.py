@@ -1,0 +1,183 @@
+"""The places inside Keras and TensorFlow that no public override point reaches, in one file.
+
+Keras divides a loss by the number of replicas where it should count rows, gives every replica the
+same dropout mask, and its optimizers ask to be in a replica. Five functions are wrapped for this,
+once in the process. A wrapper calls what it wrapped, unless its thread runs a step of a
+`replica_exact` model. The names and arguments are checked first: a Keras that differs is refused,
+not guessed at.
+"""
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.losses import loss as keras_loss
+from keras.src.random.seed_generator import SeedGenerator
+from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
+
+from kdpkit import _checks
+from kdpkit.training._losses import sum_over_replicas
+from kdpkit.training._step import current_step
+
+
+def install() -> None:
+    """Wrap the functions that are not wrapped yet.
+
+    Raises:
+        ValueError: This Keras or TensorFlow does not have them as Keras 3.15 has.
+    """
+    for owner, name, arguments, wrapper in _WRAPPERS:
+        original = getattr(owner, name, None)
+        if getattr(original, "kdpkit_wrapper", None) is wrapper:
+            continue
+        if original is None or [*inspect.signature(original).parameters] != arguments:
+            _checks.refuse(
+                f"`replica_exact` works inside Keras 3.15, and in this version `{name}` differs. "
+                "Install that version, or update kdpkit.",
+                keras=keras.__version__,
+                tensorflow=tf.__version__,
+            )
+        setattr(owner, name, _wrap(original, wrapper))
+
+
+def _wrap(original: Callable, wrapper: Callable) -> Callable:
+    @functools.wraps(original)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    wrapped.kdpkit_wrapper = wrapper  # type: ignore[attr-defined]  # marks what is wrapped already
+    return wrapped
+
+
+def _reduce_loss(
+    original: Callable,
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
+    """Reduce losses by the divisor of the whole batch, where Keras takes one replica's over R."""
+    step = current_step()
+    if step is None or reduction in (None, "none"):
+        return original(values, sample_weight, mask, reduction, dtype)
+    step.saw_a_loss = True
+    values = keras.ops.convert_to_tensor(values, dtype=dtype)
+    if values.shape.rank == 0 and step.replicas > 1:
+        _checks.refuse(
+            "A loss gave one number for its whole batch, and what the global batch gives cannot "
+            "be known from one number for each replica. Return one loss per row (reduce over the "
+            "last axes alone), or write the step as `TrainingLoop.per_example_loss`.",
+            loss_shape=tuple(values.shape),
+        )
+    total = keras.ops.sum(original(values, sample_weight, mask, "sum", dtype))
+    size = tf.cast(tf.size(values), total.dtype)
+    if reduction == "sum":
+        return step.quotient(total, 1)
+    if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
+        weights = keras_loss.apply_mask(
+            None if sample_weight is None else tf.cast(sample_weight, total.dtype),
+            mask,
+            total.dtype,
+            reduction,
+        )
+        return step.quotient(total, sum_over_replicas(tf.reduce_sum(weights)))
+    if mask is not None:  # the mean is over the unmasked entries
+        of_each = tf.math.divide_no_nan(size, tf.cast(tf.size(mask), size.dtype))
+        unmasked = tf.reduce_sum(tf.cast(mask, size.dtype)) * of_each
+        return step.quotient(total, sum_over_replicas(unmasked))
+    return tf.math.divide_no_nan(total, size)
+
+
+def _scale_loss(original: Callable, value: Any) -> Any:
+    """Leave `add_loss` and regularizers as one device has them, where Keras divides by R."""
+    step = current_step()
+    if step is None:
+        return original(value)
+    step.saw_a_loss = True
+    return step.if_rows(value)
+
+
+def _unscale_loss(original: Callable, value: Any) -> Any:
+    return original(value) if current_step() is None else value
+
+
+def _next_seed(original: Callable, generator: Any, ordered: bool = True) -> Any:
+    """Give every replica its own random numbers, where Keras gives all of them the same.
+
+    The generators' states stay equal on all replicas, and the run reproducible from its seed.
+    """
+    step = current_step()
+    seed = original(generator, ordered)
+    return seed if step is None else step.own_seed(seed)
+
+
+def _maybe_merge_call(
+    original: Callable, fn: Callable, strategy: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Let an optimizer update variables where its gradients are whole, outside the replicas.
+
+    Its methods ask for that place from within a replica, and an exact step has them there already.
+    """
+    if tf.distribute.in_cross_replica_context():
+        return fn(strategy, *args, **kwargs)
+    if current_step() is not None:
+        _checks.refuse(
+            "`train_step` applies gradients with an optimizer that no attribute of the model "
+            "holds, so they cannot be made exact. Keep it in an attribute, or write the step as "
+            "`TrainingLoop.per_example_loss`.",
+            called=fn.__name__,
+        )
+    return original(fn, strategy, *args, **kwargs)
+
+
+_WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
+    (
+        keras_loss,
+        "reduce_weighted_values",
+        ["values", "sample_weight", "mask", "reduction", "dtype"],
+        _reduce_loss,
+    ),
+    (keras_loss, "scale_loss_for_distribution", ["value"], _scale_loss),
+    (keras_loss, "unscale_loss_for_distribution", ["value"], _unscale_loss),
+    (SeedGenerator, "next", ["self", "ordered"], _next_seed),
+    (
+        tf.__internal__.distribute.interim,
+        "maybe_merge_call",
+        ["fn", "strategy", "args", "kwargs"],
+        _maybe_merge_call,
+    ),
+)
+
+
+def prefer_one_device_sums(strategy: Any) -> None:
+    """Sum on one device where the replicas share the CPU, unless the user chose otherwise.
+
+    The default there is a collective over threads: slower, broken inside `steps_per_execution`,
+    and aborted by a second strategy of another size in the same process.
+    """
+    extended = strategy.extended
+    on_cpu = any("CPU" in device.upper() for device in extended.worker_devices)
+    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
+    if is_mirrored and on_cpu and extended._cross_device_ops is extended._collective_ops:
+        extended._cross_device_ops = tf.distribute.ReductionToOneDevice()
+
+
+@contextlib.contextmanager
+def constant_collective_keys() -> Iterator[None]:
+    """Trace collectives whose keys are constants, so that a compiled loop can contain them.
+
+    TensorFlow feeds a fresh key to every call of a `tf.function` instead, which it cannot do for
+    functions nested in control flow: "must feed a value for placeholder tensor". Keys need to be
+    fresh only where processes may trace at different times.
+    """
+    previous = CollectiveReplicaLauncher._prefer_unique_instance_key
+    CollectiveReplicaLauncher._prefer_unique_instance_key = False
+    try:
+        yield
+    finally:
+        CollectiveReplicaLauncher._prefer_unique_instance_key = previous

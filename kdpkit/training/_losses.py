@@ -1,0 +1,81 @@
+"""Means over the global batch, seen from inside one replica."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from kdpkit import _checks
+
+
+def sum_over_replicas(value: Any) -> Any:
+    """Sum a tensor over all replicas; each gets the sum, and no gradient flows through it.
+
+    Outside replicas, and with one replica, it is the value itself.
+    """
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return value
+    # Not `context.all_reduce`: it would launch one NCCL collective for each count.
+    return context.merge_call(_sum, args=(tf.stop_gradient(value),))
+
+
+def _sum(strategy: Any, value: Any) -> Any:
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)
+
+
+def global_mean_loss(
+    per_example: Any, *, global_batch_size: Any = None, sample_weight: Any = None
+) -> Any:
+    """Give this replica's part of the mean loss over the global batch.
+
+    The parts of all replicas add up to the mean that one device would compute, and so do their
+    gradients, however unevenly the batch is cut: `sum(per_example * sample_weight) /
+    global_batch_size`. These are the semantics of `tf.nn.compute_average_loss`. Call it in the
+    replicas, inside `strategy.run`, and sum the gradients; do not divide by the number of
+    replicas again.
+
+    Args:
+        per_example: Losses of this replica's rows, of shape `(rows,)`, or `(rows, ...)` for
+            several losses in a row, of which the mean is taken.
+        global_batch_size: Rows of the whole batch. None counts the rows that are really present
+            on all replicas, so that an uneven last batch is exact.
+        sample_weight: Weights of shape `(rows,)` or of `per_example`'s shape. They do not change
+            the divisor.
+
+    Returns:
+        A scalar of `per_example`'s dtype; zero on a replica without rows.
+
+    Raises:
+        ValueError: `per_example` is a scalar, so a mean was taken already, or
+            `global_batch_size` is not a positive integer.
+
+    >>> import tensorflow as tf
+    >>> float(global_mean_loss(tf.constant([1.0, 3.0])))
+    2.0
+    >>> float(global_mean_loss(tf.constant([1.0, 3.0]), global_batch_size=8))
+    0.5
+    >>> float(global_mean_loss(tf.constant([1.0, 3.0]), sample_weight=[0.0, 1.0]))
+    1.5
+    """
+    losses = tf.convert_to_tensor(per_example)
+    if losses.shape.rank == 0:
+        _checks.refuse(
+            "`per_example` must hold one loss for each row; give the loss `reduction=None`, so "
+            "that the mean is taken here.",
+            per_example=per_example,
+        )
+    if sample_weight is not None:
+        losses *= _with_rank_of(losses, tf.cast(sample_weight, losses.dtype))
+    if global_batch_size is None:
+        global_batch_size = sum_over_replicas(tf.shape(losses)[0])
+    elif not tf.is_tensor(global_batch_size):
+        global_batch_size = _checks.integer("global_batch_size", global_batch_size)
+    in_a_row = tf.reduce_prod(tf.shape(losses)[1:])
+    divisor = tf.cast(global_batch_size * in_a_row, losses.dtype)
+    return tf.math.divide_no_nan(tf.reduce_sum(losses), divisor)
+
+
+def _with_rank_of(losses: Any, weight: Any) -> Any:
+    """Append axes to weights of shape `(rows,)` until they lie along the rows of the losses."""
+    missing = losses.shape.rank - weight.shape.rank
+    return tf.reshape(weight, tf.concat([tf.shape(weight), tf.ones(missing, tf.int32)], axis=0))

@@ -1,0 +1,126 @@
+"""What one replica knows about the whole batch while it runs a step.
+
+The rule that makes R replicas equal to one device is **shares**: a number that a replica computed
+from its rows as if it were alone counts with the replica's share of all rows. Then means over rows
+come out right however the batch is cut, and what does not depend on the rows (a regularizer) comes
+out as it went in. What is no mean over rows (a sum, a mean over weights or unmasked entries) is
+first put in a form that is.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdpkit.training._losses import sum_over_replicas
+
+_running = threading.local()
+
+
+class ReplicaStep:
+    """One replica's step: its rows, its share of all rows, and what it has done so far.
+
+    Args:
+        data: The batch as this replica got it; its first tensor gives the rows.
+        share_in_loss: Whether the loss carries the share from `optimizer.scale_loss` on (Keras'
+            own step), so that the gradients do already, and need not be multiplied.
+    """
+
+    def __init__(self, data: Any, *, share_in_loss: bool = True) -> None:
+        context = tf.distribute.get_replica_context()
+        self.replica = context.replica_id_in_sync_group
+        self.replicas = context.num_replicas_in_sync
+        self.rows = _rows(data)
+        self.all_rows = sum_over_replicas(self.rows)
+        self.share = tf.math.divide_no_nan(
+            tf.cast(self.rows, tf.float32), tf.cast(self.all_rows, tf.float32)
+        )
+        self.share_in_loss = share_in_loss
+        self.saw_a_loss = False
+        self.applied_gradients = False
+
+    def weigh(self, value: Any) -> Any:
+        """Multiply by the share. A replica without rows gives zero, whatever it computed."""
+        return _map_values(
+            lambda v: tf.math.multiply_no_nan(v, tf.cast(self.share, v.dtype)), value
+        )
+
+    def if_rows(self, value: Any) -> Any:
+        """Give the value, or zero on a replica without rows, which may have computed NaN."""
+        return _map_values(
+            lambda v: tf.math.multiply_no_nan(v, tf.cast(self.rows > 0, v.dtype)), value
+        )
+
+    def quotient(self, total: Any, divisor: Any) -> Any:
+        """Give `total / divisor`, the divisor being the whole batch's, in the form of a mean.
+
+        That is times `1 / share`, so that the totals of all replicas count fully.
+        """
+        rows, all_rows = (tf.cast(n, total.dtype) for n in (self.rows, self.all_rows))
+        divided = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
+        return divided * tf.math.divide_no_nan(all_rows, rows)
+
+    def own_seed(self, seed: Any) -> Any:
+        """Shift a seed by the replica's number; the first replica keeps it."""
+        # A large odd step keeps replicas apart from seeds that users write: 1, 2, 3.
+        shift = tf.cast(self.replica, seed.dtype) * tf.constant(0x9E3779B1, seed.dtype)
+        return seed + tf.stack([shift, tf.zeros_like(shift)])
+
+    def whole(self, values: Any) -> Any:
+        """Give the whole batch's value of each float in a nest, equal on all replicas."""
+        return tf.distribute.get_replica_context().merge_call(
+            _add_weighed, args=(values, self.share)
+        )
+
+
+def current_step() -> ReplicaStep | None:
+    """Give the step that this thread runs, if it runs one for a `replica_exact` model."""
+    return getattr(_running, "step", None)
+
+
+@contextlib.contextmanager
+def running(step: ReplicaStep) -> Iterator[ReplicaStep]:
+    """Make a step this thread's current one. Every replica is traced in a thread of its own."""
+    _running.step = step
+    try:
+        yield step
+    finally:
+        _running.step = None
+
+
+def _rows(data: Any) -> Any:
+    first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
+    if isinstance(first, tf.RaggedTensor):
+        return tf.cast(first.nrows(), tf.int32)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    return tf.shape(first)[0]
+
+
+def _map_values(function: Callable[[Any], Any], value: Any) -> Any:
+    """Apply an elementwise function to a tensor or to the slices of a sparse gradient."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlices(function(value.values), value.indices, value.dense_shape)
+    return function(value)
+
+
+def _add_weighed(strategy: Any, nest: Any, share: Any) -> Any:
+    shares = strategy.experimental_local_results(share)
+
+    def add(value: Any) -> Any:
+        values = strategy.experimental_local_results(value)
+        if not isinstance(value, tf.distribute.DistributedValues) or not all(
+            tf.is_tensor(v) and v.dtype.is_floating for v in values
+        ):
+            return value  # every replica returned this very tensor, or it is no number to weigh
+        return tf.add_n(
+            [
+                tf.math.multiply_no_nan(v, tf.cast(s, v.dtype))
+                for v, s in zip(values, shares, strict=True)
+            ]
+        )
+
+    return tf.nest.map_structure(add, nest)
