@@ -129,7 +129,11 @@ class AppliedRateCallback(keras.callbacks.Callback):
         if not self._looks:
             return True
         _, rate = self._looks[0]
-        return not _is_schedule(rate) and self._is_near_the_end(batch)
+        if _is_schedule(rate) or not self._is_near_the_end(batch):
+            return False
+        # On JAX `self.model` fetches the whole training state, unless another callback has since
+        # the last step. If none has, none can have set the rate.
+        return getattr(self._model, "_jax_state_synced", True)
 
     def _is_near_the_end(self, batch: int) -> bool:
         steps = (self.params or {}).get("steps")

@@ -79,6 +79,8 @@ class TensorBoard(AppliedRateCallback):
         super().__init__()
         _writer_class()
         _check_names(keras_arguments)
+        if not isinstance(log_dir, (str, os.PathLike)):
+            _checks.refuse("`log_dir` must be the path of a directory.", log_dir=log_dir)
         self.log_dir = os.fspath(log_dir)
         self.run_name = run_name
         self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
@@ -101,8 +103,10 @@ class TensorBoard(AppliedRateCallback):
         """Open the training run's file, so that a full disk shows before training."""
         super().on_train_begin(logs)
         self._in_fit = True
+        self._waiting.clear()  # of a fit that was interrupted
         self._batches_seen = batches_counted(self.model.optimizer)
-        self._writer("train").flush()
+        self._writer("train")
+        self._flush()
         self._drawings.on_train_begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -133,8 +137,7 @@ class TensorBoard(AppliedRateCallback):
         for name, value in scalars.items():
             run, tag = ("validation", name[4:]) if name.startswith("val_") else ("train", name)
             self._write(run, f"epoch_{tag}", value, epoch)
-        for writer in self._writers.values():
-            writer.flush()
+        self._flush()
         self._drawings.on_epoch_end(epoch)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -145,6 +148,7 @@ class TensorBoard(AppliedRateCallback):
             for name, value in (logs or {}).items():
                 tag = f"evaluation_{name}_vs_iterations"
                 self._write("validation", tag, value, updates)
+        self._flush()
         if not self._in_fit:
             self._close()
 
@@ -171,6 +175,10 @@ class TensorBoard(AppliedRateCallback):
         if run not in self._writers:
             self._writers[run] = _writer_class()(f"{self._run_dir}/{run}")
         return self._writers[run]
+
+    def _flush(self) -> None:
+        for writer in self._writers.values():
+            writer.flush()
 
     def _close(self) -> None:
         for writer in self._writers.values():

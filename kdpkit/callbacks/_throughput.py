@@ -105,7 +105,7 @@ class Throughput(keras.callbacks.Callback):
         """Note the time and put the speed so far into the progress line."""
         now = time.perf_counter()
         self._ends.append((batch + 1, now))
-        start = self._start  # on JAX the next epoch cannot begin meanwhile, but the clock may start
+        start = self._start  # once: on JAX the clock may start meanwhile
         if logs is not None and start is not None and batch >= start[0]:
             logs.update(self._speeds(batches_ended(batch, self.params) - start[0], now - start[1]))
 

@@ -13,8 +13,6 @@ from kdpkit.callbacks import LearningRateLogger, PrintLR, applied_learning_rate
 
 from .falling_weight import SetRate, Truth, falling_weight, ones
 
-# Keras 3.15's variables know only NumPy 1's `__array__`.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 needs_tensorflow = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="tf.distribute is TensorFlow's"
 )

@@ -1,5 +1,6 @@
 import os
 import sys
+import time
 
 import keras
 import numpy as np
@@ -15,8 +16,6 @@ from kdpkit.callbacks import (
 
 from .falling_weight import falling_weight, ones
 
-# Keras 3.15's variables know only NumPy 1's `__array__`.
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 needs_tensorflow = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="drawn by TensorFlow"
 )
@@ -182,6 +181,7 @@ def test_a_log_dir_that_cannot_be_written_is_refused_before_training(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
+        ({"log_dir": None}, "`log_dir` must be the path of a directory.*None"),
         ({"update_freq": 0}, "`update_freq` must be a positive integer.*=0"),
         ({"histogram": 1}, "`TensorBoard` takes of Keras' arguments.*histogram=1"),
         ({"write_steps_per_second": True}, "Speeds come from `kdpkit.callbacks.Throughput`"),
@@ -189,7 +189,7 @@ def test_a_log_dir_that_cannot_be_written_is_refused_before_training(tmp_path):
 )
 def test_bad_arguments_get_one_sentence(tmp_path, arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
-        TensorBoard(tmp_path, **arguments)
+        TensorBoard(**{"log_dir": tmp_path, **arguments})
 
 
 def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
@@ -201,3 +201,20 @@ def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
     speeds = {f"epoch_{unit}_per_second" for unit in ("steps", "examples", "tokens")}
     assert speeds <= scalars(tmp_path / "usual" / "train").keys()
     assert not speeds & scalars(tmp_path / "turned" / "train").keys()
+
+
+@pytest.mark.jax
+def test_the_usual_set_does_not_make_jax_wait_for_every_step(tmp_path):
+    width, steps = 1024, 6
+    model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width, use_bias=False)])
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    x = np.ones((256 * steps, width), "float32")
+    times = []
+
+    class Clock(keras.callbacks.Callback):
+        on_train_batch_begin = on_epoch_end = lambda *_, **__: times.append(time.perf_counter())
+
+    usual = training_callbacks(tmp_path, global_batch_size=256)
+    model.fit(x, x, batch_size=256, epochs=2, verbose=0, callbacks=[*usual, Clock()])
+    first, *_, last, end = times[-steps - 1 :]  # the second epoch's
+    assert last - first < 0.5 * (end - first)
