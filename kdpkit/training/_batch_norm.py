@@ -95,7 +95,7 @@ def _masked_moments(inputs: Any, mask: Any, axes: list[int]) -> Any:
     return center, mean(tf.square(inputs - center))
 
 
-@tf.custom_gradient
+@tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
 def _scale_gradient(value: Any, factor: Any) -> Any:
     """Pass a value on, and its gradient multiplied by a factor.
 

@@ -1,7 +1,7 @@
 """`replica_exact`: Keras' own `fit`, which then trains on R replicas what one device would."""
 
 import contextlib
-import types
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -9,8 +9,8 @@ import keras
 import tensorflow as tf
 
 from kdpkit import _checks, scaling
-from kdpkit.training import _batch_norm, _keras_internals
-from kdpkit.training._step import ReplicaStep, current_step, running
+from kdpkit.training import _attachments, _batch_norm, _keras_internals
+from kdpkit.training._step import ReplicaStep, running
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
@@ -114,10 +114,11 @@ class _ExactSteps:
     def __init__(self, model: Any, strategy: Any) -> None:
         self.model = model
         self.strategy = strategy
-        self.own_train_step = type(model).train_step is not keras.Model.train_step
-        self.train_step_of_model = _without_function(model.train_step, model)
-        self.test_step_of_model = _without_function(model.test_step, model)
-        self.predict_step_of_model = _without_function(model.predict_step, model)
+        stock = keras.Model.train_step
+        self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
+        self.train_step_of_model = _without_function(model.train_step)
+        self.test_step_of_model = _without_function(model.test_step)
+        self.predict_step_of_model = _without_function(model.predict_step)
         self.batch_norms: list[Any] = []
         self.warned = False
 
@@ -128,6 +129,8 @@ class _ExactSteps:
         model.test_step = self.test_step
         model.predict_step = self.predict_step
         model._maybe_symbolic_build = self.build
+        for name in ("fit", "evaluate", "predict"):
+            setattr(model, name, _refusing_unbatched(getattr(model, name)))
         model.make_train_function = lambda force=False: self.make_function("train", force)
         model.make_test_function = lambda force=False: self.make_function("test", force)
         model.make_predict_function = lambda force=False: self.make_function("predict", force)
@@ -146,9 +149,8 @@ class _ExactSteps:
                 "`jit_compile=False`, or use `kdpkit.training.TrainingLoop(..., jit=True)`.",
                 jit_compile=model.jit_compile,
             )
-        optimizers = _optimizers(model)
-        for optimizer in optimizers:
-            _attach_to_optimizer(optimizer, self.strategy)
+        for optimizer in _attachments.optimizers_of(model):
+            _attachments.attach_to_optimizer(optimizer, self.strategy)
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec
             data_batch = tf.nest.map_structure(_symbolic, specs)
@@ -156,7 +158,7 @@ class _ExactSteps:
             if type(model).call is not keras.Model.call:  # else only `train_step` uses its parts
                 model._symbolic_build(data_batch=data_batch)
         for metric in model.metrics:
-            _attach_to_metric(metric)
+            _attachments.attach_to_metric(metric)
         self.batch_norms = _batch_norm.batch_norm_layers(model)
         for layer in self.batch_norms:
             if layer.synchronized and "_moments" not in vars(layer):
@@ -185,7 +187,7 @@ class _ExactSteps:
         return contextlib.nullcontext()
 
     def train_step(self, data: Any) -> Any:
-        share_in_loss = not self.own_train_step or _scales_loss(self.model.optimizer)
+        share_in_loss = not self.own_train_step or _attachments.scales_loss(self.model.optimizer)
         with running(ReplicaStep(data, share_in_loss=share_in_loss)) as step:
             logs = self.train_step_of_model(data)
             self.check(step)
@@ -230,10 +232,26 @@ def _owner(method: Any) -> Any:
     return getattr(method, "__self__", None)
 
 
-def _without_function(step: Any, model: Any) -> Callable:
+def _refusing_unbatched(method: Callable) -> Callable:
+    """Refuse a dataset of single examples, which `tf.distribute` meets with a bare `IndexError`."""
+
+    @functools.wraps(method)
+    def checked(x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(x, tf.data.Dataset):
+            for spec in tf.nest.flatten(x.element_spec):
+                if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
+                    _checks.refuse(
+                        "The dataset gives single examples; batch it with `.batch(...)` first.",
+                        element_spec=x.element_spec,
+                    )
+        return method(x, *args, **kwargs)
+
+    return checked
+
+
+def _without_function(step: Any) -> Callable:
     """Take `@tf.function` off a step: inside a function of its own no replicas can meet."""
-    plain = getattr(step, "python_function", None)
-    return step if plain is None else types.MethodType(plain, model)
+    return getattr(step, "python_function", step)
 
 
 def _symbolic(spec: Any) -> Any:
@@ -247,101 +265,6 @@ def _symbolic(spec: Any) -> Any:
         sparse=isinstance(spec, tf.SparseTensorSpec),
         ragged=isinstance(spec, tf.RaggedTensorSpec),
     )
-
-
-def _optimizers(model: Any) -> list[Any]:
-    """Find the optimizers in the attributes of a model and its layers, also in lists and dicts."""
-    found: dict[int, Any] = {}
-    for layer in model._flatten_layers():
-        for value in vars(layer).values():
-            values = value.values() if isinstance(value, dict) else value
-            values = values if isinstance(value, dict | list | tuple) else [value]
-            found |= {id(v): v for v in values if isinstance(v, keras.optimizers.Optimizer)}
-    return [*found.values()]
-
-
-def _scales_loss(optimizer: Any) -> bool:
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or bool(
-        getattr(optimizer, "loss_scale_factor", None)
-    )
-
-
-def _attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
-    """Make an optimizer reduce its gradients first, and then work once, on the whole ones.
-
-    Clipping, accumulation, moving averages of weights and the check for overflow then see the
-    gradient of the global batch, where Keras gives them each replica's own.
-    """
-    optimizer._distribution_strategy = strategy  # it may have been made outside the scope
-    if "apply" in vars(optimizer):
-        return
-    kind = type(optimizer)
-
-    def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        step = current_step()
-        if step is None or tf.distribute.in_cross_replica_context():
-            return kind.apply(optimizer, grads, trainable_variables)
-        step.applied_gradients = True
-        weigh = step.if_rows if carries_share(step) else step.weigh
-        grads = [None if grad is None else weigh(grad) for grad in grads]
-        variables = None if trainable_variables is None else list(trainable_variables)
-        return tf.distribute.get_replica_context().merge_call(
-            lambda strategy, grads: apply_whole(strategy, grads, variables), args=(grads,)
-        )
-
-    def apply_whole(strategy: Any, grads: list[Any], variables: list[Any] | None) -> None:
-        if not optimizer.built:
-            with tf.init_scope():  # out of the function, which may be running in a loop
-                optimizer.build(variables)
-        owners = optimizer._trainable_variables if variables is None else variables
-        grads = _sum_gradients(strategy, grads, owners)
-        kind.apply(optimizer, grads, variables)
-
-    def scale_loss(loss: Any) -> Any:
-        step = current_step()
-        scaled = kind.scale_loss(optimizer, loss)
-        return scaled if step is None or not carries_share(step) else step.weigh(scaled)
-
-    def carries_share(step: ReplicaStep) -> bool:
-        # Half precision overflows where one device's does only if the share is there already.
-        return step.share_in_loss or _scales_loss(optimizer)
-
-    optimizer.apply = apply
-    optimizer.scale_loss = scale_loss
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        _attach_to_optimizer(optimizer.inner_optimizer, strategy)
-        optimizer._tf_apply = optimizer._common_apply  # Keras': refuses to be outside replicas
-
-
-def _sum_gradients(strategy: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
-    present = [(g, v.value) for g, v in zip(grads, variables, strict=True) if g is not None]
-    if not present:
-        return grads
-    sums = iter(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, present))
-    return [None if grad is None else next(sums) for grad in grads]
-
-
-def _attach_to_metric(metric: Any) -> None:
-    """Make a metric's result that of the whole batch, also when a replica asks for it."""
-    if "result" in vars(metric):
-        return
-    stock_result, stock_update = metric.result, metric.update_state
-
-    def result() -> Any:
-        if current_step() is None or tf.distribute.in_cross_replica_context():
-            return stock_result()
-        return tf.distribute.get_replica_context().merge_call(lambda _: stock_result())
-
-    def update_state(values: Any, sample_weight: Any = None) -> Any:
-        step = current_step()
-        values = tf.convert_to_tensor(values)
-        if step is not None and values.shape.rank == 0 and sample_weight is None:
-            values, sample_weight = step.if_rows(values), step.share
-        return stock_update(values, sample_weight=sample_weight)
-
-    metric.result = result
-    if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
-        metric.update_state = update_state  # one number a step: each replica adds its share
 
 
 def _split_whole_batches(batches: Any, strategy: Any) -> Any:

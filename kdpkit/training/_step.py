@@ -15,6 +15,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdpkit import _checks
 from kdpkit.training._losses import sum_over_replicas
 
 _running = threading.local()
@@ -39,6 +40,7 @@ class ReplicaStep:
             tf.cast(self.rows, tf.float32), tf.cast(self.all_rows, tf.float32)
         )
         self.share_in_loss = share_in_loss
+        self._graph = _graph()
         self.saw_a_loss = False
         self.applied_gradients = False
 
@@ -70,10 +72,24 @@ class ReplicaStep:
         return seed + tf.stack([shift, tf.zeros_like(shift)])
 
     def whole(self, values: Any) -> Any:
-        """Give the whole batch's value of each float in a nest, equal on all replicas."""
-        return tf.distribute.get_replica_context().merge_call(
-            _add_weighed, args=(values, self.share)
-        )
+        """Give the whole batch's value of each number in a nest, the same on all replicas."""
+        weighed = tf.nest.map_structure(lambda v: self.weigh(v) if _is_float(v) else v, values)
+        return self.merge(_add_up, values, weighed)
+
+    def merge(self, function: Callable, *args: Any) -> Any:
+        """Call `function(strategy, *args)` once for all replicas, outside of them.
+
+        Raises:
+            ValueError: The step is inside a condition, a loop or a `tf.function` of its own.
+        """
+        if self._graph is not _graph():
+            _checks.refuse(
+                "`train_step` works on gradients or metrics inside a condition, a loop or a "
+                "`tf.function`, where the replicas cannot meet. Move them out of it, or write the "
+                "step as `TrainingLoop.per_example_loss`.",
+                inside=_graph().name,
+            )
+        return tf.distribute.get_replica_context().merge_call(function, args=args)
 
 
 def current_step() -> ReplicaStep | None:
@@ -107,20 +123,22 @@ def _map_values(function: Callable[[Any], Any], value: Any) -> Any:
     return function(value)
 
 
-def _add_weighed(strategy: Any, nest: Any, share: Any) -> Any:
-    shares = strategy.experimental_local_results(share)
+def _add_up(strategy: Any, nest: Any, weighed: Any) -> Any:
+    one_process = not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
-    def add(value: Any) -> Any:
-        values = strategy.experimental_local_results(value)
-        if not isinstance(value, tf.distribute.DistributedValues) or not all(
-            tf.is_tensor(v) and v.dtype.is_floating for v in values
-        ):
-            return value  # every replica returned this very tensor, or it is no number to weigh
-        return tf.add_n(
-            [
-                tf.math.multiply_no_nan(v, tf.cast(s, v.dtype))
-                for v, s in zip(values, shares, strict=True)
-            ]
-        )
+    def add(value: Any, weighed: Any) -> Any:
+        same = not isinstance(value, tf.distribute.DistributedValues)
+        if (same and one_process) or not _is_float(strategy.experimental_local_results(weighed)[0]):
+            return value  # all replicas gave this very tensor: a metric's result, or a constant
+        total = strategy.reduce(tf.distribute.ReduceOp.SUM, weighed, axis=None)
+        return total if one_process else tf.expand_dims(total, 0)  # Keras takes a mean over axis 0
 
-    return tf.nest.map_structure(add, nest)
+    return tf.nest.map_structure(add, nest, weighed)
+
+
+def _is_float(value: Any) -> bool:
+    return tf.is_tensor(value) and value.dtype.is_floating
+
+
+def _graph() -> Any:
+    return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

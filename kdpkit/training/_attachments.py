@@ -1,0 +1,124 @@
+"""Optimizers and metrics that work once, on the whole batch, when the replicas call them.
+
+Both are changed on the instance alone, and do what they always did outside of an exact step.
+"""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdpkit import _checks
+from kdpkit.training._step import ReplicaStep, current_step
+
+
+def optimizers_of(model: Any) -> list[Any]:
+    """Find the optimizers in the attributes of a model and its layers, also in lists and dicts."""
+    found: dict[int, Any] = {}
+    for layer in model._flatten_layers():
+        for value in vars(layer).values():
+            values = value.values() if isinstance(value, dict) else value
+            values = values if isinstance(value, dict | list | tuple) else [value]
+            found |= {id(v): v for v in values if isinstance(v, keras.optimizers.Optimizer)}
+    return [*found.values()]
+
+
+def scales_loss(optimizer: Any) -> bool:
+    """Tell whether an optimizer expects gradients of a loss that its `scale_loss` scaled."""
+    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or bool(
+        getattr(optimizer, "loss_scale_factor", None)
+    )
+
+
+def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
+    """Make an optimizer reduce its gradients first, and then work once, on the whole ones.
+
+    Clipping, accumulation, moving averages of weights and the check for overflow then see the
+    gradient of the global batch, where Keras gives them each replica's own.
+    """
+    optimizer._distribution_strategy = strategy  # it may have been made outside the scope
+    if "apply" in vars(optimizer):
+        return
+    kind = type(optimizer)
+
+    def apply(grads: Any, trainable_variables: Any = None) -> Any:
+        step = current_step()
+        if step is None or tf.distribute.in_cross_replica_context():
+            return kind.apply(optimizer, grads, trainable_variables)
+        step.applied_gradients = True
+        weigh = step.if_rows if carries_share(step) else step.weigh
+        grads = [None if grad is None else weigh(grad) for grad in grads]
+        variables = None if trainable_variables is None else list(trainable_variables)
+        return step.merge(lambda strategy, grads: apply_whole(strategy, grads, variables), grads)
+
+    def apply_whole(strategy: Any, grads: list[Any], variables: list[Any] | None) -> None:
+        if not optimizer.built:
+            with tf.init_scope():  # out of the function, which may be running in a loop
+                optimizer.build(variables)
+        owners = optimizer._trainable_variables if variables is None else variables
+        _refuse_gradients_that_are_values(owners)
+        grads = _sum_gradients(strategy, grads, owners)
+        kind.apply(optimizer, grads, variables)
+
+    def scale_loss(loss: Any) -> Any:
+        step = current_step()
+        scaled = kind.scale_loss(optimizer, loss)
+        if step is None or not carries_share(step):
+            return scaled
+        if loss.shape.rank == 0:
+            return step.weigh(scaled)
+        step.saw_a_loss = True  # losses that nobody reduced: the gradient is that of their sum
+        return step.if_rows(scaled)
+
+    def carries_share(step: ReplicaStep) -> bool:
+        # Half precision overflows where one device's does only if the share is there already.
+        return step.share_in_loss or scales_loss(optimizer)
+
+    optimizer.apply = apply
+    optimizer.scale_loss = scale_loss
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        attach_to_optimizer(optimizer.inner_optimizer, strategy)
+        optimizer._tf_apply = optimizer._common_apply  # Keras': refuses to be outside replicas
+
+
+def _refuse_gradients_that_are_values(variables: list[Any]) -> None:
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            _checks.refuse(
+                "Float8 training passes the scales of a variable as its gradients, and Keras has "
+                "no rule for the scales of several replicas. Train in bfloat16.",
+                variable=variable.path,
+            )
+
+
+def _sum_gradients(strategy: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+    present = [(g, v.value) for g, v in zip(grads, variables, strict=True) if g is not None]
+    if not present:
+        return grads
+    sums = iter(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, present))
+    return [None if grad is None else next(sums) for grad in grads]
+
+
+def attach_to_metric(metric: Any) -> None:
+    """Make a metric's result that of the whole batch, also when a replica asks for it."""
+    if "result" in vars(metric):
+        return
+    stock_result, stock_update = metric.result, metric.update_state
+
+    def result() -> Any:
+        step = current_step()
+        if step is None or tf.distribute.in_cross_replica_context():
+            return stock_result()
+        return step.merge(lambda _: stock_result())
+
+    def update_state(values: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        if step is not None and sample_weight is None:
+            values = tf.convert_to_tensor(values)
+            if values.shape.rank == 0:  # one number for a step: each replica adds its share
+                values, sample_weight = step.if_rows(values), step.share
+        return stock_update(values, sample_weight=sample_weight)
+
+    metric.result = result
+    if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
+        metric.update_state = update_state
