@@ -4,6 +4,7 @@
 """
 
 from kdpkit.training._exact import replica_exact
+from kdpkit.training._loop import TrainingLoop
 from kdpkit.training._losses import global_mean_loss
 
-__all__ = ["global_mean_loss", "replica_exact"]
+__all__ = ["TrainingLoop", "global_mean_loss", "replica_exact"]

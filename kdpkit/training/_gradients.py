@@ -1,0 +1,141 @@
+"""Forward and backward pass over one replica's rows, whole or in micro-batches.
+
+The parts that replicas and micro-batches compute add up to the loss of the global batch and to its
+gradients. Nothing here meets another replica, so that XLA can compile it and a loop can hold it.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.backend import get_keras_mask
+
+from kdpkit.training._objective import additional_loss
+from kdpkit.training._step import ReplicaStep, running
+
+
+class Sums(NamedTuple):
+    """What some rows give; more rows are added to it.
+
+    Args:
+        losses: Of each output, over its divisor as it is without weights and masks.
+        real: Of the outputs whose divisor weights and masks decide, that one over the plain one.
+            It is 1 when the sums of all replicas are complete if they decide nothing.
+        additional: Regularizers and what `add_loss` added.
+        gradients: By the variable's index: first of everything that is not in `real`, then of each
+            loss in `real`, which is still to be divided.
+    """
+
+    losses: dict[str, Any]
+    real: dict[str, Any]
+    additional: Any
+    gradients: list[dict[int, Any]]
+
+
+def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tuple[Sums, Any]:
+    """Compute losses of some of the replica's rows, and the predictions; no gradients yet."""
+    x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    with running(step):
+        losses, predictions = loop.per_example_loss(x, y, training=training)
+    terms = loop.loss.terms(losses, predictions, sample_weight)
+    plain = {term.name: term.plain_divisor(step.all_rows) for term in terms}
+    counted = [term for term in terms if term.counted is not None]
+    divide = tf.math.divide_no_nan
+    share = divide(tf.cast(rows_of(batch), tf.float32), tf.cast(step.all_rows, tf.float32))
+    sums = Sums(
+        losses={term.name: divide(term.total, plain[term.name]) for term in terms},
+        real={term.name: divide(term.counted, plain[term.name]) for term in counted},
+        additional=tf.convert_to_tensor(additional_loss(loop.model.losses, share)),
+        gradients=[],
+    )
+    return sums, predictions
+
+
+def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums, Any, Any]:
+    """Compute losses and gradients of some rows, the predictions, and their Keras masks."""
+    # Persistent, for the losses whose divisors differ; a graph keeps nothing longer for it.
+    with tf.GradientTape(persistent=True) as tape:
+        sums, predictions = forward(loop, step, batch, training=True)
+        weighted = {name: loop.loss.weight(name) * loss for name, loss in sums.losses.items()}
+        of_real = [weighted.pop(name) for name in sums.real]
+        rest = functools.reduce(tf.add, weighted.values(), sums.additional)
+        parts = [loop.optimizer.scale_loss(part) for part in (rest, *of_real)]
+    variables = loop.model.trainable_variables
+    gradients = [_present(tape.gradient(part, variables)) for part in parts]
+    # An attribute of a tensor does not pass the border of a `tf.function`.
+    masks = keras.tree.map_structure(get_keras_mask, predictions)
+    return sums._replace(gradients=gradients), predictions, masks
+
+
+def over_micro_batches(
+    compute: Callable[[Any], Sums], batch: Any, *, rows: Any, pieces: int
+) -> Sums:
+    """Add up what the pieces of a batch give, one piece after the other; no piece is empty."""
+    if pieces == 1:
+        return compute(batch)
+    count = tf.minimum(pieces, tf.maximum(rows, 1))
+
+    def body(index: Any, sums: Sums) -> tuple[Any, Sums]:
+        piece = _piece(batch, index, count, rows, pieces)
+        return index + 1, tf.nest.map_structure(tf.add, sums, _dense(compute(piece)))
+
+    first = _dense(compute(_piece(batch, 0, count, rows, pieces)))
+    _, sums = tf.while_loop(
+        lambda index, _: index < count,
+        body,
+        (tf.constant(1), first),
+        parallel_iterations=1,  # else several pieces would be in memory
+    )
+    return sums
+
+
+def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, Any]:
+    """Add up the gradients of several losses, each times its factor."""
+    total: dict[int, Any] = {}
+    for of_loss, factor in zip(gradients, factors, strict=True):
+        for index, gradient in of_loss.items():
+            scaled = _times(gradient, factor)
+            total[index] = scaled if index not in total else tf.add_n([total[index], scaled])
+    return dict(sorted(total.items()))
+
+
+def rows_of(batch: Any) -> Any:
+    """Count the rows of a nest by its first tensor, dense, ragged or sparse."""
+    first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
+    if isinstance(first, tf.SparseTensor):
+        return tf.cast(first.dense_shape[0], tf.int32)
+    return tf.cast(
+        first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.int32
+    )
+
+
+def _piece(batch: Any, index: Any, count: Any, rows: Any, pieces: int) -> Any:
+    """Cut a piece of a batch; the sizes of pieces differ by one row at most."""
+    start, stop = (rows * i // count for i in (index, index + 1))
+
+    def cut(part: Any) -> Any:
+        if part is None:
+            return None
+        piece = part[start:stop]
+        known = part.shape[0]
+        if known is not None and known % pieces == 0 and not isinstance(part, tf.RaggedTensor):
+            piece.set_shape([known // pieces, *part.shape[1:]])  # XLA compiles it once
+        return piece
+
+    return tf.nest.map_structure(cut, batch)
+
+
+def _present(gradients: list[Any]) -> dict[int, Any]:
+    return {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+
+
+def _dense(sums: Sums) -> Sums:
+    return sums._replace(gradients=tf.nest.map_structure(tf.convert_to_tensor, sums.gradients))
+
+
+def _times(gradient: Any, factor: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)

@@ -1,0 +1,335 @@
+"""`TrainingLoop`: a training loop to override in one place, on one device or many replicas."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdpkit import _checks
+from kdpkit.training._feed import Feed
+from kdpkit.training._objective import Objective
+
+
+class TrainingLoop:
+    """Trains, evaluates and predicts with a model on R replicas exactly as on one device would.
+
+    Override `per_example_loss` to change what a step does; everything else stays: the mean over
+    the rows of all replicas (also of a last batch that leaves some without rows), regularizers
+    counted once, gradients summed before the optimizer sees them (so that clipping, gradient
+    accumulation, moving averages of weights and loss scaling are exact), metrics over examples,
+    Keras' callbacks, `History` and progress line.
+
+    The model is compiled with what is given here, replacing what it was compiled with before: so
+    callbacks find `model.optimizer`, and `model.save` keeps the optimizer's state. A saved model
+    goes on, on any number of replicas, with `TrainingLoop(model, optimizer=model.optimizer,
+    loss=...)`; so does a `tf.train.Checkpoint` of model and optimizer.
+
+    What one device and R replicas do differently by nature is as in `replica_exact`: random layers
+    draw other numbers on each replica, and `BatchNormalization` needs `synchronized=True` to
+    normalize by the rows of all replicas.
+
+    Args:
+        model: A Keras model, built in the strategy's scope.
+        optimizer: As in `compile`. In `mixed_float16` Keras wraps it in a `LossScaleOptimizer`.
+        loss: As in `compile`; None if `per_example_loss` needs none. Its reduction holds for the
+            global batch; no reduction means the mean.
+        metrics: As in `compile`.
+        strategy: The `tf.distribute` strategy whose scope the model was built in; None takes it
+            from the model.
+        steps_per_loop: Optimizer steps for each call of the compiled function. Callbacks see the
+            last step of each call.
+        accumulation: Micro-batches that each replica cuts its rows into, one after the other, so
+            that a batch needs less memory. The optimizer still makes one step for each batch, the
+            same but for layers whose rows interact: BatchNormalization sees micro-batches.
+        jit: Whether XLA compiles the forward and backward pass of a replica; None decides as
+            `compile` does.
+        loss_weights: As in `compile`.
+        weighted_metrics: As in `compile`; `metrics` do not see sample weights.
+
+    Raises:
+        ValueError: A count that is not positive, no loss, or a model or an optimizer that was
+            built in another place than the strategy's scope.
+
+    >>> import tensorflow as tf
+    >>> from kdpkit import strategies, testing
+    >>> data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(10)).batch(4)
+    >>> strategy = strategies.select_strategy("mirrored", devices=2)
+    >>> with strategy.scope():
+    ...     model = testing.tiny_classifier()
+    >>> loop = TrainingLoop(
+    ...     model,
+    ...     optimizer="adam",
+    ...     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    ...     metrics=["accuracy"],
+    ...     strategy=strategy,
+    ...     steps_per_loop=3,
+    ... )
+    >>> history = loop.fit(data, epochs=2, verbose=0)
+    >>> sorted(history.history), loop.predict(data, verbose=0).shape
+    (['accuracy', 'loss'], (10, 3))
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        optimizer: Any,
+        loss: Any,
+        metrics: Any = (),
+        strategy: Any = None,
+        steps_per_loop: int = 1,
+        accumulation: int = 1,
+        jit: bool | None = None,
+        loss_weights: Any = None,
+        weighted_metrics: Any = (),
+    ) -> None:
+        if not isinstance(model, keras.Model):
+            _checks.refuse("`model` must be a Keras model.", model=model)
+        if loss is None and type(self).per_example_loss is TrainingLoop.per_example_loss:
+            _checks.refuse(
+                "There is no loss to train with.",
+                loss=loss,
+                remedy="Give `loss` as to `compile`, or override `per_example_loss`.",
+            )
+        self.model = model
+        self.steps_per_loop = _checks.integer("steps_per_loop", steps_per_loop)
+        self.accumulation = _checks.integer("accumulation", accumulation)
+        self.loss = Objective(loss, loss_weights, getattr(model, "output_names", None))
+        self._steps = _steps_of_backend()(self, strategy, jit)
+        with self._steps.scope():
+            # Not `model.compile`: a model may have one of its own, with other arguments.
+            keras.Model.compile(
+                model,
+                optimizer=optimizer,
+                loss=loss,
+                loss_weights=loss_weights,
+                metrics=metrics or None,
+                weighted_metrics=weighted_metrics or None,
+            )
+
+    @property
+    def optimizer(self) -> Any:
+        """The model's optimizer: the one given, or the `LossScaleOptimizer` around it."""
+        return self.model.optimizer
+
+    @property
+    def strategy(self) -> Any:
+        """The strategy that the loop trains on."""
+        return self._steps.strategy
+
+    def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
+        """Compute the loss of each row, and what the model predicts: the method to override.
+
+        Every replica calls it with its own rows, and with accumulation for each micro-batch. Write
+        it as for one device, in operations of Keras or of the backend, and neither average over
+        the rows nor divide by replicas: the loop weighs the losses by the sample weights, applies
+        Keras masks, takes the mean over the global batch, adds `model.losses`, and differentiates.
+
+        Args:
+            x: Features of these rows.
+            y: Labels of these rows; None if the dataset has none.
+            training: Whether a training step asks; False in `evaluate`.
+
+        Returns:
+            The losses, of shape `(rows,)` or `(rows, ...)`, or a dictionary of such for several
+            outputs; and the predictions that metrics are computed from. `self.loss(y,
+            predictions)` gives the losses that were passed to the constructor.
+        """
+        predictions = self.model(x, training=training)
+        return self.loss(y, predictions), predictions
+
+    def fit(
+        self,
+        train: Any,
+        validation: Any = None,
+        *,
+        epochs: int,
+        callbacks: Any = (),
+        initial_epoch: int = 0,
+        steps_per_epoch: int | None = None,
+        validation_steps: int | None = None,
+        verbose: Any = "auto",
+    ) -> keras.callbacks.History:
+        """Train, and validate after each epoch.
+
+        Args:
+            train: A `tf.data.Dataset` of global batches `x`, `(x, y)` or `(x, y, sample_weight)`.
+                Batches of any size are trained on exactly.
+            validation: A dataset to evaluate after each epoch; its logs begin with `val_`.
+            epochs: The number of the epoch to end before.
+            callbacks: Keras callbacks, called as by `keras.Model.fit`.
+            initial_epoch: The epoch to begin with, from 0.
+            steps_per_epoch: Batches in an epoch; None takes the whole dataset. Then an epoch goes
+                on where the last one stopped.
+            validation_steps: Batches of `validation` to evaluate; None takes all.
+            verbose: As in `keras.Model.fit`.
+
+        Returns:
+            Keras' `History`.
+
+        Raises:
+            ValueError: A dataset that is empty, endless without `steps_per_epoch`, ends within an
+                epoch of `steps_per_epoch`, or is not batched.
+        """
+        epochs = _checks.integer("epochs", epochs)
+        initial_epoch = _checks.integer("initial_epoch", initial_epoch, minimum=0)
+        feed = self._steps.open(train, "train", steps_per_epoch=steps_per_epoch)
+        held_out = validation is not None and self._steps.open(
+            validation, "validation", validation_steps=validation_steps
+        )
+        self._steps.build(feed, training=True)
+        all_callbacks = self._callback_list(callbacks, verbose, feed, epochs, add_history=True)
+        model, logs = self.model, {}
+        model.stop_training = False
+        all_callbacks.on_train_begin()
+        # BackupAndRestore tells through the model in which epoch training goes on.
+        for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
+            self._steps.reset_metrics()
+            all_callbacks.on_epoch_begin(epoch)
+            logs = self._train_epoch(feed, all_callbacks)
+            if held_out:
+                validated = self._evaluate(held_out, all_callbacks)
+                logs |= {f"val_{name}": value for name, value in validated.items()}
+            all_callbacks.on_epoch_end(epoch, logs)
+            if model.stop_training:
+                break
+        self._steps.finish_training()
+        all_callbacks.on_train_end(logs)
+        return model.history
+
+    def evaluate(
+        self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
+    ) -> dict[str, float]:
+        """Compute loss and metrics over all rows of a dataset, each once.
+
+        Args:
+            dataset: As `train` in `fit`; an uneven last batch is fine.
+            steps: Batches to evaluate; None takes all.
+            callbacks: Keras callbacks.
+            verbose: As in `keras.Model.evaluate`.
+
+        Returns:
+            `loss`, with several outputs the loss of each, and the metrics. The loss is that of
+            Keras on one device: the mean of the batches' losses, weighted by their rows.
+
+        Raises:
+            ValueError: As `fit`.
+        """
+        feed = self._steps.open(dataset, "dataset", steps=steps)
+        self._steps.build(feed, training=False)
+        return self._evaluate(feed, self._callback_list(callbacks, verbose, feed))
+
+    def predict(
+        self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
+    ) -> Any:
+        """Predict for every row of a dataset, in its order.
+
+        Args:
+            dataset: Batches as in `fit`; labels and weights are not looked at.
+            steps: Batches to predict; None takes all.
+            callbacks: Keras callbacks.
+            verbose: As in `keras.Model.predict`.
+
+        Returns:
+            NumPy arrays in the structure of the model's output, with as many rows as the dataset
+            has, on any number of replicas.
+
+        Raises:
+            ValueError: As `fit`.
+        """
+        feed = self._steps.open(dataset, "dataset", steps=steps)
+        all_callbacks = self._callback_list(callbacks, verbose, feed)
+        outputs: list[Any] = []
+
+        def end(batch: int, of_call: list[Any]) -> None:
+            outputs.extend(of_call)
+            all_callbacks.on_predict_batch_end(batch, {"outputs": of_call[-1]})
+
+        self.model.stop_predicting = False
+        all_callbacks.on_predict_begin()
+        self._go_through(
+            feed,
+            self._steps.predict,
+            all_callbacks.on_predict_batch_begin,
+            end,
+            lambda: self.model.stop_predicting,
+        )
+        all_callbacks.on_predict_end()
+        return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _train_epoch(self, feed: Feed, callbacks: Any) -> dict[str, Any]:
+        return self._go_through(
+            feed,
+            self._steps.train,
+            callbacks.on_train_batch_begin,
+            callbacks.on_train_batch_end,
+            lambda: self.model.stop_training,
+        )
+
+    def _evaluate(self, feed: Feed, callbacks: Any) -> dict[str, float]:
+        self.model.stop_evaluating = False
+        callbacks.on_test_begin()
+        self._steps.reset_metrics()
+        logs = self._go_through(
+            feed,
+            self._steps.test,
+            callbacks.on_test_batch_begin,
+            callbacks.on_test_batch_end,
+            lambda: self.model.stop_evaluating,
+        )
+        logs = {name: float(value) for name, value in logs.items()}
+        callbacks.on_test_end(logs)
+        return logs
+
+    def _go_through(
+        self,
+        feed: Feed,
+        run: Callable[[Any, int], tuple[int, Any]],
+        begin: Callable[[int], None],
+        end: Callable[[int, Any], None],
+        is_stopped: Callable[[], bool],
+    ) -> Any:
+        """Run an epoch's steps, many in a call, and give the result of the last call."""
+        first, result = 0, None
+        feed.start_epoch()
+        while first != feed.steps:
+            count = self.steps_per_loop
+            count = count if feed.steps is None else min(count, feed.steps - first)
+            begin(first)
+            done, result = feed.run(run, count)
+            if done:
+                end(first + done - 1, result)
+            first += done
+            if is_stopped():
+                return result
+            if done < count:
+                break
+        feed.check_steps(first)
+        return result
+
+    def _callback_list(
+        self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: bool
+    ) -> Any:
+        return keras.callbacks.CallbackList(
+            keras.tree.flatten(callbacks),
+            add_progbar=verbose != 0,
+            model=self.model,
+            verbose=verbose,
+            epochs=epochs,
+            steps=feed.steps,
+            **settings,
+        )
+
+
+def _steps_of_backend() -> Any:
+    backend = keras.backend.backend()
+    if backend != "tensorflow":
+        _checks.refuse(
+            "`TrainingLoop` trains on TensorFlow.",
+            backend=backend,
+            remedy="Run with KERAS_BACKEND=tensorflow.",
+        )
+    from kdpkit.training._tensorflow import TensorFlowSteps
+
+    return TensorFlowSteps

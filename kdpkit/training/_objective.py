@@ -1,0 +1,176 @@
+"""What a loss is made of, so that the parts of several replicas add up to one device's loss.
+
+A Keras loss of a batch is a quotient: weighted losses, summed, over a divisor that its reduction
+and masks decide. Replicas and micro-batches each sum their own rows; the divisor is always that of
+the whole batch. This is backend-neutral arithmetic on some rows, and knows of no replicas.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+from keras import ops
+from keras.src.backend import get_keras_mask
+from keras.src.trainers.compile_utils import get_loss  # what `compile` makes of names and functions
+
+from kdpkit import _checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Term:
+    """The loss of one output: `total / divisor`, each summed over all rows.
+
+    Args:
+        name: The output; empty if there is one alone.
+        total: The losses of these rows, weighted and summed.
+        per_row: Losses in a row: the divisor of a row in a plain mean.
+        counted: The divisor of these rows, where weights or masks decide it; else None.
+        is_sum: Whether there is no divisor.
+    """
+
+    name: str
+    total: Any
+    per_row: Any
+    counted: Any = None
+    is_sum: bool = False
+
+    def plain_divisor(self, all_rows: Any) -> Any:
+        """Give the divisor of the whole batch as it is without weights and masks."""
+        return 1 if self.is_sum else ops.cast(all_rows, self.total.dtype) * self.per_row
+
+
+class Objective:
+    """The losses of a model's outputs, as given to `compile`, one for each row.
+
+    Args:
+        loss: A Keras loss, a function or a name, or a list or dictionary of them by output.
+        loss_weights: A factor, or a list or dictionary of them by output.
+        output_names: The model's names of its outputs, where it has them.
+    """
+
+    def __init__(self, loss: Any, loss_weights: Any, output_names: list[str] | None) -> None:
+        self.loss = loss
+        self.loss_weights = loss_weights
+        self.output_names = output_names
+
+    def __call__(self, y: Any, predictions: Any) -> Any:
+        """Give the losses of the rows: a tensor, or of several outputs one for each name."""
+        if not keras.tree.is_nested(predictions):
+            return _losses(_only(self.loss), _only(y), predictions)
+        return {
+            name: _losses(loss, self._of(name, y), self._of(name, predictions))
+            for name in self._names(predictions)
+            if (loss := self._of(name, self.loss)) is not None
+        }
+
+    def terms(self, losses: Any, predictions: Any, sample_weight: Any) -> list[Term]:
+        """Weigh and sum what `per_example_loss` gave."""
+        if not isinstance(losses, Mapping):
+            first, *_ = keras.tree.flatten(predictions)
+            return [_term("", losses, first, _only(self.loss), _only(sample_weight))]
+        nests = (losses, predictions, self.loss, sample_weight)
+        return [_term(name, *(self._of(name, nest) for nest in nests)) for name in losses]
+
+    def weight(self, name: str) -> Any:
+        """Give an output's factor in the loss that is minimised."""
+        weight = self._of(name, self.loss_weights) if name else _only(self.loss_weights)
+        return 1.0 if weight is None else weight
+
+    def _names(self, outputs: Any) -> list[str]:
+        if isinstance(outputs, Mapping):
+            return [*outputs]
+        known = self.output_names or []
+        return known if len(known) == len(outputs) else [str(i) for i in range(len(outputs))]
+
+    def _of(self, name: str, nest: Any) -> Any:
+        """Give an output's part of a nest; what is not nested belongs to every output."""
+        if not isinstance(nest, Mapping | list | tuple):
+            return nest
+        values = nest.values() if isinstance(nest, Mapping) else nest
+        return dict(zip(self._names(nest), values, strict=True)).get(name)
+
+
+def additional_loss(losses: list[Any], share: Any) -> Any:
+    """Sum regularizers and what `add_loss` added, so that it adds up over replicas; 0 for none.
+
+    A scalar is a mean over some rows, or independent of them, so it counts with these rows' share
+    of all rows. Several values are summed, as Keras does.
+    """
+    total = 0.0
+    for loss in losses:
+        value = ops.convert_to_tensor(loss)
+        if not keras.backend.is_float_dtype(value.dtype):
+            value = ops.cast(value, keras.config.floatx())
+        if len(value.shape) == 0:
+            # Not the product alone: a mean over no rows is NaN.
+            value = ops.where(share > 0, value * ops.cast(share, value.dtype), 0)
+        total += ops.cast(ops.sum(value), keras.config.floatx())
+    return total
+
+
+def _losses(loss: Any, y: Any, prediction: Any) -> Any:
+    if loss is None or y is None:
+        _checks.refuse(
+            "The loss is computed from labels: give `TrainingLoop` a `loss` and a dataset of "
+            "`(x, y)` or `(x, y, sample_weight)`, or override `per_example_loss`.",
+            loss=loss,
+            y=y,
+        )
+    loss = get_loss(loss, y, prediction)
+    y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
+    return loss.call(y, prediction)
+
+
+def _term(name: str, losses: Any, prediction: Any, loss: Any, sample_weight: Any) -> Term:
+    mask = _mask(losses, prediction)
+    losses = ops.convert_to_tensor(losses)
+    if len(losses.shape) == 0:
+        _checks.refuse(
+            "`per_example_loss` must give a loss for each row, and here a mean or a sum was taken "
+            "already. Reduce over the last axes alone; the loop takes the mean over the rows of "
+            "all replicas.",
+            losses_shape=tuple(losses.shape),
+        )
+    reduction = getattr(loss, "reduction", None)
+    weights = [_along(losses, part) for part in (mask, sample_weight) if part is not None]
+    counted = None
+    if reduction == "mean_with_sample_weight" and weights:
+        counted = ops.sum(functools.reduce(ops.multiply, weights))
+    elif mask is not None:
+        entries = ops.maximum(_float(ops.size(mask), losses), 1)
+        counted = ops.sum(_along(losses, mask)) * _float(ops.size(losses), losses) / entries
+    return Term(
+        name=name,
+        total=ops.sum(functools.reduce(ops.multiply, [losses, *weights])),
+        per_row=_float(ops.prod(ops.shape(losses)[1:]), losses),
+        counted=counted,
+        is_sum=reduction == "sum",
+    )
+
+
+def _mask(losses: Any, prediction: Any) -> Any:
+    """Give the Keras mask of the losses; a loss that was reduced over masked entries has none."""
+    masks = [get_keras_mask(part) for part in (prediction, losses)]
+    fitting = [m for m in masks if m is not None and len(m.shape) <= len(losses.shape)]
+    return functools.reduce(ops.logical_and, fitting) if fitting else None
+
+
+def _along(losses: Any, weight: Any) -> Any:
+    """Cast weights to the losses' type and rank: one of a row weighs all the row's losses."""
+    weight = ops.cast(weight, losses.dtype)
+    extra = len(weight.shape) - len(losses.shape)
+    if extra > 0:
+        return ops.squeeze(weight, axis=tuple(range(-extra, 0)))
+    return ops.expand_dims(weight, axis=tuple(range(len(weight.shape), len(losses.shape))))
+
+
+def _float(number: Any, losses: Any) -> Any:
+    return ops.cast(number, losses.dtype)
+
+
+def _only(nest: Any) -> Any:
+    """Take a single output's setting out of a list or dictionary of one."""
+    leaves = keras.tree.flatten(nest) if keras.tree.is_nested(nest) else [nest]
+    return leaves[0] if len(leaves) == 1 else nest
