@@ -77,12 +77,14 @@ def train_pipeline(
             go on through the data and cut epochs short where it ends.
         initial_epoch: The epoch to begin with.
         initial_step: Batches of that epoch that have been trained on. With `fit` train what is
-            left of it in a call of its own (`epochs=initial_epoch + 1`), because Keras takes the
-            first epoch's length for every epoch.
+            left of it in a call of its own, with `epochs=initial_epoch + 1` and `steps_per_epoch`
+            the batches left, because Keras takes the first epoch's length for every epoch.
 
     Returns:
-        A dataset of batches of known length. Where `keep` or the source hides it, the examples
-        are counted: while the cache fills, or with `cache=None` by reading them once more.
+        A dataset of batches, of known length unless `initial_step` shortens the first epoch: in
+        an epoch of unknown length Keras counts a step too many. Where `keep` or the source hides
+        the length, the examples are counted: while the cache fills, or with `cache=None` by
+        reading them once more.
 
     Raises:
         ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
@@ -116,7 +118,7 @@ def train_pipeline(
     given = EpochCounter(first_epoch, batches=batches).dataset(one_epoch)
     if first_step == 0:
         given = given.apply(tf.data.experimental.assert_cardinality(batches))
-    return given.prefetch(config.prefetch)
+    return _finished(given, config)
 
 
 def eval_pipeline(
@@ -154,7 +156,7 @@ def eval_pipeline(
     """
     cut = _batching(global_batch_size, replicas, remainder, mode="eval")
     batches = _examples(source, config, keep, prepare).apply(cut)
-    return batches.prefetch(config.prefetch)
+    return _finished(batches, config)
 
 
 def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
@@ -177,6 +179,17 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: Any) -> tf.data
     tf.random.set_seed(1)  # of this graph; else the program's global seed has a say in the order
     order = tf.random.stateless_uniform([], seed, minval=None, maxval=None, dtype=tf.int64)
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
+
+
+def _finished(batches: tf.data.Dataset, config: PipelineConfig) -> tf.data.Dataset:
+    """Prefetch, with parallelism fixed at one call per core rather than tuned.
+
+    Dropping an iterator waits for TensorFlow's tuning thread, which can miss its wake-up call and
+    sleep on for up to a minute: training then stands still between two epochs.
+    """
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return batches.prefetch(config.prefetch).with_options(options)
 
 
 def _batching(

@@ -191,6 +191,11 @@ def test_preparation_runs_once_and_augmentation_every_epoch():
     assert calls == {"prepare": 6, "augment": 9}
 
 
+@pytest.mark.parametrize("build", [train_pipeline, eval_pipeline])
+def test_no_tuning_thread_holds_up_the_end_of_an_epoch(build):
+    assert build(tf.data.Dataset.range(8), global_batch_size=4).options().autotune.enabled is False
+
+
 def test_batches_keep_static_shapes_for_xla_and_tpus():
     source = tf.data.Dataset.from_tensor_slices(np.zeros((10, 3), "float32"))
     assert train_pipeline(source, global_batch_size=4).element_spec.shape == (4, 3)
