@@ -1,26 +1,391 @@
+import functools
+import json
+import socket
+import subprocess
+import sys
+import zipfile
+
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from kdpkit import strategies, testing
 from kdpkit.training import replica_exact
+from kdpkit.training._step import ReplicaStep, running
+from tests.training import exactness
+
+SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
+QUICK = [
+    "last batch of one row: replicas without rows",
+    "synchronized BatchNormalization, replicas without rows",
+    "gradient_accumulation_steps with a schedule and clipping",
+    "bool and string features",
+]
 
 
-def fitted_weights(replicas, examples, batch_size):
-    keras.utils.clear_session()
-    keras.utils.set_random_seed(0)
-    x, y = testing.toy_classification(examples)
-    kind = "mirrored" if replicas > 1 else "one"
-    with strategies.select_strategy(kind, devices=replicas).scope():
-        model = replica_exact(testing.tiny_classifier())
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1), loss)
-    model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
-    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+def mirrored(replicas):
+    return strategies.select_strategy("mirrored", devices=replicas)
 
 
+def cross_entropy():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def compiled_on(strategy, make=testing.tiny_classifier, **arguments):
+    with strategy.scope():
+        model = make()
+        model.compile("sgd", cross_entropy(), **arguments)
+    return model
+
+
+@functools.cache
+def data():
+    return testing.toy_classification(9)
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_replicas_train_what_one_device_trains(name):
+    outcome = exactness.measure(SETTINGS[name], "replica_exact", 4)
+    assert outcome.verdict == "equal", outcome
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
-@pytest.mark.parametrize(("examples", "batch_size"), [(22, 8), (9, 8), (7, 3)])
-def test_uneven_batches_train_what_one_device_trains(replicas, examples, batch_size):
-    one = fitted_weights(1, examples, batch_size)
-    np.testing.assert_allclose(fitted_weights(replicas, examples, batch_size), one, atol=1e-6)
+@pytest.mark.parametrize("name", SETTINGS)
+def test_every_setting_keeps_its_promise(name, replicas):
+    outcome = exactness.measure(SETTINGS[name], "replica_exact", replicas)
+    assert outcome.verdict == SETTINGS[name].promise, outcome
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("verdict", "names"),
+    [
+        ("wrong", ["uneven last batch", "global_clipnorm", "reduction='mean_with_sample_weight'"]),
+        (
+            "crash",
+            [
+                "first batch no multiple of the replicas",
+                "gradient_accumulation_steps",
+                "steps_per_execution=2",
+                "bool and string features",
+                "train_step: adversaries with two optimizers",
+            ],
+        ),
+    ],
+)
+def test_keras_alone_fails_where_replica_exact_does_not(verdict, names):
+    outcomes = exactness.measure_apart("stock Keras", 2, names)
+    assert {name: outcome.verdict for name, outcome in outcomes.items()} == dict.fromkeys(
+        names, verdict
+    )
+
+
+def test_class_config_and_saved_file_stay_the_users(tmp_path):
+    plain = compiled_on(mirrored(2))
+    keras.utils.clear_session(free_memory=False)  # names start anew
+    exact = replica_exact(compiled_on(mirrored(2)))
+    assert type(exact) is type(plain)
+
+    def saved_config(model, name):
+        model.save(tmp_path / name)
+        with zipfile.ZipFile(tmp_path / name) as archive:
+            config = json.loads(archive.read("config.json"))
+        return config["module"], config["class_name"], config["compile_config"]
+
+    assert saved_config(exact, "exact.keras") == saved_config(plain, "plain.keras")
+    loaded = keras.models.load_model(tmp_path / "exact.keras")
+    np.testing.assert_array_equal(loaded(data()[0]), exact(data()[0]))
+    assert "train_step" not in vars(loaded)
+
+
+def test_a_model_for_one_device_stays_untouched():
+    model = testing.tiny_classifier()
+    before = set(vars(model))
+    assert replica_exact(model) is model
+    assert set(vars(model)) == before
+
+
+def test_calling_it_twice_changes_nothing_more():
+    model = replica_exact(compiled_on(mirrored(2)))
+    step = model.train_step
+    assert replica_exact(model) is model
+    assert model.train_step == step
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("in_scope", [False, True])
+@pytest.mark.parametrize("compile_first", [False, True])
+def test_it_may_be_called_anywhere_and_the_model_compiled_anywhere(in_scope, compile_first):
+    def weights(replicas):
+        keras.utils.set_random_seed(0)
+        strategy = mirrored(replicas) if replicas > 1 else strategies.select_strategy("one")
+        with strategy.scope():
+            model = testing.tiny_classifier()
+        optimizer = keras.optimizers.Adam(0.01)
+
+        def compile_it():
+            model.compile(optimizer, cross_entropy(), metrics=["accuracy"])
+
+        steps = [compile_it, lambda: replica_exact(model)]
+        for step in steps if compile_first else reversed(steps):
+            if in_scope:
+                with strategy.scope():
+                    step()
+            else:
+                step()
+        model.fit(*data(), batch_size=5, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    for one, two in zip(weights(1), weights(2), strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-6)
+
+
+def test_a_model_compiled_anew_stays_exact():
+    strategy = mirrored(2)
+    model = replica_exact(compiled_on(strategy))
+    model.fit(*data(), batch_size=5, verbose=0)
+    with strategy.scope():
+        model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), cross_entropy())
+    model.fit(*data(), batch_size=5, verbose=0)
+    assert int(model.optimizer.iterations) == 1
+
+
+def test_building_takes_no_batch_from_the_data():
+    taken = []
+
+    def batches():
+        x, y = data()
+        for start in range(0, 9, 3):
+            taken.append(start)
+            yield x[start : start + 3], y[start : start + 3]
+
+    spec = tf.TensorSpec((None, 4), tf.float32), tf.TensorSpec((None,), tf.int32)
+    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(3))
+    replica_exact(compiled_on(mirrored(2))).fit(dataset, epochs=2, verbose=0)
+    assert taken == [0, 3, 6, 0, 3, 6]
+
+
+def test_replicas_draw_their_own_random_numbers_and_the_first_what_one_device_draws():
+    replica_exact(compiled_on(mirrored(4)))
+    strategy = mirrored(4)
+    with strategy.scope():
+        seeds = keras.random.SeedGenerator(7)
+
+    def draw():
+        with running(ReplicaStep(tf.zeros((2, 1)))):
+            return keras.random.uniform((3,), seed=seeds)
+
+    of_replicas = strategy.experimental_local_results(strategy.run(draw))
+    alone = keras.random.uniform((3,), seed=keras.random.SeedGenerator(7))
+    np.testing.assert_array_equal(of_replicas[0], alone)
+    assert len({tuple(drawn.numpy()) for drawn in of_replicas}) == 4
+
+
+def with_batch_norm():
+    return keras.Sequential(
+        [keras.Input((4,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(3)]
+    )
+
+
+def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
+    model = replica_exact(compiled_on(mirrored(4), with_batch_norm, metrics=["accuracy"]))
+    x, y = data()
+    with pytest.warns(UserWarning, match=r"^[^\n]*\(norm\)[^\n]*synchronized=True[^\n]*$") as seen:
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)  # the last batch leaves three without
+    assert len(seen) == 1
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
+    means = model.get_layer("norm").moving_mean.value
+    for mean in means._values:
+        np.testing.assert_allclose(mean, means._values[0], rtol=1e-6)
+    model.save(tmp_path / "model.keras")
+    alone = keras.models.load_model(tmp_path / "model.keras")
+    np.testing.assert_allclose(
+        model.evaluate(x, y, verbose=0), alone.evaluate(x, y, verbose=0), rtol=1e-5
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2, 4])
+def test_training_saved_on_four_replicas_goes_on_at_any_count(replicas, tmp_path):
+    def make():
+        with_norm = with_batch_norm()
+        with_norm.layers[0].synchronized = True
+        return with_norm
+
+    def further(strategy):
+        with strategy.scope():
+            model = keras.models.load_model(tmp_path / "saved.keras")
+        model = replica_exact(model)
+        model.fit(*data(), batch_size=5, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    with mirrored(4).scope():
+        model = make()
+        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1), cross_entropy())
+    replica_exact(model).fit(*data(), batch_size=5, shuffle=False, verbose=0)
+    model.save(tmp_path / "saved.keras")
+    strategy = mirrored(replicas) if replicas > 1 else strategies.select_strategy("one")
+    expected = further(strategies.select_strategy("one"))
+    for weight, wanted in zip(further(strategy), expected, strict=True):
+        np.testing.assert_allclose(weight, wanted, atol=1e-6)
+
+
+# What cannot be exact is refused.
+
+
+class Step(keras.Model):
+    """A model whose `train_step` subclasses get wrong, each in its way."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = testing.tiny_classifier()
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
+        weights = self.trainable_weights
+        self.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class ByHand(Step):
+    def apply(self, gradients, weights):
+        for weight, gradient in zip(weights, gradients, strict=True):
+            weight.assign_sub(0.1 * gradient)
+
+
+class ByHiddenOptimizer(Step):
+    def __init__(self):
+        super().__init__()
+        hidden = keras.optimizers.SGD(0.1)
+        self.get_optimizer = lambda: hidden
+
+    def apply(self, gradients, weights):
+        self.get_optimizer().apply(gradients, weights)
+
+
+class InACondition(Step):
+    def apply(self, gradients, weights):
+        def apply():
+            self.optimizer.apply(gradients, weights)
+            return 0
+
+        tf.cond(tf.reduce_sum(gradients[0]) > 0, apply, lambda: 0)
+
+
+class WithItsOwnLoss(Step):
+    def compute_loss(self, *_, training=True):  # noqa: ARG002  # Keras passes it by name
+        return tf.reduce_sum(self.trainable_weights[0])
+
+    def apply(self, gradients, weights):
+        self.optimizer.apply(gradients, weights)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (ByHand, "applied no gradients with an optimizer.*per_example_loss.*Received: model='ByH"),
+        (ByHiddenOptimizer, "optimizer that no attribute.*per_example_loss`. Received: called="),
+        (InACondition, "inside a condition.*per_example_loss`. Received: inside="),
+        (WithItsOwnLoss, "without `self.compute_loss`.*per_example_loss`. Received: model="),
+    ],
+)
+def test_a_step_that_cannot_be_exact_is_refused(make, sentence):
+    model = replica_exact(compiled_on(mirrored(2), make))
+    with pytest.raises(ValueError, match=sentence):
+        model.fit(*data(), verbose=0)
+
+
+def test_a_loss_of_one_number_is_refused():
+    with mirrored(2).scope():
+        model = replica_exact(testing.tiny_classifier())
+        model.compile("sgd", lambda y, logits: keras.ops.sum(keras.ops.square(logits - y)))
+    x, y = data()
+    with pytest.raises(ValueError, match="one number for its whole batch.*Received: loss_shape="):
+        model.fit(x, y[:, None], verbose=0)
+
+
+def test_an_unbatched_dataset_is_refused():
+    model = replica_exact(compiled_on(mirrored(2)))
+    with pytest.raises(ValueError, match=r"single examples; batch it.*Received: element_spec="):
+        model.fit(tf.data.Dataset.from_tensor_slices(data()))
+
+
+def test_a_model_built_outside_the_scope_is_refused():
+    model, layer = testing.tiny_classifier(), keras.layers.Dense(2)
+    layer.build((None, 4))
+    with mirrored(2).scope():
+        with pytest.raises(ValueError, match=r"outside the strategy's scope.*Received: strategy="):
+            replica_exact(model)
+        mixed = keras.Sequential([keras.Input((4,)), layer])
+        with pytest.raises(ValueError, match=r"outside the strategy's scope.*variable='dense"):
+            replica_exact(mixed)
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
+        replica_exact(3)
+
+
+# Several processes.
+
+WORKER = """
+import json, os, sys
+rank, ports, rows = int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
+if len(ports) > 1:
+    cluster = {"worker": [f"localhost:{port}" for port in ports]}
+    task = {"type": "worker", "index": rank}
+    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
+import keras, numpy as np, tensorflow as tf
+from kdpkit import strategies, testing, training
+strategy = strategies.select_strategy("multi_worker" if len(ports) > 1 else "one")
+keras.utils.set_random_seed(0)
+with strategy.scope():
+    model = testing.tiny_classifier()
+    optimizer = keras.optimizers.Adam(0.01, clipnorm=0.1, gradient_accumulation_steps=2)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"])
+training.replica_exact(model)
+data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(rows)).batch(8)
+options = tf.data.Options()
+options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+data = data.with_options(options)
+history = model.fit(data, epochs=2, validation_data=data, verbose=0).history
+weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
+print(json.dumps({"history": history, "weights": weights.tolist()}), flush=True)
+"""
+
+
+def free_ports(count):
+    sockets = [socket.socket() for _ in range(count)]
+    for each in sockets:
+        each.bind(("localhost", 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+@pytest.mark.slow
+def test_two_processes_train_what_one_device_trains():
+    def outcomes(processes):
+        ports = json.dumps(free_ports(processes))
+        command = [sys.executable, "-c", WORKER]
+        started = [
+            subprocess.Popen([*command, str(rank), ports, "22"], stdout=subprocess.PIPE, text=True)
+            for rank in range(processes)
+        ]
+        return [json.loads(each.communicate(timeout=200)[0].splitlines()[-1]) for each in started]
+
+    [one] = outcomes(1)
+    for worker in outcomes(2):
+        np.testing.assert_allclose(worker["weights"], one["weights"], atol=1e-6)
+        for name, values in one["history"].items():
+            np.testing.assert_allclose(worker["history"][name], values, atol=1e-5)

@@ -1,0 +1,662 @@
+"""The settings in which R replicas are compared with one device, and the comparison.
+
+The tests run kdpkit's columns at 2 and 4 replicas. The README's table has stock Keras too, which
+may abort the process, so every column and replica count is measured in processes of its own:
+
+    python -m tests.training.exactness --replicas 2 3 4 8 > table.md
+"""
+
+import argparse
+import collections
+import contextlib
+import dataclasses
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, losses, optimizers
+
+from kdpkit import testing
+from kdpkit.training import replica_exact
+
+SINGLE = 1e-5  # the largest difference of any weight over the largest change of any, in float32
+HALF = 1e-2  # the same where half precision rounds every product
+
+ROWS = 22  # batches of 8, 8 and 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """One row of the table: a way to train a small model.
+
+    Attributes:
+        name: What a user would call it.
+        build: Gives the compiled model; runs in the strategy's scope.
+        data: Gives the arguments of `fit`.
+        train: Trains the model on them, and gives what it logged.
+        promise: What replicas give: "equal" to one device, "refused", or differently "by
+            definition" of the setting.
+        tolerance: How equal, for the rounding of the model's precision.
+    """
+
+    name: str
+    build: Callable[[], keras.Model]
+    data: Callable[[], dict[str, Any]]
+    train: Callable[[keras.Model, dict[str, Any]], list[dict[str, Any]]]
+    promise: str = "equal"
+    tolerance: float = SINGLE
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One cell: what became of a setting on replicas, next to one device.
+
+    Attributes:
+        verdict: "equal", "wrong", "refused", "crash" or "by definition".
+        difference: The largest difference of any weight over the largest change of any weight.
+        logs: The largest difference of any logged number, of batches, epochs and predictions.
+        message: The error's, where there was one.
+    """
+
+    verdict: str
+    difference: float = float("nan")
+    logs: float = float("nan")
+    message: str = ""
+
+
+def stock(model: keras.Model) -> keras.Model:
+    """Give the model as Keras trains it."""
+    return model
+
+
+COLUMNS = {"stock Keras": stock, "replica_exact": replica_exact}
+
+
+def measure(setting: Setting, column: str, replicas: int) -> Outcome:
+    """Train a setting on one device and on replicas, and compare."""
+    one = _trained(setting, stock, 1)
+    try:
+        many = _trained(setting, COLUMNS[column], replicas)
+    except Exception as error:  # whatever it is, it is the cell's content
+        message = str(error).strip()
+        refused = isinstance(error, ValueError) and "Received: " in message.rpartition("\n")[2]
+        return Outcome("refused" if refused else "crash", message=message)
+    return _compare(setting, one, many)
+
+
+def _trained(setting: Setting, column: Callable, replicas: int) -> tuple[list, list, list]:
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    scope: Any = contextlib.nullcontext()
+    if replicas > 1:
+        scope = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope()
+    with scope:
+        model = setting.build()
+    model = column(model)
+    before = model.get_weights()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # plain BatchNormalization; shuffling of generators
+        logs = setting.train(model, setting.data())
+    return before, model.get_weights(), logs
+
+
+def _compare(setting: Setting, one: tuple, many: tuple) -> Outcome:
+    before, after, logs = one
+    _, after_many, logs_many = many
+    change = max(np.abs(a - b).max() for a, b in zip(after, before, strict=True))
+    difference = max(np.abs(a - b).max() for a, b in zip(after_many, after, strict=True))
+    logs_difference = max(
+        np.abs(np.asarray(entry[name]) - np.asarray(entry_many[name])).max()
+        for entry, entry_many in zip(logs, logs_many, strict=True)
+        for name in entry
+    )
+    ratio, logs_ratio = float(difference / change), float(logs_difference)
+    if setting.promise == "by definition" and np.isfinite(ratio):
+        verdict = "by definition"
+    else:
+        near = ratio <= setting.tolerance and logs_ratio <= 10 * setting.tolerance
+        verdict = "equal" if near else "wrong"
+    return Outcome(verdict, ratio, logs_ratio)
+
+
+# Data and models.
+
+X, Y = testing.toy_classification(ROWS)
+ONE_HOT = np.eye(3, dtype="float32")[Y]
+WEIGHTS = np.random.default_rng(1).uniform(0, 2, ROWS).astype("float32")
+TOKENS = np.random.default_rng(2).integers(1, 9, (ROWS, 6))
+TOKENS[np.arange(6) >= np.random.default_rng(3).integers(1, 7, (ROWS, 1))] = 0  # padding
+NOISE = np.random.default_rng(4).normal(size=(ROWS, 2)).astype("float32")
+
+
+def _data(rows: int = ROWS, batch_size: int = 8, **more: Any) -> Callable[[], dict[str, Any]]:
+    arguments = {"x": X[:rows], "y": Y[:rows], "batch_size": batch_size, "epochs": 2} | more
+    return lambda: dict(arguments)
+
+
+def _fit(model: keras.Model, data: dict[str, Any]) -> list[dict[str, Any]]:
+    record = _Record()
+    data = {"shuffle": False, "verbose": 0, "callbacks": [record]} | data
+    history = model.fit(**data).history
+    return [*record.batches, history]
+
+
+class _Record(keras.callbacks.Callback):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batches: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, _: int, logs: dict[str, Any] | None = None) -> None:
+        self.batches.append(dict(logs or {}))
+
+
+def _net(*middle: keras.layers.Layer) -> keras.Model:
+    dense = layers.Dense(8, activation="tanh")
+    return keras.Sequential([keras.Input((4,)), dense, *middle, layers.Dense(3)])
+
+
+def _cross_entropy(**arguments: Any) -> keras.losses.Loss:
+    return losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
+
+
+def _compiled(model: keras.Model, optimizer: Any = None, loss: Any = None, **more: Any) -> Any:
+    optimizer = optimizer or optimizers.SGD(0.5)
+    model.compile(optimizer, loss or _cross_entropy(), **{"metrics": ["accuracy"]} | more)
+    return model
+
+
+SETTINGS: list[Setting] = []
+
+
+def _add(
+    name: str,
+    build: Callable[[], keras.Model] = lambda: _compiled(_net()),
+    data: Callable[[], dict[str, Any]] | None = None,
+    train: Callable = _fit,
+    **more: Any,
+) -> None:
+    SETTINGS.append(Setting(name, build, data or _data(), train, **more))
+
+
+# How batches are cut.
+
+_add("even batches", data=_data(rows=16))
+_add("uneven last batch")
+_add("last batch of one row: replicas without rows", data=_data(rows=17))
+_add("first batch no multiple of the replicas", data=_data(batch_size=7))
+_add("a first batch smaller than the replicas", data=_data(rows=1))
+
+
+# Layers whose rows meet, and layers that draw random numbers.
+
+
+def _batch_norm(**arguments: Any) -> Callable[[], keras.Model]:
+    return lambda: _compiled(_net(layers.BatchNormalization(**arguments)))
+
+
+_add("BatchNormalization(synchronized=True)", _batch_norm(synchronized=True))
+_add(
+    "synchronized BatchNormalization, replicas without rows",
+    _batch_norm(synchronized=True),
+    _data(rows=9),
+)
+_add("BatchNormalization", _batch_norm(), promise="by definition")
+_add(
+    "BatchNormalization, replicas without rows",
+    _batch_norm(),
+    _data(rows=9),
+    promise="by definition",
+)
+_add("Dropout", lambda: _compiled(_net(layers.Dropout(0.5))), promise="by definition")
+
+
+# Optimizers.
+
+
+def _optimizer(make: Callable[[], keras.optimizers.Optimizer]) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        model = _compiled(_net(), make())
+        # Built inside `fit`'s compiled step, ScheduleFreeAdamW starts anew at every step of it.
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    return build
+
+
+def _decay() -> keras.optimizers.schedules.LearningRateSchedule:
+    return optimizers.schedules.PolynomialDecay(0.5, 6, 0.1)
+
+
+_add("clipnorm", _optimizer(lambda: optimizers.SGD(0.5, clipnorm=0.01)))
+_add("global_clipnorm", _optimizer(lambda: optimizers.SGD(0.5, global_clipnorm=0.01)))
+_add("clipvalue", _optimizer(lambda: optimizers.SGD(0.5, clipvalue=0.01)))
+_add("learning-rate schedule", _optimizer(lambda: optimizers.SGD(_decay())))
+_add(
+    "gradient_accumulation_steps",
+    _optimizer(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2)),
+)
+_add(
+    "gradient_accumulation_steps with a schedule and clipping",
+    _optimizer(lambda: optimizers.SGD(_decay(), clipnorm=0.1, gradient_accumulation_steps=3)),
+)
+_add("use_ema", _optimizer(lambda: optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)))
+_add(
+    "ema_overwrite_frequency",
+    _optimizer(lambda: optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=2)),
+)
+for _kind in (
+    "SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam",
+    "Ftrl", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW",
+):  # fmt: skip  # a list to read as one
+    _add(f"optimizer {_kind}", _optimizer(lambda kind=_kind: getattr(optimizers, kind)(0.02)))
+
+
+# Precision.
+
+
+def _in_half(policy: str, initial_scale: float = 2.0**10) -> Callable[[], keras.Model]:
+    def build() -> keras.Model:
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        try:
+            model = _net(layers.Dense(8, activation="relu"))
+        finally:
+            keras.config.set_dtype_policy(before)
+        optimizer = optimizers.SGD(0.5)
+        if policy == "mixed_float16":
+            optimizer = optimizers.LossScaleOptimizer(
+                optimizer, initial_scale=initial_scale, dynamic_growth_steps=2
+            )
+        return _compiled(model, optimizer, metrics=[])  # accuracy would turn on the last bit
+
+    return build
+
+
+def _with_overflow_in(row: int) -> Callable[[], dict[str, Any]]:
+    features = X.copy()
+    features[row] = 65504.0  # the largest float16
+    return _data(x=features)
+
+
+_add("mixed_bfloat16", _in_half("mixed_bfloat16"), tolerance=HALF)
+_add("mixed_float16", _in_half("mixed_float16"), tolerance=HALF)
+_add(
+    "mixed_float16, overflow on the first replica",
+    _in_half("mixed_float16", 2.0**14),
+    _with_overflow_in(0),
+    tolerance=HALF,
+)
+_add(
+    "mixed_float16, overflow on the last replica",
+    _in_half("mixed_float16", 2.0**14),
+    _with_overflow_in(7),
+    tolerance=HALF,
+)
+
+
+# Losses.
+
+_add("sample_weight", data=_data(sample_weight=WEIGHTS))
+_add("class_weight", data=_data(class_weight={0: 1.0, 1: 3.0, 2: 0.5}))
+for _reduction, _rate in (
+    ("sum_over_batch_size", 0.5),
+    ("mean", 0.5),
+    ("mean_with_sample_weight", 0.5),
+    ("sum", 0.05),
+    (None, 0.05),
+):
+    _add(
+        f"reduction={_reduction!r}",
+        lambda reduction=_reduction, rate=_rate: _compiled(
+            _net(), optimizers.SGD(rate), _cross_entropy(reduction=reduction)
+        ),
+        _data(sample_weight=WEIGHTS),
+    )
+_add(
+    "a loss of the whole batch (Dice)",
+    lambda: _compiled(_net(), loss=losses.Dice()),
+    _data(y=ONE_HOT),
+    promise="refused",
+)
+_add(
+    "regularizers of weights, biases and activities",
+    lambda: _compiled(
+        _net(
+            layers.Dense(
+                8, kernel_regularizer="l2", bias_regularizer="l1", activity_regularizer="l2"
+            )
+        )
+    ),
+)
+
+
+class AddLoss(keras.layers.Layer):
+    def call(self, inputs: Any) -> Any:
+        self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+        return inputs
+
+
+_add("add_loss", lambda: _compiled(_net(AddLoss())))
+_add(
+    "constraints",
+    lambda: _compiled(_net(layers.Dense(8, kernel_constraint=keras.constraints.MaxNorm(0.5)))),
+)
+
+
+def _two_outputs() -> keras.Model:
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(8, activation="tanh")(inputs)
+    model = keras.Model(
+        inputs, [layers.Dense(3, name="kind")(hidden), layers.Dense(1, name="size")(hidden)]
+    )
+    return _compiled(
+        model,
+        loss=[_cross_entropy(), "mse"],
+        loss_weights=[1.0, 0.3],
+        metrics=[["accuracy"], ["mae"]],
+    )
+
+
+_add("several outputs with loss_weights", _two_outputs, _data(y=[Y, X[:, :1]]))
+
+
+# Sequences.
+
+
+def _sequence(*middle: Callable[[], keras.layers.Layer], **arguments: Any) -> Callable:
+    return lambda: _compiled(
+        keras.Sequential(
+            [
+                keras.Input((6,), dtype="int32"),
+                layers.Embedding(9, 4, **arguments),
+                *(layer() for layer in middle),
+            ]
+        ),
+        optimizers.Adam(0.05),
+    )
+
+
+_PER_TOKEN = np.random.default_rng(5).uniform(0, 2, (ROWS, 6)).astype("float32")
+_add(
+    "Embedding with sparse gradients",
+    _sequence(layers.GlobalAveragePooling1D, lambda: layers.Dense(3)),
+    _data(x=TOKENS),
+)
+_add(
+    "Embedding(mask_zero=True) and LSTM, a loss for every token",
+    _sequence(
+        lambda: layers.LSTM(5, return_sequences=True), lambda: layers.Dense(9), mask_zero=True
+    ),
+    _data(x=TOKENS, y=TOKENS),
+)
+_add(
+    "the same with a weight for every token",
+    _sequence(
+        lambda: layers.LSTM(5, return_sequences=True), lambda: layers.Dense(9), mask_zero=True
+    ),
+    _data(x=TOKENS, y=TOKENS, sample_weight=_PER_TOKEN),
+)
+_add(
+    "synchronized BatchNormalization under a mask",
+    _sequence(
+        lambda: layers.BatchNormalization(synchronized=True),
+        lambda: layers.GRU(5),
+        lambda: layers.Dense(3),
+        mask_zero=True,
+    ),
+    _data(x=TOKENS),
+)
+
+
+# Steps and inputs.
+
+_add("steps_per_execution=2", lambda: _compiled(_net(), steps_per_execution=2))
+_add(
+    "steps_per_execution=2, Adam with accumulation",
+    lambda: _compiled(
+        _net(), optimizers.Adam(0.01, gradient_accumulation_steps=2), steps_per_execution=2
+    ),
+)
+_add("run_eagerly=True", lambda: _compiled(_net(), run_eagerly=True))
+_add("jit_compile=True", lambda: _compiled(_net(), jit_compile=True), promise="refused")
+
+
+def _typed_inputs() -> keras.Model:
+    numbers = keras.Input((4,), name="numbers")
+    flags = keras.Input((1,), dtype="bool", name="flags")
+    words = keras.Input((), dtype="string", name="words")
+    looked_up = layers.StringLookup(vocabulary=["0", "1", "2"])(words)
+    hidden = layers.Dense(3)(numbers) * keras.ops.cast(flags, "float32")
+    inputs = {"numbers": numbers, "flags": flags, "words": words}
+    return _compiled(keras.Model(inputs, hidden + layers.Embedding(4, 3)(looked_up)))
+
+
+def _typed_data() -> dict[str, Any]:
+    features = {"numbers": X, "flags": X[:, :1] > 0, "words": np.array([str(y) for y in Y])}
+    return {"x": tf.data.Dataset.from_tensor_slices((features, Y)).batch(8), "epochs": 2}
+
+
+def _generator_data() -> dict[str, Any]:
+    batches = ((X[i : i + 8], Y[i : i + 8]) for i in range(0, ROWS, 8))
+    return {"x": batches, "steps_per_epoch": 3}
+
+
+_add("bool and string features", _typed_inputs, _typed_data)
+_add("Python generator", data=_generator_data)
+_add(
+    "weighted metrics, by batch and epoch",
+    lambda: _compiled(_net(), weighted_metrics=["accuracy", "sparse_categorical_crossentropy"]),
+    _data(sample_weight=WEIGHTS),
+)
+_add(
+    "AUC, F1 and top-k metrics",
+    lambda: _compiled(
+        _net(layers.Dense(3), layers.Softmax()),
+        loss="categorical_crossentropy",
+        metrics=[
+            "auc",
+            keras.metrics.F1Score(average="macro"),
+            keras.metrics.TopKCategoricalAccuracy(2),
+        ],
+    ),
+    _data(y=ONE_HOT),
+)
+
+
+def _on_batches(model: keras.Model, data: dict[str, Any]) -> list[dict[str, Any]]:
+    x, y = data["x"], data["y"]
+    logs = [model.train_on_batch(x[:n], y[:n], return_dict=True) for n in (8, 7, 5, 1)]
+    logs.append(model.test_on_batch(x[:5], y[:5], return_dict=True))
+    return [*logs, {"predictions": model.predict_on_batch(x[:5])}]
+
+
+def _fit_and_evaluate(model: keras.Model, data: dict[str, Any]) -> list[dict[str, Any]]:
+    logs = _fit(model, data | {"validation_data": (X[:9], Y[:9])})
+    logs.append(model.evaluate(X, Y, batch_size=5, verbose=0, return_dict=True))
+    return [*logs, {"predictions": model.predict(X[:9], batch_size=4, verbose=0)}]
+
+
+_add("train_on_batch, test_on_batch, predict_on_batch", train=_on_batches)
+_add("validation, evaluate and predict, uneven", train=_fit_and_evaluate)
+_add(
+    "the same with steps_per_execution=3",
+    lambda: _compiled(_net(), steps_per_execution=3),
+    train=_fit_and_evaluate,
+)
+
+
+# A step of the user's own.
+
+
+class Distiller(keras.Model):
+    """A student that also learns a teacher's answers; the step scales no loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.student = _net(layers.BatchNormalization(synchronized=True))
+        self.teacher = _net()
+        self.teacher.trainable = False
+        self.divergence = losses.KLDivergence()
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        return self.student(inputs, training=training)
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        wanted = keras.ops.softmax(self.teacher(x))
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=logits)
+            loss += 0.5 * self.divergence(wanted, keras.ops.softmax(logits))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {**self.compute_metrics(x, y, logits), "distillation_loss": loss}
+
+
+class Adversaries(keras.Model):
+    """A generator and a discriminator, each with an optimizer and a metric of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = {"units": 8, "activation": "tanh"}
+        self.judge = keras.Sequential([keras.Input((4,)), layers.Dense(**hidden), layers.Dense(1)])
+        self.forger = keras.Sequential([keras.Input((2,)), layers.Dense(**hidden), layers.Dense(4)])
+        self.judge_loss = keras.metrics.Mean(name="judge_loss")
+        self.forger_loss = keras.metrics.Mean(name="forger_loss")
+
+    def compile(self, judge_optimizer: Any, forger_optimizer: Any, loss: Any) -> None:
+        super().compile()
+        self.judge_optimizer = judge_optimizer
+        self.forger_optimizer = forger_optimizer
+        self.cross_entropy = loss
+
+    @property
+    def metrics(self) -> list[Any]:
+        return [self.judge_loss, self.forger_loss]
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        real, noise = data
+        of = tf.shape(real)[0]
+        both = tf.concat([self.forger(noise), real], 0)
+        labels = tf.concat([tf.ones((of, 1)), tf.zeros((of, 1))], 0)
+        with tf.GradientTape() as tape:
+            loss = self.cross_entropy(labels, self.judge(both))
+        weights = self.judge.trainable_weights
+        gradients = tape.gradient(loss, weights)
+        self.judge_optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        self.judge_loss.update_state(loss)
+        with tf.GradientTape() as tape:
+            loss = self.cross_entropy(tf.zeros((of, 1)), self.judge(self.forger(noise)))
+        weights = self.forger.trainable_weights
+        self.forger_optimizer.apply(tape.gradient(loss, weights), weights)
+        self.forger_loss.update_state(loss)
+        return {metric.name: metric.result() for metric in self.metrics}
+
+
+class PlainMean(Distiller):
+    """A step whose loss is a mean that Keras knows nothing of."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, _ = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True)))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"plain_loss": loss}
+
+
+def _adversaries() -> keras.Model:
+    model = Adversaries()
+    model.compile(
+        optimizers.Adam(0.01),
+        optimizers.Adam(0.01, clipnorm=0.1),
+        losses.BinaryCrossentropy(from_logits=True),
+    )
+    return model
+
+
+_add(
+    "train_step: distillation",
+    lambda: _compiled(Distiller(), optimizers.SGD(0.5, global_clipnorm=0.01)),
+    _data(rows=17),
+)
+_add("train_step: adversaries with two optimizers", _adversaries, _data(y=NOISE))
+_add(
+    "train_step: a plain mean as loss",
+    lambda: _compiled(PlainMean(), metrics=[]),
+    promise="refused",
+)
+
+
+# The table.
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Measure the columns in processes of their own and print the table as Markdown."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--replicas", type=int, nargs="+", default=[2, 3, 4, 8])
+    parser.add_argument("--columns", nargs="+", default=[*COLUMNS], choices=[*COLUMNS])
+    parser.add_argument("--settings", nargs="+", default=[s.name for s in SETTINGS])
+    parser.add_argument("--here", action="store_true", help="measure in this process, print JSON")
+    arguments = parser.parse_args(argv)
+    if arguments.here:
+        _measure_here(arguments.columns[0], arguments.replicas[0], arguments.settings)
+        return
+    cells: dict[tuple[str, str], dict[int, Outcome]] = collections.defaultdict(dict)
+    for column in arguments.columns:
+        for replicas in arguments.replicas:
+            for name, outcome in measure_apart(column, replicas, arguments.settings).items():
+                cells[name, column][replicas] = outcome
+    rows = [["setting", *arguments.columns], ["---"] * (1 + len(arguments.columns))]
+    rows += [
+        [name, *(_cell(cells[name, column]) for column in arguments.columns)]
+        for name in arguments.settings
+    ]
+    sys.stdout.writelines(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def _measure_here(column: str, replicas: int, names: list[str]) -> None:
+    testing.use_logical_cpus(8)
+    settings = {setting.name: setting for setting in SETTINGS}
+    for name in names:
+        outcome = measure(settings[name], column, replicas)
+        sys.stdout.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
+        sys.stdout.flush()
+
+
+def measure_apart(column: str, replicas: int, names: list[str]) -> dict[str, Outcome]:
+    """Measure settings in another process, and after one that takes it down in the next."""
+    outcomes: list[Outcome] = []
+    while len(outcomes) < len(names):
+        command = [sys.executable, "-m", "tests.training.exactness", "--here", "--columns", column]
+        command += ["--replicas", str(replicas), "--settings", *names[len(outcomes) :]]
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        outcomes += [Outcome(**json.loads(line)) for line in lines]
+        if done.returncode and len(outcomes) < len(names):
+            outcomes.append(Outcome("crash", message="the process aborted"))
+    return dict(zip(names, outcomes, strict=True))
+
+
+def _cell(outcomes: dict[int, Outcome]) -> str:
+    """Put the outcomes for all replica counts into a few words."""
+    by_verdict = collections.defaultdict(list)
+    for replicas, outcome in outcomes.items():
+        by_verdict[outcome.verdict].append((replicas, outcome))
+    parts = []
+    for verdict, found in by_verdict.items():
+        worst = max(max(outcome.difference, outcome.logs) for _, outcome in found)
+        number = f" {worst:.0e}" if verdict in ("equal", "wrong") else ""
+        where = f" (R = {', '.join(str(replicas) for replicas, _ in found)})"
+        parts.append(f"{verdict}{number}{where if len(by_verdict) > 1 else ''}")
+    return "; ".join(parts)
+
+
+if __name__ == "__main__":
+    main()
