@@ -73,8 +73,10 @@ def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
         ValueError: The elements have no sample weights, or all weights are 0.
 
     >>> batches = tf.data.Dataset.from_tensor_slices(([0.0] * 4, [0] * 4, [1.0, 1, 1, 0])).batch(2)
-    >>> [weight.numpy().round(2).tolist() for _, _, weight in batches.apply(normalize_weights)]
-    [[1.33, 1.33], [1.33, 0.0]]
+    >>> for _, _, weight in batches.apply(normalize_weights):
+    ...     print(weight.numpy().round(2))
+    [1.33 1.33]
+    [1.33 0.  ]
     """
     spec = batches.element_spec
     if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], tf.TensorSpec)):
