@@ -6,5 +6,12 @@
 from kdpkit.training._exact import replica_exact
 from kdpkit.training._loop import TrainingLoop
 from kdpkit.training._losses import global_mean_loss
+from kdpkit.training._parity import ParityReport, check_parity
 
-__all__ = ["TrainingLoop", "global_mean_loss", "replica_exact"]
+__all__ = [
+    "ParityReport",
+    "TrainingLoop",
+    "check_parity",
+    "global_mean_loss",
+    "replica_exact",
+]
