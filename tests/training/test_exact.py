@@ -281,8 +281,8 @@ class InACondition(Step):
 
 
 class WithItsOwnLoss(Step):
-    def compute_loss(self, *_, training=True):  # noqa: ARG002  # Keras passes it by name
-        return tf.reduce_sum(self.trainable_weights[0])
+    def compute_loss(self, x, y, y_pred, sample_weight=None):  # noqa: ARG002  # Keras' signature
+        return tf.reduce_sum(y_pred)
 
     def apply(self, gradients, weights):
         self.optimizer.apply(gradients, weights)

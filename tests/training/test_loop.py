@@ -1,34 +1,83 @@
-"""One device against many: what TrainingLoop trains does not depend on the replicas."""
+"""One device against many, hand-worked values, callbacks and checkpoints of `TrainingLoop`."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from keras import layers
 
-from kdpkit import strategies, testing
+from kdpkit import callbacks, strategies, testing
 from kdpkit.training import TrainingLoop
 
 
-def batches(size=4, examples=10):
-    return tf.data.Dataset.from_tensor_slices(testing.toy_classification(examples)).batch(size)
+def batches(size=4, examples=10, weights=None):
+    parts = testing.toy_classification(examples)
+    parts = parts if weights is None else (*parts, weights)
+    return tf.data.Dataset.from_tensor_slices(parts).batch(size)
 
 
 def crossentropy(**settings):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 
 
+def strategy_of(replicas):
+    if replicas == 1:
+        return strategies.select_strategy("one")
+    return strategies.select_strategy("mirrored", devices=replicas)
+
+
 def loop_on(replicas, build=testing.tiny_classifier, loop=TrainingLoop, **settings):
-    strategy = strategies.select_strategy(
-        "mirrored" if replicas > 1 else "one", devices=replicas if replicas > 1 else None
-    )
+    strategy = strategy_of(replicas)
     with strategy.scope():
         model = build()
     settings = {"optimizer": "adam", "loss": crossentropy(), "metrics": ["accuracy"]} | settings
     return loop(model, strategy=strategy, **settings)
 
 
-@pytest.mark.parametrize("replicas", [1, 2, 3, 4])
-@pytest.mark.parametrize("size", [2, 4, 5])
+def trained(replicas, data=None, epochs=2, **settings):
+    """Train a loop and give it with its History."""
+    loop = loop_on(replicas, **settings)
+    history = loop.fit(batches() if data is None else data, epochs=epochs, verbose=0)
+    return loop, history.history
+
+
+def assert_same(one, other, tolerance=1e-6):
+    (loop, history), (other_loop, other_history) = one, other
+    assert history.keys() == other_history.keys()
+    for name, values in history.items():
+        assert values == pytest.approx(other_history[name], rel=1e-5, abs=1e-6), name
+    weights = zip(loop.model.get_weights(), other_loop.model.get_weights(), strict=True)
+    for a, b in weights:
+        np.testing.assert_allclose(a, b, atol=tolerance)
+
+
+def slope(**settings):
+    """Build y = w x from w = 0."""
+    return keras.Sequential(
+        [
+            keras.Input((1,)),
+            layers.Dense(1, use_bias=False, kernel_initializer="zeros", **settings),
+        ]
+    )
+
+
+def weight_of(loop):
+    return float(np.squeeze(loop.model.get_weights()[0]))
+
+
+# One device against many.
+
+
+@pytest.mark.parametrize(
+    ("replicas", "size"),
+    [
+        (1, 4),
+        (2, 4),
+        pytest.param(2, 5, marks=pytest.mark.slow),
+        pytest.param(3, 4, marks=pytest.mark.slow),
+        pytest.param(4, 4, id="replicas without rows"),
+    ],
+)
 def test_weights_and_logs_are_those_of_keras_fit_on_one_device(replicas, size):
     model = testing.tiny_classifier()
     model.compile("adam", crossentropy(), metrics=["accuracy"])
@@ -40,3 +89,477 @@ def test_weights_and_logs_are_those_of_keras_fit_on_one_device(replicas, size):
         assert history.history[name] == pytest.approx(values, rel=1e-6)
     for ours, theirs in zip(loop.model.get_weights(), model.get_weights(), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_one_step_is_the_one_worked_by_hand(replicas):
+    x = np.array([[1.0], [2.0], [3.0]], "float32")
+    weights = np.array([1.0, 0.0, 2.0], "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, 2 * x, weights)).batch(3)
+    loop = loop_on(
+        replicas,
+        lambda: slope(kernel_regularizer=keras.regularizers.L1(0.5)),
+        optimizer=keras.optimizers.SGD(0.1),
+        loss="mse",
+        metrics=(),
+    )
+    history = loop.fit(data, epochs=1, verbose=0)
+    # Losses 4, 16 and 36, weighted 4 + 0 + 72, over three rows.
+    assert history.history["loss"] == [pytest.approx(76 / 3)]
+    # d/dw is -4 x^2: (4 + 0 + 2 * 36) / 3 of it, and the regularizer has no slope at 0.
+    assert weight_of(loop) == pytest.approx(0.1 * 76 / 3)
+    # And now it has one, and counts once: 0.5 |w|.
+    w = weight_of(loop)
+    assert loop.evaluate(data, verbose=0) == {
+        "loss": pytest.approx(((2 - w) ** 2 * (1 + 18)) / 3 + 0.5 * w, rel=1e-5)
+    }
+
+
+def test_gradients_are_summed_before_they_are_clipped():
+    def optimizer():
+        return keras.optimizers.SGD(0.5, global_clipnorm=0.01)
+
+    assert_same(trained(1, optimizer=optimizer()), trained(3, optimizer=optimizer()), 1e-7)
+
+
+def test_losses_under_a_mask_are_divided_by_the_unmasked_entries_of_all_replicas():
+    def build():
+        initializer = keras.initializers.GlorotUniform(seed=1)
+        return keras.Sequential(
+            [
+                keras.Input((3,), dtype="int32"),
+                layers.Embedding(5, 4, mask_zero=True, embeddings_initializer=initializer),
+                layers.Dense(5, kernel_initializer=initializer, kernel_regularizer="l2"),
+            ]
+        )
+
+    tokens = np.array([[1, 2, 3], [4, 0, 0], [1, 0, 0], [2, 3, 0]], "int32")
+    data = tf.data.Dataset.from_tensor_slices((tokens, tokens)).batch(4)
+    for settings in ({}, {"accumulation": 2}):
+        assert_same(
+            trained(1, data, build=build, metrics=()),
+            trained(3, data, build=build, metrics=(), **settings),
+        )
+
+
+def test_the_losses_of_several_outputs_are_logged_and_add_up():
+    def build():
+        inputs = keras.Input((4,))
+        initializer = keras.initializers.GlorotUniform(seed=1)
+        outputs = {
+            name: layers.Dense(size, name=name, kernel_initializer=initializer)(inputs)
+            for name, size in (("kind", 3), ("size", 1))
+        }
+        return keras.Model(inputs, outputs)
+
+    x, y = testing.toy_classification(7)
+    data = tf.data.Dataset.from_tensor_slices((x, {"kind": y, "size": x[:, :1]})).batch(4)
+    settings = {
+        "build": build,
+        "loss": {"kind": crossentropy(), "size": "mse"},
+        "loss_weights": {"kind": 1.0, "size": 0.3},
+        "metrics": {"kind": ["accuracy"], "size": ["mae"]},
+    }
+    one, two = trained(1, data, **settings), trained(2, data, **settings)
+    assert_same(one, two)
+    history = one[1]
+    assert set(history) == {"loss", "kind_loss", "size_loss", "kind_accuracy", "size_mae"}
+    total = np.array(history["kind_loss"]) + 0.3 * np.array(history["size_loss"])
+    np.testing.assert_allclose(history["loss"], total, rtol=1e-5)
+
+
+def test_replicas_drop_other_units_and_a_seed_repeats_them():
+    def build():
+        return keras.Sequential(
+            [
+                keras.Input((100,)),
+                layers.Dropout(0.5, seed=3),
+                layers.Dense(1, use_bias=False, kernel_initializer="zeros"),
+            ]
+        )
+
+    class Prediction(TrainingLoop):
+        def per_example_loss(self, x, y, *, training):
+            predictions = self.model(x, training=training)
+            return predictions[:, 0], predictions
+
+    data = tf.data.Dataset.from_tensors(np.ones((2, 100), "float32"))
+    runs = [
+        trained(2, data, 1, build=build, loop=Prediction, loss=None, metrics=(), optimizer="sgd")
+        for _ in range(2)
+    ]
+    assert_same(*runs)
+    moves = runs[0][0].model.get_weights()[0]
+    assert len(np.unique(moves.round(5))) == 3  # dropped by both replicas, by one, by none
+
+
+def test_a_float16_model_gets_its_loss_scaled():
+    def build():
+        keras.config.set_dtype_policy("mixed_float16")
+        try:
+            return testing.tiny_classifier()
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    one, two = trained(1, build=build), trained(2, build=build)
+    assert isinstance(two[0].optimizer, keras.optimizers.LossScaleOptimizer)
+    assert one[1]["loss"] == pytest.approx(two[1]["loss"], rel=1e-2)
+
+
+# The ways to run a step.
+
+
+def test_many_steps_in_a_call_train_the_same_and_compile_once():
+    traces = []
+
+    class Counting(TrainingLoop):
+        def per_example_loss(self, x, y, *, training):
+            traces.append(training)
+            return super().per_example_loss(x, y, training=training)
+
+    ends = []
+    data = batches(2, 13).repeat(2)  # 14 batches: calls of 4, 4, 4 and 2
+    many = loop_on(2, loop=Counting, steps_per_loop=4)
+    watch = keras.callbacks.LambdaCallback(
+        on_train_batch_begin=lambda batch, logs: ends.append((batch, len(logs or {}))),
+        on_train_batch_end=lambda batch, logs: ends.append((batch, len(logs))),
+    )
+    history = many.fit(data, epochs=2, callbacks=watch, verbose=0).history
+    assert ends[:8] == [(0, 0), (3, 2), (4, 0), (7, 2), (8, 0), (11, 2), (12, 0), (13, 2)]
+    assert traces.count(True) == 2  # once for each replica
+    assert int(many.optimizer.iterations) == 28
+    assert_same((many, history), trained(2, data))
+
+
+@pytest.mark.parametrize("settings", [{"accumulation": 3}, {"jit": True}])
+def test_micro_batches_and_xla_train_the_same(settings):
+    weights = np.arange(11, dtype="float32")
+    data = batches(5, 11, weights)  # pieces of 3 and 2, and a last batch of one row
+    plain, other = trained(1, data), trained(2, data, **settings)
+    assert_same(plain, other)
+    assert int(other[0].optimizer.iterations) == int(plain[0].optimizer.iterations) == 6
+
+
+@pytest.mark.slow
+def test_micro_batches_of_sparse_gradients_train_the_same():
+    def build():
+        initializer = keras.initializers.GlorotUniform(seed=1)
+        embedding = layers.Embedding(9, 4, embeddings_initializer=initializer)
+        head = layers.Dense(3, kernel_initializer=initializer)
+        return keras.Sequential(
+            [keras.Input((6,), dtype="int32"), embedding, layers.GlobalAveragePooling1D(), head]
+        )
+
+    random = np.random.default_rng(0)
+    tokens, labels = random.integers(0, 9, (10, 6)), random.integers(0, 3, 10)
+    data = tf.data.Dataset.from_tensor_slices((tokens, labels)).batch(4)
+    assert_same(trained(1, data, build=build), trained(2, data, build=build, accumulation=2))
+
+
+# What a user may change.
+
+
+class Adversarial(TrainingLoop):
+    """Trains on rows moved against the model, by the sign of the gradient of the loss."""
+
+    def per_example_loss(self, x, y, *, training):
+        if not training:
+            return super().per_example_loss(x, y, training=False)
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            losses, _ = super().per_example_loss(x, y, training=True)
+        moved = x + 0.1 * tf.sign(tape.gradient(losses, x))
+        attacked, predictions = super().per_example_loss(moved, y, training=True)
+        return (losses + attacked) / 2, predictions
+
+
+class Distilled(TrainingLoop):
+    """Learns a teacher's answers besides the labels."""
+
+    def __init__(self, model, *, teacher, **settings):
+        super().__init__(model, **settings)
+        self.teacher = teacher
+
+    def per_example_loss(self, x, y, *, training):
+        losses, predictions = super().per_example_loss(x, y, training=training)
+        wanted, got = (keras.ops.softmax(each) for each in (self.teacher(x), predictions))
+        return losses + keras.losses.kl_divergence(wanted, got), predictions
+
+
+def test_an_adversarial_step_is_the_same_on_replicas():
+    one, two = (trained(replicas, loop=Adversarial) for replicas in (1, 2))
+    assert_same(one, two)
+    assert one[1]["loss"][0] > trained(1)[1]["loss"][0]
+
+
+def test_a_distillation_step_is_the_same_on_replicas():
+    teacher = testing.tiny_classifier(seed=5)
+    one, two = (trained(replicas, loop=Distilled, teacher=teacher) for replicas in (1, 2))
+    assert_same(one, two)
+    assert one[1]["loss"][0] > trained(1)[1]["loss"][0]
+
+
+# Callbacks.
+
+
+class Recorder(keras.callbacks.Callback):
+    """Keeps every call that Keras makes, with its arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+        for name in dir(keras.callbacks.Callback):
+            if name.startswith("on_") and name not in ("on_batch_begin", "on_batch_end"):
+                setattr(self, name, lambda *args, name=name, **kw: self.note(name, args, kw))
+
+    def note(self, name, args, keywords):
+        values = [*args, *keywords.values()]
+        self.calls.append((name, *[v if not isinstance(v, dict) else dict(v) for v in values]))
+
+
+def test_callbacks_are_called_as_by_keras_fit():
+    model = testing.tiny_classifier()
+    model.compile("adam", crossentropy(), metrics=["accuracy"])
+    theirs, ours = Recorder(), Recorder()
+    model.fit(batches(), validation_data=batches(3), epochs=2, verbose=0, callbacks=[theirs])
+    loop_on(2).fit(batches(), batches(3), epochs=2, verbose=0, callbacks=[ours])
+    assert len(ours.calls) == len(theirs.calls) == 2 + 2 * (2 + 2 * 3 + 2 + 2 * 4)
+    for (name, *arguments), (other_name, *other_arguments) in zip(
+        ours.calls, theirs.calls, strict=True
+    ):
+        assert name == other_name
+        for mine, other in zip(arguments, other_arguments, strict=True):
+            assert mine == (pytest.approx(other, rel=1e-5) if isinstance(other, dict) else other)
+
+
+def test_stopping_early_and_rates_on_a_plateau_work_as_in_fit():
+    def watchers():
+        return [
+            keras.callbacks.EarlyStopping("loss", patience=2, restore_best_weights=True),
+            keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0),
+            callbacks.LearningRateLogger(),
+        ]
+
+    settings = {"optimizer": keras.optimizers.SGD(30.0)}
+    model = testing.tiny_classifier()
+    model.compile(keras.optimizers.SGD(30.0), crossentropy())
+    expected = model.fit(batches(), epochs=9, verbose=0, callbacks=watchers())
+    loop = loop_on(1, metrics=(), **settings)
+    history = loop.fit(batches(), epochs=9, verbose=0, callbacks=watchers())
+    assert len(expected.history["loss"]) < 9
+    assert history.history.keys() == expected.history.keys()
+    for name, values in expected.history.items():
+        assert history.history[name] == pytest.approx(values, rel=1e-5)
+
+
+def test_the_progress_lines_are_those_of_keras(capsys):
+    loop_on(1).fit(batches(), batches(), epochs=2, verbose=2)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "Epoch 1/2"
+    assert lines[1].startswith("3/3 - ")
+    assert [part.split(":")[0] for part in lines[1].split(" - ")[2:]] == [
+        "accuracy",
+        "loss",
+        "val_accuracy",
+        "val_loss",
+    ]
+
+
+# Evaluation and prediction.
+
+
+@pytest.mark.parametrize("replicas", [1, 4])
+def test_evaluation_counts_every_row_once_and_predictions_keep_their_order(replicas):
+    loop = loop_on(replicas, steps_per_loop=2)
+    x, y = testing.toy_classification(9)
+    logits = loop.predict(batches(4, 9), verbose=0)
+    np.testing.assert_allclose(logits, loop.model(x), atol=1e-6)
+    losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+    assert loop.evaluate(batches(4, 9), verbose=0) == {
+        "loss": pytest.approx(float(np.mean(losses)), rel=1e-5),
+        "accuracy": pytest.approx(float(np.mean(np.argmax(logits, 1) == y))),
+    }
+
+
+def test_predictions_keep_the_structure_of_the_outputs():
+    inputs = keras.Input((4,))
+    outputs = {"double": inputs * 2, "pair": [inputs[:, 0], inputs + 1]}
+    loop = loop_on(2, lambda: keras.Model(inputs, outputs), metrics=())
+    x, _ = testing.toy_classification(5)
+    predicted = loop.predict(tf.data.Dataset.from_tensor_slices(x).batch(3), verbose=0)
+    np.testing.assert_array_equal(predicted["double"], 2 * x)
+    np.testing.assert_array_equal(predicted["pair"][0], x[:, 0])
+    np.testing.assert_array_equal(predicted["pair"][1], x + 1)
+
+
+# How much of a dataset.
+
+
+def test_an_epoch_of_some_steps_goes_on_where_the_last_one_stopped():
+    loop = loop_on(1)
+    loop.fit(batches(2, 8), epochs=3, steps_per_epoch=2, verbose=0)  # the third begins anew
+    assert int(loop.optimizer.iterations) == 6
+    with pytest.raises(ValueError, match=r"`train` ended after 1 of the 3 steps of an epoch"):
+        loop.fit(batches(2, 8), epochs=2, steps_per_epoch=3, verbose=0)
+
+
+def test_a_dataset_of_unknown_length_is_trained_on_to_its_end():
+    data = batches(2, 10).filter(lambda x, y: True)  # noqa: ARG005 a predicate's arguments
+    assert data.cardinality() == tf.data.UNKNOWN_CARDINALITY
+    loop = loop_on(2, steps_per_loop=2)
+    loop.fit(data, data, epochs=2, verbose=0)
+    assert int(loop.optimizer.iterations) == 10
+
+
+def test_training_begins_with_the_epoch_that_is_asked_for():
+    history = loop_on(1).fit(batches(), epochs=5, initial_epoch=3, verbose=0)
+    assert history.epoch == [3, 4]
+
+
+# Checkpoints.
+
+
+def with_batch_norm():
+    initializer = keras.initializers.GlorotUniform(seed=2)
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8, kernel_initializer=initializer),
+            layers.BatchNormalization(synchronized=True),
+            layers.Dense(3, kernel_initializer=initializer),
+        ]
+    )
+
+
+def continued(loop):
+    history = loop.fit(batches(), epochs=1, verbose=0).history
+    return loop, history
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Train on two replicas, save in both formats, and train on."""
+    directory = tmp_path_factory.mktemp("saved")
+    loop, _ = trained(2, build=with_batch_norm)
+    loop.model.save(directory / "model.keras")
+    tf.train.Checkpoint(model=loop.model, optimizer=loop.optimizer).write(f"{directory}/state")
+    predictions = loop.predict(batches(), verbose=0)
+    return directory, predictions, continued(loop)
+
+
+@pytest.mark.parametrize(
+    "replicas",
+    [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],
+)
+@pytest.mark.parametrize("kind", ["keras", "checkpoint"])
+def test_a_checkpoint_of_two_replicas_trains_on_at_any_count(saved, kind, replicas):
+    directory, predictions, expected = saved
+    if kind == "keras":
+        with strategy_of(replicas).scope() as _:
+            model = keras.models.load_model(directory / "model.keras")
+        loop = TrainingLoop(
+            model, optimizer=model.optimizer, loss=crossentropy(), metrics=["accuracy"]
+        )
+    else:
+        loop = loop_on(replicas, with_batch_norm)
+        state = tf.train.Checkpoint(model=loop.model, optimizer=loop.optimizer)
+        state.read(f"{directory}/state")
+    np.testing.assert_allclose(loop.predict(batches(), verbose=0), predictions, atol=1e-6)
+    assert_same(continued(loop), expected)
+
+
+def test_the_model_stays_of_its_class():
+    loop = loop_on(1)
+    assert type(loop.model) is keras.Sequential
+    assert loop.model.optimizer is loop.optimizer
+
+
+# What cannot be.
+
+
+def scalar_loss(y, prediction):
+    return keras.ops.mean(keras.ops.square(prediction - y[:, None]))
+
+
+class ByColumn(TrainingLoop):
+    """Takes a mean over the rows instead of over the columns."""
+
+    def per_example_loss(self, x, y, *, training):
+        predictions = self.model(x, training=training)
+        return tf.reduce_mean(predictions, axis=0), predictions
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"steps_per_loop": 0}, "`steps_per_loop` must be a positive integer.*Received: steps_per"),
+        ({"accumulation": 1.5}, "`accumulation` must be a positive integer.*1.5"),
+        ({"loss": None}, "no loss to train with.*Received: loss=None"),
+        ({"strategy": "mirrored"}, "`strategy` must be a `tf.distribute` strategy.*'mirrored'"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TrainingLoop(
+            testing.tiny_classifier(), **{"optimizer": "sgd", "loss": crossentropy()} | settings
+        )
+
+
+def test_a_model_of_another_scope_is_refused():
+    with pytest.raises(ValueError, match="The model was not built in the scope.*Mirrored"):
+        TrainingLoop(
+            testing.tiny_classifier(),
+            optimizer="sgd",
+            loss=crossentropy(),
+            strategy=strategy_of(2),
+        )
+    with pytest.raises(ValueError, match="must be a Keras model"):
+        TrainingLoop(lambda x: x, optimizer="sgd", loss=crossentropy())
+
+
+def test_an_optimizer_of_another_scope_is_refused():
+    optimizer = keras.optimizers.Adam()
+    optimizer.build(testing.tiny_classifier().trainable_variables)
+    with pytest.raises(ValueError, match="The optimizer was not built in the scope"):
+        trained(2, optimizer=optimizer)
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        (batches().unbatch(), "`train` gives single examples.*batch"),
+        (batches().take(0), "`train` gave no batch"),
+        (batches().repeat(), "`train` never ends.*`steps_per_epoch`"),
+        (batches().map(lambda x, _: x), "computed from labels"),
+        (np.ones((4, 4)), "`train` must be a `tf.data.Dataset` of batches, and is a ndarray"),
+    ],
+)
+def test_datasets_that_cannot_be_trained_on_are_refused(data, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        trained(1, data)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"loss": scalar_loss}, r"a loss for each row.*Received: losses_shape=\(\)"),
+        ({"loop": ByColumn}, r"a loss for each row.*Received: losses_shape=\(3,\), rows=13"),
+        (
+            {"build": with_batch_norm, "accumulation": 2},
+            "synchronized BatchNormalization.*accumulation=2",
+        ),
+    ],
+)
+def test_steps_that_cannot_be_exact_are_refused(settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        trained(2, **settings)
+
+
+def test_batch_normalization_by_replica_is_warned_about():
+    def build():
+        return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(3)])
+
+    with pytest.warns(UserWarning, match="synchronized=True"):
+        loop, history = trained(4, build=build)
+    assert np.isfinite(history["loss"]).all()
+    assert all(np.isfinite(weight).all() for weight in loop.model.get_weights())
