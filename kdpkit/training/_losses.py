@@ -71,8 +71,10 @@ def global_mean_loss(
     elif not tf.is_tensor(global_batch_size):
         global_batch_size = _checks.integer("global_batch_size", global_batch_size)
     in_a_row = tf.reduce_prod(tf.shape(losses)[1:])
-    divisor = tf.cast(global_batch_size * in_a_row, losses.dtype)
-    return tf.math.divide_no_nan(tf.reduce_sum(losses), divisor)
+    wide = losses.dtype if losses.dtype.size >= 4 else tf.float32  # bfloat16 counts up to 256
+    total = tf.reduce_sum(tf.cast(losses, wide))
+    divisor = tf.cast(global_batch_size * in_a_row, wide)
+    return tf.cast(tf.math.divide_no_nan(total, divisor), losses.dtype)
 
 
 def _with_rank_of(losses: Any, weight: Any) -> Any:
