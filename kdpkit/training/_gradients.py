@@ -78,14 +78,15 @@ def over_micro_batches(
     count = tf.minimum(pieces, tf.maximum(rows, 1))
 
     def body(index: Any, sums: Sums) -> tuple[Any, Sums]:
-        piece = _piece(batch, index, count, rows, pieces)
-        return index + 1, tf.nest.map_structure(tf.add, sums, _dense(compute(piece)))
+        more = compute(_piece(batch, index, count, rows, pieces))
+        return index + 1, tf.nest.map_structure(_add, sums, more)
 
-    first = _dense(compute(_piece(batch, 0, count, rows, pieces)))
+    first = compute(_piece(batch, 0, count, rows, pieces))
     _, sums = tf.while_loop(
         lambda index, _: index < count,
         body,
         (tf.constant(1), first),
+        shape_invariants=(tf.TensorSpec((), tf.int32), tf.nest.map_structure(_spec_of_sum, first)),
         parallel_iterations=1,  # else several pieces would be in memory
     )
     return sums
@@ -131,8 +132,24 @@ def _present(gradients: list[Any]) -> dict[int, Any]:
     return {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
 
 
-def _dense(sums: Sums) -> Sums:
-    return sums._replace(gradients=tf.nest.map_structure(tf.convert_to_tensor, sums.gradients))
+def _add(one: Any, other: Any) -> Any:
+    """Add up gradients; sparse ones stay so, because optimizers treat them in their own way."""
+    if isinstance(one, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.concat([one.values, other.values], axis=0),
+            tf.concat([one.indices, other.indices], axis=0),
+            one.dense_shape,
+        )
+    return one + other
+
+
+def _spec_of_sum(value: Any) -> Any:
+    """Give the type of a sum: in a sparse one there may be any number of slices."""
+    if isinstance(value, tf.IndexedSlices):
+        return tf.IndexedSlicesSpec(
+            value.shape, value.dtype, value.indices.dtype, tf.int32, indices_shape=[None]
+        )
+    return tf.TensorSpec(value.shape, value.dtype)
 
 
 def _times(gradient: Any, factor: Any) -> Any:

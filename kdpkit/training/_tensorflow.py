@@ -1,8 +1,8 @@
-"""The steps of `TrainingLoop` on TensorFlow, for one device and every synchronous strategy.
+"""The steps of `TrainingLoop` on TensorFlow: one device, and every synchronous strategy.
 
 A training step is cut in two. In the replicas: forward and backward pass, of a loss whose parts
-add up to the global batch's. Outside them: one sum of the gradients, and the optimizer once, which
-so clips, accumulates, averages and checks the whole gradient.
+add up to that of the global batch. Outside them: one sum of the gradients, and the optimizer once,
+which then clips, accumulates, averages and checks the whole gradient.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec, set_keras_mask
 
 from kdpkit import _checks
-from kdpkit.training import _batch_norm, _keras_internals
+from kdpkit.training import _attachments, _batch_norm, _keras_internals
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import (
     Sums,
@@ -28,14 +28,18 @@ from kdpkit.training._gradients import (
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._step import ReplicaStep
 
+# Rows of the placeholder that the step is first traced with: a number unlikely to be that of
+# anything else, so that losses along another axis than the rows show.
+_ROWS_OF_PLACEHOLDER = 13
+
 
 class TensorFlowSteps:
     """Runs the steps of a loop under its strategy.
 
     Args:
         loop: The `TrainingLoop`.
-        strategy: A strategy, or None for the model's.
-        jit: Whether XLA compiles the replicas' forward and backward passes; None asks the model.
+        strategy: A strategy, or None for the one that the model was built in.
+        jit: Whether XLA compiles forward and backward pass; None asks the model.
     """
 
     def __init__(self, loop: Any, strategy: Any, jit: bool | None) -> None:
@@ -47,82 +51,113 @@ class TensorFlowSteps:
         if isinstance(self.strategy, tf.distribute.MirroredStrategy):
             _keras_internals.prefer_one_device_sums(self.strategy)
         with self.scope():
-            self._means = {"": keras.metrics.Mean("loss")}
+            self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._batch_norms: list[Any] = []
-        self._is_built = self._warned = False
+        self._is_built = self._is_optimizer_built = False
         self._train = self._repeated(self._train_step)
         self._test = self._repeated(self._test_step)
-        self._predict = tf.function(self._predict_batch, autograph=False, reduce_retracing=True)
+        self._predict = tf.function(self._predict_step, autograph=False, reduce_retracing=True)
 
     @property
     def jit(self) -> bool:
         """Whether XLA compiles the replicas' part of a training step."""
         return bool(self.model.jit_compile if self._jit is None else self._jit)
 
+    @property
+    def _is_multi_worker(self) -> bool:
+        return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+
     def scope(self) -> Any:
         """Enter the strategy's scope."""
         return self.strategy.scope()
 
+    # Before the first step: the data, and all variables.
+
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        """Check a dataset, spread its batches over the replicas, and count them."""
+        """Check a dataset, spread its batches over the replicas, and build the model for them."""
         ((argument, wanted),) = steps.items()
         if wanted is not None:
             wanted = _checks.integer(argument, wanted)
         if not isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
             _checks.refuse(
-                f"`{name}` must be a `tf.data.Dataset` of batches.",
-                **{name: type(dataset).__name__},
+                f"`{name}` must be a `tf.data.Dataset` of batches, and is a "
+                f"{type(dataset).__name__}.",
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
         _check_batched(name, dataset.element_spec)
-        size = int(dataset.cardinality()) if isinstance(dataset, tf.data.Dataset) else None
-        if size == tf.data.INFINITE_CARDINALITY and wanted is None:
-            _checks.refuse(f"`{name}` repeats for ever: say with `{argument}` how much to take.")
-        known = size if size is not None and size >= 0 else None
-        batches = dataset
+        size, batches = None, dataset
         if isinstance(dataset, tf.data.Dataset):
+            size = int(dataset.cardinality())
             batches = self.strategy.experimental_distribute_dataset(dataset)
+        if size == tf.data.INFINITE_CARDINALITY and wanted is None:
+            _checks.refuse(f"`{name}` never ends; say with `{argument}` how much of it to take.")
+        self._build_model(batches.element_spec)
+        known = size if size is not None and size >= 0 else None
         return Feed(name, batches, steps=wanted or known, goes_on=wanted is not None)
+
+    def _build_model(self, spec: Any) -> None:
+        if self.model.built:
+            return
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(_placeholders(spec))
+        with self.scope():
+            compute_output_spec(functools.partial(self.model, training=False), x)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         """Make all variables now, in the scope: a compiled loop can make none."""
         with self.scope():
             if not self._is_built:
-                self._build_model_and_metrics(feed.batches.element_spec)
-            if training:
-                _build_optimizer(self.model, self.strategy)
-        self._is_built = True
+                self._build_metrics(feed.batches.element_spec)
+                self._is_built = True
+            if training and not self._is_optimizer_built:
+                self._build_optimizer()
+                self._prepare_batch_norms()
+                self._is_optimizer_built = True
 
-    def _build_model_and_metrics(self, spec: Any) -> None:
-        outputs: list[str] = []
+    def _build_metrics(self, spec: Any) -> None:
+        names: list[str] = []
 
         def trace(batch: Any) -> Any:
-            x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             losses, predictions = self.loop.per_example_loss(x, y, training=False)
-            terms = self.loop.loss.terms(losses, predictions, weight)
-            outputs.extend(term.name for term in terms)
-            self.model.compute_metrics(x, y, predictions, weight)
-            return predictions
+            terms = self.loop.loss.terms(losses, predictions, sample_weight)
+            names.extend(term.name for term in terms if term.name)
+            self.model.compute_metrics(x, y, predictions, sample_weight)
+            return losses
 
-        compute_output_spec(trace, tf.nest.map_structure(_symbolic, spec))
-        self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in outputs if name}
+        losses = compute_output_spec(trace, _placeholders(spec))
+        _check_rows(losses, spec)
+        self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
+
+    def _build_optimizer(self) -> None:
+        optimizer = self.model.optimizer
+        if tf.distribute.in_cross_replica_context():
+            _attachments.attach_to_optimizer(optimizer, self.strategy)
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        # The two that an optimizer makes before it is built need no copies on the replicas.
+        copied = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
+        _check_place("optimizer", copied, self.strategy)
+
+    def _prepare_batch_norms(self) -> None:
+        replicas = self.strategy.num_replicas_in_sync
+        if replicas == 1:
+            return
         self._batch_norms = _batch_norm.batch_norm_layers(self.model)
-        self._check_synchronized()
-
-    def _check_synchronized(self) -> None:
+        _batch_norm.warn_of_local_statistics(self._batch_norms, replicas)
         for layer in self._batch_norms:
-            if not layer.synchronized:
-                continue
-            if self.strategy.num_replicas_in_sync > 1 and (self.jit or self.loop.accumulation > 1):
+            if layer.synchronized and (self.jit or self.loop.accumulation > 1):
                 _checks.refuse(
-                    "A synchronized BatchNormalization cannot meet the other replicas inside XLA "
-                    "or inside the loop over micro-batches.",
+                    "Under XLA, and between micro-batches, a synchronized BatchNormalization "
+                    "cannot meet the other replicas.",
                     layer=layer.name,
                     jit=self.jit,
                     accumulation=self.loop.accumulation,
-                    remedy="Use `jit=False, accumulation=1`, or leave it unsynchronized.",
+                    remedy="Use `jit=False` and `accumulation=1`, or do not synchronize it.",
                 )
-            _batch_norm.attach_to_synchronized(layer)
+            if layer.synchronized and "_moments" not in vars(layer):
+                _batch_norm.attach_to_synchronized(layer)
+
+    # Many steps in a call.
 
     def reset_metrics(self) -> None:
         """Begin an epoch or an evaluation."""
@@ -132,11 +167,6 @@ class TensorFlowSteps:
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many training steps; give how many there were, and loss and metrics."""
-        if not self._warned:
-            self._warned = True
-            _batch_norm.warn_of_local_statistics(
-                self._batch_norms, self.strategy.num_replicas_in_sync
-            )
         return self._run(self._train, iterator, steps)
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
@@ -148,7 +178,8 @@ class TensorFlowSteps:
         outputs: list[Any] = []
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             while len(outputs) < steps:
-                outputs.append(keras.tree.map_structure(np.asarray, self._predict(next(iterator))))
+                predictions = self._predict(next(iterator))
+                outputs.append(keras.tree.map_structure(np.asarray, predictions))
         return len(outputs), outputs
 
     def finish_training(self) -> None:
@@ -157,30 +188,34 @@ class TensorFlowSteps:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def _run(self, function: Any, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        with _keras_internals.constant_collective_keys():
+        fresh_keys = self._is_multi_worker
+        keys = _keras_internals.constant_collective_keys
+        with contextlib.nullcontext() if fresh_keys else keys():
             done, logs = function(iterator, tf.constant(steps))
         return int(done), logs
 
     def _repeated(self, step: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
-        """Make a function of an iterator and a number of steps, compiled into one loop."""
+        """Compile a loop of up to so many steps, or to the end of the data."""
 
         def run(iterator: Any, steps: Any) -> Any:
-            def go_on(done: Any, batch: Any) -> Any:
+            def goes_on(done: Any, batch: Any) -> Any:
                 return (done < steps) & batch.has_value()
 
             def body(done: Any, batch: Any) -> Any:
                 step(batch.get_value())
-                # The batch after the last is not taken: it is the next call's.
-                following = tf.cond(done + 1 < steps, iterator.get_next_as_optional, lambda: batch)
-                return done + 1, following
+                done += 1
+                # The batch after the last one belongs to the next call.
+                return done, tf.cond(done < steps, iterator.get_next_as_optional, lambda: batch)
 
             with self.scope():
                 first = iterator.get_next_as_optional()
-                done, _ = tf.while_loop(go_on, body, (tf.constant(0), first))
-                means = {mean.name: mean.result() for mean in self._means.values()}
-                return done, self.model.get_metrics_result() | means
+                done, _ = tf.while_loop(goes_on, body, (tf.constant(0), first))
+                losses = {mean.name: mean.result() for mean in self._means.values()}
+                return done, self.model.get_metrics_result() | losses
 
         return tf.function(run, autograph=False, reduce_retracing=True)
+
+    # One step, outside the replicas.
 
     def _train_step(self, batch: Any) -> None:
         gradients = self.strategy.run(self._train_replica, args=(batch,))
@@ -189,26 +224,25 @@ class TensorFlowSteps:
             tf.distribute.ReduceOp.SUM,
             [(gradient, variables[index].value) for index, gradient in gradients.items()],
         )
-        of_variable = dict(zip(gradients, sums, strict=True))
-        optimizer = self.model.optimizer
-        # Of the class: `replica_exact` sets an `apply` on the instance, for use in replicas.
-        type(optimizer).apply(
-            optimizer, [of_variable.get(index) for index in range(len(variables))], variables
-        )
+        whole = dict(zip(gradients, sums, strict=True))
+        self.model.optimizer.apply([whole.get(i) for i in range(len(variables))], variables)
 
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
 
-    def _predict_batch(self, batch: Any) -> Any:
+    def _predict_step(self, batch: Any) -> Any:
         def predict(batch: Any) -> Any:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             return self.model(x, training=False)
 
-        outputs = self.strategy.run(predict, args=(batch,))
-        return keras.tree.map_structure(self._joined, outputs)
+        return keras.tree.map_structure(self._joined, self.strategy.run(predict, args=(batch,)))
 
     def _joined(self, output: Any) -> Any:
+        if self._is_multi_worker:
+            return self.strategy.gather(output, axis=0)
         return tf.concat(self.strategy.experimental_local_results(output), axis=0)
+
+    # One replica's part of a step.
 
     def _train_replica(self, batch: Any) -> dict[int, Any]:
         """Give this replica's part of the gradients, by the variable's index."""
@@ -225,9 +259,9 @@ class TensorFlowSteps:
 
         pieces = self.loop.accumulation
         sums = over_micro_batches(compute, batch, rows=step.rows, pieces=pieces)
-        divided = self._update_losses(step, sums)
+        factors = self._update_losses(step, sums)
         _batch_norm.average_local_statistics(step, self._batch_norms)
-        gradients = combined(sums.gradients, [1.0, *divided])
+        gradients = combined(sums.gradients, [1.0, *factors])
         return {index: step.if_rows(gradient) for index, gradient in gradients.items()}
 
     def _test_replica(self, batch: Any) -> None:
@@ -241,32 +275,31 @@ class TensorFlowSteps:
         self.model.compute_metrics(x, y, predictions, sample_weight)
 
     def _update_losses(self, step: ReplicaStep, sums: Sums) -> list[Any]:
-        """Log the losses; give the factors that put the real divisors in place of the plain."""
+        """Log the losses; give the factors that put real divisors in the place of plain ones."""
         factors = {
             name: tf.math.reciprocal_no_nan(sum_over_replicas(real))
             for name, real in sums.real.items()
         }
         total = sums.additional
         for name, loss in sums.losses.items():
-            loss *= factors.get(name, 1.0)
-            total += self.loop.loss.weight(name) * loss
+            divided = loss * factors.get(name, 1.0)
+            total += self.loop.loss.weight(name) * divided
             if name:
-                self._means[name].update_state(*_as_mean(step, loss))
+                self._means[name].update_state(*_as_mean(step, divided))
         self._means[""].update_state(*_as_mean(step, total))
         return [*factors.values()]
 
 
 def _as_mean(step: ReplicaStep, part: Any) -> tuple[Any, Any]:
-    """Give value and weight for a `Mean`, so that it weighs the sum of the parts by all rows."""
+    """Give value and weight for a `Mean`, which then counts the sum of all parts with all rows."""
     rows, all_rows = (tf.cast(count, part.dtype) for count in (step.rows, step.all_rows))
     return tf.math.divide_no_nan(part * all_rows, rows), rows
 
 
 def _strategy_of(model: Any, strategy: Any) -> Any:
     """Give the strategy that a model lives in, which must be the one asked for."""
-    of_model = model.distribute_strategy
     if strategy is None:
-        strategy = of_model
+        strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.Strategy):
         _checks.refuse(
             "`strategy` must be a `tf.distribute` strategy, or None for the model's.",
@@ -274,18 +307,17 @@ def _strategy_of(model: Any, strategy: Any) -> Any:
         )
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
         _checks.refuse(
-            "Parameter servers train asynchronously, which no device alone would.",
+            "Parameter servers train asynchronously, which one device would not.",
             strategy=type(strategy).__name__,
             remedy="Use a mirrored or a multi-worker strategy.",
         )
-    _check_in_scope("model", model.variables, strategy)
-    if not model.variables and strategy is not of_model:
-        _refuse_place("model", type(model).__name__, strategy)
+    _check_place("model", model.variables, strategy)
+    if not model.variables and model.distribute_strategy is not strategy:
+        _refuse_place("model", model.name, strategy)
     return strategy
 
 
-def _check_in_scope(owner: str, variables: Any, strategy: Any) -> None:
-    """Refuse variables of another strategy's scope, or of none."""
+def _check_place(owner: str, variables: list[Any], strategy: Any) -> None:
     for variable in variables:
         if not strategy.extended.variable_created_in_scope(variable.value):
             _refuse_place(owner, variable.path, strategy)
@@ -300,35 +332,28 @@ def _refuse_place(owner: str, built: str, strategy: Any) -> NoReturn:
     )
 
 
-def _build_optimizer(model: Any, strategy: Any) -> None:
-    """Build the optimizer for use outside the replicas, where the gradients are whole."""
-    optimizer = model.optimizer
-    for part in (optimizer, getattr(optimizer, "inner_optimizer", optimizer)):
-        part._distribution_strategy = strategy  # Keras': where it was made, maybe out of the scope
-        scales = isinstance(part, keras.optimizers.LossScaleOptimizer)
-        if scales and tf.distribute.in_cross_replica_context():
-            part._tf_apply = part._common_apply  # Keras': refuses to be outside the replicas
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    _check_in_scope("optimizer", optimizer.variables, strategy)
-
-
 def _check_batched(name: str, spec: Any) -> None:
-    """Refuse what is surely no batch: scalars, or parts of different known lengths."""
-    shapes = [
-        _of_replica(part).shape
-        for part in tf.nest.flatten(spec)
-        if hasattr(_of_replica(part), "shape")
-    ]
-    lengths = {None if shape.rank is None else shape[0] for shape in shapes if shape.rank != 0} - {
-        None
-    }
-    if any(shape.rank == 0 for shape in shapes) or len(lengths) > 1:
+    """Refuse what is surely no batch: scalars, or tensors of different lengths."""
+    shapes = [shape for part in tf.nest.flatten(spec) if (shape := _shape(part)) is not None]
+    lengths = {shape[0] for shape in shapes if shape} - {None}
+    if () in shapes or len(lengths) > 1:
         _checks.refuse(
-            f"`{name}` is not batched: its elements are single examples.",
-            elements=spec,
+            f"`{name}` gives single examples, and must give batches.",
+            element_spec=spec,
             remedy="Add `.batch(global_batch_size)`.",
         )
+
+
+def _check_rows(losses: Any, spec: Any) -> None:
+    """Refuse losses along another axis than the rows, where TensorFlow knows their number."""
+    rows = tf.nest.flatten(_placeholders(spec))[0].shape[0]
+    for loss in keras.tree.flatten(losses):
+        if loss.shape[0] not in (None, rows):
+            _checks.refuse(
+                "`per_example_loss` must give a loss for each row, along the first axis.",
+                losses_shape=loss.shape,
+                rows=rows,
+            )
 
 
 def _of_replica(spec: Any) -> Any:
@@ -336,14 +361,25 @@ def _of_replica(spec: Any) -> Any:
     return getattr(spec, "_value_specs", (spec,))[0]
 
 
-def _symbolic(spec: Any) -> Any:
-    """Give Keras' placeholder for one replica's part of a dataset's element."""
+def _shape(spec: Any) -> tuple[int | None, ...] | None:
+    shape = getattr(_of_replica(spec), "shape", None)
+    return None if shape is None or shape.rank is None else tuple(shape)
+
+
+def _placeholders(spec: Any) -> Any:
+    """Give Keras' placeholders for one replica's part of a dataset's element."""
+    return tf.nest.map_structure(_placeholder, spec)
+
+
+def _placeholder(spec: Any) -> Any:
     spec = _of_replica(spec)
     if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
         return None
-    return keras.KerasTensor(
-        spec.shape,
-        spec.dtype.name,
-        sparse=isinstance(spec, tf.SparseTensorSpec),
-        ragged=isinstance(spec, tf.RaggedTensorSpec),
-    )
+    kinds = {
+        "sparse": isinstance(spec, tf.SparseTensorSpec),
+        "ragged": isinstance(spec, tf.RaggedTensorSpec),
+    }
+    shape = spec.shape
+    if shape.rank and not any(kinds.values()):
+        shape = [shape[0] or _ROWS_OF_PLACEHOLDER, *shape[1:]]
+    return keras.KerasTensor(shape, spec.dtype.name, **kinds)
