@@ -21,6 +21,7 @@ _SUBMODULES = (
     "schedules",
     "strategies",
     "testing",
+    "training",
 )
 
 __all__ = ["__version__", *_SUBMODULES]

@@ -5,6 +5,8 @@ gradients are summed, breaks on them too.
 """
 
 import os
+from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -49,3 +51,28 @@ def tiny_classifier(*, features: int = 4, classes: int = 3, seed: int = 0) -> ke
             keras.layers.Dense(classes, kernel_initializer=initializer),
         ]
     )
+
+
+def assert_parity(build: Callable[[], Any], data: Any, *, replicas: int) -> None:
+    """Fail a test unless R replicas train what one device trains.
+
+    Args:
+        build: Gives a new, compiled model; see `kdpkit.training.check_parity`.
+        data: A dataset of global batches, or one batch as a tuple of arrays.
+        replicas: Number of replicas, each on a device of its own.
+
+    Raises:
+        AssertionError: They do not; the message is the report, with the likely cause.
+
+    >>> from kdpkit.training import replica_exact
+    >>> def build():
+    ...     model = replica_exact(tiny_classifier())
+    ...     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ...     return model
+    >>> assert_parity(build, toy_classification(7), replicas=2)
+    """
+    from kdpkit.training import check_parity
+
+    report = check_parity(build, data, replicas=replicas)
+    if not report.equal:
+        raise AssertionError(str(report))

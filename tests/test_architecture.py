@@ -29,7 +29,7 @@ ALLOWED = {
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
     "strategies": (TENSORFLOW, {"_checks"}),
-    "training": (TENSORFLOW, {"_checks", "scaling", "training"}),
+    "training": (TENSORFLOW, {"_checks", "scaling", "strategies", "training"}),
     "experiment": (KERAS, {"_checks", "_files", "_prepared", "_presets", "scaling"}),
     "testing": (KERAS, {"_checks", "scaling"}),
 }
