@@ -95,8 +95,19 @@ def _sum_gradients(strategy: Any, grads: list[Any], variables: list[Any]) -> lis
     present = [(g, v.value) for g, v in zip(grads, variables, strict=True) if g is not None]
     if not present:
         return grads
-    sums = iter(strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, present))
-    return [None if grad is None else next(sums) for grad in grads]
+    sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, present)
+    whole = iter([_sparse_or_mirrored(strategy, total) for total in sums])
+    return [None if grad is None else next(whole) for grad in grads]
+
+
+def _sparse_or_mirrored(strategy: Any, total: Any) -> Any:
+    """Unwrap a sparse gradient: inside a mirrored value Keras would not know it for one.
+
+    It would make it dense, and clip by another norm than on one device, where an embedding's rows
+    count as often as they were looked up.
+    """
+    first = strategy.experimental_local_results(total)[0]
+    return first if isinstance(first, tf.IndexedSlices) else total
 
 
 def attach_to_metric(metric: Any) -> None:
