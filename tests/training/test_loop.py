@@ -128,7 +128,10 @@ def test_gradients_are_summed_before_they_are_clipped():
     assert_same(trained(1, optimizer=optimizer()), trained(3, optimizer=optimizer()), 1e-7)
 
 
-def test_losses_under_a_mask_are_divided_by_the_unmasked_entries_of_all_replicas():
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"accumulation": 2}, marks=pytest.mark.slow)]
+)
+def test_losses_under_a_mask_are_divided_by_the_unmasked_entries_of_all_replicas(settings):
     def build():
         initializer = keras.initializers.GlorotUniform(seed=1)
         return keras.Sequential(
@@ -141,11 +144,10 @@ def test_losses_under_a_mask_are_divided_by_the_unmasked_entries_of_all_replicas
 
     tokens = np.array([[1, 2, 3], [4, 0, 0], [1, 0, 0], [2, 3, 0]], "int32")
     data = tf.data.Dataset.from_tensor_slices((tokens, tokens)).batch(4)
-    for settings in ({}, {"accumulation": 2}):
-        assert_same(
-            trained(1, data, build=build, metrics=()),
-            trained(3, data, build=build, metrics=(), **settings),
-        )
+    assert_same(
+        trained(1, data, build=build, metrics=()),
+        trained(3, data, build=build, metrics=(), **settings),
+    )
 
 
 def test_the_losses_of_several_outputs_are_logged_and_add_up():
@@ -199,6 +201,7 @@ def test_replicas_drop_other_units_and_a_seed_repeats_them():
     assert len(np.unique(moves.round(5))) == 3  # dropped by both replicas, by one, by none
 
 
+@pytest.mark.slow
 def test_a_float16_model_gets_its_loss_scaled():
     def build():
         keras.config.set_dtype_policy("mixed_float16")
@@ -298,6 +301,7 @@ def test_an_adversarial_step_is_the_same_on_replicas():
     assert one[1]["loss"][0] > trained(1)[1]["loss"][0]
 
 
+@pytest.mark.slow
 def test_a_distillation_step_is_the_same_on_replicas():
     teacher = testing.tiny_classifier(seed=5)
     one, two = (trained(replicas, loop=Distilled, teacher=teacher) for replicas in (1, 2))
@@ -532,6 +536,10 @@ def test_an_optimizer_of_another_scope_is_refused():
         (batches().take(0), "`train` gave no batch"),
         (batches().repeat(), "`train` never ends.*`steps_per_epoch`"),
         (batches().map(lambda x, _: x), "computed from labels"),
+        (
+            batches().map(lambda x, y: (x, {"a": y, "b": y})),
+            r"must match.*Received: labels={'a': \(13,\), 'b': \(13,\)}",
+        ),
         (np.ones((4, 4)), "`train` must be a `tf.data.Dataset` of batches, and is a ndarray"),
     ],
 )
@@ -556,11 +564,16 @@ def test_steps_that_cannot_be_exact_are_refused(settings, sentence):
         trained(2, **settings)
 
 
-def test_batch_normalization_by_replica_is_warned_about():
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_batch_normalization_by_replica_is_warned_about_and_stays_finite(accumulation):
     def build():
         return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(3)])
 
     with pytest.warns(UserWarning, match="synchronized=True"):
-        loop, history = trained(4, build=build)
+        loop, history = trained(4, build=build, accumulation=accumulation)
     assert np.isfinite(history["loss"]).all()
     assert all(np.isfinite(weight).all() for weight in loop.model.get_weights())
+    for statistics in loop.model.non_trainable_variables:
+        first, *others = loop.strategy.experimental_local_results(statistics.value)
+        for other in others:  # the last replicas had no rows in the last batch
+            np.testing.assert_array_equal(first, other)
