@@ -20,12 +20,12 @@ class Sums(NamedTuple):
     """What some rows give; more rows are added to it.
 
     Args:
-        losses: Of each output, over its divisor as it is without weights and masks.
-        real: Of the outputs whose divisor weights and masks decide, that one over the plain one.
-            It is 1 when the sums of all replicas are complete if they decide nothing.
+        losses: Of each output, over the divisor of the whole batch without weights and masks.
+        real: Of each output whose divisor weights and masks decide: that divisor over the other.
+            A loss is to be divided by it once all rows have been seen.
         additional: Regularizers and what `add_loss` added.
-        gradients: By the variable's index: first of everything that is not in `real`, then of each
-            loss in `real`, which is still to be divided.
+        gradients: By the variable's index: first of all that is complete, then of each loss in
+            `real`.
     """
 
     losses: dict[str, Any]
@@ -43,7 +43,8 @@ def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tupl
     plain = {term.name: term.plain_divisor(step.all_rows) for term in terms}
     counted = [term for term in terms if term.counted is not None]
     divide = tf.math.divide_no_nan
-    share = divide(tf.cast(rows_of(batch), tf.float32), tf.cast(step.all_rows, tf.float32))
+    rows = tf.shape(keras.tree.flatten(losses)[0])[0]
+    share = divide(tf.cast(rows, tf.float32), tf.cast(step.all_rows, tf.float32))
     sums = Sums(
         losses={term.name: divide(term.total, plain[term.name]) for term in terms},
         real={term.name: divide(term.counted, plain[term.name]) for term in counted},
@@ -98,18 +99,8 @@ def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, A
     for of_loss, factor in zip(gradients, factors, strict=True):
         for index, gradient in of_loss.items():
             scaled = _times(gradient, factor)
-            total[index] = scaled if index not in total else tf.add_n([total[index], scaled])
+            total[index] = _add(total[index], scaled) if index in total else scaled
     return dict(sorted(total.items()))
-
-
-def rows_of(batch: Any) -> Any:
-    """Count the rows of a nest by its first tensor, dense, ragged or sparse."""
-    first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
-    if isinstance(first, tf.SparseTensor):
-        return tf.cast(first.dense_shape[0], tf.int32)
-    return tf.cast(
-        first.nrows() if isinstance(first, tf.RaggedTensor) else tf.shape(first)[0], tf.int32
-    )
 
 
 def _piece(batch: Any, index: Any, count: Any, rows: Any, pieces: int) -> Any:
@@ -134,13 +125,13 @@ def _present(gradients: list[Any]) -> dict[int, Any]:
 
 def _add(one: Any, other: Any) -> Any:
     """Add up gradients; sparse ones stay so, because optimizers treat them in their own way."""
-    if isinstance(one, tf.IndexedSlices):
+    if isinstance(one, tf.IndexedSlices) and isinstance(other, tf.IndexedSlices):
         return tf.IndexedSlices(
             tf.concat([one.values, other.values], axis=0),
             tf.concat([one.indices, other.indices], axis=0),
             one.dense_shape,
         )
-    return one + other
+    return tf.add_n([one, other])
 
 
 def _spec_of_sum(value: Any) -> Any:

@@ -20,10 +20,11 @@ class TrainingLoop:
     accumulation, moving averages of weights and loss scaling are exact), metrics over examples,
     Keras' callbacks, `History` and progress line.
 
-    The model is compiled with what is given here, replacing what it was compiled with before: so
-    callbacks find `model.optimizer`, and `model.save` keeps the optimizer's state. A saved model
-    goes on, on any number of replicas, with `TrainingLoop(model, optimizer=model.optimizer,
-    loss=...)`; so does a `tf.train.Checkpoint` of model and optimizer.
+    The model is compiled with what is given here, in place of what it was compiled with before: so
+    callbacks find `model.optimizer`, and `model.save` keeps the optimizer's state. A model that was
+    loaded goes on, on any number of replicas, with `TrainingLoop(model, optimizer=model.optimizer,
+    loss=...)`; so does a `tf.train.Checkpoint` of model and optimizer. Which layers are trainable
+    is looked at when the loop first trains.
 
     What one device and R replicas do differently by nature is as in `replica_exact`: random layers
     draw other numbers on each replica, and `BatchNormalization` needs `synchronized=True` to
@@ -32,8 +33,8 @@ class TrainingLoop:
     Args:
         model: A Keras model, built in the strategy's scope.
         optimizer: As in `compile`. In `mixed_float16` Keras wraps it in a `LossScaleOptimizer`.
-        loss: As in `compile`; None if `per_example_loss` needs none. Its reduction holds for the
-            global batch; no reduction means the mean.
+        loss: As in `compile`; None if `per_example_loss` needs none. Its reduction is taken over
+            the global batch; `reduction=None` means the mean.
         metrics: As in `compile`.
         strategy: The `tf.distribute` strategy whose scope the model was built in; None takes it
             from the model.
@@ -210,7 +211,7 @@ class TrainingLoop:
             verbose: As in `keras.Model.evaluate`.
 
         Returns:
-            `loss`, with several outputs the loss of each, and the metrics. The loss is that of
+            `loss`, with several outputs also the loss of each, and the metrics. A loss is that of
             Keras on one device: the mean of the batches' losses, weighted by their rows.
 
         Raises:

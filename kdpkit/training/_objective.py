@@ -118,6 +118,13 @@ def _losses(loss: Any, y: Any, prediction: Any) -> Any:
             loss=loss,
             y=y,
         )
+    if keras.tree.is_nested(y) or keras.tree.is_nested(prediction):
+        _checks.refuse(
+            "Labels, losses and outputs of the model must match, one of each for an output. "
+            "Name them alike, in dictionaries, or override `per_example_loss`.",
+            labels=keras.tree.map_structure(lambda part: tuple(part.shape), y),
+            output=keras.tree.map_structure(lambda part: tuple(part.shape), prediction),
+        )
     loss = get_loss(loss, y, prediction)
     y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
     return loss.call(y, prediction)
@@ -126,6 +133,7 @@ def _losses(loss: Any, y: Any, prediction: Any) -> Any:
 def _term(name: str, losses: Any, prediction: Any, loss: Any, sample_weight: Any) -> Term:
     mask = _mask(losses, prediction)
     losses = ops.convert_to_tensor(losses)
+    losses = ops.cast(losses, keras.backend.result_type(losses.dtype, "float32"))
     if len(losses.shape) == 0:
         _checks.refuse(
             "`per_example_loss` must give a loss for each row, and here a mean or a sum was taken "

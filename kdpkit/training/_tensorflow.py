@@ -218,14 +218,11 @@ class TensorFlowSteps:
     # One step, outside the replicas.
 
     def _train_step(self, batch: Any) -> None:
-        gradients = self.strategy.run(self._train_replica, args=(batch,))
+        parts = self.strategy.run(self._train_replica, args=(batch,))
         variables = self.model.trainable_variables
-        sums = self.strategy.extended.batch_reduce_to(
-            tf.distribute.ReduceOp.SUM,
-            [(gradient, variables[index].value) for index, gradient in gradients.items()],
-        )
-        whole = dict(zip(gradients, sums, strict=True))
-        self.model.optimizer.apply([whole.get(i) for i in range(len(variables))], variables)
+        gradients = [parts.get(index) for index in range(len(variables))]
+        whole = _attachments._sum_gradients(self.strategy, gradients, variables)
+        self.model.optimizer.apply(whole, variables)
 
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
@@ -348,7 +345,7 @@ def _check_rows(losses: Any, spec: Any) -> None:
     """Refuse losses along another axis than the rows, where TensorFlow knows their number."""
     rows = tf.nest.flatten(_placeholders(spec))[0].shape[0]
     for loss in keras.tree.flatten(losses):
-        if loss.shape[0] not in (None, rows):
+        if rows is not None and loss.shape[0] not in (None, rows):
             _checks.refuse(
                 "`per_example_loss` must give a loss for each row, along the first axis.",
                 losses_shape=loss.shape,
