@@ -14,7 +14,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     Readers and other writers of `path` see the old file or the new one, never a part. The
     temporary file keeps the suffix, and is gone if the block raises. Missing directories are made.
     """
-    final = Path(path)
+    final = Path(path).resolve()  # a link stays, its target is replaced
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.stem}-{uuid.uuid4().hex}{final.suffix}")
     try:

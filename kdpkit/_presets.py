@@ -1,5 +1,6 @@
 """KerasHub presets, with one sentence when there is none to be had."""
 
+from pathlib import Path
 from typing import Any
 
 from kdpkit import _checks
@@ -25,12 +26,16 @@ def from_preset(kind: Any, preset: str, **arguments: Any) -> Any:
             f"`{kind.__name__}.save_to_preset`, or give the missing part by its own flag."
         ) from error
     except OSError as error:
+        if Path(preset).is_dir():
+            raise _checks.InputError(
+                f"The {wanted} cannot be read ({error}). Copy or save it there again."
+            ) from error
         raise _checks.InputError(
             f"The {wanted} cannot be downloaded ({type(error).__name__}). Connect to the network, "
             "or give a directory that `save_to_preset` wrote."
         ) from error
     except ValueError as error:
-        reason = str(error).partition("\n")[0].rstrip(".:")
+        reason = str(error).partition(". ")[0].partition("\n")[0]
         raise _checks.InputError(
             f"The {wanted} cannot be loaded ({reason}). Give a name from KerasHub's list, or a "
             "directory that `save_to_preset` wrote."

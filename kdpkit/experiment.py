@@ -46,7 +46,10 @@ __all__ = [
     "InputError",
     "argument_parser",
     "collect",
+    "count",
     "from_preset",
+    "positive_integer",
+    "positive_number",
     "prepared",
     "results_of",
     "run",
@@ -106,29 +109,29 @@ def argument_parser(
     )
     add(
         "--replicas",
-        type=_positive_integer,
+        type=positive_integer,
         metavar="N",
         help="replicas that train in step; the CPU, or a single GPU, is split into N logical "
         "devices (default: what the strategy finds)",
     )
     add("--data", default="builtin", metavar="builtin|PATH|NAME", help="what to train on")
-    add("--epochs", type=_positive_integer, default=epochs, help="(default: %(default)s)")
+    add("--epochs", type=positive_integer, default=epochs, help="(default: %(default)s)")
     add(
         "--steps-per-epoch",
-        type=_positive_integer,
+        type=positive_integer,
         metavar="STEPS",
         help="batches of all replicas together in an epoch (default: all the data)",
     )
     add(
         "--per-replica-batch-size",
-        type=_positive_integer,
+        type=positive_integer,
         default=per_replica_batch_size,
         metavar="EXAMPLES",
         help="(default: %(default)s)",
     )
     add(
         "--base-learning-rate",
-        type=_positive_number,
+        type=positive_number,
         default=base_learning_rate,
         metavar="RATE",
         help="learning rate for one replica's batch (default: %(default)s)",
@@ -139,7 +142,7 @@ def argument_parser(
         default=rule,
         help="how the rate grows with the replicas (default: %(default)s)",
     )
-    add("--seed", type=_count, default=0, help="of every random choice (default: %(default)s)")
+    add("--seed", type=_seed, default=0, help="of every random choice (default: %(default)s)")
     add(
         "--log-dir",
         type=_writable_directory,
@@ -483,17 +486,28 @@ def run(main: Callable[[], Any]) -> None:
         raise SystemExit(130) from None
 
 
-def _positive_integer(text: str) -> int:
+def positive_integer(text: str) -> int:
+    """Parse a recipe's own flag, for `add_argument(type=...)`."""
     return _checked(text, "a positive integer", lambda: _checks.integer("value", int(text)))
 
 
-def _count(text: str) -> int:
+def count(text: str) -> int:
+    """Parse a flag that may be 0."""
     return _checked(
         text, "a non-negative integer", lambda: _checks.integer("value", int(text), minimum=0)
     )
 
 
-def _positive_number(text: str) -> float:
+def _seed(text: str) -> int:
+    """Parse a seed that numpy takes too."""
+    seed = count(text)
+    if seed >= 1 << 32:
+        raise argparse.ArgumentTypeError(f"must be below 2**32. Received: {text!r}")
+    return seed
+
+
+def positive_number(text: str) -> float:
+    """Parse a flag that is a rate or a factor."""
     return _checked(
         text, "a positive number", lambda: _checks.number("value", float(text), above=0)
     )
@@ -523,9 +537,18 @@ def _writable_directory(text: str) -> Path:
 
 def _writable_file(text: str) -> Path:
     path = Path(text)
-    if path.is_dir():
-        raise argparse.ArgumentTypeError(f"must be a file, not a directory. Received: {text!r}")
-    _writable_directory(str(path.parent))
+    try:
+        if path.exists() and not path.is_file():
+            raise argparse.ArgumentTypeError(f"must be a regular file. Received: {text!r}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _files.replacing(path.with_name(f"{path.name}.tried")) as trial:
+            trial.touch()
+        path.with_name(f"{path.name}.tried").unlink()
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(
+            f"cannot be written ({reason}). Received: {text!r}"
+        ) from error
     return path
 
 

@@ -33,9 +33,21 @@ def parse(argv):
     add = parser.add_argument
     add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset directory")
     add("--vocabulary", metavar="FILE", help="WordPiece pieces, one a line (default: learned)")
-    add("--vocabulary-size", type=int, default=8000, help="of a learned one (default: 8000)")
-    add("--sequence-length", type=int, default=128, help="tokens in a row (default: 128)")
-    add("--warmup-steps", type=int, default=0, help="steps of rising rate (default: 0)")
+    add(
+        "--vocabulary-size",
+        type=experiment.positive_integer,
+        default=8000,
+        help="of a learned one (default: 8000)",
+    )
+    add(
+        "--sequence-length",
+        type=experiment.positive_integer,
+        default=128,
+        help="tokens in a row (default: 128)",
+    )
+    add(
+        "--warmup-steps", type=experiment.count, default=0, help="steps of rising rate (default: 0)"
+    )
     return parser.parse_args(argv)
 
 
@@ -70,7 +82,10 @@ def load_rows(args, splits, tokenizer):
     return experiment.prepared(
         "Tokens",
         lambda: {name: tokenized(lines, name) for name, lines in parts.items()},
-        key=(parts, tokenizer.get_vocabulary(), args.sequence_length, keras_hub.__version__),
+        key=(
+            *(parts, MIN_BYTES, args.sequence_length, tokenizer.get_vocabulary()),
+            *(tokenizer.lowercase, tokenizer.strip_accents, keras_hub.__version__),
+        ),
         cache_dir=args.cache_dir,
     )
 
@@ -94,7 +109,12 @@ def build_model(args, tokenizer):
     if model.backbone.vocabulary_size != tokenizer.vocabulary_size():
         raise experiment.InputError(
             f"The vocabulary has {tokenizer.vocabulary_size()} pieces, the preset's model "
-            f"{model.backbone.vocabulary_size}. Leave --vocabulary out, or give the preset's own."
+            f"{model.backbone.vocabulary_size}. Give the preset's own by --vocabulary."
+        )
+    if args.sequence_length > model.backbone.max_sequence_length:
+        raise experiment.InputError(
+            f"The preset's model takes {model.backbone.max_sequence_length} tokens at most. "
+            f"Received: --sequence-length {args.sequence_length}."
         )
     model.backbone.get_layer("pooled_dense").trainable = False  # masked words do not use it
     return model
@@ -115,6 +135,8 @@ def main(argv=None):
     splits = corpora.load_text(args.data)
     print(splits.note or f"{len(splits.train):,} lines to train on")
     tokenizer = load_tokenizer(args, splits)
+    with strategy.scope():
+        model = build_model(args, tokenizer)
     rows = load_rows(args, splits, tokenizer)
     mask = pipelines.mask_tokens(tokenizer)
     batches = {"global_batch_size": plan.global_batch_size, "replicas": plan.replicas}
@@ -138,7 +160,6 @@ def main(argv=None):
     )
 
     with strategy.scope():
-        model = build_model(args, tokenizer)
         model.compile(
             optimizer=keras.optimizers.AdamW(schedule),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -161,12 +182,10 @@ def main(argv=None):
     if args.log_dir:
         model.save(args.log_dir / "model.keras")
     results = experiment.results_of(
-        model,
-        history,
-        strategy=strategy,
-        global_batch_size=plan.global_batch_size,
-        test=model.evaluate(test, return_dict=True),
+        model, history, strategy=strategy, global_batch_size=plan.global_batch_size
     )
+    experiment.write_results(args.results, results)  # in case the test is interrupted
+    results["test"] = model.evaluate(test, return_dict=True)
     experiment.write_results(args.results, results)
     print(f"Test: {results['test']}")
     return results

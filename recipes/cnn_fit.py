@@ -20,6 +20,8 @@ import tensorflow as tf
 
 from kdpkit import callbacks, corpora, experiment, pipelines, scaling, schedules, strategies
 
+FILES = 4  # TFRecord files, read in parallel
+
 
 def parse(argv):
     parser = experiment.argument_parser(
@@ -37,21 +39,22 @@ def parse(argv):
 
 
 def from_tfrecords(directory, images, labels):
-    """Write the images to four TFRecord files, unless they are there, and read them back."""
-    name = f"train-{len(images)}-{zlib.crc32(images):08x}"
-    if not list(directory.glob(f"{name}-*")):
+    """Write the images to TFRecord files, unless all are there, and read them back."""
+    name = f"train-{zlib.crc32(images):08x}-{zlib.crc32(labels):08x}"
+    if len(list(directory.glob(f"{name}-*.tfrecord"))) < FILES:
         examples = (
             {"image": image, "label": label} for image, label in zip(images, labels, strict=True)
         )
         examples = experiment.track(examples, "Writing TFRecords", total=len(images))
-        pipelines.write_tfrecords(examples, directory / name, shards=4)
+        pipelines.write_tfrecords(examples, directory / name, shards=FILES)
     parse = pipelines.example_parser(
         {
             "image": tf.TensorSpec(images.shape[1:], "uint8"),
             "label": tf.TensorSpec([], "int32"),
         }
     )
-    records = pipelines.tfrecords(f"{directory}/{name}-*", parse, validate=True)
+    files = sorted(directory.glob(f"{name}-*.tfrecord"))
+    records = pipelines.tfrecords(files, parse, validate=True)
     return records.map(lambda example: (example["image"], example["label"]))
 
 
@@ -141,12 +144,10 @@ def main(argv=None):
     if args.log_dir:
         model.save(args.log_dir / "model.keras")
     results = experiment.results_of(
-        model,
-        history,
-        strategy=strategy,
-        global_batch_size=plan.global_batch_size,
-        test=model.evaluate(test, return_dict=True),
+        model, history, strategy=strategy, global_batch_size=plan.global_batch_size
     )
+    experiment.write_results(args.results, results)  # in case the test is interrupted
+    results["test"] = model.evaluate(test, return_dict=True)
     experiment.write_results(args.results, results)
     print(f"Test: {results['test']}")
     return results

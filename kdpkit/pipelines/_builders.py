@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kdpkit import _checks
 from kdpkit.pipelines import _transforms
-from kdpkit.pipelines._counting import count_batches, refuse_repeats
+from kdpkit.pipelines._counting import count_batches, refuse_repeats, require_dataset
 from kdpkit.pipelines._epochs import EpochCounter
 from kdpkit.pipelines._padding import pad_to_global_batch
 
@@ -26,7 +26,8 @@ class PipelineConfig:
         seed: Fixes the order and the augmentation of every epoch.
         prefetch: Batches prepared ahead.
         remainder: What becomes of a smaller last training batch: `"drop"` leaves it out, `"pad"`
-            fills it up (see `pad_to_global_batch`), `"keep"` gives it as it is.
+            fills it up (see `pad_to_global_batch`), `"keep"` gives it as it is: on several
+            replicas only with `kdpkit.training`, as plain Keras weights its examples wrongly.
     """
 
     cache: str | os.PathLike[str] | None = "memory"
@@ -37,7 +38,8 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         _checks.integer("shuffle_buffer", self.shuffle_buffer, minimum=0)
-        _checks.integer("seed", self.seed, minimum=0)
+        if _checks.integer("seed", self.seed, minimum=0) >= 1 << 63:
+            _checks.refuse("`seed` must be below 2**63.", seed=self.seed)
         _checks.one_of("remainder", self.remainder, _REMAINDERS)
         if self.prefetch != tf.data.AUTOTUNE:
             _checks.integer("prefetch", self.prefetch)
@@ -61,7 +63,11 @@ def train_pipeline(
     One iteration of the result is one epoch. Its order and its augmentation depend on the seed,
     the epoch and the place in it alone: every epoch has its own, the same on any number of
     replicas, and `initial_epoch` and `initial_step` go on where a run stopped. An epoch counts as
-    given once its last batch has been produced, so looking at a batch or two costs nothing.
+    given once its last batch has been handed on, so looking at a batch or two costs nothing.
+
+    Under a strategy plain Keras takes a few batches ahead to build the model. Where an epoch has no
+    more than these (four), epochs are numbered from 1 there; `kdpkit.training.replica_exact`
+    builds without taking any.
 
     Args:
         source: Single examples, of finite number.
@@ -101,11 +107,12 @@ def train_pipeline(
     cut = _batching(global_batch_size, replicas, config.remainder, mode="train")
     examples = _examples(source, config, keep, prepare)
     batches = _epoch_length(count_batches(examples.apply(cut)), steps_per_epoch)
+    buffer_size = min(config.shuffle_buffer, count_batches(examples))
     first_epoch, first_step = initial_epoch + initial_step // batches, initial_step % batches
 
     def one_epoch(epoch: Any) -> tf.data.Dataset:
         seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)
-        ordered = _shuffled(examples, config.shuffle_buffer, seed)
+        ordered = _shuffled(examples, buffer_size, seed)
         skipped = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
         indexed = ordered.apply(cut).take(batches).skip(skipped).enumerate(skipped)
         if augment is None:
@@ -115,10 +122,11 @@ def train_pipeline(
             num_parallel_calls=tf.data.AUTOTUNE,
         )
 
-    given = EpochCounter(first_epoch, batches=batches).dataset(one_epoch)
+    counter = EpochCounter(first_epoch, batches=batches)
+    given = counter.dataset(one_epoch, prefetch=config.prefetch)
     if first_step == 0:
         given = given.apply(tf.data.experimental.assert_cardinality(batches))
-    return _finished(given, config)
+    return _untuned(given)
 
 
 def eval_pipeline(
@@ -156,7 +164,7 @@ def eval_pipeline(
     """
     cut = _batching(global_batch_size, replicas, remainder, mode="eval")
     batches = _examples(source, config, keep, prepare).apply(cut)
-    return _finished(batches, config)
+    return _untuned(batches.prefetch(config.prefetch))
 
 
 def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
@@ -181,15 +189,15 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: Any) -> tf.data
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
 
 
-def _finished(batches: tf.data.Dataset, config: PipelineConfig) -> tf.data.Dataset:
-    """Prefetch, with parallelism fixed at one call per core rather than tuned.
+def _untuned(batches: tf.data.Dataset) -> tf.data.Dataset:
+    """Fix the parallelism of maps at one call per core, in place of tuning it.
 
     Dropping an iterator waits for TensorFlow's tuning thread, which can miss its wake-up call and
     sleep on for up to a minute: training then stands still between two epochs.
     """
     options = tf.data.Options()
     options.autotune.enabled = False
-    return batches.prefetch(config.prefetch).with_options(options)
+    return batches.with_options(options)
 
 
 def _batching(
@@ -211,6 +219,7 @@ def _examples(
     prepare: Callable[..., Any] | None,
 ) -> tf.data.Dataset:
     """Filter, prepare and cache, then count: a cache fills while it is counted."""
+    require_dataset("source", source)
     refuse_repeats(source)
     examples = source if keep is None else source.filter(keep)
     if prepare is not None:

@@ -21,10 +21,21 @@ def count_batches(dataset: tf.data.Dataset) -> int:
     >>> count_batches(even.batch(2, drop_remainder=True))
     2
     """
+    require_dataset("dataset", dataset)
     known = cardinality(dataset)
     if known is not None:
         return known
     return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+
+
+def require_dataset(name: str, value: Any) -> None:
+    """Refuse what is no `tf.data.Dataset`, such as arrays."""
+    if not isinstance(value, tf.data.Dataset):
+        _checks.refuse(
+            f"`{name}` must be a tf.data.Dataset.",
+            **{name: type(value).__name__},
+            remedy="Make one of arrays with `tf.data.Dataset.from_tensor_slices`.",
+        )
 
 
 def cardinality(dataset: tf.data.Dataset) -> int | None:
@@ -43,7 +54,7 @@ def refuse_repeats(dataset: tf.data.Dataset) -> None:
 
 def _refuse(problem: str) -> NoReturn:
     _checks.refuse(
-        f"{problem}, and `fit(epochs=N)` would repeat them again.",
+        f"{problem}, and `fit(epochs=N)` would repeat what it gives.",
         remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
     )
 

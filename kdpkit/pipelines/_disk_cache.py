@@ -2,7 +2,8 @@
 
 `Dataset.cache(filename)` leaves a lock behind when its first pass is cut short, which stops the
 next run, and trusts any file under its name. Here the first pass runs to its end in a directory
-of its own, which is then moved into place with a manifest of what it holds.
+of its own, which is then moved into place with a manifest of what it holds. Each pipeline has its
+own place, named by TensorFlow's fingerprint of it, so several may share one cache directory.
 """
 
 import contextlib
@@ -19,32 +20,32 @@ import tensorflow as tf
 
 from kdpkit import _checks
 
-_MANIFEST = "kdpkit-cache.json"
+_MANIFEST = "manifest.json"
 _PREFIX = "examples"
 
 
 def cached_on_disk(dataset: tf.data.Dataset, directory: str | os.PathLike[str]) -> tf.data.Dataset:
-    """Cache `dataset` in `directory`, filling it first unless it is whole and of this pipeline."""
-    place = Path(directory)
-    if place.is_file():
-        _checks.refuse_file("The cache needs a directory, this is a file", place)
-    if place.exists() and any(place.iterdir()) and not (place / _MANIFEST).exists():
-        _checks.refuse_file(
-            "The cache needs a directory of its own, this one holds something else", place
-        )
-    pipeline = str(int(dataset.fingerprint()))
-    if _read_manifest(place) != {"pipeline": pipeline, "files": _checksums(place)}:
-        _fill(dataset, place, pipeline)
+    """Cache `dataset` inside `directory`, filling its place there unless that is whole."""
+    place = Path(directory) / f"kdpkit-{int(dataset.fingerprint()):016x}"
+    try:
+        if _read_manifest(place) != _checksums(place):
+            _fill(dataset, place)
+    except OSError as error:
+        raise _checks.FileInputError(
+            f"The cache cannot be kept there ({error.strerror}): {place}. Give `cache` a directory "
+            "where you may write, 'memory', or None."
+        ) from error
     return dataset.cache(str(place / _PREFIX))
 
 
-def _fill(dataset: tf.data.Dataset, place: Path, pipeline: str) -> None:
+def _fill(dataset: tf.data.Dataset, place: Path) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     with _building_beside(place) as building:
         for _ in dataset.cache(str(building / _PREFIX)):
             pass
-        manifest = {"pipeline": pipeline, "files": _checksums(building)}
-        (building / _MANIFEST).write_text(json.dumps(manifest))
+        (building / _MANIFEST).write_text(json.dumps(_checksums(building)))
+        if _read_manifest(place) == _checksums(place):
+            return  # another process was quicker
         shutil.rmtree(place, ignore_errors=True)
         building.rename(place)
 
@@ -62,7 +63,7 @@ def _building_beside(place: Path) -> Iterator[Path]:
 def _read_manifest(place: Path) -> Any:
     try:
         return json.loads((place / _MANIFEST).read_text())
-    except (OSError, ValueError):
+    except (FileNotFoundError, ValueError):
         return None
 
 

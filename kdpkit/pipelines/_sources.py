@@ -17,6 +17,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
+_FRAME = 16  # bytes around each TFRecord: its length, and two checksums
 
 
 def text_lines(paths: Paths, *, compression: str | None = None) -> tf.data.Dataset:
@@ -195,18 +196,26 @@ def validate_tfrecords(paths: Paths, *, compression: str | None = None) -> int:
 
 
 def _count_records(file: str, compression: str) -> int:
-    count = 0
+    count = size = 0
     try:
-        for _ in tf.data.TFRecordDataset(file, compression_type=compression):
+        for record in tf.data.TFRecordDataset(file, compression_type=compression):
             count += 1
+            size += len(record.numpy()) + _FRAME
     except tf.errors.DataLossError as error:
         reason = error.message.partition("}} ")[2].partition(" [Op:")[0] or error.message
         raise _checks.FileInputError(
             f"Record {count} (counted from 0) of the TFRecord file {file} is damaged ({reason}). "
             "Write or copy the file again, or leave it out."
         ) from error
-    if compression == "GZIP":  # TensorFlow takes a file cut off between two records for whole
+    # TensorFlow takes a file that is cut off between two records, or in a header, for whole.
+    if compression == "GZIP":
         collections.deque(_blocks(file, compression), maxlen=0)
+    elif not compression and size != tf.io.gfile.stat(file).length:
+        _checks.refuse_file(
+            f"The TFRecord file breaks off after record {count - 1} (counted from 0)",
+            file,
+            remedy="Write or copy it again.",
+        )
     return count
 
 

@@ -25,7 +25,7 @@ def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True)
     """
     size = _checks.integer("size", size, minimum=len(_SPECIAL) + 1)
     texts = list(lines)
-    if not texts:
+    if not any(text.strip() for text in texts):
         _checks.refuse("A vocabulary cannot be learned from no text.", lines=texts)
     return list(
         keras_hub.tokenizers.compute_word_piece_vocabulary(
@@ -46,9 +46,10 @@ def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
     """
     file = _checks.readable_file(path)
     try:
-        pieces = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     except UnicodeDecodeError:
         _checks.refuse_file("The vocabulary is not UTF-8 text", file)
+    pieces = [line.rstrip() for line in lines]  # as keras_hub reads it
     missing = [token for token in _SPECIAL if token not in pieces]
     if missing:
         _checks.refuse_file(
@@ -136,7 +137,8 @@ def mask_tokens(
         draws = _draws(tokens, length + 2 * room, seed)
         features, labels, weights = _masked(tokens, draws, tokenizer, rate, room)
         if seed is not None:
-            weights *= tf.cast(tf.size(weights), tf.float32) / tf.reduce_sum(weights)
+            slots_in_all = tf.cast(tf.size(weights), tf.float32)
+            weights *= tf.math.divide_no_nan(slots_in_all, tf.reduce_sum(weights))
         return features, labels, weights
 
     return mask

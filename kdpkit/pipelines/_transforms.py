@@ -76,16 +76,16 @@ def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., Any]:
 def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     """Keep the examples after their first reading, in memory or in a directory.
 
-    Put it before `shuffle`: after it, one order would be frozen for ever. A directory is filled
-    at once, next to its final place, and moved there when it is whole; one that is damaged, half
-    written or made by another pipeline is filled again. It knows the pipeline, not the content of
-    the files behind it: give another directory when those change.
+    Put it before `shuffle`: after it, one order would be frozen for ever. On disk each pipeline has
+    a place of its own in the directory, filled at once and moved there when it is whole; one that
+    is damaged or half written is filled again. It knows the pipeline, not the content of the files
+    behind it: give another directory when those change.
 
     Args:
-        where: `"memory"`, or the path of a directory of this cache's own.
+        where: `"memory"`, or the path of a directory.
 
     Raises:
-        ValueError: The directory holds something else.
+        ValueError: The directory cannot be written.
 
     >>> numbers = tf.data.Dataset.range(3).apply(cache())
     >>> [int(number) for number in numbers]
@@ -141,7 +141,7 @@ def batch_for(
                 "The dataset has too few examples for one full batch.",
                 examples=examples,
                 global_batch_size=global_batch_size,
-                remedy="Use a smaller batch, or keep the last one: drop_remainder=False.",
+                remedy="Use a smaller batch, or keep the smaller last one.",
             )
         return dataset.batch(global_batch_size, drop_remainder=drop_remainder)
 

@@ -119,12 +119,14 @@ def test_looking_at_a_batch_does_not_use_up_an_epoch():
     assert numbers(looked_at) == numbers(build())
 
 
-def test_fit_sees_the_same_epochs_on_one_device_and_on_replicas():
-    x, y = testing.toy_classification(96)
+@pytest.mark.parametrize("batches", [5, 12])
+def test_fit_sees_the_same_epochs_on_one_device_and_on_replicas(batches):
+    x, y = testing.toy_classification(4 * batches)
 
     def build(replicas):
         source = tf.data.Dataset.from_tensor_slices((x, y))
-        return train_pipeline(source, global_batch_size=4, replicas=replicas)
+        config = PipelineConfig(prefetch=8)
+        return train_pipeline(source, config, global_batch_size=4, replicas=replicas)
 
     one = weights_after_fit(build(1), 1, epochs=3)
     for replicas in (2, 4):
@@ -196,6 +198,14 @@ def test_no_tuning_thread_holds_up_the_end_of_an_epoch(build):
     assert build(tf.data.Dataset.range(8), global_batch_size=4).options().autotune.enabled is False
 
 
+def test_training_and_evaluation_may_share_a_cache_directory(tmp_path):
+    config = PipelineConfig(cache=tmp_path, shuffle_buffer=2**62)
+    train = train_pipeline(tf.data.Dataset.range(8), config, global_batch_size=4)
+    evaluate = eval_pipeline(tf.data.Dataset.range(100, 104), config, global_batch_size=4)
+    assert sorted(numbers(train)) == list(range(8))
+    assert [x.numpy().tolist() for x, *_ in evaluate] == [[100, 101, 102, 103]]
+
+
 def test_batches_keep_static_shapes_for_xla_and_tpus():
     source = tf.data.Dataset.from_tensor_slices(np.zeros((10, 3), "float32"))
     assert train_pipeline(source, global_batch_size=4).element_spec.shape == (4, 3)
@@ -256,12 +266,13 @@ def test_padded_evaluation_on_replicas_equals_plain_evaluation():
         ({"global_batch_size": 0}, "`global_batch_size` must be a positive.*global_batch_size=0"),
         ({"global_batch_size": -8, "replicas": 2}, "`global_batch_size` must be a positive"),
         ({"global_batch_size": 4, "replicas": 0}, "`replicas` must be a positive"),
+        ({"global_batch_size": 4, "source": [1, 2]}, "`source` must be a tf.data.Dataset.*'list'"),
         ({"global_batch_size": 4, "keep": lambda number: number > 99}, "No example is left"),
     ],
 )
 def test_bad_arguments_get_one_sentence(build, arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
-        build(tf.data.Dataset.range(20), **arguments)
+        build(**{"source": tf.data.Dataset.range(20), **arguments})
 
 
 @pytest.mark.parametrize("build", [train_pipeline, eval_pipeline])
@@ -294,6 +305,7 @@ def test_a_dataset_smaller_than_a_batch_is_refused():
     ("arguments", "sentence"),
     [
         ({"shuffle_buffer": -1}, "`shuffle_buffer` must be a non-negative.*shuffle_buffer=-1"),
+        ({"seed": 2**63}, r"`seed` must be below 2\*\*63"),
         ({"seed": 0.5}, "`seed` must be a non-negative integer.*seed=0.5"),
         ({"remainder": "split"}, "`remainder` must be one of 'drop', 'pad', 'keep'"),
         ({"prefetch": 0}, "`prefetch` must be a positive integer"),

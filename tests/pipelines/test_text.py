@@ -102,6 +102,12 @@ def test_masks_are_new_for_every_seed_and_the_same_for_the_same():
     assert (first != other).any()
 
 
+def test_a_batch_without_a_token_to_predict_has_weight_zero():
+    tokens = tf.constant([[CLS, SEP, PAD, PAD]] * 2)
+    _, _, weights = pipelines.mask_tokens(TOKENIZER)(tokens, (0, 1))
+    np.testing.assert_array_equal(weights, np.zeros((2, 1)))
+
+
 def test_validation_masks_depend_on_the_row_alone():
     mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_rows(5, 30)
     together = mask(tokens)
@@ -129,8 +135,9 @@ def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
 
 def test_a_vocabulary_file_gives_ids_by_line(tmp_path):
     file = tmp_path / "vocab.txt"
-    file.write_text("\n".join([*SPECIAL, "a", "##b"]) + "\n")
-    assert pipelines.read_vocabulary(file) == [*SPECIAL, "a", "##b"]
+    pieces = [*SPECIAL, "a", "##b", "x\x85y"]
+    file.write_text("\ufeff" + "\n".join(pieces) + "\n", encoding="utf-8")
+    assert pipelines.read_vocabulary(file) == pieces
 
 
 @pytest.mark.parametrize(
@@ -157,6 +164,7 @@ def test_a_bad_vocabulary_gets_one_sentence(tmp_path, content, sentence):
         (lambda: pipelines.mask_tokens(TOKENIZER, slots=0), "`slots` must be a positive"),
         (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
         (lambda: pipelines.learn_vocabulary([], 100), "cannot be learned from no text"),
+        (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned from no text"),
         (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),
     ],
 )
