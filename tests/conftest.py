@@ -1,6 +1,7 @@
 """Eight logical CPUs for every test process, on the backend that KERAS_BACKEND names."""
 
 import os
+import signal
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -12,6 +13,10 @@ import pytest
 from kdpkit import testing
 
 testing.use_logical_cpus(8)
+
+# A shell that runs tests in the background has them ignore Ctrl-C; some tests press it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The examples are the law's, the same on every run; a shared machine's pauses are no failure.
 hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, print_blob=True)
