@@ -16,7 +16,6 @@ ON_JAX = [
     "tests/test_schedules.py",
     "tests/callbacks",
     "tests/test_doctests.py",
-    "tests/test_interrupt.py",
 ]
 
 pytestmark = pytest.mark.skipif(
@@ -42,6 +41,12 @@ def run(command, **environment):
 @pytest.mark.timeout(900)
 def test_what_serves_both_backends_passes_on_jax():
     run([sys.executable, "-m", "pytest", "-n", "0", *ON_JAX], KERAS_BACKEND="jax")
+
+
+@pytest.mark.slow
+def test_ctrl_c_on_jax_leaves_the_weights_whole():
+    interrupt = ["tests/test_interrupt.py", "-m", "jax"]
+    run([sys.executable, "-m", "pytest", "-n", "0", *interrupt], KERAS_BACKEND="jax")
 
 
 WITHOUT_TENSORFLOW = """
