@@ -290,7 +290,7 @@ class NoamDecay(LearningRateSchedule):
     `s = max(step, 1)`: the schedule of Vaswani et al. 2017, "Attention Is All You Need"
     (arXiv:1706.03762), highest at step `warmup_steps`.
 
-    >>> preview(NoamDecay(4, warmup_steps=4, scale=8.0), 17)[[0, 1, 2, 4, 16]].tolist()
+    >>> preview(NoamDecay(4, warmup_steps=4, scale=8.0), 17)[[0, 1, 2, 4, 16]].round(5).tolist()
     [0.5, 0.5, 1.0, 2.0, 1.0]
 
     Args:
@@ -311,7 +311,7 @@ class NoamDecay(LearningRateSchedule):
     def __call__(self, step: Any) -> Any:
         """Give the rate at `step`, a scalar integer of any kind."""
         step = _float(ops.maximum(_count(step), 1))
-        shape = ops.minimum(ops.rsqrt(step), step * self.warmup_steps**-1.5)
+        shape = ops.minimum(1 / ops.sqrt(step), step * self.warmup_steps**-1.5)
         return self.scale * self.model_dim**-0.5 * shape
 
     def get_config(self) -> dict[str, Any]:

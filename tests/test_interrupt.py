@@ -167,6 +167,7 @@ def test_the_former_handler_is_back_afterwards(tmp_path, hook):
     assert signal.getsignal(signal.SIGINT) is former
 
 
+@pytest.mark.slow
 def test_an_ignored_ctrl_c_stays_ignored(tmp_path):
     former = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:

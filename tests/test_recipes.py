@@ -119,6 +119,7 @@ def preset_that_knows(word, directory):
     return keras_hub.models.BertTokenizer(vocabulary, lowercase=True)
 
 
+@pytest.mark.slow
 def test_a_saved_preset_is_what_training_begins_with(bert, tmp_path):
     preset = tmp_path / "preset"
     preset_that_knows("known", preset).save_to_preset(str(preset))
@@ -229,6 +230,7 @@ def test_the_cnn_learns_the_digits_on_two_replicas(tmp_path):
     assert json.loads((tmp_path / "cnn.json").read_text()) == results
 
 
+@pytest.mark.slow
 def test_the_cnn_trains_from_tfrecords_written_once(tmp_path):
     flags = ["--strategy", "mirrored", "--replicas", "2", "--tfrecords", str(tmp_path)]
     first = small_cnn(*flags)
