@@ -16,7 +16,8 @@ def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Trans
     normalised zero vector), and NaN times weight 0 is NaN.
 
     Where rows of a batch interact, as in training with BatchNormalization, filling is not exact:
-    there drop the remainder.
+    there drop the remainder. `predict` gives the filling's rows as well, after the real ones of a
+    batch: with a last batch that was filled, `model.predict(batches)[:examples]` are the real ones.
 
     Args:
         global_batch_size: Rows of every batch that comes out.

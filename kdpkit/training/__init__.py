@@ -1,12 +1,26 @@
 """Training on R replicas that equals training on one device.
 
-`replica_exact` mends Keras' own `fit`; `global_mean_loss` is the loss of a custom loop.
+`replica_exact` mends Keras' own `fit`; `TrainingLoop` is a loop whose step is yours to change;
+`global_mean_loss` is the loss of a loop that you write yourself; `check_parity` tells whether
+replicas train what one device trains. Each loads the framework that it needs on first use.
 """
 
-from kdpkit.training._exact import replica_exact
-from kdpkit.training._loop import TrainingLoop
-from kdpkit.training._losses import global_mean_loss
-from kdpkit.training._parity import ParityReport, check_parity
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kdpkit.training._exact import replica_exact
+    from kdpkit.training._loop import TrainingLoop
+    from kdpkit.training._losses import global_mean_loss
+    from kdpkit.training._parity import ParityReport, check_parity
+
+_HOMES = {
+    "ParityReport": "_parity",
+    "TrainingLoop": "_loop",
+    "check_parity": "_parity",
+    "global_mean_loss": "_losses",
+    "replica_exact": "_exact",
+}
 
 __all__ = [
     "ParityReport",
@@ -15,3 +29,15 @@ __all__ = [
     "global_mean_loss",
     "replica_exact",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a name's module the first time it is used (PEP 562)."""
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """List the names for completion, loaded or not."""
+    return sorted(__all__)

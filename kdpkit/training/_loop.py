@@ -49,8 +49,9 @@ class TrainingLoop:
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
 
     Raises:
-        ValueError: A count that is not positive, no loss, or a model or an optimizer that was
-            built in another place than the strategy's scope.
+        ValueError: A count that is not positive, no loss, a model with a `train_step` or
+            `compute_loss` of its own and a loop that does not override `per_example_loss`, or a
+            model or an optimizer that was built in another place than the strategy's scope.
 
     >>> import tensorflow as tf
     >>> from kdpkit import strategies, testing
@@ -87,7 +88,10 @@ class TrainingLoop:
     ) -> None:
         if not isinstance(model, keras.Model):
             _checks.refuse("`model` must be a Keras model.", model=model)
-        if loss is None and type(self).per_example_loss is TrainingLoop.per_example_loss:
+        has_own_loss = type(self).per_example_loss is not TrainingLoop.per_example_loss
+        if not has_own_loss:
+            _refuse_own_step(model)
+        if loss is None and not has_own_loss:
             _checks.refuse(
                 "There is no loss to train with.",
                 loss=loss,
@@ -321,6 +325,17 @@ class TrainingLoop:
             steps=feed.steps,
             **settings,
         )
+
+
+def _refuse_own_step(model: Any) -> None:
+    for name in ("train_step", "test_step", "compute_loss"):
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            _checks.refuse(
+                f"The model has a `{name}` of its own, which the loop would not call. Write what "
+                "it computes as `per_example_loss` of a subclass of `TrainingLoop`, or train with "
+                "`replica_exact(model)` and `fit`.",
+                model=type(model).__name__,
+            )
 
 
 def _steps_of_backend() -> Any:

@@ -1,3 +1,5 @@
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 from kdpkit import strategies, testing
 from kdpkit.pipelines import normalize_weights, pad_to_global_batch
+from kdpkit.training import replica_exact
 
 
 def only(dataset):
@@ -70,6 +73,34 @@ def test_training_on_a_padded_batch_is_training_on_the_real_rows(rows, replicas,
     batch = tf.data.Dataset.from_tensor_slices((x, y)).batch(rows)
     padded = step(batch.apply(pad_to_global_batch(8)), replicas)
     np.testing.assert_allclose(padded, step(batch, 1), rtol=0, atol=1e-6)
+
+
+@functools.cache
+def evaluated_on(replicas):
+    """Compile a model on replicas, exact, with metrics of every kind."""
+    with strategies.select_strategy("mirrored", devices=replicas).scope():
+        model = keras.Sequential([testing.tiny_classifier(), keras.layers.Softmax()])
+        model.compile(
+            loss="categorical_crossentropy",
+            weighted_metrics=["accuracy", "auc", keras.metrics.F1Score(average="macro")],
+        )
+    return replica_exact(model)
+
+
+@pytest.mark.slow
+@settings(max_examples=8)
+@given(rows=st.integers(1, 20), size=st.sampled_from([4, 8]), replicas=st.sampled_from([2, 4]))
+def test_evaluation_sees_every_row_once_padded_or_not(rows, size, replicas):
+    x, y = testing.toy_classification(rows)
+    batches = tf.data.Dataset.from_tensor_slices((x, np.eye(3)[y])).batch(size)
+    padded = batches.apply(pad_to_global_batch(size, mode="eval"))
+    one, many = evaluated_on(1), evaluated_on(replicas)
+    expected = one.evaluate(batches, verbose=0, return_dict=True)
+    assert many.evaluate(batches, verbose=0, return_dict=True) == pytest.approx(expected, rel=1e-5)
+    weighted = many.evaluate(normalize_weights(padded), verbose=0, return_dict=True)
+    assert weighted == pytest.approx(expected, rel=1e-5)
+    np.testing.assert_allclose(many.predict(batches, verbose=0), one(x), rtol=1e-5)
+    np.testing.assert_allclose(many.predict(padded, verbose=0)[:rows], one(x), rtol=1e-5)
 
 
 def test_weights_of_any_rank_are_scaled_row_by_row():

@@ -12,8 +12,11 @@ def trained_by_loop(model, **settings):
     """Make a compiled model's `fit`, `evaluate` and `predict` those of a `TrainingLoop`."""
     given = model._compile_config.config  # what the setting passed to `compile`
     names = ("optimizer", "loss", "metrics", "loss_weights", "weighted_metrics")
-    arguments = {name: given[name] for name in names}
-    arguments |= {"steps_per_loop": given["steps_per_execution"], "jit": given["jit_compile"]}
+    arguments = {name: given.get(name) for name in names}
+    arguments |= {
+        "steps_per_loop": given.get("steps_per_execution", 1),
+        "jit": given.get("jit_compile"),
+    }
     loop = TrainingLoop(model, **arguments | settings)
 
     def fit(x, y=None, *, batch_size=None, validation_data=None, shuffle=False, **arguments):

@@ -482,6 +482,22 @@ def test_the_model_stays_of_its_class():
 # What cannot be.
 
 
+class OwnStep(keras.Sequential):
+    """A model whose step is its own."""
+
+    def train_step(self, data):
+        return super().train_step(data)
+
+
+def test_a_step_of_the_models_own_is_refused_unless_the_loop_says_what_to_compute():
+    def build():
+        return OwnStep(testing.tiny_classifier().layers)
+
+    with pytest.raises(ValueError, match=r"`train_step` of its own.*Received: model='OwnStep'"):
+        trained(2, build=build)
+    assert_same(trained(2, build=build, loop=Adversarial), trained(1, loop=Adversarial))
+
+
 def scalar_loss(y, prediction):
     return keras.ops.mean(keras.ops.square(prediction - y[:, None]))
 
