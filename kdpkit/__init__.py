@@ -19,6 +19,7 @@ _SUBMODULES = (
     "pipelines",
     "scaling",
     "schedules",
+    "sharding",
     "strategies",
     "testing",
     "training",

@@ -95,6 +95,43 @@ def shard_indices(
     return _filled_shard(examples, shards, index, remainder)
 
 
+def padded_rows(
+    rows: int, global_batch_size: int, *, mode: str = "train"
+) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """Say how a smaller batch is filled up: which row stands in each place, with which weight.
+
+    `kdpkit.pipelines.pad_to_global_batch` and `kdpkit.sharding.pad_batch` follow this rule.
+
+    Args:
+        rows: Rows that are there.
+        global_batch_size: Rows that are wanted.
+        mode: `"train"` weights the real rows `global_batch_size / rows`, so that a loss averaged
+            over the whole batch is the mean over the real rows. `"eval"` weights them 1, for
+            weighted metrics.
+
+    Returns:
+        Indices of rows, the last one repeated, and weights, 0 for the filling.
+
+    Raises:
+        ValueError: There are more rows than wanted, or none.
+
+    >>> padded_rows(2, 4)
+    ((0, 1, 1, 1), (2.0, 2.0, 0.0, 0.0))
+    >>> padded_rows(2, 4, mode="eval")
+    ((0, 1, 1, 1), (1.0, 1.0, 0.0, 0.0))
+    """
+    rows = _checks.integer("rows", rows)
+    size = _checks.integer("global_batch_size", global_batch_size)
+    _checks.one_of("mode", mode, ("train", "eval"))
+    if rows > size:
+        _checks.refuse(
+            "A batch has more rows than `global_batch_size`.", rows=rows, global_batch_size=size
+        )
+    weight = size / rows if mode == "train" else 1.0
+    filling = size - rows
+    return (*range(rows), *[rows - 1] * filling), (*[weight] * rows, *[0.0] * filling)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScalePlan:
     """The batch sizes, learning rate and step counts of a run on several replicas.

@@ -29,6 +29,8 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("jax") and backend != "jax":
             item.add_marker(pytest.mark.skip(reason="runs in tests/test_environments.py on JAX"))
+        if item.get_closest_marker("tensorflow") and backend != "tensorflow":
+            item.add_marker(pytest.mark.skip(reason="is about TensorFlow alone"))
 
 
 @pytest.fixture(autouse=True)

@@ -24,12 +24,16 @@ ALLOWED = {
     "_prepared": (KERAS, {"_checks", "_files"}),
     "_presets": (PURE, {"_checks"}),
     "scaling": (PURE, {"_checks"}),
+    "sharding": (KERAS | {"jax"}, {"_checks", "scaling"}),
     "schedules": (KERAS, {"_checks", "scaling"}),
     "callbacks": (KERAS, {"_checks", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
     "strategies": (TENSORFLOW, {"_checks"}),
-    "training": (TENSORFLOW, {"_checks", "scaling", "strategies", "training"}),
+    "training": (
+        TENSORFLOW | {"jax"},
+        {"_checks", "scaling", "sharding", "strategies", "training"},
+    ),
     "experiment": (KERAS, {"_checks", "_files", "_prepared", "_presets", "scaling"}),
     "testing": (KERAS, {"_checks", "scaling"}),
 }

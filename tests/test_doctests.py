@@ -9,15 +9,18 @@ import pytest
 
 import kdpkit
 
-TENSORFLOW = {f"kdpkit.{part}" for part in ("pipelines", "strategies", "testing", "training")}
+BACKENDS = {"kdpkit.sharding": "jax"} | {
+    f"kdpkit.{part}": "tensorflow" for part in ("pipelines", "strategies", "testing", "training")
+}
 MODULES = ["kdpkit", *(module.name for module in pkgutil.walk_packages(kdpkit.__path__, "kdpkit."))]
 
 
 @pytest.mark.parametrize("name", MODULES)
 def test_the_examples_of_the_module_run(name):
     package = ".".join(name.split(".")[:2])
-    if package in TENSORFLOW and keras.backend.backend() != "tensorflow":
-        pytest.skip(f"{package} runs on TensorFlow")
+    backend = keras.backend.backend()
+    if BACKENDS.get(package, backend) != backend:
+        pytest.skip(f"{package} has examples for {BACKENDS[package]}")
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(importlib.import_module(name), optionflags=flags)
     assert result.failed == 0

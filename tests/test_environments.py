@@ -16,6 +16,7 @@ ON_JAX = [
     "tests/test_schedules.py",
     "tests/callbacks",
     "tests/test_doctests.py",
+    "tests/training/test_loop.py",
 ]
 
 pytestmark = pytest.mark.skipif(

@@ -1,5 +1,6 @@
 """`TrainingLoop`: a training loop to override in one place, on one device or many replicas."""
 
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,11 @@ import numpy as np
 from kdpkit import _checks
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import Objective
+
+_STEPS = {
+    "tensorflow": ("kdpkit.training._tensorflow", "TensorFlowSteps"),
+    "jax": ("kdpkit.training._jax", "JaxSteps"),
+}
 
 
 class TrainingLoop:
@@ -340,12 +346,11 @@ def _refuse_own_step(model: Any) -> None:
 
 def _steps_of_backend() -> Any:
     backend = keras.backend.backend()
-    if backend != "tensorflow":
+    if backend not in _STEPS:
         _checks.refuse(
-            "`TrainingLoop` trains on TensorFlow.",
+            "`TrainingLoop` trains on TensorFlow and on JAX.",
             backend=backend,
-            remedy="Run with KERAS_BACKEND=tensorflow.",
+            remedy="Run with KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax.",
         )
-    from kdpkit.training._tensorflow import TensorFlowSteps
-
-    return TensorFlowSteps
+    module, name = _STEPS[backend]
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,385 @@
+"""Data-parallel training on JAX with `jax.sharding`: meshes, sharded batches, training state.
+
+A program under `jax.jit` sees the whole batch, and XLA cuts the work: so a mean, a batch statistic
+or a dropout mask is that of one device, on any number of devices. What is left to do is to place
+the arrays: variables on every device, batches cut along their rows.
+
+    mesh = sharding.data_mesh()
+    state = sharding.TrainState.replicated(model, optimizer, mesh)
+    step = sharding.make_train_step(model, optimizer, loss)
+    for batch in batches:
+        state, logs = step(state, sharding.shard_batch(batch, mesh))
+    state.write_back(model, optimizer)
+
+`kdpkit.training.TrainingLoop` does this and the rest: epochs, callbacks, evaluation.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import keras
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from kdpkit import _checks, scaling
+
+BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
+
+
+def data_mesh(devices: int | Sequence[Any] | None = None) -> Mesh:
+    """Give a mesh of one axis, `"batch"`, over which batches are cut.
+
+    Its axis is of the type `Auto`, so that XLA decides how to cut what is computed from a batch.
+    `jax.make_mesh` has `Explicit` axes by default, under which Keras' Dropout raises.
+
+    Args:
+        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
+            all, of all processes.
+
+    Raises:
+        ValueError: More devices than there are, none, or one twice.
+
+    >>> mesh = data_mesh(2)
+    >>> mesh.axis_names, mesh.size
+    (('batch',), 2)
+    """
+    present = jax.devices()
+    if devices is None:
+        chosen = present
+    elif isinstance(devices, Sequence):
+        chosen = [*devices]
+    else:
+        count = _checks.integer("devices", devices)
+        if count > len(present):
+            _checks.refuse(
+                f"JAX has {len(present)} {present[0].platform} device(s).",
+                devices=count,
+                remedy="For logical CPU devices set XLA_FLAGS="
+                f"--xla_force_host_platform_device_count={count} before JAX starts.",
+            )
+        chosen = present[:count]
+    if not chosen or len(set(chosen)) < len(chosen):
+        _checks.refuse("A mesh needs at least one device, and none twice.", devices=devices)
+    return Mesh(np.array(chosen), (BATCH_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def as_mesh(where: Any) -> Mesh:
+    """Give the mesh of a `Mesh` or of a `keras.distribution.DataParallel`; of one device for None.
+
+    None takes the distribution that is set in Keras, if one is.
+
+    Raises:
+        ValueError: It is something else, or a mesh of several axes.
+
+    >>> as_mesh(None).size
+    1
+    """
+    where = keras.distribution.distribution() if where is None else where
+    if where is None:
+        return data_mesh(1)
+    if isinstance(where, keras.distribution.DataParallel):
+        where = where.device_mesh.backend_mesh
+    if not isinstance(where, Mesh) or len(where.axis_names) != 1:
+        _checks.refuse(
+            "On JAX a strategy is a `jax.sharding.Mesh` of one axis, such as "
+            "`kdpkit.sharding.data_mesh()` gives, or a `keras.distribution.DataParallel`.",
+            strategy=where,
+        )
+    return where
+
+
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Give the sharding that puts a whole array on every device."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def by_rows(mesh: Mesh) -> NamedSharding:
+    """Give the sharding that cuts an array along its first axis."""
+    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+
+
+def shard_batch(
+    batch: Any, mesh: Mesh, *, pad: str | None = None, global_batch_size: int | None = None
+) -> Any:
+    """Put a batch on the devices of a mesh, cut along its rows.
+
+    Args:
+        batch: A nest of arrays of equally many rows: inputs `x`, `(x, y)`, or
+            `(x, y, sample_weight)`.
+        mesh: As `data_mesh` gives.
+        pad: None refuses rows that the devices do not divide. `"train"` and `"eval"` repeat the
+            last row until they do, and weight the filling 0, by the rule of
+            `kdpkit.scaling.padded_rows`; then `(x, y, sample_weight)` comes back. Filling is not
+            exact where rows of a batch interact, as in training with BatchNormalization.
+        global_batch_size: The rows to fill up to, so that every batch has the same shape; None
+            fills up to the next multiple of the devices.
+
+    Returns:
+        The same nest, of `jax.Array`.
+
+    Raises:
+        ValueError: The devices do not divide the rows (or `global_batch_size`), parts of the batch
+            differ in rows, or one has none.
+
+    >>> import numpy as np
+    >>> x, y, weight = shard_batch((np.arange(3.0), np.arange(3)), data_mesh(2), pad="eval")
+    >>> x.shape, [shard.data.shape for shard in x.addressable_shards], weight.tolist()
+    ((4,), [(2,), (2,)], [1.0, 1.0, 1.0, 0.0])
+    """
+    rows = rows_of(batch)
+    if pad is not None:
+        size = global_batch_size or -(-rows // mesh.size) * mesh.size
+        batch = pad_batch(batch, size, mode=pad)
+        rows = size
+    _checks.global_batch(rows, mesh.size)
+    return jax.device_put(batch, by_rows(mesh))
+
+
+def pad_batch(batch: Any, global_batch_size: int, *, mode: str = "train") -> Any:
+    """Fill a batch of numpy arrays up to a number of rows; `pad_to_global_batch` without tf.data.
+
+    Args:
+        batch: Inputs `x`, `(x, y)`, or `(x, y, sample_weight)`, each any nest of arrays.
+        global_batch_size: The rows that come out.
+        mode: `"train"` or `"eval"`, as in `kdpkit.scaling.padded_rows`.
+
+    Returns:
+        `(x, y, sample_weight)`, with `y` None if there was none. Weights that were there are
+        multiplied.
+
+    Raises:
+        ValueError: There are more rows than that, or none.
+
+    >>> import numpy as np
+    >>> x, _, weight = pad_batch(np.array([5.0, 6.0]), 4)
+    >>> x.tolist(), weight.tolist()
+    ([5.0, 6.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0])
+    """
+    source, shares = scaling.padded_rows(rows_of(batch), global_batch_size, mode=mode)
+    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
+    x, y, weight = (
+        jax.tree.map(lambda part: np.asarray(part)[list(source)], nest) for nest in (x, y, weight)
+    )
+    share = np.asarray(shares, "float32")
+    if weight is None:
+        return x, y, share
+
+    def times(part: Any) -> Any:
+        return part * share.reshape(-1, *[1] * (part.ndim - 1)).astype(part.dtype)
+
+    return x, y, jax.tree.map(times, weight)
+
+
+def place_batch(batch: Any, mesh: Mesh) -> Any:
+    """Put a batch of any number of rows on the devices, for a program that calls `split_rows`.
+
+    Rows that the devices divide are cut; others go to every device whole.
+    """
+    even = rows_of(batch) % mesh.size == 0
+    return jax.device_put(batch, by_rows(mesh) if even else replicated(mesh))
+
+
+def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
+    """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
+    even = rows_of(batches[0]) % mesh.size == 0
+    cut = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
+    stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
+    return jax.device_put(stacked, cut if even else replicated(mesh))
+
+
+def split_rows(batch: Any, mesh: Mesh) -> Any:
+    """Inside `jax.jit`: cut the work on a batch along its rows, however many they are.
+
+    JAX refuses an uneven array at the border of a program. Within it XLA cuts into pieces of
+    ceil(rows / devices), the last ones shorter or empty, and computes what one device would, batch
+    statistics included.
+    """
+    return jax.lax.with_sharding_constraint(batch, by_rows(mesh))
+
+
+def rows_of(batch: Any) -> int:
+    """Give the rows of a batch, the same in all its arrays.
+
+    Raises:
+        ValueError: They differ, or there are none.
+
+    >>> import numpy as np
+    >>> rows_of((np.zeros((3, 2)), {"label": np.zeros(3)}))
+    3
+    """
+    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+    rows = {shape[0] if shape else 0 for shape in shapes}
+    if len(rows) != 1 or 0 in rows:
+        _checks.refuse(
+            "All arrays of a batch must have the same rows, at least one, along the first axis.",
+            shapes=shapes,
+        )
+    return rows.pop()
+
+
+def describe_placement(batch: Any) -> str:
+    """Say how a batch lies on the devices: a line for each array, with the rows of each device.
+
+    Args:
+        batch: A nest of `jax.Array`, such as `shard_batch` gives.
+
+    >>> import numpy as np
+    >>> print(describe_placement({"image": shard_batch(np.zeros((4, 8, 8)), data_mesh(2))}))
+    ['image'] float32 (4, 8, 8): cpu:0 rows 0-1, cpu:1 rows 2-3
+    """
+    leaves, _ = jax.tree.flatten_with_path(batch)
+    return "\n".join(_placement(jax.tree_util.keystr(path), array) for path, array in leaves)
+
+
+def _placement(name: str, array: Any) -> str:
+    if not isinstance(array, jax.Array):
+        _checks.refuse("An array that is on no device has no placement.", array=type(array))
+    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
+    rows = [(shard.device, shard.index[0] if shard.index else slice(None)) for shard in shards]
+    places = ", ".join(
+        f"{device.platform}:{device.id} rows {part.start or 0}-{(part.stop or len(array)) - 1}"
+        if array.ndim
+        else f"{device.platform}:{device.id}"
+        for device, part in rows
+    )
+    return f"{name} {array.dtype} {array.shape}: {places}".lstrip()
+
+
+class TrainState(NamedTuple):
+    """All that a step of training reads and changes, as arrays: a pytree.
+
+    Attributes:
+        trainable_variables: Of the model; so with the next.
+        non_trainable_variables: Batch statistics and the states of random generators, too.
+        optimizer_variables: The count of steps among them.
+        metrics_variables: Of the metrics.
+    """
+
+    trainable_variables: list[Any]
+    non_trainable_variables: list[Any]
+    optimizer_variables: list[Any]
+    metrics_variables: list[Any]
+
+    @classmethod
+    def replicated(
+        cls, model: Any, optimizer: Any, mesh: Mesh, *, metrics: Iterable[Any] = ()
+    ) -> "TrainState":
+        """Copy the variables to every device of a mesh.
+
+        Args:
+            model: A Keras model that is built.
+            optimizer: A Keras optimizer; it is built for the model if it is not yet.
+            mesh: As `data_mesh` gives.
+            metrics: Keras metrics.
+
+        Raises:
+            ValueError: The model is not built.
+        """
+        if not model.built:
+            _checks.refuse(
+                "The model has no variables yet; build it, or call it on a batch.", model=model.name
+            )
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        values = [[v.value for v in part] for part in _variables(model, optimizer, metrics)]
+        # A copy: a step gives the buffers of its state away, and the model's would be gone.
+        copies = jax.tree.map(lambda value: np.array(value), values)
+        return cls(*jax.device_put(copies, replicated(mesh)))
+
+    def write_back(self, model: Any, optimizer: Any, *, metrics: Iterable[Any] = ()) -> None:
+        """Assign the values to the variables of the model, the optimizer and the metrics."""
+        for variables, values in zip(_variables(model, optimizer, metrics), self, strict=True):
+            for variable, value in zip(variables, values, strict=True):
+                variable.assign(value)
+
+
+def _variables(model: Any, optimizer: Any, metrics: Iterable[Any]) -> list[list[Any]]:
+    return [
+        model.trainable_variables,
+        model.non_trainable_variables,
+        optimizer.variables,
+        [variable for metric in metrics for variable in metric.variables],
+    ]
+
+
+def make_train_step(
+    model: Any, optimizer: Any, loss: Any, *, metrics: Iterable[Any] = ()
+) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
+    """Compile a training step over the devices on which state and batch lie.
+
+    What the model adds to the loss (regularizers, `add_loss`) counts, and the loss is scaled as the
+    optimizer asks.
+
+    Args:
+        model: A built Keras model.
+        optimizer: A Keras optimizer, built for it.
+        loss: A Keras loss, its name, or a function of labels and predictions.
+        metrics: Keras metrics, the same as the state's.
+
+    Returns:
+        A function of a `TrainState` and a batch `(x, y)` or `(x, y, sample_weight)` that gives the
+        next state, and the loss of the batch and the metrics so far, by name. It uses the buffers
+        of the state that it got: go on with the new one alone.
+
+    >>> import keras
+    >>> from kdpkit import testing
+    >>> model, optimizer = testing.tiny_classifier(), keras.optimizers.Adam()
+    >>> loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    >>> mesh = data_mesh(2)
+    >>> state = TrainState.replicated(model, optimizer, mesh)
+    >>> step = make_train_step(model, optimizer, loss)
+    >>> state, logs = step(state, shard_batch(testing.toy_classification(8), mesh))
+    >>> state.write_back(model, optimizer)
+    >>> int(optimizer.iterations.value), [*logs]
+    (1, ['loss'])
+    """
+    metrics = [*metrics]
+    loss_of = _as_loss(loss)
+
+    def compute_loss(trainable: Any, state: TrainState, batch: Any) -> Any:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        predictions, non_trainable, added = model.stateless_call(
+            trainable, state.non_trainable_variables, x, training=True, return_losses=True
+        )
+        value = sum(added, loss_of(y, predictions, sample_weight))
+        mapping = [*zip(optimizer.variables, state.optimizer_variables, strict=True)]
+        with keras.StatelessScope(state_mapping=mapping):
+            scaled = optimizer.scale_loss(value)
+        return scaled, (value, predictions, non_trainable)
+
+    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
+        (_, (value, predictions, non_trainable)), gradients = jax.value_and_grad(
+            compute_loss, has_aux=True
+        )(state.trainable_variables, state, batch)
+        trainable, of_optimizer = optimizer.stateless_apply(
+            state.optimizer_variables, gradients, state.trainable_variables
+        )
+        _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        of_metrics, logs = _updated(metrics, state.metrics_variables, y, predictions, sample_weight)
+        return TrainState(trainable, non_trainable, of_optimizer, of_metrics), {
+            "loss": value,
+            **logs,
+        }
+
+    return jax.jit(train_step, donate_argnums=0)
+
+
+def _as_loss(loss: Any) -> Any:
+    loss = keras.losses.get(loss)
+    if isinstance(loss, keras.losses.Loss):
+        return loss
+    wrapped: Any = keras.losses.Loss()
+    wrapped.call = loss
+    return wrapped
+
+
+def _updated(metrics: list[Any], values: list[Any], *arguments: Any) -> tuple[list[Any], dict]:
+    """Update metrics from their variables' values; give the new values, and the results."""
+    values, updated, logs = [*values], [], {}
+    for metric in metrics:
+        own = [values.pop(0) for _ in metric.variables]
+        own = metric.stateless_update_state(own, *arguments)
+        logs[metric.name] = metric.stateless_result(own)
+        updated += own
+    return updated, logs

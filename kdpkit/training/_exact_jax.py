@@ -1,0 +1,118 @@
+"""`replica_exact` on JAX: batches of any size under `DataParallel`, and weights that stay.
+
+Keras refuses there what the devices cannot divide, and while it evaluates or predicts the model has
+no weights: an error, or Ctrl-C, then loses them.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+from keras.src.backend.jax import distribution_lib
+
+from kdpkit import _checks, sharding
+
+
+def attach(model: Any) -> None:
+    """Mend a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance."""
+    if "kdpkit_steps" in vars(model.train_step):
+        return
+    distribution = keras.distribution.distribution()
+    if distribution is not None:
+        mesh = sharding.as_mesh(distribution)
+        _check_place(model, mesh)
+        _place_uneven_batches()
+        model.train_step = _splitting(model.train_step, mesh)
+        model.test_step = _splitting(model.test_step, mesh)
+        model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
+        model.train_function = model.test_function = model.predict_function = None
+    for name in ("fit", "evaluate", "predict"):
+        setattr(model, name, _keeping_weights(model, getattr(model, name)))
+
+
+def _check_place(model: Any, mesh: Any) -> None:
+    for variable in model.variables:
+        if variable.value.sharding.device_set != set(mesh.devices.flat):
+            _checks.refuse(
+                "The model was built before the distribution was set, or under another one. Build "
+                "it after `keras.distribution.set_distribution(...)`.",
+                variable=variable.path,
+                devices=mesh.size,
+            )
+
+
+def _splitting(step: Callable, mesh: Any) -> Callable:
+    """Cut the work of a step along the rows, where an uneven batch came whole."""
+
+    @functools.wraps(step)
+    def split(state: Any, data: Any) -> Any:
+        return step(state, sharding.split_rows(data, mesh))
+
+    split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is mended
+    return split
+
+
+def _gathering(step: Callable, mesh: Any) -> Callable:
+    """Put uneven predictions on every device: none may leave a program cut unevenly."""
+
+    @functools.wraps(step)
+    def gathered(state: Any, data: Any) -> Any:
+        outputs, rest = step(state, data)
+        if sharding.rows_of(data) % mesh.size:
+            outputs = jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
+        return outputs, rest
+
+    return gathered
+
+
+def _place_uneven_batches() -> None:
+    """Let Keras put a batch that the devices cannot divide on each of them whole."""
+    original = distribution_lib.distribute_data_input
+    if hasattr(original, "kdpkit_wrapper"):
+        return
+    if [*inspect.signature(original).parameters] != [
+        "per_process_batch",
+        "layout",
+        "batch_dim_name",
+    ]:
+        _checks.refuse(
+            "`replica_exact` works inside Keras 3.15, and in this version `distribute_data_input` "
+            "differs. Install that version, or update kdpkit.",
+            keras=keras.__version__,
+        )
+
+    @functools.wraps(original)
+    def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:
+        backend_layout = getattr(layout, "backend_layout", layout)
+        mesh = backend_layout.mesh
+        uneven = np.shape(per_process_batch)[0] % mesh.size
+        if uneven and len(mesh.axis_names) == 1 and jax.process_count() == 1:
+            return jax.device_put(per_process_batch, sharding.replicated(mesh))
+        return original(per_process_batch, layout, batch_dim_name)
+
+    distribute_data_input.kdpkit_wrapper = True  # type: ignore[attr-defined]
+    distribution_lib.distribute_data_input = distribute_data_input
+
+
+def _keeping_weights(model: Any, method: Callable) -> Callable:
+    """Give the variables their values back if a method fails while Keras holds them elsewhere."""
+
+    @functools.wraps(method)
+    def kept(*args: Any, **kwargs: Any) -> Any:
+        optimizer = [model.optimizer] if getattr(model, "optimizer", None) else []
+        variables = [v for owner in (model, *optimizer) for v in owner.variables]
+        before = [(variable, variable._value) for variable in variables]
+        try:
+            return method(*args, **kwargs)
+        except BaseException:
+            model.jax_state_sync()  # as of the last step that was made
+            for variable, value in before:  # and where there was none
+                if variable._value is None and not value.is_deleted():
+                    variable._value = value
+            raise
+
+    return kept
