@@ -15,6 +15,9 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import argparse
+import math
+import zipfile
 from pathlib import Path
 
 import keras
@@ -27,6 +30,19 @@ FASHION = (
     *("T-shirt", "Trouser", "Pullover", "Dress", "Coat"),
     *("Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot"),
 )
+
+
+def smoothing(text):
+    """Parse `--label-smoothing`; at 1 the labels would say nothing."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of at least 0 and below 1. Received: {text!r}"
+        )
+    return value
 
 
 def parse(argv):
@@ -42,7 +58,7 @@ def parse(argv):
     add("--steps-per-loop", type=int, default=10, help="steps in a compiled call (default: 10)")
     add("--accumulation", type=int, default=1, help="micro-batches in a step (default: 1)")
     add("--jit", action="store_true", help="compile the forward and backward pass with XLA")
-    add("--label-smoothing", type=float, default=0.0, help="of the loss (default: 0)")
+    add("--label-smoothing", type=smoothing, default=0.0, help="of the loss, below 1 (default: 0)")
     add("--restore", type=Path, metavar="FILE", help="go on from a checkpoint (.keras)")
     return parser.parse_args(argv)
 
@@ -65,9 +81,37 @@ def build_model(shape, classes):
 
 
 def load_checkpoint(path):
-    if not path.is_file():
-        raise experiment.InputError(f"--restore: there is no such file: {path}")
-    return keras.models.load_model(path)
+    try:
+        if path.suffix != ".h5":  # else Keras says of any damaged archive that it is not there
+            zipfile.ZipFile(path).close()
+        return keras.models.load_model(path)
+    except Exception as error:  # damaged bytes raise many kinds
+        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
+        reason = said.split("\n")[0].split(". ")[0]
+        raise experiment.InputError(
+            f"--restore: {path} cannot be loaded ({reason}). Give a whole .keras file that this "
+            "recipe saved, such as the one of the epoch before."
+        ) from error
+
+
+def restore(path, shape, classes, learning_rate):
+    """Load a model that can go on with such images and this rate."""
+    model = load_checkpoint(path)
+    expected = (None, *shape), (None, classes)
+    found = getattr(model, "input_shape", None), getattr(model, "output_shape", None)
+    if found != expected:
+        raise experiment.InputError(
+            f"--restore: the model in {path} maps {found[0]} to {found[1]}, and these data need "
+            f"{expected[0]} to {expected[1]}. Give the `--data` that it was trained on."
+        )
+    try:
+        model.optimizer.learning_rate = learning_rate
+    except (AttributeError, TypeError) as error:  # no optimizer, or one with a schedule
+        raise experiment.InputError(
+            f"--restore: {path} has no optimizer whose learning rate can be set. Give a "
+            "checkpoint that this recipe saved while it trained."
+        ) from error
+    return model
 
 
 class Smoothed(training.TrainingLoop):
@@ -134,11 +178,11 @@ def main(argv=None):
     )
 
     with strategy.scope():
+        shapes = images.shape[1:], splits.classes
         if args.restore:
-            model = load_checkpoint(args.restore)
-            model.optimizer.learning_rate = plan.learning_rate
+            model = restore(args.restore, *shapes, plan.learning_rate)
         else:
-            model = build_model(images.shape[1:], splits.classes)
+            model = build_model(*shapes)
     loop = Smoothed(
         model,
         optimizer=model.optimizer if args.restore else keras.optimizers.Adam(plan.learning_rate),
@@ -154,7 +198,7 @@ def main(argv=None):
     if args.log_dir:
         names = FASHION if args.data == "fashion_mnist" else range(splits.classes)
         draw_samples(images, labels, names, args.log_dir / "samples.png")
-        watching.append(keras.callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras"))
+        watching.append(callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras"))
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
         history = loop.fit(train, test, epochs=args.epochs, callbacks=[*watching, stop])
     results = experiment.results_of(

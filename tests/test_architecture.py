@@ -26,7 +26,7 @@ ALLOWED = {
     "scaling": (PURE, {"_checks"}),
     "sharding": (KERAS | {"jax"}, {"_checks", "scaling"}),
     "schedules": (KERAS, {"_checks", "scaling"}),
-    "callbacks": (KERAS, {"_checks", "scaling"}),
+    "callbacks": (KERAS, {"_checks", "_files", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
     "strategies": (TENSORFLOW, {"_checks"}),

@@ -1,4 +1,4 @@
-"""Keras callbacks that say what training really did: the rate applied, the true speed.
+"""Keras callbacks that say what training really did, and checkpoints that are whole.
 
 They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` gives the
 usual set in the right order; each also works alone.
@@ -8,12 +8,14 @@ import os
 
 import keras
 
+from kdpkit.callbacks._checkpoint import ModelCheckpoint
 from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR, applied_learning_rate
 from kdpkit.callbacks._tensorboard import TensorBoard
 from kdpkit.callbacks._throughput import Throughput
 
 __all__ = [
     "LearningRateLogger",
+    "ModelCheckpoint",
     "PrintLR",
     "TensorBoard",
     "Throughput",

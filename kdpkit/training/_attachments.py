@@ -3,13 +3,14 @@
 Both are changed on the instance alone, and do what they always did outside of an exact step.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.training._step import ReplicaStep, current_step
+from kdpkit.training._step import ReplicaStep, current_step, dense_if_unique
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -47,7 +48,7 @@ def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
             return kind.apply(optimizer, grads, trainable_variables)
         step.applied_gradients = True
         weigh = step.if_rows if carries_share(step) else step.weigh
-        grads = [None if grad is None else weigh(grad) for grad in grads]
+        grads = [None if grad is None else weigh(dense_if_unique(grad)) for grad in grads]
         variables = None if trainable_variables is None else list(trainable_variables)
         return step.merge(lambda strategy, grads: apply_whole(strategy, grads, variables), grads)
 
@@ -57,7 +58,7 @@ def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
                 optimizer.build(variables)
         owners = optimizer._trainable_variables if variables is None else variables
         _refuse_gradients_that_are_values(owners)
-        grads = _sum_gradients(strategy, grads, owners)
+        grads = sum_gradients(strategy, grads, owners)
         kind.apply(optimizer, grads, variables)
 
     def scale_loss(loss: Any) -> Any:
@@ -91,7 +92,8 @@ def _refuse_gradients_that_are_values(variables: list[Any]) -> None:
             )
 
 
-def _sum_gradients(strategy: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+def sum_gradients(strategy: Any, grads: list[Any], variables: list[Any]) -> list[Any]:
+    """Add up the replicas' gradients, outside the replicas; those that are None stay so."""
     present = [(g, v.value) for g, v in zip(grads, variables, strict=True) if g is not None]
     if not present:
         return grads
@@ -114,7 +116,7 @@ def attach_to_metric(metric: Any) -> None:
     """Make a metric's result that of the whole batch, also when a replica asks for it."""
     if "result" in vars(metric):
         return
-    stock_result, stock_update = metric.result, metric.update_state
+    stock_result = metric.result
 
     def result() -> Any:
         step = current_step()
@@ -122,14 +124,50 @@ def attach_to_metric(metric: Any) -> None:
             return stock_result()
         return step.merge(lambda _: stock_result())
 
+    metric.result = result
+    weigh_single_numbers(metric)
+
+
+def weigh_single_numbers(metric: Any) -> None:
+    """Make a mean of numbers that stand for a whole batch one of the replicas' shares of them.
+
+    That is what a `train_step` logs, a layer tells, or a metric function gives that reduces.
+    """
+    for part in getattr(metric, "metrics", [metric]):
+        if "update_state" in vars(part):
+            continue
+        if type(part) in (keras.metrics.Mean, keras.metrics.Sum):
+            part.update_state = _weighing(part.update_state)
+        elif isinstance(part, keras.metrics.MeanMetricWrapper):
+            part.update_state = _weighing_of_function(part)
+
+
+def _weighing(update: Callable) -> Callable:
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         step = current_step()
         if step is not None and sample_weight is None:
             values = tf.convert_to_tensor(values)
-            if values.shape.rank == 0:  # one number for a step: each replica adds its share
+            if values.shape.rank == 0:
                 values, sample_weight = step.if_rows(values), step.share
-        return stock_update(values, sample_weight=sample_weight)
+        return update(values, sample_weight=sample_weight)
 
-    metric.result = result
-    if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
-        metric.update_state = update_state
+    return update_state
+
+
+def _weighing_of_function(metric: Any) -> Callable:
+    """Weigh what a metric function gives, if that is one number for all rows."""
+    stock_update = metric.update_state
+
+    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        step = current_step()
+        if step is None:
+            return stock_update(y_true, y_pred, sample_weight)
+        value = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
+        if value.shape.rank != 0:
+            return stock_update(y_true, y_pred, sample_weight)
+        weight = 1.0 if sample_weight is None else tf.reduce_mean(sample_weight)
+        return keras.metrics.Mean.update_state(
+            metric, step.if_rows(value), sample_weight=step.weigh(tf.cast(weight, tf.float32))
+        )
+
+    return update_state

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit.training._step import ReplicaStep, current_step
+from kdpkit.training._step import current_step
 
 
 def batch_norm_layers(model: Any) -> list[Any]:
@@ -28,34 +28,6 @@ def warn_of_local_statistics(layers: list[Any], replicas: int) -> None:
             "`BatchNormalization(synchronized=True)` to make it equal.",
             stacklevel=2,
         )
-
-
-def average_local_statistics(step: ReplicaStep, layers: list[Any]) -> None:
-    """Give all replicas the same moving statistics: the mean of theirs, weighted by rows.
-
-    Keras lets them drift apart and saves the first replica's, and a replica without rows makes
-    its own NaN.
-    """
-    variables = [
-        variable
-        for layer in layers
-        if not layer.synchronized
-        for variable in layer.non_trainable_variables
-    ]
-    if variables:
-        weighed = [step.weigh(tf.convert_to_tensor(variable)) for variable in variables]
-        tf.distribute.get_replica_context().merge_call(
-            lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
-        )
-
-
-def _assign_sums(strategy: Any, values: list[Any], variables: list[Any]) -> None:
-    owners = [variable.value for variable in variables]
-    sums = strategy.extended.batch_reduce_to(
-        tf.distribute.ReduceOp.SUM, list(zip(values, owners, strict=True))
-    )
-    for owner, total in zip(owners, sums, strict=True):
-        strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)
 
 
 def attach_to_synchronized(layer: Any) -> None:

@@ -35,6 +35,8 @@ def replica_exact(model: Any) -> Any:
       seed; replica 0 draws what one device would.
     - BatchNormalization normalizes by each replica's rows, which a warning tells once, unless it
       is `synchronized=True`, which is exact. Replicas keep equal moving statistics.
+    - A row's loss must depend on that row alone; the state of a metric, and what a layer assigns
+      to its own variables, must be a sum or a mean over rows.
     - A scalar from `add_loss`, or in the logs of a `train_step` of your own, counts as a mean over
       the rows, or as independent of them.
 

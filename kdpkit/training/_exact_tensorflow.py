@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdpkit import _checks, scaling
-from kdpkit.training import _attachments, _batch_norm, _keras_internals
+from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state
+from kdpkit.training._objective import refuse_pairwise
 from kdpkit.training._step import ReplicaStep, running
 
 _STRATEGIES = (
@@ -26,6 +28,8 @@ def attach(model: Any) -> None:
     if strategy is not None and not isinstance(_owner(model.train_step), _ExactSteps):
         _keras_internals.install()
         _keras_internals.prefer_one_device_sums(strategy)
+        if strategy.num_replicas_in_sync > 1:
+            _layer_state.refuse_states_of_rows(model)
         _ExactSteps(model, strategy).attach()
 
 
@@ -108,6 +112,10 @@ class _ExactSteps:
                 model._symbolic_build(data_batch=data_batch)
         for metric in model.metrics:
             _attachments.attach_to_metric(metric)
+        if self.strategy.num_replicas_in_sync > 1:
+            _layer_state.attach(model)
+            for loss in keras.tree.flatten(model.loss):
+                refuse_pairwise(loss)
         self.batch_norms = _batch_norm.batch_norm_layers(model)
         for layer in self.batch_norms:
             if layer.synchronized and "_moments" not in vars(layer):
@@ -142,7 +150,7 @@ class _ExactSteps:
             self.check(step)
             if step.replicas > 1:
                 self.warn_once(step.replicas)
-                _batch_norm.average_local_statistics(step, self.batch_norms)
+                _layer_state.average(step)
             return step.whole(logs)
 
     def test_step(self, data: Any) -> Any:
@@ -186,6 +194,11 @@ def _refusing_unbatched(method: Callable) -> Callable:
 
     @functools.wraps(method)
     def checked(x: Any = None, *args: Any, **kwargs: Any) -> Any:
+        for dataset in (x, kwargs.get("validation_data")):
+            check(dataset)
+        return method(x, *args, **kwargs)
+
+    def check(x: Any) -> None:
         if isinstance(x, tf.data.Dataset):
             for spec in tf.nest.flatten(x.element_spec):
                 if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
@@ -193,7 +206,6 @@ def _refusing_unbatched(method: Callable) -> Callable:
                         "The dataset gives single examples; batch it with `.batch(...)` first.",
                         element_spec=x.element_spec,
                     )
-        return method(x, *args, **kwargs)
 
     return checked
 
@@ -224,10 +236,16 @@ def _split_whole_batches(batches: Any, strategy: Any) -> Any:
     return [*pieces] if isinstance(batches, list) else pieces
 
 
+def _is_spread(leaf: Any) -> bool:
+    return isinstance(leaf, tf.distribute.DistributedValues)
+
+
 def _split(batch: Any, strategy: Any) -> Any:
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    if not all(np.ndim(leaf) for leaf in leaves if not _is_spread(leaf)):
+        _checks.refuse("A batch must consist of arrays with rows; make them with `np.array`.")
     replicas = strategy.num_replicas_in_sync
-    if replicas == 1 or isinstance(leaves[0], tf.distribute.DistributedValues):
+    if replicas == 1 or _is_spread(leaves[0]):
         return batch
     sizes = scaling.split_batch(len(leaves[0]), replicas)
     starts = [sum(sizes[:replica]) for replica in range(replicas)]

@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask
 
 from kdpkit.training._objective import additional_loss
-from kdpkit.training._step import ReplicaStep, running
+from kdpkit.training._step import ReplicaStep, dense_if_unique, running
 
 
 class Sums(NamedTuple):
@@ -110,6 +110,14 @@ def _piece(batch: Any, index: Any, count: Any, rows: Any, pieces: int) -> Any:
     def cut(part: Any) -> Any:
         if part is None:
             return None
+        if isinstance(part, tf.SparseTensor):
+            rest = tf.cast(tf.shape(part)[1:], tf.int64)
+            first, size = (tf.cast(number, tf.int64) for number in (start, stop - start))
+            return tf.sparse.slice(
+                part,
+                tf.concat([[first], tf.zeros_like(rest)], 0),
+                tf.concat([[size], rest], 0),
+            )
         piece = part[start:stop]
         known = part.shape[0]
         if known is not None and known % pieces == 0 and not isinstance(part, tf.RaggedTensor):
@@ -120,7 +128,9 @@ def _piece(batch: Any, index: Any, count: Any, rows: Any, pieces: int) -> Any:
 
 
 def _present(gradients: list[Any]) -> dict[int, Any]:
-    return {index: gradient for index, gradient in enumerate(gradients) if gradient is not None}
+    return {
+        i: dense_if_unique(gradient) for i, gradient in enumerate(gradients) if gradient is not None
+    }
 
 
 def _add(one: Any, other: Any) -> Any:

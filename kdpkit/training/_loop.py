@@ -32,9 +32,11 @@ class TrainingLoop:
     loss=...)`; so does a `tf.train.Checkpoint` of model and optimizer. Which layers are trainable
     is looked at when the loop first trains.
 
-    What one device and R replicas do differently by nature is as in `replica_exact`: random layers
-    draw other numbers on each replica, and `BatchNormalization` needs `synchronized=True` to
-    normalize by the rows of all replicas.
+    A row's loss must depend on that row alone, and the state of a metric must be a sum over rows,
+    as that of Keras' metrics is. What one device and R replicas do differently by nature is as in
+    `replica_exact`: on TensorFlow random layers draw other numbers on each replica, and
+    `BatchNormalization` needs `synchronized=True` to normalize by the rows of all replicas. On JAX
+    there is no difference.
 
     Args:
         model: A Keras model, built in the strategy's scope.
@@ -42,15 +44,17 @@ class TrainingLoop:
         loss: As in `compile`; None if `per_example_loss` needs none. Its reduction is taken over
             the global batch; `reduction=None` means the mean.
         metrics: As in `compile`.
-        strategy: The `tf.distribute` strategy whose scope the model was built in; None takes it
-            from the model.
+        strategy: On TensorFlow the `tf.distribute` strategy whose scope the model was built in;
+            None takes it from the model. On JAX a mesh, such as `kdpkit.sharding.data_mesh()`
+            gives, or a `keras.distribution.DataParallel`; None takes the distribution that is set
+            in Keras, or one device.
         steps_per_loop: Optimizer steps for each call of the compiled function. Callbacks see the
             last step of each call.
         accumulation: Micro-batches that each replica cuts its rows into, one after the other, so
             that a batch needs less memory. The optimizer still makes one step for each batch, the
             same but for layers whose rows interact: BatchNormalization sees micro-batches.
-        jit: Whether XLA compiles the forward and backward pass of a replica; None decides as
-            `compile` does.
+        jit: Whether XLA compiles the forward and backward pass of a replica, on JAX the whole
+            step; None decides as `compile` does.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
 
@@ -104,6 +108,10 @@ class TrainingLoop:
                 remedy="Give `loss` as to `compile`, or override `per_example_loss`.",
             )
         self.model = model
+        if optimizer is None:
+            _checks.refuse("There is no optimizer to train with.", optimizer=optimizer)
+        if jit not in (None, True, False):
+            _checks.refuse("`jit` must be True, False or None.", jit=jit)
         self.steps_per_loop = _checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = _checks.integer("accumulation", accumulation)
         self.loss = Objective(loss, loss_weights, getattr(model, "output_names", None))
@@ -165,7 +173,8 @@ class TrainingLoop:
         """Train, and validate after each epoch.
 
         Args:
-            train: A `tf.data.Dataset` of global batches `x`, `(x, y)` or `(x, y, sample_weight)`.
+            train: A `tf.data.Dataset` of global batches `x`, `(x, y)` or `(x, y, sample_weight)`;
+                on JAX also a `keras.utils.PyDataset`, a Grain dataset or a PyTorch `DataLoader`.
                 Batches of any size are trained on exactly.
             validation: A dataset to evaluate after each epoch; its logs begin with `val_`.
             epochs: The number of the epoch to end before.
@@ -185,6 +194,8 @@ class TrainingLoop:
         """
         epochs = _checks.integer("epochs", epochs)
         initial_epoch = _checks.integer("initial_epoch", initial_epoch, minimum=0)
+        if validation is None and validation_steps is not None:
+            _checks.refuse("There is no `validation` to take steps of.", steps=validation_steps)
         feed = self._steps.open(train, "train", steps_per_epoch=steps_per_epoch)
         held_out = validation is not None and self._steps.open(
             validation, "validation", validation_steps=validation_steps
@@ -289,7 +300,7 @@ class TrainingLoop:
             callbacks.on_test_batch_end,
             lambda: self.model.stop_evaluating,
         )
-        logs = {name: float(value) for name, value in logs.items()}
+        logs = {name: _plain(value) for name, value in logs.items()}
         callbacks.on_test_end(logs)
         return logs
 
@@ -323,7 +334,7 @@ class TrainingLoop:
         self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: bool
     ) -> Any:
         return keras.callbacks.CallbackList(
-            keras.tree.flatten(callbacks),
+            keras.tree.flatten(callbacks or ()),
             add_progbar=verbose != 0,
             model=self.model,
             verbose=verbose,
@@ -331,6 +342,12 @@ class TrainingLoop:
             steps=feed.steps,
             **settings,
         )
+
+
+def _plain(value: Any) -> Any:
+    """Give a number as a Python float, and a metric of several numbers as an array."""
+    array = np.asarray(value)
+    return array if array.ndim else float(array)
 
 
 def _refuse_own_step(model: Any) -> None:

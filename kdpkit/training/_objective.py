@@ -8,7 +8,7 @@ the whole batch. This is backend-neutral arithmetic on some rows, and knows of n
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import keras
 from keras import ops
@@ -54,42 +54,86 @@ class Objective:
         self.loss = loss
         self.loss_weights = loss_weights
         self.output_names = output_names
+        self._named: list[str] = []
 
     def __call__(self, y: Any, predictions: Any) -> Any:
         """Give the losses of the rows: a tensor, or of several outputs one for each name."""
-        if not keras.tree.is_nested(predictions):
+        self._named = names = self._names(predictions)
+        for setting, nest in self._settings(y).items():
+            if not _fits(nest, names, may_stand_alone=setting == "loss"):
+                _refuse_mismatch(setting, nest, names or 1)
+        if not names:
             return _losses(_only(self.loss), _only(y), predictions)
         return {
-            name: _losses(loss, self._of(name, y), self._of(name, predictions))
-            for name in self._names(predictions)
-            if (loss := self._of(name, self.loss)) is not None
+            name: _losses(loss, _of(name, y, names), _of(name, predictions, names))
+            for name in names
+            if (loss := _of(name, self.loss, names)) is not None
         }
+
+    def _settings(self, y: Any) -> dict[str, Any]:
+        return {"loss": self.loss, "loss_weights": self.loss_weights, "labels": y}
 
     def terms(self, losses: Any, predictions: Any, sample_weight: Any) -> list[Term]:
         """Weigh and sum what `per_example_loss` gave."""
         if not isinstance(losses, Mapping):
             first, *_ = keras.tree.flatten(predictions)
             return [_term("", losses, first, _only(self.loss), _only(sample_weight))]
-        nests = (losses, predictions, self.loss, sample_weight)
-        return [_term(name, *(self._of(name, nest) for nest in nests)) for name in losses]
+        names = self._names(predictions)
+        nests = (predictions, self.loss, sample_weight)
+        return [
+            _term(name, loss, *(_of(name, nest, names) for nest in nests))
+            for name, loss in losses.items()
+        ]
 
     def weight(self, name: str) -> Any:
         """Give an output's factor in the loss that is minimised."""
-        weight = self._of(name, self.loss_weights) if name else _only(self.loss_weights)
+        nest = self.loss_weights
+        if name and isinstance(nest, list | tuple):
+            nest = dict(zip(self._named or self.output_names or [], nest, strict=False))
+        weight = nest.get(name) if name and isinstance(nest, Mapping) else _only(nest)
         return 1.0 if weight is None else weight
 
     def _names(self, outputs: Any) -> list[str]:
+        """Name several outputs, in the order in which a list gives their settings."""
         if isinstance(outputs, Mapping):
-            return [*outputs]
+            return keras.tree.flatten({name: name for name in outputs})
+        if not keras.tree.is_nested(outputs):
+            return []
         known = self.output_names or []
         return known if len(known) == len(outputs) else [str(i) for i in range(len(outputs))]
 
-    def _of(self, name: str, nest: Any) -> Any:
-        """Give an output's part of a nest; what is not nested belongs to every output."""
-        if not isinstance(nest, Mapping | list | tuple):
-            return nest
-        values = nest.values() if isinstance(nest, Mapping) else nest
-        return dict(zip(self._names(nest), values, strict=True)).get(name)
+
+def _fits(nest: Any, names: list[str], *, may_stand_alone: bool) -> bool:
+    """Tell whether a setting has one entry for each output, which may also be missing."""
+    if nest is None:
+        return True
+    if not names:
+        return not keras.tree.is_nested(_only(nest))
+    if isinstance(nest, Mapping):
+        return set(nest) <= set(names)
+    return len(nest) == len(names) if isinstance(nest, list | tuple) else may_stand_alone
+
+
+def _refuse_mismatch(setting: str, nest: Any, outputs: Any) -> NoReturn:
+    described = keras.tree.map_structure(
+        lambda part: tuple(part.shape) if hasattr(part, "shape") else part, nest
+    )
+    _checks.refuse(
+        f"`{setting}` must have one entry for each output of the model: in a list, or in a "
+        "dictionary with the names of the outputs. Outputs that are nested deeper need a "
+        "`per_example_loss` of your own.",
+        outputs=outputs,
+        **{setting: described},
+    )
+
+
+def _of(name: str, nest: Any, names: list[str]) -> Any:
+    """Give an output's part of a nest; what is not nested belongs to every output."""
+    if isinstance(nest, Mapping):
+        return nest.get(name)
+    if isinstance(nest, list | tuple) and name in names and len(nest) == len(names):
+        return nest[names.index(name)]
+    return None if isinstance(nest, list | tuple) else nest
 
 
 def additional_loss(losses: list[Any], share: Any) -> Any:
@@ -119,15 +163,21 @@ def _losses(loss: Any, y: Any, prediction: Any) -> Any:
             y=y,
         )
     if keras.tree.is_nested(y) or keras.tree.is_nested(prediction):
-        _checks.refuse(
-            "Labels, losses and outputs of the model must match, one of each for an output. "
-            "Name them alike, in dictionaries, or override `per_example_loss`.",
-            labels=keras.tree.map_structure(lambda part: tuple(part.shape), y),
-            output=keras.tree.map_structure(lambda part: tuple(part.shape), prediction),
-        )
+        _refuse_mismatch("labels", y, keras.tree.map_structure(lambda _: "output", prediction))
     loss = get_loss(loss, y, prediction)
+    refuse_pairwise(loss)
     y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
     return loss.call(y, prediction)
+
+
+def refuse_pairwise(loss: Any) -> None:
+    """Refuse a loss of pairs of rows: no sum over the parts of a batch gives it."""
+    if isinstance(loss, keras.losses.Circle):
+        _checks.refuse(
+            "This loss compares the rows of a batch with each other, and each replica has some of "
+            "them alone. A row's loss must depend on that row alone.",
+            loss=type(loss).__name__,
+        )
 
 
 def _term(name: str, losses: Any, prediction: Any, loss: Any, sample_weight: Any) -> Term:

@@ -8,6 +8,7 @@ first put in a form that is.
 """
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -43,6 +44,7 @@ class ReplicaStep:
         self._graph = _graph()
         self.saw_a_loss = False
         self.applied_gradients = False
+        self.assigned: list[Any] = []  # variables of layers
 
     def weigh(self, value: Any) -> Any:
         """Multiply by the share. A replica without rows gives zero, whatever it computed."""
@@ -71,8 +73,18 @@ class ReplicaStep:
         shift = tf.cast(self.replica, seed.dtype) * tf.constant(0x9E3779B1, seed.dtype)
         return seed + tf.stack([shift, tf.zeros_like(shift)])
 
+    def of_rows(self, rows: Any) -> "ReplicaStep":
+        """Give this step as it is for some of the replica's rows."""
+        part = copy.copy(self)
+        part.rows = rows
+        part.share = tf.math.divide_no_nan(
+            tf.cast(rows, tf.float32), tf.cast(self.all_rows, tf.float32)
+        )
+        return part
+
     def whole(self, values: Any) -> Any:
         """Give the whole batch's value of each number in a nest, the same on all replicas."""
+        values = tf.nest.map_structure(_as_tensor, values)
         weighed = tf.nest.map_structure(lambda v: self.weigh(v) if _is_float(v) else v, values)
         return self.merge(_add_up, values, weighed)
 
@@ -107,6 +119,22 @@ def running(step: ReplicaStep) -> Iterator[ReplicaStep]:
         _running.step = None
 
 
+def dense_if_unique(gradient: Any) -> Any:
+    """Make a sparse gradient dense where it has added up equal indices already.
+
+    That is how products with sparse features give it: one slice for a feature. Those of several
+    replicas would be several, which Keras' optimizers square one by one. An embedding's gradient
+    has a slice for every lookup, on one device as well, and stays sparse.
+    """
+    if isinstance(gradient, tf.IndexedSlices) and not tf.executing_eagerly():
+        source = gradient.indices.op
+        while source.type in ("Reshape", "Identity", "Cast"):
+            source = source.inputs[0].op
+        if source.type in ("Unique", "UniqueV2"):
+            return tf.convert_to_tensor(gradient)
+    return gradient
+
+
 def _rows(data: Any) -> Any:
     first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
     if isinstance(first, tf.RaggedTensor):
@@ -134,6 +162,10 @@ def _add_up(strategy: Any, nest: Any, weighed: Any) -> Any:
         return total if one_process else tf.expand_dims(total, 0)  # Keras takes a mean over axis 0
 
     return tf.nest.map_structure(add, nest, weighed)
+
+
+def _as_tensor(value: Any) -> Any:
+    return tf.convert_to_tensor(value) if isinstance(value, keras.Variable) else value
 
 
 def _is_float(value: Any) -> bool:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec, set_keras_mask
 
 from kdpkit import _checks
-from kdpkit.training import _attachments, _batch_norm, _keras_internals
+from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import (
     Sums,
@@ -26,7 +26,7 @@ from kdpkit.training._gradients import (
     over_micro_batches,
 )
 from kdpkit.training._losses import sum_over_replicas
-from kdpkit.training._step import ReplicaStep
+from kdpkit.training._step import ReplicaStep, running
 
 # Rows of the placeholder that the step is first traced with: a number unlikely to be that of
 # anything else, so that losses along another axis than the rows show.
@@ -48,11 +48,12 @@ class TensorFlowSteps:
         self.strategy = _strategy_of(self.model, strategy)
         self._jit = jit
         _keras_internals.install()
+        if self.strategy.num_replicas_in_sync > 1:
+            _layer_state.refuse_states_of_rows(self.model)
         if isinstance(self.strategy, tf.distribute.MirroredStrategy):
             _keras_internals.prefer_one_device_sums(self.strategy)
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
-        self._batch_norms: list[Any] = []
         self._is_built = self._is_optimizer_built = False
         self._train = self._repeated(self._train_step)
         self._test = self._repeated(self._test_step)
@@ -110,7 +111,7 @@ class TensorFlowSteps:
                 self._is_built = True
             if training and not self._is_optimizer_built:
                 self._build_optimizer()
-                self._prepare_batch_norms()
+                self._prepare_layers()
                 self._is_optimizer_built = True
 
     def _build_metrics(self, spec: Any) -> None:
@@ -125,6 +126,8 @@ class TensorFlowSteps:
             return losses
 
         losses = compute_output_spec(trace, _placeholders(spec))
+        for metric in self.model.metrics:
+            _attachments.weigh_single_numbers(metric)
         _check_rows(losses, spec)
         self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
 
@@ -138,13 +141,14 @@ class TensorFlowSteps:
         copied = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
         _check_place("optimizer", copied, self.strategy)
 
-    def _prepare_batch_norms(self) -> None:
+    def _prepare_layers(self) -> None:
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
             return
-        self._batch_norms = _batch_norm.batch_norm_layers(self.model)
-        _batch_norm.warn_of_local_statistics(self._batch_norms, replicas)
-        for layer in self._batch_norms:
+        _layer_state.attach(self.model)
+        batch_norms = _batch_norm.batch_norm_layers(self.model)
+        _batch_norm.warn_of_local_statistics(batch_norms, replicas)
+        for layer in batch_norms:
             if layer.synchronized and (self.jit or self.loop.accumulation > 1):
                 _checks.refuse(
                     "Under XLA, and between micro-batches, a synchronized BatchNormalization "
@@ -221,7 +225,7 @@ class TensorFlowSteps:
         parts = self.strategy.run(self._train_replica, args=(batch,))
         variables = self.model.trainable_variables
         gradients = [parts.get(index) for index in range(len(variables))]
-        whole = _attachments._sum_gradients(self.strategy, gradients, variables)
+        whole = _attachments.sum_gradients(self.strategy, gradients, variables)
         self.model.optimizer.apply(whole, variables)
 
     def _test_step(self, batch: Any) -> None:
@@ -251,25 +255,27 @@ class TensorFlowSteps:
         def compute(piece: Any) -> Sums:
             sums, predictions, masks = differentiate(piece)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
-            self._update_metrics(piece, predictions)
+            self._update_metrics(step, piece, predictions)
             return sums
 
         pieces = self.loop.accumulation
         sums = over_micro_batches(compute, batch, rows=step.rows, pieces=pieces)
         factors = self._update_losses(step, sums)
-        _batch_norm.average_local_statistics(step, self._batch_norms)
+        _layer_state.average(step)
         gradients = combined(sums.gradients, [1.0, *factors])
         return {index: step.if_rows(gradient) for index, gradient in gradients.items()}
 
     def _test_replica(self, batch: Any) -> None:
         step = ReplicaStep(batch)
         sums, predictions = forward(self.loop, step, batch, training=False)
-        self._update_metrics(batch, predictions)
+        self._update_metrics(step, batch, predictions)
         self._update_losses(step, sums)
 
-    def _update_metrics(self, batch: Any, predictions: Any) -> None:
+    def _update_metrics(self, step: ReplicaStep, batch: Any, predictions: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        self.model.compute_metrics(x, y, predictions, sample_weight)
+        rows = tf.shape(keras.tree.flatten(predictions)[0])[0]
+        with running(step.of_rows(rows)):
+            self.model.compute_metrics(x, y, predictions, sample_weight)
 
     def _update_losses(self, step: ReplicaStep, sums: Sums) -> list[Any]:
         """Log the losses; give the factors that put real divisors in the place of plain ones."""

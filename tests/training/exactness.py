@@ -429,7 +429,34 @@ def _two_outputs() -> keras.Model:
     )
 
 
-_add("several outputs with loss_weights", _two_outputs, _data(y=[Y, X[:, :1]]))
+_add(
+    "several outputs with loss_weights",
+    _two_outputs,
+    _data(y=[Y, X[:, :1]]),
+    # The loop logs each output's loss as a mean over rows; Keras on TensorFlow, over batches.
+    promises={"TrainingLoop": "by definition"},
+)
+
+
+class Centered(layers.Layer):
+    """Subtracts a moving mean that it keeps itself."""
+
+    def build(self, shape: Any) -> None:
+        self.center = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, inputs: Any, training: bool = False) -> Any:
+        outputs = inputs - self.center
+        if training:
+            self.center.assign(0.9 * self.center + 0.1 * keras.ops.mean(inputs, axis=0))
+        return outputs
+
+
+def _mean_size(_: Any, predictions: Any) -> Any:
+    return keras.ops.mean(keras.ops.abs(predictions))
+
+
+_add("a layer with a moving mean of its own", lambda: _compiled(_net(Centered())))
+_add("a metric of one number for a batch", lambda: _compiled(_net(), metrics=[_mean_size]))
 
 
 # Sequences.
@@ -456,6 +483,23 @@ _add(
     _sequence(layers.GlobalAveragePooling1D, lambda: layers.Dense(3)),
     _data(x=TOKENS),
 )
+
+
+def _sparse_data(rows: int) -> dict[str, Any]:
+    """Give features of which half are missing, as sparse tensors."""
+    features = tf.where(tf.abs(X) > 0.7, X, 0.0)
+    dataset = tf.data.Dataset.from_tensor_slices((features, Y)).take(rows).batch(BATCH)
+    return {"x": dataset.map(lambda x, y: (tf.sparse.from_dense(x), y)), "epochs": 2}
+
+
+def _of_sparse_features() -> keras.Model:
+    inputs = keras.Input((4,), sparse=True)
+    return _compiled(
+        keras.Model(inputs, layers.Dense(3)(layers.Dense(8)(inputs))), optimizers.Adam(0.05)
+    )
+
+
+_add("sparse features", _of_sparse_features, _sparse_data, promises=on_jax("-"))
 _add(
     "Embedding with sparse gradients and global_clipnorm",
     _sequence(layers.GlobalAveragePooling1D, lambda: layers.Dense(3), clipnorm=0.01),

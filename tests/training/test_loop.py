@@ -543,6 +543,8 @@ class ByColumn(TrainingLoop):
     [
         ({"steps_per_loop": 0}, "`steps_per_loop` must be a positive integer.*Received: steps_per"),
         ({"accumulation": 1.5}, "`accumulation` must be a positive integer.*1.5"),
+        ({"optimizer": None}, "no optimizer to train with"),
+        ({"jit": "yes"}, "`jit` must be True, False or None.*'yes'"),
         ({"loss": None}, "no loss to train with.*Received: loss=None"),
         ({"strategy": "mirrored"}, "strategy.* Received: strategy='mirrored'"),
     ],
@@ -584,7 +586,7 @@ def test_an_optimizer_of_another_scope_is_refused():
         (batches().map(lambda x, _: x), "computed from labels"),
         (
             batches().map(lambda x, y: (x, {"a": y, "b": y})),
-            r"must match.*Received: labels={'a': \(13,\), 'b': \(13,\)}",
+            r"`labels` must have one entry.*outputs=1, labels={'a': \(13,\), 'b': \(13,\)}",
         ),
         (np.ones((4, 4)), "`train` must .* batches, and is a ndarray"),
     ],
@@ -594,9 +596,58 @@ def test_datasets_that_cannot_be_trained_on_are_refused(data, sentence):
         trained(1, data)
 
 
+def two_outputs():
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, {name: layers.Dense(1, name=name)(inputs) for name in ("b", "a")})
+
+
+@pytest.mark.parametrize(
+    ("settings", "received"),
+    [
+        ({"loss": {"a": "mse", "typo": "mse"}}, "typo"),
+        ({"loss": ["mse"]}, r"loss=\['mse'\]"),
+        ({"loss": []}, r"loss=\[\]"),
+        ({"loss": "mse", "loss_weights": [1, 2, 3]}, r"loss_weights=\[1, 2, 3\]"),
+        ({"loss": "mse", "loss_weights": {"a": 1, "typo": 0.1}}, "typo"),
+        ({"loss": "mse", "loss_weights": 0.5}, "loss_weights=0.5"),
+        ({"loss": "mse", "one label": True}, r"labels=\(13, 1\)"),
+        ({"loss": ["mse", "mse"], "build": testing.tiny_classifier}, "outputs=1, loss="),
+    ],
+)
+def test_settings_that_do_not_match_the_outputs_are_refused(settings, received):
+    settings = dict(settings)
+    x, y = np.ones((4, 4), "float32"), np.ones((4, 1), "float32")
+    labels = y if settings.pop("one label", False) else {"a": y, "b": y}
+    data = tf.data.Dataset.from_tensor_slices((x, labels)).batch(2)
+    with pytest.raises(ValueError, match=f"one entry for each output.*Received.*{received}"):
+        trained(1, data, metrics=(), **{"build": two_outputs} | settings)
+
+
+def test_a_list_of_losses_follows_the_order_of_keras():
+    x, _ = testing.toy_classification(10)
+    data = tf.data.Dataset.from_tensor_slices((x, {"a": x[:, :1], "b": x[:, 1:2]})).batch(4)
+
+    def build():
+        keras.utils.set_random_seed(1)
+        return two_outputs()
+
+    model, losses = build(), ["mse", "mae"]
+    model.compile("sgd", losses, loss_weights=[1.0, 0.2])
+    model.fit(data, verbose=0)
+    loop, _ = trained(
+        1, data, 1, build=build, optimizer="sgd", loss=losses, loss_weights=[1.0, 0.2], metrics=()
+    )
+    for ours, theirs in zip(loop.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
+        (
+            {"loss": keras.losses.Circle()},
+            r"rows of a batch with each other.*Received: loss='Circle'",
+        ),
         ({"loss": scalar_loss}, r"a loss for each row.*Received: losses_shape=\(\)"),
         ({"loop": ByColumn}, r"a loss for each row.*Received: losses_shape=\(3,\), rows=13"),
         pytest.param(
@@ -625,3 +676,84 @@ def test_batch_normalization_by_replica_is_warned_about_and_stays_finite(accumul
         first, *others = loop.strategy.experimental_local_results(statistics.value)
         for other in others:  # the last replicas had no rows in the last batch
             np.testing.assert_array_equal(first, other)
+
+
+# What layers and metrics keep.
+
+
+class Centered(layers.Layer):
+    """Subtracts a moving mean that it keeps itself."""
+
+    def build(self, shape):
+        self.center = self.add_weight(shape=(shape[-1],), initializer="zeros", trainable=False)
+
+    def call(self, inputs, training=False):
+        outputs = inputs - self.center
+        if training:
+            self.center.assign(0.9 * self.center + 0.1 * keras.ops.mean(inputs, axis=0))
+        return outputs
+
+
+def with_centered():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,)), Centered(), layers.Dense(3)])
+
+
+def mean_size(_, predictions):
+    return keras.ops.mean(keras.ops.abs(predictions))
+
+
+@pytest.mark.parametrize("replicas", [2, 4])
+@pytest.mark.parametrize("train", ["fit", "loop"])
+def test_moving_state_and_scalar_metrics_are_those_of_the_whole_batch(train, replicas):
+    data = batches(12, 13)  # one row last: replicas without rows
+    one = with_centered()
+    one.compile("sgd", crossentropy(), metrics=[mean_size])
+    expected = one.fit(data, epochs=2, verbose=0).history
+    if train == "loop" or ON_JAX:
+        loop, history = trained(
+            replicas, data, build=with_centered, optimizer="sgd", metrics=[mean_size]
+        )
+        model = loop.model
+    else:
+        with scope_of(strategy_of(replicas)):
+            model = with_centered()
+        model.compile("sgd", crossentropy(), metrics=[mean_size])
+        history = kdpkit.training.replica_exact(model).fit(data, epochs=2, verbose=0).history
+    for name, values in expected.items():
+        assert history[name] == pytest.approx(values, rel=1e-5), name
+    for ours, theirs in zip(model.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-6)
+
+
+def test_evaluation_gives_metrics_of_several_numbers():
+    x, y = testing.toy_classification(10)
+    data = tf.data.Dataset.from_tensor_slices((x, np.eye(3)[y])).batch(4)
+    loop = loop_on(2, loss="mse", metrics=[keras.metrics.F1Score()])
+    assert loop.evaluate(data, verbose=0)["f1_score"].shape == (3,)
+
+
+@pytest.mark.tensorflow
+def test_micro_batches_of_sparse_features_train_the_same():
+    x, y = testing.toy_classification(10)
+    dense = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    sparse = dense.map(lambda x, y: (tf.sparse.from_dense(x), y))
+
+    def build():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(3)])
+
+    assert_same(trained(1, sparse, build=build), trained(2, sparse, build=build, accumulation=2))
+
+
+@pytest.mark.tensorflow
+def test_a_layer_with_a_state_for_each_row_is_refused():
+    def build():
+        return keras.Sequential(
+            [keras.Input((6, 1), batch_size=4), layers.LSTM(2, stateful=True), layers.Dense(3)]
+        )
+
+    x = np.ones((8, 6, 1), "float32")
+    data = tf.data.Dataset.from_tensor_slices((x, np.zeros(8))).batch(4, drop_remainder=True)
+    with pytest.raises(ValueError, match="goes on from a state for each row.*layer='lstm'"):
+        trained(2, data, build=build)

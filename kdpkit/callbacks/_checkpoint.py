@@ -1,0 +1,99 @@
+"""Checkpoints that are whole, whatever happens while they are written."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from kdpkit import _files
+
+
+class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """Saves as `keras.callbacks.ModelCheckpoint` does, with files that are whole or not there.
+
+    Keras writes to the file's final name, so a process killed meanwhile leaves a part of a file
+    there, and with `save_best_only` the best model so far is lost. Here the file is written beside
+    its place, under a hidden name (`.model-....keras`), and moved there when it is whole. Until
+    then the old file stays; a killed process leaves the hidden one behind, an error leaves none.
+
+    Arguments, names of files and messages are Keras'. Works in `fit` on TensorFlow and JAX, under
+    any strategy; processes that write to one name at once leave the file of the last. Places such
+    as `gs://...`, which are no files of this machine, are left to Keras.
+
+    >>> import tempfile
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> model.compile("sgd", "mse")
+    >>> x = keras.ops.ones((2, 1))
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     checkpoint = ModelCheckpoint(f"{directory}/epoch-{{epoch}}.keras")
+    ...     history = model.fit(x, x, epochs=2, verbose=0, callbacks=checkpoint)
+    ...     print(sorted(os.listdir(directory)))
+    ['epoch-1.keras', 'epoch-2.keras']
+    """
+
+    # Keras has no hook for how a file is written, but its callback saves by `self.model.save` and
+    # `self.model.save_weights`. So while its own hooks run, `self.model` is one that saves whole
+    # files. That takes public names alone, where overriding `_save_model` would take three private
+    # methods and repeat what they do.
+    _in_hook = False
+
+    @property
+    def model(self) -> Any:
+        """The model that trains."""
+        model = super().model
+        return _SavingWhole(model) if self._in_hook else model
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, if `save_freq` says so."""
+        with self._hook():
+            super().on_train_batch_end(batch, logs)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, unless `save_freq` counts batches."""
+        with self._hook():
+            super().on_epoch_end(epoch, logs)
+
+    @contextlib.contextmanager
+    def _hook(self) -> Iterator[None]:
+        self._in_hook = True
+        try:
+            yield
+        finally:
+            self._in_hook = False
+
+
+class _SavingWhole:
+    """A model whose files are whole under their names."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def save(self, filepath: str, **arguments: Any) -> None:
+        with _beside(filepath) as temporary:
+            self._model.save(temporary, **arguments)
+
+    def save_weights(self, filepath: str, **arguments: Any) -> None:
+        with _beside(filepath) as temporary:
+            self._model.save_weights(temporary, **arguments)
+
+
+@contextlib.contextmanager
+def _beside(filepath: str) -> Iterator[str]:
+    """Give what to write in place of `filepath`, with an ending by which Keras knows the format."""
+    if "://" in filepath:  # an object store, whose objects appear when they are whole
+        yield filepath
+        return
+    with _files.replacing(filepath) as temporary:
+        # `replacing` keeps one suffix, and of weights Keras wants both.
+        ending = ".weights.h5" if filepath.endswith(".weights.h5") else temporary.suffix
+        written = temporary.with_name(temporary.name + ending)
+        try:
+            yield os.fspath(written)
+            written.replace(temporary)
+        finally:
+            written.unlink(missing_ok=True)
