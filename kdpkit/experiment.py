@@ -47,6 +47,7 @@ __all__ = [
     "argument_parser",
     "collect",
     "count",
+    "describe",
     "from_preset",
     "positive_integer",
     "positive_number",
@@ -187,34 +188,62 @@ class _Parser(argparse.ArgumentParser):
 
 
 def strategy_from(args: argparse.Namespace) -> Any:
-    """Give the `tf.distribute` strategy that `--strategy` and `--replicas` name.
+    """Give the strategy that `--strategy` and `--replicas` name: on JAX a `DataParallel`, set.
 
     `--replicas N` above 1 mirrors over N devices. Where there are none of that many, the CPU, or
-    the memory of a single GPU, is first split into N logical devices; in a notebook whose runtime
-    has started already that works if it has enough of them. Without `--replicas` the strategy
-    takes what `kdpkit.strategies.select_strategy` finds: on a CPU that nobody split, one replica.
+    the memory of a single GPU on TensorFlow, is first split into N logical devices; in a notebook
+    whose runtime has started already that works if it has enough of them. Without `--replicas`
+    the strategy takes what `kdpkit.strategies.select_strategy` finds (on a CPU that nobody split,
+    one replica), and on JAX all devices.
 
     Args:
         args: What the parser gave.
 
+    Returns:
+        A `tf.distribute` strategy, or on JAX a `kdpkit.sharding.DataParallel`; both have `scope()`
+        and `num_replicas_in_sync`.
+
     Raises:
         ValueError: What cannot be had: several replicas of `one`, a count for a strategy that
-            takes it from the cluster, more replicas than devices, a backend other than TensorFlow.
+            takes it from the cluster, more replicas than devices, TensorFlow's own strategies on
+            JAX, another backend.
     """
-    _require_tensorflow()
-    from kdpkit import strategies
-
     kind, replicas = args.strategy, args.replicas
-    if replicas is None:
-        return strategies.select_strategy(kind)
-    if kind == "auto":
-        kind = "mirrored" if replicas > 1 else "one"
-    if kind == "one" and replicas > 1:
+    if kind == "one" and replicas not in (None, 1):
         _checks.refuse(
             "The strategy 'one' trains a single replica.",
             replicas=replicas,
             remedy="Use `--strategy mirrored`.",
         )
+    return {"tensorflow": _tensorflow_strategy, "jax": _data_parallel}[_backend()](kind, replicas)
+
+
+def describe(strategy: Any) -> str:
+    """Say in one line what a strategy of either backend is."""
+    module = "strategies" if _backend() == "tensorflow" else "sharding"
+    return str(getattr(kdpkit, module).describe(strategy))
+
+
+def _backend() -> str:
+    import keras
+
+    backend = keras.backend.backend()
+    if backend not in ("tensorflow", "jax"):
+        _checks.refuse(
+            "Recipes train on TensorFlow and on JAX.",
+            backend=backend,
+            remedy="Run with KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax.",
+        )
+    return str(backend)
+
+
+def _tensorflow_strategy(kind: str, replicas: int | None) -> Any:
+    from kdpkit import strategies
+
+    if replicas is None:
+        return strategies.select_strategy(kind)
+    if kind == "auto":
+        kind = "mirrored" if replicas > 1 else "one"
     if kind == "mirrored":
         _split_for(replicas)
     elif kind in ("multi_worker", "parameter_server", "tpu"):
@@ -226,15 +255,24 @@ def strategy_from(args: argparse.Namespace) -> Any:
     return strategies.select_strategy(kind, devices=replicas)
 
 
-def _require_tensorflow() -> None:
+def _data_parallel(kind: str, replicas: int | None) -> Any:
+    import jax
     import keras
 
-    if keras.backend.backend() != "tensorflow":
+    from kdpkit import sharding
+
+    if kind not in ("auto", "one", "mirrored"):
         _checks.refuse(
-            "The strategies of the recipes are TensorFlow's.",
-            backend=keras.backend.backend(),
-            remedy="Run with KERAS_BACKEND=tensorflow.",
+            f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores.",
+            backend="jax",
         )
+    replicas = 1 if kind == "one" else replicas
+    if replicas and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+        with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices that it has
+            jax.config.update("jax_num_cpu_devices", replicas)
+    distribution = sharding.DataParallel(replicas)
+    keras.distribution.set_distribution(distribution)
+    return distribution
 
 
 def _split_for(replicas: int) -> None:
@@ -381,8 +419,6 @@ def results_of(
     """
     import keras
 
-    from kdpkit import strategies
-
     epochs = _plain(history.history)
     results = {
         "history": epochs,
@@ -390,7 +426,7 @@ def results_of(
         "learning_rates": epochs.get("learning_rate", []),
         "examples_per_second": _mean_speed(epochs.get("examples_per_second")),
         "replicas": strategy.num_replicas_in_sync,
-        "strategy": strategies.describe(strategy),
+        "strategy": describe(strategy),
         "global_batch_size": global_batch_size,
         "steps": int(keras.ops.convert_to_numpy(model.optimizer.iterations)),
         "versions": versions(),

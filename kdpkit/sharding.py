@@ -27,7 +27,7 @@ from kdpkit import _checks, scaling
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
 
 
-def data_mesh(devices: int | Sequence[Any] | None = None) -> Mesh:
+def data_mesh(devices: Any = None) -> Mesh:
     """Give a mesh of one axis, `"batch"`, over which batches are cut.
 
     Its axis is of the type `Auto`, so that XLA decides how to cut what is computed from a batch.
@@ -47,8 +47,8 @@ def data_mesh(devices: int | Sequence[Any] | None = None) -> Mesh:
     present = jax.devices()
     if devices is None:
         chosen = present
-    elif isinstance(devices, Sequence):
-        chosen = [*devices]
+    elif isinstance(devices, list | tuple | np.ndarray):
+        chosen = [*np.ravel(np.array(devices, object))]
     else:
         count = _checks.integer("devices", devices)
         if count > len(present):
@@ -59,8 +59,10 @@ def data_mesh(devices: int | Sequence[Any] | None = None) -> Mesh:
                 f"--xla_force_host_platform_device_count={count} before JAX starts.",
             )
         chosen = present[:count]
-    if not chosen or len(set(chosen)) < len(chosen):
-        _checks.refuse("A mesh needs at least one device, and none twice.", devices=devices)
+    if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):
+        _checks.refuse(
+            "A mesh needs devices of `jax.devices()`, at least one and none twice.", devices=devices
+        )
     return Mesh(np.array(chosen), (BATCH_AXIS,), axis_types=(AxisType.Auto,))
 
 
@@ -87,6 +89,44 @@ def as_mesh(where: Any) -> Mesh:
             strategy=where,
         )
     return where
+
+
+class DataParallel(keras.distribution.DataParallel):
+    """Keras' data parallelism over the devices of `data_mesh`, every process with its own data.
+
+    Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
+
+    Args:
+        devices: As for `data_mesh`.
+
+    >>> with DataParallel(2).scope():
+    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    >>> len(model.weights[0].value.sharding.device_set)
+    2
+    """
+
+    def __init__(self, devices: Any = None) -> None:
+        names = [f"{d.platform}:{d.id}" for d in data_mesh(devices).devices.flat]
+        super().__init__(
+            device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
+            auto_shard_dataset=False,
+        )
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of devices, under the name that it has in `tf.distribute`."""
+        return int(self.device_mesh.devices.size)
+
+
+def describe(distribution: keras.distribution.DataParallel) -> str:
+    """Say in one line over which devices a distribution cuts its batches.
+
+    >>> describe(DataParallel(2))
+    'DataParallel: 2 replicas on cpu:0, cpu:1'
+    """
+    devices = [*distribution.device_mesh.devices.flat]
+    plural = "s" if len(devices) > 1 else ""
+    return f"DataParallel: {len(devices)} replica{plural} on {', '.join(map(str, devices))}"
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

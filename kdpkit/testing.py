@@ -62,7 +62,9 @@ def assert_parity(build: Callable[[], Any], data: Any, *, replicas: int) -> None
         replicas: Number of replicas, each on a device of its own.
 
     Raises:
-        AssertionError: They do not; the message is the report, with the likely cause.
+        AssertionError: They do not; the message is the report, with the likely cause. What
+            training on replicas raised, if that is it, is the `__cause__`.
+        ValueError: Nothing can be compared; see `kdpkit.training.check_parity`.
 
     >>> from kdpkit.training import replica_exact
     >>> def build():
@@ -75,4 +77,4 @@ def assert_parity(build: Callable[[], Any], data: Any, *, replicas: int) -> None
 
     report = check_parity(build, data, replicas=replicas)
     if not report.equal:
-        raise AssertionError(str(report))
+        raise AssertionError(str(report)) from report.error

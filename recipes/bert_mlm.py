@@ -17,7 +17,7 @@ import keras
 import keras_hub
 import tensorflow as tf
 
-from kdpkit import callbacks, corpora, experiment, pipelines, scaling, schedules, strategies
+from kdpkit import callbacks, corpora, experiment, pipelines, scaling, schedules
 
 MIN_BYTES = 100  # shorter lines, headings and the like, are left out
 
@@ -124,7 +124,7 @@ def main(argv=None):
     args = parse(argv)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
-    print(strategies.describe(strategy))
+    print(experiment.describe(strategy))
     plan = scaling.ScalePlan(
         replicas=strategy.num_replicas_in_sync,
         per_replica_batch_size=args.per_replica_batch_size,

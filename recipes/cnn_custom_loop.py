@@ -24,7 +24,7 @@ import keras
 import tensorflow as tf
 from matplotlib.figure import Figure
 
-from kdpkit import callbacks, corpora, experiment, pipelines, scaling, strategies, training
+from kdpkit import callbacks, corpora, experiment, pipelines, scaling, training
 
 FASHION = (
     *("T-shirt", "Trouser", "Pullover", "Dress", "Coat"),
@@ -155,7 +155,7 @@ def main(argv=None):
     args = parse(argv)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
-    print(strategies.describe(strategy))
+    print(experiment.describe(strategy))
     plan = scaling.ScalePlan(
         replicas=strategy.num_replicas_in_sync,
         per_replica_batch_size=args.per_replica_batch_size,

@@ -18,7 +18,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from kdpkit import callbacks, corpora, experiment, pipelines, scaling, schedules, strategies
+from kdpkit import callbacks, corpora, experiment, pipelines, scaling, schedules
 
 FILES = 4  # TFRecord files, read in parallel
 
@@ -98,7 +98,7 @@ def main(argv=None):
     args = parse(argv)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
-    print(strategies.describe(strategy))
+    print(experiment.describe(strategy))
     plan = scaling.ScalePlan(
         replicas=strategy.num_replicas_in_sync,
         per_replica_batch_size=args.per_replica_batch_size,

@@ -16,7 +16,9 @@ ON_JAX = [
     "tests/test_schedules.py",
     "tests/callbacks",
     "tests/test_doctests.py",
+    "tests/test_sharding.py",
     "tests/training/test_loop.py",
+    "tests/training/test_exact_jax.py",
 ]
 
 pytestmark = pytest.mark.skipif(

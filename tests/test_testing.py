@@ -22,11 +22,20 @@ def test_asserting_parity_passes_where_replicas_are_exact():
     testing.assert_parity(build_clipping(exact=True), testing.toy_classification(8), replicas=2)
 
 
+@pytest.mark.slow
 def test_asserting_parity_fails_with_the_likely_cause():
     with pytest.raises(AssertionError, match="do not train what one device trains.*clipping"):
         testing.assert_parity(
             build_clipping(exact=False), testing.toy_classification(8), replicas=2
         )
+
+
+def test_asserting_parity_fails_with_what_the_replicas_raised():
+    with pytest.raises(AssertionError, match="cannot train.*uneven batch.*replica_exact") as failed:
+        testing.assert_parity(
+            build_clipping(exact=False), testing.toy_classification(9), replicas=2
+        )
+    assert "AddN" in str(failed.value.__cause__)
 
 
 def test_toy_models_and_data_depend_on_the_seed_alone():

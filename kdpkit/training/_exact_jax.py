@@ -87,10 +87,10 @@ def _place_uneven_batches() -> None:
 
     @functools.wraps(original)
     def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:
-        backend_layout = getattr(layout, "backend_layout", layout)
-        mesh = backend_layout.mesh
-        uneven = np.shape(per_process_batch)[0] % mesh.size
-        if uneven and len(mesh.axis_names) == 1 and jax.process_count() == 1:
+        if layout is None or jax.process_count() > 1:
+            return original(per_process_batch, layout, batch_dim_name)
+        mesh = getattr(layout, "backend_layout", layout).mesh
+        if np.shape(per_process_batch)[0] % mesh.size and len(mesh.axis_names) == 1:
             return jax.device_put(per_process_batch, sharding.replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
 

@@ -9,7 +9,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -388,19 +388,25 @@ class _Source:
         cardinality = getattr(dataset, "cardinality", None)
         self.is_endless = cardinality is not None and int(cardinality()) == -1
         # The batch that is looked at is the first to be trained on: a generator gives it once.
-        opened = self._epoch()
-        self.first = next(opened, None)
-        self._opened: Iterator[Any] | None = itertools.chain([self.first], opened)
+        self._epoch = self._new_epoch()
+        self.first = next(self._epoch, None)
+        self._is_opened = True
         _check_batch(name, self.first)
 
     def __iter__(self) -> "_Batches":
-        opened, self._opened = self._opened, None
-        return _Batches(opened or self._epoch(), self._mesh)
+        if self._is_opened:
+            self._is_opened = False
+            return _Batches(itertools.chain([self.first], self._epoch), self._mesh)
+        self._epoch.close()  # the last epoch may have stopped before its end
+        self._epoch = self._new_epoch()
+        return _Batches(self._epoch, self._mesh)
 
-    def _epoch(self) -> Iterator[Any]:
+    def _new_epoch(self) -> Generator[Any, None, None]:
         self._adapter.on_epoch_begin()
-        yield from self._adapter.get_jax_iterator()
-        self._adapter.on_epoch_end()
+        try:
+            yield from self._adapter.get_jax_iterator()
+        finally:
+            self._adapter.on_epoch_end()
 
     def placeholders(self) -> Any:
         """Give Keras' placeholders for a batch."""

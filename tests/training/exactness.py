@@ -11,6 +11,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import subprocess
@@ -816,24 +817,31 @@ def _measure_here(column: str, replicas: int, names: list[str]) -> None:
 
 
 def measure_apart(column: str, replicas: int, names: list[str]) -> dict[str, Outcome]:
-    """Measure settings in another process, and after one that takes it down in the next."""
+    """Measure settings in other processes.
+
+    A crash counts where it was the first thing in its process: one setting may break the next.
+    """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(names):
-        command = [sys.executable, "-m", "tests.training.exactness", "--here", "--columns", column]
-        command += ["--replicas", str(replicas), "--settings", *names[len(outcomes) :]]
-        done = subprocess.run(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            env=os.environ | {"KERAS_BACKEND": "jax" if "JAX" in column else "tensorflow"},
-        )
-        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-        outcomes += [Outcome(**json.loads(line)) for line in lines]
-        reported = lines and outcomes[-1].verdict == "crash"
-        if done.returncode and not reported:
-            outcomes.append(Outcome("crash", message="the process aborted"))
+        found = _measure_in_process(column, replicas, names[len(outcomes) :])
+        whole = [*itertools.takewhile(lambda outcome: outcome.verdict != "crash", found)]
+        outcomes += whole or found or [Outcome("crash", message="the process aborted")]
     return dict(zip(names, outcomes, strict=True))
+
+
+def _measure_in_process(column: str, replicas: int, names: list[str]) -> list[Outcome]:
+    """Measure settings in one process, up to the first that crashes or takes it down."""
+    command = [sys.executable, "-m", "tests.training.exactness", "--here", "--columns", column]
+    command += ["--replicas", str(replicas), "--settings", *names]
+    done = subprocess.run(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=os.environ | {"KERAS_BACKEND": "jax" if "JAX" in column else "tensorflow"},
+    )
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return [Outcome(**json.loads(line)) for line in lines]
 
 
 def _cell(outcomes: dict[int, Outcome]) -> str:
