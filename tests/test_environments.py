@@ -53,7 +53,8 @@ def test_ctrl_c_on_jax_leaves_the_weights_whole():
 
 
 WITHOUT_TENSORFLOW = """
-import importlib.util, sys
+import importlib.util, os, sys
+os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
 assert importlib.util.find_spec("tensorflow") is None
 import kdpkit.scaling, kdpkit.schedules, kdpkit.callbacks, kdpkit.corpora, kdpkit.experiment
 import keras, numpy as np
@@ -65,16 +66,29 @@ x = np.ones((16, 2), "float32")
 watching = callbacks.training_callbacks(sys.argv[1], global_batch_size=4)
 history = model.fit(x, x[:, :1], batch_size=4, epochs=2, callbacks=watching, verbose=0).history
 print(sorted(history), history["learning_rate"])
+
+from kdpkit import sharding, training
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, index):
+        return x[:3], x[:3, :1]
+
+strategy = sharding.data_mesh(2)
+loop = training.TrainingLoop(model, optimizer="sgd", loss="mse", strategy=strategy)
+print("loop:", *loop.fit(Batches(), epochs=1, verbose=0).history, loop.predict(Batches()).shape)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_callbacks_and_schedules_train_where_tensorflow_is_not_installed(tmp_path):
+def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
     run([python, "-m", "pip", "install", "--quiet", f"{ROOT}[jax]"])
     (tmp_path / "program.py").write_text(WITHOUT_TENSORFLOW)
     printed = run([python, tmp_path / "program.py", tmp_path / "logs"], KERAS_BACKEND="jax")
     assert "'learning_rate', 'loss', 'steps_per_second'" in printed
+    assert "loop: loss (12, 1)" in printed
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
