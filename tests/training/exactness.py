@@ -342,23 +342,31 @@ def _in_half(policy: str, initial_scale: float = 2.0**10) -> Callable[[], keras.
     return build
 
 
+def _overflowing() -> keras.Model:
+    """Build a linear model in float16, whose gradients overflow until the loss scale is halved."""
+    model = _in_half("mixed_float16", 2.0**14)()
+    model.layers[0].activation = keras.activations.linear
+    model.optimizer.inner_optimizer.learning_rate = 1e-4
+    return model
+
+
 def _with_overflow_in(row: int) -> Callable[[int], dict[str, Any]]:
     features = X.copy()
-    features[row] = 65504.0  # the largest float16
-    return _data(x=features)
+    features[row] = 1000.0
+    return _data(x=features, epochs=8)
 
 
 _add("mixed_bfloat16", _in_half("mixed_bfloat16"), tolerance=BFLOAT16)
 _add("mixed_float16", _in_half("mixed_float16"), tolerance=FLOAT16)
 _add(
     "mixed_float16, overflow on the first replica",
-    _in_half("mixed_float16", 2.0**14),
+    _overflowing,
     _with_overflow_in(0),
     tolerance=FLOAT16,
 )
 _add(
     "mixed_float16, overflow on the last replica",
-    _in_half("mixed_float16", 2.0**14),
+    _overflowing,
     _with_overflow_in(BATCH - 1),
     tolerance=FLOAT16,
 )
