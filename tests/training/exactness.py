@@ -343,10 +343,15 @@ def _in_half(policy: str, initial_scale: float = 2.0**10) -> Callable[[], keras.
 
 
 def _overflowing() -> keras.Model:
-    """Build a linear model in float16, whose gradients overflow until the loss scale is halved."""
+    """Build a linear model in float16, whose gradients overflow until the loss scale is halved.
+
+    One row alone makes them overflow, and the scale does not grow again: a sum that is too large
+    for float16 on one device may be none on replicas, which add their parts up in float32.
+    """
     model = _in_half("mixed_float16", 2.0**14)()
     model.layers[0].activation = keras.activations.linear
     model.optimizer.inner_optimizer.learning_rate = 1e-4
+    model.optimizer.dynamic_growth_steps = 1000
     return model
 
 

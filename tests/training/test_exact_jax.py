@@ -67,9 +67,12 @@ def test_settings_keep_their_promise(name, column):
     assert outcome.verdict == SETTINGS[name].promise_in(column), outcome
 
 
+@pytest.mark.slow
 def test_keras_alone_fails_where_the_devices_do_not_divide_the_batch():
-    with data_parallel(2).scope(), pytest.raises(ValueError, match="partitioned 2 times"):
-        net().fit(X, Y, batch_size=4, verbose=0)
+    name = "first batch no multiple of the replicas"
+    stock = exactness.measure_apart("stock Keras on JAX", 2, [name])[name]
+    assert stock.verdict == "crash"
+    assert "partitioned 2 times" in stock.message
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["replica_exact", "Keras alone"])
