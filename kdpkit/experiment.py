@@ -49,6 +49,7 @@ __all__ = [
     "count",
     "describe",
     "from_preset",
+    "plan_from",
     "positive_integer",
     "positive_number",
     "prepared",
@@ -216,6 +217,16 @@ def strategy_from(args: argparse.Namespace) -> Any:
             remedy="Use `--strategy mirrored`.",
         )
     return {"tensorflow": _tensorflow_strategy, "jax": _data_parallel}[_backend()](kind, replicas)
+
+
+def plan_from(args: argparse.Namespace, strategy: Any) -> scaling.ScalePlan:
+    """Give batch sizes and learning rate for the strategy's replicas, as the flags ask for them."""
+    return scaling.ScalePlan(
+        replicas=strategy.num_replicas_in_sync,
+        per_replica_batch_size=args.per_replica_batch_size,
+        base_learning_rate=args.base_learning_rate,
+        rule=args.rule,
+    )
 
 
 def describe(strategy: Any) -> str:

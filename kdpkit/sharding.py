@@ -169,7 +169,9 @@ def shard_batch(
     """
     rows = rows_of(batch)
     if pad is not None:
-        size = global_batch_size or -(-rows // mesh.size) * mesh.size
+        size = global_batch_size
+        if size is None:
+            size = -(-rows // mesh.size) * mesh.size
         batch = pad_batch(batch, size, mode=pad)
         rows = size
     _checks.global_batch(rows, mesh.size)

@@ -17,7 +17,7 @@ import keras
 import keras_hub
 import tensorflow as tf
 
-from kdpkit import callbacks, corpora, experiment, pipelines, scaling, schedules
+from kdpkit import callbacks, corpora, experiment, pipelines, schedules
 
 MIN_BYTES = 100  # shorter lines, headings and the like, are left out
 
@@ -125,12 +125,7 @@ def main(argv=None):
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
     print(experiment.describe(strategy))
-    plan = scaling.ScalePlan(
-        replicas=strategy.num_replicas_in_sync,
-        per_replica_batch_size=args.per_replica_batch_size,
-        base_learning_rate=args.base_learning_rate,
-        rule=args.rule,
-    )
+    plan = experiment.plan_from(args, strategy)
 
     splits = corpora.load_text(args.data)
     print(splits.note or f"{len(splits.train):,} lines to train on")

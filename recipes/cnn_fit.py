@@ -18,7 +18,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from kdpkit import callbacks, corpora, experiment, pipelines, scaling, schedules
+from kdpkit import callbacks, corpora, experiment, pipelines, schedules
 
 FILES = 4  # TFRecord files, read in parallel
 
@@ -99,12 +99,7 @@ def main(argv=None):
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
     print(experiment.describe(strategy))
-    plan = scaling.ScalePlan(
-        replicas=strategy.num_replicas_in_sync,
-        per_replica_batch_size=args.per_replica_batch_size,
-        base_learning_rate=args.base_learning_rate,
-        rule=args.rule,
-    )
+    plan = experiment.plan_from(args, strategy)
 
     splits = corpora.load_images(args.data)
     images, labels = splits.train

@@ -1,5 +1,6 @@
 """What must hold in other environments: the JAX backend, and a Python without TensorFlow."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -7,6 +8,7 @@ import sys
 import venv
 
 import keras
+import numpy as np
 import pytest
 
 import kdpkit
@@ -50,6 +52,17 @@ def test_what_serves_both_backends_passes_on_jax():
 def test_ctrl_c_on_jax_leaves_the_weights_whole():
     interrupt = ["tests/test_interrupt.py", "-m", "jax"]
     run([sys.executable, "-m", "pytest", "-n", "0", *interrupt], KERAS_BACKEND="jax")
+
+
+@pytest.mark.slow
+def test_the_recipe_for_images_trains_on_jax(tmp_path):
+    flags = ["--smoke", "--strategy", "mirrored", "--replicas", "2", "--results"]
+    recipe = [sys.executable, "recipes/cnn_fit.py", *flags, tmp_path / "results.json"]
+    run(recipe, KERAS_BACKEND="jax")
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["strategy"] == "DataParallel: 2 replicas on cpu:0, cpu:1"
+    assert results["steps"] > 0
+    assert np.isfinite(results["test"]["loss"])
 
 
 WITHOUT_TENSORFLOW = """

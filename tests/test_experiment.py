@@ -198,6 +198,31 @@ for replicas in (4, 2):
     assert two == "MirroredStrategy: 2 replicas on CPU:0, CPU:1"
 
 
+def test_on_jax_the_strategy_is_a_distribution_over_as_many_devices():
+    code = """
+from argparse import Namespace
+import keras
+from kdpkit import experiment
+strategy = experiment.strategy_from(Namespace(strategy="mirrored", replicas=3))
+print(strategy.num_replicas_in_sync, experiment.describe(strategy))
+print(keras.distribution.distribution() is strategy)
+for flags in (dict(strategy="tpu", replicas=None), dict(strategy="one", replicas=2)):
+    try: experiment.strategy_from(Namespace(**flags))
+    except ValueError as error: print(error)
+"""
+    printed = in_a_new_process(code, KERAS_BACKEND="jax")
+    assert "3 DataParallel: 3 replicas on cpu:0, cpu:1, cpu:2\nTrue" in printed
+    assert "The strategy 'tpu' is TensorFlow's; on JAX `auto` takes all" in printed
+    assert "trains a single replica. Received: replicas=2" in printed
+
+
+def test_the_plan_of_a_run_follows_its_flags():
+    flags = ["--per-replica-batch-size", "8", "--base-learning-rate", "0.1", "--rule", "linear"]
+    args = parser().parse_args(flags)
+    plan = experiment.plan_from(args, argparse.Namespace(num_replicas_in_sync=3))
+    assert (plan.global_batch_size, plan.learning_rate) == (24, pytest.approx(0.3))
+
+
 def test_other_backends_are_refused():
     code = """
 from argparse import Namespace

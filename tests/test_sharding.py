@@ -131,6 +131,8 @@ def test_padding_fills_up_to_the_devices_or_to_one_size():
     assert x.shape == (12,)
     with pytest.raises(ValueError, match="more rows than `global_batch_size`"):
         sharding.shard_batch(np.arange(6.0), mesh, pad="eval", global_batch_size=4)
+    with pytest.raises(ValueError, match="`global_batch_size` must be a positive integer"):
+        sharding.shard_batch(np.arange(6.0), mesh, pad="eval", global_batch_size=0)
 
 
 # Training.

@@ -22,11 +22,8 @@ from keras.src.trainers.data_adapters import get_data_adapter  # what `fit` read
 
 from kdpkit import _checks, sharding
 from kdpkit.training._feed import Feed
-from kdpkit.training._objective import additional_loss
+from kdpkit.training._objective import PLACEHOLDER_ROWS, additional_loss, trace_metrics
 
-# Rows of the placeholder that the step is first traced with: a number unlikely to be that of
-# anything else, so that losses along another axis than the rows show.
-_ROWS_OF_PLACEHOLDER = 13
 _CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
 
 
@@ -102,24 +99,7 @@ class JaxSteps:
             self._functions.clear()
 
     def _build_metrics(self, placeholders: Any) -> None:
-        names: list[str] = []
-
-        def trace(batch: Any) -> Any:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-            losses, predictions = self.loop.per_example_loss(x, y, training=False)
-            terms = self.loop.loss.terms(losses, predictions, sample_weight)
-            names.extend(term.name for term in terms if term.name)
-            self.model.compute_metrics(x, y, predictions, sample_weight)
-            return losses
-
-        losses = compute_output_spec(trace, placeholders)
-        for loss in keras.tree.flatten(losses):
-            if loss.shape[0] not in (None, _ROWS_OF_PLACEHOLDER):
-                _checks.refuse(
-                    "`per_example_loss` must give a loss for each row, along the first axis.",
-                    losses_shape=loss.shape,
-                    rows=_ROWS_OF_PLACEHOLDER,
-                )
+        names = trace_metrics(self.loop, placeholders)
         self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
 
     # Many steps in a call.
@@ -411,9 +391,7 @@ class _Source:
     def placeholders(self) -> Any:
         """Give Keras' placeholders for a batch."""
         return jax.tree.map(
-            lambda part: keras.KerasTensor(
-                (_ROWS_OF_PLACEHOLDER, *part.shape[1:]), part.dtype.name
-            ),
+            lambda part: keras.KerasTensor((PLACEHOLDER_ROWS, *part.shape[1:]), part.dtype.name),
             self.first,
         )
 

@@ -12,10 +12,14 @@ from typing import Any, NoReturn
 
 import keras
 from keras import ops
-from keras.src.backend import get_keras_mask
+from keras.src.backend import compute_output_spec, get_keras_mask
 from keras.src.trainers.compile_utils import get_loss  # what `compile` makes of names and functions
 
 from kdpkit import _checks
+
+# Rows of the placeholders that a step is first traced with: a number unlikely to be that of
+# anything else, so that losses along another axis than the rows show.
+PLACEHOLDER_ROWS = 13
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,6 +138,35 @@ def _of(name: str, nest: Any, names: list[str]) -> Any:
     if isinstance(nest, list | tuple) and name in names and len(nest) == len(names):
         return nest[names.index(name)]
     return None if isinstance(nest, list | tuple) else nest
+
+
+def trace_metrics(loop: Any, placeholders: Any) -> list[str]:
+    """Make the variables of a loop's metrics; give the names of outputs, if several have losses.
+
+    Raises:
+        ValueError: The losses lie along another axis than the rows.
+    """
+    names: list[str] = []
+
+    def trace(batch: Any) -> Any:
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+        losses, predictions = loop.per_example_loss(x, y, training=False)
+        terms = loop.loss.terms(losses, predictions, sample_weight)
+        names.extend(term.name for term in terms if term.name)
+        loop.model.compute_metrics(x, y, predictions, sample_weight)
+        return losses
+
+    losses = compute_output_spec(trace, placeholders)
+    first, *_ = (leaf for leaf in keras.tree.flatten(placeholders) if leaf is not None)
+    rows = first.shape[0]
+    for loss in keras.tree.flatten(losses):
+        if rows is not None and loss.shape[0] not in (None, rows):
+            _checks.refuse(
+                "`per_example_loss` must give a loss for each row, along the first axis.",
+                losses_shape=loss.shape,
+                rows=rows,
+            )
+    return names
 
 
 def additional_loss(losses: list[Any], share: Any) -> Any:

@@ -26,11 +26,8 @@ from kdpkit.training._gradients import (
     over_micro_batches,
 )
 from kdpkit.training._losses import sum_over_replicas
+from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
 from kdpkit.training._step import ReplicaStep, running
-
-# Rows of the placeholder that the step is first traced with: a number unlikely to be that of
-# anything else, so that losses along another axis than the rows show.
-_ROWS_OF_PLACEHOLDER = 13
 
 
 class TensorFlowSteps:
@@ -115,20 +112,9 @@ class TensorFlowSteps:
                 self._is_optimizer_built = True
 
     def _build_metrics(self, spec: Any) -> None:
-        names: list[str] = []
-
-        def trace(batch: Any) -> Any:
-            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-            losses, predictions = self.loop.per_example_loss(x, y, training=False)
-            terms = self.loop.loss.terms(losses, predictions, sample_weight)
-            names.extend(term.name for term in terms if term.name)
-            self.model.compute_metrics(x, y, predictions, sample_weight)
-            return losses
-
-        losses = compute_output_spec(trace, _placeholders(spec))
+        names = trace_metrics(self.loop, _placeholders(spec))
         for metric in self.model.metrics:
             _attachments.weigh_single_numbers(metric)
-        _check_rows(losses, spec)
         self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
 
     def _build_optimizer(self) -> None:
@@ -347,18 +333,6 @@ def _check_batched(name: str, spec: Any) -> None:
         )
 
 
-def _check_rows(losses: Any, spec: Any) -> None:
-    """Refuse losses along another axis than the rows, where TensorFlow knows their number."""
-    rows = tf.nest.flatten(_placeholders(spec))[0].shape[0]
-    for loss in keras.tree.flatten(losses):
-        if rows is not None and loss.shape[0] not in (None, rows):
-            _checks.refuse(
-                "`per_example_loss` must give a loss for each row, along the first axis.",
-                losses_shape=loss.shape,
-                rows=rows,
-            )
-
-
 def _of_replica(spec: Any) -> Any:
     """Give the specification of one replica's part of a dataset's element."""
     return getattr(spec, "_value_specs", (spec,))[0]
@@ -384,5 +358,5 @@ def _placeholder(spec: Any) -> Any:
     }
     shape = spec.shape
     if shape.rank and not any(kinds.values()):
-        shape = [shape[0] or _ROWS_OF_PLACEHOLDER, *shape[1:]]
+        shape = [shape[0] or PLACEHOLDER_ROWS, *shape[1:]]
     return keras.KerasTensor(shape, spec.dtype.name, **kinds)
