@@ -10,6 +10,7 @@ import keras
 
 from kdpkit.callbacks._checkpoint import ModelCheckpoint
 from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR, applied_learning_rate
+from kdpkit.callbacks._resume import Resume
 from kdpkit.callbacks._tensorboard import TensorBoard
 from kdpkit.callbacks._throughput import Throughput
 
@@ -17,6 +18,7 @@ __all__ = [
     "LearningRateLogger",
     "ModelCheckpoint",
     "PrintLR",
+    "Resume",
     "TensorBoard",
     "Throughput",
     "applied_learning_rate",

@@ -1,0 +1,513 @@
+"""Going on where a run was stopped: with its weights, its randomness and its place in the data."""
+
+# ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import threading
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+
+from kdpkit import _checks, _processes, checkpoints
+
+_OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
+
+EXIT_CODE = 42  # of a run that a SIGTERM stopped, as in TensorFlow's PreemptionCheckpointHandler
+
+# What callbacks of Keras learn while they train; theirs has no name for it.
+_LEARNED = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
+}
+
+
+class Resume(keras.callbacks.Callback):
+    """Saves the state of training, and goes on from it when the same program is started again.
+
+    The state is all that decides what comes next: weights, optimizer, the states of random layers,
+    metrics of the epoch at hand, History, the callbacks named, and the place in the data. So a run
+    that was stopped between any two steps ends with the weights of one that was not, dropout
+    included. Give the dataset through `track`, and the callback last:
+
+        resume = Resume("state")
+        model.fit(resume.track(batches), epochs=10, shuffle=False, callbacks=[resume])
+
+    On SIGTERM, by which clusters end a job, the step at hand is finished, the state saved, and the
+    program left with exit code 42; during validation, which then is not repeated, after its batch
+    at hand. A second SIGTERM ends the program at once. With several processes of `jax.distributed`
+    all stop at the same step when one gets the signal; the first process writes, and all must see
+    the directory.
+
+    Args:
+        directory: Where the states are; a new run needs an empty one.
+        save_freq: `"epoch"`, or a number of batches.
+        keep: States to keep. One that is damaged is passed over, with a warning.
+        callbacks: Those among the callbacks given to `fit` that learn while training, such as
+            `EarlyStopping`, `ReduceLROnPlateau` and `ModelCheckpoint`, or others that have
+            `get_state()`, which gives plain values by name, and `set_state(values)`.
+
+    Raises:
+        ValueError: Bad arguments; at the begin of training a state of another model, a dataset that
+            was not tracked, or processes that see different states.
+
+    >>> import tempfile
+    >>> from kdpkit import batches, testing
+    >>> def train(epochs, directory):
+    ...     keras.utils.set_random_seed(0)
+    ...     model = testing.tiny_classifier()
+    ...     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ...     data = batches.ArrayBatches(
+    ...         testing.toy_classification(12), global_batch_size=4, seed=0
+    ...     )
+    ...     resume = Resume(directory)
+    ...     return model.fit(
+    ...         resume.track(data), epochs=epochs, shuffle=False, callbacks=[resume], verbose=0
+    ...     )
+    >>> with tempfile.TemporaryDirectory() as one, tempfile.TemporaryDirectory() as other:
+    ...     stopped, resumed, whole = train(1, one), train(2, one), train(2, other)
+    >>> resumed.history["loss"] == whole.history["loss"]
+    True
+    """
+
+    # On JAX Keras calls hooks at the end of a batch in threads of its own, and so need not wait for
+    # every step. Here they touch no model there; those at its beginning are called as ever.
+    async_safe = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        save_freq: str | int = "epoch",
+        keep: int = 3,
+        callbacks: Iterable[keras.callbacks.Callback] = (),
+    ) -> None:
+        super().__init__()
+        if not isinstance(save_freq, str) or save_freq != "epoch":
+            save_freq = _save_freq(save_freq)
+        self.save_freq = save_freq
+        self._most_unsaved = math.inf if save_freq == "epoch" else float(save_freq)
+        self.callbacks = keras.tree.flatten(callbacks or ())
+        self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
+        self._dataset: _Tracked | None = None
+        self._restored: checkpoints.TrainingState | None = None
+        self._asked = 0
+        self._at_once = 1  # batches in an execution
+        self._epoch = 0
+        self._first = 0  # batches that this epoch had before this run
+        self._done = 0  # batches of this epoch
+        self._saved = 0  # of these; negative if the last state is of an earlier epoch
+        self._is_told = False
+        self._counts: list[tuple[Any, Any]] = []  # after the last step
+        self._former: Any = None
+        self._catching = contextlib.ExitStack()
+        for callback in self.callbacks:
+            _state_of(callback)  # refuses one that has none
+
+    def track(self, dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
+        """Give a dataset to train on in place of this one, which can begin anywhere.
+
+        An `epoch` attribute, as `kdpkit.batches.ArrayBatches` has, is set to the epoch to go on in;
+        without one, `on_epoch_end` is called once for every epoch that is over. With several
+        `workers` nobody sees whether Keras shuffles the batches: `fit` needs `shuffle=False`.
+
+        Raises:
+            ValueError: It is no `keras.utils.PyDataset`.
+        """
+        if not isinstance(dataset, keras.utils.PyDataset):
+            _checks.refuse(
+                "Only a `keras.utils.PyDataset` can begin at any of its batches.",
+                dataset=type(dataset).__name__,
+                remedy="For arrays there is `kdpkit.batches.ArrayBatches`.",
+            )
+        self._dataset = _Tracked(dataset)
+        return self._dataset
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Take up the newest state, if there is one."""
+        if self._dataset is None:
+            _checks.refuse("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
+        steps, length = self.params.get("steps"), self._dataset.full_length
+        if None not in (steps, length) and steps != length:
+            _checks.refuse(
+                "`Resume` counts whole epochs of the dataset.",
+                steps_per_epoch=steps,
+                batches_in_the_dataset=length,
+                remedy="Give `steps_per_epoch` to the dataset and not to `fit`.",
+            )
+        if _processes.index() == 0:
+            _make_directory(self._checkpoints.directory)
+        self._restored = state = self._checkpoints.latest()
+        _processes.require_equal(
+            "The newest state, by epoch and step,",
+            (state.epoch, state.step) if state else (-1, -1),
+            remedy="Give `Resume` a directory that all of them see.",
+        )
+        if state:
+            self._take_up(state)
+        self._at_once = getattr(self.model, "steps_per_execution", 1)
+        self._handle_sigterm()
+
+    def _take_up(self, state: checkpoints.TrainingState) -> None:
+        model = self.model
+        self._check_setup(state)
+        if sum(name.startswith("model.") for name in state.arrays) > len(model.variables):
+            self._build()
+        if model.optimizer and not model.optimizer.built:
+            model.optimizer.build(model.trainable_variables)
+        checkpoints.assign(self._variables(model), state.arrays)
+        self._set_callbacks(state)
+        epochs = self.params["epochs"]
+        model._initial_epoch = epochs if state.notes["stopped"] else state.epoch
+        if model._initial_epoch >= epochs:
+            warnings.warn(
+                f"Nothing is left to train: the state in {self._checkpoints.directory} is that of "
+                f"a run that is over after {state.epoch} of {epochs} epochs. For more ask for more "
+                "`epochs`, for another run give another directory.",
+                stacklevel=2,
+            )
+        self._dataset.go_to(state.epoch, state.step)  # type: ignore[union-attr]
+
+    def _check_setup(self, state: checkpoints.TrainingState) -> None:
+        """Refuse to go on with what would not be the same run."""
+        saved, present = state.notes["setup"], self._setup(self.model)
+        for name, value in present.items():
+            is_of_data = name in _OF_DATA
+            if saved[name] != value and (state.step or not is_of_data):
+                _checks.refuse(
+                    f"The saved state is of a run with another {name.replace('_', ' ')}"
+                    + (", and stopped inside an epoch." if is_of_data else "."),
+                    saved=saved[name],
+                    **{name: value},
+                    remedy="Go on with what it had, or choose another directory.",
+                )
+
+    def _setup(self, model: Any) -> dict[str, Any]:
+        """Say what must stay the same for a run to go on."""
+        dataset = self._dataset
+        return {
+            "optimizers": [type(optimizer).__name__ for optimizer in _optimizers(model)],
+            "callbacks": [type(callback).__name__ for callback in self.callbacks],
+            "batches_in_an_epoch": self._length(),
+            "global_batch_size": getattr(dataset, "global_batch_size", None),
+            "seed": getattr(dataset, "seed", None),
+        }
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """In the first epoch of a run that goes on, take up what Keras has just reset."""
+        self._epoch, self._first = epoch, 0
+        if state := self._take_restored():
+            self._first = self._saved = state.step
+            if state.step:
+                self._build_metrics()
+                metrics = {"metrics": self._metrics(self.model)}
+                # All of it: other callbacks began this epoch once before, a rate's schedule, say.
+                checkpoints.assign(self._variables(self.model) | metrics, state.arrays)
+                # Keras would warn that the rest of an epoch is shorter than an epoch.
+                self._catching.enter_context(warnings.catch_warnings())
+                warnings.filterwarnings("ignore", message="Your input ran out of data")
+        self._done = self._first
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save, if it is time; the end of an epoch is saved when all of it is done."""
+        done = self._first + batch
+        if done == self._length():
+            return  # Keras asks for one batch too many of the rest of an epoch
+        if batch and not self._dataset.is_used:  # type: ignore[union-attr]
+            _checks.refuse("`fit` trains on another dataset; give it `resume.track(dataset)`.")
+        if self._must_stop():
+            self._save(self._epoch, done)
+            self._leave()
+        if done - self._saved >= self._most_unsaved:
+            self._save(self._epoch, done)
+        self._count(done + self._at_once)
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Count, and note what a step without data would count."""
+        self._count(self._first + batch + 1)
+        if self._first and keras.backend.backend() == "tensorflow":
+            self._counts = self._read_counts()
+
+    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Let a validation end with this batch when the program is to end."""
+        if self._is_told:
+            self.model.stop_evaluating = True
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Leave, without the results of a part of the validation."""
+        if self._is_told:
+            self._save(self._epoch + 1, 0)
+            self._leave()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save the end of an epoch."""
+        self._catching.close()
+        for variable, value in self._counts:
+            variable.assign(value)
+        self._counts = []
+        if self._done < (self._length() or 0):  # a callback stopped training
+            self._save(epoch, self._done)
+            return
+        self._saved -= self._done
+        if self._is_told or self.save_freq == "epoch" or -self._saved >= self._most_unsaved:
+            self._save(epoch + 1, 0, logs)
+        if self._is_told:
+            self._leave()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Let Keras count epochs from 0 again."""
+        self._take_restored()  # if there was no epoch left
+        self.model._initial_epoch = None
+        self._stop_handling_sigterm()
+
+    def _count(self, done: int) -> None:
+        """Count when a step begins, and when it ends.
+
+        On JAX Keras may tell of the ends too late, and a loop tells only then how many they are.
+        """
+        self._done = max(self._done, min(done, self._length() or done))
+
+    def _length(self) -> int | None:
+        """Give the batches in a whole epoch."""
+        return self._dataset.full_length or self.params.get("steps")  # type: ignore[union-attr]
+
+    def _take_restored(self) -> checkpoints.TrainingState | None:
+        """Give History and callbacks what they had; give the state, once."""
+        state, self._restored = self._restored, None
+        if state:
+            history = self.model.history
+            history.history, history.epoch = state.notes["history"], state.notes["epochs"]
+            self._set_callbacks(state)
+        return state
+
+    def _set_callbacks(self, state: checkpoints.TrainingState) -> None:
+        for index, values in enumerate(state.notes["callbacks"]):
+            _set_state(self.callbacks[index], values, _arrays_of(index, state.arrays))
+
+    def _save(self, epoch: int, step: int, logs: dict[str, Any] | None = None) -> None:
+        """Save the state at a place in the data, with the logs of an epoch that has just ended."""
+        self._saved = step
+        if _processes.index() > 0:
+            return
+        model = self.model
+        arrays = checkpoints.values_of(
+            {**self._variables(model), "metrics": self._metrics(model) if step else []}
+        )
+        states = [_state_of(callback) for callback in self.callbacks]
+        for index, (_, weights) in enumerate(states):
+            arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
+        history = {name: [*of] for name, of in model.history.history.items()}
+        epochs = [*map(int, model.history.epoch)]
+        if logs is not None and epoch - 1 not in epochs:  # Keras calls History last
+            epochs.append(epoch - 1)
+            for name, value in logs.items():
+                history.setdefault(name, []).append(value)
+        notes = {
+            "setup": self._setup(model),
+            "stopped": bool(model.stop_training) and step == 0,
+            "history": {name: [*map(_plain, values)] for name, values in history.items()},
+            "epochs": epochs,
+            "callbacks": [values for values, _ in states],
+        }
+        state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
+        try:
+            self._checkpoints.save(state)
+        except OSError as error:
+            warnings.warn(
+                f"The state of training could not be saved in {self._checkpoints.directory} "
+                f"({error.strerror or error}). Training goes on; what was saved before is still "
+                "there.",
+                stacklevel=2,
+            )
+
+    def _variables(self, model: Any) -> dict[str, list[Any]]:
+        return {
+            "model": model.variables,
+            "optimizer": [variable for o in _optimizers(model) for variable in o.variables],
+        }
+
+    def _read_counts(self) -> list[tuple[Any, Any]]:
+        """Read what counts steps: the optimizer's iterations, and the states of random layers.
+
+        At the end of an epoch that is shorter than others Keras on TensorFlow begins a step that
+        has no data. It changes no weight, but counts.
+        """
+        variables = [v for of in self._variables(self.model).values() for v in of]
+        kinds = [keras.backend.standardize_dtype(variable.dtype) for variable in variables]
+        return [
+            (variable, keras.ops.convert_to_numpy(variable.value))
+            for variable, kind in zip(variables, kinds, strict=True)
+            if "int" in kind
+        ]
+
+    def _build_metrics(self) -> None:
+        """Let Keras make the metrics' variables now; on TensorFlow it does so in the first step."""
+        parts = [part.built for part in self.model.metrics if hasattr(part, "built")]
+        if not all(parts):
+            self._build()
+
+    def _build(self) -> None:
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(self._dataset[0])  # type: ignore[index]
+        self.model.test_on_batch(x, y, weight)
+        self.model.reset_metrics()
+
+    def _metrics(self, model: Any) -> list[Any]:
+        own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
+        return [*model.metrics_variables, *own]
+
+    # SIGTERM.
+
+    def _must_stop(self) -> bool:
+        if _processes.count() == 1:
+            return self._is_told
+        self._asked += 1
+        return _processes.reached_preemption(self._asked)
+
+    def _handle_sigterm(self) -> None:
+        self._is_told = False
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        if _processes.count() > 1 or not in_main_thread:  # JAX handles it; Python cannot
+            return
+        self._former = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, self._on_sigterm)
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self._is_told = True
+        self._stop_handling_sigterm()  # the next one ends the program
+        os.write(2, b"\nSIGTERM: training ends with this step, and its state is saved.\n")
+
+    def _stop_handling_sigterm(self) -> None:
+        if self._former is not None:
+            signal.signal(signal.SIGTERM, self._former)
+            self._former = None
+
+    def _leave(self) -> None:
+        self._stop_handling_sigterm()
+        sys.stderr.write(
+            f"\nTraining was stopped by SIGTERM. Its state is in {self._checkpoints.directory}, "
+            "and the same program goes on from there.\n"
+        )
+        raise SystemExit(EXIT_CODE)
+
+
+class _Tracked(keras.utils.PyDataset):
+    """A dataset whose first epoch may begin after some of its batches."""
+
+    def __init__(self, dataset: Any) -> None:
+        super().__init__(
+            workers=dataset.workers,
+            use_multiprocessing=dataset.use_multiprocessing,
+            max_queue_size=dataset.max_queue_size,
+        )
+        self._dataset = dataset
+        self._skipped = 0
+        self._expected = 0
+        self.is_used = False
+
+    @property
+    def full_length(self) -> int | None:
+        return self._dataset.num_batches
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches that are left in the epoch."""
+        length = self.full_length
+        return None if length is None else length - self._skipped
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        if self.workers <= 1 and index not in (0, self._expected):
+            _checks.refuse(
+                "Keras shuffles the batches, in an order that no later run can take up.",
+                remedy="Give `fit` `shuffle=False`; `ArrayBatches(seed=...)` shuffles the rows.",
+            )
+        self._expected = index + 1
+        self.is_used = True
+        return self._dataset[index + self._skipped]
+
+    def go_to(self, epoch: int, step: int) -> None:
+        """Begin with a batch of an epoch."""
+        self._skipped = step
+        if hasattr(self._dataset, "epoch"):
+            self._dataset.epoch = epoch
+            return
+        for _ in range(epoch):
+            self._dataset.on_epoch_begin()
+            self._dataset.on_epoch_end()
+
+    def on_epoch_begin(self) -> None:
+        self._dataset.on_epoch_begin()
+
+    def on_epoch_end(self) -> None:
+        self._skipped = 0
+        self._dataset.on_epoch_end()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
+
+def _save_freq(value: Any) -> int:
+    try:
+        return _checks.integer("save_freq", value)
+    except ValueError as error:
+        raise _checks.InputError(f'{error} Or give "epoch".') from None
+
+
+def _make_directory(directory: Any) -> None:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        _checks.refuse_file(f"The directory cannot be made ({error.strerror})", directory)
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Give a model's optimizers, each once."""
+    owned = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
+    return [*{id(optimizer): optimizer for optimizer in owned}.values()]
+
+
+def _state_of(callback: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Give what a callback has learned: plain values, and weights."""
+    if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
+        return keras.tree.map_structure(_plain, callback.get_state()), []
+    for kind, names in _LEARNED.items():
+        if isinstance(callback, kind):
+            values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+            weights = values.pop("best_weights", None)
+            return {name: _plain(value) for name, value in values.items()}, weights or []
+    return _checks.refuse(
+        "`Resume` does not know what this callback learns.",
+        callback=type(callback).__name__,
+        remedy="Give the callback `get_state()` and `set_state(values)`, or leave it out.",
+    )
+
+
+def _set_state(callback: Any, values: dict[str, Any], weights: list[Any]) -> None:
+    if hasattr(callback, "set_state"):
+        callback.set_state(values)
+        return
+    for name, value in values.items():
+        setattr(callback, name, value)
+    if weights:
+        callback.best_weights = weights
+
+
+def _arrays_of(index: int, arrays: Any) -> list[Any]:
+    prefix = f"callback.{index}."
+    count = sum(name.startswith(prefix) for name in arrays)
+    return [arrays[f"{prefix}{i}"] for i in range(count)]
+
+
+def _plain(value: Any) -> Any:
+    """Turn numbers and arrays of NumPy and of the backend into Python's."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return keras.ops.convert_to_numpy(value).tolist()

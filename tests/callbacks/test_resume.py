@@ -1,0 +1,458 @@
+"""A run that was stopped and taken up again ends as one that was not, on both backends."""
+
+# ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
+
+import json
+import os
+import pathlib
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import kdpkit
+from kdpkit import testing
+from kdpkit.batches import ArrayBatches
+from kdpkit.callbacks import Resume
+from kdpkit.training import TrainingLoop
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+ROWS, STEPS, EPOCHS = 20, 5, 3
+ON_JAX = keras.backend.backend() == "jax"
+
+
+class CrashError(Exception):
+    """What ends a run."""
+
+
+class CrashAt(keras.callbacks.Callback):
+    """Ends a run before a step, counted over all epochs; comes after `Resume`."""
+
+    def __init__(self, step):
+        super().__init__()
+        self.step = step
+        self.seen = 0
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if self.seen == self.step:
+            raise CrashError
+        self.seen += 1
+
+
+def build():
+    """A model whose steps depend on all that must be kept."""
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.4, seed=3),
+            layers.Dense(3),
+        ]
+    )
+    schedule = keras.optimizers.schedules.PolynomialDecay(0.02, STEPS * EPOCHS)
+    model.compile(
+        keras.optimizers.Adam(schedule),
+        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy"],
+    )
+    return model
+
+
+def by_fit(resume, data, validation, others):
+    model = build()
+    history = model.fit(
+        resume.track(data),
+        validation_data=validation,
+        epochs=EPOCHS,
+        shuffle=False,
+        callbacks=[*others[:-1], resume, *others[-1:]],
+        verbose=0,
+    )
+    return model, history.history
+
+
+def by_loop(resume, data, validation, others, **settings):
+    model = build()
+    loop = TrainingLoop(
+        model, optimizer=model.optimizer, loss=model.loss, metrics=["accuracy"], **settings
+    )
+    history = loop.fit(
+        resume.track(data),
+        validation,
+        epochs=EPOCHS,
+        callbacks=[*others[:-1], resume, *others[-1:]],
+        verbose=0,
+    )
+    return model, history.history
+
+
+def by_loop_on_four_devices(*arguments):
+    from kdpkit import sharding
+
+    return by_loop(*arguments, strategy=sharding.data_mesh(4))
+
+
+TRAINERS = [by_fit, *([by_loop, by_loop_on_four_devices] if ON_JAX else [])]
+
+
+def run(train, directory, *, crash_at=None, save_freq=1, learning=()):
+    x, y = testing.toy_classification(ROWS)
+    data = ArrayBatches((x, y), global_batch_size=ROWS // STEPS, seed=1)
+    validation = ArrayBatches((x, y), global_batch_size=8, remainder="keep")
+    resume = Resume(directory, save_freq=save_freq, callbacks=learning)
+    return train(resume, data, validation, [*learning, CrashAt(crash_at)])
+
+
+def assert_same(one, other):
+    (model, history), (of_other, history_of_other) = one, other
+    pairs = zip(
+        model.variables + model.optimizer.variables,
+        of_other.variables + of_other.optimizer.variables,
+        strict=True,
+    )
+    for left, right in pairs:
+        left, right = (keras.ops.convert_to_numpy(v.value) for v in (left, right))
+        np.testing.assert_array_equal(left, right)
+    assert history == history_of_other
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """Give the result of a run that nothing stopped, by the function that trains."""
+    found = {}
+
+    def of(train):
+        if train not in found:
+            found[train] = run(train, tmp_path_factory.mktemp("whole"))
+        return found[train]
+
+    return of
+
+
+@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize(
+    "stop", [6, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 5, 14))]
+)
+def test_a_run_stopped_before_any_step_ends_as_one_that_was_not(tmp_path, undisturbed, train, stop):
+    with pytest.raises(CrashError):
+        run(train, tmp_path, crash_at=stop)
+    assert_same(run(train, tmp_path), undisturbed(train))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("save_freq", ["epoch", 2, 7])
+def test_what_was_not_saved_is_done_again(tmp_path, undisturbed, save_freq):
+    for stop in (7, 1):  # a run that is stopped again and again
+        with pytest.raises(CrashError):
+            run(by_fit, tmp_path, crash_at=stop, save_freq=save_freq)
+    assert_same(run(by_fit, tmp_path, save_freq=save_freq), undisturbed(by_fit))
+
+
+@pytest.mark.slow
+def test_a_run_that_is_over_stays_so(tmp_path):
+    whole = run(by_fit, tmp_path, save_freq="epoch")
+    with pytest.warns(UserWarning, match="Nothing is left to train.* 3 of 3 epochs"):
+        again = run(by_fit, tmp_path, save_freq="epoch")
+    assert_same(again, whole)
+
+
+@pytest.mark.slow
+def test_callbacks_go_on_with_what_they_learned(tmp_path):
+    def learning():
+        return [
+            keras.callbacks.EarlyStopping("loss", patience=1, min_delta=10.0),
+            keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True),
+        ]
+
+    stopper, best = learning()
+    with pytest.raises(CrashError):
+        run(by_fit, tmp_path / "states", crash_at=7, learning=[stopper, best])
+    resumed, other = learning()
+    _, history = run(by_fit, tmp_path / "states", learning=[resumed, other])
+    assert resumed.stopped_epoch == 1  # one epoch without enough progress: 0 was before the stop
+    assert len(history["loss"]) == 2
+    assert other.best == min(history["val_loss"])
+    # A run that stopped early is over.
+    with pytest.warns(UserWarning, match="Nothing is left to train"):
+        assert run(by_fit, tmp_path / "states", learning=learning())[1] == history
+
+
+class StopEarly(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training = batch == 2
+
+
+@pytest.mark.slow
+def test_an_epoch_that_a_callback_cut_short_is_gone_on_with(tmp_path, undisturbed):
+    x, y = testing.toy_classification(ROWS)
+    data = ArrayBatches((x, y), global_batch_size=ROWS // STEPS, seed=1)
+    resume, model = Resume(tmp_path), build()
+    callbacks = [StopEarly(), resume]
+    model.fit(resume.track(data), epochs=EPOCHS, shuffle=False, callbacks=callbacks, verbose=0)
+    assert_same(run(by_fit, tmp_path), undisturbed(by_fit))
+
+
+class Halving(keras.callbacks.Callback):
+    """A schedule that goes on from the rate that it finds."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        rate = self.model.optimizer.learning_rate
+        self.model.optimizer.learning_rate = 0.5 * float(rate)
+
+
+class Subclassed(keras.Model):
+    """A model that nobody has built when training begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.out = keras.layers.Dense(8), keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.out(self.hidden(x))
+
+
+@pytest.mark.slow
+def test_a_rate_that_is_lowered_each_epoch_is_lowered_once_in_a_model_not_built(tmp_path):
+    def fit(directory, crash_at=None):
+        keras.utils.set_random_seed(0)
+        model = Subclassed()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        data = ArrayBatches(testing.toy_classification(12), global_batch_size=4)
+        resume = Resume(directory, save_freq=1)
+        callbacks = [Halving(), resume, CrashAt(crash_at)]
+        model.fit(resume.track(data), epochs=3, shuffle=False, callbacks=callbacks, verbose=0)
+        return float(model.optimizer.learning_rate), model.get_weights()
+
+    with pytest.raises(CrashError):
+        fit(tmp_path / "stopped", crash_at=4)
+    (rate, weights), (expected, of_whole) = fit(tmp_path / "stopped"), fit(tmp_path / "whole")
+    assert rate == pytest.approx(expected) == pytest.approx(0.01 / 8)
+    for one, other in zip(weights, of_whole, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+def test_the_best_weights_come_back_when_a_run_that_is_over_is_started_again(tmp_path):
+    def fit():
+        model = build()
+        stopper = keras.callbacks.EarlyStopping(
+            "loss", mode="max", patience=1, restore_best_weights=True
+        )
+        data = ArrayBatches(testing.toy_classification(12), global_batch_size=4)
+        resume = Resume(tmp_path, callbacks=[stopper])
+        model.fit(
+            resume.track(data),
+            epochs=5,
+            shuffle=False,
+            callbacks=[stopper, resume],
+            verbose=0,
+        )
+        return model.get_weights()
+
+    first = fit()
+    with pytest.warns(UserWarning, match="Nothing is left to train"):
+        second = fit()
+    for one, other in zip(first, second, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("changed", "sentence"),
+    [
+        ({"global_batch_size": 2}, "another batches in an epoch, and stopped inside.*saved=5"),
+        ({"seed": 2}, "another seed, and stopped inside an epoch. Received: saved=1, seed=2"),
+    ],
+)
+def test_other_data_inside_an_epoch_are_refused(tmp_path, changed, sentence):
+    with pytest.raises(CrashError):
+        run(by_fit, tmp_path, crash_at=2)
+    settings = {"global_batch_size": ROWS // STEPS, "seed": 1} | changed
+    data = ArrayBatches(testing.toy_classification(ROWS), **settings)
+    resume = Resume(tmp_path)
+    with pytest.raises(ValueError, match=sentence):
+        by_fit(resume, data, None, [CrashAt(None)])
+
+
+def test_another_dataset_than_the_tracked_one_is_refused(tmp_path):
+    data = ArrayBatches(testing.toy_classification(12), global_batch_size=4)
+    resume = Resume(tmp_path)
+    resume.track(data)
+    with pytest.raises(ValueError, match=r"trains on another dataset; give it `resume.track"):
+        build().fit(data, shuffle=False, callbacks=[resume], verbose=0)
+
+
+@pytest.mark.slow
+def test_a_plain_rate_that_was_lowered_stays_so(tmp_path):
+    def rated():
+        model = testing.tiny_classifier()
+        model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        return model
+
+    def fit(epochs):
+        model = rated()
+        plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0)
+        resume = Resume(tmp_path, callbacks=[plateau])
+        data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
+        model.fit(
+            resume.track(data),
+            epochs=epochs,
+            shuffle=False,
+            callbacks=[plateau, resume],
+            verbose=0,
+        )
+        return float(model.optimizer.learning_rate)
+
+    assert fit(2) == pytest.approx(1e-3)
+    assert fit(3) == pytest.approx(1e-4)
+
+
+# What stands in the way.
+
+
+@pytest.mark.slow
+def test_a_damaged_state_costs_the_steps_since_the_one_before(tmp_path, undisturbed):
+    with pytest.raises(CrashError):
+        run(by_fit, tmp_path / "stopped", crash_at=7)
+    newest = max((tmp_path / "stopped").iterdir())
+    newest.write_bytes(newest.read_bytes()[:100])
+    with pytest.warns(UserWarning, match="is damaged"):
+        resumed = run(by_fit, tmp_path / "stopped")
+    assert_same(resumed, undisturbed(by_fit))
+
+
+@pytest.mark.slow
+def test_a_state_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, undisturbed):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))  # as good as a full disk
+    try:
+        with pytest.warns(UserWarning, match="could not be saved.*Training goes on"):
+            unsaved = run(by_fit, tmp_path / "full")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert_same(unsaved, undisturbed(by_fit))
+    assert not [*(tmp_path / "full").iterdir()]
+
+
+def test_a_dataset_that_was_not_tracked_is_refused(tmp_path):
+    model = build()
+    data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
+    with pytest.raises(ValueError, match=r"train on `resume.track\(dataset\)`"):
+        model.fit(data, callbacks=[Resume(tmp_path)], verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda path: Resume(path, save_freq=0), "`save_freq` must be a positive integer.*0"),
+        (lambda path: Resume(path, save_freq="batch"), "`save_freq`.*'batch'"),
+        (lambda path: Resume(path, keep=0), "`keep` must be a positive integer"),
+        (lambda path: Resume(path).track([1, 2]), "PyDataset.*list.*ArrayBatches"),
+        (
+            lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]),
+            "does not know what this callback learns.*get_state",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused(tmp_path, make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make(tmp_path)
+
+
+def test_steps_belong_to_the_dataset(tmp_path):
+    data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
+    resume = Resume(tmp_path)
+    with pytest.raises(ValueError, match="Give `steps_per_epoch` to the dataset"):
+        build().fit(
+            resume.track(data), steps_per_epoch=1, shuffle=False, callbacks=[resume], verbose=0
+        )
+
+
+def test_a_state_of_another_model_is_refused(tmp_path):
+    run(by_fit, tmp_path)
+    other = testing.tiny_classifier()
+    other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    resume = Resume(tmp_path)
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    with pytest.raises(ValueError, match="variables of the model.*choose another directory"):
+        other.fit(resume.track(data), shuffle=False, callbacks=[resume], verbose=0)
+
+
+def test_batches_that_keras_shuffles_are_refused(tmp_path):
+    data = ArrayBatches(testing.toy_classification(400), global_batch_size=4)
+    resume = Resume(tmp_path)
+    with pytest.raises(Exception, match="Give `fit` `shuffle=False`"):  # TensorFlow wraps it
+        build().fit(resume.track(data), callbacks=[resume], verbose=0)
+
+
+# Signals, in a process of its own.
+
+PROGRAM = """
+import json, sys, time
+import keras
+from kdpkit.callbacks import Resume
+from tests.callbacks import test_resume as t
+
+class Slow(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        print("step", flush=True)
+        time.sleep(0.05)
+    def on_test_batch_end(self, batch, logs=None):
+        print("validation", flush=True)
+        time.sleep(0.05)
+
+x, y = t.testing.toy_classification(t.ROWS)
+data = t.ArrayBatches((x, y), global_batch_size=4, seed=1)
+validation = t.ArrayBatches((x, y), global_batch_size=4)
+resume = Resume(sys.argv[1], save_freq=100)
+model, history = getattr(t, sys.argv[2])(resume, data, validation, [Slow()])
+print(json.dumps([float(abs(w).sum()) for w in model.get_weights()]))
+"""
+
+
+def start(directory, train):
+    return subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, directory, train],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
+
+
+def finish(process):
+    out, err = process.communicate(timeout=120)
+    assert process.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("train", ["by_fit", "by_loop"] if ON_JAX else ["by_fit"])
+@pytest.mark.parametrize("when", ["step", "validation"])
+def test_sigterm_saves_and_the_next_start_goes_on(tmp_path, train, when):
+    whole = finish(start(tmp_path / "whole", train))
+    process = start(tmp_path / "stopped", train)
+    try:
+        for line in process.stdout:
+            if line.strip() == when:
+                break
+        told = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert time.monotonic() - told < 15
+    assert process.returncode == 42, err
+    assert "Training was stopped by SIGTERM. Its state is in" in err
+    assert "Traceback" not in err
+    assert finish(start(tmp_path / "stopped", train)) == whole

@@ -1,0 +1,228 @@
+"""Batches of arrays without tf.data: the rules of the pipelines, on both backends."""
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kdpkit import batches, testing
+from kdpkit.batches import ArrayBatches
+
+
+def epoch_of(dataset):
+    """Take an epoch as Keras does."""
+    dataset.on_epoch_begin()
+    given = [dataset[index] for index in range(len(dataset))]
+    dataset.on_epoch_end()
+    return given
+
+
+# What comes out.
+
+
+@settings(max_examples=60)
+@given(
+    rows=st.integers(1, 30),
+    size=st.integers(1, 8),
+    remainder=st.sampled_from(["drop", "pad", "keep"]),
+    seed=st.sampled_from([None, 0, 7]),
+)
+def test_every_row_comes_once_an_epoch_but_for_what_is_dropped(rows, size, remainder, seed):
+    x, y = np.arange(rows), {"label": -np.arange(rows)}
+    if remainder == "drop" and rows < size:
+        with pytest.raises(ValueError, match="less than a batch"):
+            ArrayBatches((x, y), global_batch_size=size, remainder=remainder)
+        return
+    dataset = ArrayBatches(
+        (x, y), global_batch_size=size, remainder=remainder, seed=seed, mode="eval"
+    )
+    for _ in range(2):
+        seen = []
+        for batch in epoch_of(dataset):
+            x_, y_, weight = keras.utils.unpack_x_y_sample_weight(batch)
+            assert (y_["label"] == -x_).all()
+            assert len(x_) == size or remainder == "keep"
+            seen += [*x_] if weight is None else [*x_[weight > 0]]
+        assert (
+            len(seen) == dataset.examples == (rows // size * size if remainder == "drop" else rows)
+        )
+        assert len({*seen}) == len(seen)
+        if seed is None:
+            assert seen == [*range(len(seen))]
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(1, 40),
+    per_process=st.integers(1, 4),
+    processes=st.integers(1, 4),
+    remainder=st.sampled_from(["drop", "pad"]),
+)
+def test_the_pieces_of_the_processes_are_the_batch_of_one(rows, per_process, processes, remainder):
+    size = per_process * processes
+    if remainder == "drop" and rows < size:
+        return
+    settings_ = {"global_batch_size": size, "remainder": remainder, "seed": 3}
+    data = np.arange(rows), np.arange(rows) % 5
+    whole = ArrayBatches(data, **settings_)
+    parts = [
+        ArrayBatches(data, process_count=processes, process_index=index, **settings_)
+        for index in range(processes)
+    ]
+    for of_one, *of_all in zip(epoch_of(whole), *map(epoch_of, parts), strict=True):
+        for one, *pieces in zip(of_one, *of_all, strict=True):
+            np.testing.assert_array_equal(np.concatenate(pieces), one)
+
+
+def test_every_epoch_has_its_order_and_a_later_start_takes_it_up():
+    data = np.arange(12)
+    dataset = ArrayBatches(data, global_batch_size=4, seed=5)
+    epochs = [np.concatenate(epoch_of(dataset)).tolist() for _ in range(3)]
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    assert all(sorted(epoch) == [*range(12)] for epoch in epochs)
+    later = ArrayBatches(data, global_batch_size=4, seed=5, initial_epoch=2)
+    assert np.concatenate(epoch_of(later)).tolist() == epochs[2]
+    other = ArrayBatches(data, global_batch_size=4, seed=6)
+    assert np.concatenate(epoch_of(other)).tolist() != epochs[0]
+
+
+def test_a_batch_that_is_looked_at_is_no_epoch():
+    dataset = ArrayBatches(np.arange(12), global_batch_size=4, seed=0)
+    first = dataset[0]
+    dataset.on_epoch_end()
+    np.testing.assert_array_equal(dataset[0], first)
+
+
+def test_augmentation_is_drawn_afresh_and_again_the_same():
+    def noisy(batch, generator):
+        return batch + generator.random(len(batch))
+
+    def epochs(**place):
+        dataset = ArrayBatches(np.zeros(6), global_batch_size=2, augment=noisy, seed=1, **place)
+        return [np.concatenate(epoch_of(dataset)) for _ in range(2)]
+
+    first, second = epochs()
+    assert len(np.unique([first, second])) == 12
+    np.testing.assert_array_equal(epochs(initial_epoch=1)[0], second)
+
+
+def test_steps_of_an_epoch_are_the_first_of_its_order():
+    whole = ArrayBatches(np.arange(10), global_batch_size=2, seed=0)
+    short = ArrayBatches(np.arange(10), global_batch_size=2, seed=0, steps_per_epoch=2)
+    assert (len(short), short.examples) == (2, 4)
+    for epoch in range(2):
+        np.testing.assert_array_equal(epoch_of(short), epoch_of(whole)[:2], err_msg=str(epoch))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"global_batch_size": 0}, "`global_batch_size` must be a positive integer.*0"),
+        ({"seed": -1}, "`seed` must be a non-negative integer.*-1"),
+        ({"remainder": "wrap"}, "`remainder` must be one of 'drop', 'pad', 'keep'.*'wrap'"),
+        ({"mode": "test"}, "`mode` must be one of 'train', 'eval'.*'test'"),
+        ({"steps_per_epoch": 4}, "which is 3. Received: steps_per_epoch=4"),
+        ({"process_index": 1}, "`process_index` must be less than `process_count`"),
+        ({"process_count": 2, "global_batch_size": 3}, "same number of rows.*process_count=2"),
+        ({"process_count": 2, "remainder": "keep"}, "same number of rows.*rows=7"),
+        ({"data": (np.arange(7), np.arange(6))}, r"same rows.*\(7,\), \(6,\)"),
+        ({"data": np.zeros((0, 2))}, "at least one"),
+        ({"data": 3.0}, "at least one"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(arguments, sentence):
+    arguments = {"data": np.arange(7), "global_batch_size": 2} | arguments
+    with pytest.raises(ValueError, match=sentence):
+        ArrayBatches(arguments.pop("data"), **arguments)
+
+
+def test_there_is_no_batch_beyond_the_last():
+    dataset = ArrayBatches(np.arange(4), global_batch_size=2)
+    with pytest.raises(IndexError, match="no batch 2 in an epoch of 2"):
+        dataset[2]
+
+
+# With Keras.
+
+
+def test_fit_trains_on_them_epoch_by_epoch_and_counts_the_same():
+    seen = []
+
+    def note(batch, _):
+        seen.append(batch[0][:, 0].tolist())
+        return batch
+
+    model = testing.tiny_classifier()
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data = testing.toy_classification(12)
+    dataset = ArrayBatches(data, global_batch_size=4, seed=0, augment=note)
+    model.fit(dataset, epochs=3, shuffle=False, verbose=0)
+    alone = ArrayBatches(data, global_batch_size=4, seed=0)
+    expected = [batch[0][:, 0].tolist() for _ in range(3) for batch in epoch_of(alone)]
+    # Keras takes the first batch, on TensorFlow more, to build and to know the shapes.
+    assert seen[-len(expected) :] == expected
+    assert set(map(tuple, seen)) == set(map(tuple, expected))
+
+
+def test_a_padded_evaluation_is_that_of_the_real_rows():
+    x, y = testing.toy_classification(7)
+    model = testing.tiny_classifier()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, weighted_metrics=["accuracy"])
+    padded = ArrayBatches((x, y), global_batch_size=4, remainder="pad", mode="eval")
+    ours = model.evaluate(padded, verbose=0, return_dict=True)
+    plain = model.evaluate(x, y, verbose=0, return_dict=True)
+    assert ours == pytest.approx(plain, rel=1e-5)
+    predicted = model.predict(padded, verbose=0)[: padded.examples]
+    np.testing.assert_allclose(predicted, model.predict(x, verbose=0), atol=1e-6)
+
+
+# One batch.
+
+
+@settings(max_examples=30)
+@given(
+    rows=st.integers(1, 9),
+    filling=st.integers(0, 5),
+    mode=st.sampled_from(["train", "eval"]),
+    weighted=st.booleans(),
+)
+def test_padding_is_that_of_the_pipelines(rows, filling, mode, weighted):
+    tf = pytest.importorskip("tensorflow")
+    from kdpkit.pipelines import pad_to_global_batch
+
+    x = {"a": np.arange(rows * 2.0).reshape(rows, 2), "b": np.arange(rows)}
+    batch = (x, np.arange(rows), np.arange(1, rows + 1, dtype="float32"))[: 3 if weighted else 2]
+    ours = batches.pad_batch(batch, rows + filling, mode=mode)
+    stage = pad_to_global_batch(rows + filling, mode=mode)
+    (theirs,) = tf.data.Dataset.from_tensors(batch).apply(stage).as_numpy_iterator()
+    for one, other in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["int32", "bool", "float64"])
+def test_weights_of_any_type_are_multiplied(kind):
+    _, _, weight = batches.pad_batch((np.zeros(3), np.zeros(3), np.ones(3, kind)), 4)
+    np.testing.assert_allclose(weight, [4 / 3, 4 / 3, 4 / 3, 0])
+
+
+def test_lists_of_numbers_are_arrays_and_lists_of_arrays_are_nests():
+    dataset = ArrayBatches(([[1, 2], [3, 4]], [0, 1]), global_batch_size=2)
+    assert [part.shape for part in dataset[0]] == [(2, 2), (2,)]
+    x, _ = ArrayBatches(([np.zeros(2), np.ones((2, 3))], [0, 1]), global_batch_size=2)[0]
+    assert [part.shape for part in x] == [(2,), (2, 3)]
+
+
+def test_ragged_rows_are_refused():
+    with pytest.raises(ValueError, match="same rows"):
+        batches.pad_batch((np.zeros(2), np.zeros(3)), 4)
+    with pytest.raises(ValueError, match="more rows than `global_batch_size`"):
+        batches.pad_batch(np.zeros(5), 4)
+
+
+def test_a_grain_dataset_is_padded_by_mapping_over_it():
+    grain = pytest.importorskip("grain")
+    source = grain.MapDataset.source(np.arange(7)).batch(4)
+    padded = [*source.map(lambda batch: batches.pad_batch(batch, 4, mode="eval"))]
+    assert [weight.tolist() for _, _, weight in padded] == [[1, 1, 1, 1], [1, 1, 1, 0]]

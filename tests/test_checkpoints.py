@@ -1,0 +1,163 @@
+"""States on disk are whole, and the newest whole one is found."""
+
+import json
+import resource
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays_of
+
+from kdpkit import checkpoints, testing
+from kdpkit.checkpoints import CheckpointDirectory, TrainingState
+
+
+def state(epoch=0, step=0, **arrays):
+    return TrainingState(epoch=epoch, step=step, arrays=arrays, notes={"best": 0.5})
+
+
+@given(
+    st.dictionaries(
+        st.text("abc.", min_size=1, max_size=4),
+        arrays_of.arrays(
+            st.sampled_from(["float32", "int64", "bool", "uint32", ml_dtypes.bfloat16]),
+            arrays_of.array_shapes(min_dims=0, max_dims=3, max_side=3),
+            elements=st.sampled_from([0, 1]),
+        ),
+        max_size=4,
+    )
+)
+def test_what_was_saved_comes_back(tmp_path_factory, arrays):
+    directory = CheckpointDirectory(tmp_path_factory.mktemp("states"))
+    directory.save(TrainingState(epoch=3, step=4, arrays=arrays, notes={"a": [1, None]}))
+    found = directory.latest()
+    assert (found.epoch, found.step, found.notes) == (3, 4, {"a": [1, None]})
+    assert found.arrays.keys() == arrays.keys()
+    for name, array in arrays.items():
+        assert found.arrays[name].dtype == array.dtype
+        np.testing.assert_array_equal(found.arrays[name], array)
+
+
+def test_the_newest_are_kept_and_the_order_is_that_of_training(tmp_path):
+    directory = CheckpointDirectory(tmp_path, keep=2)
+    for place in [(0, 9), (0, 10), (1, 0), (10, 0)]:
+        directory.save(state(*place))
+    assert [path.name for path in directory.paths()] == [
+        "state-000010-000000000.npz",
+        "state-000001-000000000.npz",
+    ]
+    assert CheckpointDirectory(tmp_path).latest().epoch == 10
+
+
+def test_an_empty_or_missing_directory_has_no_state(tmp_path):
+    assert CheckpointDirectory(tmp_path).latest() is None
+    assert CheckpointDirectory(tmp_path / "none").latest() is None
+
+
+@pytest.mark.parametrize("damage", ["cut short", "one bit", "emptied", "not an archive"])
+def test_a_damaged_state_is_passed_over(tmp_path, damage):
+    directory = CheckpointDirectory(tmp_path)
+    directory.save(state(0, 1, weight=np.arange(1000.0)))
+    path = directory.save(state(0, 2, weight=np.arange(1000.0)))
+    whole = path.read_bytes()
+    flipped = bytearray(whole)
+    flipped[len(whole) // 2] ^= 1
+    path.write_bytes(
+        {
+            "cut short": whole[: len(whole) // 2],
+            "one bit": bytes(flipped),
+            "emptied": b"",
+            "not an archive": b"weights",
+        }[damage]
+    )
+    with pytest.warns(UserWarning, match="state-000000-000000002.npz is damaged"):
+        assert directory.latest().step == 1
+
+
+def test_where_all_are_damaged_nothing_begins_anew_without_a_word(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    directory.save(state(0, 1)).write_bytes(b"")
+    with pytest.warns(UserWarning, match="passed over"), pytest.raises(ValueError, match="Move"):
+        directory.latest()
+
+
+def test_a_state_is_not_removed_for_damaged_ones_of_later_steps(tmp_path):
+    directory = CheckpointDirectory(tmp_path, keep=2)
+    for step in (8, 9):
+        directory.save(state(0, step)).write_bytes(b"")
+    for step in (1, 2):
+        assert directory.save(state(0, step)).exists()
+    assert directory.latest().step == 2
+
+
+def test_what_a_killed_process_left_behind_is_no_state_and_goes(tmp_path):
+    (tmp_path / ".state-000000-000000009-abc.npz").write_bytes(b"part")
+    directory = CheckpointDirectory(tmp_path)
+    assert directory.latest() is None
+    directory.save(state())
+    assert [path.name for path in tmp_path.iterdir()] == ["state-000000-000000000.npz"]
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    directory.save(state(0, 1, weight=np.zeros(10)))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            directory.save(state(0, 2, weight=np.zeros(1 << 14)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert directory.latest().step == 1
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+def test_a_format_of_later_versions_is_not_guessed_at(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    path = directory.save(state())
+    with np.load(path) as file:
+        header = json.loads(str(file["header"])) | {"format": 2}
+    np.savez(path, header=np.array(json.dumps(header)))
+    with pytest.raises(ValueError, match="another version of kdpkit.*format=2"):
+        directory.latest()
+
+
+def test_bad_directories_are_refused(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="A directory is needed here, this is a file"):
+        CheckpointDirectory(tmp_path / "file")
+    for nowhere in (None, 3, ""):
+        with pytest.raises(ValueError, match="`directory` must be the path of a directory"):
+            CheckpointDirectory(nowhere)
+    with pytest.raises(ValueError, match="`keep` must be a positive integer.*keep=0"):
+        CheckpointDirectory(tmp_path, keep=0)
+
+
+def test_variables_take_up_their_values():
+    one, other = testing.tiny_classifier(seed=1), testing.tiny_classifier(seed=2)
+    checkpoints.assign({"model": other.variables}, checkpoints.values_of({"model": one.variables}))
+    for left, right in zip(one.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(left, right)
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (lambda: testing.tiny_classifier(classes=4), r"does not fit the model.*\(8, 4\).*\(8, 3\)"),
+        (
+            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]),
+            "has 4 variables of the model.*has 2",
+        ),
+    ],
+)
+def test_values_of_another_model_are_refused_and_change_nothing(build, sentence):
+    saved = checkpoints.values_of({"model": testing.tiny_classifier().variables})
+    model = build()
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=sentence):
+        checkpoints.assign({"model": model.variables}, saved)
+    for left, right in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(left, right)
