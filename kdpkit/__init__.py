@@ -13,7 +13,9 @@ from types import ModuleType
 __version__ = "0.1.0"
 
 _SUBMODULES = (
+    "batches",
     "callbacks",
+    "checkpoints",
     "corpora",
     "experiment",
     "pipelines",

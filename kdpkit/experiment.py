@@ -25,6 +25,7 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import subprocess
 import sys
@@ -37,7 +38,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 import kdpkit
-from kdpkit import _checks, _files, scaling
+from kdpkit import _checks, _cpu_threads, _files, scaling
 from kdpkit._checks import InputError
 from kdpkit._prepared import prepared
 from kdpkit._presets import from_preset
@@ -278,9 +279,11 @@ def _data_parallel(kind: str, replicas: int | None) -> Any:
             backend="jax",
         )
     replicas = 1 if kind == "one" else replicas
-    if replicas and "device_count" not in os.environ.get("XLA_FLAGS", ""):
+    asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if replicas and not asked:
         with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices that it has
             jax.config.update("jax_num_cpu_devices", replicas)
+    _cpu_threads.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
     distribution = sharding.DataParallel(replicas)
     keras.distribution.set_distribution(distribution)
     return distribution
@@ -518,19 +521,24 @@ def run(main: Callable[[], Any]) -> None:
     """Run a recipe's `main` as a program: errors of the caller end in one sentence.
 
     Exit code 2 with the sentence for bad input (`InputError`, which recipes may raise too), 130
-    for Ctrl-C, else Python's own: 0, or 1 with the traceback of what was not foreseen.
+    for Ctrl-C, 43 where another process of the training is gone, else Python's own: 0, or 1 with
+    the traceback of what was not foreseen.
 
     Args:
         main: Takes its flags from the command line when it is called without arguments.
     """
+    from kdpkit import _processes
+
     try:
         main()
-    except _checks.InputError as error:
-        print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
-    except KeyboardInterrupt:
-        print(f"{Path(sys.argv[0]).name}: interrupted.", file=sys.stderr)
-        raise SystemExit(130) from None
+    except (_checks.InputError, _processes.ProcessLostError, KeyboardInterrupt) as error:
+        code, sentence = {
+            KeyboardInterrupt: (130, "interrupted."),
+            _processes.ProcessLostError: (_processes.EXIT_CODE, error),
+        }.get(type(error), (2, error))
+        _processes.leave_without_waiting(code)
+        print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
+        raise SystemExit(code) from None
 
 
 def positive_integer(text: str) -> int:

@@ -22,7 +22,28 @@ import keras
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kdpkit import _checks, scaling
+from kdpkit import _checks
+from kdpkit._processes import ProcessLostError, join_processes
+from kdpkit.batches import pad_batch, rows_of
+
+__all__ = [
+    "BATCH_AXIS",
+    "DataParallel",
+    "ProcessLostError",
+    "TrainState",
+    "as_mesh",
+    "by_rows",
+    "data_mesh",
+    "describe",
+    "describe_placement",
+    "join_processes",
+    "make_train_step",
+    "place_batch",
+    "place_batches",
+    "replicated",
+    "shard_batch",
+    "split_rows",
+]
 
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
 
@@ -32,6 +53,10 @@ def data_mesh(devices: Any = None) -> Mesh:
 
     Its axis is of the type `Auto`, so that XLA decides how to cut what is computed from a batch.
     `jax.make_mesh` has `Explicit` axes by default, under which Keras' Dropout raises.
+
+    Logical CPU devices need two threads each: with fewer, and steps that Python runs ahead of,
+    XLA can wait for ever in an all-reduce. `kdpkit.testing.use_logical_cpus` sees to that, as the
+    recipes' `--replicas` does; with XLA_FLAGS set by hand, set the environment variable PJRT_NPROC.
 
     Args:
         devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
@@ -56,7 +81,8 @@ def data_mesh(devices: Any = None) -> Mesh:
                 f"JAX has {len(present)} {present[0].platform} device(s).",
                 devices=count,
                 remedy="For logical CPU devices set XLA_FLAGS="
-                f"--xla_force_host_platform_device_count={count} before JAX starts.",
+                f"--xla_force_host_platform_device_count={count}, and on fewer than {2 * count} "
+                f"cores PJRT_NPROC={2 * count}, before JAX starts.",
             )
         chosen = present[:count]
     if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):
@@ -178,48 +204,15 @@ def shard_batch(
     return jax.device_put(batch, by_rows(mesh))
 
 
-def pad_batch(batch: Any, global_batch_size: int, *, mode: str = "train") -> Any:
-    """Fill a batch of numpy arrays up to a number of rows; `pad_to_global_batch` without tf.data.
-
-    Args:
-        batch: Inputs `x`, `(x, y)`, or `(x, y, sample_weight)`, each any nest of arrays.
-        global_batch_size: The rows that come out.
-        mode: `"train"` or `"eval"`, as in `kdpkit.scaling.padded_rows`.
-
-    Returns:
-        `(x, y, sample_weight)`, with `y` None if there was none. Weights that were there are
-        multiplied.
-
-    Raises:
-        ValueError: There are more rows than that, or none.
-
-    >>> import numpy as np
-    >>> x, _, weight = pad_batch(np.array([5.0, 6.0]), 4)
-    >>> x.tolist(), weight.tolist()
-    ([5.0, 6.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0])
-    """
-    source, shares = scaling.padded_rows(rows_of(batch), global_batch_size, mode=mode)
-    x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-    x, y, weight = (
-        jax.tree.map(lambda part: np.asarray(part)[list(source)], nest) for nest in (x, y, weight)
-    )
-    share = np.asarray(shares, "float32")
-    if weight is None:
-        return x, y, share
-
-    def times(part: Any) -> Any:
-        return part * share.reshape(-1, *[1] * (part.ndim - 1)).astype(part.dtype)
-
-    return x, y, jax.tree.map(times, weight)
-
-
 def place_batch(batch: Any, mesh: Mesh) -> Any:
     """Put a batch of any number of rows on the devices, for a program that calls `split_rows`.
 
     Rows that the devices divide are cut; others go to every device whole.
     """
     even = rows_of(batch) % mesh.size == 0
-    return jax.device_put(batch, by_rows(mesh) if even else replicated(mesh))
+    if jax.process_count() == 1:
+        return jax.device_put(batch, by_rows(mesh) if even else replicated(mesh))
+    return _place_own_rows(batch, mesh, by_rows(mesh))
 
 
 def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
@@ -227,7 +220,26 @@ def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
     even = rows_of(batches[0]) % mesh.size == 0
     cut = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
+    if jax.process_count() > 1:
+        return _place_own_rows(stacked, mesh, cut)
     return jax.device_put(stacked, cut if even else replicated(mesh))
+
+
+def _place_own_rows(batch: Any, mesh: Mesh, cut: NamedSharding) -> Any:
+    """Put this process's rows on its devices, as its part of a batch that spans all processes."""
+    own = mesh.size // jax.process_count()
+    axis = cut.spec.index(mesh.axis_names[0])
+    rows = np.shape(jax.tree.leaves(batch)[0])[axis]
+    if rows % own:
+        _checks.refuse(
+            "With several processes each must give rows that its devices divide.",
+            rows=rows,
+            devices_of_this_process=own,
+            remedy='Drop or pad the last batch: `ArrayBatches(remainder="pad")`.',
+        )
+    return jax.tree.map(
+        lambda part: jax.make_array_from_process_local_data(cut, np.asarray(part)), batch
+    )
 
 
 def split_rows(batch: Any, mesh: Mesh) -> Any:
@@ -238,26 +250,6 @@ def split_rows(batch: Any, mesh: Mesh) -> Any:
     statistics included.
     """
     return jax.lax.with_sharding_constraint(batch, by_rows(mesh))
-
-
-def rows_of(batch: Any) -> int:
-    """Give the rows of a batch, the same in all its arrays.
-
-    Raises:
-        ValueError: They differ, or there are none.
-
-    >>> import numpy as np
-    >>> rows_of((np.zeros((3, 2)), {"label": np.zeros(3)}))
-    3
-    """
-    shapes = [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
-    rows = {shape[0] if shape else 0 for shape in shapes}
-    if len(rows) != 1 or 0 in rows:
-        _checks.refuse(
-            "All arrays of a batch must have the same rows, at least one, along the first axis.",
-            shapes=shapes,
-        )
-    return rows.pop()
 
 
 def describe_placement(batch: Any) -> str:

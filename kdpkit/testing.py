@@ -11,15 +11,19 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdpkit import _cpu_threads
+
 
 def use_logical_cpus(count: int = 8) -> None:
     """Split the CPU into logical devices for the backend in use, before its runtime starts.
 
-    On TensorFlow they are `CPU:0` to `CPU:{count - 1}`, on JAX `jax.devices()`.
+    On TensorFlow they are `CPU:0` to `CPU:{count - 1}`, on JAX `jax.devices()`, with threads enough
+    for programs over all of them.
     """
     if keras.backend.backend() == "jax":
         flag = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+        _cpu_threads.reserve(count)
         return
     from kdpkit.strategies import split_device
 

@@ -19,23 +19,30 @@ TENSORFLOW = KERAS | {"tensorflow", "keras_hub"}
 ALLOWED = {
     "__init__": (PURE, set()),
     "_checks": (PURE, set()),
+    "_cpu_threads": (PURE, set()),
     "_files": (PURE, set()),
+    "_processes": (KERAS, {"_checks"}),
     "_interrupt": (KERAS, {"_files"}),
     "_prepared": (KERAS, {"_checks", "_files"}),
     "_presets": (PURE, {"_checks"}),
     "scaling": (PURE, {"_checks"}),
-    "sharding": (KERAS | {"jax"}, {"_checks", "scaling"}),
+    "batches": (KERAS, {"_checks", "scaling"}),
+    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "batches"}),
     "schedules": (KERAS, {"_checks", "scaling"}),
-    "callbacks": (KERAS, {"_checks", "_files", "scaling"}),
+    "checkpoints": (KERAS, {"_checks", "_files"}),
+    "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
     "strategies": (TENSORFLOW, {"_checks"}),
     "training": (
         TENSORFLOW | {"jax"},
-        {"_checks", "scaling", "sharding", "strategies", "training"},
+        {"_checks", "_processes", "batches", "scaling", "sharding", "strategies", "training"},
     ),
-    "experiment": (KERAS, {"_checks", "_files", "_prepared", "_presets", "scaling"}),
-    "testing": (KERAS, {"_checks", "scaling"}),
+    "experiment": (
+        KERAS,
+        {"_checks", "_cpu_threads", "_files", "_prepared", "_presets", "_processes", "scaling"},
+    ),
+    "testing": (KERAS, {"_checks", "_cpu_threads", "scaling"}),
 }
 FILES = sorted(ROOT.rglob("*.py"))
 

@@ -78,26 +78,6 @@ def test_pieces_of_an_uneven_batch_are_those_of_tf_distribute(rows, devices):
         np.testing.assert_array_equal(np.concatenate([s.data for s in shards]), x)
 
 
-@settings(max_examples=30)
-@given(
-    rows=st.integers(1, 9),
-    filling=st.integers(0, 5),
-    mode=st.sampled_from(["train", "eval"]),
-    weighted=st.booleans(),
-)
-def test_padding_is_that_of_the_pipelines(rows, filling, mode, weighted):
-    tf = pytest.importorskip("tensorflow")
-    from kdpkit.pipelines import pad_to_global_batch
-
-    x = {"a": np.arange(rows * 2.0).reshape(rows, 2), "b": np.arange(rows)}
-    batch = (x, np.arange(rows), np.arange(1, rows + 1, dtype="float32"))[: 3 if weighted else 2]
-    ours = sharding.pad_batch(batch, rows + filling, mode=mode)
-    stage = pad_to_global_batch(rows + filling, mode=mode)
-    (theirs,) = tf.data.Dataset.from_tensors(batch).apply(stage).as_numpy_iterator()
-    for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6)
-
-
 def test_a_batch_is_cut_along_its_rows_and_says_so():
     mesh = sharding.data_mesh(4)
     x, y = sharding.shard_batch((np.zeros((8, 3)), np.zeros(8, int)), mesh)
@@ -209,3 +189,23 @@ def test_the_models_own_arrays_stay_when_the_state_is_used_up():
     step(state, sharding.shard_batch(testing.toy_classification(4), mesh))
     for one, other in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+# Processes; tests/test_processes.py starts real ones.
+
+
+@pytest.mark.parametrize(
+    ("joining", "sentence"),
+    [
+        ({"coordinator": "localhost"}, "`coordinator` must be the address and port.*'localhost'"),
+        ({"coordinator": "http://localhost:80"}, "`coordinator` must be the address and port"),
+        ({"coordinator": None}, "`coordinator` must be the address and port"),
+        ({"process_index": 2}, "`process_index` must be less than `process_count`"),
+        ({"process_count": 0}, "`process_count` must be a positive integer"),
+        ({"heartbeat_timeout_seconds": 0.5}, "`heartbeat_timeout_seconds` must be a positive"),
+    ],
+)
+def test_impossible_places_among_processes_are_refused(joining, sentence):
+    place = {"coordinator": "localhost:9876", "process_count": 2, "process_index": 0}
+    with pytest.raises(ValueError, match=sentence):
+        sharding.join_processes(**place | joining)

@@ -12,9 +12,12 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax.experimental.sparse import JAXSparse
 from keras.src.backend.jax import distribution_lib
 
-from kdpkit import _checks, sharding
+from kdpkit import _checks, _processes, sharding
+from kdpkit.batches import rows_of
+from kdpkit.training import _agreement
 
 
 def attach(model: Any) -> None:
@@ -57,12 +60,15 @@ def _splitting(step: Callable, mesh: Any) -> Callable:
 
 
 def _gathering(step: Callable, mesh: Any) -> Callable:
-    """Put uneven predictions on every device: none may leave a program cut unevenly."""
+    """Put uneven predictions, and those of other processes, on every device.
+
+    None may leave a program cut unevenly, and no process can read what lies in another.
+    """
 
     @functools.wraps(step)
     def gathered(state: Any, data: Any) -> Any:
         outputs, rest = step(state, data)
-        if sharding.rows_of(data) % mesh.size:
+        if rows_of(data) % mesh.size or jax.process_count() > 1:
             outputs = jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
         return outputs, rest
 
@@ -90,7 +96,10 @@ def _place_uneven_batches() -> None:
         if layout is None or jax.process_count() > 1:
             return original(per_process_batch, layout, batch_dim_name)
         mesh = getattr(layout, "backend_layout", layout).mesh
-        if np.shape(per_process_batch)[0] % mesh.size and len(mesh.axis_names) == 1:
+        # A sparse array is a list of its values, which the devices do not divide as they do rows.
+        is_sparse = isinstance(per_process_batch, JAXSparse)
+        is_whole = is_sparse or np.shape(per_process_batch)[0] % mesh.size
+        if is_whole and len(mesh.axis_names) == 1:
             return jax.device_put(per_process_batch, sharding.replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
 
@@ -103,11 +112,13 @@ def _keeping_weights(model: Any, method: Callable) -> Callable:
 
     @functools.wraps(method)
     def kept(*args: Any, **kwargs: Any) -> Any:
+        _check_processes(*args, **kwargs)
         optimizer = [model.optimizer] if getattr(model, "optimizer", None) else []
         variables = [v for owner in (model, *optimizer) for v in owner.variables]
         before = [(variable, variable._value) for variable in variables]
         try:
-            return method(*args, **kwargs)
+            with _processes.naming_losses():
+                return method(*args, **kwargs)
         except BaseException:
             model.jax_state_sync()  # as of the last step that was made
             for variable, value in before:  # and where there was none
@@ -116,3 +127,13 @@ def _keeping_weights(model: Any, method: Callable) -> Callable:
             raise
 
     return kept
+
+
+def _check_processes(x: Any = None, *_: Any, **settings: Any) -> None:
+    """Refuse data on which several processes would wait for each other, before they do."""
+    if _processes.count() == 1 or settings.get("_use_cached_eval_dataset"):
+        return
+    _agreement.check_data("x", x)
+    held_out = settings.get("validation_data")
+    held_out = held_out[0] if isinstance(held_out, tuple | list) else held_out
+    _agreement.check_data("validation_data", held_out)

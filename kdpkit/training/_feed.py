@@ -12,23 +12,27 @@ class Feed:
     Args:
         name: The argument that the dataset was given as, for messages.
         batches: What an iterator is made from.
-        steps: Batches in an epoch; None if that shows only at its end.
-        goes_on: Whether an epoch begins where the last one stopped, as with `steps_per_epoch`.
+        wanted: Batches in an epoch, which then begins where the last one stopped; None takes all.
+        length: Gives the batches that there are in an epoch; None if that shows only at its end.
     """
 
-    def __init__(self, name: str, batches: Any, *, steps: int | None, goes_on: bool) -> None:
-        self.steps = steps
+    def __init__(
+        self, name: str, batches: Any, *, wanted: int | None, length: Callable[[], int | None]
+    ) -> None:
+        self.steps = wanted or length()
         self.batches = batches
         self._name = name
-        self._goes_on = goes_on
+        self._wanted = wanted
+        self._length = length
         self._iterator: Any = None
         self._may_restart = False
 
     def start_epoch(self) -> None:
         """Begin an epoch."""
-        self._may_restart = self._goes_on and self._iterator is not None
+        self._may_restart = self._wanted is not None and self._iterator is not None
         if not self._may_restart:
             self._iterator = iter(self.batches)
+        self.steps = self._wanted or self._length()
 
     def run(self, steps: Callable[[Any, int], tuple[int, Any]], count: int) -> tuple[int, Any]:
         """Run up to `count` steps on the batches that come next; give how many, and the result."""

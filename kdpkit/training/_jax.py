@@ -16,11 +16,14 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.experimental.sparse import JAXSparse
 from keras import ops
 from keras.src.backend import compute_output_spec
 from keras.src.trainers.data_adapters import get_data_adapter  # what `fit` reads its data with
 
-from kdpkit import _checks, sharding
+from kdpkit import _checks, _processes, sharding
+from kdpkit.batches import rows_of
+from kdpkit.training import _agreement
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import PLACEHOLDER_ROWS, additional_loss, trace_metrics
 
@@ -49,10 +52,6 @@ class JaxSteps:
         self.loop = loop
         self.model = loop.model
         self.strategy = sharding.as_mesh(strategy)
-        if jax.process_count() > 1:
-            _checks.refuse(
-                "`TrainingLoop` on JAX trains in one process.", processes=jax.process_count()
-            )
         self._jit = jit
         self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._placed: dict[int, Any] = {}
@@ -66,9 +65,18 @@ class JaxSteps:
         """Whether XLA compiles the steps."""
         return bool(self.model.jit_compile if self._jit is None else self._jit)
 
+    @property
+    def means(self) -> list[Any]:
+        """The metrics of the losses."""
+        return [*self._means.values()]
+
     def scope(self) -> Any:
         """Enter nothing: on JAX variables belong to no place."""
         return contextlib.nullcontext()
+
+    def guard(self) -> Any:
+        """Enter what explains that another process is gone."""
+        return _processes.naming_losses()
 
     # Before the first step: the data, and all variables.
 
@@ -80,7 +88,7 @@ class JaxSteps:
         source = _Source(dataset, name, self.strategy)
         if source.is_endless and wanted is None:
             _checks.refuse(f"`{name}` never ends; say with `{argument}` how much of it to take.")
-        return Feed(name, source, steps=wanted or source.length, goes_on=wanted is not None)
+        return Feed(name, source, wanted=wanted, length=lambda: source.length)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         """Make all variables now: a compiled step can make none."""
@@ -181,7 +189,8 @@ class JaxSteps:
             value = variable._value
             if value is not self._placed.get(id(variable)):
                 # A copy: the step uses its buffer, which somebody may hold.
-                value = jax.device_put(jnp.copy(variable.value), placement)
+                copied = np.array if jax.process_count() > 1 else jnp.copy
+                value = jax.device_put(copied(variable.value), placement)
                 self._put(variable, value)
             return value
 
@@ -203,7 +212,7 @@ class JaxSteps:
         batch = sharding.split_rows(batch, self.strategy)
         optimizer = self.model.optimizer
         sums, state = self._over_micro_batches(state, batch)
-        state, factors = self._update_losses(state, sums, sharding.rows_of(batch))
+        state, factors = self._update_losses(state, sums, rows_of(batch))
         gradients = [
             sum(part * factor for part, factor in zip(parts, [1.0, *factors], strict=True))
             for parts in zip(*sums.gradients, strict=True)
@@ -216,7 +225,7 @@ class JaxSteps:
 
     def _test_step(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         batch = sharding.split_rows(batch, self.strategy)
-        rows = sharding.rows_of(batch)
+        rows = rows_of(batch)
         _, (sums, state) = self._forward(state.trainable, state, batch, rows, training=False)
         state, _ = self._update_losses(state, sums, rows)
         return state, self._logs(state)
@@ -253,7 +262,7 @@ class JaxSteps:
     ) -> tuple[tuple[Any, ...], tuple["Sums", State]]:
         """Compute the losses of some rows: those whose divisor is known, then each that is not."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        share = sharding.rows_of(batch) / all_rows
+        share = rows_of(batch) / all_rows
         with self._scope(state._replace(trainable=trainable)) as scope:
             losses, predictions = self.loop.per_example_loss(x, y, training=training)
             terms = self.loop.loss.terms(losses, predictions, sample_weight)
@@ -289,7 +298,7 @@ class JaxSteps:
 
     def _over_micro_batches(self, state: State, batch: Any) -> tuple["Sums", State]:
         """Add up what the pieces of a batch give; every device has a part of each piece."""
-        rows = sharding.rows_of(batch)
+        rows = rows_of(batch)
         count = min(self.loop.accumulation, rows)
         pieces = [jax.tree.map(lambda part, i=i: part[i::count], batch) for i in range(count)]
         if rows % (count * self.strategy.size) == 0 and count > 1:
@@ -364,22 +373,37 @@ class _Source:
             )
         self._mesh = mesh
         self._adapter = get_data_adapter(dataset)
-        self.length = self._adapter.num_batches
         cardinality = getattr(dataset, "cardinality", None)
         self.is_endless = cardinality is not None and int(cardinality()) == -1
-        # The batch that is looked at is the first to be trained on: a generator gives it once.
-        self._epoch = self._new_epoch()
-        self.first = next(self._epoch, None)
-        self._is_opened = True
+        self._epoch: Generator[Any, None, None] | None = None
+        self._is_opened = not isinstance(dataset, keras.utils.PyDataset)
+        if self._is_opened:
+            # The batch that is looked at is the first to be trained on: a generator gives it once.
+            self._epoch = self._new_epoch()
+            self.first = next(self._epoch, None)
+        else:  # any batch can be looked at, and somebody may still move to another place
+            self.first = _looked_at(dataset)
         _check_batch(name, self.first)
+        self._batches: Callable[..., _Batches] = _Batches
+        if _processes.count() > 1:
+            _agreement.check_batches(name, self.length, self.first)
+            self._batches = functools.partial(
+                _SharedBatches, name=name, first=self.first, is_counted=self.length is not None
+            )
+
+    @property
+    def length(self) -> int | None:
+        """Batches in an epoch, or in what is left of one; None if that shows only at its end."""
+        return self._adapter.num_batches
 
     def __iter__(self) -> "_Batches":
         if self._is_opened:
             self._is_opened = False
-            return _Batches(itertools.chain([self.first], self._epoch), self._mesh)
-        self._epoch.close()  # the last epoch may have stopped before its end
+            return self._batches(itertools.chain([self.first], self._epoch or ()), self._mesh)
+        if self._epoch is not None:
+            self._epoch.close()  # the last epoch may have stopped before its end
         self._epoch = self._new_epoch()
-        return _Batches(self._epoch, self._mesh)
+        return self._batches(self._epoch, self._mesh)
 
     def _new_epoch(self) -> Generator[Any, None, None]:
         self._adapter.on_epoch_begin()
@@ -396,9 +420,26 @@ class _Source:
         )
 
 
+def _looked_at(dataset: Any) -> Any:
+    """Give the first batch of a `PyDataset` as Keras hands it on; None if there is none."""
+    if dataset.num_batches == 0:
+        return None
+    batch = dataset[0]
+    nest = tuple(batch) if isinstance(batch, list | tuple) else batch
+    return keras.tree.map_structure(lambda part: part if part is None else np.asarray(part), nest)
+
+
 def _check_batch(name: str, batch: Any) -> None:
     if batch is None:
         _checks.refuse(f"`{name}` gave no batch, so there is nothing to compute.")
+    sparse = [leaf.shape for leaf in keras.tree.flatten(batch) if isinstance(leaf, JAXSparse)]
+    if sparse:
+        _checks.refuse(
+            f"`{name}` gives sparse arrays, and a loop on JAX cuts batches into rows, which these "
+            "do not keep apart.",
+            sparse=sparse,
+            remedy="Give dense arrays, or train with `replica_exact`, which takes sparse ones.",
+        )
     leaves = jax.tree.leaves(batch)
     shapes = [np.shape(leaf) for leaf in leaves]
     if any(not shape or shape[0] != shapes[0][0] for shape in shapes):
@@ -438,7 +479,7 @@ class _Batches:
         group: list[Any] = []
         for batch in itertools.chain(self._waiting, self._batches):
             self._waiting = []
-            if group and _shapes(batch) != _shapes(group[0]):
+            if group and _agreement.shapes_of(batch) != _agreement.shapes_of(group[0]):
                 self._waiting = [batch]
                 break
             group.append(batch)
@@ -455,5 +496,31 @@ class _Batches:
         return sharding.place_batch(group[0], self._mesh)
 
 
-def _shapes(batch: Any) -> list[Any]:
-    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
+class _SharedBatches(_Batches):
+    """The batches of one of several processes, which all take as many, of the same shapes."""
+
+    def __init__(
+        self, batches: Iterator[Any], mesh: Any, *, name: str, first: Any, is_counted: bool
+    ) -> None:
+        super().__init__(batches, mesh)
+        self._name = name
+        self._is_counted = is_counted
+        self._wanted = _agreement.shapes_of(first)
+
+    def take(self, most: int) -> list[Any]:
+        """Take the next batches, as many as in every other process."""
+        group = super().take(most)
+        if group and _agreement.shapes_of(group[0]) != self._wanted:
+            _checks.refuse(
+                f"With several processes all batches of `{self._name}` must have one shape.",
+                first=self._wanted,
+                later=_agreement.shapes_of(group[0]),
+                remedy='Drop or pad the last batch: `ArrayBatches(remainder="pad")`.',
+            )
+        if not self._is_counted:
+            _processes.require_equal(
+                f"The number of batches of `{self._name}`",
+                [len(group)],
+                remedy="Give every process equally many; here one has come to its end.",
+            )
+        return group

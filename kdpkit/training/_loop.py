@@ -1,5 +1,6 @@
 """`TrainingLoop`: a training loop to override in one place, on one device or many replicas."""
 
+import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,17 @@ _STEPS = {
     "tensorflow": ("kdpkit.training._tensorflow", "TensorFlowSteps"),
     "jax": ("kdpkit.training._jax", "JaxSteps"),
 }
+
+
+def _guarded(method: Callable) -> Callable:
+    """Let a method's errors be explained where they come from other processes."""
+
+    @functools.wraps(method)
+    def guarded(self: Any, *args: Any, **settings: Any) -> Any:
+        with self._steps.guard():
+            return method(self, *args, **settings)
+
+    return guarded
 
 
 class TrainingLoop:
@@ -158,6 +170,7 @@ class TrainingLoop:
         predictions = self.model(x, training=training)
         return self.loss(y, predictions), predictions
 
+    @_guarded
     def fit(
         self,
         train: Any,
@@ -220,6 +233,7 @@ class TrainingLoop:
         all_callbacks.on_train_end(logs)
         return model.history
 
+    @_guarded
     def evaluate(
         self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
     ) -> dict[str, float]:
@@ -242,6 +256,7 @@ class TrainingLoop:
         self._steps.build(feed, training=False)
         return self._evaluate(feed, self._callback_list(callbacks, verbose, feed))
 
+    @_guarded
     def predict(
         self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
     ) -> Any:
@@ -319,8 +334,9 @@ class TrainingLoop:
             count = self.steps_per_loop
             count = count if feed.steps is None else min(count, feed.steps - first)
             begin(first)
-            done, result = feed.run(run, count)
+            done, of_call = feed.run(run, count)
             if done:
+                result = of_call
                 end(first + done - 1, result)
             first += done
             if is_stopped():
@@ -340,6 +356,7 @@ class TrainingLoop:
             verbose=verbose,
             epochs=epochs,
             steps=feed.steps,
+            metrics=self._steps.means,  # for callbacks that save the state of an epoch
             **settings,
         )
 

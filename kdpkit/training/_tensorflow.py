@@ -65,9 +65,18 @@ class TensorFlowSteps:
     def _is_multi_worker(self) -> bool:
         return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
+    @property
+    def means(self) -> list[Any]:
+        """The metrics of the losses."""
+        return [*self._means.values()]
+
     def scope(self) -> Any:
         """Enter the strategy's scope."""
         return self.strategy.scope()
+
+    def guard(self) -> Any:
+        """Enter nothing: TensorFlow names what went wrong elsewhere."""
+        return contextlib.nullcontext()
 
     # Before the first step: the data, and all variables.
 
@@ -91,7 +100,7 @@ class TensorFlowSteps:
             _checks.refuse(f"`{name}` never ends; say with `{argument}` how much of it to take.")
         self._build_model(batches.element_spec)
         known = size if size is not None and size >= 0 else None
-        return Feed(name, batches, steps=wanted or known, goes_on=wanted is not None)
+        return Feed(name, batches, wanted=wanted, length=lambda: known)
 
     def _build_model(self, spec: Any) -> None:
         if self.model.built:

@@ -1,0 +1,244 @@
+"""This process among those of `jax.distributed` that train together.
+
+JAX has three ways to leave a user without an answer: it waits for ever where processes disagree
+about what comes next, it waits at the exit for others that wait for it, and it aborts when the
+first process is gone. Here the first is refused, the second cut short, and the third explained.
+"""
+
+import atexit
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdpkit import _checks
+
+EXIT_CODE = 43  # of a process that others left alone
+
+# What JAX and its transport say when another process is gone.
+_SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
+_GO_ON = (
+    "Start all processes again; with `kdpkit.callbacks.Resume` they go on from the last state that "
+    "was saved."
+)
+# Started as a process of its own, it speaks if the one that holds its input ends without a word.
+_LAST_WORDS = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1])"
+
+
+class ProcessLostError(RuntimeError):
+    """Another process that this one trains with is gone."""
+
+
+def count() -> int:
+    """Give the number of processes; 1 unless JAX was told of others."""
+    if keras.backend.backend() != "jax":
+        return 1
+    import jax
+
+    return int(jax.process_count())
+
+
+def index() -> int:
+    """Give the number of this process; the first, which writes files, is 0."""
+    if keras.backend.backend() != "jax":
+        return 0
+    import jax
+
+    return int(jax.process_index())
+
+
+# Agreement.
+
+
+def require_equal(what: str, numbers: Sequence[int], *, remedy: str) -> None:
+    """Refuse, in every process, numbers that are not the same in all.
+
+    Every process must call it at the same place.
+
+    Args:
+        what: What the numbers are, as the sentence's subject.
+        numbers: Equally many in every process.
+        remedy: The way out.
+    """
+    if count() == 1:
+        return
+    of_all = _gathered(numbers)
+    if (of_all != of_all[0]).any():
+        _checks.refuse(
+            f"{what} must be the same in all processes.",
+            by_process=[tuple(map(int, row)) for row in of_all],
+            remedy=remedy,
+        )
+
+
+def require_different(what: str, fingerprint: int, *, remedy: str) -> None:
+    """Refuse, in every process, what is the same in two of them, by a number that tells."""
+    if count() == 1:
+        return
+    of_all = [int(number) for number in _gathered([fingerprint]).ravel()]
+    same = [i for i, number in enumerate(of_all) if of_all.count(number) > 1]
+    if same:
+        _checks.refuse(f"{what} must differ between processes.", the_same_in=same, remedy=remedy)
+
+
+def _gathered(numbers: Sequence[int]) -> np.ndarray:
+    from jax.experimental import multihost_utils
+
+    # As halves, because JAX has no 64-bit integers unless it is told to.
+    halves = np.asarray(numbers, np.int64).view(np.int32)
+    return np.asarray(multihost_utils.process_allgather(halves)).view(np.int64)
+
+
+def reached_preemption(step: int) -> bool:
+    """Tell whether all processes are to stop before this step, since one got a SIGTERM.
+
+    Every process must ask before every step, with the same numbers.
+    """
+    from jax.experimental import multihost_utils
+
+    return bool(multihost_utils.reached_preemption_sync_point(step))
+
+
+# Joining and leaving.
+
+
+def join_processes(
+    coordinator: str,
+    *,
+    process_count: int,
+    process_index: int,
+    heartbeat_timeout_seconds: int = 10,
+    start_timeout_seconds: int = 120,
+) -> None:
+    """Make this process one of several that train together, on one machine or many.
+
+    Every process runs the same program and calls this first, before anything computes on JAX. Then
+    `kdpkit.sharding.data_mesh()` spans the devices of all, and each gives its own rows of every
+    batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed, the
+    others end too, with a sentence that says so.
+
+    Args:
+        coordinator: `"host:port"` at which the first process can be reached, the same everywhere.
+        process_count: Processes in all.
+        process_index: Which one this is, from 0.
+        heartbeat_timeout_seconds: After so long without a sign of life a process counts as lost,
+            and the others end; JAX itself waits 100 seconds.
+        start_timeout_seconds: How long to wait for the others to start.
+
+    Raises:
+        ValueError: Another backend, an address without a port, an index that is too large, a
+            process that does not come, or one that has joined or computed already.
+    """
+    if keras.backend.backend() != "jax":
+        _checks.refuse(
+            "Processes join like this on JAX.",
+            backend=keras.backend.backend(),
+            remedy="Run with KERAS_BACKEND=jax.",
+        )
+    host, _, port = str(coordinator).rpartition(":")
+    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        _checks.refuse(
+            "`coordinator` must be the address and port of the first process, such as "
+            "'10.0.0.1:9876'.",
+            coordinator=coordinator,
+        )
+    all_of_them = _checks.integer("process_count", process_count)
+    this = _checks.integer("process_index", process_index, minimum=0)
+    if this >= all_of_them:
+        _checks.refuse(
+            "`process_index` must be less than `process_count`; the first process is 0.",
+            process_index=this,
+            process_count=all_of_them,
+        )
+    timeouts = {
+        "heartbeat_timeout_seconds": _checks.integer(
+            "heartbeat_timeout_seconds", heartbeat_timeout_seconds
+        ),
+        "initialization_timeout": _checks.integer("start_timeout_seconds", start_timeout_seconds),
+    }
+    _initialize(coordinator, all_of_them, this, timeouts)
+    _Leaving(this, all_of_them)
+
+
+def _initialize(coordinator: str, processes: int, this: int, timeouts: dict[str, int]) -> None:
+    import jax
+
+    if jax.distributed.is_initialized():
+        _checks.refuse("This process has joined others already.", coordinator=coordinator)
+    try:
+        jax.distributed.initialize(
+            coordinator, num_processes=processes, process_id=this, **timeouts
+        )
+    except RuntimeError as error:
+        raise _checks.InputError(
+            f"Process {this} of {processes} could not join the others at {coordinator} "
+            f"({str(error).splitlines()[0]}). Check that all were started, with one address, and "
+            "that nothing computes on JAX before they join."
+        ) from error
+
+
+class _Leaving:
+    """How this process ends: without a wait for others if it failed, and never without a word."""
+
+    code: int | None = None  # of a process that failed
+
+    def __init__(self, this: int, processes: int) -> None:
+        others = ", or the first process, which all others need, is gone: its output says why"
+        sentence = (
+            f"\nProcess {this} of {processes} was ended from outside{others if this else ''}. "
+            f"{_GO_ON}\n"
+        )
+        self._watcher = subprocess.Popen(  # noqa: S603 a fixed command
+            [sys.executable, "-S", "-c", _LAST_WORDS, sentence],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        self._hook = sys.excepthook
+        sys.excepthook = self._note
+        atexit.register(self._leave)  # runs before JAX's own, which waits for the others
+
+    def _note(self, kind: Any, error: Any, trace: Any) -> None:
+        leave_without_waiting(1)
+        self._hook(kind, error, trace)
+
+    def _leave(self) -> None:
+        with contextlib.suppress(BrokenPipeError):
+            self._watcher.communicate(b"ends in order")
+        if self.code is not None:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(self.code)
+
+
+def leave_without_waiting(code: int) -> None:
+    """Let this process end with an exit code and not wait for the others, which wait for it.
+
+    The first reason counts, and it counts only where there are others.
+    """
+    if _Leaving.code is None:
+        _Leaving.code = code
+
+
+@contextlib.contextmanager
+def naming_losses() -> Iterator[None]:
+    """Say in one sentence that another process is gone, where JAX gives its transport's error.
+
+    Raises:
+        ProcessLostError: It is.
+    """
+    try:
+        yield
+    except RuntimeError as error:  # of JAX; it is imported in some environments alone
+        said = str(error)
+        if isinstance(error, ProcessLostError) or not any(s in said.lower() for s in _SIGNS):
+            raise
+        leave_without_waiting(EXIT_CODE)
+        raise ProcessLostError(
+            f"Another process of this training is gone ({said.splitlines()[0]}); its output says "
+            f"why. {_GO_ON}"
+        ) from error

@@ -1,0 +1,59 @@
+"""What several processes on JAX must agree on before they train, and where they must differ.
+
+JAX compares nothing: with another number of batches, or other shapes, it waits for ever, and the
+same rows in two processes are trained on twice.
+"""
+
+import functools
+import zlib
+from typing import Any
+
+import jax
+import keras
+import numpy as np
+
+from kdpkit import _processes
+
+
+def check_batches(name: str, length: int | None, first: Any) -> None:
+    """Compare what this process trains on with the others; every process must call it.
+
+    Args:
+        name: The argument that the data were given as.
+        length: Batches in an epoch; None if nobody knows.
+        first: The first batch.
+
+    Raises:
+        ValueError: In all processes, if lengths or shapes differ, or two have the same rows.
+    """
+    shapes = zlib.crc32(repr(shapes_of(first)).encode())
+    _processes.require_equal(
+        f"The number of batches of `{name}`, and their shapes,",
+        (-1 if length is None else length, np.shape(jax.tree.leaves(first)[0])[0], shapes),
+        remedy="Give every process equally many batches of equally many rows, as "
+        "`kdpkit.batches.ArrayBatches` does.",
+    )
+    content = functools.reduce(
+        lambda sum_, leaf: zlib.crc32(np.ascontiguousarray(leaf).tobytes(), sum_),
+        jax.tree.leaves(first),
+        0,
+    )
+    _processes.require_different(
+        f"The first batch of `{name}`",
+        content,
+        remedy="Give every process rows of its own, as `kdpkit.batches.ArrayBatches` does with "
+        "`process_count` and `process_index`; else each row is trained on more than once.",
+    )
+
+
+def check_data(name: str, data: Any) -> None:
+    """Compare what is given to `fit`, `evaluate` or `predict`, if one can look without taking."""
+    if isinstance(data, keras.utils.PyDataset):
+        check_batches(name, data.num_batches, data[0])
+    elif isinstance(data, np.ndarray | jax.Array):
+        check_batches(name, len(data), data[:8])
+
+
+def shapes_of(batch: Any) -> list[Any]:
+    """Give the shapes of a batch's arrays."""
+    return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]
