@@ -12,16 +12,25 @@ import numpy as np
 import pytest
 
 import kdpkit
+from tests.test_corpora import idx
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-ON_JAX = [
-    "tests/test_schedules.py",
-    "tests/callbacks",
-    "tests/test_doctests.py",
-    "tests/test_sharding.py",
-    "tests/training/test_loop.py",
-    "tests/training/test_exact_jax.py",
-]
+ON_JAX = {
+    "parts": [
+        "tests/test_schedules.py",
+        "tests/test_doctests.py",
+        "tests/test_batches.py",
+        "tests/test_checkpoints.py",
+        "tests/test_sharding.py",
+        "tests/callbacks",
+    ],
+    "training": [
+        "tests/training/test_loop.py",
+        "tests/training/test_exact_jax.py",
+        "tests/training/test_jax_guide.py",
+        "tests/training/test_jax_inputs.py",
+    ],
+}
 
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="starts other environments; once is enough"
@@ -44,8 +53,9 @@ def run(command, **environment):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_what_serves_both_backends_passes_on_jax():
-    run([sys.executable, "-m", "pytest", "-n", "0", *ON_JAX], KERAS_BACKEND="jax")
+@pytest.mark.parametrize("files", [*ON_JAX.values()], ids=[*ON_JAX])
+def test_what_serves_both_backends_passes_on_jax(files):
+    run([sys.executable, "-m", "pytest", "-n", "0", *files], KERAS_BACKEND="jax")
 
 
 @pytest.mark.slow
@@ -63,6 +73,37 @@ def test_the_recipe_for_images_trains_on_jax(tmp_path):
     assert results["strategy"] == "DataParallel: 2 replicas on cpu:0, cpu:1"
     assert results["steps"] > 0
     assert np.isfinite(results["test"]["loss"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_recipe_for_text_trains_on_jax_with_two_replicas_what_one_device_trains(tmp_path):
+    words = ["replicas", "train", "exactly", "what", "one", "device", "would", "train", "on", "it"]
+    lines = (" ".join(words[i % 10 :] + words * 3) for i in range(300))
+    (tmp_path / "corpus.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    results = {}
+    for replicas, rows in ((1, "8"), (2, "4")):
+        flags = {
+            "--replicas": replicas,
+            "--per-replica-batch-size": rows,
+            "--base-learning-rate": 1e-3 * 2 / replicas,
+            "--data": tmp_path / "corpus.txt",
+            "--vocabulary-size": 60,
+            "--sequence-length": 16,
+            "--epochs": 6,  # of one step each, so that the history holds every loss
+            "--steps-per-epoch": 1,
+            "--cache-dir": tmp_path / "cache",
+            "--results": tmp_path / f"{replicas}.json",
+        }
+        recipe = [sys.executable, "recipes/bert_mlm.py"]
+        run([*recipe, *(part for flag in flags.items() for part in flag)], KERAS_BACKEND="jax")
+        results[replicas] = json.loads((tmp_path / f"{replicas}.json").read_text())
+    one, two = results[1], results[2]
+    assert two["strategy"] == "DataParallel: 2 replicas on cpu:0, cpu:1"
+    assert one["history"]["loss"][-1] < one["history"]["loss"][0]
+    for name in ("loss", "masked_accuracy", "val_loss", "val_masked_accuracy"):
+        assert two["history"][name] == pytest.approx(one["history"][name], rel=1e-4)
+    assert two["test"] == pytest.approx(one["test"], rel=1e-4)
 
 
 WITHOUT_TENSORFLOW = """
@@ -105,3 +146,12 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "'learning_rate', 'loss', 'steps_per_second'" in printed
     assert "loop: loss (12, 1)" in printed
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
+    images = np.zeros((70, 8, 8), "uint8")
+    for split, rows in (("train", 70), ("t10k", 9)):
+        (tmp_path / f"{split}-images-idx3-ubyte").write_bytes(idx(images[:rows]))
+        (tmp_path / f"{split}-labels-idx1-ubyte").write_bytes(idx(images[:rows, 0, 0]))
+    flags = ["--smoke", "--replicas", "2", "--data", tmp_path, "--resume", tmp_path / "states"]
+    recipe = [python, "recipes/cnn_jax.py", *flags, "--log-dir", tmp_path / "recipe"]
+    assert "DataParallel: 2 replicas" in run(recipe)
+    assert (tmp_path / "recipe" / "model.keras").exists()
+    assert "Epoch 1" not in run(recipe)  # it was over, and is only evaluated again
