@@ -32,6 +32,8 @@ TELLING = [
     "a loss of the whole batch (Dice)",
     "regularizers of weights, biases and activities",
     "several outputs with loss_weights",
+    "sparse features",
+    "Embedding(mask_zero=True) and LSTM, a loss for every token",
     "steps_per_execution=2",
     "Python generator",
     "validation, evaluate and predict, uneven",
