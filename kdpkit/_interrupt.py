@@ -73,8 +73,9 @@ def saving(model: keras.Model, log_dir: Path | None) -> Iterator[StopOnInterrupt
     with _handling_interrupts(stop):
         try:
             yield stop
-        except KeyboardInterrupt:
-            print("\nTraining was stopped by Ctrl-C.", _save(model, log_dir, stop))
+        except KeyboardInterrupt as interrupt:
+            said = str(interrupt)  # by `Resume`, which has saved the state of training
+            print("\n" + (said or f"Training was stopped by Ctrl-C. {_save(model, log_dir, stop)}"))
             raise
 
 

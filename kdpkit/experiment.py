@@ -385,9 +385,10 @@ def saving_on_interrupt(
     Give `fit` (or `TrainingLoop.fit`) the callback that the block begins with. On Ctrl-C the step
     or the validation batch at hand is finished on all replicas, the model is saved whole as
     `log_dir/interrupted.keras`, and `KeyboardInterrupt` is raised, so that nothing takes the run
-    for complete; `run` turns that into exit code 130. A second Ctrl-C stops at once and saves
-    nothing. Outside the main thread, where Python allows no signal handler, and where Ctrl-C was
-    being ignored, nothing changes. The former handler is back after the block.
+    for complete; `run` turns that into exit code 130. Where `kdpkit.callbacks.Resume` saves the
+    state of training instead, the sentence names its directory. A second Ctrl-C stops at once and
+    saves nothing. Outside the main thread, where Python allows no signal handler, and where Ctrl-C
+    was being ignored, nothing changes. The former handler is back after the block.
 
     Args:
         model: The model that trains.

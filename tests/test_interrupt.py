@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from kdpkit import experiment
+from kdpkit import batches, callbacks, experiment
 from kdpkit.testing import tiny_classifier, toy_classification
 
 X, Y = toy_classification(40)
@@ -132,6 +132,33 @@ def test_ctrl_c_after_the_last_step_saves_all_that_was_trained(tmp_path):
     assert_stops_after(20, tmp_path, PressCtrlC("on_train_end"))
 
 
+@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_test_batch_end"])
+def test_where_resume_keeps_the_state_the_sentence_names_it(tmp_path, capfd, hook):
+    def train(*others):
+        model = compiled()
+        resume = callbacks.Resume(tmp_path / "state", save_freq=100)
+        data = resume.track(batches.ArrayBatches((X, Y), global_batch_size=4))
+        with experiment.saving_on_interrupt(model, tmp_path / "logs") as stop:
+            model.fit(
+                data,
+                validation_data=(X[:8], Y[:8]),
+                validation_batch_size=4,
+                epochs=2,
+                shuffle=False,
+                verbose=0,
+                callbacks=[*others, stop, resume],
+            )
+        return model
+
+    with pytest.raises(KeyboardInterrupt):
+        train(PressCtrlC(hook, 1))
+    assert f"Its state is in {tmp_path / 'state'}, and the same" in capfd.readouterr().out
+    assert not (tmp_path / "logs").exists()
+    for left, right in zip(train().get_weights(), weights_after(20), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
 def test_without_a_log_directory_it_says_that_nothing_was_saved(capfd):
     with pytest.raises(KeyboardInterrupt):
         fit(compiled(), None, PressCtrlC("on_train_batch_end", 2))
@@ -199,7 +226,7 @@ RECIPE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
 import keras
-from kdpkit import experiment
+from kdpkit import batches, callbacks, experiment
 from kdpkit.testing import tiny_classifier, toy_classification
 
 

@@ -7,7 +7,6 @@ import math
 import os
 import signal
 import sys
-import threading
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import keras
 
 from kdpkit import _checks, _processes, checkpoints
+from kdpkit.callbacks import _signals
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
@@ -41,7 +41,8 @@ class Resume(keras.callbacks.Callback):
 
     On SIGTERM, by which clusters end a job, the step at hand is finished, the state saved, and the
     program left with exit code 42; during validation, which then is not repeated, after its batch
-    at hand. A second SIGTERM ends the program at once. With several processes of `jax.distributed`
+    at hand. So it is on Ctrl-C, but that a `KeyboardInterrupt` is raised, as Python users expect. A
+    second signal ends the program at once. With several processes of `jax.distributed`
     all stop at the same step when one gets the signal; the first process writes, and all must see
     the directory.
 
@@ -103,9 +104,8 @@ class Resume(keras.callbacks.Callback):
         self._first = 0  # batches that this epoch had before this run
         self._done = 0  # batches of this epoch
         self._saved = 0  # of these; negative if the last state is of an earlier epoch
-        self._is_told = False
+        self._signals = _signals.HeldSignals()
         self._counts: list[tuple[Any, Any]] = []  # after the last step
-        self._former: Any = None
         self._catching = contextlib.ExitStack()
         for callback in self.callbacks:
             _state_of(callback)  # refuses one that has none
@@ -152,7 +152,8 @@ class Resume(keras.callbacks.Callback):
         if state:
             self._take_up(state)
         self._at_once = getattr(self.model, "steps_per_execution", 1)
-        self._handle_sigterm()
+        if _processes.count() == 1:  # among several JAX handles SIGTERM
+            self._signals.hold()
 
     def _take_up(self, state: checkpoints.TrainingState) -> None:
         model = self.model
@@ -236,12 +237,12 @@ class Resume(keras.callbacks.Callback):
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Let a validation end with this batch when the program is to end."""
-        if self._is_told:
+        if self._signals.received:
             self.model.stop_evaluating = True
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Leave, without the results of a part of the validation."""
-        if self._is_told:
+        if self._signals.received:
             self._save(self._epoch + 1, 0)
             self._leave()
 
@@ -255,16 +256,20 @@ class Resume(keras.callbacks.Callback):
             self._save(epoch, self._done)
             return
         self._saved -= self._done
-        if self._is_told or self.save_freq == "epoch" or -self._saved >= self._most_unsaved:
+        if (
+            self._signals.received
+            or self.save_freq == "epoch"
+            or -self._saved >= self._most_unsaved
+        ):
             self._save(epoch + 1, 0, logs)
-        if self._is_told:
+        if self._signals.received:
             self._leave()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Let Keras count epochs from 0 again."""
         self._take_restored()  # if there was no epoch left
         self.model._initial_epoch = None
-        self._stop_handling_sigterm()
+        self._signals.release()
 
     def _count(self, done: int) -> None:
         """Count when a step begins, and when it ends.
@@ -361,38 +366,22 @@ class Resume(keras.callbacks.Callback):
         own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
         return [*model.metrics_variables, *own]
 
-    # SIGTERM.
-
     def _must_stop(self) -> bool:
         if _processes.count() == 1:
-            return self._is_told
+            return self._signals.received is not None
         self._asked += 1
         return _processes.reached_preemption(self._asked)
 
-    def _handle_sigterm(self) -> None:
-        self._is_told = False
-        in_main_thread = threading.current_thread() is threading.main_thread()
-        if _processes.count() > 1 or not in_main_thread:  # JAX handles it; Python cannot
-            return
-        self._former = signal.getsignal(signal.SIGTERM)
-        signal.signal(signal.SIGTERM, self._on_sigterm)
-
-    def _on_sigterm(self, *_: Any) -> None:
-        self._is_told = True
-        self._stop_handling_sigterm()  # the next one ends the program
-        os.write(2, b"\nSIGTERM: training ends with this step, and its state is saved.\n")
-
-    def _stop_handling_sigterm(self) -> None:
-        if self._former is not None:
-            signal.signal(signal.SIGTERM, self._former)
-            self._former = None
-
     def _leave(self) -> None:
-        self._stop_handling_sigterm()
-        sys.stderr.write(
-            f"\nTraining was stopped by SIGTERM. Its state is in {self._checkpoints.directory}, "
-            "and the same program goes on from there.\n"
+        by_ctrl_c = self._signals.received == signal.SIGINT
+        self._signals.release()
+        said = (
+            f"Training was stopped by {'Ctrl-C' if by_ctrl_c else 'SIGTERM'}. Its state is in "
+            f"{self._checkpoints.directory}, and the same program goes on from there."
         )
+        if by_ctrl_c:
+            raise KeyboardInterrupt(said)
+        sys.stderr.write(f"\n{said}\n")
         raise SystemExit(EXIT_CODE)
 
 
