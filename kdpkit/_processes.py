@@ -26,8 +26,13 @@ _GO_ON = (
     "Start all processes again; with `kdpkit.callbacks.Resume` they go on from the last state that "
     "was saved."
 )
-# Started as a process of its own, it speaks if the one that holds its input ends without a word.
-_LAST_WORDS = "import sys; sys.stdin.buffer.read() or sys.stderr.write(sys.argv[1])"
+# Started as a process of its own, it says the last line it was told when the one that told it ends.
+_LAST_WORDS = """
+import sys
+said = ""
+for said in sys.stdin: pass
+sys.stderr.write(said and "\\n" + said)
+"""
 
 
 class ProcessLostError(RuntimeError):
@@ -161,25 +166,59 @@ def join_processes(
         ),
         "initialization_timeout": _checks.integer("start_timeout_seconds", start_timeout_seconds),
     }
-    _initialize(coordinator, all_of_them, this, timeouts)
-    _Leaving(this, all_of_them)
+    _join(coordinator, all_of_them, this, timeouts)
 
 
-def _initialize(coordinator: str, processes: int, this: int, timeouts: dict[str, int]) -> None:
+def _join(coordinator: str, processes: int, this: int, timeouts: dict[str, int]) -> None:
     import jax
 
     if jax.distributed.is_initialized():
         _checks.refuse("This process has joined others already.", coordinator=coordinator)
+    last_words = _LastWords()
+    last_words.become(
+        f"Process {this} of {processes} waited {timeouts['initialization_timeout']} seconds for "
+        f"others that did not come to {coordinator}. Check that all were started, with one "
+        "address that all can reach."
+    )
     try:
         jax.distributed.initialize(
             coordinator, num_processes=processes, process_id=this, **timeouts
         )
     except RuntimeError as error:
+        last_words.unsay()
         raise _checks.InputError(
             f"Process {this} of {processes} could not join the others at {coordinator} "
             f"({str(error).splitlines()[0]}). Check that all were started, with one address, and "
             "that nothing computes on JAX before they join."
         ) from error
+    others = ", or the first process, which all others need, is gone: its output says why"
+    last_words.become(
+        f"Process {this} of {processes} was ended from outside{others if this else ''}. {_GO_ON}"
+    )
+    _Leaving(last_words)
+
+
+class _LastWords:
+    """What is said if this process ends in a way that lets it say nothing itself."""
+
+    def __init__(self) -> None:
+        self._watcher = subprocess.Popen(  # noqa: S603 a fixed command
+            [sys.executable, "-S", "-c", _LAST_WORDS],
+            stdin=subprocess.PIPE,
+            start_new_session=True,  # Ctrl-C is not for it
+        )
+        self._told: Any = self._watcher.stdin
+
+    def become(self, sentence: str) -> None:
+        """Say this from now on."""
+        with contextlib.suppress(BrokenPipeError):
+            self._told.write(sentence.encode() + b"\n")
+            self._told.flush()
+
+    def unsay(self) -> None:
+        """Say nothing: this process ends in order."""
+        self._watcher.kill()
+        self._watcher.communicate()
 
 
 class _Leaving:
@@ -187,17 +226,8 @@ class _Leaving:
 
     code: int | None = None  # of a process that failed
 
-    def __init__(self, this: int, processes: int) -> None:
-        others = ", or the first process, which all others need, is gone: its output says why"
-        sentence = (
-            f"\nProcess {this} of {processes} was ended from outside{others if this else ''}. "
-            f"{_GO_ON}\n"
-        )
-        self._watcher = subprocess.Popen(  # noqa: S603 a fixed command
-            [sys.executable, "-S", "-c", _LAST_WORDS, sentence],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
+    def __init__(self, last_words: _LastWords) -> None:
+        self._last_words = last_words
         self._hook = sys.excepthook
         sys.excepthook = self._note
         atexit.register(self._leave)  # runs before JAX's own, which waits for the others
@@ -207,8 +237,7 @@ class _Leaving:
         self._hook(kind, error, trace)
 
     def _leave(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._watcher.communicate(b"ends in order")
+        self._last_words.unsay()
         if self.code is not None:
             sys.stdout.flush()
             sys.stderr.flush()

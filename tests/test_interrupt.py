@@ -226,7 +226,7 @@ RECIPE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have set it to be ignored
 import keras
-from kdpkit import batches, callbacks, experiment
+from kdpkit import experiment
 from kdpkit.testing import tiny_classifier, toy_classification
 
 
