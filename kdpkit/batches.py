@@ -48,8 +48,8 @@ class ArrayBatches(keras.utils.PyDataset):
         initial_epoch: The epoch to begin with.
 
     Raises:
-        ValueError: Arrays of different lengths or without rows, less than a batch to drop, more
-            steps than there are, or processes that do not divide the batch.
+        ValueError: Arrays of different lengths or without rows, more than three parts, less than a batch
+            to drop, more steps than there are, or processes that do not divide the batch.
 
     >>> batches = ArrayBatches((np.arange(5), np.arange(5) % 2), global_batch_size=2)
     >>> len(batches), batches[1]
@@ -74,11 +74,16 @@ class ArrayBatches(keras.utils.PyDataset):
         initial_epoch: int = 0,
     ) -> None:
         super().__init__()
-        self.data = _as_arrays(data)
+        self.data = _as_batch(data)
         self.global_batch_size = _checks.integer("global_batch_size", global_batch_size)
         self.seed = seed if seed is None else _checks.integer("seed", seed, minimum=0)
         self.remainder = _checks.one_of("remainder", remainder, _REMAINDERS)
         self.mode = _checks.one_of("mode", mode, ("train", "eval"))
+        if augment is not None and not callable(augment):
+            _checks.refuse(
+                "`augment` must be a function of a batch and a `numpy.random.Generator`.",
+                augment=augment,
+            )
         self.augment = augment
         self.process_count = _checks.integer("process_count", process_count)
         self.process_index = _checks.integer("process_index", process_index, minimum=0)
@@ -196,7 +201,7 @@ def pad_batch(batch: Any, global_batch_size: int, *, mode: str = "train") -> Any
     >>> x.tolist(), weight.tolist()
     ([5.0, 6.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0])
     """
-    batch = _as_arrays(batch)
+    batch = _as_batch(batch)
     source, shares = scaling.padded_rows(rows_of(batch), global_batch_size, mode=mode)
     return _weighted(_taken(batch, [*source]), shares)
 
@@ -220,6 +225,12 @@ def rows_of(batch: Any) -> int:
             remedy="Make arrays of what is none yet, with `np.asarray`.",
         )
     return rows.pop()
+
+
+def _as_batch(data: Any) -> Any:
+    """Make arrays of the leaves, and see that there are as many parts as Keras takes."""
+    keras.utils.unpack_x_y_sample_weight(data)
+    return _as_arrays(data)
 
 
 def _as_arrays(nest: Any) -> Any:

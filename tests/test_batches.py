@@ -129,6 +129,8 @@ def test_steps_of_an_epoch_are_the_first_of_its_order():
         ({"data": (np.arange(7), np.arange(6))}, r"same rows.*\(7,\), \(6,\)"),
         ({"data": np.zeros((0, 2))}, "at least one"),
         ({"data": 3.0}, "at least one"),
+        ({"data": (np.arange(7),) * 4}, "format.*sample_weight"),
+        ({"augment": "flip"}, "`augment` must be a function of a batch.*'flip'"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(arguments, sentence):
