@@ -48,8 +48,8 @@ class ArrayBatches(keras.utils.PyDataset):
         initial_epoch: The epoch to begin with.
 
     Raises:
-        ValueError: Arrays of different lengths or without rows, more than three parts, less than a batch
-            to drop, more steps than there are, or processes that do not divide the batch.
+        ValueError: Arrays of different lengths or without rows, more than three parts, less than a
+            batch to drop, more steps than there are, or processes that do not divide the batch.
 
     >>> batches = ArrayBatches((np.arange(5), np.arange(5) % 2), global_batch_size=2)
     >>> len(batches), batches[1]
