@@ -4,6 +4,7 @@
 variables that training changes among them, with its epoch, its step and notes as JSON.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -177,10 +178,24 @@ def values_of(variables: Mapping[str, Iterable[Any]]) -> dict[str, np.ndarray]:
     ['model.0', 'model.1']
     """
     return {
-        f"{group}.{index}": np.asarray(keras.ops.convert_to_numpy(variable.value))
+        f"{group}.{index}": _read_variable(variable)
         for group, of_group in variables.items()
         for index, variable in enumerate(of_group)
     }
+
+
+def _read_variable(variable: Any) -> np.ndarray:
+    value = variable.value
+    with _scope_of(value):
+        if hasattr(value, "read_value"):  # the sum, where TensorFlow's replicas hold parts
+            value = value.read_value()
+        return np.asarray(keras.ops.convert_to_numpy(value))
+
+
+def _scope_of(value: Any) -> Any:
+    """Enter the scope of TensorFlow's strategy that holds a value on its replicas, if one does."""
+    strategy = getattr(value, "distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
 def assign(variables: Mapping[str, Iterable[Any]], arrays: Mapping[str, np.ndarray]) -> None:
@@ -197,7 +212,8 @@ def assign(variables: Mapping[str, Iterable[Any]], arrays: Mapping[str, np.ndarr
     for group in variables:
         _check_group(group, wanted, arrays)
     for name, variable in wanted.items():
-        variable.assign(arrays[name])
+        with _scope_of(variable.value):
+            variable.assign(arrays[name])
 
 
 def _check_group(group: str, wanted: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> None:

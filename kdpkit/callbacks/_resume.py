@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from kdpkit import _checks, _processes, checkpoints
-from kdpkit.callbacks import _signals
+from kdpkit.callbacks import _signals, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
@@ -96,7 +96,7 @@ class Resume(keras.callbacks.Callback):
         self._most_unsaved = math.inf if save_freq == "epoch" else float(save_freq)
         self.callbacks = keras.tree.flatten(callbacks or ())
         self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
-        self._dataset: _Tracked | None = None
+        self._dataset: _tracked.Tracked | None = None
         self._restored: checkpoints.TrainingState | None = None
         self._asked = 0
         self._at_once = 1  # batches in an execution
@@ -105,29 +105,24 @@ class Resume(keras.callbacks.Callback):
         self._done = 0  # batches of this epoch
         self._saved = 0  # of these; negative if the last state is of an earlier epoch
         self._signals = _signals.HeldSignals()
-        self._counts: list[tuple[Any, Any]] = []  # after the last step
         self._catching = contextlib.ExitStack()
         for callback in self.callbacks:
             _state_of(callback)  # refuses one that has none
 
-    def track(self, dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
+    def track(self, dataset: Any) -> Any:
         """Give a dataset to train on in place of this one, which can begin anywhere.
 
-        An `epoch` attribute, as `kdpkit.batches.ArrayBatches` has, is set to the epoch to go on in;
-        without one, `on_epoch_end` is called once for every epoch that is over. With several
-        `workers` nobody sees whether Keras shuffles the batches: `fit` needs `shuffle=False`.
+        It takes what `kdpkit.pipelines.train_pipeline` gave, as it is: with a stage after that it
+        could not be moved. Or a `keras.utils.PyDataset`: an `epoch` attribute, as
+        `kdpkit.batches.ArrayBatches` has, is set to the epoch to go on in; without one,
+        `on_epoch_end` is called once for every epoch that is over. With several `workers` nobody
+        sees whether Keras shuffles the batches: `fit` needs `shuffle=False`.
 
         Raises:
-            ValueError: It is no `keras.utils.PyDataset`.
+            ValueError: It is neither.
         """
-        if not isinstance(dataset, keras.utils.PyDataset):
-            _checks.refuse(
-                "Only a `keras.utils.PyDataset` can begin at any of its batches.",
-                dataset=type(dataset).__name__,
-                remedy="For arrays there is `kdpkit.batches.ArrayBatches`.",
-            )
-        self._dataset = _Tracked(dataset)
-        return self._dataset
+        self._dataset = _tracked.tracked(dataset)
+        return self._dataset.given
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Take up the newest state, if there is one."""
@@ -196,8 +191,8 @@ class Resume(keras.callbacks.Callback):
             "optimizers": [type(optimizer).__name__ for optimizer in _optimizers(model)],
             "callbacks": [type(callback).__name__ for callback in self.callbacks],
             "batches_in_an_epoch": self._length(),
-            "global_batch_size": getattr(dataset, "global_batch_size", None),
-            "seed": getattr(dataset, "seed", None),
+            "global_batch_size": dataset.global_batch_size,  # type: ignore[union-attr]
+            "seed": dataset.seed,  # type: ignore[union-attr]
         }
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -219,7 +214,9 @@ class Resume(keras.callbacks.Callback):
         """Save, if it is time; the end of an epoch is saved when all of it is done."""
         done = self._first + batch
         if done == self._length():
-            return  # Keras asks for one batch too many of the rest of an epoch
+            # Of the rest of an epoch Keras on TensorFlow asks for a batch too many. A step without
+            # data changes no weight, but counts; this is how Keras hears of an end.
+            raise StopIteration
         if batch and not self._dataset.is_used:  # type: ignore[union-attr]
             _checks.refuse("`fit` trains on another dataset; give it `resume.track(dataset)`.")
         if self._must_stop():
@@ -230,10 +227,8 @@ class Resume(keras.callbacks.Callback):
         self._count(done + self._at_once)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Count, and note what a step without data would count."""
+        """Count."""
         self._count(self._first + batch + 1)
-        if self._first and keras.backend.backend() == "tensorflow":
-            self._counts = self._read_counts()
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Let a validation end with this batch when the program is to end."""
@@ -249,9 +244,6 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Save the end of an epoch."""
         self._catching.close()
-        for variable, value in self._counts:
-            variable.assign(value)
-        self._counts = []
         if self._done < (self._length() or 0):  # a callback stopped training
             self._save(epoch, self._done)
             return
@@ -337,20 +329,6 @@ class Resume(keras.callbacks.Callback):
             "optimizer": [variable for o in _optimizers(model) for variable in o.variables],
         }
 
-    def _read_counts(self) -> list[tuple[Any, Any]]:
-        """Read what counts steps: the optimizer's iterations, and the states of random layers.
-
-        At the end of an epoch that is shorter than others Keras on TensorFlow begins a step that
-        has no data. It changes no weight, but counts.
-        """
-        variables = [v for of in self._variables(self.model).values() for v in of]
-        kinds = [keras.backend.standardize_dtype(variable.dtype) for variable in variables]
-        return [
-            (variable, keras.ops.convert_to_numpy(variable.value))
-            for variable, kind in zip(variables, kinds, strict=True)
-            if "int" in kind
-        ]
-
     def _build_metrics(self) -> None:
         """Let Keras make the metrics' variables now; on TensorFlow it does so in the first step."""
         parts = [part.built for part in self.model.metrics if hasattr(part, "built")]
@@ -358,7 +336,9 @@ class Resume(keras.callbacks.Callback):
             self._build()
 
     def _build(self) -> None:
-        x, y, weight = keras.utils.unpack_x_y_sample_weight(self._dataset[0])  # type: ignore[index]
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(
+            self._dataset.first_batch()  # type: ignore[union-attr]
+        )
         self.model.test_on_batch(x, y, weight)
         self.model.reset_metrics()
 
@@ -383,64 +363,6 @@ class Resume(keras.callbacks.Callback):
             raise KeyboardInterrupt(said)
         sys.stderr.write(f"\n{said}\n")
         raise SystemExit(EXIT_CODE)
-
-
-class _Tracked(keras.utils.PyDataset):
-    """A dataset whose first epoch may begin after some of its batches."""
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__(
-            workers=dataset.workers,
-            use_multiprocessing=dataset.use_multiprocessing,
-            max_queue_size=dataset.max_queue_size,
-        )
-        self._dataset = dataset
-        self._skipped = 0
-        self._expected = 0
-        self.is_used = False
-
-    @property
-    def full_length(self) -> int | None:
-        return self._dataset.num_batches
-
-    @property
-    def num_batches(self) -> int | None:
-        """Batches that are left in the epoch."""
-        length = self.full_length
-        return None if length is None else length - self._skipped
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        if self.workers <= 1 and index not in (0, self._expected):
-            _checks.refuse(
-                "Keras shuffles the batches, in an order that no later run can take up.",
-                remedy="Give `fit` `shuffle=False`; `ArrayBatches(seed=...)` shuffles the rows.",
-            )
-        self._expected = index + 1
-        self.is_used = True
-        return self._dataset[index + self._skipped]
-
-    def go_to(self, epoch: int, step: int) -> None:
-        """Begin with a batch of an epoch."""
-        self._skipped = step
-        if hasattr(self._dataset, "epoch"):
-            self._dataset.epoch = epoch
-            return
-        for _ in range(epoch):
-            self._dataset.on_epoch_begin()
-            self._dataset.on_epoch_end()
-
-    def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
-
-    def on_epoch_end(self) -> None:
-        self._skipped = 0
-        self._dataset.on_epoch_end()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_dataset"], name)
 
 
 def _save_freq(value: Any) -> int:

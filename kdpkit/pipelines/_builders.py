@@ -10,7 +10,7 @@ import tensorflow as tf
 from kdpkit import _checks
 from kdpkit.pipelines import _transforms
 from kdpkit.pipelines._counting import count_batches, refuse_repeats, require_dataset
-from kdpkit.pipelines._epochs import EpochCounter
+from kdpkit.pipelines._epochs import EpochCounter, MovableDataset
 from kdpkit.pipelines._padding import pad_to_global_batch
 
 _REMAINDERS = ("drop", "pad", "keep")
@@ -62,8 +62,9 @@ def train_pipeline(
 
     One iteration of the result is one epoch. Its order and its augmentation depend on the seed,
     the epoch and the place in it alone: every epoch has its own, the same on any number of
-    replicas, and `initial_epoch` and `initial_step` go on where a run stopped. An epoch counts as
-    given once its last batch has been handed on, so looking at a batch or two costs nothing.
+    replicas. `kdpkit.callbacks.Resume` moves it to where a run stopped, as `initial_epoch` and
+    `initial_step` do by hand. An epoch counts as given once its last batch has been handed on, so
+    looking at a batch or two costs nothing.
 
     Under a strategy plain Keras takes a few batches ahead to build the model. Where an epoch has no
     more than these (four), epochs are numbered from 1 there; `kdpkit.training.replica_exact`
@@ -108,12 +109,14 @@ def train_pipeline(
     examples = _examples(source, config, keep, prepare)
     batches = _epoch_length(count_batches(examples.apply(cut)), steps_per_epoch)
     buffer_size = min(config.shuffle_buffer, count_batches(examples))
-    first_epoch, first_step = initial_epoch + initial_step // batches, initial_step % batches
+    skipped_epochs, first_step = divmod(initial_step, batches)
+    counter = EpochCounter(
+        batches=batches, initial_epoch=initial_epoch + skipped_epochs, initial_step=first_step
+    )
 
-    def one_epoch(epoch: Any) -> tf.data.Dataset:
+    def one_epoch(epoch: Any, skipped: Any) -> tf.data.Dataset:
         seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)
         ordered = _shuffled(examples, buffer_size, seed)
-        skipped = tf.where(tf.equal(epoch, first_epoch), tf.constant(first_step, tf.int64), 0)
         indexed = ordered.apply(cut).take(batches).skip(skipped).enumerate(skipped)
         if augment is None:
             return indexed
@@ -122,11 +125,11 @@ def train_pipeline(
             num_parallel_calls=tf.data.AUTOTUNE,
         )
 
-    counter = EpochCounter(first_epoch, batches=batches)
-    given = counter.dataset(one_epoch, prefetch=config.prefetch)
-    if first_step == 0:
-        given = given.apply(tf.data.experimental.assert_cardinality(batches))
-    return _untuned(given)
+    given = _untuned(counter.dataset(one_epoch, prefetch=config.prefetch))
+    checked = given.apply(tf.data.experimental.assert_cardinality(batches))
+    train = given if first_step else checked
+    train.movable = MovableDataset(given, counter, batches, global_batch_size, config.seed)
+    return train
 
 
 def eval_pipeline(

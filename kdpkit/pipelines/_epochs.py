@@ -6,6 +6,7 @@ same seed gives other orders on one device than on many. Here an epoch is over w
 batch has been handed on; iterators started and dropped count for nothing.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -13,38 +14,89 @@ import tensorflow as tf
 
 
 class EpochCounter:
-    """The epoch that the next iterator gives, kept where a dataset's graph can read and move it.
+    """The place of the next iterator, kept where a dataset's graph can read and move it.
 
     A lookup table holds it because, unlike a `tf.Variable`, it is the same object inside and
     outside a strategy's scope.
+
+    Args:
+        batches: Batches in a whole epoch.
+        initial_epoch: The epoch to begin with.
+        initial_step: Batches of that epoch to leave out.
     """
 
-    def __init__(self, initial_epoch: int, *, batches: int) -> None:
+    def __init__(self, *, batches: int, initial_epoch: int = 0, initial_step: int = 0) -> None:
         self._batches = batches
         with tf.device("CPU:0"):
-            self._key = tf.constant("epoch")
             self._table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)
-            self._table.insert(self._key, tf.constant(initial_epoch, tf.int64))
+            self.move(initial_epoch, initial_step)
+
+    def move(self, epoch: int, step: int) -> None:
+        """Let the next iterator begin with a batch of an epoch."""
+        keys = tf.constant(["epoch", "moved to epoch", "moved to step", "batches given"])
+        self._table.insert(keys, tf.constant([epoch, epoch, step, 0], tf.int64))
+
+    def place(self) -> tuple[int, int]:
+        """Give the epoch of the next iterator, and the batches that it leaves out."""
+        epoch = self._get("epoch")
+        return int(epoch), int(self._skipped(epoch))
+
+    def left(self) -> Any:
+        """Give the batches of the next iterator, as `tf.data.Dataset.cardinality` does."""
+        return self._batches - self._skipped(self._get("epoch"))
+
+    def has_given(self) -> bool:
+        """Tell whether any batch was handed on since the last move."""
+        return int(self._get("batches given")) > 0
 
     def dataset(
-        self, one_epoch: Callable[[Any], tf.data.Dataset], *, prefetch: int
+        self, one_epoch: Callable[[Any, Any], tf.data.Dataset], *, prefetch: int
     ) -> tf.data.Dataset:
-        """Give a dataset of batches whose every full iteration is the next `one_epoch(epoch)`.
+        """Give a dataset of batches whose every full iteration is the next epoch.
 
-        `one_epoch` takes the epoch, an int64 scalar, and gives a dataset of `(index, batch)`
-        pairs, where `index` counts the batches from the start of a whole epoch. Batches are
-        prefetched before they are counted, so that the work ahead counts for nothing either.
+        `one_epoch` takes the epoch and the batches of it to leave out, int64 scalars, and gives a
+        dataset of `(index, batch)` pairs, where `index` counts the batches from the start of a
+        whole epoch. Batches are prefetched before they are counted, so that the work ahead counts
+        for nothing either.
         """
 
         def batches(epoch: Any) -> tf.data.Dataset:
-            return one_epoch(epoch).map(lambda index, batch: (epoch, index, batch))
+            indexed = one_epoch(epoch, self._skipped(epoch))
+            return indexed.map(lambda index, batch: (epoch, index, batch))
 
-        start = tf.data.Dataset.range(1).map(lambda _: self._table.lookup(self._key))
+        start = tf.data.Dataset.range(1).map(lambda _: self._get("epoch"))
         return start.flat_map(batches).prefetch(prefetch).map(self._hand_on)
+
+    def _skipped(self, epoch: Any) -> Any:
+        moved_here = tf.equal(epoch, self._get("moved to epoch"))
+        return tf.where(moved_here, self._get("moved to step"), tf.constant(0, tf.int64))
+
+    def _get(self, key: str) -> Any:
+        return self._table.lookup(tf.constant(key))
 
     def _hand_on(self, epoch: Any, index: Any, batch: Any) -> Any:
         """Pass a batch on; with the last one the epoch is over."""
         is_last = tf.equal(index, self._batches - 1)
-        following = tf.where(is_last, epoch + 1, self._table.lookup(self._key))
-        self._table.insert(self._key, following)
+        following = tf.where(is_last, epoch + 1, self._get("epoch"))
+        given = self._get("batches given") + 1
+        self._table.insert(tf.constant(["epoch", "batches given"]), tf.stack([following, given]))
         return batch
+
+
+@dataclasses.dataclass(frozen=True)
+class MovableDataset:
+    """What `kdpkit.callbacks.Resume` needs of a dataset that can begin anywhere.
+
+    Attributes:
+        dataset: Gives the rest of an epoch, and then whole ones; its length is not checked.
+        counter: Says where it is, and moves it.
+        batches: Batches in a whole epoch.
+        global_batch_size: Examples in a batch, over all replicas.
+        seed: Of the order and the augmentation.
+    """
+
+    dataset: tf.data.Dataset
+    counter: EpochCounter
+    batches: int
+    global_batch_size: int
+    seed: int

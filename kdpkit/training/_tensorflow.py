@@ -92,15 +92,15 @@ class TensorFlowSteps:
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
         _check_batched(name, dataset.element_spec)
-        size, batches = None, dataset
+        batches = dataset
         if isinstance(dataset, tf.data.Dataset):
-            size = int(dataset.cardinality())
             batches = self.strategy.experimental_distribute_dataset(dataset)
-        if size == tf.data.INFINITE_CARDINALITY and wanted is None:
-            _checks.refuse(f"`{name}` never ends; say with `{argument}` how much of it to take.")
+            if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY and wanted is None:
+                _checks.refuse(
+                    f"`{name}` never ends; say with `{argument}` how much of it to take."
+                )
         self._build_model(batches.element_spec)
-        known = size if size is not None and size >= 0 else None
-        return Feed(name, batches, wanted=wanted, length=lambda: known)
+        return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
     def _build_model(self, spec: Any) -> None:
         if self.model.built:
@@ -328,6 +328,14 @@ def _refuse_place(owner: str, built: str, strategy: Any) -> NoReturn:
         strategy=type(strategy).__name__,
         remedy="Build it inside `with strategy.scope():`, of this very strategy.",
     )
+
+
+def _length_of(dataset: Any) -> int | None:
+    """Give the batches of a dataset's next iterator, which may differ from epoch to epoch."""
+    if not isinstance(dataset, tf.data.Dataset):
+        return None
+    length = int(dataset.cardinality())
+    return length if length >= 0 else None
 
 
 def _check_batched(name: str, spec: Any) -> None:

@@ -18,7 +18,7 @@ import kdpkit
 from kdpkit import testing
 from kdpkit.batches import ArrayBatches
 from kdpkit.callbacks import Resume
-from kdpkit.training import TrainingLoop
+from kdpkit.training import TrainingLoop, replica_exact
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 ROWS, STEPS, EPOCHS = 20, 5, 3
@@ -51,7 +51,7 @@ def build():
         [
             keras.Input((4,)),
             layers.Dense(8, activation="tanh"),
-            layers.BatchNormalization(),
+            layers.BatchNormalization(synchronized=not ON_JAX),
             layers.Dropout(0.4, seed=3),
             layers.Dense(3),
         ]
@@ -66,7 +66,7 @@ def build():
 
 
 def by_fit(resume, data, validation, others):
-    model = build()
+    model = replica_exact(build())
     history = model.fit(
         resume.track(data),
         validation_data=validation,
@@ -99,7 +99,58 @@ def by_loop_on_four_devices(*arguments):
     return by_loop(*arguments, strategy=sharding.data_mesh(4))
 
 
-TRAINERS = [by_fit, *([by_loop, by_loop_on_four_devices] if ON_JAX else [])]
+def on_pipelines(train):
+    """Train on what `train_pipeline` gives, shuffled and augmented, in place of `ArrayBatches`."""
+
+    def by_pipeline(resume, data, validation, *others):
+        import tensorflow as tf
+
+        held_out = tf.data.Dataset.from_tensor_slices(validation.data).batch(8)
+        return train(resume, pipeline(data), held_out, *others)
+
+    return by_pipeline
+
+
+def pipeline(batches):
+    import tensorflow as tf
+
+    from kdpkit import pipelines
+
+    def shake(batch, seed):
+        x, y = batch
+        return x + tf.random.stateless_normal(tf.shape(x), seed, stddev=0.1), y
+
+    return pipelines.train_pipeline(
+        tf.data.Dataset.from_tensor_slices(batches.data),
+        pipelines.PipelineConfig(seed=batches.seed or 0),
+        global_batch_size=batches.global_batch_size,
+        augment=shake,
+    )
+
+
+def mirrored(train):
+    def on_two_replicas(*arguments):
+        from kdpkit import strategies
+
+        with strategies.select_strategy("mirrored", devices=2).scope():
+            return train(*arguments)
+
+    return on_two_replicas
+
+
+fit_on_pipelines, loop_on_pipelines = on_pipelines(by_fit), on_pipelines(by_loop)
+TRAINERS = {
+    "fit": by_fit,
+    "fit on pipelines": fit_on_pipelines,
+    "loop on pipelines": loop_on_pipelines,
+} | (
+    {"loop": by_loop, "loop on four devices": by_loop_on_four_devices}
+    if ON_JAX
+    else {
+        "exact fit on two replicas": mirrored(fit_on_pipelines),
+        "loop on two replicas": mirrored(loop_on_pipelines),
+    }
+)
 
 
 def run(train, directory, *, crash_at=None, save_freq=1, learning=()):
@@ -120,7 +171,10 @@ def assert_same(one, other):
     for left, right in pairs:
         left, right = (keras.ops.convert_to_numpy(v.value) for v in (left, right))
         np.testing.assert_array_equal(left, right)
-    assert history == history_of_other
+    assert history.keys() == history_of_other.keys()
+    for name, values in history.items():
+        # What the replicas of TensorFlow have summed is shared out among them anew.
+        np.testing.assert_allclose(values, history_of_other[name], rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +190,7 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-@pytest.mark.parametrize("train", TRAINERS)
+@pytest.mark.parametrize("train", [*TRAINERS.values()], ids=[*TRAINERS])
 @pytest.mark.parametrize(
     "stop", [6, *(pytest.param(stop, marks=pytest.mark.slow) for stop in (1, 5, 14))]
 )
@@ -348,6 +402,10 @@ def test_a_dataset_that_was_not_tracked_is_refused(tmp_path):
         model.fit(data, callbacks=[Resume(tmp_path)], verbose=0)
 
 
+def eight_rows():
+    return ArrayBatches(testing.toy_classification(8), global_batch_size=4)
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
@@ -355,6 +413,7 @@ def test_a_dataset_that_was_not_tracked_is_refused(tmp_path):
         (lambda path: Resume(path, save_freq="batch"), "`save_freq`.*'batch'"),
         (lambda path: Resume(path, keep=0), "`keep` must be a positive integer"),
         (lambda path: Resume(path).track([1, 2]), "PyDataset.*list.*ArrayBatches"),
+        (lambda path: Resume(path).track(Resume(path).track(eight_rows())), "tracked already"),
         (
             lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]),
             "does not know what this callback learns.*get_state",
@@ -364,6 +423,30 @@ def test_a_dataset_that_was_not_tracked_is_refused(tmp_path):
 def test_bad_arguments_are_refused(tmp_path, make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(tmp_path)
+
+
+@pytest.mark.tensorflow
+def test_pipelines_are_tracked_as_they_are_and_once(tmp_path):
+    train, resume = pipeline(eight_rows()), Resume(tmp_path)
+    with pytest.raises(ValueError, match="as it is.*to `train_pipeline` as `prepare` or `augment`"):
+        resume.track(train.map(lambda x, y: (x, y)))
+    with pytest.raises(ValueError, match="tracked already; give `track` the dataset itself"):
+        resume.track(resume.track(train))
+
+
+@pytest.mark.tensorflow
+def test_a_tracked_pipeline_gives_what_it_gave_and_can_begin_anywhere(tmp_path):
+    def given(dataset):
+        return [[x.tolist() for x, _ in dataset.as_numpy_iterator()] for _ in range(3)]
+
+    whole = given(pipeline(eight_rows()))
+    resume = Resume(tmp_path)
+    tracked = resume.track(pipeline(eight_rows()))
+    assert given(tracked) == whole
+    resume._dataset.go_to(1, 1)
+    assert int(tracked.cardinality()) == 1
+    assert resume._dataset.first_batch()[0].numpy().tolist() == whole[1][1]
+    assert given(tracked)[:2] == [whole[1][1:], whole[2]]
 
 
 def test_steps_belong_to_the_dataset(tmp_path):
