@@ -55,6 +55,7 @@ __all__ = [
     "positive_number",
     "prepared",
     "results_of",
+    "resuming",
     "run",
     "saving_on_interrupt",
     "strategy_from",
@@ -151,6 +152,12 @@ def argument_parser(
         type=_writable_directory,
         metavar="DIRECTORY",
         help="for TensorBoard files, and for the model if Ctrl-C ends training (default: none)",
+    )
+    add(
+        "--resume",
+        type=_writable_directory,
+        metavar="DIRECTORY",
+        help="keep the state of training there, and go on from it (default: none)",
     )
     add("--results", type=_writable_file, metavar="FILE", help="write what happened, as JSON")
     add(
@@ -407,6 +414,30 @@ def saving_on_interrupt(
     from kdpkit import _interrupt
 
     return _interrupt.saving(model, None if log_dir is None else Path(log_dir))
+
+
+def resuming(
+    directory: str | os.PathLike[str] | None, train: Any, watching: Iterable[Any]
+) -> tuple[Any, list[Any]]:
+    """Let a run save its state and go on from it, where a directory is given.
+
+    Args:
+        directory: Of the states, such as `args.resume`; None changes nothing.
+        train: What to train on; see `kdpkit.callbacks.Resume.track`.
+        watching: The callbacks so far.
+
+    Returns:
+        What to train on in its place, and the callbacks.
+
+    >>> resuming(None, "data", ["callback"])
+    ('data', ['callback'])
+    """
+    if directory is None:
+        return train, [*watching]
+    from kdpkit import callbacks
+
+    resume = callbacks.Resume(directory)
+    return resume.track(train), [*watching, resume]
 
 
 def results_of(

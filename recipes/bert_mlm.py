@@ -166,6 +166,7 @@ def main(argv=None):
         tokens_per_example=float((rows["train"] != tokenizer.pad_token_id).sum(axis=1).mean()),
         **batches,
     )
+    train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
         history = model.fit(
             train,

@@ -194,6 +194,7 @@ def main(argv=None):
         names = FASHION if args.data == "fashion_mnist" else range(splits.classes)
         draw_samples(images, labels, names, args.log_dir / "samples.png")
         watching.append(callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras"))
+    train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
         history = loop.fit(train, test, epochs=args.epochs, callbacks=[*watching, stop])
     results = experiment.results_of(

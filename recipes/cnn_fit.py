@@ -129,6 +129,7 @@ def main(argv=None):
             weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
     watching = callbacks.training_callbacks(args.log_dir, **batches)
+    train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
         history = model.fit(
             train,

@@ -17,7 +17,6 @@ import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-from pathlib import Path
 
 import jax
 import keras
@@ -36,7 +35,6 @@ def parse(argv):
     )
     add = parser.add_argument
     add("--steps-per-loop", type=int, default=1, help="steps in a compiled call (default: 1)")
-    add("--resume", type=Path, metavar="DIRECTORY", help="keep the state there, and go on from it")
     add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
     add("--processes", type=experiment.positive_integer, default=1, help="how many (default: 1)")
     add("--process", type=experiment.count, default=0, help="which this is (default: 0)")
@@ -120,10 +118,7 @@ def main(argv=None):
         global_batch_size=plan.global_batch_size,
         replicas=plan.replicas,
     )
-    if args.resume:
-        resume = callbacks.Resume(args.resume)
-        train = resume.track(train)
-        watching.append(resume)
+    train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(loop.model, args.log_dir) as stop:
         history = loop.fit(
             train,

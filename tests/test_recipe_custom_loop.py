@@ -63,6 +63,15 @@ def test_it_goes_on_from_a_checkpoint_on_another_number_of_replicas(trained):
 
 
 @pytest.mark.slow
+def test_a_run_that_is_over_stays_so(tmp_path):
+    first = run("--resume", tmp_path)
+    with pytest.warns(UserWarning, match="Nothing is left to train"):
+        second = run("--resume", tmp_path)
+    assert second["history"] == first["history"]
+    assert second["test"] == pytest.approx(first["test"])
+
+
+@pytest.mark.slow
 def test_killed_in_training_it_leaves_checkpoints_from_which_it_goes_on(tmp_path):
     recipe = [sys.executable, cnn_custom_loop.__file__, "--steps-per-epoch", "2"]
     with (tmp_path / "printed").open("w") as printed:

@@ -290,3 +290,51 @@ def test_ctrl_c_saves_what_was_learned(recipe, text, tmp_path):
     assert any(np.asarray(weight).any() for weight in model.get_weights())
     if recipe == "cnn_fit":
         assert int(model.optimizer.iterations.numpy()) > 0
+
+
+@pytest.mark.slow
+def test_after_sigterm_the_same_command_goes_on(text, tmp_path):
+    def started(name):
+        flags = {
+            "--strategy": "mirrored",
+            "--replicas": 2,
+            "--data": text,
+            "--per-replica-batch-size": 4,
+            "--sequence-length": 16,
+            "--vocabulary-size": 60,
+            "--epochs": 12,
+            "--steps-per-epoch": 5,
+            "--cache-dir": tmp_path / "cache",
+            "--resume": tmp_path / name,
+            "--results": tmp_path / f"{name}.json",
+        }
+        command = [sys.executable, "-u", RECIPES / "bert_mlm.py"]
+        return subprocess.Popen(
+            [*command, *(str(part) for flag in flags.items() for part in flag)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    with started("whole") as whole:
+        said = whole.communicate(timeout=200)[0]
+        assert whole.returncode == 0, said
+    with started("stopped") as stopped:
+        for line in stopped.stdout:
+            if "Epoch 2/12" in line:
+                break
+        stopped.send_signal(signal.SIGTERM)
+        said = stopped.communicate(timeout=60)[0]
+        assert stopped.returncode == 42, said
+        assert "Traceback" not in said
+    with started("stopped") as resumed:
+        said = resumed.communicate(timeout=200)[0]
+        assert resumed.returncode == 0, said
+        assert "Epoch 1/12" not in said
+    one, other = (
+        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "stopped")
+    )
+    assert other["steps"] == one["steps"] == 60
+    assert other["test"] == pytest.approx(one["test"], rel=1e-5)
+    for name in ("loss", "val_loss", "masked_accuracy", "learning_rate"):
+        assert other["history"][name] == pytest.approx(one["history"][name], rel=1e-5)

@@ -146,6 +146,8 @@ class Resume(keras.callbacks.Callback):
         )
         if state:
             self._take_up(state)
+        else:
+            self._dataset.start()
         self._at_once = getattr(self.model, "steps_per_execution", 1)
         if _processes.count() == 1:  # among several JAX handles SIGTERM
             self._signals.hold()

@@ -30,6 +30,8 @@ class Tracked(Protocol):
 
     def first_batch(self) -> Any: ...
 
+    def start(self) -> None: ...
+
     def go_to(self, epoch: int, step: int) -> None: ...
 
 
@@ -62,6 +64,7 @@ class TrackedPipeline:
 
     def __init__(self, movable: Any) -> None:
         self._movable = movable
+        self._start = movable.counter.place()
         self.given = movable.dataset.take(-1)  # all of it, as an object of its own
         # Keras asks for it, and would else take the rest of an epoch for the length of all.
         self.given.cardinality = movable.counter.left
@@ -81,6 +84,10 @@ class TrackedPipeline:
         batch = next(iter(self.given))
         self.go_to(*place)  # a last batch that is handed on ends the epoch
         return batch
+
+    def start(self) -> None:
+        """Begin where it stood when it was tracked: Keras may have taken batches to build."""
+        self.go_to(*self._start)
 
     def go_to(self, epoch: int, step: int) -> None:
         """Begin with a batch of an epoch."""
@@ -130,6 +137,9 @@ class TrackedBatches(keras.utils.PyDataset):
     def first_batch(self) -> Any:
         """Give a batch to build a model for."""
         return self._dataset[0]
+
+    def start(self) -> None:
+        """Begin where it is: an epoch that was not given whole is not over."""
 
     def go_to(self, epoch: int, step: int) -> None:
         """Begin with a batch of an epoch."""
