@@ -16,6 +16,7 @@ _SUBMODULES = (
     "batches",
     "callbacks",
     "checkpoints",
+    "cluster",
     "corpora",
     "experiment",
     "pipelines",

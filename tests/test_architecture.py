@@ -25,6 +25,8 @@ ALLOWED = {
     "_interrupt": (KERAS, {"_files"}),
     "_prepared": (KERAS, {"_checks", "_files"}),
     "_presets": (PURE, {"_checks"}),
+    "_cluster_sources": (PURE, {"_checks"}),
+    "cluster": (PURE, {"_checks", "_cluster_sources"}),
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
     "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "batches"}),
@@ -100,8 +102,9 @@ def test_importing_kdpkit_loads_no_framework():
     assert not FRAMEWORKS & set(loaded.split())
 
 
-def test_pure_parts_load_no_framework():
-    loaded = run("import sys, kdpkit.scaling; print(*{m.split('.')[0] for m in sys.modules})")
+@pytest.mark.parametrize("part", ["scaling", "cluster"])
+def test_pure_parts_load_no_framework(part):
+    loaded = run(f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})")
     assert not FRAMEWORKS & set(loaded.split())
 
 
