@@ -27,6 +27,12 @@ ALLOWED = {
     "_presets": (PURE, {"_checks"}),
     "_cluster_sources": (PURE, {"_checks"}),
     "cluster": (PURE, {"_checks", "_cluster_sources"}),
+    "_children": (PURE, set()),
+    "_output": (PURE, set()),
+    "launch": (PURE, {"_checks", "_children", "_output", "cluster"}),
+    "_commands": (PURE, {"_checks", "launch"}),
+    "cli": (PURE, {"__version__", "_checks"}),
+    "__main__": (PURE, {"cli"}),
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
     "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "batches"}),
@@ -102,7 +108,7 @@ def test_importing_kdpkit_loads_no_framework():
     assert not FRAMEWORKS & set(loaded.split())
 
 
-@pytest.mark.parametrize("part", ["scaling", "cluster"])
+@pytest.mark.parametrize("part", ["scaling", "cluster", "launch", "cli"])
 def test_pure_parts_load_no_framework(part):
     loaded = run(f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})")
     assert not FRAMEWORKS & set(loaded.split())
