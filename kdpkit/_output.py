@@ -19,16 +19,16 @@ class Lines:
     last state:
 
     >>> lines = Lines()
-    >>> lines.feed(b"one\n10%\r20%\r30%\r", now=0.0), lines.feed(b"40%\r50%\r", now=1.0)
-    (['one', '30%'], [])
-    >>> lines.feed(b"100%\ntwo", now=2.0), lines.close()
+    >>> lines.feed(b"one\n10%\r20%\r", now=0.0), lines.feed(b"40%\r50%\r", now=9.0)
+    (['one'], ['50%'])
+    >>> lines.feed(b"60%\r100%\ntwo", now=10.0), lines.close()
     (['100%'], ['two'])
     """
 
     def __init__(self) -> None:
         self._rest = b""
         self._drawn = b""  # the state of a bar that was given last
-        self._drawn_at = -math.inf
+        self._drawn_at = math.inf  # or begun at; infinite without a bar
 
     def feed(self, data: bytes, now: float) -> list[str]:
         """Give the lines that are whole with these bytes, which came at `now` seconds."""
@@ -38,6 +38,7 @@ class Lines:
         last = _last(drawings)
         if last:
             self._rest = last + b"\r" + begun
+            self._drawn_at = min(self._drawn_at, now)
             if last != self._drawn and now - self._drawn_at >= _REDRAWN_SECONDS:
                 self._drawn, self._drawn_at = last, now
                 lines.append(last)
@@ -55,7 +56,7 @@ class Lines:
         drawings = text.split(b"\r")
         last = _last(drawings)
         is_given = last and last == self._drawn
-        self._drawn = b""
+        self._drawn, self._drawn_at = b"", math.inf
         return () if is_given else (last,)
 
 

@@ -6,6 +6,7 @@ keep a test from waiting for ever.
 
 import json
 import os
+import pathlib
 import signal
 import socket
 import subprocess
@@ -13,8 +14,10 @@ import sys
 import time
 import uuid
 
+import keras
 import pytest
 
+import kdpkit
 from kdpkit import _children, cli, cluster, launch
 
 pytestmark = pytest.mark.timeout(120)
@@ -610,3 +613,37 @@ def test_the_command_line_is_a_module_too():
     )
     assert (done.returncode, done.stdout.split()[0]) == (0, "kdpkit")
     assert os.environ[_children.MARK]
+
+
+# The whole of it.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="starts processes on JAX")
+def test_a_recipe_is_stopped_and_goes_on_in_two_processes(tmp_path):
+    recipe = pathlib.Path(kdpkit.__file__).parent.parent / "recipes" / "cnn_jax.py"
+    flags = ["--smoke", "--epochs", "40", "--resume", str(tmp_path / "state")]
+    words = [sys.executable, "-m", "kdpkit", "launch", "--workers", "2", "--", sys.executable]
+    results = tmp_path / "results.json"
+    with subprocess.Popen(
+        [*words, str(recipe), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        said = []
+        for line in launcher.stdout:
+            said.append(line)
+            if "Learning rate of epoch 1:" in line:
+                launcher.send_signal(signal.SIGTERM)
+                break
+        said += launcher.stdout.readlines()
+    assert launcher.returncode == 42, "".join(said)
+    done = subprocess.run(
+        [*words, str(recipe), *flags, "--results", str(results)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 1/40" not in done.stdout
+    found = json.loads(results.read_text())
+    assert (found["replicas"], found["steps"]) == (2, 160)
