@@ -236,7 +236,8 @@ class ClusterConfig:
         Args:
             reachable: Whether to look every host up and knock at it. A host that answers that
                 nothing listens at the port yet is reachable.
-            timeout_seconds: How long hosts may take, all together.
+            timeout_seconds: How long hosts may take, all together; a machine that starts later
+                may get its name and its network in that time.
 
         Raises:
             ValueError: It cannot work; for a host, its name does not resolve or it does not answer.
@@ -411,7 +412,9 @@ def _check_reachable(addresses: set[str], timeout_seconds: float) -> None:
     deadline = time.monotonic() + timeout_seconds
 
     def knock(address: str) -> None:
-        problems[address] = _problem(address, timeout_seconds)
+        while problems[address] and (left := deadline - time.monotonic()) > 0:
+            problems[address] = _problem(address, left)
+            time.sleep(min(0.2, left))
 
     threads = [threading.Thread(target=knock, args=(a,), daemon=True) for a in problems]
     for thread in threads:

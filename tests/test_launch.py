@@ -396,7 +396,7 @@ if os.fork() == 0 and os.fork() == 0:  # and its parent
 @pytest.mark.skipif(not _children.marked(""), reason="finds strays in /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_outlives_the_launcher(start, mark, number):
-    launcher = start(HAS_CHILDREN + "ready()")
+    launcher = start(HAS_CHILDREN + "ready()", "--grace-seconds", "5")
     launcher.wait_for(*ALL_READY)
     assert len(_children.marked(mark)) > 8
     launcher.end(number)
