@@ -126,6 +126,7 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._tell("all ended\n")
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
 
@@ -163,18 +164,23 @@ def end_marked(
 
     The groups that were told to end already get no second SIGTERM, which for some means "at once".
     """
-    for number in marked(mark):
-        with contextlib.suppress(ProcessLookupError):
-            if os.getpgid(number) not in told_groups:
-                _signal([number], signal.SIGTERM)
+    told: set[int] = set()
     deadline = time.monotonic() + grace_seconds
-    while marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    while left := marked(mark):
-        _signal(left, signal.SIGKILL)
-        time.sleep(0.05)
-        if time.monotonic() > deadline + _DRAIN_SECONDS:
+    while left := set(marked(mark)):
+        if time.monotonic() < deadline:
+            _signal((n for n in left - told if _group(n) not in told_groups), signal.SIGTERM)
+            told |= left
+        elif time.monotonic() < deadline + _DRAIN_SECONDS:
+            _signal(left, signal.SIGKILL)
+        else:
             break  # they are in the hands of the kernel
+        time.sleep(0.05)
+
+
+def _group(number: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(number)
+    return None
 
 
 def _signal(numbers: Iterable[int], number: int) -> None:
@@ -189,13 +195,17 @@ def _guard(mark: str, grace_seconds: float) -> None:
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
+        if line == "all ended\n":
+            return
         change = groups.add if line.startswith("+") else groups.discard
         change(int(line[1:]))
     if not _PROC.is_dir():
         _signal((-group for group in groups), signal.SIGTERM)
         time.sleep(grace_seconds if groups else 0)
+        _signal((-group for group in groups), signal.SIGKILL)
     end_marked(mark, grace_seconds=grace_seconds)
-    _signal((-group for group in groups), signal.SIGKILL)
+    time.sleep(0.5)  # one that was just being started bore no mark yet
+    end_marked(mark, grace_seconds=0)
 
 
 if __name__ == "__main__":
