@@ -24,6 +24,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TextIO
 
 from kdpkit import _checks, _children, _output, cluster
@@ -244,13 +245,17 @@ def _gpus(visible: str | None, workers: int, each: int | None) -> list[str] | No
         return None
     each = _checks.integer("gpus_per_worker", each)
     wanted = workers * each
-    names = list(map(str, range(wanted))) if visible is None else visible.split(",")
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))  # none where drivers hide them
+    names = list(map(str, range(present or wanted)))
+    if visible is not None:
+        names = [name for name in visible.split(",") if name]
     if len(names) < wanted:
         _checks.refuse(
-            "More GPUs are asked for than CUDA_VISIBLE_DEVICES has.",
+            "More GPUs are asked for than there are.",
             workers=workers,
             gpus_per_worker=each,
             CUDA_VISIBLE_DEVICES=visible,
+            remedy=f"There are {len(names)}.",
         )
     return [",".join(names[first : first + each]) for first in range(0, wanted, each)]
 
@@ -433,28 +438,30 @@ class _Run:
             self._failed.append(process)
 
     def _on_signal(self, number: int) -> None:
-        self._at_once = self._is_ending
+        # Not for SIGTERM, which some send twice: to a process, and to its group.
+        self._at_once = self._at_once or (self._is_ending and number != signal.SIGTERM)
         self._stop = self._stop or number
 
     def _look_for_signs_of_life(self) -> None:
-        limit = self._start_timeout_seconds
+        waits = min(self._start_timeout_seconds or math.inf, _SILENT_SECONDS)
         for process in self._running:
             silent = time.monotonic() - process.child.started_at
-            if process.has_ended or process.is_alive or silent < min(limit or 60, _SILENT_SECONDS):
-                continue
-            process.is_alive = process.listens()
-            if process.is_alive or self._is_ending:
-                continue
-            sentence = (
-                f"{process.task.name} has given no sign of life for {silent:.0f} s: no output, and "
-                f"nothing listens at {process.task.config.address}."
-            )
-            if limit and silent >= limit:
-                self._say(f"{sentence} It is killed.")
-                process.child.send(signal.SIGKILL)
-            elif not process.is_noted and silent >= _SILENT_SECONDS:
-                process.is_noted = True
-                self._say(f"{sentence} It is waited for.")
+            if silent >= waits and not (process.has_ended or process.is_alive or self._is_ending):
+                process.is_alive = process.listens()
+                if not process.is_alive:
+                    self._on_silence(process, silent)
+
+    def _on_silence(self, process: _Process, seconds: float) -> None:
+        sentence = (
+            f"{process.task.name} has given no sign of life for {seconds:.0f} s: no output, and "
+            f"nothing listens at {process.task.config.address}."
+        )
+        if self._start_timeout_seconds and seconds >= self._start_timeout_seconds:
+            self._say(f"{sentence} It is killed.")
+            process.child.send(signal.SIGKILL)
+        elif not process.is_noted and seconds >= _SILENT_SECONDS:
+            process.is_noted = True
+            self._say(f"{sentence} It is waited for.")
 
     @contextlib.contextmanager
     def _handling_signals(self) -> Iterator[None]:

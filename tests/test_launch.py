@@ -179,8 +179,11 @@ def test_every_worker_sees_gpus_of_its_own(monkeypatch):
     tasks = launch.plan(["echo"], workers=2, parameter_servers=1, gpus_per_worker=2)
     seen = {task.name: task.variables["CUDA_VISIBLE_DEVICES"] for task in tasks}
     assert seen == {"chief": "-1", "worker 0": "4,5", "worker 1": "6,7", "ps 0": "-1"}
-    with pytest.raises(ValueError, match="More GPUs are asked for.*workers=3"):
+    with pytest.raises(ValueError, match="More GPUs are asked for.*workers=3.*There are 4"):
         launch.plan(["echo"], workers=3, gpus_per_worker=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="More GPUs are asked for.*There are 0"):
+        launch.plan(["echo"], workers=1, gpus_per_worker=1)
 
 
 # Failures.
@@ -317,6 +320,24 @@ def test_sigterm_lets_all_save_and_exit_with_42(start, tmp_path):
     assert code == 42
     assert "SIGTERM is passed on." in err
     assert all((tmp_path / f"worker {i} saved").exists() for i in range(2))
+
+
+def test_a_second_sigterm_does_not_keep_all_from_saving(start, tmp_path):
+    program = """
+def save(*_):
+    (here / f"{name} begins to save").touch()
+    wait_for("go on")
+    sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+ready()
+"""
+    launcher = start(program)
+    launcher.wait_for(*ALL_READY)
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_for("worker 0 begins to save", "worker 1 begins to save")
+    launcher.process.send_signal(signal.SIGTERM)
+    (tmp_path / "go on").touch()
+    assert launcher.end()[0] == 42
 
 
 def test_sigterm_without_a_state_is_the_signals_exit_code(start):
