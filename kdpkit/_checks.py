@@ -7,7 +7,7 @@ the value it accepted, in the plain Python type that the caller goes on with.
 import math
 import operator
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -94,6 +94,38 @@ def one_of(name: str, value: Any, choices: Iterable[Any]) -> Any:
     if value not in choices:
         refuse(f"`{name}` must be one of {', '.join(map(repr, choices))}.", **{name: value})
     return value
+
+
+def strings(name: str, values: Any) -> tuple[str, ...]:
+    """Accept several strings, and not one."""
+    given: Any = values
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        given = [None]
+    if not all(isinstance(value, str) for value in given):
+        refuse(f"`{name}` must be a list of strings.", **{name: values})
+    return tuple(given)
+
+
+def address(name: str, value: Any) -> tuple[str, int]:
+    """Accept `"host:port"`, with a numeric IPv6 host in brackets; give host and port.
+
+    >>> address("coordinator", "10.0.0.1:9876")
+    ('10.0.0.1', 9876)
+    """
+    host, _, port = str(value).rpartition(":")
+    in_brackets = host.startswith("[") and host.endswith("]")
+    wrong_colons = ":" in host and not in_brackets
+    if not host or wrong_colons or set(host) & set("/, \t\n") or not _is_port(port):
+        refuse(
+            f"`{name}` must be the address and port of a process, such as '10.0.0.1:9876', the "
+            "port from 1 to 65535.",
+            **{name: value},
+        )
+    return host.strip("[]"), int(port)
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 1 << 16
 
 
 def global_batch(global_batch_size: Any, replicas: Any) -> tuple[int, int]:

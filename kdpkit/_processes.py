@@ -145,13 +145,7 @@ def join_processes(
             backend=keras.backend.backend(),
             remedy="Run with KERAS_BACKEND=jax.",
         )
-    host, _, port = str(coordinator).rpartition(":")
-    if not host or "/" in host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        _checks.refuse(
-            "`coordinator` must be the address and port of the first process, such as "
-            "'10.0.0.1:9876'.",
-            coordinator=coordinator,
-        )
+    _checks.address("coordinator", coordinator)
     all_of_them = _checks.integer("process_count", process_count)
     this = _checks.integer("process_index", process_index, minimum=0)
     if this >= all_of_them:

@@ -243,7 +243,8 @@ def _from_tf_config(kind: str) -> Any:
             "Training on several machines needs the cluster's description in the environment "
             "variable TF_CONFIG, which is not set.",
             kind=kind,
-            remedy="Set it for every process, or use 'mirrored' on one machine.",
+            remedy="Start with `kdpkit launch`, set it for every process, or use 'mirrored' on one "
+            "machine.",
         )
     if kind == "multi_worker":
         return tf.distribute.MultiWorkerMirroredStrategy()

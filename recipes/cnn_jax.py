@@ -9,8 +9,13 @@ the model's when it ends. With `--resume DIRECTORY` a run that was stopped goes 
 `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
 directory with MNIST's IDX files. recipes/README.md has measured results.
 
-Several processes, on one machine or many, train together when each is started with the address of
-the first, their number and its own: `--coordinator localhost:9876 --processes 2 --process 0`.
+Several processes, on one machine or many, train together:
+
+    kdpkit launch --workers 2 --max-restarts 3 -- python recipes/cnn_jax.py --resume state
+
+Under SLURM's `srun`, or with TF_CONFIG, they find each other in the same way. Elsewhere each is
+told the address of the first, their number and its own: `--coordinator localhost:9876 --processes 2
+--process 0`.
 """
 
 import os
@@ -21,7 +26,16 @@ os.environ["KERAS_BACKEND"] = "jax"
 import jax
 import keras
 
-from kdpkit import batches, callbacks, corpora, experiment, schedules, sharding, training
+from kdpkit import (
+    batches,
+    callbacks,
+    cluster,
+    corpora,
+    experiment,
+    schedules,
+    sharding,
+    training,
+)
 
 
 def parse(argv):
@@ -67,8 +81,12 @@ def build_model(shape, classes):
     )
 
 
-def main(argv=None):
-    args = parse(argv)
+def join_others(args):
+    """Join the other processes, if the flags or the environment name some."""
+    if not args.coordinator and cluster.source():
+        here = cluster.ClusterConfig.from_environment()
+        args.coordinator = here.coordinator
+        args.processes, args.process = here.process_count, here.process_index
     if args.processes > 1 and not args.coordinator:
         raise experiment.InputError(
             "Several processes need the address of the first. Received: "
@@ -78,6 +96,11 @@ def main(argv=None):
         sharding.join_processes(
             args.coordinator, process_count=args.processes, process_index=args.process
         )
+
+
+def main(argv=None):
+    args = parse(argv)
+    join_others(args)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
     print(experiment.describe(strategy))

@@ -25,6 +25,14 @@ ALLOWED = {
     "_interrupt": (KERAS, {"_files"}),
     "_prepared": (KERAS, {"_checks", "_files"}),
     "_presets": (PURE, {"_checks"}),
+    "_cluster_sources": (PURE, {"_checks"}),
+    "cluster": (PURE, {"_checks", "_cluster_sources"}),
+    "_children": (PURE, set()),
+    "_output": (PURE, set()),
+    "launch": (PURE, {"_checks", "_children", "_output", "cluster"}),
+    "_commands": (PURE, {"_checks", "launch"}),
+    "cli": (PURE, {"__version__", "_checks"}),
+    "__main__": (PURE, {"cli"}),
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
     "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "batches"}),
@@ -100,8 +108,9 @@ def test_importing_kdpkit_loads_no_framework():
     assert not FRAMEWORKS & set(loaded.split())
 
 
-def test_pure_parts_load_no_framework():
-    loaded = run("import sys, kdpkit.scaling; print(*{m.split('.')[0] for m in sys.modules})")
+@pytest.mark.parametrize("part", ["scaling", "cluster", "launch", "cli"])
+def test_pure_parts_load_no_framework(part):
+    loaded = run(f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})")
     assert not FRAMEWORKS & set(loaded.split())
 
 

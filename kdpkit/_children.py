@@ -1,0 +1,212 @@
+"""Processes that end when the one that started them does, whatever ends it, and theirs with them.
+
+Each child leads a process group of its own, so that signals reach what it starts, and has a mark in
+its environment, by which those who left the group are found too (on Linux, in /proc). A guard,
+which is this file run as a program, waits for the end of a pipe that the launcher alone holds:
+however the launcher ends, the guard then ends all that bear the mark.
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+MARK = "KDPKIT_LAUNCH"  # the variable that bears the marks of launchers, the outermost first
+
+_DRAIN_SECONDS = 2.0  # for what is still in the pipes of a process that has ended
+_PROC = Path("/proc")
+
+
+class Child:
+    """A process, the lines that it writes, and how it ended.
+
+    Args:
+        command: Its words.
+        environment: All its variables.
+        mark: What it is found by; it ends with ";".
+        on_bytes: Called in a thread with what it wrote, to "stdout" or "stderr"; at the end of
+            each with no bytes.
+        on_end: Called in a thread when it has ended and all it wrote is read.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        mark: str,
+        on_bytes: Callable[[bytes, str], None],
+        on_end: Callable[[], None],
+    ) -> None:
+        self.mark = mark
+        self.ended_at: float | None = None
+        self._on_bytes, self._on_end = on_bytes, on_end
+        self._lock = threading.Lock()
+        self._process = subprocess.Popen(  # noqa: S603 the caller's command is what is asked for
+            command,
+            env={**environment, MARK: environment.get(MARK, "") + mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        self.started_at = time.monotonic()
+        self._readers = [
+            self._thread(self._read, stream, name)
+            for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr"))
+        ]
+        self._thread(self._wait)
+
+    @property
+    def group(self) -> int:
+        """The number of its process group."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """As a shell gives it: 128 and the signal for one that a signal ended."""
+        code = self._process.returncode
+        return code if code is None or code >= 0 else 128 - code
+
+    def send(self, number: int) -> None:
+        """Send a signal to it and to all of its group; nothing if it has ended."""
+        with self._lock:  # its number may be another's as soon as it is waited for
+            if self._process.returncode is None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(self.group, number)
+
+    def _thread(self, function: Callable[..., None], *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=function, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    def _read(self, stream: IO[bytes], name: str) -> None:
+        with stream:
+            while data := os.read(stream.fileno(), 1 << 16):
+                self._on_bytes(data, name)
+        self._on_bytes(b"", name)
+
+    def _wait(self) -> None:
+        if hasattr(os, "waitid"):
+            with contextlib.suppress(ChildProcessError):
+                os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOWAIT)
+            with self._lock:
+                self._process.wait()
+        else:
+            self._process.wait()
+        self.ended_at = time.monotonic()
+        for reader in self._readers:  # what it started may hold its pipes longer
+            reader.join(max(0.0, self.ended_at + _DRAIN_SECONDS - time.monotonic()))
+        self._on_end()
+
+
+class Guard:
+    """Ends all that bear a mark when this process ends without having done so.
+
+    Args:
+        mark: The beginning of every child's mark.
+        grace_seconds: Between SIGTERM and SIGKILL.
+    """
+
+    def __init__(self, mark: str, *, grace_seconds: float) -> None:
+        self._process = subprocess.Popen(  # noqa: S603 this file
+            [sys.executable, "-I", "-S", __file__, mark, str(grace_seconds)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> "Guard":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._tell("all ended\n")
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
+
+    def watch(self, child: Child) -> None:
+        """Tell it of a child's group, for where there is no /proc."""
+        self._tell(f"+{child.group}\n")
+
+    def forget(self, child: Child) -> None:
+        """Tell it that the child has ended, and its number may become another's."""
+        self._tell(f"-{child.group}\n")
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(line.encode())
+            self._process.stdin.flush()
+
+
+def marked(mark: str) -> list[int]:
+    """Find the processes that bear a mark; none where there is no /proc."""
+    wanted = mark.encode()
+    found = []
+    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+        if entry.name.isdecimal():
+            with contextlib.suppress(OSError):  # it has ended, or is another user's
+                if wanted in (entry / "environ").read_bytes():
+                    found.append(int(entry.name))
+    return [number for number in found if number != os.getpid()]
+
+
+def end_marked(
+    mark: str, *, grace_seconds: float, told_groups: Collection[int] = frozenset()
+) -> None:
+    """End all that bear a mark: by SIGTERM, and by SIGKILL after the grace.
+
+    The groups that were told to end already get no second SIGTERM, which for some means "at once".
+    """
+    told: set[int] = set()
+    deadline = time.monotonic() + grace_seconds
+    while left := set(marked(mark)):
+        if time.monotonic() < deadline:
+            _signal((n for n in left - told if _group(n) not in told_groups), signal.SIGTERM)
+            told |= left
+        elif time.monotonic() < deadline + _DRAIN_SECONDS:
+            _signal(left, signal.SIGKILL)
+        else:
+            break  # they are in the hands of the kernel
+        time.sleep(0.05)
+
+
+def _group(number: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(number)
+    return None
+
+
+def _signal(numbers: Iterable[int], number: int) -> None:
+    for process in numbers:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(process, number)
+
+
+def _guard(mark: str, grace_seconds: float) -> None:
+    """Wait for the launcher's end, then end what it left."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    groups: set[int] = set()
+    for line in sys.stdin:
+        if line == "all ended\n":
+            return
+        change = groups.add if line.startswith("+") else groups.discard
+        change(int(line[1:]))
+    if not _PROC.is_dir():
+        _signal((-group for group in groups), signal.SIGTERM)
+        time.sleep(grace_seconds if groups else 0)
+        _signal((-group for group in groups), signal.SIGKILL)
+    end_marked(mark, grace_seconds=grace_seconds)
+    time.sleep(0.5)  # one that was just being started bore no mark yet
+    end_marked(mark, grace_seconds=0)
+
+
+if __name__ == "__main__":
+    _guard(sys.argv[1], float(sys.argv[2]))

@@ -1,0 +1,5 @@
+"""The subcommands of `kdpkit`, a file each.
+
+A file has `HELP`, one line; `add_arguments(parser)`; and `run(args) -> int`, which gives the exit
+code. What follows `--` on the command line is `args.rest`.
+"""

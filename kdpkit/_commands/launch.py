@@ -1,0 +1,80 @@
+"""`kdpkit launch`: start the processes of a cluster on this machine."""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from kdpkit import _checks, launch
+
+HELP = "run a command as several processes of this machine that train together"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Name what `kdpkit.launch.launch` takes."""
+    parser.usage = "kdpkit launch --workers N [flags] -- command ..."
+    add = parser.add_argument
+    add("--workers", type=int, required=True, metavar="N", help="processes that train")
+    add(
+        "--parameter-servers",
+        type=int,
+        default=0,
+        metavar="M",
+        help="processes that hold variables; a chief is started too (default: %(default)s)",
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="how often processes are started again when one fails (default: %(default)s)",
+    )
+    add(
+        "--gpus-per-worker", type=int, metavar="N", help="GPUs that each worker sees (default: all)"
+    )
+    add(
+        "--grace-seconds",
+        type=float,
+        default=30.0,
+        metavar="S",
+        help="between SIGTERM and SIGKILL (default: %(default)s)",
+    )
+    add(
+        "--start-timeout-seconds",
+        type=float,
+        metavar="S",
+        help="to a process's first sign of life (default: without end)",
+    )
+    add("--dry-run", action="store_true", help="print what each process would get, start none")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Launch; with `--json` stdout has the report alone, and what processes print is on stderr."""
+    if not args.rest:
+        _checks.refuse(
+            "The command to run comes after `--`.",
+            remedy="Write `kdpkit launch --workers 2 -- python train.py`.",
+        )
+    what = {
+        "workers": args.workers,
+        "parameter_servers": args.parameter_servers,
+        "gpus_per_worker": args.gpus_per_worker,
+    }
+    how = {
+        "max_restarts": args.max_restarts,
+        "grace_seconds": args.grace_seconds,
+        "start_timeout_seconds": args.start_timeout_seconds,
+    }
+    if not args.json:
+        return launch.launch(args.rest, **what, **how, dry_run=args.dry_run)
+    if args.dry_run:
+        tasks = launch.plan(args.rest, **what)
+        _write([{"name": t.name, "command": t.command, "variables": t.variables} for t in tasks])
+        return 0
+    report = launch.run(args.rest, **what, **how, stdout=sys.stderr)
+    _write(dataclasses.asdict(report))
+    return report.exit_code
+
+
+def _write(values: object) -> None:
+    sys.stdout.write(json.dumps(values, indent=2) + "\n")

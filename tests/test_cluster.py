@@ -1,0 +1,534 @@
+"""Who takes part: recorded environments of schedulers, and what is written and read back."""
+
+import json
+import socket
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdpkit import _cluster_sources, cluster
+from kdpkit.cluster import ClusterConfig
+
+ADDRESSES = "KERAS_DISTRIBUTION_JOB_ADDRESSES"
+COUNT = "KERAS_DISTRIBUTION_NUM_PROCESSES"
+INDEX = "KERAS_DISTRIBUTION_PROCESS_ID"
+
+
+def read(environ, **settings):
+    return ClusterConfig.from_environment(environ, **settings)
+
+
+# Laws.
+
+
+@st.composite
+def configs(draw):
+    """Any cluster, seen by any of its processes."""
+    hosts = st.sampled_from(["a", "gpu01", "10.0.0.7", "node-3.cluster", "[::1]"])
+    address = st.builds("{}:{}".format, hosts, st.integers(1, 65535))
+    addresses = draw(st.lists(address, min_size=1, max_size=7, unique=True))
+    servers = draw(st.integers(0, len(addresses) - 1))
+    workers, parameter_servers = addresses[servers:], addresses[:servers]
+    chief = workers.pop() if len(workers) > 1 and draw(st.booleans()) else None
+    config = ClusterConfig(workers, chief=chief, parameter_servers=parameter_servers)
+    role, index, _ = draw(st.sampled_from([*config.tasks, ("evaluator", 0, None)]))
+    return config.for_task(role, index)
+
+
+@given(configs())
+def test_what_is_written_is_read_back(config):
+    assert read({"TF_CONFIG": config.to_tf_config()}) == config
+    assert read(config.to_environment()) == config
+
+
+@given(configs())
+def test_tf_config_read_and_written_again_is_the_same(config):
+    text = config.to_tf_config()
+    assert json.loads(read({"TF_CONFIG": text}).to_tf_config()) == json.loads(text)
+
+
+@given(configs())
+def test_keras_sees_the_same_processes(config):
+    variables = config.to_environment()
+    variables.pop("TF_CONFIG")
+    if config.parameter_servers or config.role == "evaluator":
+        assert variables == {}
+        return
+    keras = read(variables)
+    assert keras.coordinator == config.coordinator
+    assert keras.process_count == config.process_count
+    assert keras.process_index == config.process_index
+    assert keras.is_chief == config.is_chief
+    assert keras.to_environment()[ADDRESSES] == variables[ADDRESSES]
+
+
+@given(configs())
+def test_every_process_is_numbered_once_and_one_is_the_chief(config):
+    training = [config.for_task(r, i) for r, i, _ in config.tasks if r in ("chief", "worker")]
+    assert sorted(c.process_index for c in training) == list(range(config.process_count))
+    assert [c.address for c in training if c.is_chief] == [config.coordinator]
+
+
+@given(configs(), configs())
+def test_fingerprints_are_equal_where_clusters_are(one, other):
+    alike = one.to_tf_config().partition('"task"')[0] == other.to_tf_config().partition('"task"')[0]
+    assert (one.fingerprint == other.fingerprint) == alike
+    assert 0 <= one.fingerprint < 1 << 63
+
+
+@given(st.lists(st.integers(0, 120), min_size=1, max_size=9, unique=True), st.integers(1, 4))
+def test_node_ranges_are_what_they_were_folded_from(numbers, width):
+    names = [f"n{number:0{width}d}" for number in numbers]
+    folded = "n[" + ",".join(name[1:] for name in names) + "]"
+    assert _cluster_sources._nodes(folded) == names
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=5), st.data())
+def test_slurm_tasks_all_see_one_cluster(per_node, data):
+    tasks = sum(per_node)
+    way = data.draw(st.sampled_from(["block", "cyclic"]))
+    shared = {
+        "SLURM_STEP_NODELIST": f"n[1-{len(per_node)}]",
+        "SLURM_STEP_NUM_TASKS": str(tasks),
+        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, per_node)),
+        "SLURM_DISTRIBUTION": way,
+    }
+    seen = [read(shared | {"SLURM_PROCID": str(index)}) for index in range(tasks)]
+    assert len({config.fingerprint for config in seen}) == 1
+    assert [config.address for config in seen] == list(seen[0].workers)
+    on_nodes = [address.partition(":")[0] for address in seen[0].workers]
+    assert [on_nodes.count(f"n{i + 1}") for i in range(len(per_node))] == per_node
+
+
+# SLURM, as recorded in tasks that `srun` started.
+
+ONE_A_NODE = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "gpu[01-03,07],login1",
+    "SLURM_JOB_NUM_NODES": "5",
+    "SLURM_NTASKS": "5",
+    "SLURM_TASKS_PER_NODE": "1(x5)",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NODELIST": "gpu[01-03,07],login1",
+    "SLURM_STEP_NUM_NODES": "5",
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x5)",
+    "SLURM_DISTRIBUTION": "cyclic",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "3",
+    "SLURM_LOCALID": "0",
+}
+SEVERAL_A_NODE = {
+    "SLURM_JOB_ID": "4712",
+    "SLURM_JOB_NODELIST": "n[1-4]",
+    "SLURM_NTASKS": "7",
+    "SLURM_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_STEP_NODELIST": "n[1-4]",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
+    "SLURM_DISTRIBUTION": "block",
+    "SLURM_PROCID": "3",
+    "SLURM_NODEID": "1",
+    "SLURM_LOCALID": "1",
+}
+
+
+def test_slurm_with_a_task_on_every_node():
+    config = read(ONE_A_NODE, base_port=8888)
+    nodes = ("gpu01", "gpu02", "gpu03", "gpu07", "login1")
+    assert config.workers == tuple(f"{node}:8888" for node in nodes)
+    assert (config.role, config.index, config.coordinator) == ("worker", 3, "gpu01:8888")
+
+
+def test_slurm_with_several_tasks_on_a_node():
+    config = read(SEVERAL_A_NODE, base_port=8888)
+    ports = ("n1:8888", "n1:8889", "n2:8888", "n2:8889", "n3:8888", "n3:8889", "n4:8888")
+    assert (config.workers, config.address) == (ports, "n2:8889")
+
+
+def test_slurm_with_cyclic_tasks():
+    environ = SEVERAL_A_NODE | {"SLURM_DISTRIBUTION": "cyclic:block", "SLURM_PROCID": "5"}
+    environ |= {"SLURM_NODEID": "1", "SLURM_LOCALID": "1"}
+    config = read(environ, base_port=1)
+    assert config.workers == ("n1:1", "n2:1", "n3:1", "n4:1", "n1:2", "n2:2", "n3:2")
+    assert config.address == "n2:2"
+
+
+def test_slurm_with_parameter_servers():
+    configs = [
+        read(SEVERAL_A_NODE | place(i), base_port=8888, parameter_servers=2) for i in range(7)
+    ]
+    roles = [("chief", 0), *(("worker", i) for i in range(4)), ("ps", 0), ("ps", 1)]
+    assert [(config.role, config.index) for config in configs] == roles
+    assert configs[0].parameter_servers == ("n3:8889", "n4:8888")
+    assert configs[0].chief == "n1:8888"
+
+
+def place(index):
+    return {
+        "SLURM_PROCID": str(index),
+        "SLURM_NODEID": str(index // 2),
+        "SLURM_LOCALID": str(index % 2),
+    }
+
+
+def test_a_step_on_a_part_of_the_job_counts_alone():
+    environ = ONE_A_NODE | {"SLURM_STEP_NODELIST": "gpu[02-03]", "SLURM_STEP_NUM_TASKS": "2"}
+    environ |= {"SLURM_STEP_TASKS_PER_NODE": "1(x2)", "SLURM_PROCID": "1", "SLURM_NODEID": "1"}
+    assert read(environ, base_port=80).workers == ("gpu02:80", "gpu03:80")
+
+
+def test_the_variables_of_the_job_serve_where_the_step_has_none():
+    environ = {name: v for name, v in SEVERAL_A_NODE.items() if "STEP" not in name}
+    assert read(environ) == read(SEVERAL_A_NODE)
+
+
+def test_tasks_spread_evenly_where_slurm_does_not_say():
+    environ = {"SLURM_PROCID": "2", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "a,b"}
+    assert read(environ, base_port=7).workers == ("a:7", "a:8", "b:7", "b:8")
+
+
+def test_jobs_after_each_other_have_ports_apart():
+    ports = [
+        {int(address.partition(":")[2]) for address in read(SEVERAL_A_NODE | job).workers}
+        for job in ({"SLURM_JOB_ID": "100"}, {"SLURM_JOB_ID": "101"})
+    ]
+    assert not ports[0] & ports[1]
+    assert all(1024 < port < 32768 for port in ports[0] | ports[1])
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes"),
+    [
+        ("node1", ["node1"]),
+        ("gpu[01-03,07],login1", ["gpu01", "gpu02", "gpu03", "gpu07", "login1"]),
+        ("n[8-11]", ["n8", "n9", "n10", "n11"]),
+        ("n[098-101]x", ["n098x", "n099x", "n100x", "n101x"]),
+        ("r[1-2]n[08-09]", ["r1n08", "r1n09", "r2n08", "r2n09"]),
+        ("a[1,3],b-2.site,c[5-6]-ib", ["a1", "a3", "b-2.site", "c5-ib", "c6-ib"]),
+    ],
+)
+def test_node_lists_are_expanded(text, nodes):
+    assert _cluster_sources._nodes(text) == nodes
+
+
+@pytest.mark.parametrize(
+    "text", ["n[1-", "n]1[", "n[]", "n[a-b]", "n[3-1]", "n[1-2-3]", "a,,b", ",a", "n[0-99999999]"]
+)
+def test_damaged_node_lists_are_refused(text):
+    with pytest.raises(ValueError, match="SLURM's list of nodes must be one such as"):
+        _cluster_sources._nodes(text)
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID must be a number from 0"),
+        ({"SLURM_PROCID": "7"}, "must be less than the number of processes.*processes=7"),
+        ({"SLURM_STEP_NODELIST": "n[1-3]"}, "for as many nodes as it lists.*nodes=3"),
+        ({"SLURM_STEP_NODELIST": "n1,n1,n2,n3"}, "A node stands twice"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x3"}, r"such as '2\(x3\),1'"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(x4)"}, "must add up to its tasks.*per_node=8, tasks=7"),
+        ({"SLURM_LOCALID": "0"}, "Task 3 is not where its number puts it.*SLURM_LOCALID='0'"),
+        ({"SLURM_NODEID": "2"}, "Task 3 is not where its number puts it.*SLURM_NODEID='2'"),
+        ({"SLURM_DISTRIBUTION": "plane=2"}, "by block or cyclic.*'plane=2'"),
+    ],
+)
+def test_what_slurm_cannot_have_said_is_refused(change, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read(SEVERAL_A_NODE | change)
+
+
+@pytest.mark.parametrize(
+    ("missing", "sentence"),
+    [
+        ("NODELIST", "SLURM_STEP_NODELIST or SLURM_JOB_NODELIST must be set too"),
+        ("TASKS", "SLURM_STEP_NUM_TASKS or SLURM_NTASKS or SLURM_NPROCS must be set too"),
+        ("TASKS_PER_NODE", "SLURM_TASKS_PER_NODE is not set, and the tasks do not spread evenly"),
+    ],
+)
+def test_missing_variables_of_slurm_are_named(missing, sentence):
+    environ = {name: v for name, v in SEVERAL_A_NODE.items() if not name.endswith(missing)}
+    with pytest.raises(ValueError, match=sentence):
+        read(environ)
+
+
+def test_a_batch_script_is_not_taken_for_a_task():
+    environ = {name: v for name, v in SEVERAL_A_NODE.items() if "STEP" not in name}
+    environ |= {"SLURM_PROCID": "0", "SLURM_NODEID": "0", "SLURM_LOCALID": "0"}
+    with pytest.raises(ValueError, match="the batch script itself.*with `srun`"):
+        read(environ | {"ENVIRONMENT": "BATCH"})
+
+
+# Kubernetes.
+
+INDEXED_JOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "KUBERNETES_SERVICE_PORT": "443",
+    "HOSTNAME": "train-bert-2",
+    "JOB_COMPLETION_INDEX": "2",
+}
+JOBSET = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "HOSTNAME": "bert-workers-1-0",
+    "JOBSET_NAME": "bert",
+    "REPLICATED_JOB_NAME": "workers",
+    "REPLICATED_JOB_REPLICAS": "2",
+    "JOB_INDEX": "1",
+    "JOB_COMPLETION_INDEX": "0",
+}
+
+
+def test_an_indexed_job_of_kubernetes():
+    config = read(INDEXED_JOB, processes=3, service="trainers")
+    pods = tuple(f"train-bert-{index}.trainers:9876" for index in range(3))
+    assert (config.workers, config.index) == (pods, 2)
+
+
+def test_an_indexed_job_with_parameter_servers():
+    config = read(INDEXED_JOB, processes=4, service="t", parameter_servers=1, base_port=80)
+    assert (config.chief, config.parameter_servers) == ("train-bert-0.t:80", ("train-bert-3.t:80",))
+    assert (config.role, config.index) == ("worker", 1)
+
+
+def test_a_jobset_of_several_jobs():
+    config = read(JOBSET, processes=4)
+    assert config.workers == (
+        "bert-workers-0-0.bert:9876",
+        "bert-workers-0-1.bert:9876",
+        "bert-workers-1-0.bert:9876",
+        "bert-workers-1-1.bert:9876",
+    )
+    assert config.process_index == 2
+
+
+def test_a_jobset_of_one_job_needs_no_number_of_jobs():
+    environ = JOBSET | {"JOB_INDEX": "0", "JOB_COMPLETION_INDEX": "1"}
+    del environ["REPLICATED_JOB_REPLICAS"]
+    config = read(environ, processes=2, service="net")
+    assert config.address == "bert-workers-0-1.net:9876"
+
+
+@pytest.mark.parametrize(
+    ("environ", "settings", "sentence"),
+    [
+        (INDEXED_JOB, {}, "does not tell a pod how many.*Give `processes`"),
+        (INDEXED_JOB, {"processes": 3}, "through a headless service.*`subdomain`"),
+        (INDEXED_JOB, {"processes": 2, "service": "s"}, "must be less than the number"),
+        (INDEXED_JOB | {"HOSTNAME": "laptop"}, {"processes": 3, "service": "s"}, "ends with its"),
+        (JOBSET, {"processes": 3}, "spread evenly over its Jobs.*processes=3"),
+        (JOBSET | {"JOB_INDEX": "2"}, {"processes": 4}, "spread evenly over its Jobs"),
+        (JOBSET | {"JOB_INDEX": ""}, {"processes": 4}, "JOB_INDEX must be set too.*label"),
+        (JOBSET | {"REPLICATED_JOB_NAME": ""}, {"processes": 4}, "REPLICATED_JOB_NAME must be set"),
+        (
+            {k: v for k, v in JOBSET.items() if k != "REPLICATED_JOB_REPLICAS"},
+            {"processes": 4},
+            "REPLICATED_JOB_REPLICAS must be set",
+        ),
+    ],
+)
+def test_what_kubernetes_does_not_tell_is_asked_for(environ, settings, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read(environ, **settings)
+
+
+# TF_CONFIG and Keras' variables.
+
+
+def tf_config(cluster=None, task=None, **more):
+    cluster = {"worker": ["a:1", "b:1"]} if cluster is None else cluster
+    return {
+        "TF_CONFIG": json.dumps(
+            {"cluster": cluster, "task": task or {"type": "worker", "index": 1}} | more
+        )
+    }
+
+
+def test_tf_config_as_kubeflow_writes_it():
+    config = read(tf_config(task={"type": "worker", "index": "1"}, environment="cloud"))
+    assert config == ClusterConfig(["a:1", "b:1"], role="worker", index=1)
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"TF_CONFIG": "{"}, "TF_CONFIG is no JSON"),
+        ({"TF_CONFIG": "[]"}, 'TF_CONFIG must have a "cluster"'),
+        ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 'TF_CONFIG must have a "task"'),
+        (tf_config({"master": ["a:1"]}), "roles that are none of chief, worker.*'master'"),
+        (tf_config({"worker": "a:1"}), "`worker` must be a list of strings"),
+        (tf_config({"worker": {"1": "a:1"}}), "`worker` must be a list of strings"),
+        (tf_config({"chief": ["a:1", "b:1"]}), "may have one chief"),
+        (tf_config({"worker": ["a:1"]}), "one of the cluster's: it has 1 worker,.*index=1"),
+        (tf_config(task={"type": "worker", "index": -1}), "must be a non-negative integer"),
+        (tf_config(task={"type": "boss", "index": 0}), "`role` must be one of"),
+        (tf_config(task={"type": "ps", "index": 0}), "it has no ps"),
+        (tf_config({"worker": ["a:1", "b"]}), "`worker 1` must be the address and port"),
+        (tf_config({"ps": ["a:1"]}), "A cluster needs a worker"),
+    ],
+)
+def test_what_is_wrong_with_tf_config_is_said(environ, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read(environ)
+
+
+def test_keras_variables_as_documented():
+    config = read({ADDRESSES: "10.0.0.1:1234,10.0.0.2:2345", COUNT: "2", INDEX: "1"})
+    assert config == ClusterConfig(["10.0.0.1:1234", "10.0.0.2:2345"], index=1)
+
+
+def test_the_coordinator_alone_is_enough_for_jax():
+    environ = {ADDRESSES: "10.0.0.1:1234", COUNT: "3", INDEX: "2"}
+    config = read(environ)
+    assert (config.coordinator, config.process_count) == ("10.0.0.1:1234", 3)
+    assert (config.process_index, config.address, config.is_chief) == (2, None, False)
+    assert config.to_environment() == environ
+    with pytest.raises(ValueError, match="TF_CONFIG needs the address of every process"):
+        config.to_tf_config()
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({ADDRESSES: "a:1,b:1", COUNT: "3", INDEX: "0"}, "an address for every process.*=3"),
+        ({ADDRESSES: "a:1,b:1", COUNT: "2"}, f"{INDEX} must be set too"),
+        ({COUNT: "2", INDEX: "0"}, f"{ADDRESSES} must be set too.*TPU"),
+        ({ADDRESSES: "a:1,b:1", INDEX: "2"}, "must be less than the number of processes"),
+        ({ADDRESSES: "a:1", COUNT: "2", INDEX: "2"}, "it has 2 workers, numbered from 0 to 1"),
+        ({ADDRESSES: "a:1", COUNT: "two", INDEX: "0"}, f"{COUNT} must be a number from 0"),
+    ],
+)
+def test_what_is_wrong_with_keras_variables_is_said(environ, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read(environ)
+
+
+# Which environment counts.
+
+
+def test_what_was_set_for_the_program_goes_before_schedulers():
+    keras = {ADDRESSES: "k:1,l:1", COUNT: "2", INDEX: "1"}
+    everything = tf_config() | keras | SEVERAL_A_NODE | INDEXED_JOB
+    assert read(everything).coordinator == "a:1"
+    del everything["TF_CONFIG"]
+    assert read(everything).coordinator == "k:1"
+    for name in keras:
+        del everything[name]
+    assert cluster.source(everything) == "SLURM"
+    assert read(everything).process_count == 7
+    assert cluster.source(INDEXED_JOB) == "Kubernetes"
+
+
+def test_variables_left_from_another_run_are_refused():
+    left = {ADDRESSES: "k:1,l:1,m:1", COUNT: "3", INDEX: "0"}
+    with pytest.raises(ValueError, match="this process 1 of 2, and Keras' variables another"):
+        read(tf_config() | left)
+
+
+@pytest.mark.parametrize(
+    ("environ", "hint"),
+    [
+        ({}, "kdpkit launch"),
+        ({"TF_CONFIG": "{}"}, "kdpkit launch"),
+        ({"SLURM_JOB_ID": "1"}, "start the processes with `srun`"),
+        ({"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, "completionMode: Indexed"),
+    ],
+)
+def test_no_cluster_is_said_with_the_way_out(environ, hint):
+    assert cluster.source(environ) is None
+    with pytest.raises(ValueError, match=f"No cluster is described.*{hint}"):
+        read(environ)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"processes": 3}, "describes another cluster. Received: processes=3, found=2"),
+        ({"parameter_servers": 1}, "describes another cluster. Received: parameter_servers=1"),
+        ({"processes": 0}, "`processes` must be a positive integer"),
+        ({"base_port": "80"}, "`base_port` must be a positive integer"),
+    ],
+)
+def test_arguments_must_agree_with_the_environment(settings, sentence):
+    assert read(tf_config(), processes=2, parameter_servers=0) == read(tf_config())
+    with pytest.raises(ValueError, match=sentence):
+        read(tf_config(), **settings)
+
+
+def test_the_process_environment_is_read(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", tf_config()["TF_CONFIG"])
+    assert ClusterConfig.from_environment().index == 1
+    assert cluster.source() == "TF_CONFIG"
+
+
+# Checks.
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"workers": []}, "A cluster needs a worker"),
+        ({"workers": "a:1"}, "`workers` must be a list of strings"),
+        ({"workers": ["a"]}, "`worker 0` must be the address and port"),
+        ({"workers": ["a:0"]}, "the port from 1 to 65535"),
+        ({"workers": ["a:65536"]}, "the port from 1 to 65535"),
+        ({"workers": ["http://a:80"]}, "`worker 0` must be the address and port"),
+        ({"workers": ["a:1", "a:1"]}, r"an address of its own.*worker=\(0, 1\)"),
+        ({"workers": ["a:1"], "chief": "a:1"}, "an address of its own.*chief=0, worker=0"),
+        ({"workers": ["a:1"], "index": 1}, "it has 1 worker, numbered from 0 to 0"),
+        ({"workers": ["a:1"], "role": "ps"}, "it has no ps"),
+        ({"workers": ["a:1"], "role": "chief"}, "it has no chief"),
+        ({"workers": ["a:1"], "role": "boss"}, "`role` must be one of"),
+        ({"workers": ["a:1", "b:1"], "processes": 3}, "that of the first alone"),
+        ({"workers": [], "chief": "a:1", "parameter_servers": ["b:1"]}, "need workers"),
+    ],
+)
+def test_clusters_that_cannot_be_are_refused(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        ClusterConfig(**({"role": "worker"} | arguments)).validate()
+
+
+def test_a_local_address_beside_others_is_refused():
+    config = ClusterConfig(["localhost:1", "gpu2:1"])
+    with pytest.raises(ValueError, match=r"local=\['localhost'\], others=\['gpu2'\]"):
+        config.validate()
+    local = ClusterConfig(["localhost:1", "127.0.0.1:2"])
+    assert local.validate() is local
+
+
+def test_servers_and_evaluators_have_no_number_among_those_that_train():
+    config = ClusterConfig(["a:1"], chief="b:1", parameter_servers=["c:1"])
+    assert not config.for_task("ps", 0).is_chief
+    with pytest.raises(ValueError, match="none of the processes that train"):
+        _ = config.for_task("ps", 0).process_index
+    with pytest.raises(ValueError, match="none of the processes that train"):
+        _ = config.for_task("evaluator", 0).process_index
+
+
+@pytest.mark.timeout(60)
+def test_hosts_are_reachable_also_before_their_process_listens():
+    with socket.socket() as listening, socket.socket() as silent:
+        for each in (listening, silent):
+            each.bind(("127.0.0.1", 0))
+        listening.listen()
+        ports = [each.getsockname()[1] for each in (listening, silent)]
+        addresses = ["127.0.0.1:1", *(f"127.0.0.1:{port}" for port in ports)]
+        ClusterConfig(addresses).validate(reachable=True, timeout_seconds=30)
+
+
+@pytest.mark.timeout(60)
+def test_a_host_whose_name_does_not_resolve_is_named():
+    config = ClusterConfig(["here.invalid:1", "no-such-host.invalid:1"])
+    with pytest.raises(ValueError, match=r"cannot be reached.*'no-such-host.invalid:1'"):
+        config.validate(reachable=True, timeout_seconds=1)
+
+
+def test_differences_between_two_views_are_told():
+    here = ClusterConfig(["a:1", "b:1"])
+    assert here.differences(here.for_task("worker", 1)) == ()
+    assert here.differences(here) == ("both are worker 0",)
+    assert here.differences(ClusterConfig(["a:1"])) == (
+        "worker 1 is at 'b:1' here and missing there",
+        "2 processes here and 1 there",
+    )

@@ -1,0 +1,670 @@
+"""Real processes: started, watched, ended and restarted together, with none left behind.
+
+Programs are a few lines of Python without a framework. Limits in seconds are generous; they only
+keep a test from waiting for ever.
+"""
+
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+
+import keras
+import pytest
+
+import kdpkit
+from kdpkit import _children, cli, cluster, launch
+
+pytestmark = pytest.mark.timeout(120)
+
+SOON = 60.0
+
+# What every program begins with.
+BEGIN = """
+import json, os, pathlib, signal, socket, subprocess, sys, time
+task = json.loads(os.environ["TF_CONFIG"])["task"]
+name = f"{task['type']} {task['index']}"
+here = pathlib.Path(sys.argv[1])
+def wait_for(file):
+    while not (here / file).exists():
+        time.sleep(0.02)
+def ready():
+    (here / f"{name} is ready").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(autouse=True)
+def mark(monkeypatch):
+    """Mark all that a test starts; fail if any is left, and leave none."""
+    own = f"{uuid.uuid4().hex};"
+    monkeypatch.setenv(_children.MARK, own)
+    yield own
+    deadline = time.monotonic() + SOON
+    while (left := _children.marked(own)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    _children.end_marked(own, grace_seconds=0)
+    assert left == []
+
+
+class Launcher:
+    """`kdpkit launch` as a process, running one program."""
+
+    def __init__(self, directory, program, *flags, workers=2):
+        script = directory / "program.py"
+        script.write_text(BEGIN + program)
+        words = ["launch", "--workers", str(workers), "--grace-seconds", "30", *flags, "--"]
+        self.directory = directory
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kdpkit", *words, sys.executable, str(script), str(directory)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_for(self, *files):
+        """Wait for files that the program makes."""
+        deadline = time.monotonic() + SOON
+        while not all((self.directory / file).exists() for file in files):
+            assert time.monotonic() < deadline, files
+            assert self.process.poll() is None, self.process.communicate()
+            time.sleep(0.02)
+
+    def end(self, number=None):
+        """Send a signal; give exit code, stdout and stderr."""
+        if number is not None:
+            self.process.send_signal(number)
+        out, err = self.process.communicate(timeout=SOON)
+        return self.process.returncode, out, err
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Start launchers that do not outlive the test."""
+    started = []
+
+    def start_one(program, *flags, **settings):
+        started.append(Launcher(tmp_path, program, *flags, **settings))
+        return started[-1]
+
+    yield start_one
+    for launcher in started:
+        if launcher.process.poll() is None:
+            launcher.process.kill()
+            launcher.process.communicate()
+
+
+ALL_READY = ("worker 0 is ready", "worker 1 is ready")
+
+
+# Output.
+
+
+def test_lines_bear_the_name_of_their_process(start):
+    code, out, err = start(
+        "print('hello\\nfrom', name); print('trouble', file=sys.stderr); sys.stdout.write('end')"
+    ).end()
+    assert code == 0
+    for name in ("worker 0", "worker 1"):
+        lines = [line for line in out.splitlines() if line.startswith(name)]
+        assert lines == [f"{name} | hello", f"{name} | from {name}", f"{name} | end"]
+        assert f"{name} | trouble\n" in err
+    assert len(out.splitlines()) == 6
+
+
+def test_a_progress_bar_is_few_lines(start):
+    code, out, _ = start(
+        "for i in range(1000): print(f'\\r{i}/1000', end='', flush=True)\nprint()", workers=1
+    ).end()
+    assert code == 0
+    assert len(out.splitlines()) < 20
+    assert out.splitlines()[-1] == "worker 0 | 999/1000"
+
+
+def test_all_ends_when_nobody_reads(start):
+    launcher = start("while True: print('again'); time.sleep(0.01)")
+    assert launcher.process.stdout.readline()
+    launcher.process.stdout.close()
+    launcher.process.stdout = None
+    assert launcher.end()[0] == 128 + signal.SIGPIPE
+
+
+# What each process gets.
+
+
+def test_every_process_finds_its_place(start):
+    program = """
+from kdpkit.cluster import ClusterConfig
+config = ClusterConfig.from_environment()
+print(config.process_index, config.process_count, config.fingerprint, config.address)
+"""
+    code, out, err = start(program, workers=3).end()
+    assert code == 0, err
+    places = [line.split(" | ")[1].split() for line in sorted(out.splitlines())]
+    assert [place[:2] for place in places] == [["0", "3"], ["1", "3"], ["2", "3"]]
+    assert len({place[2] for place in places}) == 1
+    assert len({place[3] for place in places}) == 3
+
+
+def test_variables_of_an_outer_cluster_do_not_reach_it(start, monkeypatch):
+    for name in cluster.VARIABLES:
+        monkeypatch.setenv(name, "left from outside")
+    program = "print(os.environ.get('KERAS_DISTRIBUTION_NUM_PROCESSES', 'none'), name)"
+    code, out, err = start(program, "--parameter-servers", "1", workers=1).end()
+    assert code == 0, err
+    assert "none chief 0" in out
+
+
+def test_a_dry_run_tells_what_each_process_would_get(capsys):
+    words = ["launch", "--workers", "2", "--dry-run", "--", "echo", "it is"]
+    assert cli.main(words) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("worker 0 | TF_CONFIG='{")
+    assert "KERAS_DISTRIBUTION_PROCESS_ID=1 echo 'it is'" in second
+    assert cli.main(["launch", "--json", *words[1:]]) == 0
+    tasks = json.loads(capsys.readouterr().out)
+    configs = [cluster.ClusterConfig.from_environment(task["variables"]) for task in tasks]
+    assert [task["name"] for task in tasks] == ["worker 0", "worker 1"]
+    assert [config.index for config in configs] == [0, 1]
+    assert configs[0].fingerprint == configs[1].fingerprint
+
+
+def test_every_worker_sees_gpus_of_its_own(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    tasks = launch.plan(["echo"], workers=2, parameter_servers=1, gpus_per_worker=2)
+    seen = {task.name: task.variables["CUDA_VISIBLE_DEVICES"] for task in tasks}
+    assert seen == {"chief": "-1", "worker 0": "4,5", "worker 1": "6,7", "ps 0": "-1"}
+    with pytest.raises(ValueError, match="More GPUs are asked for.*workers=3.*There are 4"):
+        launch.plan(["echo"], workers=3, gpus_per_worker=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(ValueError, match="More GPUs are asked for.*There are 0"):
+        launch.plan(["echo"], workers=1, gpus_per_worker=1)
+
+
+# Failures.
+
+
+def test_a_worker_that_fails_ends_all(start):
+    program = """
+if name == "worker 1":
+    wait_for("worker 0 is ready")
+    sys.exit("the disk is full")
+ready()
+"""
+    code, _, err = start(program).end()
+    assert code == 1
+    assert "worker 1 | the disk is full" in err
+    assert "launch   | worker 1 failed with exit code 1, before any other; " in err
+    assert "launch   |   the disk is full" in err
+
+
+def test_a_killed_worker_is_told_as_such(start):
+    code, _, err = start(
+        "wait_for('worker 0 is ready') if task['index'] else ready()\nos.kill(os.getpid(), 9)"
+    ).end()
+    assert code == 128 + signal.SIGKILL
+    assert "worker 1 was ended by SIGKILL" in err
+
+
+def test_those_that_were_left_alone_are_not_blamed(start):
+    program = """
+if name == "worker 0":
+    wait_for("worker 1 fails")
+    sys.exit(43)
+(here / "worker 1 fails").touch()
+sys.exit(5)
+"""
+    code, _, err = start(program).end()
+    assert code == 5
+    assert "worker 1 failed with exit code 5" in err
+
+
+def test_where_all_were_left_alone_it_is_said(start):
+    code, _, err = start("sys.exit(43) if task['index'] else time.sleep(600)").end()
+    assert code == 43
+    assert "worker 1 failed with exit code 43, because it lost another" in err
+
+
+def test_who_does_not_listen_to_sigterm_is_killed(start):
+    program = """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+wait_for("worker 0 is ready") if task["index"] else ready()
+sys.exit(3)
+"""
+    code, _, _ = start(program, "--grace-seconds", "0.5").end()
+    assert code == 3
+
+
+# Restarts.
+
+FAILS_ONCE = """
+seen = here / f"{name} was here"
+first = not seen.exists()
+seen.touch()
+print("port", json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][task["index"]])
+"""
+
+
+def test_all_start_again_on_other_ports_and_go_on(start):
+    program = FAILS_ONCE + 'if first: wait_for("worker 1 was here"); sys.exit(task["index"])'
+    code, out, err = start(program, "--max-restarts", "2").end()
+    assert code == 0, err
+    assert "All start again, on other ports (restart 1 of 2)." in err
+    assert "restart 2" not in err
+    ports = [line for line in out.splitlines() if line.startswith("worker 1 | port")]
+    assert len(ports) == 2
+    assert ports[0] != ports[1]
+
+
+def test_restarts_come_to_an_end(start):
+    launcher = start("sys.exit(9)", "--max-restarts", "2", "--json", workers=1)
+    code, out, err = launcher.end()
+    assert code == 9
+    assert "restart 2 of 2" in err
+    report = json.loads(out)
+    assert (report["exit_code"], report["restarts"]) == (9, 2)
+    assert report["failures"] == [{"name": "worker 0", "exit_code": 9, "last_lines": []}]
+
+
+def test_what_was_stopped_and_saved_its_state_is_not_restarted(start):
+    code, _, err = start("sys.exit(42)", "--max-restarts", "2", workers=1).end()
+    assert code == 42
+    assert "worker 0 was stopped by SIGTERM and saved its state" in err
+
+
+def test_a_taken_port_is_no_failure_of_the_program(start):
+    program = (
+        FAILS_ONCE
+        + """
+port = int(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0].rpartition(":")[2])
+server = socket.create_server(("localhost", port))
+if first:
+    try:
+        socket.create_server(("localhost", port))
+    except OSError as error:
+        sys.exit(f"{error} (port {port})")
+"""
+    )
+    code, _, err = start(program, workers=1).end()
+    assert code == 0, err
+    assert "Another program took its port. All start again, on other ports." in err
+
+
+def test_ports_are_free_and_apart():
+    ports = launch._free_ports(50)
+    assert len(set(ports)) == 50
+    with socket.socket() as probe:
+        probe.bind(("", ports[0]))
+
+
+# Signals.
+
+SAVES = """
+def save(*_):
+    (here / f"{name} saved").touch()
+    sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+ready()
+"""
+
+
+def test_sigterm_lets_all_save_and_exit_with_42(start, tmp_path):
+    launcher = start(SAVES, "--max-restarts", "3")
+    launcher.wait_for(*ALL_READY)
+    code, _, err = launcher.end(signal.SIGTERM)
+    assert code == 42
+    assert "SIGTERM is passed on." in err
+    assert all((tmp_path / f"worker {i} saved").exists() for i in range(2))
+
+
+def test_a_second_sigterm_does_not_keep_all_from_saving(start, tmp_path):
+    program = """
+def save(*_):
+    (here / f"{name} begins to save").touch()
+    wait_for("go on")
+    sys.exit(42)
+signal.signal(signal.SIGTERM, save)
+ready()
+"""
+    launcher = start(program)
+    launcher.wait_for(*ALL_READY)
+    launcher.process.send_signal(signal.SIGTERM)
+    launcher.wait_for("worker 0 begins to save", "worker 1 begins to save")
+    launcher.process.send_signal(signal.SIGTERM)
+    (tmp_path / "go on").touch()
+    assert launcher.end()[0] == 42
+
+
+def test_sigterm_without_a_state_is_the_signals_exit_code(start):
+    launcher = start("ready()")
+    launcher.wait_for(*ALL_READY)
+    assert launcher.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
+
+
+def test_a_script_may_save_after_its_shell_has_ended(tmp_path, start):
+    inner = tmp_path / "inner.py"
+    inner.write_text(BEGIN + SAVES)
+    program = f"""
+inner = subprocess.Popen([sys.executable, {str(inner)!r}, str(here)])
+inner.wait()
+"""
+    launcher = start(program, workers=1)
+    launcher.wait_for("worker 0 is ready")
+    launcher.end(signal.SIGTERM)
+    assert (tmp_path / "worker 0 saved").exists()
+
+
+def test_ctrl_c_reaches_every_process_once(start, tmp_path):
+    program = """
+try:
+    ready()
+except KeyboardInterrupt:
+    with open(here / name, "a") as file:
+        file.write("Ctrl-C ")
+    sys.exit(1)
+"""
+    launcher = start(program, "--max-restarts", "3")
+    launcher.wait_for(*ALL_READY)
+    assert launcher.end(signal.SIGINT)[0] == 130
+    assert [(tmp_path / f"worker {i}").read_text() for i in range(2)] == ["Ctrl-C "] * 2
+
+
+def test_the_second_ctrl_c_ends_all_at_once(start):
+    program = """
+signal.signal(signal.SIGINT, lambda *_: (here / f"{name} heard").touch())
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+(here / f"{name} is ready").touch()
+while True: time.sleep(1)
+"""
+    launcher = start(program, "--grace-seconds", "600")
+    launcher.wait_for(*ALL_READY)
+    launcher.process.send_signal(signal.SIGINT)
+    launcher.wait_for("worker 0 heard", "worker 1 heard")
+    assert launcher.end(signal.SIGINT)[0] == 130
+
+
+def test_a_signal_while_the_others_end_stops_the_restarts(start):
+    program = """
+signal.signal(signal.SIGTERM, lambda *_: (here / f"{name} heard").touch())
+if name == "worker 1":
+    wait_for("worker 0 is ready")
+    sys.exit(1)
+(here / f"{name} is ready").touch()
+while True: time.sleep(1)
+"""
+    launcher = start(program, "--max-restarts", "3", "--grace-seconds", "600")
+    launcher.wait_for("worker 0 heard")
+    assert launcher.end(signal.SIGINT)[0] == 130
+
+
+# Nothing is left.
+
+HAS_CHILDREN = """
+sleep = [sys.executable, "-c", "import time; time.sleep(600)"]
+subprocess.Popen(sleep)
+subprocess.Popen(sleep, start_new_session=True)  # leaves the group
+if os.fork() == 0 and os.fork() == 0:  # and its parent
+    os.setsid()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.skipif(not _children.marked(""), reason="finds strays in /proc")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_nothing_outlives_the_launcher(start, mark, number):
+    launcher = start(HAS_CHILDREN + "ready()", "--grace-seconds", "5")
+    launcher.wait_for(*ALL_READY)
+    assert len(_children.marked(mark)) > 8
+    launcher.end(number)
+    wait_until_gone(mark)
+
+
+@pytest.mark.skipif(not _children.marked(""), reason="finds strays in /proc")
+@pytest.mark.parametrize("code", [0, 1])
+def test_nothing_outlives_programs_that_end(start, mark, code):
+    launcher = start(HAS_CHILDREN + f"os._exit({code})")
+    assert launcher.end()[0] == code
+    assert _children.marked(mark) == []
+
+
+def test_a_killed_launcher_lets_programs_save(start, tmp_path, mark):
+    launcher = start(SAVES)
+    launcher.wait_for(*ALL_READY)
+    launcher.end(signal.SIGKILL)
+    wait_until_gone(mark)
+    assert all((tmp_path / f"worker {i} saved").exists() for i in range(2))
+
+
+def wait_until_gone(mark):
+    deadline = time.monotonic() + SOON
+    while _children.marked(mark):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+# Parameter servers.
+
+SERVES = """
+if task["type"] != "chief":
+    print("serves at", json.loads(os.environ["TF_CONFIG"])["cluster"][task["type"]][task["index"]])
+"""
+WITH_SERVER = ("--parameter-servers", "1")
+
+
+def test_workers_and_servers_are_ended_when_the_chief_is_done(start):
+    program = SERVES + (
+        """
+if name != "chief 0": ready()
+for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{other} is ready")
+print("done")
+"""
+    )
+    code, out, err = start(program, *WITH_SERVER).end()
+    assert code == 0, err
+    assert "chief    | done" in out
+    assert "failed" not in err
+    assert "Starts 2 workers, 1 parameter server, 1 chief" in err
+
+
+def test_a_lost_worker_is_started_again_alone(start):
+    program = SERVES + (
+        """
+count = here / f"{name} count"
+count.write_text(count.read_text() + "x" if count.exists() else "x")
+if name == "chief 0":
+    while not (here / "worker 1 count").exists() or (here / "worker 1 count").read_text() != "xx":
+        time.sleep(0.02)
+elif name == "worker 1" and count.read_text() == "x":
+    os.kill(os.getpid(), signal.SIGKILL)
+else:
+    ready()
+"""
+    )
+    launcher = start(program, *WITH_SERVER, "--max-restarts", "1")
+    code, out, err = launcher.end()
+    assert code == 0, err
+    assert "worker 1 was ended by SIGKILL. It is started again, and the others go on" in err
+    assert (launcher.directory / "chief 0 count").read_text() == "x"
+    addresses = [line for line in out.splitlines() if line.startswith("worker 1")]
+    assert len(addresses) == 2
+    assert len(set(addresses)) == 1
+
+
+def test_a_lost_worker_without_restarts_ends_all(start):
+    code, _, err = start("sys.exit(8) if name == 'worker 1' else ready()", *WITH_SERVER).end()
+    assert code == 8
+    assert "worker 1 failed with exit code 8" in err
+
+
+@pytest.mark.parametrize("lost", ["ps 0", "chief 0"])
+def test_a_lost_server_or_chief_starts_all_again(start, lost):
+    program = f"""
+seen = here / f"{{name}} was here"
+first = not seen.exists()
+seen.touch()
+if name == "{lost}" and first:
+    wait_for("worker 0 was here")
+    wait_for("worker 1 was here")
+    wait_for("chief 0 was here")
+    sys.exit(6)
+if not first: print(name, "again")
+if first or name != "chief 0": ready()
+for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{{other}} is ready")
+"""
+    code, out, err = start(program, *WITH_SERVER, "--max-restarts", "1").end()
+    assert code == 0, err
+    assert "chief 0 again" in out
+    assert f"{lost.removesuffix(' 0') if 'chief' in lost else lost} failed with exit code 6" in err
+
+
+def test_sigterm_lets_the_chief_save_and_then_ends_the_servers(start, tmp_path):
+    launcher = start(SAVES, *WITH_SERVER)
+    launcher.wait_for("chief 0 is ready", "ps 0 is ready", *ALL_READY)
+    assert launcher.end(signal.SIGTERM)[0] == 42
+    assert (tmp_path / "chief 0 saved").exists()
+
+
+# Processes that never come up.
+
+
+@pytest.mark.slow
+def test_a_process_without_a_sign_of_life_is_told(start):
+    code, _, err = start(
+        "print('here') if task['index'] == 0 else None; time.sleep(600)",
+        "--start-timeout-seconds",
+        "6",
+    ).end()
+    assert code == 128 + signal.SIGKILL
+    assert "worker 1 has given no sign of life for" in err
+    assert "nothing listens at localhost:" in err
+    assert "worker 0 has given no sign" not in err
+
+
+@pytest.mark.slow
+def test_a_silent_process_that_listens_is_alive(start):
+    program = """
+address = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0]
+server = socket.create_server(("localhost", int(address.rpartition(":")[2])))
+time.sleep(8)
+"""
+    code, _, err = start(program, "--start-timeout-seconds", "5", workers=1).end()
+    assert code == 0, err
+
+
+# Called from Python.
+
+
+def test_launch_gives_the_exit_code(capfd):
+    code = launch.launch([sys.executable, "-c", "print('hello'); raise SystemExit(4)"], workers=1)
+    assert code == 4
+    said = capfd.readouterr()
+    assert "worker 0 | hello" in said.out
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.usefixtures("capfd")
+def test_a_report_tells_what_failed():
+    program = "import sys; print('out'); sys.exit('reason')"
+    report = launch.run([sys.executable, "-c", program], workers=1, max_restarts=1)
+    failure = launch.Failure(name="worker 0", exit_code=1, last_lines=("reason",))
+    assert report == launch.Report(exit_code=1, restarts=1, failures=(failure,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"workers": 0}, "`workers` must be a positive integer. Received: workers=0"),
+        ({"parameter_servers": -1}, "`parameter_servers` must be a non-negative integer"),
+        ({"max_restarts": -1}, "`max_restarts` must be a non-negative integer"),
+        ({"grace_seconds": -1}, "`grace_seconds` must be at least 0"),
+        ({"start_timeout_seconds": 0}, "`start_timeout_seconds` must be above 0"),
+        ({"gpus_per_worker": 0}, "`gpus_per_worker` must be a positive integer"),
+        ({"command": "echo hello"}, "`command` must be a list of strings"),
+        ({"command": []}, "`command` must have a word"),
+        ({"command": ["no-such-program"]}, "There is no such program.*'no-such-program'.*PATH"),
+        ({"command": ["train.py"]}, "There is no such program.*Write `python train.py`"),
+    ],
+)
+def test_bad_arguments_are_refused(settings, sentence):
+    settings = {"command": ["echo"], "workers": 1} | settings
+    with pytest.raises(ValueError, match=sentence):
+        launch.launch(settings.pop("command"), **settings)
+
+
+def test_a_program_that_cannot_be_run_is_refused(tmp_path):
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF")
+    program.chmod(0o755)
+    with pytest.raises(ValueError, match=r"cannot be started \(Exec format error\)"):
+        launch.launch([str(program)], workers=2)
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "the following arguments are required: command"),
+        (["lunch"], "invalid choice: 'lunch'"),
+        (["launch", "--", "echo"], "the following arguments are required: --workers"),
+        (["launch", "--workers", "two", "--", "echo"], "argument --workers: invalid int value"),
+        (["launch", "--workers", "2"], "The command to run comes after `--`"),
+        (["launch", "--workers", "2", "echo"], "unrecognized arguments: echo"),
+        (["launch", "--workers", "0", "--", "echo"], "`workers` must be a positive integer"),
+        (["launch", "--workers", "2", "--max", "3", "--", "echo"], "unrecognized arguments"),
+    ],
+)
+def test_a_mistake_in_the_flags_is_one_sentence(words, sentence, capsys):
+    assert cli.main(words) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert sentence in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_the_command_line_is_a_module_too():
+    done = subprocess.run(
+        [sys.executable, "-m", "kdpkit", "--version"], capture_output=True, text=True, timeout=SOON
+    )
+    assert (done.returncode, done.stdout.split()[0]) == (0, "kdpkit")
+    assert os.environ[_children.MARK]
+
+
+# The whole of it.
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(280)
+@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="starts processes on JAX")
+def test_a_recipe_is_stopped_and_goes_on_in_two_processes(tmp_path):
+    recipe = pathlib.Path(kdpkit.__file__).parent.parent / "recipes" / "cnn_jax.py"
+    flags = ["--smoke", "--epochs", "40", "--resume", str(tmp_path / "state")]
+    words = [sys.executable, "-m", "kdpkit", "launch", "--workers", "2", "--", sys.executable]
+    results = tmp_path / "results.json"
+    with subprocess.Popen(
+        [*words, str(recipe), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as launcher:
+        said = []
+        for line in launcher.stdout:
+            said.append(line)
+            if "Learning rate of epoch 1:" in line:
+                launcher.send_signal(signal.SIGTERM)
+                break
+        said += launcher.stdout.readlines()
+    assert launcher.returncode == 42, "".join(said)
+    done = subprocess.run(
+        [*words, str(recipe), *flags, "--results", str(results)],
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Epoch 1/40" not in done.stdout
+    found = json.loads(results.read_text())
+    assert (found["replicas"], found["steps"]) == (2, 160)
