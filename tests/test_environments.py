@@ -22,14 +22,10 @@ ON_JAX = {
         "tests/test_batches.py",
         "tests/test_checkpoints.py",
         "tests/test_sharding.py",
-        "tests/callbacks",
     ],
-    "training": [
-        "tests/training/test_loop.py",
-        "tests/training/test_exact_jax.py",
-        "tests/training/test_jax_guide.py",
-        "tests/training/test_jax_inputs.py",
-    ],
+    "callbacks": ["tests/callbacks"],
+    "loop": ["tests/training/test_loop.py", "tests/training/test_jax_guide.py"],
+    "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
 }
 
 pytestmark = pytest.mark.skipif(

@@ -31,21 +31,30 @@ def text(tmp_path_factory):
     return file
 
 
-@pytest.fixture
-def bert(text, tmp_path):
+@pytest.fixture(scope="module")
+def bert(text, tmp_path_factory):
     """Run the BERT recipe on two replicas, small; give what it returns."""
+    cache = tmp_path_factory.mktemp("cache")
 
     def run(*flags):
         return bert_mlm.main(
             [
                 *("--strategy", "mirrored", "--replicas", "2", "--data", str(text)),
                 *("--per-replica-batch-size", "4", "--sequence-length", "16", "--epochs", "2"),
-                *("--vocabulary-size", "60", "--cache-dir", str(tmp_path / "cache")),
-                *("--steps-per-epoch", "5", *flags),
+                *("--vocabulary-size", "60", "--cache-dir", str(cache)),
+                *("--steps-per-epoch", "5", "--warmup-steps", "2", *map(str, flags)),
             ]
         )
 
     return run
+
+
+@pytest.fixture(scope="module")
+def trained(bert, tmp_path_factory):
+    """Give a directory with all that a run writes, and what it returned."""
+    directory = tmp_path_factory.mktemp("bert")
+    files = ("--log-dir", directory / "logs", "--results", directory / "results.json")
+    return directory, bert(*files)
 
 
 def run_recipe(name, *flags, **environment):
@@ -60,9 +69,9 @@ def run_recipe(name, *flags, **environment):
 
 
 @pytest.mark.slow
-def test_the_rates_of_bert_fall_as_the_schedule_says(bert):
-    results = bert("--base-learning-rate", "1e-3", "--warmup-steps", "2")
-    schedule = schedules.warmup_polynomial(2e-3, total_steps=10, warmup_steps=2)
+def test_the_rates_of_bert_fall_as_the_schedule_says(trained):
+    _, results = trained
+    schedule = schedules.warmup_polynomial(2e-4, total_steps=10, warmup_steps=2)
     expected = [float(schedule(step)) for step in (4, 9)]
     assert results["learning_rates"] == pytest.approx(expected, rel=1e-6)
     assert results["steps"] == 10
@@ -70,9 +79,10 @@ def test_the_rates_of_bert_fall_as_the_schedule_says(bert):
     assert results["replicas"] == 2
 
 
-def test_the_results_file_holds_what_main_returns(bert, tmp_path):
-    results = bert("--results", str(tmp_path / "results.json"))
-    assert json.loads((tmp_path / "results.json").read_text()) == results
+@pytest.mark.slow
+def test_the_results_file_holds_what_main_returns(trained):
+    directory, results = trained
+    assert json.loads((directory / "results.json").read_text()) == results
     assert set(results) == {
         *("history", "test", "learning_rates", "examples_per_second", "tokens_per_second"),
         *("replicas", "strategy", "global_batch_size", "steps", "versions"),
@@ -82,28 +92,20 @@ def test_the_results_file_holds_what_main_returns(bert, tmp_path):
 
 
 @pytest.mark.slow
-def test_two_replicas_train_what_one_device_trains(bert):
-    two = bert()
-    one = bert(
-        "--strategy",
-        "one",
-        "--replicas",
-        "1",
-        "--per-replica-batch-size",
-        "8",
-        "--base-learning-rate",
-        "2e-4",
-    )
+def test_two_replicas_train_what_one_device_trains(bert, trained):
+    _, two = trained
+    alone = ("--strategy", "one", "--replicas", "1", "--per-replica-batch-size", "8")
+    one = bert(*alone, "--base-learning-rate", "2e-4")
     assert two["history"]["loss"] != pytest.approx(one["history"]["loss"][::-1], rel=1e-3)
     # Dropout masks differ between replicas and one device; everything else is the same.
     assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=0.02)
 
 
 @pytest.mark.slow
-def test_training_writes_tensorboard_files_and_the_model(bert, tmp_path):
-    bert("--log-dir", str(tmp_path / "logs"))
-    assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
-    assert isinstance(loaded(tmp_path / "logs" / "model.keras"), keras_hub.models.BertMaskedLM)
+def test_training_writes_tensorboard_files_and_the_model(trained):
+    directory, _ = trained
+    assert list((directory / "logs").rglob("events.out.tfevents.*"))
+    assert isinstance(loaded(directory / "logs" / "model.keras"), keras_hub.models.BertMaskedLM)
 
 
 def preset_that_knows(word, directory):
@@ -293,48 +295,38 @@ def test_ctrl_c_saves_what_was_learned(recipe, text, tmp_path):
 
 
 @pytest.mark.slow
-def test_after_sigterm_the_same_command_goes_on(text, tmp_path):
-    def started(name):
-        flags = {
-            "--strategy": "mirrored",
-            "--replicas": 2,
-            "--data": text,
-            "--per-replica-batch-size": 4,
-            "--sequence-length": 16,
-            "--vocabulary-size": 60,
-            "--epochs": 12,
-            "--steps-per-epoch": 5,
-            "--cache-dir": tmp_path / "cache",
-            "--resume": tmp_path / name,
-            "--results": tmp_path / f"{name}.json",
-        }
-        command = [sys.executable, "-u", RECIPES / "bert_mlm.py"]
-        return subprocess.Popen(
-            [*command, *(str(part) for flag in flags.items() for part in flag)],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-
-    with started("whole") as whole:
-        said = whole.communicate(timeout=200)[0]
-        assert whole.returncode == 0, said
-    with started("stopped") as stopped:
+def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
+    whole = bert("--epochs", "12", "--resume", tmp_path / "whole")
+    flags = {
+        "--strategy": "mirrored",
+        "--replicas": 2,
+        "--data": text,
+        "--per-replica-batch-size": 4,
+        "--sequence-length": 16,
+        "--vocabulary-size": 60,
+        "--epochs": 12,
+        "--steps-per-epoch": 5,
+        "--warmup-steps": 2,
+        "--cache-dir": tmp_path / "cache",
+        "--resume": tmp_path / "state",
+        "--results": tmp_path / "results.json",
+    }
+    command = [sys.executable, "-u", RECIPES / "bert_mlm.py"]
+    command += [str(part) for flag in flags.items() for part in flag]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, **pipes) as stopped:
         for line in stopped.stdout:
             if "Epoch 2/12" in line:
                 break
         stopped.send_signal(signal.SIGTERM)
         said = stopped.communicate(timeout=60)[0]
-        assert stopped.returncode == 42, said
-        assert "Traceback" not in said
-    with started("stopped") as resumed:
-        said = resumed.communicate(timeout=200)[0]
-        assert resumed.returncode == 0, said
-        assert "Epoch 1/12" not in said
-    one, other = (
-        json.loads((tmp_path / f"{name}.json").read_text()) for name in ("whole", "stopped")
-    )
-    assert other["steps"] == one["steps"] == 60
-    assert other["test"] == pytest.approx(one["test"], rel=1e-5)
+    assert stopped.returncode == 42, said
+    assert "Traceback" not in said
+    resumed = subprocess.run(command, **pipes, timeout=200, check=False)
+    assert resumed.returncode == 0, resumed.stdout
+    assert "Epoch 1/12" not in resumed.stdout
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["steps"] == whole["steps"] == 60
+    assert results["test"] == pytest.approx(whole["test"], rel=1e-5)
     for name in ("loss", "val_loss", "masked_accuracy", "learning_rate"):
-        assert other["history"][name] == pytest.approx(one["history"][name], rel=1e-5)
+        assert results["history"][name] == pytest.approx(whole["history"][name], rel=1e-5)

@@ -66,7 +66,7 @@ class TrackedPipeline:
         self._movable = movable
         self._start = movable.counter.place()
         self.given = movable.dataset.take(-1)  # all of it, as an object of its own
-        # Keras asks for it, and would else take the rest of an epoch for the length of all.
+        # For a loop, which asks for every epoch's; Keras takes the first one's for that of all.
         self.given.cardinality = movable.counter.left
         self.given.is_tracked = True
         self.full_length = movable.batches

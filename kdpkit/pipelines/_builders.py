@@ -10,7 +10,7 @@ import tensorflow as tf
 from kdpkit import _checks
 from kdpkit.pipelines import _transforms
 from kdpkit.pipelines._counting import count_batches, refuse_repeats, require_dataset
-from kdpkit.pipelines._epochs import EpochCounter, MovableDataset
+from kdpkit.pipelines._epochs import EpochCounter, MovableDataset, at_most
 from kdpkit.pipelines._padding import pad_to_global_batch
 
 _REMAINDERS = ("drop", "pad", "keep")
@@ -67,7 +67,7 @@ def train_pipeline(
     looking at a batch or two costs nothing.
 
     Under a strategy plain Keras takes a few batches ahead to build the model. Where an epoch has no
-    more than these (four), epochs are numbered from 1 there; `kdpkit.training.replica_exact`
+    more than these (up to five), epochs are numbered from 1 there; `kdpkit.training.replica_exact`
     builds without taking any.
 
     Args:
@@ -128,7 +128,8 @@ def train_pipeline(
     given = _untuned(counter.dataset(one_epoch, prefetch=config.prefetch))
     checked = given.apply(tf.data.experimental.assert_cardinality(batches))
     train = given if first_step else checked
-    train.movable = MovableDataset(given, counter, batches, global_batch_size, config.seed)
+    movable = at_most(given, batches)
+    train.movable = MovableDataset(movable, counter, batches, global_batch_size, config.seed)
     return train
 
 

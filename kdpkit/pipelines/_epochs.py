@@ -3,7 +3,8 @@
 Keras starts more iterators than there are epochs: one to build the model under a strategy, and
 one ahead of each epoch. `shuffle(reshuffle_each_iteration=True)` counts them all, so that the
 same seed gives other orders on one device than on many. Here an epoch is over when its last
-batch has been handed on; iterators started and dropped count for nothing.
+batch has been handed on by the iterator that started last; others, which may still run in a
+thread when nobody wants their batches any more, count for nothing.
 """
 
 import dataclasses
@@ -35,6 +36,7 @@ class EpochCounter:
         """Let the next iterator begin with a batch of an epoch."""
         keys = tf.constant(["epoch", "moved to epoch", "moved to step", "batches given"])
         self._table.insert(keys, tf.constant([epoch, epoch, step, 0], tf.int64))
+        self._start()
 
     def place(self) -> tuple[int, int]:
         """Give the epoch of the next iterator, and the batches that it leaves out."""
@@ -60,12 +62,18 @@ class EpochCounter:
         for nothing either.
         """
 
-        def batches(epoch: Any) -> tf.data.Dataset:
+        def batches(started: Any, epoch: Any) -> tf.data.Dataset:
             indexed = one_epoch(epoch, self._skipped(epoch))
-            return indexed.map(lambda index, batch: (epoch, index, batch))
+            return indexed.map(lambda index, batch: (started, epoch, index, batch))
 
-        start = tf.data.Dataset.range(1).map(lambda _: self._get("epoch"))
+        start = tf.data.Dataset.range(1).map(lambda _: (self._start(), self._get("epoch")))
         return start.flat_map(batches).prefetch(prefetch).map(self._hand_on)
+
+    def _start(self) -> Any:
+        """Count another iterator, from which on those before count for nothing."""
+        started = self._get("started") + 1
+        self._table.insert(tf.constant("started"), started)
+        return started
 
     def _skipped(self, epoch: Any) -> Any:
         moved_here = tf.equal(epoch, self._get("moved to epoch"))
@@ -74,11 +82,12 @@ class EpochCounter:
     def _get(self, key: str) -> Any:
         return self._table.lookup(tf.constant(key))
 
-    def _hand_on(self, epoch: Any, index: Any, batch: Any) -> Any:
+    def _hand_on(self, started: Any, epoch: Any, index: Any, batch: Any) -> Any:
         """Pass a batch on; with the last one the epoch is over."""
+        counts = tf.equal(started, self._get("started"))
         is_last = tf.equal(index, self._batches - 1)
-        following = tf.where(is_last, epoch + 1, self._get("epoch"))
-        given = self._get("batches given") + 1
+        following = tf.where(counts & is_last, epoch + 1, self._get("epoch"))
+        given = self._get("batches given") + tf.cast(counts, tf.int64)
         self._table.insert(tf.constant(["epoch", "batches given"]), tf.stack([following, given]))
         return batch
 
@@ -88,7 +97,7 @@ class MovableDataset:
     """What `kdpkit.callbacks.Resume` needs of a dataset that can begin anywhere.
 
     Attributes:
-        dataset: Gives the rest of an epoch, and then whole ones; its length is not checked.
+        dataset: Gives the rest of an epoch, and then whole ones. Its cardinality is a whole one's.
         counter: Says where it is, and moves it.
         batches: Batches in a whole epoch.
         global_batch_size: Examples in a batch, over all replicas.
@@ -100,3 +109,16 @@ class MovableDataset:
     batches: int
     global_batch_size: int
     seed: int
+
+
+def at_most(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
+    """Give a dataset the cardinality that it does not go beyond, unlike `assert_cardinality`.
+
+    A `take` of what never ends has that cardinality, and a choice between datasets never ends, as
+    far as TensorFlow knows, if one of them does not. Here the first one is chosen always.
+    """
+    always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
+    endless = tf.data.Dataset.choose_from_datasets(
+        [dataset, dataset.repeat()], always_first, stop_on_empty_dataset=True
+    )
+    return endless.take(batches)
