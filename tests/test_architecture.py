@@ -22,7 +22,8 @@ ALLOWED = {
     "_cpu_threads": (PURE, set()),
     "_files": (PURE, set()),
     "_processes": (KERAS, {"_checks"}),
-    "_interrupt": (KERAS, {"_files"}),
+    "_interrupt": (KERAS, {"_files", "_processes"}),
+    "_multi_worker": (TENSORFLOW, {"_checks"}),
     "_prepared": (KERAS, {"_checks", "_files"}),
     "_presets": (PURE, {"_checks"}),
     "scaling": (PURE, {"_checks"}),
@@ -33,7 +34,7 @@ ALLOWED = {
     "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
-    "strategies": (TENSORFLOW, {"_checks"}),
+    "strategies": (TENSORFLOW, {"_checks", "_processes"}),
     "training": (
         TENSORFLOW | {"jax"},
         {"_checks", "_processes", "batches", "scaling", "sharding", "strategies", "training"},

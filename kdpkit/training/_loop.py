@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from kdpkit import _checks
+from kdpkit.training import _callbacks
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import Objective
 
@@ -349,8 +350,9 @@ class TrainingLoop:
     def _callback_list(
         self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: bool
     ) -> Any:
+        verbose = _callbacks.verbosity(verbose)
         return keras.callbacks.CallbackList(
-            keras.tree.flatten(callbacks or ()),
+            _callbacks.of_this_process(callbacks),
             add_progbar=verbose != 0,
             model=self.model,
             verbose=verbose,
