@@ -51,6 +51,10 @@ class TrainingLoop:
     `BatchNormalization` needs `synchronized=True` to normalize by the rows of all replicas. On JAX
     there is no difference.
 
+    With several processes on TensorFlow give the same datasets of global batches in all of them:
+    each replica takes its rows of every batch. On JAX each process gives its own rows. The first
+    process writes what callbacks write, and shows progress.
+
     Args:
         model: A Keras model, built in the strategy's scope.
         optimizer: As in `compile`. In `mixed_float16` Keras wraps it in a `LossScaleOptimizer`.
