@@ -230,10 +230,15 @@ class _Leaving:
     def _leave(self) -> None:
         with contextlib.suppress(BrokenPipeError):
             self._watcher.communicate(b"ends in order")
-        if self.code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
+        _leave_now()
+
+
+def _leave_now() -> None:
+    """End with the exit code of a process that failed, if it did."""
+    if _Leaving.code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_Leaving.code)
 
 
 def leave_without_waiting(code: int) -> None:
@@ -258,6 +263,8 @@ def naming_losses() -> Iterator[None]:
         if isinstance(error, ProcessLostError) or not (said := _sign_of_loss(error)):
             raise
         leave_without_waiting(EXIT_CODE)
+        if keras.backend.backend() == "tensorflow":  # on JAX `join_processes` sees to it
+            atexit.register(_leave_now)
         raise ProcessLostError(
             f"Another process of this training is gone ({said}); its output says why. {_GO_ON}"
         ) from error

@@ -18,11 +18,6 @@ import tensorflow as tf
 from kdpkit import _checks, _processes
 
 _POLICY = tf.data.experimental.AutoShardPolicy
-_OWN_POLICIES = {
-    _POLICY.FILE: "reads files of its own",
-    _POLICY.HINT: "reads the shard that the dataset names",
-    _POLICY.OFF: "takes rows from all that its own pipeline gives",
-}
 _HASHES = 1 << 20  # few enough that the sum of the squares of 1000 fits in 60 bits
 _SAME = (
     "Build the same dataset in every process, in the same order: shuffle with a seed, as "
@@ -78,17 +73,26 @@ def distribute(strategy: Any, dataset: Any, name: str = "the dataset") -> Any:
         name: What messages call it.
 
     Raises:
-        ValueError: In all processes, if its length or its kind of batches is not the same in all.
+        ValueError: In all processes, if its length or its kind of batches is not the same in all,
+            or its auto-shard policy is OFF or HINT.
     """
     if not isinstance(dataset, tf.data.Dataset) or not spans_processes(strategy):
         return _stock_distribute(strategy, dataset)
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy in _OWN_POLICIES:
+    if policy == _POLICY.FILE:
         _tell(
-            f"Each of the {_processes.count()} processes {_OWN_POLICIES[policy]}, as the policy "
-            f"{policy.name} of the dataset asks: its batches have other rows than one device's."
+            f"Each of the {_processes.count()} processes reads files of its own, as the policy FILE "
+            "of the dataset asks: every row counts once, in other batches than one device's."
         )
         return _stock_distribute(strategy, dataset)
+    if policy not in (_POLICY.AUTO, _POLICY.DATA):
+        _checks.refuse(
+            "With this policy every process would train on a part of its own pipeline, and nobody "
+            "would know on which rows.",
+            auto_shard_policy=policy.name,
+            remedy='Give the same dataset in all processes with `auto_shard("data")`, which deals '
+            "its rows out, or what `strategy.distribute_datasets_from_function` makes.",
+        )
     kind = int(_hash(repr(dataset.element_spec), 1 << 60))
     for what, number in (
         ("The types and shapes", kind),
