@@ -173,6 +173,11 @@ def test_data_that_are_not_the_same_are_refused_in_all_processes(two, case, sent
     assert "Build the same dataset in every process" in first
 
 
+def test_a_dataset_of_which_every_process_would_take_all_is_refused(two):
+    for found in two["found"]:
+        assert "Received: auto_shard_policy='OFF'" in found["refusals"]["policy"]
+
+
 def test_a_killed_process_ends_the_other_soon_with_one_sentence(two):
     assert two["codes"] == {0: 43, 1: -signal.SIGKILL}
     assert two["seconds"] < SOON

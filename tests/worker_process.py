@@ -155,7 +155,11 @@ def refusals(strategy):
     )
     own_order = dataset(seed=index).map(lambda x, y, _: (x, y))
     own_length = dataset(ROWS + BATCH * index)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    off = dataset().with_options(options)
     ways = {
+        "policy": lambda: model.evaluate(off, verbose=0),
         "order, fit": lambda: model.fit(own_order, verbose=0),
         "order, loop": lambda: loop.fit(own_order, epochs=1, verbose=0),
         "order, predict": lambda: loop.predict(own_order, verbose=0),

@@ -81,8 +81,8 @@ def distribute(strategy: Any, dataset: Any, name: str = "the dataset") -> Any:
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _POLICY.FILE:
         _tell(
-            f"Each of the {_processes.count()} processes reads files of its own, as the policy FILE "
-            "of the dataset asks: every row counts once, in other batches than one device's."
+            f"Each of the {_processes.count()} processes reads files of its own, as the dataset's "
+            "policy FILE asks: every row counts once, in other batches than one device's."
         )
         return _stock_distribute(strategy, dataset)
     if policy not in (_POLICY.AUTO, _POLICY.DATA):
