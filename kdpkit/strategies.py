@@ -179,6 +179,8 @@ def connect_tpu(name: str | None = None) -> Any:
 def describe(strategy: Any) -> str:
     """Say in one line what a strategy is: its kind, its replicas and the devices they sit on.
 
+    Of several processes, or workers, it says how many there are.
+
     >>> describe(select_strategy("mirrored", devices=["CPU:0", "CPU:1"]))
     'MirroredStrategy: 2 replicas on CPU:0, CPU:1'
     """
