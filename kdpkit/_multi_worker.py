@@ -7,7 +7,9 @@ a port that is taken no more than that no server could be started.
 import contextlib
 import inspect
 import json
+import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,9 +20,10 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.eager import context
 
-from kdpkit import _checks
+from kdpkit import _checks, _processes
 
 _JOBS = ("chief", "worker")  # in the order in which TensorFlow numbers their tasks
+_MORE_SECONDS = 15  # for TensorFlow to end a start that takes too long itself, which it may not
 _started: dict[Any, Any] = {}
 _EXAMPLE = (
     'For the first of two processes it is {"cluster": {"worker": ["10.0.0.1:9876", '
@@ -147,7 +150,7 @@ def _joined(cluster: Cluster, communication: str, start_timeout_seconds: int) ->
     if cluster.index == 0:
         _wait_for_others(cluster, start_timeout_seconds)
     try:
-        with _every_logical_cpu():
+        with _every_logical_cpu(), _ending_after(start_timeout_seconds + _MORE_SECONDS, cluster):
             return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except (tf.errors.OpError, ValueError) as error:
         raise _checks.InputError(_why_not(error, cluster, start_timeout_seconds)) from error
@@ -210,6 +213,32 @@ def _why_not(error: Exception, cluster: Cluster, seconds: int) -> str:
         f"The first process, {cluster.addresses[0]}, could not be joined within {seconds} seconds "
         f"({said}). {this} See what it says, and that TF_CONFIG has the same addresses in all."
     )
+
+
+@contextlib.contextmanager
+def _ending_after(seconds: int, cluster: Cluster) -> Iterator[None]:
+    """End the program, with a sentence, if what follows takes longer.
+
+    Where a port is open but nobody joins, as when another program has taken it, the first process
+    waits in TensorFlow, which lets no Python code run, so that nothing can be raised.
+    """
+    if not hasattr(signal, "alarm") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    others = ", ".join(a for a in cluster.addresses if a != cluster.addresses[cluster.index])
+    sentence = (
+        f"\nThe processes did not come together within {seconds} seconds, and this one, "
+        f"{cluster.index} of {len(cluster.addresses)}, was ended. See what the others ({others}) "
+        "say, and that no other program has taken their ports.\n"
+    )
+    former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it needs no Python to act
+    with _processes.last_words(sentence):
+        signal.alarm(seconds)
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
 
 
 @contextlib.contextmanager

@@ -203,6 +203,21 @@ def _initialize(coordinator: str, processes: int, this: int, timeouts: dict[str,
         ) from error
 
 
+@contextlib.contextmanager
+def last_words(sentence: str) -> Iterator[None]:
+    """Have a sentence said if this process ends meanwhile without a chance to say it itself."""
+    watcher = subprocess.Popen(  # noqa: S603 a fixed command
+        [sys.executable, "-S", "-c", _LAST_WORDS, sentence],
+        stdin=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+    try:
+        yield
+    finally:
+        with contextlib.suppress(BrokenPipeError):
+            watcher.communicate(b"ends in order")
+
+
 class _Leaving:
     """How this process ends: without a wait for others if it failed, and never without a word."""
 
@@ -214,11 +229,8 @@ class _Leaving:
             f"\nProcess {this} of {processes} was ended from outside{others if this else ''}. "
             f"{_GO_ON}\n"
         )
-        self._watcher = subprocess.Popen(  # noqa: S603 a fixed command
-            [sys.executable, "-S", "-c", _LAST_WORDS, sentence],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
+        self._words = last_words(sentence)
+        self._words.__enter__()
         self._hook = sys.excepthook
         sys.excepthook = self._note
         atexit.register(self._leave)  # runs before JAX's own, which waits for the others
@@ -228,8 +240,7 @@ class _Leaving:
         self._hook(kind, error, trace)
 
     def _leave(self) -> None:
-        with contextlib.suppress(BrokenPipeError):
-            self._watcher.communicate(b"ends in order")
+        self._words.__exit__(None, None, None)
         _leave_now()
 
 

@@ -23,7 +23,7 @@ ALLOWED = {
     "_files": (PURE, set()),
     "_processes": (KERAS, {"_checks"}),
     "_interrupt": (KERAS, {"_files", "_processes"}),
-    "_multi_worker": (TENSORFLOW, {"_checks"}),
+    "_multi_worker": (TENSORFLOW, {"_checks", "_processes"}),
     "_prepared": (KERAS, {"_checks", "_files"}),
     "_presets": (PURE, {"_checks"}),
     "scaling": (PURE, {"_checks"}),

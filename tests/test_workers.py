@@ -39,8 +39,9 @@ def free_ports(count):
 class Workers:
     """Starts processes with a TF_CONFIG for each, and leaves none behind."""
 
-    def __init__(self, count, *command, only=None, directory):
+    def __init__(self, count, *command, only=None, second=None, directory):
         addresses = [f"localhost:{port}" for port in free_ports(count)]
+        addresses[1] = second or addresses[1]
         self.outputs = [directory / f"output-{index}" for index in range(count)]
         self.running = {
             index: self._start(command, addresses, index)
@@ -71,9 +72,14 @@ class Workers:
 
     def wait_for(self, text, index):
         """Wait until a process has said something."""
-        end = time.monotonic() + LIMIT
         while text not in self.said(index):
             assert self.running[index].poll() is None, self.said(index)
+            time.sleep(0.2)
+
+    def wait_for_words(self, text, index):
+        """Wait until it is said of a process that has ended."""
+        end = time.monotonic() + SOON
+        while text not in self.said(index):
             assert time.monotonic() < end, self.said(index)
             time.sleep(0.2)
 
@@ -199,6 +205,18 @@ def test_a_first_process_that_does_not_come_is_not_waited_for_for_ever(tmp_path)
         said = workers.said(1)
     assert "could not be joined within 2 seconds" in said
     assert "Traceback" not in said
+
+
+def test_a_port_that_another_program_has_does_not_stop_the_first_process_for_ever(tmp_path):
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        taken = f"localhost:{other.getsockname()[1]}"
+        late = "-m", "tests.worker_process", "late"
+        with Workers(2, *late, only=0, second=taken, directory=tmp_path) as workers:
+            assert workers.end() == {0: -signal.SIGALRM}, workers.said(0)
+            workers.wait_for_words("was ended. See what the others", 0)
+            assert taken in workers.said(0)
 
 
 def test_the_recipe_trains_in_two_processes(tmp_path):
