@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _files
+from kdpkit import _files, _processes
 
 
 class StopOnInterrupt(keras.callbacks.Callback):
@@ -98,6 +98,8 @@ def _save(model: keras.Model, log_dir: Path | None, stop: StopOnInterrupt) -> st
         return "Nothing was saved, as it was not between two steps."
     if log_dir is None:
         return "Nothing was saved; with a log directory (--log-dir) the model would have been."
+    if _processes.index() > 0:
+        return "The first process saves the model."
     path = log_dir / "interrupted.keras"
     with _files.replacing(path) as temporary:
         model.save(temporary)

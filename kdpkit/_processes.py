@@ -1,16 +1,18 @@
-"""This process among those of `jax.distributed` that train together.
+"""This process among those that train together, on JAX or TensorFlow.
 
 JAX has three ways to leave a user without an answer: it waits for ever where processes disagree
 about what comes next, it waits at the exit for others that wait for it, and it aborts when the
 first process is gone. Here the first is refused, the second cut short, and the third explained.
+TensorFlow notices after some seconds that a process is gone, which here becomes one sentence.
 """
 
 import atexit
 import contextlib
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -22,10 +24,7 @@ EXIT_CODE = 43  # of a process that others left alone
 
 # What JAX and its transport say when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
-_GO_ON = (
-    "Start all processes again; with `kdpkit.callbacks.Resume` they go on from the last state that "
-    "was saved."
-)
+_GO_ON = "Start all processes again; they go on from the last state that was saved."
 # Started as a process of its own, it says the last line it was told when the one that told it ends.
 _LAST_WORDS = """
 import sys
@@ -40,27 +39,48 @@ class ProcessLostError(RuntimeError):
 
 
 def count() -> int:
-    """Give the number of processes; 1 unless JAX was told of others."""
-    if keras.backend.backend() != "jax":
-        return 1
-    import jax
-
-    return int(jax.process_count())
+    """Give the number of processes; 1 unless JAX was told of others, or TensorFlow started some."""
+    return _place()[1]
 
 
 def index() -> int:
     """Give the number of this process; the first, which writes files, is 0."""
-    if keras.backend.backend() != "jax":
-        return 0
-    import jax
+    return _place()[0]
 
-    return int(jax.process_index())
+
+def _place() -> tuple[int, int]:
+    """Give the number of this process, and how many there are."""
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return int(jax.process_index()), int(jax.process_count())
+    return _place_in_cluster() if keras.backend.backend() == "tensorflow" else (0, 1)
+
+
+def _place_in_cluster() -> tuple[int, int]:
+    """Ask TensorFlow's runtime, which knows of a cluster once a strategy has joined it."""
+    from tensorflow.python.eager import context
+
+    # There is no public way to ask; Keras' own callbacks do not.
+    server = getattr(context.context(), "_collective_ops_server_def", None)
+    if server is None:
+        return 0, 1
+    sizes = {job.name: len(job.tasks) for job in server.cluster.job}
+    chiefs = sizes.get("chief", 0)
+    before = chiefs if server.job_name == "worker" else 0
+    return before + server.task_index, chiefs + sizes.get("worker", 0)
 
 
 # Agreement.
 
 
-def require_equal(what: str, numbers: Sequence[int], *, remedy: str) -> None:
+def require_equal(
+    what: str,
+    numbers: Sequence[int],
+    *,
+    remedy: str,
+    gather: Callable[[Sequence[int]], np.ndarray] | None = None,
+) -> None:
     """Refuse, in every process, numbers that are not the same in all.
 
     Every process must call it at the same place.
@@ -69,10 +89,11 @@ def require_equal(what: str, numbers: Sequence[int], *, remedy: str) -> None:
         what: What the numbers are, as the sentence's subject.
         numbers: Equally many in every process.
         remedy: The way out.
+        gather: Gives the numbers of all processes, one row for each; None asks JAX.
     """
     if count() == 1:
         return
-    of_all = _gathered(numbers)
+    of_all = (gather or _gathered)(numbers)
     if (of_all != of_all[0]).any():
         _checks.refuse(
             f"{what} must be the same in all processes.",
@@ -215,6 +236,17 @@ class _LastWords:
         self._watcher.communicate()
 
 
+@contextlib.contextmanager
+def last_words(sentence: str) -> Iterator[None]:
+    """Have a sentence said if this process ends meanwhile without a chance to say it itself."""
+    words = _LastWords()
+    words.become(sentence)
+    try:
+        yield
+    finally:
+        words.unsay()
+
+
 class _Leaving:
     """How this process ends: without a wait for others if it failed, and never without a word."""
 
@@ -232,10 +264,15 @@ class _Leaving:
 
     def _leave(self) -> None:
         self._last_words.unsay()
-        if self.code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
+        _leave_now()
+
+
+def _leave_now() -> None:
+    """End with the exit code of a process that failed, if it did."""
+    if _Leaving.code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_Leaving.code)
 
 
 def leave_without_waiting(code: int) -> None:
@@ -249,19 +286,34 @@ def leave_without_waiting(code: int) -> None:
 
 @contextlib.contextmanager
 def naming_losses() -> Iterator[None]:
-    """Say in one sentence that another process is gone, where JAX gives its transport's error.
+    """Say in one sentence that another process is gone, where a transport's error would.
 
     Raises:
         ProcessLostError: It is.
     """
     try:
         yield
-    except RuntimeError as error:  # of JAX; it is imported in some environments alone
-        said = str(error)
-        if isinstance(error, ProcessLostError) or not any(s in said.lower() for s in _SIGNS):
+    except Exception as error:  # of a framework that is imported in some environments alone
+        if isinstance(error, ProcessLostError) or not (said := _sign_of_loss(error)):
             raise
         leave_without_waiting(EXIT_CODE)
+        if keras.backend.backend() == "tensorflow":  # on JAX `join_processes` sees to it
+            atexit.register(_leave_now)
         raise ProcessLostError(
-            f"Another process of this training is gone ({said.splitlines()[0]}); its output says "
-            f"why. {_GO_ON}"
+            f"Another process of this training is gone ({said}); its output says why. {_GO_ON}"
         ) from error
+
+
+def _sign_of_loss(error: Exception) -> str:
+    """Give what an error says of another process that is gone; nothing if it says no such thing."""
+    said = str(error)
+    if type(error).__module__.startswith("tensorflow."):
+        aborted = "Collective ops is aborted by: "
+        if count() == 1 or (aborted not in said and type(error).__name__ != "UnavailableError"):
+            return ""
+        silent = re.findall(r"^/job:(\w+)/replica:0/task:(\d+)$", said, re.MULTILINE)
+        if silent:
+            return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
+        return said.partition(aborted)[2].partition("\n")[0] or said.splitlines()[0]
+    is_loss = isinstance(error, RuntimeError) and any(sign in said.lower() for sign in _SIGNS)
+    return said.splitlines()[0] if is_loss else ""

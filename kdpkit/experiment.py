@@ -57,6 +57,7 @@ __all__ = [
     "results_of",
     "resuming",
     "run",
+    "save_model",
     "saving_on_interrupt",
     "strategy_from",
     "track",
@@ -206,7 +207,8 @@ def strategy_from(args: argparse.Namespace) -> Any:
     one replica), and on JAX all devices.
 
     Args:
-        args: What the parser gave.
+        args: What the parser gave; `communication`, if the recipe has such a flag, goes on to
+            `select_strategy`.
 
     Returns:
         A `tf.distribute` strategy, or on JAX a `kdpkit.sharding.DataParallel`; both have `scope()`
@@ -218,13 +220,16 @@ def strategy_from(args: argparse.Namespace) -> Any:
             JAX, another backend.
     """
     kind, replicas = args.strategy, args.replicas
+    communication = getattr(args, "communication", "auto")
     if kind == "one" and replicas not in (None, 1):
         _checks.refuse(
             "The strategy 'one' trains a single replica.",
             replicas=replicas,
             remedy="Use `--strategy mirrored`.",
         )
-    return {"tensorflow": _tensorflow_strategy, "jax": _data_parallel}[_backend()](kind, replicas)
+    if _backend() == "jax":
+        return _data_parallel(kind, replicas)
+    return _tensorflow_strategy(kind, replicas, communication)
 
 
 def plan_from(args: argparse.Namespace, strategy: Any) -> scaling.ScalePlan:
@@ -256,11 +261,11 @@ def _backend() -> str:
     return str(backend)
 
 
-def _tensorflow_strategy(kind: str, replicas: int | None) -> Any:
+def _tensorflow_strategy(kind: str, replicas: int | None, communication: str) -> Any:
     from kdpkit import strategies
 
     if replicas is None:
-        return strategies.select_strategy(kind)
+        return strategies.select_strategy(kind, communication=communication)
     if kind == "auto":
         kind = "mirrored" if replicas > 1 else "one"
     if kind == "mirrored":
@@ -487,6 +492,25 @@ def _mean_speed(speeds: list[float] | None) -> float | None:
     return statistics.harmonic_mean(speeds) if speeds else None
 
 
+def save_model(model: Any, path: str | os.PathLike[str]) -> None:
+    """Save a model whole, in one piece; of several processes the first one's file stays.
+
+    All processes call it, since a model may have parts of which each process holds its own.
+
+    Args:
+        model: The model.
+        path: The file, ending in `.keras`.
+    """
+    from kdpkit import _processes
+
+    if _processes.index() == 0:
+        with _files.replacing(path) as temporary:
+            model.save(temporary)
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        model.save(Path(directory) / Path(path).name)
+
+
 def versions() -> dict[str, str]:
     """Give the versions that a result depends on: Python, kdpkit, Keras, its backend, the platform.
 
@@ -515,13 +539,15 @@ def write_results(path: str | os.PathLike[str] | None, results: Mapping[str, Any
     run that it comes from is over.
 
     Args:
-        path: The file, or None to write nothing.
+        path: The file, or None to write nothing. Of several processes the first one writes.
         results: What `results_of` gave.
 
     Raises:
         OSError: The file cannot be written. A path from `--results` was tried before the run.
     """
-    if path is None:
+    from kdpkit import _processes
+
+    if path is None or _processes.index() > 0:
         return
     text = json.dumps(_json(results), indent=2, allow_nan=False)
     with _files.replacing(path) as temporary:
@@ -630,7 +656,7 @@ def _writable_file(text: str) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         with _files.replacing(path.with_name(f"{path.name}.tried")) as trial:
             trial.touch()
-        path.with_name(f"{path.name}.tried").unlink()
+        path.with_name(f"{path.name}.tried").unlink(missing_ok=True)  # others may try it too
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(

@@ -12,13 +12,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit import _checks, _processes
+from kdpkit.cluster import ClusterConfig
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
+_COMMUNICATION = ("auto", "ring", "nccl")
 
 
 def select_strategy(
-    kind: str = "auto", *, devices: int | Sequence[str] | None = None, tpu: str | None = None
+    kind: str = "auto",
+    *,
+    devices: int | Sequence[str] | None = None,
+    tpu: str | None = None,
+    communication: str = "auto",
+    start_timeout_seconds: int = 120,
 ) -> Any:
     """Give the `tf.distribute` strategy of one kind, on devices that are really there.
 
@@ -27,13 +34,18 @@ def select_strategy(
 
     Args:
         kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
-            this machine. `"multi_worker"` and `"parameter_server"` read the cluster from
-            `TF_CONFIG`. `"tpu"` connects to a TPU. `"auto"` takes a TPU that the environment
-            names, else mirrors over the GPUs if there are several, else uses one device.
+            this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
+            environment, as `kdpkit.cluster.ClusterConfig` does; with `"multi_worker"` each process
+            then trains on all its GPUs, or all its logical CPUs. `"tpu"` connects to a TPU.
+            `"auto"` takes a TPU that the environment names, else mirrors over the GPUs if there
+            are several, else uses one device.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
             GPU. For `"one"` a single device string.
         tpu: The TPU's name or address; see `connect_tpu`.
+        communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the
+            network, which works everywhere, `"nccl"` between GPUs, or `"auto"`.
+        start_timeout_seconds: How long a process of `"multi_worker"` waits for the others to come.
 
     Returns:
         A `tf.distribute.Strategy`. On CPUs, and where several logical GPUs share a physical one,
@@ -41,8 +53,9 @@ def select_strategy(
         faster there than the collectives and lets strategies of different size share a process.
 
     Raises:
-        ValueError: An unknown kind, a device that does not exist, more devices than there are, or
-            a cluster strategy without `TF_CONFIG`.
+        ValueError: An unknown kind, a device that does not exist, more devices than there are; a
+            cluster strategy where no cluster is described, or a wrong one; for `"multi_worker"` a
+            process that does not come in time, a port that is taken, or TensorFlow in use already.
 
     >>> select_strategy("one").num_replicas_in_sync
     1
@@ -50,6 +63,8 @@ def select_strategy(
     2
     """
     _checks.one_of("kind", kind, _KINDS)
+    _checks.one_of("communication", communication, _COMMUNICATION)
+    _checks.integer("start_timeout_seconds", start_timeout_seconds)
     if tf.distribute.has_strategy():
         _checks.refuse(
             "`select_strategy` was called inside another strategy's scope.",
@@ -68,7 +83,32 @@ def select_strategy(
         return _mirrored(devices)
     if kind == "tpu":
         return tf.distribute.TPUStrategy(connect_tpu(tpu))
-    return _from_tf_config(kind)
+    if kind == "parameter_server":
+        ClusterConfig.from_environment()
+        return tf.distribute.ParameterServerStrategy(
+            tf.distribute.cluster_resolver.TFConfigClusterResolver()
+        )
+    from kdpkit import _multi_worker  # which works inside TensorFlow, for this strategy alone
+
+    return _multi_worker.start(
+        _multi_worker.read(),
+        communication=communication,
+        start_timeout_seconds=start_timeout_seconds,
+    )
+
+
+def is_chief() -> bool:
+    """Tell whether this process is the one that writes files and speaks for all.
+
+    It is so where a process trains alone, and for the first of several, the `chief` or worker 0.
+    All of them must do what needs all, such as training, evaluating, and saving a model; only the
+    chief should write results:
+
+    >>> if is_chief():
+    ...     print("Trained.")
+    Trained.
+    """
+    return _processes.index() == 0
 
 
 def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -> list[str]:
@@ -140,16 +180,26 @@ def connect_tpu(name: str | None = None) -> Any:
 def describe(strategy: Any) -> str:
     """Say in one line what a strategy is: its kind, its replicas and the devices they sit on.
 
+    Of several processes, or workers, it says how many there are.
+
     >>> describe(select_strategy("mirrored", devices=["CPU:0", "CPU:1"]))
     'MirroredStrategy: 2 replicas on CPU:0, CPU:1'
     """
-    kind = type(strategy).__name__
+    kind = _kind_of(strategy)
     replicas = strategy.num_replicas_in_sync
     extended = strategy.extended
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return f"no strategy: 1 replica on {_default_device()}"
     devices = ", ".join(_short(device) for device in extended.worker_devices)
-    return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {devices}"
+    # All workers have as many, which TensorFlow takes for granted.
+    workers = replicas // len(extended.worker_devices)
+    where = f"{devices} of each of {workers} workers" if workers > 1 else devices
+    return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {where}"
+
+
+def _kind_of(strategy: Any) -> str:
+    is_multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    return "MultiWorkerMirroredStrategy" if is_multi_worker else type(strategy).__name__
 
 
 def _best_kind(tpu: str | None) -> str:
@@ -235,22 +285,6 @@ def _logical_configuration(kind: str, count: int, memory_limit_mb: int | None) -
     if memory_limit_mb is not None:
         _checks.integer("memory_limit_mb", memory_limit_mb)
     return [tf.config.LogicalDeviceConfiguration(memory_limit=memory_limit_mb)] * count
-
-
-def _from_tf_config(kind: str) -> Any:
-    if not os.environ.get("TF_CONFIG"):
-        _checks.refuse(
-            "Training on several machines needs the cluster's description in the environment "
-            "variable TF_CONFIG, which is not set.",
-            kind=kind,
-            remedy="Start with `kdpkit launch`, set it for every process, or use 'mirrored' on one "
-            "machine.",
-        )
-    if kind == "multi_worker":
-        return tf.distribute.MultiWorkerMirroredStrategy()
-    return tf.distribute.ParameterServerStrategy(
-        tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    )
 
 
 def _short(device: str) -> str:

@@ -18,7 +18,7 @@ import keras
 import keras_hub
 import tensorflow as tf
 
-from kdpkit import callbacks, corpora, experiment, pipelines, schedules
+from kdpkit import callbacks, corpora, experiment, pipelines, schedules, training
 
 MIN_BYTES = 100  # shorter lines, headings and the like, are left out
 
@@ -161,6 +161,8 @@ def main(argv=None):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="masked_accuracy")],
         )
+    if args.strategy == "multi_worker":
+        training.replica_exact(model)  # plain Keras cannot `fit` in several processes
     watching = callbacks.training_callbacks(
         args.log_dir,
         tokens_per_example=float((rows["train"] != tokenizer.pad_token_id).sum(axis=1).mean()),
@@ -176,7 +178,7 @@ def main(argv=None):
             shuffle=False,  # the pipeline shuffles
         )
     if args.log_dir:
-        model.save(args.log_dir / "model.keras")
+        experiment.save_model(model, args.log_dir / "model.keras")
     results = experiment.results_of(
         model, history, strategy=strategy, global_batch_size=plan.global_batch_size
     )

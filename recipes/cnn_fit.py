@@ -18,7 +18,7 @@ from pathlib import Path
 import keras
 import tensorflow as tf
 
-from kdpkit import callbacks, corpora, experiment, pipelines, schedules
+from kdpkit import callbacks, corpora, experiment, pipelines, schedules, training
 
 FILES = 4  # TFRecord files, read in parallel
 
@@ -128,6 +128,8 @@ def main(argv=None):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
+    if args.strategy == "multi_worker":
+        training.replica_exact(model)  # plain Keras cannot `fit` in several processes
     watching = callbacks.training_callbacks(args.log_dir, **batches)
     train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
@@ -138,7 +140,7 @@ def main(argv=None):
             shuffle=False,  # the pipeline shuffles
         )
     if args.log_dir:
-        model.save(args.log_dir / "model.keras")
+        experiment.save_model(model, args.log_dir / "model.keras")
     results = experiment.results_of(
         model, history, strategy=strategy, global_batch_size=plan.global_batch_size
     )

@@ -22,7 +22,8 @@ ALLOWED = {
     "_cpu_threads": (PURE, set()),
     "_files": (PURE, set()),
     "_processes": (KERAS, {"_checks"}),
-    "_interrupt": (KERAS, {"_files"}),
+    "_interrupt": (KERAS, {"_files", "_processes"}),
+    "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "cluster"}),
     "_prepared": (KERAS, {"_checks", "_files"}),
     "_presets": (PURE, {"_checks"}),
     "_cluster_sources": (PURE, {"_checks"}),
@@ -41,7 +42,7 @@ ALLOWED = {
     "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
-    "strategies": (TENSORFLOW, {"_checks"}),
+    "strategies": (TENSORFLOW, {"_checks", "_processes", "cluster"}),
     "training": (
         TENSORFLOW | {"jax"},
         {"_checks", "_processes", "batches", "scaling", "sharding", "strategies", "training"},

@@ -39,6 +39,7 @@ def test_without_flags_the_recipes_defaults_hold(monkeypatch):
         "rule": "sqrt",
         "seed": 0,
         "log_dir": None,
+        "resume": None,
         "results": None,
         "cache_dir": Path("/caches/kdpkit"),
         "smoke": False,
@@ -446,3 +447,15 @@ def test_collecting_nothing_is_refused():
     none = tf.data.Dataset.range(5).filter(lambda number: number > 9)
     with pytest.raises(ValueError, match="No example is left. Received: while_doing='Reading'"):
         experiment.collect(none, "Reading")
+
+
+def test_a_model_is_saved_whole_under_its_name(tmp_path):
+    model = tiny_classifier()
+    experiment.save_model(model, tmp_path / "model.keras")
+    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+    for one, other in zip(
+        keras.models.load_model(tmp_path / "model.keras").get_weights(),
+        model.get_weights(),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(one, other)

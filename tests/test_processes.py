@@ -16,6 +16,7 @@ import time
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kdpkit
 from kdpkit import _processes
@@ -245,6 +246,12 @@ def test_a_process_that_does_not_come_is_not_waited_for_for_ever(index):
 def test_processes_join_on_jax_alone():
     with pytest.raises(ValueError, match="Processes join like this on JAX.*'tensorflow'"):
         _processes.join_processes("localhost:9876", process_count=2, process_index=0)
+
+
+def test_what_a_process_alone_cannot_reach_is_no_other_process():
+    error = tf.errors.UnavailableError(None, None, "Collective ops is aborted by: a server")
+    with pytest.raises(tf.errors.UnavailableError), _processes.naming_losses():
+        raise error
 
 
 def test_what_went_wrong_here_is_not_blamed_on_others():

@@ -2,12 +2,14 @@
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 
-from kdpkit import _files
+from kdpkit import _files, _processes
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -19,8 +21,9 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     then the old file stays; a killed process leaves the hidden one behind, an error leaves none.
 
     Arguments, names of files and messages are Keras'. Works in `fit` on TensorFlow and JAX, under
-    any strategy; processes that write to one name at once leave the file of the last. Places such
-    as `gs://...`, which are no files of this machine, are left to Keras.
+    any strategy. Of several processes all save, since a model may have parts of which each holds
+    its own, and the first one's file stays. Places such as `gs://...`, which are no files of this
+    machine, are left to Keras.
 
     >>> import tempfile
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -32,6 +35,8 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ...     print(sorted(os.listdir(directory)))
     ['epoch-1.keras', 'epoch-2.keras']
     """
+
+    writes_once = True  # in the first process, if there are several
 
     # Keras has no hook for how a file is written, but its callback saves by `self.model.save` and
     # `self.model.save_weights`. So while its own hooks run, `self.model` is one that saves whole
@@ -85,6 +90,10 @@ class _SavingWhole:
 @contextlib.contextmanager
 def _beside(filepath: str) -> Iterator[str]:
     """Give what to write in place of `filepath`, with an ending by which Keras knows the format."""
+    if _processes.index() > 0:
+        with tempfile.TemporaryDirectory() as directory:
+            yield os.fspath(Path(directory) / Path(filepath).name)
+        return
     if "://" in filepath:  # an object store, whose objects appear when they are whole
         yield filepath
         return

@@ -128,6 +128,13 @@ class Resume(keras.callbacks.Callback):
         """Take up the newest state, if there is one."""
         if self._dataset is None:
             _checks.refuse("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
+        if keras.backend.backend() == "tensorflow" and _processes.count() > 1:
+            _checks.refuse(
+                "`Resume` goes on with several processes on JAX alone.",
+                processes=_processes.count(),
+                remedy="On TensorFlow give `keras.callbacks.BackupAndRestore` a directory for each "
+                "process.",
+            )
         steps, length = self.params.get("steps"), self._dataset.full_length
         if None not in (steps, length) and steps != length:
             _checks.refuse(

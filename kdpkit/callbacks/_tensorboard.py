@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks
+from kdpkit import _checks, _processes
 from kdpkit.callbacks._learning_rate import (
     AppliedRateCallback,
     batches_counted,
@@ -39,8 +39,8 @@ class TensorBoard(AppliedRateCallback):
     is written; callbacks that add to them (`Throughput`) come earlier in the list, as in
     `training_callbacks`.
 
-    Under several replicas one process writes once. Where several processes train, give each its
-    own `run_name`, or the callback to one of them.
+    Where several processes train, the first one writes, and in the others the callback does
+    nothing.
 
     Args:
         log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it.
@@ -85,8 +85,11 @@ class TensorBoard(AppliedRateCallback):
         self.run_name = run_name
         self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
         self._run_dir = f"{self.log_dir}/{run_name}" if run_name else self.log_dir
-        _make_directory(self._run_dir)
         self._drawings = _drawings(self._run_dir, keras_arguments)
+        if _is_writer():
+            _make_directory(self._run_dir)
+        else:
+            self._drawings = keras.callbacks.Callback()
         self._writers: dict[str, Any] = {}
         self._in_fit = False
         # Batch logs, which threads may bring; tensorboard's writer is for one thread.
@@ -105,7 +108,8 @@ class TensorBoard(AppliedRateCallback):
         self._in_fit = True
         self._waiting.clear()  # of a fit that was interrupted
         self._batches_seen = batches_counted(self.model.optimizer)
-        self._writer("train")
+        if _is_writer():
+            self._writer("train")
         self._flush()
         self._drawings.on_train_begin()
 
@@ -168,7 +172,7 @@ class TensorBoard(AppliedRateCallback):
                     self._write("train", f"batch_{name}", value, seen)
 
     def _write(self, run: str, tag: str, value: Any, step: int) -> None:
-        if isinstance(value, numbers.Real):
+        if _is_writer() and isinstance(value, numbers.Real):
             self._writer(run).add_scalar(tag, value, step)
 
     def _writer(self, run: str) -> Any:
@@ -184,6 +188,10 @@ class TensorBoard(AppliedRateCallback):
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+
+
+def _is_writer() -> bool:
+    return _processes.index() == 0
 
 
 def _writer_class() -> Any:

@@ -40,6 +40,11 @@ def replica_exact(model: Any) -> Any:
     - A scalar from `add_loss`, or in the logs of a `train_step` of your own, counts as a mean over
       the rows, or as independent of them.
 
+    With several processes of TensorFlow (`select_strategy("multi_worker")`) give the same datasets
+    of global batches in all of them: each replica takes its rows of every batch. Data that differ
+    are refused in all processes. The first one writes what `ModelCheckpoint`, `TensorBoard` and
+    `CSVLogger` write; a process that is gone ends the others with a `ProcessLostError`.
+
     A `train_step` or `compute_loss` of your own is written as for one device, without dividing by
     the number of replicas. Its loss comes from `self.compute_loss` or Keras losses, and its
     gradients go to optimizers held by attributes of the model.

@@ -9,8 +9,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks, scaling
-from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state
+from kdpkit import _checks, _processes, scaling
+from kdpkit.training import (
+    _attachments,
+    _batch_norm,
+    _callbacks,
+    _keras_internals,
+    _layer_state,
+    _workers,
+)
 from kdpkit.training._objective import refuse_pairwise
 from kdpkit.training._step import ReplicaStep, running
 
@@ -83,7 +90,10 @@ class _ExactSteps:
         model.predict_step = self.predict_step
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
-            setattr(model, name, _refusing_unbatched(getattr(model, name)))
+            method = _refusing_unbatched(getattr(model, name))
+            if _workers.spans_processes(self.strategy):
+                method = _with_other_processes(method, self.strategy)
+            setattr(model, name, method)
         model.make_train_function = lambda force=False: self.make_function("train", force)
         model.make_test_function = lambda force=False: self.make_function("test", force)
         model.make_predict_function = lambda force=False: self.make_function("predict", force)
@@ -106,7 +116,7 @@ class _ExactSteps:
             _attachments.attach_to_optimizer(optimizer, self.strategy)
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec
-            data_batch = tf.nest.map_structure(_symbolic, specs)
+            data_batch = tf.nest.map_structure(_symbolic, _workers.specs_of(specs))
         with self.strategy.scope():
             if type(model).call is not keras.Model.call:  # else only `train_step` uses its parts
                 model._symbolic_build(data_batch=data_batch)
@@ -131,22 +141,22 @@ class _ExactSteps:
 
         def function(batches: Any) -> Any:
             with self.keys_for_loops():
-                return compiled(_split_whole_batches(batches, self.strategy))
+                logs = compiled(_split_whole_batches(batches, self.strategy))
+            _workers.refuse_differences()
+            return logs
 
         setattr(model, name, function)
 
     def keys_for_loops(self) -> contextlib.AbstractContextManager[None]:
         """Let collectives run inside the loop that `steps_per_execution` compiles."""
-        in_a_loop = self.model.steps_per_execution > 1
-        one_process = not isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
-        if in_a_loop and one_process:
+        if self.model.steps_per_execution > 1:
             return _keras_internals.constant_collective_keys()
         return contextlib.nullcontext()
 
     def train_step(self, data: Any) -> Any:
         share_in_loss = not self.own_train_step or _attachments.scales_loss(self.model.optimizer)
         with running(ReplicaStep(data, share_in_loss=share_in_loss)) as step:
-            logs = self.train_step_of_model(data)
+            logs = self.train_step_of_model(step.data)
             self.check(step)
             if step.replicas > 1:
                 self.warn_once(step.replicas)
@@ -155,11 +165,11 @@ class _ExactSteps:
 
     def test_step(self, data: Any) -> Any:
         with running(ReplicaStep(data)) as step:
-            return step.whole(self.test_step_of_model(data))
+            return step.whole(self.test_step_of_model(step.data))
 
     def predict_step(self, data: Any) -> Any:
-        with running(ReplicaStep(data)):
-            return self.predict_step_of_model(data)
+        with running(ReplicaStep(data)) as step:
+            return self.predict_step_of_model(step.data)
 
     def check(self, step: ReplicaStep) -> None:
         """Refuse a step that trained around what makes it exact."""
@@ -210,6 +220,32 @@ def _refusing_unbatched(method: Callable) -> Callable:
     return checked
 
 
+def _with_other_processes(method: Callable, strategy: Any) -> Callable:
+    """Let every process take its rows of the data, and the first one alone write and report."""
+
+    @functools.wraps(method)
+    def shared(*args: Any, **settings: Any) -> Any:
+        settings = _callbacks.settings_of_this_process(settings)
+        with _processes.naming_losses(), _distributing_rows(strategy):
+            return method(*args, **settings)
+
+    return shared
+
+
+@contextlib.contextmanager
+def _distributing_rows(strategy: Any) -> Iterator[None]:
+    """Have Keras spread datasets by their rows: it asks the strategy, in which we stand in."""
+    name = "experimental_distribute_dataset"
+    if name in vars(strategy):  # validation, inside `fit`
+        yield
+        return
+    setattr(strategy, name, lambda dataset: _workers.distribute(strategy, dataset))
+    try:
+        yield
+    finally:
+        delattr(strategy, name)
+
+
 def _without_function(step: Any) -> Callable:
     """Take `@tf.function` off a step: inside a function of its own no replicas can meet."""
     return getattr(step, "python_function", step)
@@ -256,7 +292,7 @@ def _split(batch: Any, strategy: Any) -> Any:
         tensor = tf.convert_to_tensor(leaf)
         pieces = [tensor[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         return strategy.experimental_distribute_values_from_function(
-            lambda context: pieces[context.replica_id_in_sync_group]
+            lambda context: pieces[_workers.piece_of(strategy, context.replica_id_in_sync_group)]
         )
 
     return keras.tree.map_structure(split, batch)

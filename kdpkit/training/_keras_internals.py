@@ -15,6 +15,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses import loss as keras_loss
 from keras.src.random.seed_generator import SeedGenerator
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
@@ -152,6 +153,11 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
         _maybe_merge_call,
     ),
 )
+
+
+def joined_over_processes(output: Any, strategy: Any) -> Any:
+    """Put the rows of all replicas in all processes together, in every process, as `predict`."""
+    return reduce_per_replica(output, strategy, reduction="concat")
 
 
 def prefer_one_device_sums(strategy: Any) -> None:

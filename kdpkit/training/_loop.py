@@ -9,6 +9,7 @@ import keras
 import numpy as np
 
 from kdpkit import _checks
+from kdpkit.training import _callbacks
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import Objective
 
@@ -49,6 +50,10 @@ class TrainingLoop:
     `replica_exact`: on TensorFlow random layers draw other numbers on each replica, and
     `BatchNormalization` needs `synchronized=True` to normalize by the rows of all replicas. On JAX
     there is no difference.
+
+    With several processes on TensorFlow give the same datasets of global batches in all of them:
+    each replica takes its rows of every batch. On JAX each process gives its own rows. The first
+    process writes what callbacks write, and shows progress.
 
     Args:
         model: A Keras model, built in the strategy's scope.
@@ -349,8 +354,9 @@ class TrainingLoop:
     def _callback_list(
         self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: bool
     ) -> Any:
+        verbose = _callbacks.verbosity(verbose)
         return keras.callbacks.CallbackList(
-            keras.tree.flatten(callbacks or ()),
+            _callbacks.of_this_process(callbacks),
             add_progbar=verbose != 0,
             model=self.model,
             verbose=verbose,

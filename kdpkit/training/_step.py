@@ -17,6 +17,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit import _checks
+from kdpkit.training import _workers
 from kdpkit.training._losses import sum_over_replicas
 
 _running = threading.local()
@@ -26,7 +27,8 @@ class ReplicaStep:
     """One replica's step: its rows, its share of all rows, and what it has done so far.
 
     Args:
-        data: The batch as this replica got it; its first tensor gives the rows.
+        data: The batch as this replica got it; its first tensor gives the rows. Over several
+            processes a `Piece`, which is compared with what the others got.
         share_in_loss: Whether the loss carries the share from `optimizer.scale_loss` on (Keras'
             own step), so that the gradients do already, and need not be multiplied.
     """
@@ -35,8 +37,10 @@ class ReplicaStep:
         context = tf.distribute.get_replica_context()
         self.replica = context.replica_id_in_sync_group
         self.replicas = context.num_replicas_in_sync
-        self.rows = _rows(data)
-        self.all_rows = sum_over_replicas(self.rows)
+        self.data, seal = _workers.opened(data)
+        first = next(leaf for leaf in keras.tree.flatten(self.data) if leaf is not None)
+        self.rows = _workers.rows_of(first)
+        self.all_rows = self._count_rows(seal)
         self.share = tf.math.divide_no_nan(
             tf.cast(self.rows, tf.float32), tf.cast(self.all_rows, tf.float32)
         )
@@ -45,6 +49,15 @@ class ReplicaStep:
         self.saw_a_loss = False
         self.applied_gradients = False
         self.assigned: list[Any] = []  # variables of layers
+
+    def _count_rows(self, seal: Any) -> Any:
+        """Sum the rows over the replicas, and with them what tells whether all cut one batch."""
+        if seal is None:
+            return sum_over_replicas(self.rows)
+        numbers = [[tf.cast(self.rows, tf.int64)], _workers.sums_to_compare(seal)]
+        sums = sum_over_replicas(tf.concat(numbers, axis=0))
+        _workers.compare(sums[1:], self.replicas)
+        return tf.cast(sums[0], tf.int32)
 
     def weigh(self, value: Any) -> Any:
         """Multiply by the share. A replica without rows gives zero, whatever it computed."""
@@ -135,15 +148,6 @@ def dense_if_unique(gradient: Any) -> Any:
     return gradient
 
 
-def _rows(data: Any) -> Any:
-    first = next(leaf for leaf in keras.tree.flatten(data) if leaf is not None)
-    if isinstance(first, tf.RaggedTensor):
-        return tf.cast(first.nrows(), tf.int32)
-    if isinstance(first, tf.SparseTensor):
-        return tf.cast(first.dense_shape[0], tf.int32)
-    return tf.shape(first)[0]
-
-
 def _map_values(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply an elementwise function to a tensor or to the slices of a sparse gradient."""
     if isinstance(value, tf.IndexedSlices):
@@ -152,7 +156,7 @@ def _map_values(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _add_up(strategy: Any, nest: Any, weighed: Any) -> Any:
-    one_process = not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    one_process = not _workers.spans_processes(strategy)
 
     def add(value: Any, weighed: Any) -> Any:
         same = not isinstance(value, tf.distribute.DistributedValues)

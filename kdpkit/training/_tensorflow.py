@@ -15,8 +15,8 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec, set_keras_mask
 
-from kdpkit import _checks
-from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state
+from kdpkit import _checks, _processes
+from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state, _workers
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import (
     Sums,
@@ -62,8 +62,8 @@ class TensorFlowSteps:
         return bool(self.model.jit_compile if self._jit is None else self._jit)
 
     @property
-    def _is_multi_worker(self) -> bool:
-        return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    def _spans_processes(self) -> bool:
+        return _workers.spans_processes(self.strategy)
 
     @property
     def means(self) -> list[Any]:
@@ -75,8 +75,8 @@ class TensorFlowSteps:
         return self.strategy.scope()
 
     def guard(self) -> Any:
-        """Enter nothing: TensorFlow names what went wrong elsewhere."""
-        return contextlib.nullcontext()
+        """Enter what explains that another process is gone."""
+        return _processes.naming_losses()
 
     # Before the first step: the data, and all variables.
 
@@ -94,7 +94,7 @@ class TensorFlowSteps:
         _check_batched(name, dataset.element_spec)
         batches = dataset
         if isinstance(dataset, tf.data.Dataset):
-            batches = self.strategy.experimental_distribute_dataset(dataset)
+            batches = _workers.distribute(self.strategy, dataset, f"`{name}`")
             if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY and wanted is None:
                 _checks.refuse(
                     f"`{name}` never ends; say with `{argument}` how much of it to take."
@@ -105,7 +105,7 @@ class TensorFlowSteps:
     def _build_model(self, spec: Any) -> None:
         if self.model.built:
             return
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(_placeholders(spec))
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(_placeholders(_workers.specs_of(spec)))
         with self.scope():
             compute_output_spec(functools.partial(self.model, training=False), x)
 
@@ -121,7 +121,7 @@ class TensorFlowSteps:
                 self._is_optimizer_built = True
 
     def _build_metrics(self, spec: Any) -> None:
-        names = trace_metrics(self.loop, _placeholders(spec))
+        names = trace_metrics(self.loop, _placeholders(_workers.specs_of(spec)))
         for metric in self.model.metrics:
             _attachments.weigh_single_numbers(metric)
         self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
@@ -178,6 +178,7 @@ class TensorFlowSteps:
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             while len(outputs) < steps:
                 predictions = self._predict(next(iterator))
+                _workers.refuse_differences()
                 outputs.append(keras.tree.map_structure(np.asarray, predictions))
         return len(outputs), outputs
 
@@ -187,10 +188,11 @@ class TensorFlowSteps:
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def _run(self, function: Any, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        fresh_keys = self._is_multi_worker
+        fresh_keys = self._spans_processes
         keys = _keras_internals.constant_collective_keys
         with contextlib.nullcontext() if fresh_keys else keys():
             done, logs = function(iterator, tf.constant(steps))
+        _workers.refuse_differences()
         return int(done), logs
 
     def _repeated(self, step: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
@@ -228,14 +230,14 @@ class TensorFlowSteps:
 
     def _predict_step(self, batch: Any) -> Any:
         def predict(batch: Any) -> Any:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(ReplicaStep(batch).data)
             return self.model(x, training=False)
 
         return keras.tree.map_structure(self._joined, self.strategy.run(predict, args=(batch,)))
 
     def _joined(self, output: Any) -> Any:
-        if self._is_multi_worker:
-            return self.strategy.gather(output, axis=0)
+        if self._spans_processes:
+            return _keras_internals.joined_over_processes(output, self.strategy)
         return tf.concat(self.strategy.experimental_local_results(output), axis=0)
 
     # One replica's part of a step.
@@ -243,6 +245,7 @@ class TensorFlowSteps:
     def _train_replica(self, batch: Any) -> dict[int, Any]:
         """Give this replica's part of the gradients, by the variable's index."""
         step = ReplicaStep(batch)
+        batch = step.data
         differentiate = functools.partial(forward_and_backward, self.loop, step)
         if self.jit:
             differentiate = tf.function(differentiate, jit_compile=True, autograph=False)
@@ -262,8 +265,8 @@ class TensorFlowSteps:
 
     def _test_replica(self, batch: Any) -> None:
         step = ReplicaStep(batch)
-        sums, predictions = forward(self.loop, step, batch, training=False)
-        self._update_metrics(step, batch, predictions)
+        sums, predictions = forward(self.loop, step, step.data, training=False)
+        self._update_metrics(step, step.data, predictions)
         self._update_losses(step, sums)
 
     def _update_metrics(self, step: ReplicaStep, batch: Any, predictions: Any) -> None:

@@ -1,8 +1,5 @@
 import functools
 import json
-import socket
-import subprocess
-import sys
 import zipfile
 
 import keras
@@ -333,60 +330,3 @@ def test_a_model_built_outside_the_scope_is_refused():
 def test_what_is_no_model_is_refused():
     with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
         replica_exact(3)
-
-
-# Several processes.
-
-WORKER = """
-import json, os, sys
-rank, ports, rows = int(sys.argv[1]), json.loads(sys.argv[2]), int(sys.argv[3])
-if len(ports) > 1:
-    cluster = {"worker": [f"localhost:{port}" for port in ports]}
-    task = {"type": "worker", "index": rank}
-    os.environ["TF_CONFIG"] = json.dumps({"cluster": cluster, "task": task})
-import keras, numpy as np, tensorflow as tf
-from kdpkit import strategies, testing, training
-strategy = strategies.select_strategy("multi_worker" if len(ports) > 1 else "one")
-keras.utils.set_random_seed(0)
-with strategy.scope():
-    model = testing.tiny_classifier()
-    optimizer = keras.optimizers.Adam(0.01, clipnorm=0.1, gradient_accumulation_steps=2)
-    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(optimizer, loss, metrics=["accuracy"])
-training.replica_exact(model)
-data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(rows)).batch(8)
-options = tf.data.Options()
-options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-data = data.with_options(options)
-history = model.fit(data, epochs=2, validation_data=data, verbose=0).history
-weights = np.concatenate([weight.ravel() for weight in model.get_weights()])
-print(json.dumps({"history": history, "weights": weights.tolist()}), flush=True)
-"""
-
-
-def free_ports(count):
-    sockets = [socket.socket() for _ in range(count)]
-    for each in sockets:
-        each.bind(("localhost", 0))
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
-@pytest.mark.slow
-def test_two_processes_train_what_one_device_trains():
-    def outcomes(processes):
-        ports = json.dumps(free_ports(processes))
-        command = [sys.executable, "-c", WORKER]
-        started = [
-            subprocess.Popen([*command, str(rank), ports, "22"], stdout=subprocess.PIPE, text=True)
-            for rank in range(processes)
-        ]
-        return [json.loads(each.communicate(timeout=200)[0].splitlines()[-1]) for each in started]
-
-    [one] = outcomes(1)
-    for worker in outcomes(2):
-        np.testing.assert_allclose(worker["weights"], one["weights"], atol=1e-6)
-        for name, values in one["history"].items():
-            np.testing.assert_allclose(worker["history"][name], values, atol=1e-5)

@@ -1,0 +1,203 @@
+"""How a process of a TensorFlow cluster finds its place, and starts together with the others.
+
+TensorFlow takes `TF_CONFIG` as it is, waits for ever for a process that does not come, and says of
+a port that is taken no more than that no server could be started.
+"""
+
+import contextlib
+import inspect
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
+from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
+from tensorflow.python.eager import context
+
+from kdpkit import _checks, _processes
+from kdpkit.cluster import ClusterConfig
+
+_MORE_SECONDS = 15  # for TensorFlow to end a start that takes too long itself, which it may not
+_started: dict[Any, Any] = {}
+
+
+def read(environ: Mapping[str, str] | None = None) -> ClusterConfig:
+    """Read the cluster from the environment, and refuse one that does not train in step.
+
+    Raises:
+        ValueError: There is none, it is wrong, or it has other tasks than workers and a chief.
+    """
+    cluster = ClusterConfig.from_environment(environ)
+    others = [role for role, _, _ in cluster.tasks if role not in ("chief", "worker")]
+    if others or cluster.role == "evaluator":
+        _checks.refuse(
+            "The strategy 'multi_worker' trains on the tasks `worker`, and a `chief` at most.",
+            others=others or [cluster.role],
+            remedy="Parameter servers (`ps`) belong to the strategy 'parameter_server'; an "
+            "`evaluator` is a program of its own.",
+        )
+    return cluster
+
+
+def start(cluster: ClusterConfig, *, communication: str, start_timeout_seconds: int) -> Any:
+    """Give the strategy of the cluster, once its processes are there.
+
+    Asked again, as by a recipe that a notebook runs twice, it gives the same one.
+
+    Raises:
+        ValueError: A process did not come in time, the port of this one is taken, or TensorFlow
+            has computed already.
+    """
+    if (cluster, communication) in _started:
+        return _started[cluster, communication]
+    if getattr(context.context(), "_initialized", False):
+        _checks.refuse(
+            "TensorFlow has computed before the processes were connected, or with others.",
+            process=cluster.process_index,
+            remedy="Call `select_strategy` first, before any tensor, variable or device list.",
+        )
+    strategy = _joined(cluster, communication, start_timeout_seconds)
+    _started[cluster, communication] = strategy
+    return strategy
+
+
+def _joined(cluster: ClusterConfig, communication: str, start_timeout_seconds: int) -> Any:
+    wanted = communication.upper()
+    options = tf.distribute.experimental.CommunicationOptions(
+        implementation=tf.distribute.experimental.CommunicationImplementation[wanted]
+    )
+    os.environ["TF_CONFIG"] = cluster.to_tf_config()  # where TensorFlow looks
+    _limit_waiting(cluster, start_timeout_seconds)
+    if cluster.process_index == 0:
+        _wait_for_others(cluster, start_timeout_seconds)
+    try:
+        with _every_logical_cpu(), _ending_after(start_timeout_seconds + _MORE_SECONDS, cluster):
+            return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+    except (tf.errors.OpError, ValueError) as error:
+        raise _checks.InputError(_why_not(error, cluster, start_timeout_seconds)) from error
+
+
+def _limit_waiting(cluster: ClusterConfig, seconds: int) -> None:
+    """Set how long TensorFlow waits for the first process, which is an hour otherwise."""
+    tasks = {"chief": int(cluster.chief is not None), "worker": len(cluster.workers)}
+    jobs = [
+        coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
+        for job, count in tasks.items()
+        if count
+    ]
+    context.context().configure_coordination_service(
+        "standalone",
+        service_leader=f"/job:{jobs[0].name}/replica:0/task:0",
+        cluster_register_timeout_in_ms=1000 * seconds,
+        coordinated_jobs=jobs,
+    )
+
+
+def _wait_for_others(cluster: ClusterConfig, seconds: int) -> None:
+    """Wait until every other process has its port open.
+
+    The first process must ask before TensorFlow starts: there it would wait without a limit, and
+    without letting any other Python code run.
+    """
+    end = time.monotonic() + seconds
+    missing = _addresses(cluster)[1:]
+    while missing := [address for address in missing if not _is_open(address)]:
+        if time.monotonic() > end:
+            _checks.refuse(
+                f"{len(missing)} of {cluster.process_count} processes did not come within "
+                f"{seconds} seconds.",
+                missing=missing,
+                remedy="See what they say, and that TF_CONFIG has the same addresses in all.",
+            )
+        time.sleep(0.1)
+
+
+def _addresses(cluster: ClusterConfig) -> list[str]:
+    return [address for _, _, address in cluster.tasks]
+
+
+def _is_open(address: str) -> bool:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
+        return True
+    return False
+
+
+def _why_not(error: Exception, cluster: ClusterConfig, seconds: int) -> str:
+    said = str(error).strip().partition("\n")[0]
+    this = f"Received: process {cluster.process_index} of {cluster.process_count}."
+    if "Could not start gRPC server" in said:
+        return (
+            f"No server can be started at {cluster.address} (the port is taken, or the address is "
+            f"another machine's). {this} Give every process in TF_CONFIG a free port of its own "
+            "machine."
+        )
+    if "already configured" in said:
+        return f"This process has tried to join others before. {this} Start a new process."
+    return (
+        f"The first process, {cluster.coordinator}, could not be joined within {seconds} seconds "
+        f"({said}). {this} See what it says, and that TF_CONFIG has the same addresses in all."
+    )
+
+
+@contextlib.contextmanager
+def _ending_after(seconds: int, cluster: ClusterConfig) -> Iterator[None]:
+    """End the program, with a sentence, if what follows takes longer.
+
+    Where a port is open but nobody joins, as when another program has taken it, the first process
+    waits in TensorFlow, which lets no Python code run, so that nothing can be raised.
+    """
+    if not hasattr(signal, "alarm") or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    others = ", ".join(a for a in _addresses(cluster) if a != cluster.address)
+    sentence = (
+        f"The processes did not come together within {seconds} seconds, and this one, "
+        f"{cluster.process_index} of {cluster.process_count}, was ended. See what the others "
+        f"({others}) say, and that no other program has taken their ports."
+    )
+    former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it needs no Python to act
+    with _processes.last_words(sentence):
+        signal.alarm(seconds)
+        try:
+            yield
+        finally:
+            signal.alarm(0)
+            signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def _every_logical_cpu() -> Iterator[None]:
+    """Put a replica on every logical CPU, where TensorFlow takes the first one alone.
+
+    As a mirrored strategy does: so several devices in each process can be tried without GPUs.
+    """
+    name = "_initialize_local_devices"
+    original = getattr(CollectiveAllReduceExtended, name, None)
+    split = _logical_cpus()
+    expected = ["self", "cluster_resolver", "worker_device"]
+    if split < 2 or original is None or [*inspect.signature(original).parameters] != expected:
+        yield
+        return
+
+    def local_devices(extended: Any, resolver: Any, worker: str) -> tuple[tuple[str, ...], str]:
+        devices, kind = original(extended, resolver, worker)
+        if kind == "CPU":
+            devices = tuple(f"{worker}/device:CPU:{index}" for index in range(split))
+        return devices, kind
+
+    setattr(CollectiveAllReduceExtended, name, local_devices)
+    try:
+        yield
+    finally:
+        setattr(CollectiveAllReduceExtended, name, original)
+
+
+def _logical_cpus() -> int:
+    physical = tf.config.list_physical_devices("CPU")
+    return len(tf.config.get_logical_device_configuration(physical[0]) or [0]) if physical else 0

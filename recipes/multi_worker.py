@@ -1,0 +1,119 @@
+"""Classify images in several processes, on one machine or many, as one device would.
+
+    export TF_CONFIG='{"cluster": {"worker": ["10.0.0.1:9876", "10.0.0.2:9876"]},
+                       "task": {"type": "worker", "index": 0}}'
+    python recipes/multi_worker.py
+
+Each process is started with the same flags and a TF_CONFIG that has its own index; each trains on
+all its GPUs, or on its CPU. It is the workload of TensorFlow's guide to multi-worker training: a
+small convnet and `fit`. Here every process reads the same images in the same order and takes its
+rows of every batch, so that the losses are those of one device with the same global batch, uneven
+last batches and batch normalization included. The first process writes checkpoints, results and
+TensorBoard files. If one is killed or fails, the others end within seconds and say so.
+`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
+directory with MNIST's IDX files. `--strategy mirrored` and `--strategy one` train without others.
+recipes/README.md has measured results.
+"""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import tensorflow as tf
+
+from kdpkit import callbacks, corpora, experiment, pipelines, schedules, strategies, training
+
+
+def parse(argv):
+    parser = experiment.argument_parser(
+        __doc__,
+        epochs=8,
+        per_replica_batch_size=64,
+        base_learning_rate=1e-3,
+        rule="sqrt",
+        smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
+    )
+    parser.set_defaults(strategy="multi_worker")
+    parser.add_argument(
+        "--communication",
+        choices=["auto", "ring", "nccl"],
+        default="auto",
+        help="how gradients are summed: over the network, or between GPUs (default: auto)",
+    )
+    return parser.parse_args(argv)
+
+
+def build_model(shape, classes):
+    """A convolution and two dense layers; images stay uint8 until they are on the device."""
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            keras.Input(shape, dtype="uint8"),
+            layers.Rescaling(1 / 255),
+            layers.Conv2D(32, 3, padding="same", use_bias=False),
+            layers.BatchNormalization(synchronized=True, momentum=0.9),
+            layers.ReLU(),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(128, activation="relu"),
+            layers.Dense(classes),
+        ]
+    )
+
+
+def main(argv=None):
+    args = parse(argv)
+    keras.utils.set_random_seed(args.seed)
+    strategy = experiment.strategy_from(args)
+    if strategies.is_chief():
+        print(experiment.describe(strategy))
+    plan = experiment.plan_from(args, strategy)
+
+    splits = corpora.load_images(args.data)
+    images, labels = splits.train
+    batches = {"global_batch_size": plan.global_batch_size, "replicas": plan.replicas}
+    train = pipelines.train_pipeline(
+        tf.data.Dataset.from_tensor_slices((images, labels)),
+        pipelines.PipelineConfig(seed=args.seed, remainder="keep"),
+        steps_per_epoch=args.steps_per_epoch,
+        **batches,
+    )
+    test = pipelines.eval_pipeline(
+        tf.data.Dataset.from_tensor_slices(tuple(splits.test)), remainder="keep", **batches
+    )
+
+    schedule = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)
+    with strategy.scope():
+        model = training.replica_exact(build_model(images.shape[1:], splits.classes))
+        model.compile(
+            optimizer=keras.optimizers.Adam(schedule),
+            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        )
+    watching = callbacks.training_callbacks(args.log_dir, **batches)
+    if args.log_dir:
+        watching.append(callbacks.ModelCheckpoint(args.log_dir / "model.keras"))
+    with experiment.saving_on_interrupt(model, args.log_dir) as stop:
+        history = model.fit(
+            train,
+            validation_data=test,
+            epochs=args.epochs,
+            callbacks=[*watching, stop],
+            shuffle=False,  # the pipeline shuffles
+        )
+    results = experiment.results_of(
+        model,
+        history,
+        strategy=strategy,
+        global_batch_size=plan.global_batch_size,
+        test=model.evaluate(test, return_dict=True),
+    )
+    experiment.write_results(args.results, results)
+    if strategies.is_chief():
+        print(f"Test: {results['test']}")
+    return results
+
+
+if __name__ == "__main__":
+    experiment.run(main)

@@ -1,0 +1,252 @@
+"""Several processes of TensorFlow on one machine: equal to one, and never without an answer.
+
+Each is a real process. Starting TensorFlow is what costs, so the first two do nearly everything.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import keras
+import numpy as np
+import pytest
+
+import kdpkit
+from kdpkit import strategies
+from tests import worker_process
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+SOON = 60  # seconds in which the others have ended when one is killed: about 10 on an idle machine
+LIMIT = 550  # of anything else, on a machine that is busy
+
+pytestmark = [pytest.mark.slow, pytest.mark.tensorflow, pytest.mark.timeout(600)]
+
+
+def free_ports(count):
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("localhost", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+class Workers:
+    """Starts processes with a TF_CONFIG for each, and leaves none behind."""
+
+    def __init__(self, count, *command, only=None, second=None, directory):
+        addresses = [f"localhost:{port}" for port in free_ports(count)]
+        addresses[1] = second or addresses[1]
+        self.outputs = [directory / f"output-{index}" for index in range(count)]
+        self.running = {
+            index: self._start(command, addresses, index)
+            for index in ([only] if only is not None else range(count))
+        }
+
+    def _start(self, command, addresses, index):
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        with self.outputs[index].open("w") as output:
+            return subprocess.Popen(
+                [sys.executable, *command],
+                cwd=ROOT,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | {"TF_CONFIG": json.dumps(config), "PYTHONPATH": str(ROOT)},
+            )
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.running.values():
+            process.kill()
+            process.wait()
+
+    def said(self, index):
+        return self.outputs[index].read_text()
+
+    def wait_for(self, text, index):
+        """Wait until a process has said something."""
+        while text not in self.said(index):
+            assert self.running[index].poll() is None, self.said(index)
+            time.sleep(0.2)
+
+    def wait_for_words(self, text, index):
+        """Wait until it is said of a process that has ended."""
+        end = time.monotonic() + SOON
+        while text not in self.said(index):
+            assert time.monotonic() < end, self.said(index)
+            time.sleep(0.2)
+
+    def end(self, seconds=LIMIT):
+        """Wait for all; give their exit codes."""
+        end = time.monotonic() + seconds
+        return {i: p.wait(max(end - time.monotonic(), 0)) for i, p in self.running.items()}
+
+
+def result_of(output):
+    return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes with two devices each find, what they write, and how the first ends."""
+    directory = tmp_path_factory.mktemp("workers")
+    return once(tmp_path_factory, "two workers", lambda: of_two_processes(directory))
+
+
+def of_two_processes(directory):
+    written = directory / "written"
+    written.mkdir()
+    with Workers(2, "-m", "tests.worker_process", written, "2", directory=directory) as workers:
+        for index in range(2):
+            workers.wait_for("step 2", index)
+        workers.running[1].send_signal(signal.SIGKILL)
+        killed = time.monotonic()
+        codes = workers.end()
+        said = [workers.said(index) for index in range(2)]
+    return {
+        "found": [result_of(output) for output in said],
+        "written": str(written),
+        "codes": [codes[index] for index in range(2)],
+        "seconds": time.monotonic() - killed,
+        "said": said,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    def train():
+        return worker_process.trained(strategies.select_strategy("one"))
+
+    return once(tmp_path_factory, "one device", train)
+
+
+def once(tmp_path_factory, name, make):
+    """Give what the first of pytest's own processes makes; the others wait for it."""
+    root = tmp_path_factory.getbasetemp()
+    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
+    with (root / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        made = root / f"{name}.json"
+        if not made.exists():
+            made.write_text(json.dumps(make(), default=float))
+        return json.loads(made.read_text())
+
+
+@pytest.mark.parametrize(
+    "way", ["fit", "fit, 2 steps in an execution", "loop", "loop, 2 micro-batches"]
+)
+def test_two_processes_train_evaluate_and_predict_as_one_device(two, alone, way):
+    first, second = (found["trained"][way] for found in two["found"])
+    assert first == second
+    assert first.keys() == alone[way].keys()
+    for name, expected in alone[way].items():
+        for left, right in zip(*map(keras.tree.flatten, (first[name], expected)), strict=True):
+            np.testing.assert_allclose(left, right, rtol=1e-5, atol=2e-6, err_msg=name)
+
+
+def test_the_strategy_says_how_many_workers_there_are(two):
+    for found in two["found"]:
+        assert found["strategy"] == (
+            "MultiWorkerMirroredStrategy: 4 replicas on CPU:0, CPU:1 of each of 2 workers"
+        )
+    assert [found["is_chief"] for found in two["found"]] == [True, False]
+
+
+def test_the_first_process_alone_writes_and_says_how_the_data_are_spread(two):
+    names = {path.name for path in pathlib.Path(two["written"]).iterdir()}
+    saved = {f"keras-{n}.keras" for n in (1, 2)} | {f"ours-{n}.weights.h5" for n in (1, 2)}
+    assert names == {"log.csv", "board", *saved}
+    assert len((pathlib.Path(two["written"]) / "log.csv").read_text().splitlines()) == 1 + 2
+    for run in ("train", "validation"):
+        assert len([*(pathlib.Path(two["written"]) / "board" / run).iterdir()]) == 1
+    told = "Each of the 2 processes reads all of the data and takes its rows of every batch."
+    assert [output.count(told) for output in two["said"]] == [1, 0]
+
+
+def test_a_model_that_the_first_process_saved_can_be_loaded(two):
+    model = keras.models.load_model(pathlib.Path(two["written"]) / "keras-2.keras")
+    assert int(model.optimizer.iterations) == 4  # of 8 batches, two in an update
+    saved = model.get_weights()
+    model.load_weights(pathlib.Path(two["written"]) / "ours-2.weights.h5")
+    for one, other in zip(saved, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("case", "sentence"),
+    [
+        ("order, fit", "All processes must read the same batches"),
+        ("order, loop", "All processes must read the same batches"),
+        ("order, predict", "All processes must read the same batches"),
+        ("length, fit", "The number of the batches of the dataset must be the same"),
+        ("length, loop", "The number of the batches of `dataset` must be the same"),
+        ("end, fit", "one has come to its end before the others"),
+        ("end, loop", "one has come to its end before the others"),
+    ],
+)
+def test_data_that_are_not_the_same_are_refused_in_all_processes(two, case, sentence):
+    first, second = (found["refusals"][case] for found in two["found"])
+    assert first == second
+    assert sentence in first
+    assert "Build the same dataset in every process" in first
+
+
+def test_a_dataset_of_which_every_process_would_take_all_is_refused(two):
+    for found in two["found"]:
+        assert "Received: auto_shard_policy='OFF'" in found["refusals"]["policy"]
+
+
+def test_a_killed_process_ends_the_other_soon_with_one_sentence(two):
+    assert two["codes"] == [43, -signal.SIGKILL]
+    assert two["seconds"] < SOON
+    assert "Another process of this training is gone" in two["said"][0]
+    assert "Traceback" not in two["said"][0]
+
+
+def test_a_start_that_cannot_succeed_is_refused(tmp_path):
+    with Workers(2, "-m", "tests.worker_process", "starts", only=0, directory=tmp_path) as workers:
+        assert workers.end() == {0: 0}, workers.said(0)
+        found = result_of(workers.said(0))
+    assert found["the other does not come"].startswith("1 of 2 processes did not come within 2 s")
+    assert found["the port is taken"].startswith("No server can be started at localhost:")
+
+
+def test_a_first_process_that_does_not_come_is_not_waited_for_for_ever(tmp_path):
+    with Workers(2, "-m", "tests.worker_process", "late", only=1, directory=tmp_path) as workers:
+        assert workers.end() == {1: 2}, workers.said(1)
+        said = workers.said(1)
+    assert "could not be joined within 2 seconds" in said
+    assert "Traceback" not in said
+
+
+def test_a_port_that_another_program_has_does_not_stop_the_first_process_for_ever(tmp_path):
+    with socket.socket() as other:
+        other.bind(("localhost", 0))
+        other.listen()
+        taken = f"localhost:{other.getsockname()[1]}"
+        late = "-m", "tests.worker_process", "late"
+        with Workers(2, *late, only=0, second=taken, directory=tmp_path) as workers:
+            assert workers.end() == {0: -signal.SIGALRM}, workers.said(0)
+            workers.wait_for_words("was ended. See what the others", 0)
+            assert taken in workers.said(0)
+
+
+def test_the_recipe_trains_in_two_processes(tmp_path):
+    results = tmp_path / "results.json"
+    flags = ["--smoke", "--results", results, "--log-dir", tmp_path / "logs"]
+    with Workers(2, "recipes/multi_worker.py", *flags, directory=tmp_path) as workers:
+        codes = workers.end()
+        said = [workers.said(index) for index in range(2)]
+    assert set(codes.values()) == {0}, said
+    assert ["Test:" in output for output in said] == [True, False]
+    found = json.loads(results.read_text())
+    assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
+    assert (tmp_path / "logs" / "model.keras").exists()

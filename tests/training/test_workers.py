@@ -1,0 +1,105 @@
+"""How rows are dealt out to processes, and how data that differ are noticed, without processes."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdpkit import scaling
+from kdpkit.training import _workers
+
+pytestmark = pytest.mark.tensorflow
+
+
+class Replicas:
+    """Stands for a strategy of several processes, as far as its numbers go."""
+
+    def __init__(self, workers, local):
+        self.num_replicas_in_sync = workers * local
+        self.extended = type("Extended", (), {"worker_devices": ("CPU",) * local})()
+
+
+def dealt(dataset, workers, local):
+    """The pieces of every batch, of each replica of each worker."""
+    strategy = Replicas(workers, local)
+    contexts = [
+        tf.distribute.InputContext(workers, worker, workers * local) for worker in range(workers)
+    ]
+    given = [list(_workers._pieces(strategy, dataset, context)) for context in contexts]
+    return [
+        [given[worker][step * local + i] for worker in range(workers) for i in range(local)]
+        for step in range(len(given[0]) // local)
+    ]
+
+
+@given(
+    rows=st.integers(1, 20),
+    size=st.integers(1, 9),
+    workers=st.integers(1, 4),
+    local=st.integers(1, 3),
+)
+def test_every_row_of_a_batch_is_dealt_once_in_the_pieces_of_split_batch(
+    rows, size, workers, local
+):
+    dataset = tf.data.Dataset.range(rows).batch(size)
+    steps = dealt(dataset, workers, local)
+    assert len(steps) == len(dataset)
+    for batch, pieces in zip(dataset, steps, strict=True):
+        in_order = [None] * (workers * local)
+        for replica, piece in enumerate(pieces):
+            in_order[_workers.piece_of(Replicas(workers, local), replica)] = piece.data.numpy()
+        np.testing.assert_array_equal(np.concatenate(in_order), batch)
+        sizes = scaling.split_batch(len(batch), workers * local)
+        assert tuple(map(len, in_order)) == tuple(sizes)
+
+
+def test_batches_of_any_structure_are_dealt():
+    ragged = tf.ragged.constant([[1], [2, 3], [], [4]])
+    sparse = tf.sparse.from_dense([[0.0, 1.0], [2.0, 0.0], [0.0, 0.0], [3.0, 4.0]])
+    data = {"ragged": ragged, "sparse": sparse, "text": tf.constant(["a", "b", "c", "d"])}
+    dataset = tf.data.Dataset.from_tensor_slices((data, [True, False, True, True])).batch(3)
+    ((*first, second), _) = dealt(dataset, 2, 1)
+    (x, y) = first[0].data
+    assert x["ragged"].to_list() == [[1], [2, 3]]
+    np.testing.assert_array_equal(tf.sparse.to_dense(x["sparse"]), [[0, 1], [2, 0]])
+    assert y.numpy().tolist() == [True, False]
+    assert second.data[0]["text"].numpy().tolist() == [b"c"]
+
+
+def test_missing_parts_stay_missing():
+    dataset = tf.data.Dataset.range(4).batch(4).map(lambda x: (x, None, x))
+    ((first, _),) = dealt(dataset, 2, 1)
+    assert first.data[1] is None
+
+
+def verdict(*seals):
+    """What replicas note that have these seals; None stands for one without a batch."""
+    rows = [tf.zeros([0, 2], tf.int64) if seal is None else [[1, seal]] for seal in seals]
+    sums = tf.add_n([_workers.sums_to_compare(row) for row in rows])
+    _workers.compare(sums, len(seals))
+    noted, _workers._differences[:] = [*_workers._differences], []
+    return noted
+
+
+@given(st.lists(st.integers(0, _workers._HASHES - 1), min_size=1, max_size=64))
+def test_seals_differ_just_if_one_does(seals):
+    assert verdict(*seals) == ([] if len(set(seals)) == 1 else ["content"])
+
+
+def test_a_thousand_replicas_are_told_apart():
+    most = _workers._HASHES - 1
+    assert verdict(*[most] * 1000) == []
+    assert verdict(*[most] * 999, most - 1) == ["content"]
+
+
+def test_an_early_end_is_noted():
+    assert verdict(5, None, 5) == ["number"]
+
+
+def test_other_rows_or_another_order_give_another_seal():
+    batches = [tf.constant(rows) for rows in ([1, 2, 3], [2, 1, 3], [1, 2, 4])]
+    assert len({int(_workers._seal(batch)[0][1]) for batch in batches}) == 3
+    assert int(_workers._seal(batches[0])[0][1]) == int(
+        _workers._seal(tf.constant([1, 2, 3]))[0][1]
+    )
