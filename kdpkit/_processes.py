@@ -22,7 +22,7 @@ EXIT_CODE = 43  # of a process that others left alone
 
 # What JAX and its transport say when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
-_GO_ON = (
+GO_ON = (
     "Start all processes again; with `kdpkit.callbacks.Resume` they go on from the last state that "
     "was saved."
 )
@@ -187,7 +187,7 @@ def _join(coordinator: str, processes: int, this: int, timeouts: dict[str, int])
         ) from error
     others = ", or the first process, which all others need, is gone: its output says why"
     last_words.become(
-        f"Process {this} of {processes} was ended from outside{others if this else ''}. {_GO_ON}"
+        f"Process {this} of {processes} was ended from outside{others if this else ''}. {GO_ON}"
     )
     _Leaving(last_words)
 
@@ -263,5 +263,5 @@ def naming_losses() -> Iterator[None]:
         leave_without_waiting(EXIT_CODE)
         raise ProcessLostError(
             f"Another process of this training is gone ({said.splitlines()[0]}); its output says "
-            f"why. {_GO_ON}"
+            f"why. {GO_ON}"
         ) from error

@@ -12,7 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit import _checks, _servers
+from kdpkit._servers import serve_if_server as serve_if_server
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 
@@ -28,7 +29,7 @@ def select_strategy(
     Args:
         kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from
-            `TF_CONFIG`. `"tpu"` connects to a TPU. `"auto"` takes a TPU that the environment
+            `TF_CONFIG`; the latter is for the chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` takes a TPU that the environment
             names, else mirrors over the GPUs if there are several, else uses one device.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
@@ -148,6 +149,9 @@ def describe(strategy: Any) -> str:
     extended = strategy.extended
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return f"no strategy: 1 replica on {_default_device()}"
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        workers, servers = (_servers.count(strategy, role) for role in ("worker", "ps"))
+        return f"{kind}: {workers} worker(s), {servers} parameter server(s)"
     devices = ", ".join(_short(device) for device in extended.worker_devices)
     return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {devices}"
 
@@ -248,9 +252,7 @@ def _from_tf_config(kind: str) -> Any:
         )
     if kind == "multi_worker":
         return tf.distribute.MultiWorkerMirroredStrategy()
-    return tf.distribute.ParameterServerStrategy(
-        tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    )
+    return _servers.connect()
 
 
 def _short(device: str) -> str:

@@ -13,7 +13,7 @@ from kdpkit.training._feed import Feed
 from kdpkit.training._objective import Objective
 
 _STEPS = {
-    "tensorflow": ("kdpkit.training._tensorflow", "TensorFlowSteps"),
+    "tensorflow": ("kdpkit.training._tensorflow", "steps_of"),
     "jax": ("kdpkit.training._jax", "JaxSteps"),
 }
 
