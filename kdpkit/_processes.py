@@ -232,10 +232,7 @@ class _Leaving:
 
     def _leave(self) -> None:
         self._last_words.unsay()
-        if self.code is not None:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(self.code)
+        leave()
 
 
 def leave_without_waiting(code: int) -> None:
@@ -245,6 +242,14 @@ def leave_without_waiting(code: int) -> None:
     """
     if _Leaving.code is None:
         _Leaving.code = code
+
+
+def leave() -> None:
+    """End at once, if there is an exit code to end with."""
+    if _Leaving.code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_Leaving.code)
 
 
 @contextlib.contextmanager

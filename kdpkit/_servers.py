@@ -73,6 +73,14 @@ def connect() -> Any:
     )
 
 
+def describe(strategy: Any) -> str:
+    """Say in one line what serves a chief."""
+    said = {"worker": "worker", "ps": "parameter server"}
+    counted = {role: count(strategy, role) for role in said}
+    parts = [f"{n} {said[role]}{'s' if n != 1 else ''}" for role, n in counted.items()]
+    return f"ParameterServerStrategy: {', '.join(parts)}"
+
+
 def count(strategy: Any, role: str) -> int:
     """Give how many processes of a role a strategy has."""
     return len(_addresses(strategy, role))
@@ -139,7 +147,7 @@ def _reason(address: str | None, error: Exception) -> str:
         try:
             probe.bind(("", _checks.address("address", address)[1]))
         except OSError as taken:
-            return taken.strerror.lower()
+            return os.strerror(taken.errno or 0).lower()
     return str(error).splitlines()[0]
 
 

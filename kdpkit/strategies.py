@@ -29,8 +29,9 @@ def select_strategy(
     Args:
         kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from
-            `TF_CONFIG`; the latter is for the chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` takes a TPU that the environment
-            names, else mirrors over the GPUs if there are several, else uses one device.
+            `TF_CONFIG`; the latter is for the chief, see `serve_if_server`. `"tpu"` connects to a
+            TPU. `"auto"` takes a TPU that the environment names, else mirrors over the GPUs if
+            there are several, else uses one device.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
             GPU. For `"one"` a single device string.
@@ -150,8 +151,7 @@ def describe(strategy: Any) -> str:
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return f"no strategy: 1 replica on {_default_device()}"
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        workers, servers = (_servers.count(strategy, role) for role in ("worker", "ps"))
-        return f"{kind}: {workers} worker(s), {servers} parameter server(s)"
+        return _servers.describe(strategy)
     devices = ", ".join(_short(device) for device in extended.worker_devices)
     return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {devices}"
 

@@ -1,9 +1,11 @@
 """A process of a cluster with parameter servers, for tests/test_parameter_server.py.
 
-    kdpkit launch --workers 2 --parameter-servers 1 -- python -m tests.parameter_server_process '{}'
+    python -m tests.parameter_server_process SETTINGS
 
-The chief prints a line of JSON; without TF_CONFIG one device trains, and prints the same.
+The chief makes one run after the other, and prints what came out of each as a line of JSON.
 """
+
+# ruff: noqa: ARG002, T201 Keras calls with arguments that not all need; it is a program
 
 import json
 import os
@@ -12,18 +14,51 @@ import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+from kdpkit import experiment, strategies
+
+if __name__ == "__main__":
+    experiment.run(strategies.serve_if_server)  # servers need none of what is imported now
+
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import experiment, pipelines, strategies, testing, training
-from kdpkit.callbacks import Resume
+from kdpkit import callbacks, pipelines, testing
+from kdpkit.training import TrainingLoop
 
-STEPS = 8  # in an epoch
+ROWS = 61  # the last of eight batches is smaller
 
 
-class Rates(keras.optimizers.schedules.LearningRateSchedule):
-    """A rate that falls to zero over the run."""
+class Noting(keras.callbacks.Callback):
+    """Notes the last step of every call and the count then, prints it, and takes its time."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append([batch + 1, int(self.model.optimizer.iterations.numpy())])
+        print(f"step {batch + 1}", flush=True)
+        time.sleep(self.seconds)
+
+
+class Rows(keras.metrics.Metric):
+    """Counts the rows."""
+
+    def __init__(self, name="rows", **settings):
+        super().__init__(name=name, **settings)
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.cast(keras.ops.shape(y_pred)[0], "float32"))
+
+    def result(self):
+        return self.total
+
+
+class Falling(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that falls with every step."""
 
     def __init__(self, steps):
         self.steps = steps
@@ -35,92 +70,111 @@ class Rates(keras.optimizers.schedules.LearningRateSchedule):
         return {"steps": self.steps}
 
 
-class Noting(keras.callbacks.Callback):
-    """Notes what callbacks see, prints how far it is, and takes its time."""
+class Slope(TrainingLoop):
+    """A loss whose gradient is 1: every update takes its rate off the weight."""
 
-    def __init__(self, seconds):
-        super().__init__()
-        self.seconds = seconds
-        self.seen = []
+    products = 0  # to compute in a step, so that it lasts
 
-    def on_train_batch_end(self, batch, logs=None):
-        self.seen.append([batch, int(self.model.optimizer.iterations.numpy())])
-        print(f"step {batch + 1}", flush=True)
-        time.sleep(self.seconds)
+    def per_example_loss(self, x, y, *, training):
+        predictions = self.model(x, training=training)
+        large = tf.random.stateless_uniform([512, 512], [0, 0])
+        _, last = tf.while_loop(
+            lambda i, _: i < self.products,
+            lambda i, product: (i + 1, tf.tanh(product @ product)),
+            (0, large),
+        )
+        return predictions[:, 0] + 0.0 * tf.stop_gradient(tf.reduce_mean(last)), predictions
 
 
-def build(settings):
+def chief_reads(x, y):
+    source = tf.data.Dataset.from_tensor_slices((x, y))
+    config = pipelines.PipelineConfig(seed=0, remainder="keep")
+    return pipelines.train_pipeline(source, config, global_batch_size=8)
+
+
+def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0, model_file=None):
+    """Train, evaluate, predict: weights, logs and counts."""
     keras.utils.set_random_seed(0)
-    layers = [
-        keras.Input((4,)),
-        keras.layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
-        keras.layers.Dense(3),
-    ]
-    if settings.get("batch_norm"):
-        layers.insert(2, keras.layers.BatchNormalization())
-    return keras.Sequential(layers)
-
-
-def data(settings):
-    rows = settings.get("rows", 61)
-    source = tf.data.Dataset.from_tensor_slices(testing.toy_classification(rows))
-    return pipelines.train_pipeline(
-        source, pipelines.PipelineConfig(seed=0, remainder="keep"), global_batch_size=8
-    )
-
-
-def of_worker(worker, workers):
-    x, y = testing.toy_classification(64)
-    return tf.data.Dataset.from_tensor_slices((x, y)).shard(workers, worker).batch(8)
-
-
-def main():
-    settings = json.loads(sys.argv[1])
-    strategies.serve_if_server()
-    kind = "parameter_server" if os.environ.get("TF_CONFIG") else "one"
-    strategy = strategies.select_strategy(kind)
-    epochs = settings.get("epochs", 3)
     with strategy.scope():
-        model = build(settings)
-    loop = training.TrainingLoop(
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(3),
+            ]
+        )
+    loop = TrainingLoop(
         model,
-        optimizer=keras.optimizers.Adam(Rates(epochs * STEPS)),
+        optimizer=keras.optimizers.Adam(Falling(8 * epochs), global_clipnorm=0.5),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
-        weighted_metrics=[keras.metrics.SparseTopKCategoricalAccuracy(2, name="top")],
+        metrics=["accuracy", Rows()],
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
         strategy=strategy,
-        steps_per_loop=settings.get("steps_per_loop", 4),
-        accumulation=settings.get("accumulation", 1),
+        steps_per_loop=4,
+        accumulation=2,
     )
-    train = data(settings)
-    noting = Noting(settings.get("seconds_a_window", 0))
+    train = chief_reads(*testing.toy_classification(ROWS))
+    noting = Noting(seconds)
     watching = [noting]
-    if settings.get("directory"):
-        resume = Resume(settings["directory"], save_freq=4)
-        train = resume.track(train)
-        watching.append(resume)
+    if directory:
+        resume = callbacks.Resume(directory, save_freq=4)
+        train, watching = resume.track(train), [noting, resume]
     x, y = testing.toy_classification(21, seed=1)
-    weight = np.linspace(0.0, 1.0, 21, dtype="float32")
-    held_out = tf.data.Dataset.from_tensor_slices((x, y, weight)).batch(4)
-    own = {"train": of_worker, "steps_per_epoch": STEPS} if settings.get("own") else {}
-    history = loop.fit(
-        **{"train": train} | own,
-        validation=held_out,
-        epochs=epochs,
-        callbacks=watching,
-        verbose=0,
-    )
-    result = {
+    held_out = tf.data.Dataset.from_tensor_slices((x, y, np.linspace(0.0, 1.0, 21))).batch(4)
+    history = loop.fit(train, held_out, epochs=epochs, callbacks=watching, verbose=0)
+    if model_file:
+        model.save(model_file)
+    return {
         "history": history.history,
-        "test": loop.evaluate(held_out, verbose=0),
-        "predictions": loop.predict(held_out, verbose=0).tolist(),
-        "weights": [w.tolist() for w in model.get_weights()],
+        "evaluated": loop.evaluate(held_out, verbose=0),
+        "predicted": loop.predict(held_out, verbose=0).tolist(),
+        "weights": [weight.tolist() for weight in model.get_weights()],
         "iterations": int(model.optimizer.iterations.numpy()),
         "seen": noting.seen,
     }
-    if settings.get("model"):
-        model.save(settings["model"])
-    print(json.dumps(result), flush=True)
+
+
+def train_slope(strategy, *, epochs=2, steps=50, products=0, shards=False):
+    """Add up the rates of all updates in a weight."""
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+    loop = Slope(
+        model,
+        optimizer=keras.optimizers.SGD(Falling(epochs * steps)),
+        loss=None,
+        metrics=[Rows()],
+        strategy=strategy,
+        steps_per_loop=steps // 2,
+    )
+    loop.products = products
+    x = np.ones((8 * steps, 1), "float32")
+
+    def of_worker(worker, workers):
+        return tf.data.Dataset.from_tensor_slices((x, x)).shard(workers, worker).batch(8)
+
+    noting = Noting(0)
+    history = loop.fit(
+        of_worker if shards else chief_reads(x, x),
+        steps_per_epoch=steps if shards else None,
+        epochs=epochs,
+        callbacks=[noting],
+        verbose=0,
+    )
+    return {
+        "rows": history.history["rows"],
+        "weight": float(model.get_weights()[0][0, 0]),
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "seen": noting.seen,
+    }
+
+
+def main():
+    strategy = strategies.select_strategy("parameter_server")
+    runs = {"classifier": train_classifier, "slope": train_slope}
+    for name, settings in json.loads(sys.argv[1]):
+        print(json.dumps(runs[name](strategy, **settings), default=float), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ sum (loss, metrics, rows) it gives back instead: the chief adds up what finished
 each, also where a worker was lost and another did its step.
 """
 
+import atexit
 import collections
 import contextlib
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -69,6 +69,11 @@ class ParameterServerSteps(TensorFlowSteps):
             lost = _servers.silent(self.strategy, "ps")
             if lost or "/job:ps" in str(error):
                 _give_up(lost, error)
+            if isinstance(error, tf.errors.OutOfRangeError):
+                raise _checks.InputError(
+                    "The dataset that `train` made on a worker gave no batch. Give every worker "
+                    "some data, or use fewer workers."
+                ) from error
             raise
 
     # Before the first step.
@@ -136,7 +141,8 @@ class ParameterServerSteps(TensorFlowSteps):
         for variable, count in zip(self._counters, sums or (), strict=bool(sums)):
             variable.assign(variable.numpy() + count)
         losses = {mean.name: mean.result() for mean in self.means}
-        return done, self.model.get_metrics_result() | losses
+        logs = self.model.get_metrics_result() | losses
+        return done, keras.tree.map_structure(tf.convert_to_tensor, logs)  # some are variables
 
     def _results(self, function: Any, batches: Iterable[Any], steps: int) -> Iterator[Any]:
         """Hand out up to so many batches, and give the results in their order, all in the end.
@@ -225,7 +231,6 @@ class _BatchesOfWorkers:
     """
 
     def __init__(self, coordinator: Any, make: Callable[..., Any], workers: int) -> None:
-        @tf.function
         def make_here() -> Any:
             here = tf.distribute.coordinator.experimental_get_current_worker_index()
             dataset = make(here, workers)
@@ -237,7 +242,7 @@ class _BatchesOfWorkers:
                 )
             return dataset.repeat()
 
-        self._datasets = coordinator.create_per_worker_dataset(make_here)
+        self._datasets = coordinator.create_per_worker_dataset(tf.function(make_here))
         self.element_spec = self._datasets.element_spec
 
     def __iter__(self) -> Iterator[Any]:
@@ -268,6 +273,7 @@ def _refuse_waiting_for_others(optimizer: Any) -> None:
 def _give_up(lost: list[str], error: Exception) -> NoReturn:
     named = f" ({', '.join(lost)})" if lost else ""
     _processes.leave_without_waiting(_processes.EXIT_CODE)
+    atexit.register(_processes.leave)  # else TensorFlow takes leave of a server that is gone
     raise _processes.ProcessLostError(
         f"A parameter server is gone{named}, and with it a part of the model. {_processes.GO_ON}"
     ) from error
