@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -68,9 +68,11 @@ def connect() -> Any:
         )
     _await(config)
     _notice_losses()
-    return tf.distribute.ParameterServerStrategy(
-        tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    )
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    try:
+        return tf.distribute.ParameterServerStrategy(resolver)
+    except tf.errors.UnknownError as error:
+        _refuse_address(config, error)
 
 
 def describe(strategy: Any) -> str:
@@ -131,15 +133,19 @@ def _serve(config: cluster.ClusterConfig) -> None:
             config=settings,
         )
     except tf.errors.OpError as error:
-        raise _checks.InputError(
-            f"{config.role} {config.index} cannot serve at {config.address} "
-            f"({_reason(config.address, error)}). Give it another port, or end what is there."
-        ) from error
+        _refuse_address(config, error)
     sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
     sys.stdout.flush()
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would hear of it after `join` alone
     server.join()
+
+
+def _refuse_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
+    raise _checks.InputError(
+        f"{config.role} {config.index} cannot serve at {config.address} "
+        f"({_reason(config.address, error)}). Give it another port, or end what is there."
+    ) from error
 
 
 def _reason(address: str | None, error: Exception) -> str:

@@ -170,9 +170,43 @@ def train_slope(strategy, *, epochs=2, steps=50, products=0, shards=False):
     }
 
 
+def try_refused(strategy):
+    """Ask for what cannot work; give the sentences."""
+    x, y = testing.toy_classification(8, features=1)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(1)
+    collecting = keras.optimizers.SGD(gradient_accumulation_steps=2)
+
+    def made_on_the_chief(worker, workers):
+        return data.shard(workers, worker)
+
+    def empty(worker, workers):
+        return tf.data.Dataset.from_tensor_slices((x, y)).take(0).batch(1).shard(workers, worker)
+
+    attempts = [
+        ({"jit": True}, {}),
+        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())}, {}),
+        ({"optimizer": collecting}, {}),
+        ({}, {"train": empty}),
+        ({}, {"train": made_on_the_chief, "steps_per_epoch": 1}),
+        ({}, {"train": lambda *_: x, "steps_per_epoch": 1}),
+        ({}, {"train": empty, "steps_per_epoch": 1}),
+    ]
+    said = []
+    for settings, of_fit in attempts:
+        with strategy.scope():
+            model = testing.tiny_classifier(features=1)
+        settings = {"optimizer": "sgd", "strategy": strategy, "loss": None} | settings
+        try:
+            loop = Slope(model, **settings)
+            loop.fit(**{"train": data} | of_fit, epochs=1, verbose=0)
+        except ValueError as error:
+            said.append(str(error))
+    return {"said": said, "iterations": 0}
+
+
 def main():
     strategy = strategies.select_strategy("parameter_server")
-    runs = {"classifier": train_classifier, "slope": train_slope}
+    runs = {"classifier": train_classifier, "slope": train_slope, "refused": try_refused}
     for name, settings in json.loads(sys.argv[1]):
         print(json.dumps(runs[name](strategy, **settings), default=float), flush=True)
 

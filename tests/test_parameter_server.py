@@ -9,6 +9,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import socket
 import subprocess
 import sys
@@ -133,7 +134,7 @@ def assert_all_steps_counted_once(slope):
 @pytest.mark.slow
 def test_one_worker_trains_what_one_device_trains(cluster, tmp_path):
     file = str(tmp_path / "model.keras")
-    chief = cluster.chief(("classifier", {"model_file": file}), workers=1)
+    chief = cluster.chief(("classifier", {"model_file": file}), ("refused", {}), workers=1)
     expected = program.train_classifier(strategies.select_strategy("one"))
     expected = json.loads(json.dumps(expected, default=float))
     found = chief.result()
@@ -146,6 +147,18 @@ def test_one_worker_trains_what_one_device_trains(cluster, tmp_path):
         {"weights": expected["weights"]},
     )
     assert int(saved.optimizer.iterations.numpy()) == 24
+
+    sentences = [
+        "XLA compiles no step.*jit=True",
+        "The scale of the loss depends.*LossScaleOptimizer",
+        "cannot collect the gradients.*steps=2.*accumulation=",
+        "`train` is a function.*steps_per_epoch=None",
+        "made on the chief.*uses=.'variant'.",
+        "must make a `tf.data.Dataset`.*made='ndarray'",
+        "gave no batch. Give every worker some data",
+    ]
+    for said, sentence in zip(chief.result(number=1)["said"], sentences, strict=True):
+        assert re.search(sentence, said), said
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import collections
 import contextlib
 import functools
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
@@ -24,7 +25,7 @@ from kdpkit.training import _keras_internals
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import combined, forward, forward_and_backward, over_micro_batches
 from kdpkit.training._step import ReplicaStep
-from kdpkit.training._tensorflow import TensorFlowSteps
+from kdpkit.training._tensorflow import TensorFlowSteps, check_batched
 
 _STEPS_OF_A_WORKER = 16  # between two times that all are waited for, unless the user says it
 _WAITING = 4  # batches for each worker that the chief hands out ahead
@@ -64,10 +65,11 @@ class ParameterServerSteps(TensorFlowSteps):
             ProcessLostError: A parameter server is gone, and its part of the model with it.
         """
         try:
-            yield
+            with _short_logs():
+                yield
         except tf.errors.OpError as error:
             lost = _servers.silent(self.strategy, "ps")
-            if lost or "/job:ps" in str(error):
+            if lost or _is_of_a_lost_server(error):
                 _give_up(lost, error)
             if isinstance(error, tf.errors.OutOfRangeError):
                 raise _checks.InputError(
@@ -92,6 +94,7 @@ class ParameterServerSteps(TensorFlowSteps):
             )
         wanted = _checks.integer(argument, wanted)
         batches = _BatchesOfWorkers(self._coordinator, dataset, self._workers)
+        check_batched(name, batches.element_spec)
         self._build_model(batches.element_spec)
         return Feed(name, batches, wanted=wanted, length=lambda: wanted)
 
@@ -166,7 +169,16 @@ class ParameterServerSteps(TensorFlowSteps):
     # One step, on a worker.
 
     def _train_on_worker(self, batch: Any) -> Any:
-        return self.strategy.run(self._train_replica, args=(_taken(batch),))
+        """Update the weights from a batch; give what it adds to loss and metrics."""
+        # Outside the replica, where an optimizer may also overwrite weights by their averages.
+        with self.scope():
+            parts, counts = self.strategy.run(self._train_replica, args=(_taken(batch),))
+            variables = self.model.trainable_variables
+            gradients = [parts.get(index) for index in range(len(variables))]
+            present = tf.nest.flatten([*parts.values()], expand_composites=True)
+            with _keras_internals.numbered_update(self.model.optimizer, after=present):
+                self.model.optimizer.apply(gradients, variables)
+        return counts
 
     def _test_on_worker(self, batch: Any) -> Any:
         return self.strategy.run(self._test_replica, args=(_taken(batch),))
@@ -176,7 +188,7 @@ class ParameterServerSteps(TensorFlowSteps):
         return self.strategy.run(functools.partial(self.model, training=False), args=(x,))
 
     def _train_replica(self, batch: Any) -> Any:
-        """Update the weights from a batch; give what it adds to loss and metrics."""
+        """Give the gradients, and what the batch adds to loss and metrics."""
         step = ReplicaStep(batch)
 
         def compute(piece: Any) -> Any:
@@ -189,14 +201,8 @@ class ParameterServerSteps(TensorFlowSteps):
         )
         factors: list[Any] = []
         of_losses = self._count(lambda: factors.extend(self._update_losses(step, sums)))
-        self._update_weights(combined(sums.gradients, [1.0, *factors]))
-        return [*map(tf.add, of_metrics, of_losses)]
-
-    def _update_weights(self, gradients: dict[int, Any]) -> None:
-        variables = self.model.trainable_variables
-        after = tf.nest.flatten([*gradients.values()], expand_composites=True)
-        with _keras_internals.numbered_update(self.model.optimizer, after):
-            self.model.optimizer.apply([gradients.get(i) for i in range(len(variables))], variables)
+        gradients = combined(sums.gradients, [1.0, *factors])
+        return gradients, [*map(tf.add, of_metrics, of_losses)]
 
     def _test_replica(self, batch: Any) -> Any:
         step = ReplicaStep(batch)
@@ -242,7 +248,15 @@ class _BatchesOfWorkers:
                 )
             return dataset.repeat()
 
-        self._datasets = coordinator.create_per_worker_dataset(tf.function(make_here))
+        function = tf.function(make_here, autograph=False).get_concrete_function()
+        of_chief = [t for t, _ in function.graph.captures if t.dtype in (tf.variant, tf.resource)]
+        if of_chief:
+            _checks.refuse(
+                "`train` uses a dataset or a table that was made on the chief, where workers "
+                "cannot reach it. Make it inside the function.",
+                uses=[tensor.dtype.name for tensor in of_chief],
+            )
+        self._datasets = coordinator.create_per_worker_dataset(function)
         self.element_spec = self._datasets.element_spec
 
     def __iter__(self) -> Iterator[Any]:
@@ -252,6 +266,29 @@ class _BatchesOfWorkers:
 def _taken(batch: Any) -> Any:
     """Give the batch that the chief handed out, or the next one of the worker's own dataset."""
     return next(batch) if isinstance(batch, tf.data.Iterator) else batch
+
+
+@contextlib.contextmanager
+def _short_logs() -> Iterator[None]:
+    """Keep to a line what TensorFlow logs of a lost worker, and leave out what is raised anyway.
+
+    It writes the whole graph's traceback, four times for each step.
+    """
+
+    def shorten(record: logging.LogRecord) -> bool:
+        if record.module == "cluster_coordinator":
+            said = record.getMessage().strip().partition("\n")[0]
+            record.msg, record.args = said, ()
+            raised = ("processing closure", "cancelling closures", "CancelledError")
+            return not any(words in said for words in raised)
+        return True
+
+    logger = tf.get_logger()
+    logger.addFilter(shorten)
+    try:
+        yield
+    finally:
+        logger.removeFilter(shorten)
 
 
 def _refuse_waiting_for_others(optimizer: Any) -> None:
@@ -268,6 +305,14 @@ def _refuse_waiting_for_others(optimizer: Any) -> None:
             gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
             remedy="Use `TrainingLoop(accumulation=...)`, in which each worker collects its own.",
         )
+
+
+def _is_of_a_lost_server(error: Any) -> bool:
+    """Tell whether a parameter server was lost, also if another is at its address already."""
+    said = str(error)
+    kinds = (tf.errors.UnavailableError, tf.errors.AbortedError)
+    unknown = any(words in said.lower() for words in ("unknown device", "remote_handle"))
+    return "/job:ps" in said and (isinstance(error, kinds) or unknown)
 
 
 def _give_up(lost: list[str], error: Exception) -> NoReturn:

@@ -101,7 +101,7 @@ class TensorFlowSteps:
                 f"{type(dataset).__name__}.",
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
-        _check_batched(name, dataset.element_spec)
+        check_batched(name, dataset.element_spec)
         batches = dataset
         if isinstance(dataset, tf.data.Dataset):
             batches = self._distributed(dataset)
@@ -345,7 +345,7 @@ def _length_of(dataset: Any) -> int | None:
     return length if length >= 0 else None
 
 
-def _check_batched(name: str, spec: Any) -> None:
+def check_batched(name: str, spec: Any) -> None:
     """Refuse what is surely no batch: scalars, or tensors of different lengths."""
     shapes = [shape for part in tf.nest.flatten(spec) if (shape := _shape(part)) is not None]
     lengths = {shape[0] for shape in shapes if shape} - {None}
