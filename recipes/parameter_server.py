@@ -24,7 +24,7 @@ from kdpkit import callbacks, corpora, experiment, pipelines, schedules, strateg
 def parse(argv):
     parser = experiment.argument_parser(
         __doc__,
-        epochs=10,
+        epochs=30,
         per_replica_batch_size=64,
         base_learning_rate=2e-3,
         smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
