@@ -24,7 +24,7 @@ EXIT_CODE = 43  # of a process that others left alone
 
 # What JAX and its transport say when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
-_GO_ON = "Start all processes again; they go on from the last state that was saved."
+GO_ON = "Start all processes again; they go on from the last state that was saved."
 # Started as a process of its own, it says the last line it was told when the one that told it ends.
 _LAST_WORDS = """
 import sys
@@ -208,7 +208,7 @@ def _join(coordinator: str, processes: int, this: int, timeouts: dict[str, int])
         ) from error
     others = ", or the first process, which all others need, is gone: its output says why"
     last_words.become(
-        f"Process {this} of {processes} was ended from outside{others if this else ''}. {_GO_ON}"
+        f"Process {this} of {processes} was ended from outside{others if this else ''}. {GO_ON}"
     )
     _Leaving(last_words)
 
@@ -264,15 +264,7 @@ class _Leaving:
 
     def _leave(self) -> None:
         self._last_words.unsay()
-        _leave_now()
-
-
-def _leave_now() -> None:
-    """End with the exit code of a process that failed, if it did."""
-    if _Leaving.code is not None:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(_Leaving.code)
+        leave()
 
 
 def leave_without_waiting(code: int) -> None:
@@ -282,6 +274,14 @@ def leave_without_waiting(code: int) -> None:
     """
     if _Leaving.code is None:
         _Leaving.code = code
+
+
+def leave() -> None:
+    """End at once, if there is an exit code to end with."""
+    if _Leaving.code is not None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(_Leaving.code)
 
 
 @contextlib.contextmanager
@@ -298,9 +298,9 @@ def naming_losses() -> Iterator[None]:
             raise
         leave_without_waiting(EXIT_CODE)
         if keras.backend.backend() == "tensorflow":  # on JAX `join_processes` sees to it
-            atexit.register(_leave_now)
+            atexit.register(leave)
         raise ProcessLostError(
-            f"Another process of this training is gone ({said}); its output says why. {_GO_ON}"
+            f"Another process of this training is gone ({said}); its output says why. {GO_ON}"
         ) from error
 
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks, _processes
-from kdpkit.cluster import ClusterConfig
+from kdpkit import _checks, _processes, _servers
+from kdpkit._servers import serve_if_server as serve_if_server
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
@@ -35,10 +35,11 @@ def select_strategy(
     Args:
         kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
-            environment, as `kdpkit.cluster.ClusterConfig` does; with `"multi_worker"` each process
-            then trains on all its GPUs, or all its logical CPUs. `"tpu"` connects to a TPU.
-            `"auto"` takes a TPU that the environment names, else mirrors over the GPUs if there
-            are several, else uses one device.
+            environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
+            then trains on all its GPUs, or all its logical CPUs; `"parameter_server"` is for the
+            chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` takes a TPU that the
+            environment names, else mirrors over the GPUs if there are several, else uses one
+            device.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
             GPU. For `"one"` a single device string.
@@ -84,10 +85,7 @@ def select_strategy(
     if kind == "tpu":
         return tf.distribute.TPUStrategy(connect_tpu(tpu))
     if kind == "parameter_server":
-        ClusterConfig.from_environment()
-        return tf.distribute.ParameterServerStrategy(
-            tf.distribute.cluster_resolver.TFConfigClusterResolver()
-        )
+        return _servers.connect()
     from kdpkit import _multi_worker  # which works inside TensorFlow, for this strategy alone
 
     return _multi_worker.start(
@@ -190,6 +188,8 @@ def describe(strategy: Any) -> str:
     extended = strategy.extended
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return f"no strategy: 1 replica on {_default_device()}"
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return _servers.describe(strategy)
     devices = ", ".join(_short(device) for device in extended.worker_devices)
     # All workers have as many, which TensorFlow takes for granted.
     workers = replicas // len(extended.worker_devices)

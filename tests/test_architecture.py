@@ -42,10 +42,12 @@ ALLOWED = {
     "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
-    "strategies": (TENSORFLOW, {"_checks", "_processes", "cluster"}),
+    "_servers": (TENSORFLOW, {"_checks", "cluster"}),
+    "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers"}),
     "training": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_processes", "batches", "scaling", "sharding", "strategies", "training"},
+        {"_checks", "_processes", "_servers", "batches", "scaling", "sharding", "strategies"}
+        | {"training"},
     ),
     "experiment": (
         KERAS,

@@ -251,6 +251,7 @@ experiment.run(main)
 """
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_program_with_130_and_a_model_that_has_learned(tmp_path):
     recipe = tmp_path / "recipe.py"
     recipe.write_text(textwrap.dedent(RECIPE))

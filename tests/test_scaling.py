@@ -21,6 +21,7 @@ def mirrored(replicas):
     return strategies.select_strategy("mirrored", devices=replicas)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(1, 40), st.integers(1, 20), generators.replica_counts)
 def test_batches_are_split_as_the_real_strategy_splits_them(examples, batch_size, replicas):

@@ -101,6 +101,7 @@ def test_a_memory_limit_for_cpus_is_refused():
         strategies.split_device("CPU", 2, memory_limit_mb=100)
 
 
+@pytest.mark.slow
 def test_more_replicas_than_devices_are_refused_in_an_unsplit_process():
     code = (
         "from kdpkit import strategies\n"

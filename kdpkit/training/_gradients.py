@@ -6,7 +6,7 @@ gradients. Nothing here meets another replica, so that XLA can compile it and a 
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,8 @@ from keras.src.backend import get_keras_mask
 
 from kdpkit.training._objective import additional_loss
 from kdpkit.training._step import ReplicaStep, dense_if_unique, running
+
+T = TypeVar("T")  # `Sums`, or several things that add up
 
 
 class Sums(NamedTuple):
@@ -70,15 +72,13 @@ def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums
     return sums._replace(gradients=gradients), predictions, masks
 
 
-def over_micro_batches(
-    compute: Callable[[Any], Sums], batch: Any, *, rows: Any, pieces: int
-) -> Sums:
+def over_micro_batches(compute: Callable[[Any], T], batch: Any, *, rows: Any, pieces: int) -> T:
     """Add up what the pieces of a batch give, one piece after the other; no piece is empty."""
     if pieces == 1:
         return compute(batch)
     count = tf.minimum(pieces, tf.maximum(rows, 1))
 
-    def body(index: Any, sums: Sums) -> tuple[Any, Sums]:
+    def body(index: Any, sums: T) -> tuple[Any, T]:
         more = compute(_piece(batch, index, count, rows, pieces))
         return index + 1, tf.nest.map_structure(_add, sums, more)
 

@@ -187,3 +187,40 @@ def constant_collective_keys() -> Iterator[None]:
         yield
     finally:
         CollectiveReplicaLauncher._prefer_unique_instance_key = previous
+
+
+def move_into_scope(variable: Any) -> None:
+    """Make a Keras variable again in the strategy's scope at hand, with the value that it has.
+
+    An optimizer makes two variables before it is built, outside the scope where its user made it
+    there: on the chief alone, where parameter servers need them.
+    """
+    value = variable.value
+    variable._value = tf.Variable(value, dtype=value.dtype, trainable=False, name=variable.name)
+
+
+@contextlib.contextmanager
+def numbered_update(optimizer: Any, after: Any) -> Iterator[None]:
+    """Apply an optimizer's update under a number of its own, where several workers apply theirs.
+
+    Keras reads `iterations` in several places of an update, and increments it at the end in two
+    operations, a read and an assignment: of 400 updates that two workers made 331 were counted, and
+    schedules lag behind. Here the count is read and incremented in one operation, once the tensors
+    in `after` are there, and the update sees the number that was read. So `n` updates have the
+    numbers 0 to `n - 1`, each once, and so have their rates.
+
+    There is no public operation for it: `Variable.assign_add` reads the variable once more, after
+    others may have incremented it too.
+    """
+    iterations = optimizer.iterations
+    variable = iterations.value
+    with tf.control_dependencies(after):
+        number = tf.raw_ops.ResourceCountUpTo(
+            resource=variable.handle, limit=variable.dtype.max, T=variable.dtype
+        )
+    iterations._value, iterations.assign_add = number, lambda _: None
+    try:
+        yield
+    finally:
+        iterations._value = variable
+        del iterations.assign_add

@@ -14,7 +14,7 @@ from kdpkit.training._feed import Feed
 from kdpkit.training._objective import Objective
 
 _STEPS = {
-    "tensorflow": ("kdpkit.training._tensorflow", "TensorFlowSteps"),
+    "tensorflow": ("kdpkit.training._tensorflow", "steps_of"),
     "jax": ("kdpkit.training._jax", "JaxSteps"),
 }
 
@@ -55,6 +55,18 @@ class TrainingLoop:
     each replica takes its rows of every batch. On JAX each process gives its own rows. The first
     process writes what callbacks write, and shows progress.
 
+    Under `ParameterServerStrategy` steps are asynchronous: a step is one worker's, on a whole
+    batch, with weights that others change meanwhile. So it is not what one device would train,
+    unless there is one worker. Exact all the same: the steps of an epoch and `optimizer.iterations`
+    (each step has a number of its own, and the rate that a schedule gives for it), loss and metrics
+    over all rows trained on, `evaluate` and `predict`. An epoch has as many steps as `train` has
+    batches. The chief reads them and hands each to a worker that is free, so every row is trained
+    on once an epoch, whatever the workers' speed; for data that workers read themselves, see
+    `fit`. A worker may be lost and come back: another does its steps meanwhile. A step that it had
+    begun is made again, and counts once; its update may have been made in part. With a lost
+    parameter server a part of the model is gone, and training ends with a sentence. What layers and
+    optimizers keep beside weights and counts is read and written without a lock.
+
     Args:
         model: A Keras model, built in the strategy's scope.
         optimizer: As in `compile`. In `mixed_float16` Keras wraps it in a `LossScaleOptimizer`.
@@ -66,7 +78,8 @@ class TrainingLoop:
             gives, or a `keras.distribution.DataParallel`; None takes the distribution that is set
             in Keras, or one device.
         steps_per_loop: Optimizer steps for each call of the compiled function. Callbacks see the
-            last step of each call.
+            last step of each call. Under `ParameterServerStrategy` steps of all workers together,
+            after which they are waited for and callbacks called; 1 becomes 16 for each worker.
         accumulation: Micro-batches that each replica cuts its rows into, one after the other, so
             that a batch needs less memory. The optimizer still makes one step for each batch, the
             same but for layers whose rows interact: BatchNormalization sees micro-batches.
@@ -193,7 +206,13 @@ class TrainingLoop:
         Args:
             train: A `tf.data.Dataset` of global batches `x`, `(x, y)` or `(x, y, sample_weight)`;
                 on JAX also a `keras.utils.PyDataset`, a Grain dataset or a PyTorch `DataLoader`.
-                Batches of any size are trained on exactly.
+                Batches of any size are trained on exactly. Under `ParameterServerStrategy` it may
+                be a function of a worker's index, a tensor, and the number of workers, which gives
+                the `tf.data.Dataset` that this worker reads on its own machine, over and over:
+                `lambda worker, workers: rows.shard(workers, worker).batch(size)`. Then an epoch
+                is `steps_per_epoch` steps of all workers together: a quick worker trains on more
+                of its rows than a slow one, each goes on in the next epoch where it was, and one
+                that was lost begins its dataset anew.
             validation: A dataset to evaluate after each epoch; its logs begin with `val_`.
             epochs: The number of the epoch to end before.
             callbacks: Keras callbacks, called as by `keras.Model.fit`.

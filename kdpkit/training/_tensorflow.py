@@ -30,6 +30,16 @@ from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
 from kdpkit.training._step import ReplicaStep, running
 
 
+def steps_of(loop: Any, strategy: Any, jit: bool | None) -> Any:
+    """Give what runs the steps of a loop under a strategy, in step or asynchronously."""
+    of_model = loop.model.distribute_strategy if strategy is None else strategy
+    if isinstance(of_model, tf.distribute.ParameterServerStrategy):
+        from kdpkit.training._parameter_server import ParameterServerSteps  # which needs this file
+
+        return ParameterServerSteps(loop, strategy, jit)
+    return TensorFlowSteps(loop, strategy, jit)
+
+
 class TensorFlowSteps:
     """Runs the steps of a loop under its strategy.
 
@@ -91,16 +101,20 @@ class TensorFlowSteps:
                 f"{type(dataset).__name__}.",
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
-        _check_batched(name, dataset.element_spec)
+        check_batched(name, dataset.element_spec)
         batches = dataset
         if isinstance(dataset, tf.data.Dataset):
-            batches = _workers.distribute(self.strategy, dataset, f"`{name}`")
+            batches = self._distributed(dataset, f"`{name}`")
             if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY and wanted is None:
                 _checks.refuse(
                     f"`{name}` never ends; say with `{argument}` how much of it to take."
                 )
         self._build_model(batches.element_spec)
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
+
+    def _distributed(self, dataset: Any, name: str) -> Any:
+        """Spread a dataset's batches over the replicas."""
+        return _workers.distribute(self.strategy, dataset, name)
 
     def _build_model(self, spec: Any) -> None:
         if self.model.built:
@@ -306,12 +320,6 @@ def _strategy_of(model: Any, strategy: Any) -> Any:
             "`strategy` must be a `tf.distribute` strategy, or None for the model's.",
             strategy=strategy,
         )
-    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        _checks.refuse(
-            "Parameter servers train asynchronously, which one device would not.",
-            strategy=type(strategy).__name__,
-            remedy="Use a mirrored or a multi-worker strategy.",
-        )
     _check_place("model", model.variables, strategy)
     if not model.variables and model.distribute_strategy is not strategy:
         _refuse_place("model", model.name, strategy)
@@ -341,7 +349,7 @@ def _length_of(dataset: Any) -> int | None:
     return length if length >= 0 else None
 
 
-def _check_batched(name: str, spec: Any) -> None:
+def check_batched(name: str, spec: Any) -> None:
     """Refuse what is surely no batch: scalars, or tensors of different lengths."""
     shapes = [shape for part in tf.nest.flatten(spec) if (shape := _shape(part)) is not None]
     lengths = {shape[0] for shape in shapes if shape} - {None}

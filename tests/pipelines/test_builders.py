@@ -52,6 +52,7 @@ def test_every_kept_example_comes_exactly_once_an_epoch(
         assert sorted(numbers(train)) == kept
 
 
+@pytest.mark.slow
 @FEW
 @given(examples=st.integers(8, 60), seed=st.integers(0, 2**40), buffer=st.integers(2, 100))
 def test_orders_are_new_each_epoch_and_the_same_for_the_same_seed(examples, seed, buffer):
@@ -75,6 +76,7 @@ def test_the_order_does_not_depend_on_the_programs_global_seed():
     assert len(orders) == 1
 
 
+@pytest.mark.slow
 @FEW
 @given(epoch=st.integers(0, 3), step=st.integers(0, 6), remainder=st.sampled_from(["drop", "keep"]))
 def test_a_resumed_pipeline_goes_on_where_it_stopped(epoch, step, remainder):
@@ -119,6 +121,7 @@ def test_looking_at_a_batch_does_not_use_up_an_epoch():
     assert numbers(looked_at) == numbers(build())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("batches", [5, 12])
 def test_fit_sees_the_same_epochs_on_one_device_and_on_replicas(batches):
     x, y = testing.toy_classification(4 * batches)

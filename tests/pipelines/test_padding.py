@@ -31,6 +31,7 @@ def part(kind, rows):
     return tf.cast(tf.range(rows) % 2, tf.as_dtype(kind))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     x=nests,

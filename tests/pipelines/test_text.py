@@ -15,6 +15,7 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 lines = st.lists(st.lists(st.sampled_from(WORDS), max_size=15).map(" ".join), min_size=1)
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(lines=lines, length=st.integers(3, 9))
 def test_rows_hold_every_token_of_every_line_in_order(lines, length):

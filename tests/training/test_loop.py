@@ -398,6 +398,7 @@ def test_the_progress_lines_are_those_of_keras(capsys):
 # Evaluation and prediction.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 4])
 def test_evaluation_counts_every_row_once_and_predictions_keep_their_order(replicas):
     loop = loop_on(replicas, steps_per_loop=2)
@@ -433,6 +434,7 @@ def test_an_epoch_of_some_steps_goes_on_where_the_last_one_stopped():
         loop.fit(batches(2, 8), epochs=2, steps_per_epoch=3, verbose=0)
 
 
+@pytest.mark.slow
 def test_a_dataset_of_unknown_length_is_trained_on_to_its_end():
     data = batches(2, 10).filter(lambda x, y: True)  # noqa: ARG005 a predicate's arguments
     assert data.cardinality() == tf.data.UNKNOWN_CARDINALITY
@@ -662,6 +664,7 @@ def test_steps_that_cannot_be_exact_are_refused(settings, sentence):
         trained(2, **settings)
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_batch_normalization_by_replica_is_warned_about_and_stays_finite(accumulation):

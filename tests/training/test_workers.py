@@ -33,6 +33,7 @@ def dealt(dataset, workers, local):
     ]
 
 
+@pytest.mark.slow
 @given(
     rows=st.integers(1, 20),
     size=st.integers(1, 9),

@@ -1,0 +1,190 @@
+"""The processes that a chief trains through: servers that serve it, and the chief's way to them."""
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from kdpkit import _checks, cluster
+
+_START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
+_SILENT_SECONDS = 10.0  # in which processes start, usually
+
+
+def serve_if_server() -> None:
+    """Serve a chief, if this process is a worker or a parameter server, and else go on.
+
+    All processes of `ParameterServerStrategy` run one program, and call this before anything else:
+
+        strategies.serve_if_server()  # workers and parameter servers stay here
+        strategy = strategies.select_strategy("parameter_server")  # the chief goes on
+
+    A server runs what the chief sends it, and needs none of the program's objects; operations of
+    another package (such as tensorflow_text) are there if the package is imported before. It
+    serves until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever
+    started it. It may be killed and started again at its address while the chief trains.
+
+    Without TF_CONFIG, and in a cluster without parameter servers, every process goes on.
+
+    Raises:
+        ValueError: A cluster that cannot work, or an address at which nothing can be served.
+    """
+    if not os.environ.get("TF_CONFIG"):
+        return
+    config = cluster.ClusterConfig.from_environment()
+    if not config.parameter_servers or config.role == "chief":
+        return
+    _check(config)
+    if config.role == "evaluator":
+        _checks.refuse(
+            "The chief evaluates itself where parameter servers train.",
+            role=config.role,
+            remedy="Leave evaluators out of the cluster.",
+        )
+    _serve(config)
+
+
+def connect() -> Any:
+    """Give the chief's `ParameterServerStrategy` once all workers and servers listen.
+
+    Raises:
+        ValueError: This process is no chief, or the cluster lacks one, or a worker, or a parameter
+            server, or one of them does not come.
+    """
+    config = cluster.ClusterConfig.from_environment()
+    _check(config)
+    if config.role != "chief":
+        _checks.refuse(
+            "The chief alone has the strategy; workers and parameter servers serve it.",
+            role=config.role,
+            index=config.index,
+            remedy="Call `kdpkit.strategies.serve_if_server()` first, which goes on in the chief.",
+        )
+    _await(config)
+    _notice_losses()
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    try:
+        return tf.distribute.ParameterServerStrategy(resolver)
+    except tf.errors.UnknownError as error:
+        _refuse_address(config, error)
+
+
+def describe(strategy: Any) -> str:
+    """Say in one line what serves a chief."""
+    said = {"worker": "worker", "ps": "parameter server"}
+    counted = {role: count(strategy, role) for role in said}
+    parts = [f"{n} {said[role]}{'s' if n != 1 else ''}" for role, n in counted.items()]
+    return f"ParameterServerStrategy: {', '.join(parts)}"
+
+
+def count(strategy: Any, role: str) -> int:
+    """Give how many processes of a role a strategy has."""
+    return len(_addresses(strategy, role))
+
+
+def silent(strategy: Any, role: str) -> list[str]:
+    """Name the processes of a role at whose addresses nothing listens."""
+    places = enumerate(_addresses(strategy, role))
+    return [f"{role} {index}" for index, address in places if not _listens(address)]
+
+
+def _addresses(strategy: Any, role: str) -> list[str]:
+    # In TensorFlow 2.21 the public `cluster_resolver` of this strategy is None.
+    return list(strategy._cluster_resolver.cluster_spec().job_tasks(role))
+
+
+def _check(config: cluster.ClusterConfig) -> None:
+    if not config.parameter_servers:
+        _checks.refuse(
+            "The cluster has no parameter server to keep the model.",
+            workers=list(config.workers),
+            remedy="List some under 'ps' in TF_CONFIG, as `kdpkit launch --parameter-servers 1` "
+            "does, or train with 'multi_worker'.",
+        )
+    if config.chief is None:
+        _checks.refuse(
+            "The cluster has no chief to send the steps to its workers.",
+            workers=list(config.workers),
+            parameter_servers=list(config.parameter_servers),
+            remedy="List one under 'chief' in TF_CONFIG; it is a process of its own.",
+        )
+    config.validate()
+
+
+def _serve(config: cluster.ClusterConfig) -> None:
+    _notice_losses()
+    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    settings = tf.compat.v1.ConfigProto()
+    # Else a worker on few cores waits for itself: a step occupies a thread for each worker.
+    threads = max(os.cpu_count() or 1, len(config.workers) + 1)
+    settings.inter_op_parallelism_threads = threads
+    try:
+        server = tf.distribute.Server(
+            resolver.cluster_spec(),
+            job_name=config.role,
+            task_index=config.index,
+            protocol="grpc",
+            config=settings,
+        )
+    except tf.errors.OpError as error:
+        _refuse_address(config, error)
+    sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
+    sys.stdout.flush()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would hear of it after `join` alone
+    server.join()
+
+
+def _refuse_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
+    raise _checks.InputError(
+        f"{config.role} {config.index} cannot serve at {config.address} "
+        f"({_reason(config.address, error)}). Give it another port, or end what is there."
+    ) from error
+
+
+def _reason(address: str | None, error: Exception) -> str:
+    with contextlib.closing(socket.socket()) as probe:
+        try:
+            probe.bind(("", _checks.address("address", address)[1]))
+        except OSError as taken:
+            return os.strerror(taken.errno or 0).lower()
+    return str(error).splitlines()[0]
+
+
+def _notice_losses() -> None:
+    """Let calls to a process that is gone fail, where gRPC would wait for its return."""
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+
+
+def _await(config: cluster.ClusterConfig) -> None:
+    """Wait until all listen, and say for whom; TensorFlow waits without a word and for ever."""
+    started, is_told = time.monotonic(), False
+    others = {f"{role} {i}": a for role, i, a in config.tasks if role in ("worker", "ps")}
+    while missing := {name: a for name, a in others.items() if not _listens(a)}:
+        waited = time.monotonic() - started
+        if waited >= _START_TIMEOUT_SECONDS:
+            _checks.refuse(
+                f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
+                "not come.",
+                missing=missing,
+                remedy="Check that all were started, with one TF_CONFIG, and that each begins "
+                "with `kdpkit.strategies.serve_if_server()`.",
+            )
+        if waited >= _SILENT_SECONDS and not is_told:
+            is_told = True
+            sys.stderr.write(f"The chief waits for {', '.join(missing)}.\n")
+        time.sleep(0.2)
+
+
+def _listens(address: str) -> bool:
+    try:
+        with socket.create_connection(_checks.address("address", address), timeout=2.0):
+            return True
+    except OSError:
+        return False

@@ -1,0 +1,324 @@
+"""The steps of `TrainingLoop` under parameter servers: asynchronous, and counted exactly.
+
+The chief hands batches to whichever worker is free. A worker reads the weights from the parameter
+servers, computes, and updates them there, without waiting for the others. All that is a count or a
+sum (loss, metrics, rows) it gives back instead: the chief adds up what finished steps gave, once
+each, also where a worker was lost and another did its step.
+"""
+
+import atexit
+import collections
+import contextlib
+import functools
+import itertools
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NoReturn
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend import set_keras_mask
+
+from kdpkit import _checks, _processes, _servers
+from kdpkit.training import _keras_internals
+from kdpkit.training._feed import Feed
+from kdpkit.training._gradients import combined, forward, forward_and_backward, over_micro_batches
+from kdpkit.training._step import ReplicaStep
+from kdpkit.training._tensorflow import TensorFlowSteps, check_batched
+
+_STEPS_OF_A_WORKER = 16  # between two times that all are waited for, unless the user says it
+_WAITING = 4  # batches for each worker that the chief hands out ahead
+
+
+class ParameterServerSteps(TensorFlowSteps):
+    """Runs the steps of a loop on the workers of a `ParameterServerStrategy`.
+
+    Args:
+        loop: The `TrainingLoop`. Of its `steps_per_loop`, 1 becomes 16 for each worker.
+        strategy: The strategy, or None for the one that the model was built in.
+        jit: None or False.
+    """
+
+    def __init__(self, loop: Any, strategy: Any, jit: bool | None) -> None:
+        super().__init__(loop, strategy, jit)
+        if jit:
+            _checks.refuse(
+                "XLA compiles no step whose variables are in other processes.",
+                jit=jit,
+                remedy="Leave `jit` out under parameter servers.",
+            )
+        self._workers = _servers.count(self.strategy, "worker")
+        if loop.steps_per_loop == 1:
+            loop.steps_per_loop = _STEPS_OF_A_WORKER * self._workers
+        self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        function = functools.partial(tf.function, autograph=False, reduce_retracing=True)
+        self._train = function(self._train_on_worker)
+        self._test = function(self._test_on_worker)
+        self._predict = function(self._predict_on_worker)
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Say in one sentence that a parameter server is gone, or what a worker lacked.
+
+        Raises:
+            ProcessLostError: A parameter server is gone, and its part of the model with it.
+        """
+        try:
+            with _short_logs():
+                yield
+        except tf.errors.OpError as error:
+            lost = _servers.silent(self.strategy, "ps")
+            if lost or _is_of_a_lost_server(error):
+                _give_up(lost, error)
+            if isinstance(error, tf.errors.OutOfRangeError):
+                raise _checks.InputError(
+                    "The dataset that `train` made on a worker gave no batch. Give every worker "
+                    "some data, or use fewer workers."
+                ) from error
+            raise
+
+    # Before the first step.
+
+    def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
+        """Check a dataset that the chief hands out, or let each worker make its own."""
+        if not callable(dataset):
+            return super().open(dataset, name, **steps)
+        ((argument, wanted),) = steps.items()
+        if name != "train" or wanted is None:
+            _checks.refuse(
+                f"`{name}` is a function that makes a dataset for each worker, of which only "
+                "`train` may be one, and with `steps_per_epoch`.",
+                **{argument: wanted},
+                remedy="Give a `tf.data.Dataset`, or `steps_per_epoch`.",
+            )
+        wanted = _checks.integer(argument, wanted)
+        batches = _BatchesOfWorkers(self._coordinator, dataset, self._workers)
+        check_batched(name, batches.element_spec)
+        self._build_model(batches.element_spec)
+        return Feed(name, batches, wanted=wanted, length=lambda: wanted)
+
+    def _distributed(self, dataset: Any, name: str) -> Any:  # noqa: ARG002 a replica's own need none
+        return dataset  # the chief reads it, and hands the batches out
+
+    def _build_optimizer(self) -> None:
+        optimizer = self.model.optimizer
+        _refuse_waiting_for_others(optimizer)
+        for variable in (optimizer.iterations, optimizer._learning_rate):
+            made_outside = isinstance(variable, keras.Variable) and not (
+                self.strategy.extended.variable_created_in_scope(variable.value)
+            )
+            if made_outside:
+                _keras_internals.move_into_scope(variable)
+        super()._build_optimizer()
+
+    # Many steps, on workers that are free.
+
+    def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
+        """Run up to so many training steps; give how many there were, and loss and metrics."""
+        iterations = self.model.optimizer.iterations
+        before = int(iterations.value)
+        done, logs = self._counted_steps(self._train, iterator, steps)
+        # A worker that was lost in an update may have taken a number without having been there.
+        if int(iterations.value) != before + done:
+            iterations.assign(before + done)
+        return done, logs
+
+    def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
+        """Run up to so many evaluation steps; give how many there were, and loss and metrics."""
+        return self._counted_steps(self._test, iterator, steps)
+
+    def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
+        """Predict up to so many batches; give how many there were, and their predictions."""
+        outputs = [*self._results(self._predict, iterator, steps)]
+        return len(outputs), outputs
+
+    def _counted_steps(
+        self, function: Any, iterator: Any, steps: int
+    ) -> tuple[int, dict[str, Any]]:
+        """Run steps, and add what they counted to loss and metrics."""
+        done, sums = 0, None
+        for counts in self._results(function, iterator, steps):
+            done += 1
+            sums = counts if sums is None else [*map(np.add, sums, counts)]
+        for variable, count in zip(self._counters, sums or (), strict=bool(sums)):
+            variable.assign(variable.numpy() + count)
+        losses = {mean.name: mean.result() for mean in self.means}
+        logs = self.model.get_metrics_result() | losses
+        return done, keras.tree.map_structure(tf.convert_to_tensor, logs)  # some are variables
+
+    def _results(self, function: Any, batches: Iterable[Any], steps: int) -> Iterator[Any]:
+        """Hand out up to so many batches, and give the results in their order, all in the end.
+
+        Some batches wait for a worker; more would fill the chief's memory with the dataset.
+        """
+        waiting: collections.deque[Any] = collections.deque()
+        for batch in itertools.islice(batches, steps):
+            if len(waiting) == _WAITING * self._workers:
+                yield waiting.popleft().fetch()
+            waiting.append(self._coordinator.schedule(function, args=(batch,)))
+        self._coordinator.join()
+        for result in waiting:
+            yield result.fetch()
+
+    @property
+    def _counters(self) -> list[Any]:
+        """The variables of loss and metrics, whose values are sums over rows."""
+        return [*self.model.metrics_variables, *(v for mean in self.means for v in mean.variables)]
+
+    # One step, on a worker.
+
+    def _train_on_worker(self, batch: Any) -> Any:
+        """Update the weights from a batch; give what it adds to loss and metrics."""
+        # Outside the replica, where an optimizer may also overwrite weights by their averages.
+        with self.scope():
+            parts, counts = self.strategy.run(self._train_replica, args=(_taken(batch),))
+            variables = self.model.trainable_variables
+            gradients = [parts.get(index) for index in range(len(variables))]
+            present = tf.nest.flatten([*parts.values()], expand_composites=True)
+            with _keras_internals.numbered_update(self.model.optimizer, after=present):
+                self.model.optimizer.apply(gradients, variables)
+        return counts
+
+    def _test_on_worker(self, batch: Any) -> Any:
+        return self.strategy.run(self._test_replica, args=(_taken(batch),))
+
+    def _predict_on_worker(self, batch: Any) -> Any:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        return self.strategy.run(functools.partial(self.model, training=False), args=(x,))
+
+    def _train_replica(self, batch: Any) -> Any:
+        """Give the gradients, and what the batch adds to loss and metrics."""
+        step = ReplicaStep(batch)
+
+        def compute(piece: Any) -> Any:
+            sums, predictions, masks = forward_and_backward(self.loop, step, piece)
+            keras.tree.map_structure(set_keras_mask, predictions, masks)
+            return sums, self._count(lambda: self._update_metrics(step, piece, predictions))
+
+        sums, of_metrics = over_micro_batches(
+            compute, batch, rows=step.rows, pieces=self.loop.accumulation
+        )
+        factors: list[Any] = []
+        of_losses = self._count(lambda: factors.extend(self._update_losses(step, sums)))
+        gradients = combined(sums.gradients, [1.0, *factors])
+        return gradients, [*map(tf.add, of_metrics, of_losses)]
+
+    def _test_replica(self, batch: Any) -> Any:
+        step = ReplicaStep(batch)
+        sums, predictions = forward(self.loop, step, batch, training=False)
+
+        def update() -> None:
+            self._update_metrics(step, batch, predictions)
+            self._update_losses(step, sums)
+
+        return self._count(update)
+
+    def _count(self, update: Callable[[], Any]) -> list[Any]:
+        """Give what an update adds to loss and metrics, and leave them as they are.
+
+        Keras adds to a metric's variable in two operations, a read and an assignment, between which
+        another worker's may come.
+        """
+        counters = self._counters
+        zeros = [(v, tf.zeros(v.shape, v.dtype)) for v in counters]
+        with keras.StatelessScope(state_mapping=zeros) as scope:
+            update()
+        return [tf.convert_to_tensor(scope.get_current_value(v)) for v in counters]
+
+
+class _BatchesOfWorkers:
+    """What each worker's own dataset gives, over and over.
+
+    Args:
+        coordinator: Makes them on the workers, and again on one that returns.
+        make: Makes a dataset from a worker's index and the number of workers.
+        workers: The number of workers.
+    """
+
+    def __init__(self, coordinator: Any, make: Callable[..., Any], workers: int) -> None:
+        def make_here() -> Any:
+            here = tf.distribute.coordinator.experimental_get_current_worker_index()
+            dataset = make(here, workers)
+            if not isinstance(dataset, tf.data.Dataset):
+                _checks.refuse(
+                    "`train` must make a `tf.data.Dataset` from a worker's index and the number "
+                    "of workers.",
+                    made=type(dataset).__name__,
+                )
+            return dataset.repeat()
+
+        function = tf.function(make_here, autograph=False).get_concrete_function()
+        of_chief = [t for t, _ in function.graph.captures if t.dtype in (tf.variant, tf.resource)]
+        if of_chief:
+            _checks.refuse(
+                "`train` uses a dataset or a table that was made on the chief, where workers "
+                "cannot reach it. Make it inside the function.",
+                uses=[tensor.dtype.name for tensor in of_chief],
+            )
+        self._datasets = coordinator.create_per_worker_dataset(function)
+        self.element_spec = self._datasets.element_spec
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(iter(self._datasets))
+
+
+def _taken(batch: Any) -> Any:
+    """Give the batch that the chief handed out, or the next one of the worker's own dataset."""
+    return next(batch) if isinstance(batch, tf.data.Iterator) else batch
+
+
+@contextlib.contextmanager
+def _short_logs() -> Iterator[None]:
+    """Keep to a line what TensorFlow logs of a lost worker, and leave out what is raised anyway.
+
+    It writes the whole graph's traceback, four times for each step.
+    """
+
+    def shorten(record: logging.LogRecord) -> bool:
+        if record.module == "cluster_coordinator":
+            said = record.getMessage().strip().partition("\n")[0]
+            record.msg, record.args = said, ()
+            raised = ("processing closure", "cancelling closures", "CancelledError")
+            return not any(words in said for words in raised)
+        return True
+
+    logger = tf.get_logger()
+    logger.addFilter(shorten)
+    try:
+        yield
+    finally:
+        logger.removeFilter(shorten)
+
+
+def _refuse_waiting_for_others(optimizer: Any) -> None:
+    """Refuse what an optimizer decides from several updates, which here come in no order."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _checks.refuse(
+            "The scale of the loss depends on the updates before, and asynchronous workers make "
+            "theirs at any time. Train in bfloat16 or float32.",
+            optimizer=type(optimizer).__name__,
+        )
+    if optimizer.gradient_accumulation_steps:
+        _checks.refuse(
+            "An optimizer cannot collect the gradients of workers that update at any time.",
+            gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
+            remedy="Use `TrainingLoop(accumulation=...)`, in which each worker collects its own.",
+        )
+
+
+def _is_of_a_lost_server(error: Any) -> bool:
+    """Tell whether a parameter server was lost, also if another is at its address already."""
+    said = str(error)
+    kinds = (tf.errors.UnavailableError, tf.errors.AbortedError)
+    unknown = any(words in said.lower() for words in ("unknown device", "remote_handle"))
+    return "/job:ps" in said and (isinstance(error, kinds) or unknown)
+
+
+def _give_up(lost: list[str], error: Exception) -> NoReturn:
+    named = f" ({', '.join(lost)})" if lost else ""
+    _processes.leave_without_waiting(_processes.EXIT_CODE)
+    atexit.register(_processes.leave)  # else TensorFlow takes leave of a server that is gone
+    raise _processes.ProcessLostError(
+        f"A parameter server is gone{named}, and with it a part of the model. {_processes.GO_ON}"
+    ) from error

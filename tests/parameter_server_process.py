@@ -1,0 +1,215 @@
+"""A process of a cluster with parameter servers, for tests/test_parameter_server.py.
+
+    python -m tests.parameter_server_process SETTINGS
+
+The chief makes one run after the other, and prints what came out of each as a line of JSON.
+"""
+
+# ruff: noqa: ARG002, T201 Keras calls with arguments that not all need; it is a program
+
+import json
+import os
+import sys
+import time
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+from kdpkit import experiment, strategies
+
+if __name__ == "__main__":
+    experiment.run(strategies.serve_if_server)  # servers need none of what is imported now
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdpkit import callbacks, pipelines, testing
+from kdpkit.training import TrainingLoop
+
+ROWS = 61  # the last of eight batches is smaller
+
+
+class Noting(keras.callbacks.Callback):
+    """Notes the last step of every call and the count then, prints it, and takes its time."""
+
+    def __init__(self, seconds):
+        super().__init__()
+        self.seconds = seconds
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append([batch + 1, int(self.model.optimizer.iterations.numpy())])
+        print(f"step {batch + 1}", flush=True)
+        time.sleep(self.seconds)
+
+
+class Rows(keras.metrics.Metric):
+    """Counts the rows."""
+
+    def __init__(self, name="rows", **settings):
+        super().__init__(name=name, **settings)
+        self.total = self.add_weight(name="total", initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.cast(keras.ops.shape(y_pred)[0], "float32"))
+
+    def result(self):
+        return self.total
+
+
+class Falling(keras.optimizers.schedules.LearningRateSchedule):
+    """A rate that falls with every step."""
+
+    def __init__(self, steps):
+        self.steps = steps
+
+    def __call__(self, step):
+        return 0.05 * (1 - tf.cast(step, tf.float32) / self.steps)
+
+    def get_config(self):
+        return {"steps": self.steps}
+
+
+class Slope(TrainingLoop):
+    """A loss whose gradient is 1: every update takes its rate off the weight."""
+
+    products = 0  # to compute in a step, so that it lasts
+
+    def per_example_loss(self, x, y, *, training):
+        predictions = self.model(x, training=training)
+        large = tf.random.stateless_uniform([512, 512], [0, 0])
+        _, last = tf.while_loop(
+            lambda i, _: i < self.products,
+            lambda i, product: (i + 1, tf.tanh(product @ product)),
+            (0, large),
+        )
+        return predictions[:, 0] + 0.0 * tf.stop_gradient(tf.reduce_mean(last)), predictions
+
+
+def chief_reads(x, y):
+    source = tf.data.Dataset.from_tensor_slices((x, y))
+    config = pipelines.PipelineConfig(seed=0, remainder="keep")
+    return pipelines.train_pipeline(source, config, global_batch_size=8)
+
+
+def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0, model_file=None):
+    """Train, evaluate, predict: weights, logs and counts."""
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = keras.Sequential(
+            [
+                keras.Input((4,)),
+                keras.layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
+                keras.layers.BatchNormalization(),
+                keras.layers.Dense(3),
+            ]
+        )
+    loop = TrainingLoop(
+        model,
+        optimizer=keras.optimizers.Adam(Falling(8 * epochs), global_clipnorm=0.5),
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        metrics=["accuracy", Rows()],
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+        strategy=strategy,
+        steps_per_loop=4,
+        accumulation=2,
+    )
+    train = chief_reads(*testing.toy_classification(ROWS))
+    noting = Noting(seconds)
+    watching = [noting]
+    if directory:
+        resume = callbacks.Resume(directory, save_freq=4)
+        train, watching = resume.track(train), [noting, resume]
+    x, y = testing.toy_classification(21, seed=1)
+    held_out = tf.data.Dataset.from_tensor_slices((x, y, np.linspace(0.0, 1.0, 21))).batch(4)
+    history = loop.fit(train, held_out, epochs=epochs, callbacks=watching, verbose=0)
+    if model_file:
+        model.save(model_file)
+    return {
+        "history": history.history,
+        "evaluated": loop.evaluate(held_out, verbose=0),
+        "predicted": loop.predict(held_out, verbose=0).tolist(),
+        "weights": [weight.tolist() for weight in model.get_weights()],
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "seen": noting.seen,
+    }
+
+
+def train_slope(strategy, *, epochs=2, steps=50, products=0, shards=False):
+    """Add up the rates of all updates in a weight."""
+    with strategy.scope():
+        layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+        model = keras.Sequential([keras.Input((1,)), layer])
+    loop = Slope(
+        model,
+        optimizer=keras.optimizers.SGD(Falling(epochs * steps)),
+        loss=None,
+        metrics=[Rows()],
+        strategy=strategy,
+        steps_per_loop=steps // 2,
+    )
+    loop.products = products
+    x = np.ones((8 * steps, 1), "float32")
+
+    def of_worker(worker, workers):
+        return tf.data.Dataset.from_tensor_slices((x, x)).shard(workers, worker).batch(8)
+
+    noting = Noting(0)
+    history = loop.fit(
+        of_worker if shards else chief_reads(x, x),
+        steps_per_epoch=steps if shards else None,
+        epochs=epochs,
+        callbacks=[noting],
+        verbose=0,
+    )
+    return {
+        "rows": history.history["rows"],
+        "weight": float(model.get_weights()[0][0, 0]),
+        "iterations": int(model.optimizer.iterations.numpy()),
+        "seen": noting.seen,
+    }
+
+
+def try_refused(strategy):
+    """Ask for what cannot work; give the sentences."""
+    x, y = testing.toy_classification(8, features=1)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(1)
+    collecting = keras.optimizers.SGD(gradient_accumulation_steps=2)
+
+    def made_on_the_chief(worker, workers):
+        return data.shard(workers, worker)
+
+    def empty(worker, workers):
+        return tf.data.Dataset.from_tensor_slices((x, y)).take(0).batch(1).shard(workers, worker)
+
+    attempts = [
+        ({"jit": True}, {}),
+        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())}, {}),
+        ({"optimizer": collecting}, {}),
+        ({}, {"train": empty}),
+        ({}, {"train": made_on_the_chief, "steps_per_epoch": 1}),
+        ({}, {"train": lambda *_: x, "steps_per_epoch": 1}),
+        ({}, {"train": empty, "steps_per_epoch": 1}),
+    ]
+    said = []
+    for settings, of_fit in attempts:
+        with strategy.scope():
+            model = testing.tiny_classifier(features=1)
+        settings = {"optimizer": "sgd", "strategy": strategy, "loss": None} | settings
+        try:
+            loop = Slope(model, **settings)
+            loop.fit(**{"train": data} | of_fit, epochs=1, verbose=0)
+        except ValueError as error:
+            said.append(str(error))
+    return {"said": said, "iterations": 0}
+
+
+def main():
+    strategy = strategies.select_strategy("parameter_server")
+    runs = {"classifier": train_classifier, "slope": train_slope, "refused": try_refused}
+    for name, settings in json.loads(sys.argv[1]):
+        print(json.dumps(runs[name](strategy, **settings), default=float), flush=True)
+
+
+if __name__ == "__main__":
+    experiment.run(main)
