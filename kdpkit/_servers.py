@@ -68,6 +68,7 @@ def connect() -> Any:
         )
     _await(config)
     _notice_losses()
+    os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     try:
         return tf.distribute.ParameterServerStrategy(resolver)
