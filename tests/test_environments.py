@@ -40,7 +40,7 @@ def run(command, **environment):
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
         check=False,
     )
     assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-5000:]
@@ -48,7 +48,7 @@ def run(command, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", [*ON_JAX.values()], ids=[*ON_JAX])
 def test_what_serves_both_backends_passes_on_jax(files):
     run([sys.executable, "-m", "pytest", "-n", "0", *files], KERAS_BACKEND="jax")
@@ -132,7 +132,7 @@ print("loop:", *loop.fit(Batches(), epochs=1, verbose=0).history, loop.predict(B
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(1800)
 def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"

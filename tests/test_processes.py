@@ -24,10 +24,10 @@ from kdpkit import _processes
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 UNEVEN = [{}, {"rows": 48}]  # what differs between two processes
 ALIKE = [{"same_data": True}] * 2
-SOON = 15  # seconds in which every process has ended, whatever happens
+SOON = 60  # seconds in which every process has ended, on a busy machine too; 2 to 3 on an idle one
 
 pytestmark = [
-    pytest.mark.timeout(200),
+    pytest.mark.timeout(400),
     pytest.mark.skipif(
         keras.backend.backend() != "tensorflow", reason="starts processes on JAX; once is enough"
     ),
@@ -75,7 +75,7 @@ class Processes:
                 return
         raise AssertionError(self.output[index])
 
-    def end(self, seconds=100):
+    def end(self, seconds=200):
         """Wait for all; give exit codes, outputs, and how long it took."""
         started = time.monotonic()
         for index, process in enumerate(self.running):
@@ -139,7 +139,7 @@ def test_the_recipe_trains_in_two_processes(tmp_path):
         for index in range(2)
     ]
     try:
-        outputs = [process.communicate(timeout=150)[0] for process in running]
+        outputs = [process.communicate(timeout=300)[0] for process in running]
     finally:
         for process in running:
             process.kill()

@@ -295,6 +295,7 @@ def test_ctrl_c_saves_what_was_learned(recipe, text, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
     whole = bert("--epochs", "12", "--resume", tmp_path / "whole")
     flags = {
