@@ -56,16 +56,17 @@ class TrainingLoop:
     process writes what callbacks write, and shows progress.
 
     Under `ParameterServerStrategy`, which is experimental, steps are asynchronous: a step is one
-    worker's, on a whole batch, with weights that others change meanwhile. So it is not what one device would train,
-    unless there is one worker. Exact all the same: the steps of an epoch and `optimizer.iterations`
-    (each step has a number of its own, and the rate that a schedule gives for it), loss and metrics
-    over all rows trained on, `evaluate` and `predict`. An epoch has as many steps as `train` has
-    batches. The chief reads them and hands each to a worker that is free, so every row is trained
-    on once an epoch, whatever the workers' speed; for data that workers read themselves, see
-    `fit`. A worker may be lost and come back: another does its steps meanwhile. A step that it had
-    begun is made again, and counts once; its update may have been made in part. With a lost
-    parameter server a part of the model is gone, and training ends with a sentence. What layers and
-    optimizers keep beside weights and counts is read and written without a lock.
+    worker's, on a whole batch, with weights that others change meanwhile. So it is not what one
+    device would train, unless there is one worker. Exact all the same: the steps of an epoch and
+    `optimizer.iterations` (each step has a number of its own, and the rate that a schedule gives
+    for it), loss and metrics over all rows trained on, `evaluate` and `predict`. An epoch has as
+    many steps as `train` has batches. The chief reads them and hands each to a worker that is free,
+    so every row is trained on once an epoch, whatever the workers' speed; for data that workers
+    read themselves, see `fit`. A worker may be lost and come back: another does its steps
+    meanwhile. A step that it had begun is made again, and counts once; its update may have been
+    made in part. With a lost parameter server a part of the model is gone, and training ends with a
+    sentence. What layers and optimizers keep beside weights and counts is read and written without
+    a lock.
 
     Args:
         model: A Keras model, built in the strategy's scope.
