@@ -376,13 +376,16 @@ class _Source:
         cardinality = getattr(dataset, "cardinality", None)
         self.is_endless = cardinality is not None and int(cardinality()) == -1
         self._epoch: Generator[Any, None, None] | None = None
-        self._is_opened = not isinstance(dataset, keras.utils.PyDataset)
+        is_tracked = hasattr(dataset, "is_tracked")  # by `kdpkit.callbacks.Resume`
+        self._is_opened = not (is_tracked or isinstance(dataset, keras.utils.PyDataset))
         if self._is_opened:
             # The batch that is looked at is the first to be trained on: a generator gives it once.
             self._epoch = self._new_epoch()
             self.first = next(self._epoch, None)
         else:  # any batch can be looked at, and somebody may still move to another place
-            self.first = _looked_at(dataset)
+            self.first = (
+                next(self._adapter.get_jax_iterator(), None) if is_tracked else _looked_at(dataset)
+            )
         _check_batch(name, self.first)
         self._batches: Callable[..., _Batches] = _Batches
         if _processes.count() > 1:
