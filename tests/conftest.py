@@ -34,6 +34,15 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def _signals_as_before():
+    """Leave to the next test the handlers that there were: training that fails leaves some."""
+    former = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in former.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture(autouse=True)
 def _fresh_keras_names():
     """Start every test with the same layer names and random seed."""
     keras.utils.clear_session(free_memory=False)

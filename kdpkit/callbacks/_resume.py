@@ -267,9 +267,8 @@ class Resume(keras.callbacks.Callback):
             self._leave()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Let Keras count epochs from 0 again."""
-        self._take_restored()  # if there was no epoch left
-        self.model._initial_epoch = None
+        """Give History what it had, if there was no epoch left."""
+        self._take_restored()
         self._signals.release()
 
     def _count(self, done: int) -> None:
@@ -285,6 +284,7 @@ class Resume(keras.callbacks.Callback):
 
     def _take_restored(self) -> checkpoints.TrainingState | None:
         """Give History and callbacks what they had; give the state, once."""
+        self.model._initial_epoch = None  # Keras has read it; the next training begins with 0
         state, self._restored = self._restored, None
         if state:
             history = self.model.history

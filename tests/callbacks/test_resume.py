@@ -484,6 +484,59 @@ def test_batches_that_keras_shuffles_are_refused(tmp_path):
         build().fit(resume.track(data), callbacks=[resume], verbose=0)
 
 
+# Signals where training failed.
+
+
+def crash(resume, train):
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    with pytest.raises(CrashError):
+        train(resume, data, data, [CrashAt(1)])
+
+
+@pytest.mark.parametrize(
+    ("train", "number", "times"),
+    [
+        (by_fit, signal.SIGINT, 1),
+        (by_fit, signal.SIGTERM, 2),
+        (loop_on_pipelines, signal.SIGINT, 2),
+    ],
+)
+def test_after_training_has_failed_a_signal_does_what_it_always_does(
+    tmp_path, train, number, times
+):
+    came = []
+    signal.signal(number, lambda *_: came.append(number))
+    former = signal.getsignal(number)
+    resume = Resume(tmp_path)
+    for _ in range(times):
+        crash(resume, train)
+    os.kill(os.getpid(), number)
+    assert came == [number]
+    assert signal.getsignal(number) is former
+
+
+def test_a_handler_that_came_after_failed_training_stays(tmp_path):
+    resume = Resume(tmp_path)
+    crash(resume, by_fit)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    crash(resume, by_fit)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+
+
+def test_training_that_failed_after_it_went_on_does_not_move_the_next_one(tmp_path):
+    model = build()
+    data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
+    resume = Resume(tmp_path)
+    model.fit(resume.track(data), callbacks=[resume], shuffle=False, verbose=0)
+    resume = Resume(tmp_path)
+    with pytest.raises(CrashError):
+        model.fit(
+            resume.track(data), epochs=2, callbacks=[resume, CrashAt(1)], shuffle=False, verbose=0
+        )
+    assert model.fit(data, shuffle=False, verbose=0).epoch == [0]
+
+
 # Signals, in a process of its own.
 
 PROGRAM = """
