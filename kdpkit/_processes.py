@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -79,7 +79,7 @@ def require_equal(
     numbers: Sequence[int],
     *,
     remedy: str,
-    gather: Callable[[Sequence[int]], np.ndarray] | None = None,
+    strategy: Any = None,
 ) -> None:
     """Refuse, in every process, numbers that are not the same in all.
 
@@ -89,11 +89,11 @@ def require_equal(
         what: What the numbers are, as the sentence's subject.
         numbers: Equally many in every process.
         remedy: The way out.
-        gather: Gives the numbers of all processes, one row for each; None asks JAX.
+        strategy: On TensorFlow, the one that spans the processes.
     """
     if count() == 1:
         return
-    of_all = (gather or _gathered)(numbers)
+    of_all = gathered(numbers, strategy)
     if (of_all != of_all[0]).any():
         _checks.refuse(
             f"{what} must be the same in all processes.",
@@ -106,18 +106,26 @@ def require_different(what: str, fingerprint: int, *, remedy: str) -> None:
     """Refuse, in every process, what is the same in two of them, by a number that tells."""
     if count() == 1:
         return
-    of_all = [int(number) for number in _gathered([fingerprint]).ravel()]
+    of_all = [int(number) for number in gathered([fingerprint]).ravel()]
     same = [i for i, number in enumerate(of_all) if of_all.count(number) > 1]
     if same:
         _checks.refuse(f"{what} must differ between processes.", the_same_in=same, remedy=remedy)
 
 
-def _gathered(numbers: Sequence[int]) -> np.ndarray:
-    from jax.experimental import multihost_utils
+def gathered(numbers: Sequence[int], strategy: Any = None) -> np.ndarray:
+    """Give the numbers of all processes, a row for each; on TensorFlow through their strategy."""
+    if keras.backend.backend() == "jax":
+        from jax.experimental import multihost_utils
 
-    # As halves, because JAX has no 64-bit integers unless it is told to.
-    halves = np.asarray(numbers, np.int64).view(np.int32)
-    return np.asarray(multihost_utils.process_allgather(halves)).view(np.int64)
+        # As halves, because JAX has no 64-bit integers unless it is told to.
+        halves = np.asarray(numbers, np.int64).view(np.int32)
+        return np.asarray(multihost_utils.process_allgather(halves)).view(np.int64)
+    import tensorflow as tf
+
+    rows = np.zeros((count(), len(numbers)), np.int64)
+    rows[index()] = numbers
+    with tf.device("CPU:0"):
+        return strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(rows), axis=None).numpy()
 
 
 def reached_preemption(step: int) -> bool:

@@ -9,7 +9,11 @@ all its GPUs, or on its CPU. It is the workload of TensorFlow's guide to multi-w
 small convnet and `fit`. Here every process reads the same images in the same order and takes its
 rows of every batch, so that the losses are those of one device with the same global batch, uneven
 last batches and batch normalization included. The first process writes checkpoints, results and
-TensorBoard files. If one is killed or fails, the others end within seconds and say so.
+TensorBoard files. If one is killed or fails, the others end within seconds and say so; started
+again, they go on from the last epoch:
+
+    kdpkit launch --workers 2 --max-restarts 3 -- python recipes/multi_worker.py --resume state
+
 `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
 directory with MNIST's IDX files. `--strategy mirrored` and `--strategy one` train without others.
 recipes/README.md has measured results.
@@ -94,6 +98,7 @@ def main(argv=None):
     watching = callbacks.training_callbacks(args.log_dir, **batches)
     if args.log_dir:
         watching.append(callbacks.ModelCheckpoint(args.log_dir / "model.keras"))
+    train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
         history = model.fit(
             train,

@@ -14,7 +14,7 @@ from typing import Any
 import keras
 
 from kdpkit import _checks, _processes, checkpoints
-from kdpkit.callbacks import _signals, _tracked
+from kdpkit.callbacks import _signals, _stopping, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
@@ -42,9 +42,12 @@ class Resume(keras.callbacks.Callback):
     On SIGTERM, by which clusters end a job, the step at hand is finished, the state saved, and the
     program left with exit code 42; during validation, which then is not repeated, after its batch
     at hand. So it is on Ctrl-C, but that a `KeyboardInterrupt` is raised, as Python users expect. A
-    second signal ends the program at once. With several processes of `jax.distributed`
-    all stop at the same step when one gets the signal; the first process writes, and all must see
-    the directory.
+    second signal ends the program at once; after training, or when it has failed, signals do what
+    they always do.
+
+    With several processes all stop before the same step when one gets the signal, on TensorFlow
+    within about a second; the first process writes, and all must see the directory. When one is
+    killed and all are started again, they go on from the last state.
 
     Args:
         directory: Where the states are; a new run needs an empty one.
@@ -98,13 +101,13 @@ class Resume(keras.callbacks.Callback):
         self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
         self._dataset: _tracked.Tracked | None = None
         self._restored: checkpoints.TrainingState | None = None
-        self._asked = 0
         self._at_once = 1  # batches in an execution
         self._epoch = 0
         self._first = 0  # batches that this epoch had before this run
         self._done = 0  # batches of this epoch
         self._saved = 0  # of these; negative if the last state is of an earlier epoch
         self._signals = _signals.HeldSignals()
+        self._stop = _stopping.AgreedStop(self._signals)
         self._catching = contextlib.ExitStack()
         for callback in self.callbacks:
             _state_of(callback)  # refuses one that has none
@@ -128,13 +131,6 @@ class Resume(keras.callbacks.Callback):
         """Take up the newest state, if there is one."""
         if self._dataset is None:
             _checks.refuse("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
-        if keras.backend.backend() == "tensorflow" and _processes.count() > 1:
-            _checks.refuse(
-                "`Resume` goes on with several processes on JAX alone.",
-                processes=_processes.count(),
-                remedy="On TensorFlow give `keras.callbacks.BackupAndRestore` a directory for each "
-                "process.",
-            )
         steps, length = self.params.get("steps"), self._dataset.full_length
         if None not in (steps, length) and steps != length:
             _checks.refuse(
@@ -150,13 +146,15 @@ class Resume(keras.callbacks.Callback):
             "The newest state, by epoch and step,",
             (state.epoch, state.step) if state else (-1, -1),
             remedy="Give `Resume` a directory that all of them see.",
+            strategy=self._strategy(),
         )
         if state:
             self._take_up(state)
         else:
             self._dataset.start()
         self._at_once = getattr(self.model, "steps_per_execution", 1)
-        if _processes.count() == 1:  # among several JAX handles SIGTERM
+        self._stop.begin()
+        if _processes.count() == 1 or keras.backend.backend() != "jax":  # which handles SIGTERM
             self._signals.hold()
 
     def _take_up(self, state: checkpoints.TrainingState) -> None:
@@ -228,7 +226,7 @@ class Resume(keras.callbacks.Callback):
             raise StopIteration
         if batch and not self._dataset.is_used:  # type: ignore[union-attr]
             _checks.refuse("`fit` trains on another dataset; give it `resume.track(dataset)`.")
-        if self._must_stop():
+        if self._is_to_stop():
             self._save(self._epoch, done)
             self._leave()
         if done - self._saved >= self._most_unsaved:
@@ -241,12 +239,12 @@ class Resume(keras.callbacks.Callback):
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Let a validation end with this batch when the program is to end."""
-        if self._signals.received:
+        if self._is_to_stop():
             self.model.stop_evaluating = True
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Leave, without the results of a part of the validation."""
-        if self._signals.received:
+        if self._stop.signal:
             self._save(self._epoch + 1, 0)
             self._leave()
 
@@ -257,19 +255,18 @@ class Resume(keras.callbacks.Callback):
             self._save(epoch, self._done)
             return
         self._saved -= self._done
-        if (
-            self._signals.received
-            or self.save_freq == "epoch"
-            or -self._saved >= self._most_unsaved
-        ):
+        stops = self._is_to_stop(at_epoch_end=True)
+        if stops or self.save_freq == "epoch" or -self._saved >= self._most_unsaved:
             self._save(epoch + 1, 0, logs)
-        if self._signals.received:
+        if stops:
             self._leave()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Give History what it had, if there was no epoch left."""
         self._take_restored()
         self._signals.release()
+        if self._signals.received:  # too late to be heard by an epoch
+            signal.raise_signal(self._signals.received)
 
     def _count(self, done: int) -> None:
         """Count when a step begins, and when it ends.
@@ -299,12 +296,13 @@ class Resume(keras.callbacks.Callback):
     def _save(self, epoch: int, step: int, logs: dict[str, Any] | None = None) -> None:
         """Save the state at a place in the data, with the logs of an epoch that has just ended."""
         self._saved = step
-        if _processes.index() > 0:
-            return
         model = self.model
+        # In all processes, since some values are the sum of what they hold.
         arrays = checkpoints.values_of(
             {**self._variables(model), "metrics": self._metrics(model) if step else []}
         )
+        if _processes.index() > 0:
+            return
         states = [_state_of(callback) for callback in self.callbacks]
         for index, (_, weights) in enumerate(states):
             arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
@@ -355,14 +353,17 @@ class Resume(keras.callbacks.Callback):
         own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
         return [*model.metrics_variables, *own]
 
-    def _must_stop(self) -> bool:
-        if _processes.count() == 1:
-            return self._signals.received is not None
-        self._asked += 1
-        return _processes.reached_preemption(self._asked)
+    def _is_to_stop(self, *, at_epoch_end: bool = False) -> bool:
+        return self._stop.is_due(self._strategy(), at_epoch_end=at_epoch_end)
+
+    def _strategy(self) -> Any:
+        return getattr(self.model, "distribute_strategy", None)
 
     def _leave(self) -> None:
-        by_ctrl_c = self._signals.received == signal.SIGINT
+        if _processes.count() > 1:
+            # The first one has written the state: who starts them may end all when one leaves.
+            _processes.gathered([0], self._strategy())
+        by_ctrl_c = self._stop.signal == signal.SIGINT
         self._signals.release()
         said = (
             f"Training was stopped by {'Ctrl-C' if by_ctrl_c else 'SIGTERM'}. Its state is in "

@@ -102,7 +102,7 @@ def distribute(strategy: Any, dataset: Any, name: str = "the dataset") -> Any:
             f"{what} of the batches of {name}",
             [number],
             remedy=_SAME,
-            gather=lambda numbers: _gathered(strategy, numbers),
+            strategy=strategy,
         )
     _tell(
         f"Each of the {_processes.count()} processes reads all of the data and takes its rows of "
@@ -123,14 +123,6 @@ def _tell(line: str) -> None:
     if line not in _told and _processes.index() == 0:
         sys.stderr.write(f"kdpkit: {line}\n")
     _told.add(line)
-
-
-def _gathered(strategy: Any, numbers: Sequence[int]) -> np.ndarray:
-    """Give the numbers of all processes, a row for each."""
-    rows = np.zeros((_processes.count(), len(numbers)), np.int64)
-    rows[_processes.index()] = numbers
-    with tf.device("CPU:0"):
-        return strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(rows), axis=None).numpy()
 
 
 def _pieces(strategy: Any, dataset: Any, context: Any) -> Any:

@@ -1,0 +1,64 @@
+"""When a signal stops training: before the same step in all processes."""
+
+import signal
+import time
+from typing import Any
+
+import keras
+
+from kdpkit import _processes
+from kdpkit.callbacks import _signals
+
+_SECONDS_BETWEEN_QUESTIONS = 1.0
+
+
+class AgreedStop:
+    """Whether training is to stop now, since this process or another got a signal.
+
+    On JAX its coordination service decides. On TensorFlow the processes ask each other, before the
+    same steps. That is a small sum over the network, so they ask about once a second, as the first
+    one's clock has it, and where an epoch ends.
+
+    Attributes:
+        signal: The one that all stop for, once they have agreed.
+    """
+
+    def __init__(self, signals: _signals.HeldSignals) -> None:
+        self._signals = signals
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget what an earlier training agreed upon."""
+        self.signal: signal.Signals | None = None
+        self._calls = 0
+        self._next_question = 1
+        self._calls_between = 1
+        self._asked_at = time.monotonic()
+
+    def is_due(self, strategy: Any, *, at_epoch_end: bool = False) -> bool:
+        """Tell whether to stop; every process must call it at the same places."""
+        if self.signal is None:
+            self._calls += 1
+            self.signal = self._agreed(strategy, at_epoch_end)
+        return self.signal is not None
+
+    def _agreed(self, strategy: Any, at_epoch_end: bool) -> signal.Signals | None:
+        if _processes.count() == 1:
+            return self._signals.received
+        if keras.backend.backend() == "jax":
+            return signal.SIGTERM if _processes.reached_preemption(self._calls) else None
+        asks = at_epoch_end or self._calls >= self._next_question
+        return self._ask(strategy) if asks else None
+
+    def _ask(self, strategy: Any) -> signal.Signals | None:
+        """Ask whether any process has a signal, and agree on when to ask again."""
+        now = time.monotonic()
+        rate = self._calls_between / max(now - self._asked_at, 1e-6)
+        own = [self._signals.received or 0, int(rate * _SECONDS_BETWEEN_QUESTIONS)]
+        of_all = _processes.gathered(own, strategy)
+        # At most twice as many, since the next steps may last longer.
+        self._calls_between = max(1, min(int(of_all[0, 1]), 2 * self._calls_between))
+        self._next_question = self._calls + self._calls_between
+        self._asked_at = now
+        received = [signal.Signals(int(number)) for number in of_all[:, 0] if number]
+        return received[0] if received else None

@@ -1,0 +1,155 @@
+"""The files for clusters, run without one: SLURM's commands are stood in for by shell scripts."""
+
+import json
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+import kdpkit
+from kdpkit.cluster import ClusterConfig
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+CLUSTER = ROOT / "recipes" / "cluster"
+
+# Two tasks on this machine, with the variables that SLURM sets; the highest exit code is srun's.
+SRUN = """#!/bin/bash
+while [[ $1 == --* ]]; do shift; done
+for task in 0 1; do
+  SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURM_STEP_NODELIST=localhost \
+  SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 "$@" & started[$task]=$!
+done
+highest=0
+for task in 0 1; do
+  wait ${started[$task]}; code=$?
+  (( code > highest )) && highest=$code
+done
+exit $highest
+"""
+SCONTROL = """#!/bin/bash
+echo "scontrol $*"
+"""
+
+
+def sbatch(directory, *command, timeout=60):
+    """Run the batch script as SLURM would, in a directory."""
+    commands = directory / "bin"
+    commands.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (commands / name).write_text(text)
+        (commands / name).chmod(0o755)
+    environment = os.environ | {
+        "PATH": f"{commands}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": str(os.getpid()),
+        "STATE_DIRECTORY": str(directory / "state"),
+        "PYTHONPATH": str(ROOT),
+    }
+    return subprocess.run(
+        ["bash", CLUSTER / "slurm.sh", *map(str, command)],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )
+
+
+def leaving(*codes):
+    """A program that leaves with one code after the other, and says what it was given."""
+    return (
+        "import os, pathlib, sys; task = os.environ['SLURM_PROCID'];"
+        "assert sys.argv[1] == '--resume';"
+        "tries = pathlib.Path(f'{sys.argv[2]}-{task}'); "
+        "tries.write_text(tries.read_text() + 'x' if tries.exists() else 'x');"
+        f"sys.exit({list(codes)}[len(tries.read_text()) - 1])"
+    )
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "said"),
+    [
+        ([0], 0, ""),
+        ([1, 43, 0], 0, "Attempt 2 of 3 ended with exit code 43."),
+        ([42], 42, "scontrol requeue"),
+        ([1, 42], 42, "scontrol requeue"),
+        ([1, 1, 7, 0], 7, "Attempt 3 of 3 ended with exit code 7."),
+    ],
+)
+def test_the_slurm_script_tries_again_and_goes_back_into_the_queue(tmp_path, codes, code, said):
+    ended = sbatch(tmp_path, "python", "-c", leaving(*codes))
+    assert ended.returncode == code, ended.stderr
+    assert said in ended.stdout + ended.stderr
+    for task in (0, 1):
+        assert len((tmp_path / f"state-{task}").read_text()) == min(len(codes), 3)
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+@pytest.mark.timeout(900)
+def test_the_recipe_trains_in_two_tasks_of_slurm(tmp_path):
+    results = tmp_path / "results.json"
+    flags = ["--smoke", "--results", results]
+    ended = sbatch(tmp_path, "python", "recipes/multi_worker.py", *flags, timeout=800)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(results.read_text())
+    assert (found["replicas"], found["steps"]) == (2, 8)
+    assert [*(tmp_path / "state").glob("state-*.npz")]
+
+
+def manifests():
+    service, job = yaml.safe_load_all((CLUSTER / "kubernetes.yaml").read_text())
+    return service, job
+
+
+def test_the_pods_of_the_manifest_find_each_other():
+    service, job = manifests()
+    pod = job["spec"]["template"]["spec"]
+    (trainer,) = pod["containers"]
+    pods = job["spec"]["completions"]
+    hosts = [f"{job['metadata']['name']}-{i}.{pod['subdomain']}" for i in range(pods)]
+    port = trainer["ports"][0]["containerPort"]
+    for index in range(pods):
+        config = ClusterConfig.from_environment(environment_of(trainer, index))
+        assert config.workers == tuple(f"{host}:{port}" for host in hosts)
+        assert (config.process_index, config.process_count) == (index, pods)
+    assert service["metadata"]["name"] == pod["subdomain"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert job["spec"]["parallelism"] == pods
+
+
+def environment_of(container, index):
+    """Give a container's variables as Kubernetes fills them in."""
+    annotation = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+    found = {}
+    for variable in container["env"]:
+        if "valueFrom" in variable:
+            assert variable["valueFrom"]["fieldRef"]["fieldPath"] == annotation
+        found[variable["name"]] = variable.get("value", str(index))
+    return found
+
+
+def test_the_manifest_runs_a_recipe_with_flags_that_it_has():
+    _, job = manifests()
+    python, recipe, *flags = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    assert python == "python"
+    assert (ROOT / recipe).exists()
+    known = subprocess.run(
+        [sys.executable, ROOT / recipe, "--help"], capture_output=True, text=True, check=True
+    ).stdout
+    for flag in flags:
+        assert not flag.startswith("--") or flag in known
+
+
+def test_every_directive_of_the_batch_script_is_explained():
+    directives = re.findall(
+        r"^#SBATCH (--[a-z-]+)", (CLUSTER / "slurm.sh").read_text(), re.MULTILINE
+    )
+    explained = (CLUSTER / "README.md").read_text()
+    assert directives
+    assert [each for each in directives if each not in explained] == ["--job-name"]
