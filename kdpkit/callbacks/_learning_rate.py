@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks
+from kdpkit import _checks, _processes
 
 
 def applied_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
@@ -226,8 +226,8 @@ class PrintLR(AppliedRateCallback):
 
     The line appears when the epoch is over and Keras' progress line is complete. `step` counts the
     batches that the optimizer had seen with that update, since its first; with a schedule the rate
-    is `schedule(step - 1)`. See `LearningRateLogger` for what may change the rate. Every process
-    that holds the callback prints.
+    is `schedule(step - 1)`. See `LearningRateLogger` for what may change the rate. Of several
+    processes the first one prints.
 
     Args:
         print_fn: Called with each line, such as `logging.info`.
@@ -274,7 +274,7 @@ class PrintLR(AppliedRateCallback):
         self._print()
 
     def _print(self) -> None:
-        if self._line:
+        if self._line and _processes.index() == 0:
             self.print_fn(self._line)
         self._line = ""
 

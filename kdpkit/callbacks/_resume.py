@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _processes, checkpoints
+from kdpkit import _checks, _files, _processes, checkpoints
 from kdpkit.callbacks import _signals, _stopping, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
@@ -59,7 +59,8 @@ class Resume(keras.callbacks.Callback):
 
     Raises:
         ValueError: Bad arguments; at the begin of training a state of another model, a dataset that
-            was not tracked, or processes that see different states.
+            was not tracked, a directory that another run is using, or processes that see different
+            states.
 
     >>> import tempfile
     >>> from kdpkit import batches, testing
@@ -109,6 +110,7 @@ class Resume(keras.callbacks.Callback):
         self._signals = _signals.HeldSignals()
         self._stop = _stopping.AgreedStop(self._signals)
         self._catching = contextlib.ExitStack()
+        self._lock = self._checkpoints.directory / ".lock"
         for callback in self.callbacks:
             _state_of(callback)  # refuses one that has none
 
@@ -140,7 +142,7 @@ class Resume(keras.callbacks.Callback):
                 remedy="Give `steps_per_epoch` to the dataset and not to `fit`.",
             )
         if _processes.index() == 0:
-            _make_directory(self._checkpoints.directory)
+            self._make_directory()
         self._restored = state = self._checkpoints.latest()
         _processes.require_equal(
             "The newest state, by epoch and step,",
@@ -156,6 +158,20 @@ class Resume(keras.callbacks.Callback):
         self._stop.begin()
         if _processes.count() == 1 or keras.backend.backend() != "jax":  # which handles SIGTERM
             self._signals.hold()
+
+    def _make_directory(self) -> None:
+        directory = self._checkpoints.directory
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            is_ours = _files.acquire(self._lock)
+        except OSError as error:
+            _checks.refuse_file(f"The directory cannot be used ({error.strerror})", directory)
+        if not is_ours:
+            _checks.refuse(
+                "Another run keeps its state in this directory, and goes on.",
+                directory=str(directory),
+                remedy="End it first, or give each run a directory of its own.",
+            )
 
     def _take_up(self, state: checkpoints.TrainingState) -> None:
         model = self.model
@@ -264,6 +280,7 @@ class Resume(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Give History what it had, if there was no epoch left."""
         self._take_restored()
+        _files.release(self._lock)
         self._signals.release()
         if self._signals.received:  # too late to be heard by an epoch
             signal.raise_signal(self._signals.received)
@@ -363,6 +380,7 @@ class Resume(keras.callbacks.Callback):
         if _processes.count() > 1:
             # The first one has written the state: who starts them may end all when one leaves.
             _processes.gathered([0], self._strategy())
+        _files.release(self._lock)
         by_ctrl_c = self._stop.signal == signal.SIGINT
         self._signals.release()
         said = (
@@ -380,13 +398,6 @@ def _save_freq(value: Any) -> int:
         return _checks.integer("save_freq", value)
     except ValueError as error:
         raise _checks.InputError(f'{error} Or give "epoch".') from None
-
-
-def _make_directory(directory: Any) -> None:
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        _checks.refuse_file(f"The directory cannot be made ({error.strerror})", directory)
 
 
 def _optimizers(model: Any) -> list[Any]:

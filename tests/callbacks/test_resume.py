@@ -484,6 +484,36 @@ def test_batches_that_keras_shuffles_are_refused(tmp_path):
         build().fit(resume.track(data), callbacks=[resume], verbose=0)
 
 
+# A directory for one run at a time.
+
+HOLDING = """
+import sys
+from kdpkit import _files
+assert _files.acquire(sys.argv[1])
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_that_another_run_uses_is_refused_until_it_ends(tmp_path):
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    command = [sys.executable, "-c", HOLDING, tmp_path / ".lock"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
+        assert other.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match="Another run keeps its state in this directory"):
+            by_fit(Resume(tmp_path), data, None, [])
+        other.kill()
+    by_fit(Resume(tmp_path), data, None, [])
+
+
+def test_a_run_that_failed_leaves_the_directory_to_the_next_of_its_process(tmp_path):
+    first, second = Resume(tmp_path), Resume(tmp_path)
+    crash(first, by_fit)
+    crash(second, by_fit)
+
+
 # Signals where training failed.
 
 
