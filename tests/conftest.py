@@ -1,10 +1,19 @@
 """Eight logical CPUs for every test process, on the backend that KERAS_BACKEND names."""
 
+import atexit
 import os
+import shutil
 import signal
+import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+# What XLA compiles for one test serves all others, in processes that tests start too.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    compiled = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="kdpkit-xla-")
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    atexit.register(shutil.rmtree, compiled, ignore_errors=True)
 
 import hypothesis
 import keras

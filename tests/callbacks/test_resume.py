@@ -400,7 +400,7 @@ def test_a_state_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, u
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert_same(unsaved, undisturbed(by_fit))
-    assert not [*(tmp_path / "full").iterdir()]
+    assert [path.name for path in (tmp_path / "full").iterdir()] == [".lock"]
 
 
 def test_a_dataset_that_was_not_tracked_is_refused(tmp_path):
