@@ -77,9 +77,31 @@ def _joined(cluster: ClusterConfig, communication: str, start_timeout_seconds: i
         _wait_for_others(cluster, start_timeout_seconds)
     try:
         with _every_logical_cpu(), _ending_after(start_timeout_seconds + _MORE_SECONDS, cluster):
-            return tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+            strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except (tf.errors.OpError, ValueError) as error:
         raise _checks.InputError(_why_not(error, cluster, start_timeout_seconds)) from error
+    _compare_devices(cluster, len(strategy.extended.worker_devices), start_timeout_seconds)
+    return strategy
+
+
+def _compare_devices(cluster: ClusterConfig, own: int, seconds: int) -> None:
+    """Refuse, in all processes, devices that are not as many in each.
+
+    TensorFlow takes it for granted, and would wait for ever. It cannot be asked by a sum, which
+    waits in the same way, so each process leaves its number with the first one.
+    """
+    exchange = context.context()
+    exchange.set_config_key_value(f"kdpkit/devices/{cluster.process_index}", str(own))
+    of_all = [
+        int(exchange.get_config_key_value(f"kdpkit/devices/{index}", 1000 * seconds))
+        for index in range(cluster.process_count)
+    ]
+    if len({*of_all}) > 1:
+        _checks.refuse(
+            "Every process of 'multi_worker' must have equally many devices.",
+            devices_by_process=of_all,
+            remedy="Let each see as many GPUs (CUDA_VISIBLE_DEVICES), or split CPUs alike.",
+        )
 
 
 def _limit_waiting(cluster: ClusterConfig, seconds: int) -> None:

@@ -219,6 +219,15 @@ def test_a_start_that_cannot_succeed_is_refused(tmp_path):
     assert found["the port is taken"].startswith("No server can be started at localhost:")
 
 
+def test_processes_with_unequal_devices_are_refused_in_all_of_them(tmp_path):
+    with Workers(2, "-m", "tests.worker_process", "uneven", directory=tmp_path) as workers:
+        codes = workers.end()
+        said = [workers.said(index) for index in range(2)]
+    assert codes == {0: 2, 1: 2}, said
+    for output in said:
+        assert "Received: devices_by_process=[1, 2]. Let each see as many GPUs" in output
+
+
 def test_a_first_process_that_does_not_come_is_not_waited_for_for_ever(tmp_path):
     with Workers(2, "-m", "tests.worker_process", "late", only=1, directory=tmp_path) as workers:
         assert workers.end() == {1: 2}, workers.said(1)
