@@ -22,6 +22,7 @@ import pytest
 
 import kdpkit
 from kdpkit import _servers, launch, strategies
+from kdpkit import cluster as cluster_module
 from tests import parameter_server_process as program
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -210,8 +211,9 @@ def test_a_chief_does_not_wait_for_ever(monkeypatch, capsys):
 
 
 def test_others_than_servers_go_on(monkeypatch):
-    monkeypatch.delenv("TF_CONFIG", raising=False)
-    strategies.serve_if_server()
+    for text in ("", "{}"):
+        monkeypatch.setenv("TF_CONFIG", text)
+        strategies.serve_if_server()
     place(monkeypatch, **WHOLE)
     strategies.serve_if_server()
     place(monkeypatch, "worker", worker=["localhost:2"])
@@ -238,3 +240,22 @@ def test_an_evaluator_has_no_part(monkeypatch):
     place(monkeypatch, "evaluator", **WHOLE)
     with pytest.raises(ValueError, match="The chief evaluates itself.*role='evaluator'"):
         strategies.serve_if_server()
+
+
+def slurm(task):
+    """Give the cluster of a job with three tasks, the last of them a parameter server."""
+    environ = {"SLURM_PROCID": str(task), "SLURM_NTASKS": "3", "SLURM_JOB_NODELIST": "localhost"}
+    return cluster_module.ClusterConfig.from_environment(environ, parameter_servers=1)
+
+
+def test_a_cluster_of_another_source_serves_too(monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "")  # and back to what it was in the end
+    strategies.serve_if_server(slurm(0))
+    assert cluster_module.ClusterConfig.from_environment() == slurm(0)  # as the chief finds it
+    with socket.socket() as taken:
+        taken.bind(("localhost", 0))
+        taken.listen()
+        address = f"localhost:{taken.getsockname()[1]}"
+        server = dataclasses.replace(slurm(2), parameter_servers=[address])
+        with pytest.raises(ValueError, match=f"ps 0 cannot serve at {address} .address already"):
+            strategies.serve_if_server(server)
