@@ -6,7 +6,9 @@ import signal
 import socket
 import sys
 import threading
-from typing import Any, NoReturn
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import tensorflow as tf
 
@@ -14,6 +16,13 @@ from kdpkit import _checks, _waiting, cluster
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
 _SILENT_SECONDS = 10.0  # in which processes start, usually
+_PATIENCE_SECONDS = 60.0  # with calls that TensorFlow cancels
+_PAUSE_SECONDS = 0.5  # between two of them
+
+# What TensorFlow says of calls that it cancels, also of those to servers that are well, while it
+# takes a worker up again.
+_PASSING = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError)
+_T = TypeVar("_T")
 
 
 def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
@@ -102,6 +111,31 @@ def silent(strategy: Any, role: str) -> list[str]:
     """Name the processes of a role at whose addresses nothing listens."""
     places = enumerate(_addresses(strategy, role))
     return [f"{role} {index}" for index, address in places if not _waiting.listens(address)]
+
+
+def insist(strategy: Any, call: Callable[[], _T]) -> _T:
+    """Make a call of the chief, and again while TensorFlow cancels it.
+
+    When a worker returns, TensorFlow changes its connections, and may cancel what goes on on others
+    at that moment. The call must be one that may be made twice. Where a parameter server is gone
+    it is not made again.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return call()
+        except _PASSING as error:
+            is_over = time.monotonic() >= deadline or is_of_a_new_server(error)
+            if is_over or silent(strategy, "ps"):
+                raise
+            time.sleep(_PAUSE_SECONDS)
+
+
+def is_of_a_new_server(error: Exception) -> bool:
+    """Tell whether an error says that another parameter server is where the former one was."""
+    said = str(error).lower()
+    signs = ("unknown device", "remote_handle", "context_id")
+    return "/job:ps" in said and any(sign in said for sign in signs)
 
 
 def _addresses(strategy: Any, role: str) -> list[str]:
