@@ -8,9 +8,7 @@ import contextlib
 import inspect
 import os
 import signal
-import socket
 import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,7 +17,7 @@ from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.eager import context
 
-from kdpkit import _checks, _processes
+from kdpkit import _checks, _processes, _waiting
 from kdpkit.cluster import ClusterConfig
 
 _MORE_SECONDS = 15  # for TensorFlow to end a start that takes too long itself, which it may not
@@ -126,28 +124,18 @@ def _wait_for_others(cluster: ClusterConfig, seconds: int) -> None:
     The first process must ask before TensorFlow starts: there it would wait without a limit, and
     without letting any other Python code run.
     """
-    end = time.monotonic() + seconds
-    missing = _addresses(cluster)[1:]
-    while missing := [address for address in missing if not _is_open(address)]:
-        if time.monotonic() > end:
-            _checks.refuse(
-                f"{len(missing)} of {cluster.process_count} processes did not come within "
-                f"{seconds} seconds.",
-                missing=missing,
-                remedy="See what they say, and that TF_CONFIG has the same addresses in all.",
-            )
-        time.sleep(0.1)
+    missing = [*_waiting.problems(_addresses(cluster)[1:], seconds)]
+    if missing:
+        _checks.refuse(
+            f"{len(missing)} of {cluster.process_count} processes did not come within "
+            f"{seconds} seconds.",
+            missing=missing,
+            remedy="See what they say, and that TF_CONFIG has the same addresses in all.",
+        )
 
 
 def _addresses(cluster: ClusterConfig) -> list[str]:
     return [address for _, _, address in cluster.tasks]
-
-
-def _is_open(address: str) -> bool:
-    host, _, port = address.rpartition(":")
-    with contextlib.suppress(OSError), socket.create_connection((host, int(port)), timeout=2):
-        return True
-    return False
 
 
 def _why_not(error: Exception, cluster: ClusterConfig, seconds: int) -> str:

@@ -7,17 +7,25 @@ import socket
 import sys
 import threading
 import time
-from typing import Any, NoReturn
+from collections.abc import Callable
+from typing import Any, NoReturn, TypeVar
 
 import tensorflow as tf
 
-from kdpkit import _checks, cluster
+from kdpkit import _checks, _waiting, cluster
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
 _SILENT_SECONDS = 10.0  # in which processes start, usually
+_PATIENCE_SECONDS = 60.0  # with calls that TensorFlow cancels
+_PAUSE_SECONDS = 0.5  # between two of them
+
+# What TensorFlow says of calls that it cancels, also of those to servers that are well, while it
+# takes a worker up again.
+_PASSING = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError)
+_T = TypeVar("_T")
 
 
-def serve_if_server() -> None:
+def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
     """Serve a chief, if this process is a worker or a parameter server, and else go on.
 
     All processes of `ParameterServerStrategy` run one program, and call this before anything else:
@@ -30,15 +38,25 @@ def serve_if_server() -> None:
     serves until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever
     started it. It may be killed and started again at its address while the chief trains.
 
-    Without TF_CONFIG, and in a cluster without parameter servers, every process goes on.
+    In a cluster without parameter servers, and without a cluster, every process goes on.
+
+    Args:
+        config: The cluster and this process's place in it. None takes it from TF_CONFIG, which
+            alone says by itself who is a parameter server. For SLURM, say, give
+            `ClusterConfig.from_environment(parameter_servers=1)`; the chief then finds it in its
+            TF_CONFIG, which is set here.
 
     Raises:
         ValueError: A cluster that cannot work, or an address at which nothing can be served.
     """
-    if not os.environ.get("TF_CONFIG"):
+    if config is None:
+        if cluster.source() != "TF_CONFIG":
+            return
+        config = cluster.ClusterConfig.from_environment()
+    if not config.parameter_servers:
         return
-    config = cluster.ClusterConfig.from_environment()
-    if not config.parameter_servers or config.role == "chief":
+    os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks, and `connect`
+    if config.role == "chief":
         return
     _check(config)
     if config.role == "evaluator":
@@ -92,7 +110,32 @@ def count(strategy: Any, role: str) -> int:
 def silent(strategy: Any, role: str) -> list[str]:
     """Name the processes of a role at whose addresses nothing listens."""
     places = enumerate(_addresses(strategy, role))
-    return [f"{role} {index}" for index, address in places if not _listens(address)]
+    return [f"{role} {index}" for index, address in places if not _waiting.listens(address)]
+
+
+def insist(strategy: Any, call: Callable[[], _T]) -> _T:
+    """Make a call of the chief, and again while TensorFlow cancels it.
+
+    When a worker returns, TensorFlow changes its connections, and may cancel what goes on on others
+    at that moment. The call must be one that may be made twice. Where a parameter server is gone
+    it is not made again.
+    """
+    deadline = time.monotonic() + _PATIENCE_SECONDS
+    while True:
+        try:
+            return call()
+        except _PASSING as error:
+            is_over = time.monotonic() >= deadline or is_of_a_new_server(error)
+            if is_over or silent(strategy, "ps"):
+                raise
+            time.sleep(_PAUSE_SECONDS)
+
+
+def is_of_a_new_server(error: Exception) -> bool:
+    """Tell whether an error says that another parameter server is where the former one was."""
+    said = str(error).lower()
+    signs = ("unknown device", "remote_handle", "context_id")
+    return "/job:ps" in said and any(sign in said for sign in signs)
 
 
 def _addresses(strategy: Any, role: str) -> list[str]:
@@ -106,7 +149,8 @@ def _check(config: cluster.ClusterConfig) -> None:
             "The cluster has no parameter server to keep the model.",
             workers=list(config.workers),
             remedy="List some under 'ps' in TF_CONFIG, as `kdpkit launch --parameter-servers 1` "
-            "does, or train with 'multi_worker'.",
+            "does; elsewhere give `serve_if_server` a cluster with some. Or train with "
+            "'multi_worker'.",
         )
     if config.chief is None:
         _checks.refuse(
@@ -165,27 +209,23 @@ def _notice_losses() -> None:
 
 def _await(config: cluster.ClusterConfig) -> None:
     """Wait until all listen, and say for whom; TensorFlow waits without a word and for ever."""
-    started, is_told = time.monotonic(), False
     others = {f"{role} {i}": a for role, i, a in config.tasks if role in ("worker", "ps")}
-    while missing := {name: a for name, a in others.items() if not _listens(a)}:
-        waited = time.monotonic() - started
-        if waited >= _START_TIMEOUT_SECONDS:
-            _checks.refuse(
-                f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
-                "not come.",
-                missing=missing,
-                remedy="Check that all were started, with one TF_CONFIG, and that each begins "
-                "with `kdpkit.strategies.serve_if_server()`.",
-            )
-        if waited >= _SILENT_SECONDS and not is_told:
-            is_told = True
-            sys.stderr.write(f"The chief waits for {', '.join(missing)}.\n")
-        time.sleep(0.2)
 
+    def note(waited_for: list[str]) -> None:
+        names = [name for name, address in others.items() if address in waited_for]
+        sys.stderr.write(f"The chief waits for {', '.join(names)}.\n")
 
-def _listens(address: str) -> bool:
-    try:
-        with socket.create_connection(_checks.address("address", address), timeout=2.0):
-            return True
-    except OSError:
-        return False
+    problems = _waiting.problems(
+        [*others.values()],
+        _START_TIMEOUT_SECONDS,
+        note=note,
+        note_after_seconds=_SILENT_SECONDS,
+    )
+    if problems:
+        _checks.refuse(
+            f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
+            "not come.",
+            missing={name: address for name, address in others.items() if address in problems},
+            remedy="Check that all were started, with one TF_CONFIG, and that each begins "
+            "with `kdpkit.strategies.serve_if_server()`.",
+        )

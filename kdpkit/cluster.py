@@ -19,13 +19,10 @@ import dataclasses
 import hashlib
 import json
 import os
-import socket
-import threading
-import time
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from kdpkit import _checks, _cluster_sources
+from kdpkit import _checks, _cluster_sources, _waiting
 from kdpkit._cluster_sources import ADDRESSES, COUNT, INDEX, ROLES
 
 __all__ = ["ROLES", "VARIABLES", "ClusterConfig", "source"]
@@ -407,40 +404,14 @@ def _at(address: str | None) -> str:
 
 
 def _check_reachable(addresses: set[str], timeout_seconds: float) -> None:
-    """Knock at all addresses at once; a thread that the network holds is left alone."""
-    problems: dict[str, str | None] = dict.fromkeys(sorted(addresses), "does not answer")
-    deadline = time.monotonic() + timeout_seconds
-
-    def knock(address: str) -> None:
-        while problems[address] and (left := deadline - time.monotonic()) > 0:
-            problems[address] = _problem(address, left)
-            time.sleep(min(0.2, left))
-
-    threads = [threading.Thread(target=knock, args=(a,), daemon=True) for a in problems]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
+    """Knock at all addresses, of which it is enough that the host answers."""
+    problems = _waiting.problems(
+        sorted(addresses), timeout_seconds, accepted=(_waiting.NOTHING_LISTENS,)
+    )
     for address, problem in problems.items():
-        if problem:
-            _checks.refuse(
-                f"A process of the cluster cannot be reached: its host {problem}.",
-                address=address,
-                timeout_seconds=timeout_seconds,
-                remedy="Check the name, the network and the firewall between the machines.",
-            )
-
-
-def _problem(address: str, timeout_seconds: float) -> str | None:
-    host, port = _checks.address("address", address)
-    try:
-        with socket.create_connection((host, port), timeout_seconds):
-            return None
-    except ConnectionRefusedError:
-        return None  # the host is there, and its process has not begun to listen
-    except socket.gaierror:
-        return "has a name that does not resolve"
-    except TimeoutError:
-        return "does not answer"
-    except OSError as error:
-        return f"does not answer ({error.strerror or error})"
+        _checks.refuse(
+            f"A process of the cluster cannot be reached: its host {problem}.",
+            address=address,
+            timeout_seconds=timeout_seconds,
+            remedy="Check the name, the network and the firewall between the machines.",
+        )

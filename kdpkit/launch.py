@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from kdpkit import _checks, _children, _output, cluster
+from kdpkit import _checks, _children, _output, _waiting, cluster
 
 __all__ = ["Failure", "Report", "Task", "launch", "plan", "run"]
 
@@ -304,10 +304,8 @@ class _Process:
 
     def listens(self) -> bool:
         """Tell whether something listens at its address."""
-        address = _checks.address("address", self.task.config.address)
-        with socket.socket() as probe:
-            probe.settimeout(1.0)
-            return probe.connect_ex(address) == 0
+        address = self.task.config.address
+        return address is not None and _waiting.listens(address)
 
 
 class _Run:

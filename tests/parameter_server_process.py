@@ -9,6 +9,7 @@ The chief makes one run after the other, and prints what came out of each as a l
 
 import json
 import os
+import pathlib
 import sys
 import time
 
@@ -30,17 +31,23 @@ ROWS = 61  # the last of eight batches is smaller
 
 
 class Noting(keras.callbacks.Callback):
-    """Notes the last step of every call and the count then, prints it, and takes its time."""
+    """Notes the last step of every call and the count then, prints it, and takes its time.
 
-    def __init__(self, seconds):
+    Training ends when there is a file `until`.
+    """
+
+    def __init__(self, seconds=0.0, until=None):
         super().__init__()
         self.seconds = seconds
+        self.until = until and pathlib.Path(until)
         self.seen = []
 
     def on_train_batch_end(self, batch, logs=None):
         self.seen.append([batch + 1, int(self.model.optimizer.iterations.numpy())])
         print(f"step {batch + 1}", flush=True)
         time.sleep(self.seconds)
+        if self.until and self.until.exists():
+            self.model.stop_training = True
 
 
 class Rows(keras.metrics.Metric):
@@ -135,8 +142,8 @@ def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0, model_f
     }
 
 
-def train_slope(strategy, *, epochs=2, steps=50, products=0, shards=False):
-    """Add up the rates of all updates in a weight."""
+def train_slope(strategy, *, epochs=2, steps=50, products=0, until=None):
+    """Add up the rates of all updates in a weight, on data that workers read and print."""
     with strategy.scope():
         layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
         model = keras.Sequential([keras.Input((1,)), layer])
@@ -152,15 +159,15 @@ def train_slope(strategy, *, epochs=2, steps=50, products=0, shards=False):
     x = np.ones((8 * steps, 1), "float32")
 
     def of_worker(worker, workers):
-        return tf.data.Dataset.from_tensor_slices((x, x)).shard(workers, worker).batch(8)
+        def say(*batch):
+            tf.print("worker", worker, "reads a batch")
+            return batch
 
-    noting = Noting(0)
+        return tf.data.Dataset.from_tensor_slices((x, x)).shard(workers, worker).batch(8).map(say)
+
+    noting = Noting(until=until)
     history = loop.fit(
-        of_worker if shards else chief_reads(x, x),
-        steps_per_epoch=steps if shards else None,
-        epochs=epochs,
-        callbacks=[noting],
-        verbose=0,
+        of_worker, steps_per_epoch=steps, epochs=epochs, callbacks=[noting], verbose=0
     )
     return {
         "rows": history.history["rows"],

@@ -19,6 +19,8 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses import loss as keras_loss
 from keras.src.random.seed_generator import SeedGenerator
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
+from tensorflow.python.eager import context
+from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit import _checks
 from kdpkit.training._losses import sum_over_replicas
@@ -224,3 +226,56 @@ def numbered_update(optimizer: Any, after: Any) -> Iterator[None]:
     finally:
         iterations._value = variable
         del iterations.assign_add
+
+
+def pass_calls_on_servers_through(insist: Callable[[Callable[[], Any]], Any]) -> None:
+    """Let every read and assignment of the chief, of variables on parameter servers, be repeated.
+
+    They are made wherever anybody asks for a variable's value: in callbacks and metrics, in saving
+    and in the user's program. What is read comes to the chief in the same attempt.
+
+    Args:
+        insist: Makes a call, and makes it again if need be.
+    """
+    for name in _CALLS_ON_VARIABLES:
+        original = getattr(gen_resource_variable_ops, name)
+        original = getattr(original, "kdpkit_original", original)
+        call = _insisting(original, insist)
+        call.kdpkit_original = original  # type: ignore[attr-defined]
+        setattr(gen_resource_variable_ops, name, call)
+
+
+def _insisting(original: Callable, insist: Callable[[Callable[[], Any]], Any]) -> Callable:
+    @functools.wraps(original)
+    def call(resource: Any, *args: Any, **kwargs: Any) -> Any:
+        if not tf.executing_eagerly() or "/job:ps" not in resource.device:
+            return original(resource, *args, **kwargs)
+
+        def attempt() -> Any:
+            result = original(resource, *args, **kwargs)
+            is_value = isinstance(result, tf.Tensor) and not context.context().device_name
+            return tf.identity(result) if is_value else result  # brings it here
+
+        return insist(attempt)
+
+    return call
+
+
+# All may be made twice: an assignment sets a value, and none of them adds to one.
+_CALLS_ON_VARIABLES = ("read_variable_op", "assign_variable_op", "var_is_initialized_op")
+
+
+def stop_without_waiting(coordinator: Any) -> None:
+    """Let a coordinator be collected, and the program end, while a worker is lost.
+
+    Its end asks for a lock that one of its threads holds while it waits for the worker's return, so
+    that the program would stand still wherever Python happens to collect it. The lock keeps that
+    thread from forgetting the order to end; it is a daemon, and may.
+    """
+    handler = coordinator._cluster.failure_handler
+
+    def stop() -> None:
+        handler._should_preemption_thread_run = False
+        handler._cluster_due_for_update_or_finish.set()
+
+    handler.stop = stop

@@ -55,12 +55,12 @@ class TrainingLoop:
     each replica takes its rows of every batch. On JAX each process gives its own rows. The first
     process writes what callbacks write, and shows progress.
 
-    Under `ParameterServerStrategy`, which is experimental, steps are asynchronous: a step is one
-    worker's, on a whole batch, with weights that others change meanwhile. So it is not what one
-    device would train, unless there is one worker. Exact all the same: the steps of an epoch and
-    `optimizer.iterations` (each step has a number of its own, and the rate that a schedule gives
-    for it), loss and metrics over all rows trained on, `evaluate` and `predict`. An epoch has as
-    many steps as `train` has batches. The chief reads them and hands each to a worker that is free,
+    Under `ParameterServerStrategy` steps are asynchronous: a step is one worker's, on a whole
+    batch, with weights that others change meanwhile. So it is not what one device would train,
+    unless there is one worker. Exact all the same: the steps of an epoch and `optimizer.iterations`
+    (each step has a number of its own, and the rate that a schedule gives for it), loss and metrics
+    over all rows trained on, `evaluate` and `predict`. An epoch has as many steps as `train` has
+    batches. The chief reads them and hands each to a worker that is free,
     so every row is trained on once an epoch, whatever the workers' speed; for data that workers
     read themselves, see `fit`. A worker may be lost and come back: another does its steps
     meanwhile. A step that it had begun is made again, and counts once; its update may have been

@@ -52,6 +52,9 @@ class ParameterServerSteps(TensorFlowSteps):
         if loop.steps_per_loop == 1:
             loop.steps_per_loop = _STEPS_OF_A_WORKER * self._workers
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
+        _keras_internals.stop_without_waiting(self._coordinator)
+        self._insist = functools.partial(_servers.insist, self.strategy)
+        _keras_internals.pass_calls_on_servers_through(self._insist)
         function = functools.partial(tf.function, autograph=False, reduce_retracing=True)
         self._train = function(self._train_on_worker)
         self._test = function(self._test_on_worker)
@@ -155,11 +158,11 @@ class ParameterServerSteps(TensorFlowSteps):
         waiting: collections.deque[Any] = collections.deque()
         for batch in itertools.islice(batches, steps):
             if len(waiting) == _WAITING * self._workers:
-                yield waiting.popleft().fetch()
-            waiting.append(self._coordinator.schedule(function, args=(batch,)))
-        self._coordinator.join()
-        for result in waiting:
-            yield result.fetch()
+                yield self._insist(waiting.popleft().result)
+            waiting.append(_ScheduledStep(self._coordinator, function, batch))
+            self._insist(waiting[-1].schedule)
+        for step in waiting:
+            yield self._insist(step.result)
 
     @property
     def _counters(self) -> list[Any]:
@@ -225,6 +228,41 @@ class ParameterServerSteps(TensorFlowSteps):
         with keras.StatelessScope(state_mapping=zeros) as scope:
             update()
         return [tf.convert_to_tensor(scope.get_current_value(v)) for v in counters]
+
+
+class _ScheduledStep:
+    """A step that the coordinator was given, and is given again if it drops it.
+
+    Its result counts once, however often it was begun.
+    """
+
+    def __init__(self, coordinator: Any, function: Any, batch: Any) -> None:
+        self._coordinator = coordinator
+        self._function = function
+        self._batch = batch
+        self._given: Any = None
+
+    def schedule(self) -> None:
+        """Hand it out, which raises what went wrong with a step before."""
+        self._given = self._coordinator.schedule(self._function, args=(self._batch,))
+
+    def result(self) -> Any:
+        """Wait for what it gives; where that fails, the next call hands it out again.
+
+        A worker may be lost between the end of a step and the way of its result to the chief. Then
+        `fetch` fails, whereas the coordinator, which fetches it too, has the step made once more.
+        And where one step fails in a way that the coordinator cannot explain, it drops the others.
+        """
+        if self._given is None:
+            self.schedule()
+        with contextlib.suppress(tf.errors.OpError):
+            return self._given.fetch()
+        self._coordinator.join()  # raises what went wrong first, and forgets it
+        try:
+            return self._given.fetch()
+        except tf.errors.OpError:
+            self._given = None
+            raise
 
 
 class _BatchesOfWorkers:
@@ -309,10 +347,9 @@ def _refuse_waiting_for_others(optimizer: Any) -> None:
 
 def _is_of_a_lost_server(error: Any) -> bool:
     """Tell whether a parameter server was lost, also if another is at its address already."""
-    said = str(error)
     kinds = (tf.errors.UnavailableError, tf.errors.AbortedError)
-    unknown = any(words in said.lower() for words in ("unknown device", "remote_handle"))
-    return "/job:ps" in said and (isinstance(error, kinds) or unknown)
+    is_loss = isinstance(error, kinds) and "/job:ps" in str(error)
+    return is_loss or _servers.is_of_a_new_server(error)
 
 
 def _give_up(lost: list[str], error: Exception) -> NoReturn:
