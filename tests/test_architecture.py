@@ -42,7 +42,7 @@ ALLOWED = {
     "checkpoints": (KERAS, {"_checks", "_files"}),
     "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
-    "pipelines": (TENSORFLOW, {"_checks", "scaling", "pipelines"}),
+    "pipelines": (TENSORFLOW, {"_checks", "_waiting", "scaling", "pipelines"}),
     "_servers": (TENSORFLOW, {"_checks", "_waiting", "cluster"}),
     "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers"}),
     "training": (

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
-from kdpkit import _checks
+from kdpkit import _checks, _waiting
 from kdpkit.pipelines._counting import cardinality
 from kdpkit.pipelines._transforms import Transform
 
@@ -315,7 +315,9 @@ def _watched(blocks: tf.data.Dataset, code: _Code, address: str) -> tf.data.Data
     """
 
     def ask() -> Any:
-        return tf.numpy_function(lambda: _listens(address), [], tf.bool, stateful=True)
+        return tf.numpy_function(
+            lambda: _waiting.listens(address, _CONNECT_SECONDS), [], tf.bool, stateful=True
+        )
 
     def look(pause: Any) -> Any:
         is_there = tf.cond(pause % _PAUSES == 0, ask, lambda: True)
@@ -430,22 +432,13 @@ def _last_line(said: str) -> str:
 
 
 def _require_listener(address: str) -> None:
-    if not _listens(address):
+    if not _waiting.listens(address, _CONNECT_SECONDS):
         port = _checks.address("services", address)[1]
         _checks.refuse(
             "Nothing listens at an address of `services`.",
             services=address,
             remedy=_START_ONE.format(port=port),
         )
-
-
-def _listens(address: str) -> bool:
-    place = _checks.address("services", address)
-    try:
-        with socket.create_connection(place, timeout=_CONNECT_SECONDS):
-            return True
-    except OSError:
-        return False
 
 
 def _free_port(name: str, port: Any) -> int:
