@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from kdpkit import __version__, _checks
 
-_COMMANDS = ("launch",)  # each is a file in kdpkit/_commands
+_COMMANDS = ("data-service", "launch")  # each is a file in kdpkit/_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kdpkit {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True, dest="command")
     for name in _COMMANDS:
-        module = importlib.import_module(f"kdpkit._commands.{name}")
+        module = importlib.import_module(f"kdpkit._commands.{name.replace('-', '_')}")
         command = commands.add_parser(
             name, help=module.HELP, description=module.__doc__, allow_abbrev=False
         )

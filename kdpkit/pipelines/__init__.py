@@ -8,6 +8,7 @@ prepare, cache, shuffle, batch, augment, prefetch.
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.pipelines._counting import count_batches
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
+from kdpkit.pipelines._services import DataService, data_service, prepare_with_services
 from kdpkit.pipelines._sources import (
     example_parser,
     interleave_files,
@@ -30,6 +31,7 @@ from kdpkit.pipelines._transforms import (
 )
 
 __all__ = [
+    "DataService",
     "PipelineConfig",
     "Transform",
     "auto_shard",
@@ -37,6 +39,7 @@ __all__ = [
     "cache",
     "chain",
     "count_batches",
+    "data_service",
     "eval_pipeline",
     "example_parser",
     "filter_by",
@@ -47,6 +50,7 @@ __all__ = [
     "normalize_weights",
     "pad_to_global_batch",
     "prefetch",
+    "prepare_with_services",
     "read_vocabulary",
     "shuffle",
     "text_lines",

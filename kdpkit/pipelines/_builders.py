@@ -1,17 +1,18 @@
 """Whole input pipelines, in the one order that is right."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.pipelines import _transforms
+from kdpkit.pipelines import _disk_cache, _transforms
 from kdpkit.pipelines._counting import count_batches, refuse_repeats, require_dataset
 from kdpkit.pipelines._epochs import EpochCounter, MovableDataset, at_most
 from kdpkit.pipelines._padding import pad_to_global_batch
+from kdpkit.pipelines._services import prepare_with_services
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -53,6 +54,7 @@ def train_pipeline(
     replicas: int = 1,
     keep: Callable[..., Any] | None = None,
     prepare: Callable[..., Any] | None = None,
+    services: Sequence[str] = (),
     augment: Callable[[Any, Any], Any] | None = None,
     steps_per_epoch: int | None = None,
     initial_epoch: int = 0,
@@ -77,6 +79,9 @@ def train_pipeline(
         replicas: Replicas that share a batch, evenly: `strategy.num_replicas_in_sync`.
         keep: A predicate on an example; others are left out.
         prepare: A function of an example, applied once, before the cache.
+        services: Addresses of processes in which the source is read and `keep` and `prepare` run
+            (see `prepare_with_services`); nothing else changes. They are needed until the cache
+            is filled, and not at all if a directory has it whole; with `cache=None` always.
         augment: A function of a whole batch and a seed (two integers), applied afresh in every
             epoch, after the cache; draw with `tf.random.stateless_*`.
         steps_per_epoch: Batches in an epoch; None takes all there are. With fewer, each epoch
@@ -106,7 +111,7 @@ def train_pipeline(
     initial_epoch = _checks.integer("initial_epoch", initial_epoch, minimum=0)
     initial_step = _checks.integer("initial_step", initial_step, minimum=0)
     cut = _batching(global_batch_size, replicas, config.remainder, mode="train")
-    examples = _examples(source, config, keep, prepare)
+    examples = _examples(source, config, keep, prepare, services)
     batches = _epoch_length(count_batches(examples.apply(cut)), steps_per_epoch)
     buffer_size = min(config.shuffle_buffer, count_batches(examples))
     skipped_epochs, first_step = divmod(initial_step, batches)
@@ -141,6 +146,7 @@ def eval_pipeline(
     replicas: int = 1,
     keep: Callable[..., Any] | None = None,
     prepare: Callable[..., Any] | None = None,
+    services: Sequence[str] = (),
     remainder: str = "pad",
 ) -> tf.data.Dataset:
     """Build the input for validation and test: filter, prepare, cache, batch, prefetch.
@@ -155,6 +161,7 @@ def eval_pipeline(
         replicas: Replicas that share a batch, evenly.
         keep: A predicate on an example; others are left out.
         prepare: A function of an example, applied once, before the cache.
+        services: As in `train_pipeline`.
         remainder: `"pad"`, `"drop"` or `"keep"` a smaller last batch.
 
     Raises:
@@ -167,7 +174,7 @@ def eval_pipeline(
     [3. 3.] [0 0] [1. 0.]
     """
     cut = _batching(global_batch_size, replicas, remainder, mode="eval")
-    batches = _examples(source, config, keep, prepare).apply(cut)
+    batches = _examples(source, config, keep, prepare, services).apply(cut)
     return _untuned(batches.prefetch(config.prefetch))
 
 
@@ -221,15 +228,19 @@ def _examples(
     config: PipelineConfig,
     keep: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None,
+    services: Sequence[str],
 ) -> tf.data.Dataset:
     """Filter, prepare and cache, then count: a cache fills while it is counted."""
     require_dataset("source", source)
     refuse_repeats(source)
     examples = source if keep is None else source.filter(keep)
-    if prepare is not None:
-        examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-    if config.cache is not None:
-        examples = examples.apply(_transforms.cache(config.cache))
+    if services:
+        examples = _prepared_by_services(examples, config, prepare, services)
+    else:
+        if prepare is not None:
+            examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+        if config.cache is not None:
+            examples = examples.apply(_transforms.cache(config.cache))
     count = count_batches(examples)
     if count == 0:
         _checks.refuse(
@@ -239,3 +250,25 @@ def _examples(
             remedy="Check the data, or loosen `keep`.",
         )
     return examples.apply(tf.data.experimental.assert_cardinality(count))
+
+
+def _prepared_by_services(
+    examples: tf.data.Dataset,
+    config: PipelineConfig,
+    prepare: Callable[..., Any] | None,
+    services: Sequence[str],
+) -> tf.data.Dataset:
+    """Prepare and cache; a cache on disk is the one that is filled without services."""
+    if prepare is None:
+        _checks.refuse(
+            "`services` are where `prepare` runs, and there is none.",
+            services=services,
+            remedy="Give `prepare`, or leave out `services`.",
+        )
+    stage = prepare_with_services(prepare, services)
+    if config.cache is None:
+        return examples.apply(stage)
+    if config.cache == "memory":
+        return examples.apply(stage).apply(_transforms.cache())
+    here = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    return _disk_cache.cached_on_disk(here, config.cache, fill_from=lambda: examples.apply(stage))

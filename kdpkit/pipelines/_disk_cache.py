@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,20 @@ _MANIFEST = "manifest.json"
 _PREFIX = "examples"
 
 
-def cached_on_disk(dataset: tf.data.Dataset, directory: str | os.PathLike[str]) -> tf.data.Dataset:
-    """Cache `dataset` inside `directory`, filling its place there unless that is whole."""
+def cached_on_disk(
+    dataset: tf.data.Dataset,
+    directory: str | os.PathLike[str],
+    *,
+    fill_from: Callable[[], tf.data.Dataset] | None = None,
+) -> tf.data.Dataset:
+    """Cache `dataset` inside `directory`, filling its place there unless that is whole.
+
+    `fill_from` makes a dataset of the same examples to fill it from, called when it is needed.
+    """
     place = Path(directory) / f"kdpkit-{int(dataset.fingerprint()):016x}"
     try:
         if _read_manifest(place) != _checksums(place):
-            _fill(dataset, place)
+            _fill(fill_from() if fill_from else dataset, place)
     except OSError as error:
         raise _checks.FileInputError(
             f"The cache cannot be kept there ({error.strerror}): {place}. Give `cache` a directory "

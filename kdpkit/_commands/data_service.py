@@ -1,0 +1,108 @@
+"""`kdpkit data-service`: prepare the examples of programs that train, in a process of its own."""
+
+import argparse
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+from kdpkit import _checks
+
+HELP = "prepare the examples of programs that train, in this process"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Name where to serve, and with what."""
+    add = parser.add_argument
+    add("--port", type=int, required=True, metavar="P", help="where it listens; 0 takes a free one")
+    add(
+        "--worker-port",
+        type=int,
+        default=0,
+        metavar="P",
+        help="where examples are fetched (default: a free one)",
+    )
+    add(
+        "--host",
+        metavar="NAME",
+        help="the name under which trainers reach this machine (default: its own)",
+    )
+    add(
+        "--import",
+        dest="modules",
+        action="append",
+        default=[],
+        metavar="MODULE",
+        help="a package whose operations are needed, such as tensorflow_text; may be repeated",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Serve until SIGTERM or Ctrl-C; give 128 and the signal's number, as a shell does."""
+    if importlib.util.find_spec("tensorflow") is None:
+        _checks.refuse(
+            "`kdpkit data-service` needs TensorFlow, which is not installed.",
+            remedy="Run `pip install kdpkit[tensorflow]`.",
+        )
+    _import(args.modules)
+    from kdpkit import pipelines
+
+    with (
+        _awaited(signal.SIGTERM, signal.SIGINT) as wait,
+        pipelines.data_service(
+            args.port, host=args.host or _own_name(), worker_port=args.worker_port
+        ) as service,
+    ):
+        said = f"Serves at {service.address}; examples come from {service.worker_address}."
+        where = json.dumps(dataclasses.asdict(service))
+        sys.stdout.write((where if args.json else said) + "\n")
+        sys.stdout.flush()
+        return 128 + wait()
+
+
+def _import(modules: Sequence[str]) -> None:
+    for module in modules:
+        try:
+            importlib.import_module(module)
+        except Exception as error:  # a package may fail in any way
+            raise _checks.InputError(
+                f"`--import {module}` fails: {type(error).__name__}: {error}. Name a package that "
+                "Python finds here, as in `import` statements."
+            ) from error
+
+
+def _own_name() -> str:
+    """Give this machine's name if it is found under it, else one for this machine alone."""
+    name = socket.gethostname()
+    with contextlib.suppress(OSError):
+        socket.getaddrinfo(name, None)
+        return name
+    return "localhost"
+
+
+@contextlib.contextmanager
+def _awaited(*numbers: signal.Signals) -> Iterator[Callable[[], int]]:
+    """Give a function that waits for a signal."""
+    came: list[int] = []
+    event = threading.Event()
+
+    def note(number: int, _: object) -> None:
+        came.append(number)
+        event.set()
+
+    def wait() -> int:
+        event.wait()
+        return came[0]
+
+    before = {number: signal.signal(number, note) for number in numbers}
+    try:
+        yield wait
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
