@@ -15,7 +15,7 @@ import tensorflow as tf
 from kdpkit import cli
 from kdpkit.pipelines import prepare_with_services
 
-pytestmark = [pytest.mark.timeout(240), pytest.mark.tensorflow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.tensorflow]
 
 SOON = 120.0
 

@@ -24,7 +24,7 @@ from kdpkit.pipelines import (
 )
 from kdpkit.training import replica_exact
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(600)
 
 # A service that imports TensorFlow alone.
 PROCESS = """
