@@ -35,8 +35,9 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 def acquire(path: str | os.PathLike[str]) -> bool:
     """Take a file for this process, unless another process has it.
 
-    It is this process's until `release`, or until the process ends in whatever way; it may be taken
-    twice. Where locks are unknown everyone gets it.
+    It is this process's until `release`, or until the process ends in whatever way, though a
+    network's file system may know of a lost machine a minute or two later. It may be taken twice.
+    Where locks are unknown everyone gets it.
     """
     name = os.path.realpath(path)
     if fcntl is None or name in _held:

@@ -76,10 +76,12 @@ def _joined(cluster: ClusterConfig, communication: str, start_timeout_seconds: i
     try:
         with _every_logical_cpu(), _ending_after(start_timeout_seconds + _MORE_SECONDS, cluster):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
+            _compare_devices(cluster, len(strategy.extended.worker_devices), start_timeout_seconds)
+            return strategy
+    except _checks.InputError:
+        raise
     except (tf.errors.OpError, ValueError) as error:
         raise _checks.InputError(_why_not(error, cluster, start_timeout_seconds)) from error
-    _compare_devices(cluster, len(strategy.extended.worker_devices), start_timeout_seconds)
-    return strategy
 
 
 def _compare_devices(cluster: ClusterConfig, own: int, seconds: int) -> None:

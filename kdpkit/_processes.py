@@ -8,6 +8,7 @@ TensorFlow notices after some seconds that a process is gone, which here becomes
 
 import atexit
 import contextlib
+import itertools
 import os
 import re
 import subprocess
@@ -128,14 +129,17 @@ def gathered(numbers: Sequence[int], strategy: Any = None) -> np.ndarray:
         return strategy.reduce(tf.distribute.ReduceOp.SUM, tf.constant(rows), axis=None).numpy()
 
 
-def reached_preemption(step: int) -> bool:
-    """Tell whether all processes are to stop before this step, since one got a SIGTERM.
+_questions = itertools.count(1)  # JAX counts them from a process's start to its end
 
-    Every process must ask before every step, with the same numbers.
+
+def reached_preemption() -> bool:
+    """Tell whether all processes of JAX are to stop now, since one got a SIGTERM.
+
+    Every process must ask at the same places.
     """
     from jax.experimental import multihost_utils
 
-    return bool(multihost_utils.reached_preemption_sync_point(step))
+    return bool(multihost_utils.reached_preemption_sync_point(next(_questions)))
 
 
 # Joining and leaving.

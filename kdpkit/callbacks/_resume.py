@@ -7,6 +7,7 @@ import math
 import os
 import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -41,13 +42,14 @@ class Resume(keras.callbacks.Callback):
 
     On SIGTERM, by which clusters end a job, the step at hand is finished, the state saved, and the
     program left with exit code 42; during validation, which then is not repeated, after its batch
-    at hand. So it is on Ctrl-C, but that a `KeyboardInterrupt` is raised, as Python users expect. A
-    second signal ends the program at once; after training, or when it has failed, signals do what
-    they always do.
+    at hand: that epoch is missing in History, and in what callbacks learn. So it is on Ctrl-C, but
+    that a `KeyboardInterrupt` is raised, as Python users expect; the second one ends the program at
+    once. After training, or when it has failed, signals do what they always do.
 
     With several processes all stop before the same step when one gets the signal, on TensorFlow
     within about a second; the first process writes, and all must see the directory. When one is
-    killed and all are started again, they go on from the last state.
+    killed and all are started again, they go on from the last state. Among several of JAX that is
+    for SIGTERM alone: Ctrl-C ends each of them at once.
 
     Args:
         directory: Where the states are; a new run needs an empty one.
@@ -107,6 +109,7 @@ class Resume(keras.callbacks.Callback):
         self._first = 0  # batches that this epoch had before this run
         self._done = 0  # batches of this epoch
         self._saved = 0  # of these; negative if the last state is of an earlier epoch
+        self._counting = threading.Lock()  # JAX tells of the ends of batches in several threads
         self._signals = _signals.HeldSignals()
         self._stop = _stopping.AgreedStop(self._signals)
         self._catching = contextlib.ExitStack()
@@ -131,6 +134,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Take up the newest state, if there is one."""
+        self._catching.close()  # if training before this one has failed
         if self._dataset is None:
             _checks.refuse("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
         steps, length = self.params.get("steps"), self._dataset.full_length
@@ -170,7 +174,9 @@ class Resume(keras.callbacks.Callback):
             _checks.refuse(
                 "Another run keeps its state in this directory, and goes on.",
                 directory=str(directory),
-                remedy="End it first, or give each run a directory of its own.",
+                lock=str(self._lock),
+                remedy="End it first, or give each run a directory of its own. If its machine is "
+                "lost, remove the lock.",
             )
 
     def _take_up(self, state: checkpoints.TrainingState) -> None:
@@ -236,7 +242,8 @@ class Resume(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Save, if it is time; the end of an epoch is saved when all of it is done."""
         done = self._first + batch
-        if done == self._length():
+        length = self._length()
+        if length is not None and done >= length:
             # Of the rest of an epoch Keras on TensorFlow asks for a batch too many. A step without
             # data changes no weight, but counts; this is how Keras hears of an end.
             raise StopIteration
@@ -253,6 +260,10 @@ class Resume(keras.callbacks.Callback):
         """Count."""
         self._count(self._first + batch + 1)
 
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Hear of a signal before batches that may last longer than those of training."""
+        self._is_to_stop(asks_now=True)
+
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Let a validation end with this batch when the program is to end."""
         if self._is_to_stop():
@@ -261,7 +272,8 @@ class Resume(keras.callbacks.Callback):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Leave, without the results of a part of the validation."""
         if self._stop.signal:
-            self._save(self._epoch + 1, 0)
+            is_over = self._done >= (self._length() or 0)  # else a callback has stopped training
+            self._save(*((self._epoch + 1, 0) if is_over else (self._epoch, self._done)))
             self._leave()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -271,7 +283,7 @@ class Resume(keras.callbacks.Callback):
             self._save(epoch, self._done)
             return
         self._saved -= self._done
-        stops = self._is_to_stop(at_epoch_end=True)
+        stops = self._is_to_stop(asks_now=True)
         if stops or self.save_freq == "epoch" or -self._saved >= self._most_unsaved:
             self._save(epoch + 1, 0, logs)
         if stops:
@@ -290,7 +302,8 @@ class Resume(keras.callbacks.Callback):
 
         On JAX Keras may tell of the ends too late, and a loop tells only then how many they are.
         """
-        self._done = max(self._done, min(done, self._length() or done))
+        with self._counting:
+            self._done = max(self._done, min(done, self._length() or done))
 
     def _length(self) -> int | None:
         """Give the batches in a whole epoch."""
@@ -370,8 +383,8 @@ class Resume(keras.callbacks.Callback):
         own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
         return [*model.metrics_variables, *own]
 
-    def _is_to_stop(self, *, at_epoch_end: bool = False) -> bool:
-        return self._stop.is_due(self._strategy(), at_epoch_end=at_epoch_end)
+    def _is_to_stop(self, *, asks_now: bool = False) -> bool:
+        return self._stop.is_due(self._strategy(), asks_now=asks_now)
 
     def _strategy(self) -> Any:
         return getattr(self.model, "distribute_strategy", None)
@@ -382,13 +395,15 @@ class Resume(keras.callbacks.Callback):
             _processes.gathered([0], self._strategy())
         _files.release(self._lock)
         by_ctrl_c = self._stop.signal == signal.SIGINT
-        self._signals.release()
+        self._stop.begin()
         said = (
             f"Training was stopped by {'Ctrl-C' if by_ctrl_c else 'SIGTERM'}. Its state is in "
             f"{self._checkpoints.directory}, and the same program goes on from there."
         )
         if by_ctrl_c:
+            self._signals.release()
             raise KeyboardInterrupt(said)
+        self._signals.release_to_leave()
         sys.stderr.write(f"\n{said}\n")
         raise SystemExit(EXIT_CODE)
 

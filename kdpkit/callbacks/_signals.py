@@ -11,7 +11,10 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class HeldSignals:
-    """Notes the first SIGTERM or Ctrl-C; the next one does at once what it always does.
+    """Notes the first SIGTERM or Ctrl-C; after that Ctrl-C acts at once, and SIGTERM no more.
+
+    Schedulers and launchers send SIGTERM, and some send it twice; none must cut short what the
+    first one has begun.
 
     Keras tells no callback that training has failed. Hence a signal is noted only while the
     function that trains is running; where it has ended by an error, a signal does what it always
@@ -24,6 +27,7 @@ class HeldSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
+        self._set: dict[signal.Signals, Any] = {}
         # Not the frame itself, which would keep alive all that the function holds.
         self._training: tuple[int, object] | None = None
 
@@ -40,28 +44,47 @@ class HeldSignals:
             # not to hear of Ctrl-C.
             if former is not None and (number, former) != (signal.SIGINT, signal.SIG_IGN):
                 self._former[number] = former
-                signal.signal(number, self._handle)
+                self._put(number, self._handle)
 
     def release(self) -> None:
         """Put back what handled them before, where nobody has put something else there since."""
         while self._former:
             number, former = self._former.popitem()
-            if signal.getsignal(number) == self._handle:
+            if signal.getsignal(number) == self._set.pop(number):
                 signal.signal(number, former)
 
+    def release_to_leave(self) -> None:
+        """Put back what handled Ctrl-C; SIGTERM is no news any more."""
+        self.release()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _put(self, number: signal.Signals, handler: Any) -> None:
+        self._set[number] = handler
+        signal.signal(number, handler)
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        while frame and _identity(frame) != self._training:
-            frame = frame.f_back
-        if frame is None:
-            self.release()
-            signal.raise_signal(number)
+        within = frame
+        while within and _identity(within) != self._training:
+            within = within.f_back
+        if within is None:
+            self._do_as_before(signal.Signals(number), frame)
             return
         self.received = signal.Signals(number)
-        for held, former in self._former.items():
-            signal.signal(held, signal.default_int_handler if held == signal.SIGINT else former)
+        for held in self._former:
+            self._put(held, signal.default_int_handler if held == signal.SIGINT else signal.SIG_IGN)
         # Not `print`: Keras may be writing its progress to the same buffer at this moment.
         said = f"\n{_NAMES[self.received]}: training ends with this step, and its state is saved.\n"
         os.write(2, said.encode())
+
+    def _do_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
+        former = self._former.get(number, signal.SIG_DFL)
+        self.release()
+        if callable(former):  # also where another handler stands now, which has called this one
+            former(number, frame)
+        elif former == signal.SIG_DFL:
+            signal.signal(number, former)
+            signal.raise_signal(number)
 
 
 def _trainer(frame: FrameType) -> FrameType:

@@ -17,7 +17,7 @@ class AgreedStop:
 
     On JAX its coordination service decides. On TensorFlow the processes ask each other, before the
     same steps. That is a small sum over the network, so they ask about once a second, as the first
-    one's clock has it, and where an epoch ends.
+    one's clock has it, and where an epoch or a validation begins or ends.
 
     Attributes:
         signal: The one that all stop for, once they have agreed.
@@ -35,20 +35,25 @@ class AgreedStop:
         self._calls_between = 1
         self._asked_at = time.monotonic()
 
-    def is_due(self, strategy: Any, *, at_epoch_end: bool = False) -> bool:
-        """Tell whether to stop; every process must call it at the same places."""
+    def is_due(self, strategy: Any, *, asks_now: bool = False) -> bool:
+        """Tell whether to stop; every process must call it at the same places.
+
+        Args:
+            strategy: On TensorFlow, the one that spans the processes.
+            asks_now: Whether to ask the others here in any case.
+        """
         if self.signal is None:
             self._calls += 1
-            self.signal = self._agreed(strategy, at_epoch_end)
+            self.signal = self._agreed(strategy, asks_now)
         return self.signal is not None
 
-    def _agreed(self, strategy: Any, at_epoch_end: bool) -> signal.Signals | None:
+    def _agreed(self, strategy: Any, asks_now: bool) -> signal.Signals | None:
         if _processes.count() == 1:
             return self._signals.received
         if keras.backend.backend() == "jax":
-            return signal.SIGTERM if _processes.reached_preemption(self._calls) else None
-        asks = at_epoch_end or self._calls >= self._next_question
-        return self._ask(strategy) if asks else None
+            return signal.SIGTERM if _processes.reached_preemption() else None
+        is_time = asks_now or self._calls >= self._next_question
+        return self._ask(strategy) if is_time else None
 
     def _ask(self, strategy: Any) -> signal.Signals | None:
         """Ask whether any process has a signal, and agree on when to ask again."""

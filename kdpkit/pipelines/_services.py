@@ -113,9 +113,9 @@ def prepare_with_services(prepare: Callable[..., Any], services: Sequence[str]) 
     of `tf.random.stateless_*`. Operations that a package brings must be known to the service:
     `--import tensorflow_text`.
 
-    A service that is lost while it is needed fails
-    the pipeline in a few seconds, with a sentence that names it. Started again it knows nothing of
-    earlier pipelines: then the program that trains starts again too.
+    A service that is lost while it is needed fails the pipeline in a few seconds, with a sentence
+    that names it. Started again it knows nothing of earlier pipelines: then the program that trains
+    starts again too.
 
     Args:
         prepare: A function of an example.

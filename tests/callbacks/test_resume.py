@@ -218,6 +218,24 @@ def test_what_was_not_saved_is_done_again(tmp_path, undisturbed, save_freq):
 
 
 @pytest.mark.slow
+def test_several_steps_in_an_execution_may_pass_the_end_of_an_epoch(tmp_path):
+    def fit(directory, crash_at=None):
+        model = build()
+        model.steps_per_execution = 2  # of five
+        data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4, seed=1)
+        resume = Resume(directory, save_freq=2)
+        watching = [resume, CrashAt(crash_at)]
+        model.fit(resume.track(data), epochs=3, shuffle=False, callbacks=watching, verbose=0)
+        return model.get_weights()
+
+    for stop in (1, 2, 3):
+        with pytest.raises(CrashError):
+            fit(tmp_path / "stopped", crash_at=stop)
+    for one, other in zip(fit(tmp_path / "stopped"), fit(tmp_path / "whole"), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.slow
 def test_a_run_that_is_over_stays_so(tmp_path):
     whole = run(by_fit, tmp_path, save_freq="epoch")
     with pytest.warns(UserWarning, match="Nothing is left to train.* 3 of 3 epochs"):
@@ -543,6 +561,43 @@ def test_after_training_has_failed_a_signal_does_what_it_always_does(
     os.kill(os.getpid(), number)
     assert came == [number]
     assert signal.getsignal(number) is former
+
+
+def test_a_handler_that_calls_the_one_before_it_hears_of_a_signal_once(tmp_path):
+    came = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append("first"))
+
+    def install():
+        ours = signal.getsignal(signal.SIGTERM)
+        signal.signal(signal.SIGTERM, lambda *given: (came.append("last"), ours(*given)))
+
+    resume = Resume(tmp_path)
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    installing = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: install())
+    with pytest.raises(CrashError):
+        by_fit(resume, data, None, [installing, CrashAt(1)])
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert came == ["last", "first"]
+
+
+class Sending(keras.callbacks.Callback):
+    def __init__(self, number):
+        super().__init__()
+        self.number = number
+
+    def on_train_batch_end(self, batch, logs=None):
+        os.kill(os.getpid(), self.number)
+
+
+def test_a_second_sigterm_cuts_nothing_short(tmp_path):
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    before = signal.getsignal(signal.SIGTERM)
+    loop_or_fit = loop_on_pipelines if ON_JAX else by_fit  # `fit` on JAX calls hooks in threads
+    twice = [Sending(signal.SIGTERM), Sending(signal.SIGTERM)]
+    with pytest.raises(SystemExit, match="42"):
+        loop_or_fit(Resume(tmp_path), data, data, [*twice, keras.callbacks.Callback()])
+    assert [*tmp_path.glob("state-000000-*.npz")]
+    assert before != signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
 def test_a_handler_that_came_after_failed_training_stays(tmp_path):
