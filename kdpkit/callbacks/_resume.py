@@ -47,9 +47,9 @@ class Resume(keras.callbacks.Callback):
     once. After training, or when it has failed, signals do what they always do.
 
     With several processes all stop before the same step when one gets the signal, on TensorFlow
-    within about a second; the first process writes, and all must see the directory. When one is
-    killed and all are started again, they go on from the last state. Among several of JAX that is
-    for SIGTERM alone: Ctrl-C ends each of them at once.
+    within about a second, or when a validation under way is over; the first process writes, and all
+    must see the directory. When one is killed and all are started again, they go on from the last
+    state. Among several of JAX that is for SIGTERM alone: Ctrl-C ends each of them at once.
 
     Args:
         directory: Where the states are; a new run needs an empty one.
@@ -260,13 +260,12 @@ class Resume(keras.callbacks.Callback):
         """Count."""
         self._count(self._first + batch + 1)
 
-    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Hear of a signal before batches that may last longer than those of training."""
-        self._is_to_stop(asks_now=True)
-
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Let a validation end with this batch when the program is to end."""
-        if self._is_to_stop():
+        """Let a validation end with this batch when the program is to end.
+
+        Several processes finish it, and stop with the epoch.
+        """
+        if _processes.count() == 1 and self._is_to_stop():
             self.model.stop_evaluating = True
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -17,7 +17,7 @@ class AgreedStop:
 
     On JAX its coordination service decides. On TensorFlow the processes ask each other, before the
     same steps. That is a small sum over the network, so they ask about once a second, as the first
-    one's clock has it, and where an epoch or a validation begins or ends.
+    one's clock has it, and where an epoch ends.
 
     Attributes:
         signal: The one that all stop for, once they have agreed.
