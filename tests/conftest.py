@@ -23,9 +23,14 @@ from kdpkit import testing
 
 testing.use_logical_cpus(8)
 
-# A shell that runs tests in the background has them ignore Ctrl-C; some tests press it.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# A shell that runs tests in the background has them ignore Ctrl-C, and `nohup` the end of the
+# terminal; some tests send both.
+for number, handler in (
+    (signal.SIGINT, signal.default_int_handler),
+    (signal.SIGHUP, signal.SIG_DFL),
+):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, handler)
 
 # The examples are the law's, the same on every run; a shared machine's pauses are no failure.
 hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, print_blob=True)

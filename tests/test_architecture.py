@@ -103,7 +103,7 @@ def test_a_forbidden_import_would_be_seen():
 
 def run(code):
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     ).stdout.strip()
 
 

@@ -118,7 +118,7 @@ def test_the_splits_depend_on_names_alone_not_on_the_process(package, tmp_path):
             env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=300,
             check=True,
         ).stdout.strip()
         for seed in ("1", "2")
@@ -438,7 +438,7 @@ def test_without_a_network_one_sentence_names_the_way_out(tmp_path):
         env={"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "numpy", "https_proxy": nowhere},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     ).stdout
     for name in ("mnist", "fashion_mnist"):

@@ -181,7 +181,7 @@ def in_a_new_process(code, **environment):
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", **environment},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         check=True,
     ).stdout
 

@@ -209,7 +209,7 @@ def test_training_in_another_thread_is_undisturbed(tmp_path):
     press = PressCtrlC()
     thread = threading.Thread(target=fit, args=(compiled(), tmp_path, press))
     thread.start()
-    thread.join(timeout=60)
+    thread.join(timeout=300)
     assert press.steps == 20
 
 
@@ -266,7 +266,7 @@ def test_ctrl_c_ends_a_program_with_130_and_a_model_that_has_learned(tmp_path):
     try:
         assert process.stdout.readline() == "batch 0\n"
         process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        output, errors = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == 130, errors

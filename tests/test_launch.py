@@ -20,9 +20,9 @@ import pytest
 import kdpkit
 from kdpkit import _children, cli, cluster, launch
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(600)
 
-SOON = 60.0
+SOON = 240.0
 
 # What every program begins with.
 BEGIN = """

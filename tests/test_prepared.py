@@ -249,6 +249,6 @@ print(prepared("numbers", build, key=1, cache_dir=sys.argv[3])["numbers"].sum())
         )
         for name in "ab"
     ]
-    assert [process.communicate(timeout=60)[0] for process in processes] == ["44999850000\n"] * 2
+    assert [process.communicate(timeout=300)[0] for process in processes] == ["44999850000\n"] * 2
     assert [process.returncode for process in processes] == [0, 0]
     assert len(list(cache.iterdir())) == 1

@@ -24,7 +24,7 @@ from kdpkit import _processes
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 UNEVEN = [{}, {"rows": 48}]  # what differs between two processes
 ALIKE = [{"same_data": True}] * 2
-SOON = 60  # seconds in which every process has ended, on a busy machine too; 2 to 3 on an idle one
+SOON = 240  # seconds in which every process has ended, on a busy machine too; 2 to 3 on an idle one
 
 pytestmark = [
     pytest.mark.timeout(400),

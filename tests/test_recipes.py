@@ -282,7 +282,7 @@ def test_ctrl_c_saves_what_was_learned(recipe, text, tmp_path):
         while "Epoch 2/500" not in seen and time.monotonic() < deadline:
             seen += program.stdout.readline()
         program.send_signal(signal.SIGINT)
-        rest, _ = program.communicate(timeout=60)
+        rest, _ = program.communicate(timeout=300)
     finally:
         program.kill()
     assert program.returncode == 130, seen + rest
@@ -320,7 +320,7 @@ def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
             if "Epoch 2/12" in line:
                 break
         stopped.send_signal(signal.SIGTERM)
-        said = stopped.communicate(timeout=60)[0]
+        said = stopped.communicate(timeout=300)[0]
     assert stopped.returncode == 42, said
     assert "Traceback" not in said
     resumed = subprocess.run(command, **pipes, timeout=200, check=False)

@@ -35,7 +35,7 @@ echo "scontrol $*"
 """
 
 
-def sbatch(directory, *command, timeout=60):
+def sbatch(directory, *command, timeout=300):
     """Run the batch script as SLURM would, in a directory."""
     commands = directory / "bin"
     commands.mkdir()

@@ -109,6 +109,6 @@ def test_more_replicas_than_devices_are_refused_in_an_unsplit_process():
         "except ValueError as error: print(error)\n"
     )
     printed = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     ).stdout
     assert 'Call `kdpkit.strategies.split_device("CPU", 2)` first' in printed

@@ -23,7 +23,7 @@ from kdpkit import launch, strategies
 from tests import worker_process
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-SOON = 60  # seconds in which the others have ended when one is killed: about 10 on an idle machine
+SOON = 240  # seconds in which the others have ended when one is killed: about 10 on an idle machine
 LIMIT = 1500  # of anything else, on a machine that is busy
 
 pytestmark = [pytest.mark.slow, pytest.mark.tensorflow, pytest.mark.timeout(1800)]

@@ -90,7 +90,7 @@ KILLED = """
 @pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_whole_files(tmp_path):
     program = [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path]
-    killed = subprocess.run(program, capture_output=True, text=True, timeout=120, check=False)
+    killed = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     # What it was writing is hidden, as from the shell's `*.keras`.
     assert [name for name in names(tmp_path) if not name.startswith(".")] == ["epoch-1.keras"]

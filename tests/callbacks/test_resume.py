@@ -659,7 +659,7 @@ def start(directory, train):
 
 
 def finish(process):
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=300)
     assert process.returncode == 0, err
     return json.loads(out.splitlines()[-1])
 
@@ -687,7 +687,7 @@ def test_a_signal_saves_and_the_next_start_goes_on(tmp_path, train, when, sent, 
             if line.strip() == when:
                 break
         process.send_signal(sent)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     finally:
         process.kill()
         process.communicate()

@@ -41,7 +41,7 @@ def test_a_second_program_reads_the_cache_and_not_the_source(tmp_path):
             [sys.executable, "-c", program, place],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=300,
             check=True,
         ).stdout.split("\n")
         for _ in range(2)
