@@ -273,6 +273,7 @@ def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_p
     # Restarts to spare: once in a while TensorFlow crashes while the processes come together.
     stopped = launch.run(command, workers=2, max_restarts=3)
     assert stopped.exit_code == launch.STOPPED
+    assert stopped.restarts >= 1
     said = capfd.readouterr().err
     assert "worker 1 was ended by SIGKILL, before any other" in said
     for worker in ("worker 0", "worker 1"):
@@ -280,6 +281,7 @@ def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_p
 
     ended = launch.run(command, workers=2, max_restarts=3)
     assert ended.exit_code == 0
+    assert ended.restarts >= 1
     out, said = capfd.readouterr()
     assert "worker 0 was ended by SIGKILL, before any other" in said
     found = [line.partition(" | ")[2] for line in out.splitlines()]

@@ -600,6 +600,19 @@ def test_a_second_sigterm_cuts_nothing_short(tmp_path):
     assert before != signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
 
 
+def test_a_signal_that_no_epoch_hears_any_more_acts_after_training(tmp_path):
+    came = []
+    signal.signal(signal.SIGTERM, lambda *_: came.append("SIGTERM"))
+    former = signal.getsignal(signal.SIGTERM)
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    sending = keras.callbacks.LambdaCallback(
+        on_train_end=lambda _: (os.kill(os.getpid(), signal.SIGTERM), came.append("trained"))
+    )
+    by_fit(Resume(tmp_path), data, data, [sending, keras.callbacks.Callback()])
+    assert came == ["trained", "SIGTERM"]
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
 def test_a_handler_that_came_after_failed_training_stays(tmp_path):
     resume = Resume(tmp_path)
     crash(resume, by_fit)
