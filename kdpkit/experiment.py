@@ -204,7 +204,8 @@ def strategy_from(args: argparse.Namespace) -> Any:
     the memory of a single GPU on TensorFlow, is first split into N logical devices; in a notebook
     whose runtime has started already that works if it has enough of them. Without `--replicas`
     the strategy takes what `kdpkit.strategies.select_strategy` finds (on a CPU that nobody split,
-    one replica), and on JAX all devices.
+    one replica), and on JAX all devices: TPU cores, GPUs, or the CPU. `auto` prints what it takes,
+    and why.
 
     Args:
         args: What the parser gave; `communication`, if the recipe has such a flag, goes on to
@@ -285,7 +286,7 @@ def _data_parallel(kind: str, replicas: int | None) -> Any:
 
     from kdpkit import sharding
 
-    if kind not in ("auto", "one", "mirrored"):
+    if kind not in ("auto", "one", "mirrored", "tpu"):
         _checks.refuse(
             f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores.",
             backend="jax",
@@ -296,6 +297,10 @@ def _data_parallel(kind: str, replicas: int | None) -> Any:
         with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices that it has
             jax.config.update("jax_num_cpu_devices", replicas)
     _cpu_threads.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
+    if kind == "tpu":
+        sharding.tpu_devices()  # or a sentence that says why there are none
+    if kind == "auto" and not replicas:
+        print(f"Strategy: {sharding.describe_choice()}")
     distribution = sharding.DataParallel(replicas)
     keras.distribution.set_distribution(distribution)
     return distribution

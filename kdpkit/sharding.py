@@ -22,7 +22,7 @@ import keras
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kdpkit import _checks
+from kdpkit import _checks, _tpu
 from kdpkit._processes import ProcessLostError, join_processes
 from kdpkit.batches import pad_batch, rows_of
 
@@ -35,6 +35,7 @@ __all__ = [
     "by_rows",
     "data_mesh",
     "describe",
+    "describe_choice",
     "describe_placement",
     "join_processes",
     "make_train_step",
@@ -43,6 +44,7 @@ __all__ = [
     "replicated",
     "shard_batch",
     "split_rows",
+    "tpu_devices",
 ]
 
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
@@ -80,9 +82,7 @@ def data_mesh(devices: Any = None) -> Mesh:
             _checks.refuse(
                 f"JAX has {len(present)} {present[0].platform} device(s).",
                 devices=count,
-                remedy="For logical CPU devices set XLA_FLAGS="
-                f"--xla_force_host_platform_device_count={count}, and on fewer than {2 * count} "
-                f"cores PJRT_NPROC={2 * count}, before JAX starts.",
+                remedy=_way_to_more(present[0].platform, count),
             )
         chosen = present[:count]
     if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):
@@ -90,6 +90,68 @@ def data_mesh(devices: Any = None) -> Mesh:
             "A mesh needs devices of `jax.devices()`, at least one and none twice.", devices=devices
         )
     return Mesh(np.array(chosen), (BATCH_AXIS,), axis_types=(AxisType.Auto,))
+
+
+def _way_to_more(platform: str, count: int) -> str:
+    if platform != "cpu":
+        return "Ask for no more, or for None, which takes all."
+    return (
+        f"For logical CPU devices set XLA_FLAGS=--xla_force_host_platform_device_count={count}, "
+        f"and on fewer than {2 * count} cores PJRT_NPROC={2 * count}, before JAX starts."
+    )
+
+
+def tpu_devices() -> list[jax.Device]:
+    """Give the TPU cores that JAX trains on, of all processes, for `data_mesh` and `DataParallel`.
+
+    JAX goes on with the CPU where it cannot have the TPU, and says so in its log alone; this
+    tells why instead.
+
+    Raises:
+        ValueError: There is no TPU, another process has it, or what drives it is not installed;
+            the sentence says which, and the way out.
+
+    >>> tpu_devices()
+    Traceback (most recent call last):
+    ...
+    kdpkit._checks.InputError: There is no TPU: this machine has no TPU chip, ...
+    """
+    if jax.default_backend() != "tpu":
+        raise _checks.InputError(_why_no_tpu())
+    return jax.devices()
+
+
+def describe_choice() -> str:
+    """Say in one line what JAX trains on here, and, where that is the CPU, why.
+
+    >>> describe_choice()
+    'the CPU, as 8 devices. There is no GPU and no TPU.'
+    """
+    count, platform = jax.device_count(), jax.default_backend()
+    if platform == "cpu":
+        why = _why_no_tpu() if _tpu.chips() else "There is no GPU and no TPU."
+        return f"the CPU, as {count} device{'s' if count > 1 else ''}. {why}"
+    kind = "TPU core" if platform == "tpu" else platform.upper()
+    return f"{count} {kind}{'s' if count > 1 else ''}."
+
+
+def _why_no_tpu() -> str:
+    if not _tpu.chips():
+        return _tpu.nowhere()
+    try:
+        jax.devices("tpu")
+    except RuntimeError as error:
+        return (
+            _tpu.in_use(error)
+            or _tpu.without_libtpu()
+            or f"JAX could not start this machine's {_tpu.counted(_tpu.chips())} "
+            f"({_tpu.first_line(error)}). Restart Python, in a notebook the runtime; if that does "
+            'not help, `pip install --upgrade "jax[tpu]"`.'
+        )
+    return (
+        f"JAX was told to use the {jax.default_backend()} (JAX_PLATFORMS="
+        f"{jax.config.jax_platforms}). Leave that out for the TPU."
+    )
 
 
 def as_mesh(where: Any) -> Mesh:

@@ -5,15 +5,16 @@ device is looked up first, and the way gradients are reduced fits the devices: N
 physical GPUs, one device's sum where several replicas share one processor.
 """
 
-import os
 import re
 from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks, _processes, _servers
+from kdpkit import _checks, _processes, _servers, _tpu
 from kdpkit._servers import serve_if_server as serve_if_server
+from kdpkit._tpu_connection import connect_tpu as connect_tpu
+from kdpkit._tpu_connection import tensorflow_drives_tpus
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
@@ -37,9 +38,9 @@ def select_strategy(
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
             environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
             then trains on all its GPUs, or all its logical CPUs; `"parameter_server"` is for the
-            chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` takes a TPU that the
-            environment names, else mirrors over the GPUs if there are several, else uses one
-            device.
+            chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` takes a TPU, this
+            machine's or one that the environment names, else mirrors over the GPUs if there are
+            several, else uses one device; it prints in one line what it takes and why.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
             GPU. For `"one"` a single device string.
@@ -73,7 +74,8 @@ def select_strategy(
             remedy="Choose the strategy first, then enter its scope.",
         )
     if kind == "auto":
-        kind = _best_kind(tpu)
+        kind, why = _best_kind(tpu)
+        print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice that is made for somebody is said
     if devices is not None and kind not in ("one", "mirrored"):
         _checks.refuse(
             "`devices` goes with 'one' and 'mirrored' alone.", kind=kind, devices=devices
@@ -150,31 +152,6 @@ def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -
     return names
 
 
-def connect_tpu(name: str | None = None) -> Any:
-    """Connect to a TPU, initialise it, and give the resolver that `TPUStrategy` takes.
-
-    Initialising wipes the TPU's memory: do it once, before anything else. Not proven on a TPU.
-
-    Args:
-        name: A TPU's name or gRPC address, `"local"` on a TPU virtual machine; None looks in the
-            environment, as on Colab.
-
-    Raises:
-        ValueError: No TPU was found or it could not be reached.
-    """
-    try:
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name or "")
-        tf.config.experimental_connect_to_cluster(resolver)
-        tf.tpu.experimental.initialize_tpu_system(resolver)
-    except (ValueError, OSError, tf.errors.OpError) as error:
-        raise _checks.InputError(
-            f"No TPU could be reached ({_first_line(error)}). Received: name={name!r}. Choose a "
-            "TPU runtime, or train through JAX with KERAS_BACKEND=jax, Keras' better trodden way "
-            "to a TPU."
-        ) from error
-    return resolver
-
-
 def describe(strategy: Any) -> str:
     """Say in one line what a strategy is: its kind, its replicas and the devices they sit on.
 
@@ -202,10 +179,21 @@ def _kind_of(strategy: Any) -> str:
     return "MultiWorkerMirroredStrategy" if is_multi_worker else type(strategy).__name__
 
 
-def _best_kind(tpu: str | None) -> str:
-    if tpu or any(os.environ.get(name) for name in ("TPU_NAME", "COLAB_TPU_ADDR")):
-        return "tpu"
-    return "mirrored" if len(tf.config.list_logical_devices("GPU")) > 1 else "one"
+def _best_kind(tpu: str | None) -> tuple[str, str]:
+    """Choose what trains fastest here, and say why."""
+    chips = _tpu.chips()
+    if tpu or _tpu.named_by_environment():
+        return "tpu", f"a TPU, which {f'{tpu!r}' if tpu else _tpu.named_by_environment()} names"
+    if chips and tensorflow_drives_tpus():
+        return "tpu", f"this machine's {_tpu.counted(chips)}"
+    gpus = len(tf.config.list_logical_devices("GPU"))
+    if gpus > 1:
+        return "mirrored", f"one replica on each of {gpus} GPUs"
+    lacking = "no other GPU" if gpus else "no GPU"
+    why = f"there is {lacking} and no TPU"
+    if chips:
+        why = f"TensorFlow cannot drive this machine's {_tpu.counted(chips)}; {_tpu.THROUGH_JAX}"
+    return "one", f"one replica on {_default_device()}: {why}"
 
 
 def _one_device(devices: int | Sequence[str] | None) -> Any:
@@ -295,7 +283,3 @@ def _short(device: str) -> str:
 
 def _default_device() -> str:
     return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0]

@@ -22,6 +22,7 @@ ON_JAX = {
         "tests/test_batches.py",
         "tests/test_checkpoints.py",
         "tests/test_sharding.py",
+        "tests/test_tpu.py",
     ],
     "callbacks": ["tests/callbacks"],
     "loop": ["tests/training/test_loop.py", "tests/training/test_jax_guide.py"],

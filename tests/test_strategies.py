@@ -58,7 +58,7 @@ def test_strategies_of_different_size_sum_over_their_replicas_in_one_process():
         ({"kind": "multi_worker", "devices": 2}, "`devices` goes with 'one' and 'mirrored'"),
         ({"kind": "multi_worker"}, "No cluster is described.*kdpkit launch"),
         ({"kind": "parameter_server"}, "No cluster is described.*kdpkit launch"),
-        ({"kind": "tpu", "tpu": "no-such-tpu"}, "No TPU could be reached.*'no-such-tpu'"),
+        ({"kind": "tpu", "tpu": "no-such-tpu"}, "No TPU of this name.*'no-such-tpu'.*grpc:"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments, sentence, monkeypatch):

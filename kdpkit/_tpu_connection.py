@@ -1,0 +1,107 @@
+"""TensorFlow's connection to a TPU, made once, and each way in which it can fail."""
+
+import warnings
+from typing import Any
+from urllib.error import URLError
+
+import tensorflow as tf
+
+from kdpkit import _checks, _tpu, _waiting
+
+_ANSWER_SECONDS = 10.0
+_connected: dict[str, Any] = {}
+
+
+def connect_tpu(name: str | None = None, *, reconnect: bool = False) -> Any:
+    """Connect to a TPU, initialise it, and give the resolver that `TPUStrategy` takes.
+
+    Initialising wipes the TPU's memory, so this does it once in a process: asked again for the same
+    TPU, it gives the same resolver. Call it before anything else that uses TensorFlow. Not proven
+    on a TPU: none was at hand, and Keras 3's `fit` is reported to fail under `TPUStrategy` (Keras
+    issue 19448). Keras' well-trodden way to a TPU is JAX (`kdpkit.sharding.tpu_devices`).
+
+    Args:
+        name: `"local"` for the TPU of this machine, as on a TPU virtual machine and on Colab; the
+            name or the address (`"grpc://10.0.0.2:8470"`) of one on the network. None takes the
+            one that TPU_NAME or COLAB_TPU_ADDR names, else the local one.
+        reconnect: Connect anew after the TPU was lost (TensorFlow raises `UnavailableError`). What
+            lay on it is gone: make a new strategy, build the model again in its scope, and let
+            `kdpkit.callbacks.Resume` bring the state of training back.
+
+    Raises:
+        ValueError: There is no TPU, it does not answer, another process has it, or this TensorFlow
+            cannot drive it. The sentence says which, and the way out.
+
+    >>> connect_tpu("grpc://localhost:1")
+    Traceback (most recent call last):
+    ...
+    kdpkit._checks.InputError: The TPU's host has nothing that listens at the port. ...
+    """
+    address = _tpu.address(name)
+    if address is None:
+        _checks.refuse(_tpu.nowhere(), name=name)
+    if reconnect or address not in _connected:
+        _insist_that_it_can_be_reached(address)
+        _connected[address] = _initialised(address)
+        warnings.warn(
+            f"Training on a TPU through TensorFlow is unproven with Keras 3; {_tpu.THROUGH_JAX}.",
+            stacklevel=2,
+        )
+    return _connected[address]
+
+
+def tensorflow_drives_tpus() -> bool:
+    """Tell whether this build of TensorFlow has what drives the TPUs of its machine."""
+    return bool(tf.config.list_physical_devices("TPU_SYSTEM"))
+
+
+def _insist_that_it_can_be_reached(address: str) -> None:
+    if address == "local":
+        if not _tpu.chips():
+            _checks.refuse(_tpu.nowhere(), name=address)
+        if not tensorflow_drives_tpus():
+            _checks.refuse(
+                f"This build of TensorFlow cannot drive this machine's {_tpu.counted(_tpu.chips())}"
+                f"; {_tpu.THROUGH_JAX}.",
+                name=address,
+                remedy="Or put `tensorflow-tpu` of the same version in place of `tensorflow`.",
+            )
+    elif address.startswith("grpc://"):
+        problem = _waiting.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
+        if problem:
+            _checks.refuse(
+                f"The TPU's host {problem}.",
+                name=address,
+                remedy="Check that the TPU runs, and its address.",
+            )
+
+
+def _initialised(address: str) -> Any:
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
+        raise _checks.InputError(_explained(error, address)) from error
+    return resolver
+
+
+def _explained(error: Exception, address: str) -> str:
+    said = _tpu.first_line(error)
+    if taken := _tpu.in_use(error):
+        return f"{taken} Received: name={address!r}."
+    if isinstance(error, URLError):
+        return (
+            f"No TPU of this name can be looked up ({said}). Received: name={address!r}. Give its "
+            "address as grpc://HOST:8470, or 'local' on a TPU virtual machine."
+        )
+    if "TPUs not found" in str(error):
+        return (
+            f"A TensorFlow server without a TPU answers there. Received: name={address!r}. Check "
+            "the address, and that it runs a TPU build of TensorFlow of this version, "
+            f"{tf.__version__}."
+        )
+    return (
+        f"The TPU could not be initialised ({said}). Received: name={address!r}. Restart it, or: "
+        f"{_tpu.THROUGH_JAX}."
+    )
