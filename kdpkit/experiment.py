@@ -40,6 +40,7 @@ import numpy as np
 import kdpkit
 from kdpkit import _checks, _cpu_threads, _files, scaling
 from kdpkit._checks import InputError
+from kdpkit._figures import plot_results
 from kdpkit._prepared import prepared
 from kdpkit._presets import from_preset
 
@@ -51,6 +52,7 @@ __all__ = [
     "describe",
     "from_preset",
     "plan_from",
+    "plot_results",
     "positive_integer",
     "positive_number",
     "prepared",
@@ -485,11 +487,19 @@ def results_of(
         "strategy": describe(strategy),
         "global_batch_size": global_batch_size,
         "steps": int(keras.ops.convert_to_numpy(model.optimizer.iterations)),
+        "schedule": _schedule_of(model.optimizer),
         "versions": versions(),
     }
     if "tokens_per_second" in epochs:
         results["tokens_per_second"] = _mean_speed(epochs["tokens_per_second"])
     return results
+
+
+def _schedule_of(optimizer: Any) -> Any:
+    """Give the learning-rate schedule as Keras writes it into files; None for a plain rate."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of loss scaling
+    rate = inner.get_config().get("learning_rate")
+    return rate if isinstance(rate, Mapping) else None
 
 
 def _mean_speed(speeds: list[float] | None) -> float | None:

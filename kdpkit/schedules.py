@@ -10,7 +10,6 @@ as `kdpkit.scaling.ScalePlan.total_steps` gives them.
 
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -19,6 +18,7 @@ from keras import ops
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
 from kdpkit import _checks, scaling
+from kdpkit._pyplot import pyplot_for
 
 SHAPES = ("linear", "cosine", "sqrt", "exponential")
 
@@ -416,6 +416,8 @@ def plot(
     schedule: LearningRateSchedule | float,
     steps: int | Sequence[int],
     path: str | os.PathLike[str] | None = None,
+    *,
+    axes: Any = None,
 ) -> Any:
     """Draw a schedule's rate over the steps.
 
@@ -424,6 +426,7 @@ def plot(
         steps: Number of steps, from step 0; or the steps to draw.
         path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf). None
             leaves the figure open in pyplot, as notebooks show it.
+        axes: matplotlib `Axes` to draw into, to compare several schedules; None makes a figure.
 
     Returns:
         The matplotlib `Axes`, for titles and limits.
@@ -433,20 +436,14 @@ def plot(
         ImportError: matplotlib is not installed.
     """
     rates = preview(schedule, steps)
-    if path is not None and not Path(path).absolute().parent.is_dir():
-        _checks.refuse_file("The picture's directory does not exist", path)
-    try:
-        from matplotlib import pyplot
-    except ImportError as error:
-        raise ImportError(
-            "Plots need matplotlib: pip install matplotlib, or kdpkit[recipes]."
-        ) from error
-    figure, axes = pyplot.subplots(layout="constrained")
+    pyplot = pyplot_for(path)
+    if axes is None:
+        _, axes = pyplot.subplots(layout="constrained")
     axes.plot(_step_numbers(steps), rates)
     axes.set(xlabel="step", ylabel="learning rate")
     if path is not None:
-        figure.savefig(path)
-        pyplot.close(figure)
+        axes.figure.savefig(path)
+        pyplot.close(axes.figure)
     return axes
 
 

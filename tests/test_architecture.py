@@ -40,7 +40,9 @@ ALLOWED = {
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
     "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_tpu", "batches"}),
-    "schedules": (KERAS, {"_checks", "scaling"}),
+    "_pyplot": (PURE, {"_checks"}),
+    "_figures": (KERAS, {"_checks", "_pyplot", "schedules"}),
+    "schedules": (KERAS, {"_checks", "_pyplot", "scaling"}),
     "checkpoints": (KERAS, {"_checks", "_files"}),
     "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
     "corpora": (KERAS, {"_checks", "scaling"}),
@@ -54,7 +56,8 @@ ALLOWED = {
     ),
     "experiment": (
         KERAS,
-        {"_checks", "_cpu_threads", "_files", "_prepared", "_presets", "_processes", "scaling"},
+        {"_checks", "_cpu_threads", "_figures", "_files", "_prepared", "_presets", "_processes"}
+        | {"scaling"},
     ),
     "testing": (KERAS, {"_checks", "_cpu_threads", "scaling"}),
 }

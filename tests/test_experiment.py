@@ -207,13 +207,13 @@ from kdpkit import experiment
 strategy = experiment.strategy_from(Namespace(strategy="mirrored", replicas=3))
 print(strategy.num_replicas_in_sync, experiment.describe(strategy))
 print(keras.distribution.distribution() is strategy)
-for flags in (dict(strategy="tpu", replicas=None), dict(strategy="one", replicas=2)):
+for flags in (dict(strategy="multi_worker", replicas=None), dict(strategy="one", replicas=2)):
     try: experiment.strategy_from(Namespace(**flags))
     except ValueError as error: print(error)
 """
     printed = in_a_new_process(code, KERAS_BACKEND="jax")
     assert "3 DataParallel: 3 replicas on cpu:0, cpu:1, cpu:2\nTrue" in printed
-    assert "The strategy 'tpu' is TensorFlow's; on JAX `auto` takes all" in printed
+    assert "The strategy 'multi_worker' is TensorFlow's; on JAX `auto` takes" in printed
     assert "trains a single replica. Received: replicas=2" in printed
 
 

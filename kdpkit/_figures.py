@@ -1,0 +1,89 @@
+"""Pictures of a run that is over, drawn from what a recipe returned."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kdpkit import _checks, schedules
+from kdpkit._pyplot import pyplot_for
+
+_SPEEDS = {"tokens_per_second": "real tokens", "examples_per_second": "examples"}
+_PANEL_INCHES = (3.6, 2.8)
+
+
+def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> Any:
+    """Draw what a recipe returned: its loss, its speed, and its learning rate.
+
+    The rates that were applied at the epochs' last steps lie on the line of the schedule, if there
+    is one: when they do not, something else has set the rate.
+
+    Args:
+        results: What a recipe's `main` returned, or `json.load` read of its `--results`.
+        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf). None
+            leaves the figure open in pyplot, as notebooks show it.
+
+    Returns:
+        The matplotlib `Figure`.
+
+    Raises:
+        ValueError: There is no history in `results`, or no such directory for `path`.
+        ImportError: matplotlib is not installed.
+    """
+    history = results.get("history")
+    if not history or not history.get("loss"):
+        _checks.refuse(
+            "`results` must be what a recipe returned, with the history of an epoch at least.",
+            results=[*results],
+        )
+    pyplot = pyplot_for(path)
+    width, height = _PANEL_INCHES
+    figure, panels = pyplot.subplots(1, 3, figsize=(3 * width, height), layout="constrained")
+    _draw_loss(panels[0], history)
+    _draw_speed(panels[1], history)
+    _draw_rate(panels[2], results)
+    if path is not None:
+        figure.savefig(Path(path))
+        pyplot.close(figure)
+    return figure
+
+
+def _epochs(values: list[Any]) -> np.ndarray:
+    return np.arange(1, len(values) + 1)
+
+
+def _draw_loss(axes: Any, history: Mapping[str, Any]) -> None:
+    for name, label in (("loss", "training"), ("val_loss", "validation")):
+        if name in history:
+            axes.plot(_epochs(history[name]), history[name], marker="o", label=label)
+    axes.set(xlabel="epoch", title="loss")
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.legend()
+
+
+def _draw_speed(axes: Any, history: Mapping[str, Any]) -> None:
+    name = next((name for name in _SPEEDS if name in history), None)
+    axes.set(xlabel="epoch", title="speed")
+    if name is None:
+        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
+        return
+    axes.plot(_epochs(history[name]), history[name], marker="o")
+    axes.set(title=f"{_SPEEDS[name]} per second")
+    axes.set_ylim(bottom=0)
+    axes.xaxis.get_major_locator().set_params(integer=True)
+
+
+def _draw_rate(axes: Any, results: Mapping[str, Any]) -> None:
+    steps, applied = results["steps"], results["learning_rates"]
+    if results.get("schedule") is not None:
+        import keras
+
+        schedule = keras.saving.deserialize_keras_object(results["schedule"])
+        schedules.plot(schedule, steps, axes=axes)
+    last_steps = np.arange(1, len(applied) + 1) * steps / max(1, len(applied)) - 1
+    axes.plot(last_steps, applied, "o", label="applied, at epochs' ends")
+    axes.set(xlabel="step", ylabel="", title="learning rate")
+    axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    axes.legend()

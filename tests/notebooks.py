@@ -1,0 +1,131 @@
+"""Run a notebook from its top as a user does: in an empty directory, where kdpkit is not installed.
+
+    python -m tests.notebooks recipes/colab_gpu.ipynb --pictures recipes/images
+
+runs it at full size and writes the pictures that it shows, each under the name of its cell's tag.
+`--output FILE` keeps the notebook with its outputs, and a cell more that says where kdpkit lay.
+"""
+
+import argparse
+import base64
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import site
+import sys
+import tempfile
+import venv
+
+import nbformat
+from jupyter_client.kernelspec import KernelSpecManager
+from jupyter_client.manager import AsyncKernelManager
+from nbclient import NotebookClient
+
+import kdpkit
+
+CHECKOUT = pathlib.Path(kdpkit.__file__).parent.parent
+SETTINGS = "parameters"
+PICTURE = "picture-"
+WHERE = "import kdpkit, keras\nprint(kdpkit.__file__, keras.backend.backend())"
+
+
+def tags(cell):
+    return cell.metadata.get("tags", [])
+
+
+def is_picture(cell):
+    return any(tag.startswith(PICTURE) for tag in tags(cell))
+
+
+def run(path, directory, **settings):
+    """Give the notebook with its outputs, run in `directory` with other settings."""
+    notebook = nbformat.read(path, nbformat.NO_CONVERT)
+    (cell,) = (cell for cell in notebook.cells if SETTINGS in tags(cell))
+    cell.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
+    notebook.cells.append(nbformat.v4.new_code_cell(WHERE))
+    work = directory / "content"
+    work.mkdir()
+    client = NotebookClient(
+        notebook,
+        timeout=1800,
+        km=AsyncKernelManager(
+            kernel_name="fresh", kernel_spec_manager=_kernels(directory, _python(directory))
+        ),
+        resources={"metadata": {"path": str(work)}},
+    )
+    try:
+        return client.execute()
+    finally:
+        _end_tensorboards(directory)
+
+
+def pictures(notebook):
+    """Give the PNG pictures that the tagged cells show, by what follows the tag's `picture-`."""
+    return {
+        tag.removeprefix(PICTURE): base64.b64decode(output.data["image/png"])
+        for cell in notebook.cells
+        for tag in tags(cell)
+        if tag.startswith(PICTURE)
+        for output in cell.outputs
+        if "image/png" in output.get("data", {})
+    }
+
+
+def _python(directory):
+    """Make a Python that has our packages, but not kdpkit: an editable one is not found so."""
+    venv.create(directory / "venv", with_pip=True)
+    (packages,) = (directory / "venv").glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    return directory / "venv" / "bin" / "python"
+
+
+def _kernels(directory, python):
+    kernel = directory / "kernels" / "fresh"
+    kernel.mkdir(parents=True)
+    (directory / "tmp").mkdir()
+    environment = {
+        "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
+        "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "PYTHONPATH": "",
+        "TMPDIR": str(directory / "tmp"),
+    }
+    command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    (kernel / "kernel.json").write_text(
+        json.dumps({"argv": command, "display_name": "fresh", "env": environment})
+    )
+    return KernelSpecManager(kernel_dirs=[str(kernel.parent)])
+
+
+def _end_tensorboards(directory):
+    """End the servers that `%tensorboard` has started: they outlive the notebook."""
+    for file in (directory / "tmp" / ".tensorboard-info").glob("*.info"):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(json.loads(file.read_text())["pid"], signal.SIGTERM)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("notebook", type=pathlib.Path)
+    add("--source", default=str(CHECKOUT), help="what the notebook installs (default: %(default)s)")
+    add("--smoke", action="store_true", help="runs of seconds")
+    add("--pictures", type=pathlib.Path, metavar="DIRECTORY")
+    add("--output", type=pathlib.Path, metavar="FILE")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        settings = {"SOURCE": args.source, "STRATEGY": "auto", "SMOKE": args.smoke}
+        notebook = run(args.notebook, pathlib.Path(directory), **settings)
+    if args.output:
+        nbformat.write(notebook, args.output)
+    if args.pictures:
+        args.pictures.mkdir(parents=True, exist_ok=True)
+        for name, picture in pictures(notebook).items():
+            (args.pictures / f"{args.notebook.stem}_{name}.png").write_bytes(picture)
+
+
+if __name__ == "__main__":
+    main()
