@@ -8,9 +8,9 @@ With gradient accumulation Keras counts every batch, not every update: lengths h
 as `kdpkit.scaling.ScalePlan.total_steps` gives them.
 """
 
+import contextlib
 import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -18,7 +18,7 @@ import numpy as np
 from keras import ops
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
-from kdpkit import _checks, scaling
+from kdpkit import _checks, _files, _storage, scaling
 
 SHAPES = ("linear", "cosine", "sqrt", "exponential")
 
@@ -422,8 +422,9 @@ def plot(
     Args:
         schedule: A schedule, or a number for a constant rate.
         steps: Number of steps, from step 0; or the steps to draw.
-        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf). None
-            leaves the figure open in pyplot, as notebooks show it.
+        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf), also in
+            object storage, as `gs://bucket/rate.png`. None leaves the figure open in pyplot, as
+            notebooks show it.
 
     Returns:
         The matplotlib `Axes`, for titles and limits.
@@ -433,7 +434,7 @@ def plot(
         ImportError: matplotlib is not installed.
     """
     rates = preview(schedule, steps)
-    if path is not None and not Path(path).absolute().parent.is_dir():
+    if path is not None and not _has_directory(path):
         _checks.refuse_file("The picture's directory does not exist", path)
     try:
         from matplotlib import pyplot
@@ -445,9 +446,16 @@ def plot(
     axes.plot(_step_numbers(steps), rates)
     axes.set(xlabel="step", ylabel="learning rate")
     if path is not None:
-        figure.savefig(path)
+        is_remote = _storage.is_remote(path)
+        with _files.replacing(path) if is_remote else contextlib.nullcontext(path) as file:
+            figure.savefig(file)
         pyplot.close(figure)
     return axes
+
+
+def _has_directory(path: str | os.PathLike[str]) -> bool:
+    place = _storage.path(path)
+    return isinstance(place, _storage.RemotePath) or place.absolute().parent.is_dir()
 
 
 def _schedule(name: str, value: Any) -> Any:

@@ -20,11 +20,12 @@ ALLOWED = {
     "__init__": (PURE, set()),
     "_checks": (PURE, set()),
     "_cpu_threads": (PURE, set()),
-    "_files": (PURE, set()),
+    "_storage": (PURE, {"_checks"}),
+    "_files": (PURE, {"_checks", "_storage"}),
     "_processes": (KERAS, {"_checks"}),
-    "_interrupt": (KERAS, {"_files", "_processes"}),
+    "_interrupt": (KERAS, {"_files", "_processes", "_storage"}),
     "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "_waiting", "cluster"}),
-    "_prepared": (KERAS, {"_checks", "_files"}),
+    "_prepared": (KERAS, {"_checks", "_files", "_storage"}),
     "_presets": (PURE, {"_checks"}),
     "_cluster_sources": (PURE, {"_checks"}),
     "_waiting": (PURE, {"_checks"}),
@@ -38,11 +39,17 @@ ALLOWED = {
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
     "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "batches"}),
-    "schedules": (KERAS, {"_checks", "scaling"}),
-    "checkpoints": (KERAS, {"_checks", "_files"}),
-    "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
-    "corpora": (KERAS, {"_checks", "scaling"}),
-    "pipelines": (TENSORFLOW, {"_checks", "_waiting", "scaling", "pipelines"}),
+    "schedules": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
+    "checkpoints": (KERAS, {"_checks", "_files", "_storage"}),
+    "callbacks": (
+        KERAS,
+        {"_checks", "_files", "_processes", "_storage", "checkpoints", "scaling"},
+    ),
+    "corpora": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
+    "pipelines": (
+        TENSORFLOW,
+        {"_checks", "_files", "_storage", "_waiting", "scaling", "pipelines"},
+    ),
     "_servers": (TENSORFLOW, {"_checks", "_waiting", "cluster"}),
     "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers"}),
     "training": (
@@ -52,7 +59,8 @@ ALLOWED = {
     ),
     "experiment": (
         KERAS,
-        {"_checks", "_cpu_threads", "_files", "_prepared", "_presets", "_processes", "scaling"},
+        {"_checks", "_cpu_threads", "_files", "_prepared", "_presets", "_processes", "_storage"}
+        | {"scaling"},
     ),
     "testing": (KERAS, {"_checks", "_cpu_threads", "scaling"}),
 }

@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
+import importlib.util
 import numbers
 import os
 from collections import deque
@@ -10,7 +11,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _processes
+from kdpkit import _checks, _files, _processes, _storage
 from kdpkit.callbacks._learning_rate import (
     AppliedRateCallback,
     batches_counted,
@@ -43,7 +44,8 @@ class TensorBoard(AppliedRateCallback):
     nothing.
 
     Args:
-        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it.
+        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it. It
+            may be in object storage, as `gs://bucket/logs`.
         run_name: The run's directory inside `log_dir`, to compare several; None uses `log_dir`.
         **keras_arguments: `update_freq` as in Keras: `"epoch"`, `"batch"`, or an integer N for
             the logs of every Nth batch too, at the number of batches seen. `histogram_freq`,
@@ -226,7 +228,10 @@ def _update_freq(value: Any) -> Any:
 
 def _make_directory(path: str) -> None:
     """Make the directory now, so that a wrong one is known before data are read and prepared."""
-    if "://" in path:  # gs://... and the like are the file system's matter
+    if _storage.is_remote(path):
+        if importlib.util.find_spec("tensorflow"):  # by which tensorboard then writes; else fsspec
+            _storage.require_tensorflow(path)
+        _files.try_writing(path)
         return
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
