@@ -171,6 +171,25 @@ def test_a_log_dir_that_is_a_file_is_refused_before_training(tmp_path):
             TensorBoard(directory)
 
 
+@pytest.mark.parametrize("remote", ["ram", "file"], indirect=True)
+def test_scalars_are_written_to_object_storage(remote):
+    fit([TensorBoard(f"{remote}/logs", run_name="first")])
+    assert list(scalars(f"{remote}/logs/first/train")["epoch_loss"]) == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "sentence"),
+    [
+        ("nope://bucket/logs", "nope://.*nope://bucket/logs"),
+        ("memory://logs", "does not know memory://.*memory://logs"),  # where TensorFlow writes
+        ("file:///sys/kernel/logs", "file:///sys/kernel/logs.*Check"),
+    ],
+)
+def test_a_log_dir_that_cannot_be_written_in_object_storage_is_refused(log_dir, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TensorBoard(log_dir)
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may write everywhere")
 def test_a_log_dir_that_cannot_be_written_is_refused_before_training(tmp_path):
     tmp_path.chmod(0o500)
