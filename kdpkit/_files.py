@@ -61,18 +61,6 @@ def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield copy
 
 
-def try_writing(directory: str | os.PathLike[str]) -> None:
-    """Write a file in a directory and remove it.
-
-    Raises:
-        OSError: It cannot be written.
-    """
-    trial = _storage.path(directory) / f".kdpkit-{uuid.uuid4().hex}"
-    with replacing(trial) as temporary:
-        temporary.touch()
-    trial.unlink()
-
-
 def readable(path: str | os.PathLike[str]) -> _storage.AnyPath:
     """Accept a path to a file that exists, is not empty and may be read."""
     file = _storage.path(path)

@@ -16,6 +16,7 @@ import os
 import pathlib
 import posixpath
 import re
+import tempfile
 import uuid
 from collections.abc import Iterator
 from typing import Any, NoReturn, Protocol, TypeAlias
@@ -153,18 +154,32 @@ class RemotePath(os.PathLike[str]):
         beside = self.with_name(f".{self.name}-{uuid.uuid4().hex}{self.suffix}")
         with reporting(self.url):
             try:
-                try:
-                    system.upload(str(file), beside.url)
-                except Exception as error:
-                    if not _is_missing(error):
-                        raise
-                    system.make_directory(self.parent.url)
-                    system.upload(str(file), beside.url)
+                _upload(system, file, beside)
                 system.move(beside.url, self.url)
             except BaseException:
                 with contextlib.suppress(Exception):  # the first error says why
                     system.remove(beside.url)
                 raise
+
+    def try_writing(self) -> None:
+        """Write a file in this directory, and remove it."""
+        system, trial = _system(self.url), self / f".kdpkit-{uuid.uuid4().hex}"
+        with reporting(self.url), tempfile.TemporaryDirectory() as directory:
+            empty = pathlib.Path(directory) / "empty"
+            empty.touch()
+            _upload(system, empty, trial)
+            system.remove(trial.url)
+
+
+def _upload(system: "_System", file: pathlib.Path, place: RemotePath) -> None:
+    """Copy a file to the storage, into a directory that may have to be made."""
+    try:
+        system.upload(str(file), place.url)
+    except Exception as error:
+        if not _is_missing(error):
+            raise
+        system.make_directory(place.parent.url)
+        system.upload(str(file), place.url)
 
 
 AnyPath: TypeAlias = pathlib.Path | RemotePath

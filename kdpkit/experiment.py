@@ -683,7 +683,7 @@ def _writable_directory(text: str) -> _storage.AnyPath:
     directory = _storage.path(text)
     try:
         if isinstance(directory, _storage.RemotePath):
-            _files.try_writing(directory)
+            directory.try_writing()
             return directory
         directory.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=directory):

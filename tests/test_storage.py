@@ -102,6 +102,19 @@ def test_the_file_appears_when_the_block_ends_well(remote):
     assert [*path.parent.iterdir()] == [path]
 
 
+def test_a_directory_is_tried_and_left_as_it_was(remote):
+    directory = _storage.path(remote) / "new"
+    directory.try_writing()
+    assert [*directory.glob("*")] == []
+
+
+@pytest.mark.parametrize("path", ["file:///sys/kernel/x", "nope://bucket/x"])
+def test_a_directory_that_cannot_be_written_is_named_as_it_was_written(path):
+    with pytest.raises(ValueError, match=rf"{path}\W") as caught:
+        _storage.path(path).try_writing()
+    assert ".kdpkit-" not in str(caught.value)
+
+
 def test_what_is_missing_is_named_as_it_was_written(remote):
     missing = _storage.path(remote) / "none"
     asks = [missing.read_bytes, missing.stat, missing.iterdir, missing.unlink]

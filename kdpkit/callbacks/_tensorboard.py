@@ -10,7 +10,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _files, _processes, _storage
+from kdpkit import _checks, _processes, _storage
 from kdpkit.callbacks._learning_rate import (
     AppliedRateCallback,
     batches_counted,
@@ -237,8 +237,9 @@ def _update_freq(value: Any) -> Any:
 
 def _make_directory(path: str) -> None:
     """Make the directory now, so that a wrong one is known before data are read and prepared."""
-    if _storage.is_remote(path):
-        _files.try_writing(path)
+    place = _storage.path(path)
+    if isinstance(place, _storage.RemotePath):
+        place.try_writing()
         return
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
