@@ -21,6 +21,7 @@ ALLOWED = {
     "_checks": (PURE, set()),
     "_cpu_threads": (PURE, set()),
     "_files": (PURE, set()),
+    "_findings": (PURE, {"_checks"}),
     "_processes": (KERAS, {"_checks"}),
     "_interrupt": (KERAS, {"_files", "_processes"}),
     "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "_waiting", "cluster"}),
@@ -49,6 +50,10 @@ ALLOWED = {
         TENSORFLOW | {"jax"},
         {"_checks", "_processes", "_servers", "batches", "scaling", "sharding", "strategies"}
         | {"training"},
+    ),
+    "diagnostics": (
+        TENSORFLOW | {"jax"},
+        {"_checks", "_findings", "batches", "diagnostics"},
     ),
     "experiment": (
         KERAS,
