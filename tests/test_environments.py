@@ -25,6 +25,7 @@ ON_JAX = {
     ],
     "callbacks": ["tests/callbacks"],
     "loop": ["tests/training/test_loop.py", "tests/training/test_jax_guide.py"],
+    "diagnostics": ["tests/diagnostics"],
     "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
 }
 
@@ -128,6 +129,10 @@ class Batches(keras.utils.PyDataset):
 strategy = sharding.data_mesh(2)
 loop = training.TrainingLoop(model, optimizer="sgd", loss="mse", strategy=strategy)
 print("loop:", *loop.fit(Batches(), epochs=1, verbose=0).history, loop.predict(Batches()).shape)
+
+from kdpkit import diagnostics
+report = diagnostics.check_tpu(Batches(), model=loop, replicas=1, callbacks=watching)
+print("TPU:", *sorted({finding.rule for finding in report.findings}))
 """
 
 
@@ -141,6 +146,7 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     printed = run([python, tmp_path / "program.py", tmp_path / "logs"], KERAS_BACKEND="jax")
     assert "'learning_rate', 'loss', 'steps_per_second'" in printed
     assert "loop: loss (12, 1)" in printed
+    assert "TPU: tile-batch\n" in printed  # three rows in a batch
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
     images = np.zeros((70, 8, 8), "uint8")
     for split, rows in (("train", 70), ("t10k", 9)):

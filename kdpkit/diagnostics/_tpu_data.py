@@ -103,7 +103,7 @@ def _of_rows(rows: int, replicas: int, takes_uneven: bool, what: str) -> Iterato
             "slow" if takes_uneven else "refused",
             what,
             f"The cores do not divide a global batch: {size}.",
-            f"Use a global batch of {nearest}, or what divides as well.",
+            f"Use a global batch of {nearest}, a multiple of 8 rows for each core.",
         )
         return
     of_replica = rows // replicas
@@ -122,15 +122,15 @@ def _of_rows(rows: int, replicas: int, takes_uneven: bool, what: str) -> Iterato
 def _of_64_bits(part: Part, where: str) -> Finding:
     narrow = part.dtype.replace("64", "32")
     does = (
-        "JAX makes 32 bits of them on the host, in every step"
+        "JAX casts it to 32 bits on the host, in every step"
         if keras.backend.backend() == "jax"
-        else "a TPU, which has 32-bit units, computes with pairs of numbers"
+        else "twice the bytes are moved, and a TPU, which has 32-bit units, computes with pairs"
     )
     return Finding(
         "64-bit",
         "slow",
         where,
-        f"`{part.name}` is {part.dtype}: {does}, and twice the bytes are moved.",
+        f"`{part.name}` is {part.dtype}: {does}.",
         f"Cast it in the pipeline: `tf.cast(..., tf.{narrow})`, or `.astype('{narrow}')` for "
         "arrays.",
     )
