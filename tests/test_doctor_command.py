@@ -37,25 +37,27 @@ def doctor(*words, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(backend, tmp_path):
+def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
     path = tmp_path / "train.py"
-    path.write_text(SCRIPT.format(backend=backend, kind="int64"))
-    found = doctor("--tpu", path, "--json")
+    path.write_text(SCRIPT.format(backend="jax", kind="int64"))
+    found = doctor("--tpu", path, "--json", KERAS_BACKEND="tensorflow")
     assert found.returncode == 1, found.stderr
     report = json.loads(found.stdout)
-    assert report["backend"] == backend
-    wanted = [finding["rule"] for finding in report["findings"] if finding["level"] != "note"]
-    assert wanted == ["64-bit"]
+    assert report["backend"] == "jax"
+    assert [finding["rule"] for finding in report["findings"]] == ["64-bit"]
     assert "a script that prints" in found.stderr
 
-    path.write_text(SCRIPT.format(backend=backend, kind="int32"))
+
+@pytest.mark.slow
+def test_a_clean_script_is_one_line_and_notes_and_exit_code_0(tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT.format(backend="tensorflow", kind="int32"))
     clean = doctor("--tpu", path)
     assert clean.returncode == 0, clean.stdout + clean.stderr
-    assert clean.stdout.splitlines()[0] == (
-        "Nothing found (looked at: data, step, widths); not proven on a TPU."
-    )
-    assert max(map(len, clean.stdout.splitlines())) <= 80
+    first, *rest = clean.stdout.splitlines()
+    assert first == "Nothing found (looked at: data, step, widths); not proven on a TPU."
+    assert "note     tensorflow: backend" in rest
+    assert max(map(len, rest)) <= 80
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +93,6 @@ def test_the_recipes_are_clean(recipe, backend, flags, text, tmp_path):
     report = json.loads(finished.stdout)
     assert report["checked"] == ["data", "step", "widths", "callbacks"]
     assert report["backend"] == backend
-
-
-@pytest.mark.slow
-def test_a_recipe_with_a_batch_that_eight_cores_do_not_divide_is_not():
-    words = ("--tpu", RECIPES / "cnn_fit.py", "--json", "--", "--smoke", "--strategy", "one")
-    finished = doctor(*words, "--per-replica-batch-size", 60, KERAS_BACKEND="jax")
-    assert finished.returncode == 1, finished.stderr
-    findings = json.loads(finished.stdout)["findings"]
-    assert {finding["rule"] for finding in findings} == {"uneven-batch"}
 
 
 @pytest.mark.parametrize(

@@ -68,7 +68,8 @@ def _of_model(model: Any, dataset: Any, first: Any) -> tuple[Callable, Any]:
 def _of_loop(loop: Any, dataset: Any, first: Any) -> tuple[Callable, Any]:
     del first
     steps = loop._steps
-    steps.build(steps.open(dataset, "dataset", steps=None), training=True)
+    feed = steps.open(dataset, "dataset", steps=1)  # which may be endless
+    steps.build(feed, training=True)
     return steps._train_step, steps._variables
 
 

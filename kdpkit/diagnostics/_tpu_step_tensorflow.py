@@ -65,7 +65,8 @@ def _step_of(trainer: Any, dataset: Any, first: Any) -> Callable[[Any], Any]:
 
 def _step_of_loop(loop: Any, dataset: Any) -> Callable[[Any], Any]:
     steps = loop._steps
-    steps.build(steps.open(dataset, "dataset", steps=None), training=True)
+    feed = steps.open(dataset, "dataset", steps=1)  # which may be endless
+    steps.build(feed, training=True)
 
     def train(batch: Any) -> Any:
         steps._train_step(batch)

@@ -128,13 +128,12 @@ def test_validation_data_are_looked_at_too():
     assert (finding.rule, finding.where) == ("64-bit", "validation, y")
 
 
+@pytest.mark.jax
 def test_an_uneven_last_batch_is_a_note_where_training_takes_it():
     model = testing.tiny_classifier(features=8)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     loop = training.TrainingLoop(model, optimizer="sgd", loss=loss)
     data = batches.ArrayBatches((X[:100], Y[:100]), global_batch_size=64, remainder="keep")
-    if keras.backend.backend() != "jax":
-        pytest.skip("a loop on TensorFlow takes tf.data, in test_tpu_pipeline.py")
     report = check_tpu(data, model=loop)
     assert report.clean
     assert rules(report, "note") == {"dynamic-batch"}

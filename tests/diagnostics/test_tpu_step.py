@@ -193,3 +193,17 @@ def test_the_step_of_a_loop_is_checked():
         loop = kind(testing.tiny_classifier(features=8), optimizer="adam", loss=LOSS)
         assert {rule for rule, *_ in found(loop)} == expected
         assert int(loop.optimizer.iterations) == 0
+        assert {rule for rule, *_ in found(loop, data().repeat())} == expected
+
+
+def test_training_after_a_check_is_what_it_would_have_been():
+    weights = []
+    for is_checked in (False, True):
+        model = testing.tiny_classifier(features=8)
+        model.compile("adam", LOSS, metrics=["accuracy"])
+        if is_checked:
+            check_tpu(data(), model=model)
+        model.fit(data(), epochs=2, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)

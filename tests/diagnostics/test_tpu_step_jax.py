@@ -137,6 +137,38 @@ def test_models_and_loops_over_devices_are_checked(replicas):
         keras.distribution.set_distribution(None)
 
 
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_training_after_a_check_is_what_it_would_have_been(is_loop):
+    weights = []
+    for is_checked in (False, True):
+        model = testing.tiny_classifier(features=8)
+        model.compile("adam", LOSS)
+        trainer = training.TrainingLoop(model, optimizer="adam", loss=LOSS) if is_loop else model
+        data = batches.ArrayBatches((X, Y), global_batch_size=32, seed=0)
+        if is_checked:
+            check_tpu(data, model=trainer, replicas=4)
+        trainer.fit(data, epochs=2, verbose=0, **({} if is_loop else {"shuffle": False}))
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
+def test_a_batch_that_the_devices_do_not_divide_is_found_before_jax_fails_on_it():
+    data = batches.ArrayBatches((X, Y), global_batch_size=60)
+    keras.distribution.set_distribution(sharding.DataParallel(8))
+    try:
+        assert found(with_layer(lambda x: x), data) == [("uneven-batch", "refused", "train")]
+    finally:
+        keras.distribution.set_distribution(None)
+    loop = training.TrainingLoop(
+        testing.tiny_classifier(features=8),
+        optimizer="adam",
+        loss=LOSS,
+        strategy=sharding.data_mesh(8),
+    )
+    assert found(loop, data) == [("uneven-batch", "slow", "train")]
+
+
 def test_replica_exact_takes_an_uneven_last_batch_where_keras_does_not():
     uneven = batches.ArrayBatches((X[:40], Y[:40]), global_batch_size=32, remainder="keep")
     settings = {"replicas": 4}
