@@ -81,7 +81,8 @@ def check_tpu(
       JAX by its lowering for TPUs, which runs on any machine. `untraceable-step`: the step raises.
     - `host-transfer`: callbacks that make Keras wait for each step.
     - `local-file`: files that a TPU reached over the network cannot read.
-    - `eager-step`, and `tensorflow`: a note, as Keras' TPUs are JAX's.
+    - `eager-step`, and `tensorflow`: a note, as Keras' TPUs are JAX's. `unchecked-step` and
+      `unread-pipeline` are notes on what could not be looked at.
 
     What only a TPU can tell remains open: its memory, its speed, and what its compiler refuses of
     that which XLA has for CPUs (TensorFlow).
