@@ -1,6 +1,7 @@
 """Eight logical CPUs for every test process, on the backend that KERAS_BACKEND names."""
 
 import atexit
+import importlib.metadata
 import os
 import shutil
 import signal
@@ -18,6 +19,7 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 import hypothesis
 import keras
 import pytest
+from packaging.version import Version
 
 from kdpkit import testing
 
@@ -38,13 +40,25 @@ hypothesis.settings.load_profile("kdpkit")
 
 
 def pytest_collection_modifyitems(items):
-    """Leave tests of another backend to the process that has it."""
+    """Leave tests of another backend to the process that has it, and of later versions to these."""
     backend = keras.backend.backend()
     for item in items:
         if item.get_closest_marker("jax") and backend != "jax":
             item.add_marker(pytest.mark.skip(reason="runs in tests/test_environments.py on JAX"))
         if item.get_closest_marker("tensorflow") and backend != "tensorflow":
             item.add_marker(pytest.mark.skip(reason="is about TensorFlow alone"))
+        for marker in item.iter_markers("needs"):
+            if older := _older(**marker.kwargs):
+                item.add_marker(pytest.mark.skip(reason=older))
+
+
+def _older(*, reason, **versions):
+    """Say which package is too old for a test; nothing if none is."""
+    return ", ".join(
+        f"{package} {installed} is here, and {wanted} is the first that {reason}"
+        for package, wanted in versions.items()
+        if Version(installed := importlib.metadata.version(package)) < Version(wanted)
+    )
 
 
 @pytest.fixture(autouse=True)

@@ -21,7 +21,8 @@ ALLOWED = {
     "_checks": (PURE, set()),
     "_cpu_threads": (PURE, set()),
     "_files": (PURE, set()),
-    "_processes": (KERAS, {"_checks"}),
+    "_versions": (KERAS, {"_checks"}),
+    "_processes": (KERAS, {"_checks", "_versions"}),
     "_interrupt": (KERAS, {"_files", "_processes"}),
     "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "_waiting", "cluster"}),
     "_prepared": (KERAS, {"_checks", "_files"}),
@@ -40,15 +41,18 @@ ALLOWED = {
     "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "batches"}),
     "schedules": (KERAS, {"_checks", "scaling"}),
     "checkpoints": (KERAS, {"_checks", "_files"}),
-    "callbacks": (KERAS, {"_checks", "_files", "_processes", "checkpoints", "scaling"}),
+    "callbacks": (
+        KERAS,
+        {"_checks", "_files", "_processes", "_versions", "checkpoints", "scaling"},
+    ),
     "corpora": (KERAS, {"_checks", "scaling"}),
     "pipelines": (TENSORFLOW, {"_checks", "_waiting", "scaling", "pipelines"}),
     "_servers": (TENSORFLOW, {"_checks", "_waiting", "cluster"}),
     "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers"}),
     "training": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_processes", "_servers", "batches", "scaling", "sharding", "strategies"}
-        | {"training"},
+        {"_checks", "_processes", "_servers", "_versions", "batches", "scaling", "sharding"}
+        | {"strategies", "training"},
     ),
     "experiment": (
         KERAS,

@@ -15,7 +15,7 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from keras.src.backend.jax import distribution_lib
 
-from kdpkit import _checks, _processes, sharding
+from kdpkit import _checks, _processes, _versions, sharding
 from kdpkit.batches import rows_of
 from kdpkit.training import _agreement
 
@@ -85,11 +85,7 @@ def _place_uneven_batches() -> None:
         "layout",
         "batch_dim_name",
     ]:
-        _checks.refuse(
-            "`replica_exact` works inside Keras 3.15, and in this version `distribute_data_input` "
-            "differs. Install that version, or update kdpkit.",
-            keras=keras.__version__,
-        )
+        _versions.refuse_unknown("distribute_data_input")
 
     @functools.wraps(original)
     def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:

@@ -62,8 +62,9 @@ def net():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("column", ["replica_exact on JAX", "TrainingLoop on JAX"])
-@pytest.mark.parametrize("name", TELLING)
+@pytest.mark.parametrize(
+    ("name", "column"), exactness.cells(TELLING, ["replica_exact on JAX", "TrainingLoop on JAX"])
+)
 def test_settings_keep_their_promise(name, column):
     outcome = exactness.measure(SETTINGS[name], column, 4, rows=exactness.UNEVEN)
     assert outcome.verdict == SETTINGS[name].promise_in(column), outcome
