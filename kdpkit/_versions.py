@@ -36,6 +36,16 @@ def refuse_unknown(name: str, **versions: str) -> NoReturn:
     )
 
 
+def refuse_grain(name: str, dataset: Any) -> None:
+    """Refuse a Grain dataset where Keras takes none."""
+    if KERAS < (3, 11) and type(dataset).__module__.startswith("grain."):
+        _checks.refuse(
+            f"`{name}` is a Grain dataset, which Keras takes from 3.11 on. Install that version or "
+            "a later one, or give a `keras.utils.PyDataset` or a `tf.data.Dataset`.",
+            keras=keras.__version__,
+        )
+
+
 def refuse_sums_over_rows(model: Any) -> None:
     """Refuse regularizers of activities in Keras before 3.14, which have no mean over the rows.
 

@@ -68,6 +68,21 @@ def test_micro_batches_refuse_sums_over_activities():
         loop.fit(batches(), epochs=1)
 
 
+@pytest.mark.skipif(_versions.KERAS >= (3, 11), reason="Keras 3.11 and later take Grain")
+@pytest.mark.jax
+@pytest.mark.parametrize("kind", ["map", "iterator"])
+def test_grain_is_refused_where_keras_takes_none(kind):
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.source([*zip(*testing.toy_classification(9), strict=True)]).batch(3)
+    dataset = dataset if kind == "map" else dataset.to_iter_dataset()
+    model = testing.tiny_classifier()
+    loop = TrainingLoop(model, optimizer="sgd", loss=loss())
+    with pytest.raises(ValueError, match="`train` is a Grain dataset, which Keras takes from 3.11"):
+        loop.fit(dataset, epochs=1)
+    with pytest.raises(ValueError, match="`x` is a Grain dataset"):
+        replica_exact(model).fit(dataset)
+
+
 def test_one_device_regularizes_activities_as_keras_does():
     def trained(fit):
         keras.utils.clear_session(free_memory=False)

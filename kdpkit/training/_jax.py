@@ -373,6 +373,7 @@ class _Source:
                 remedy="Give a `tf.data.Dataset`, a `keras.utils.PyDataset` or a Grain dataset "
                 "of batches.",
             )
+        _versions.refuse_grain(name, dataset)
         self._mesh = mesh
         self._adapter = get_data_adapter(dataset)
         cardinality = getattr(dataset, "cardinality", None)
