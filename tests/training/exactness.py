@@ -126,7 +126,7 @@ def cells(names: Iterable[str], columns: Iterable[str]) -> list[Any]:
     parameters = []
     for name, column in itertools.product(names, columns):
         since = settings[name].since.get(backend_of(column))
-        marks = [pytest.mark.needs(keras=since, reason="trains it so")] if since else []
+        marks = [pytest.mark.needs(keras=since, reason="Keras cannot train it so")] if since else []
         parameters.append(pytest.param(name, column, marks=marks))
     return parameters
 
