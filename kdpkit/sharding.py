@@ -137,11 +137,8 @@ class DataParallel(keras.distribution.DataParallel):
             device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
             auto_shard_dataset=False,
         )
-        if _versions.KERAS < (
-            3,
-            11,
-        ):  # which takes `tf.data` alone there, also where it shards none
-            self._is_multi_process = False
+        if _versions.KERAS < (3, 11):
+            self._is_multi_process = False  # else Keras refuses data that it cannot shard
 
     @property
     def num_replicas_in_sync(self) -> int:

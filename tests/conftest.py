@@ -1,11 +1,11 @@
 """Eight logical CPUs for every test process, on the backend that KERAS_BACKEND names."""
 
 import atexit
-import importlib.metadata
 import os
 import shutil
 import signal
 import tempfile
+from importlib.metadata import version
 
 from packaging.version import Version
 
@@ -14,9 +14,7 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 # What XLA compiles for one test serves all others, in processes that tests start too. Not on JAX
 # 0.5: with programs that it read back it computed other numbers, NaN among them, and crashed.
-if "JAX_COMPILATION_CACHE_DIR" not in os.environ and Version(
-    importlib.metadata.version("jax")
-) >= Version("0.10"):
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not version("jax").startswith("0.5."):
     compiled = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="kdpkit-xla-")
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     atexit.register(shutil.rmtree, compiled, ignore_errors=True)
@@ -61,7 +59,7 @@ def _older(*, reason, **versions):
     return ", ".join(
         f"{package} {installed} is older than {wanted}: {reason}"
         for package, wanted in versions.items()
-        if Version(installed := importlib.metadata.version(package)) < Version(wanted)
+        if Version(installed := version(package)) < Version(wanted)
     )
 
 
