@@ -1,4 +1,5 @@
 import os
+import pathlib
 import sys
 import threading
 
@@ -212,7 +213,7 @@ def test_a_storage_that_fails_during_training_is_warned_of_and_written_later(tmp
                 (tmp_path / "away").rename(place)
 
     board = TensorBoard(f"file://{place}")
-    with pytest.warns(UserWarning, match="file://.*/logs.*next epoch tries again"):
+    with pytest.warns(UserWarning, match="file://.*/logs.*next epoch, if there is one, tries again"):
         fit([board, Disturb()], epochs=3)
     assert [*scalars(place / "train")["epoch_loss"]] == [0, 1, 2]
 
@@ -280,3 +281,13 @@ def test_the_usual_set_does_not_make_jax_wait_for_every_step(tmp_path):
     # Where one callback wants every step's result at once, Keras calls all of them in its own.
     assert threads
     assert threading.main_thread() not in threads
+
+
+def test_a_scheme_that_pathlib_has_cut_is_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="Give it as text: 'gs://bucket/logs'"):
+        TensorBoard(pathlib.Path("gs://bucket/logs"))
+
+
+def test_a_slash_at_the_end_of_the_directory_changes_nothing():
+    assert TensorBoard("memory://logs/", run_name="one")._run_dir == "memory://logs/one"
