@@ -47,7 +47,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     _in_hook = False
     filepath: str  # where to save, as given
 
-    @functools.wraps(keras.callbacks.ModelCheckpoint.__init__)
+    @functools.wraps(keras.callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
     def __init__(self, filepath: str | os.PathLike[str], *args: Any, **keywords: Any) -> None:
         # Keras would take `gs:/...`, which pathlib makes of `gs://...`, for a place on this disk.
         super().__init__(os.fspath(_storage.path(filepath)), *args, **keywords)

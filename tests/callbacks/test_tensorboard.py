@@ -213,7 +213,9 @@ def test_a_storage_that_fails_during_training_is_warned_of_and_written_later(tmp
                 (tmp_path / "away").rename(place)
 
     board = TensorBoard(f"file://{place}")
-    with pytest.warns(UserWarning, match="file://.*/logs.*next epoch, if there is one, tries again"):
+    with pytest.warns(
+        UserWarning, match="file://.*/logs.*next epoch, if there is one, tries again"
+    ):
         fit([board, Disturb()], epochs=3)
     assert [*scalars(place / "train")["epoch_loss"]] == [0, 1, 2]
 
