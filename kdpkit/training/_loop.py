@@ -207,7 +207,8 @@ class TrainingLoop:
         Args:
             train: A `tf.data.Dataset` of global batches `x`, `(x, y)` or `(x, y, sample_weight)`;
                 on JAX also a `keras.utils.PyDataset`, a Grain dataset or a PyTorch `DataLoader`.
-                Batches of any size are trained on exactly. Under `ParameterServerStrategy` it may
+                Batches of any size are trained on exactly. Where a dataset's options do not say
+                whether tf.data tunes it, it does not. Under `ParameterServerStrategy` it may
                 be a function of a worker's index, a tensor, and the number of workers, which gives
                 the `tf.data.Dataset` that this worker reads on its own machine, over and over:
                 `lambda worker, workers: rows.shard(workers, worker).batch(size)`. Then an epoch

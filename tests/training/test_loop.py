@@ -280,6 +280,17 @@ def test_micro_batches_of_sparse_gradients_train_the_same():
     assert_same(trained(1, data, build=build), trained(2, data, build=build, accumulation=2))
 
 
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(("wanted", "used"), [(None, False), (True, True), (False, False)])
+def test_tf_data_tunes_a_dataset_only_if_it_says_so(wanted, used):
+    options = tf.data.Options()
+    if wanted is not None:
+        options.autotune.enabled = wanted
+    loop = loop_on(1)
+    feed = loop._steps.open(batches(4).with_options(options), "train", steps_per_epoch=None)
+    assert feed.batches.options().autotune.enabled is used
+
+
 # What a user may change.
 
 
