@@ -1,6 +1,7 @@
 """What a check found: the one form in which kdpkit's checks report."""
 
 import dataclasses
+import itertools
 import textwrap
 from collections.abc import Iterable
 
@@ -8,6 +9,7 @@ from kdpkit import _checks
 
 LEVELS = ("refused", "slow", "note")
 _WIDTH = 80
+_MOST_ALIKE = 8  # findings of one rule, with one remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,13 +50,27 @@ class Finding:
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort the worst first, and leave out what was found twice.
+    """Sort the worst first, leave out what was found twice, and count what goes on and on.
 
     >>> slow, refused = (Finding("a", level, "x", "", "") for level in ("slow", "refused"))
     >>> [finding.level for finding in in_order([slow, refused, slow])]
     ['refused', 'slow']
+    >>> many = [Finding("a", "slow", f"x[{i:02}]", "", "") for i in range(12)]
+    >>> [finding.where for finding in in_order(many)][-2:]
+    ['x[06]', 'x[07] and 4 more like it']
     """
-    return tuple(sorted(dict.fromkeys(findings), key=_rank))
+    alike: dict[tuple[str, ...], list[Finding]] = {}
+    for finding in sorted(dict.fromkeys(findings), key=_rank):
+        alike.setdefault((finding.level, finding.rule, finding.remedy), []).append(finding)
+    return tuple(itertools.chain.from_iterable(map(_first_ones, alike.values())))
+
+
+def _first_ones(findings: list[Finding]) -> list[Finding]:
+    *shown, last = findings[:_MOST_ALIKE]
+    left_out = len(findings) - _MOST_ALIKE
+    if left_out > 0:
+        last = dataclasses.replace(last, where=f"{last.where} and {left_out} more like it")
+    return [*shown, last]
 
 
 def as_dicts(findings: Iterable[Finding]) -> list[dict[str, str]]:

@@ -5,7 +5,10 @@ A mistake in the flags is one sentence on stderr, and exit code 2.
 
 import argparse
 import importlib
+import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
@@ -15,29 +18,54 @@ _COMMANDS = ("data-service", "doctor", "launch")  # each is a file in kdpkit/_co
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and give its exit code.
+    """Run a subcommand and give its exit code; 130 after Ctrl-C.
+
+    Without `argv` it is the whole process that is the command, and its words are taken. Then the
+    process ends with the command, and waits for no thread that a program left behind.
 
     >>> main(["launch", "--workers", "1", "--", "echo", "hello"])
     worker 0 | hello
     0
     """
-    words = list(sys.argv[1:] if argv is None else argv)
+    code = _run([*sys.argv[1:]] if argv is None else [*argv])
+    if argv is None:
+        _leave(code)
+    return code
+
+
+def _run(words: list[str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     try:
-        args = _parser().parse_args(words[:split])
+        args, unknown = _parser().parse_known_args(words[:split])
+        if unknown:
+            _refuse(f"kdpkit {args.command}", f"unrecognized arguments: {' '.join(unknown)}")
         args.rest = words[split + 1 :]
         return int(args.run(args))
     except _checks.InputError as error:
         sys.stderr.write(f"kdpkit: {error}\n")
         return 2
+    except KeyboardInterrupt:
+        sys.stderr.write("kdpkit: Stopped by Ctrl-C.\n")
+        return 128 + signal.SIGINT
+
+
+def _leave(code: int) -> None:
+    sys.stdout.flush()
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a program may print while Python ends
+    threads = [thread for thread in threading.enumerate() if not thread.daemon]
+    if threads != [threading.main_thread()]:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _refuse(command: str, problem: str) -> NoReturn:
+    raise _checks.InputError(f"{problem.rstrip('.')}. What there is, `{command} --help` lists.")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong, in place of printing the usage and leaving Python."""
-        raise _checks.InputError(
-            f"{message.rstrip('.')}. What there is, `{self.prog} --help` lists."
-        )
+        _refuse(self.prog, message)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -164,7 +164,7 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "loop: loss (12, 1)" in printed
     assert "stored: ['.lock', 'logs', 'model-1.keras', 'state-000001-000000000.npz']" in printed
     assert "gs: Nothing that is installed reads and writes gs:// (" in printed
-    assert "TPU: tile-batch\n" in printed  # three rows in a batch
+    assert "TPU: tile-batch unseen-batches\n" in printed  # three rows in each of four
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
     images = np.zeros((70, 8, 8), "uint8")
     for split, rows in (("train", 70), ("t10k", 9)):

@@ -3,11 +3,15 @@
 import argparse
 import contextlib
 import json
+import os
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from kdpkit import _checks
 
 HELP = "find what would stop or slow training on a TPU, on this machine"
+_STDOUT, _STDERR = 1, 2  # file descriptors
 
 _EXAMPLE = """\
 TARGET is a script, which runs up to its first `fit` and trains nothing, or `module:name` or
@@ -50,19 +54,27 @@ def run(args: argparse.Namespace) -> int:
     replicas = _checks.integer("replicas", args.replicas)
     from kdpkit.diagnostics import _target
 
-    training = _target.training_of(args.tpu, args.rest)
-    from kdpkit import diagnostics
+    def check(training: Any) -> Any:
+        from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
-    with contextlib.redirect_stdout(sys.stderr):  # of a dataset or model that prints
-        report = diagnostics.check_tpu(
-            training.dataset,
-            model=training.model,
-            replicas=replicas,
-            callbacks=training.callbacks,
-            validation_data=training.validation_data,
-            batch_size=training.batch_size,
-            remote=args.remote,
-        )
+        return diagnostics.check_tpu(**vars(training), replicas=replicas, remote=args.remote)
+
+    with _stdout_to_stderr():
+        report = _target.checked(args.tpu, args.rest, check)
     said = json.dumps(report.to_dict(), indent=2) if args.json else str(report)
     sys.stdout.write(said + "\n")
     return 0 if report.clean else 1
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Keep stdout for the report: what is printed meanwhile, also by child processes, is stderr."""
+    sys.stdout.flush()
+    saved = os.dup(_STDOUT)
+    os.dup2(_STDERR, _STDOUT)
+    try:
+        yield
+    finally:
+        (sys.__stdout__ or sys.stdout).flush()  # what is left in it goes to stderr too
+        os.dup2(saved, _STDOUT)
+        os.close(saved)

@@ -1,16 +1,19 @@
-"""Running a script up to its first `fit`, to see what it would train on what.
+"""Running a script up to its first `fit`, and checking there what it would train on what.
 
 The script runs in this process, as its user runs it. Keras is loaded by the script, after it chose
-its backend; so `fit` is replaced at that moment, and put back when the script has reached it.
+its backend; so `fit` is replaced at that moment, and put back when the script has ended. The check
+is made inside of that `fit`: files are still open there, and modules are still found.
 """
 
 import contextlib
 import importlib.abc
 import importlib.util
 import inspect
+import math
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,36 +31,45 @@ class Training:
     callbacks: Any = ()
     validation_data: Any = None
     batch_size: int | None = None
+    validation_batch_size: int | None = None
 
 
-class _Reached(BaseException):
+Check = Callable[[Training], Any]
+
+
+class Reached(BaseException):
     """Ends the script; no `except Exception` of its own is to catch that."""
 
-    def __init__(self, training: Training) -> None:
-        super().__init__()
-        self.training = training
 
-
-def run_to_fit(script: str, arguments: Sequence[str]) -> Training:
-    """Run a script up to its first `fit` or `TrainingLoop.fit`; nothing is trained.
+def run_to_fit(script: str, arguments: Sequence[str], check: Check) -> Any:
+    """Run a script up to its first `fit` or `TrainingLoop.fit`, and check there; train nothing.
 
     What it prints goes to stderr.
 
+    Returns:
+        What the check returns.
+
     Raises:
-        ValueError: There is no such file, the script raises or ends before.
+        ValueError: There is no such file, the script raises or ends before, or the check raises.
     """
     path = _files.readable_here(script)
+    at_fit = AtFit(check)
     try:
-        with _as_program(path, arguments), _fit_replaced():
+        with as_program(str(path), arguments, path.resolve().parent), at_fit.replaced():
             runpy.run_path(str(path), run_name="__main__")
-    except _Reached as reached:
-        return reached.training
-    except SystemExit as end:
-        if end.code:
-            _refuse(f"`{script}` ended before its `fit`: {said(end)}.")
-    except Exception as error:  # a script may raise anything
+    except (Reached, SystemExit, Exception) as error:  # a script may raise anything
+        if not at_fit.outcome.done():
+            _refuse_end(script, error)
+    if not at_fit.outcome.done():
+        _refuse(f"`{script}` ended without a `fit` of a Keras model or a `TrainingLoop`.")
+    return at_fit.outcome.result()
+
+
+def _refuse_end(script: str, error: BaseException) -> None:
+    if not isinstance(error, SystemExit):
         raise _checks.InputError(f"`{script}` failed before its `fit`: {said(error)}") from error
-    return _refuse(f"`{script}` ended without a `fit` of a Keras model or a `TrainingLoop`.")
+    if error.code:
+        _refuse(f"`{script}` ended before its `fit`: {said(error)}.")
 
 
 def said(error: BaseException) -> str:
@@ -75,11 +87,11 @@ def _refuse(problem: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Give the script its arguments, and the modules beside it."""
+def as_program(name: str, arguments: Sequence[str], directory: Path) -> Iterator[None]:
+    """Give a program its arguments, and the modules of its directory; stdout is stderr."""
     before = sys.argv, sys.path[:]
-    sys.argv = [str(path), *arguments]
-    sys.path.insert(0, str(path.resolve().parent))
+    sys.argv = [name, *arguments]
+    sys.path.insert(0, str(directory))
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
@@ -87,21 +99,64 @@ def _as_program(path: Path, arguments: Sequence[str]) -> Iterator[None]:
         sys.argv, sys.path[:] = before
 
 
-@contextlib.contextmanager
-def _fit_replaced() -> Iterator[None]:
-    """Let both `fit` stop the script, from the moment that their modules are loaded."""
-    with contextlib.ExitStack() as undo:
-        actions: dict[str, Callable[[ModuleType], None]] = {
-            "keras": lambda keras: _replace(undo, keras.Model, _of_keras),
-            "kdpkit.training._loop": lambda loop: _replace(undo, loop.TrainingLoop, _of_loop),
-        }
-        for name in [*actions]:
-            if name in sys.modules:
-                actions.pop(name)(sys.modules[name])
-        finder = _WhenLoaded(actions)
-        sys.meta_path.insert(0, finder)
-        undo.callback(sys.meta_path.remove, finder)
-        yield
+class AtFit:
+    """A check in the place of `fit`, which is made once and then ends the program.
+
+    Attributes:
+        outcome: What the check returned or raised; done when a `fit` was reached. It is held here,
+            as a program may catch what ends it, or raise something else on its way out.
+    """
+
+    def __init__(self, check: Check) -> None:
+        self.outcome: Future[Any] = Future()
+        self._check = check
+        self._is_checking = False
+
+    @contextlib.contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Replace both `fit`, from the moment that their modules are loaded."""
+        with contextlib.ExitStack() as undo:
+            actions: dict[str, Callable[[ModuleType], None]] = {
+                "keras": lambda keras: self._replace(undo, keras.Model, _of_keras),
+                "kdpkit.training._loop": lambda loop: self._replace(
+                    undo, loop.TrainingLoop, _of_loop
+                ),
+            }
+            for name in [*actions]:
+                if name in sys.modules:
+                    actions.pop(name)(sys.modules[name])
+            finder = _WhenLoaded(actions)
+            sys.meta_path.insert(0, finder)
+            undo.callback(sys.meta_path.remove, finder)
+            yield
+
+    def _replace(
+        self, undo: contextlib.ExitStack, owner: Any, read: Callable[..., Training]
+    ) -> None:
+        original = owner.fit
+        signature = inspect.signature(original)
+
+        def fit(*args: Any, **settings: Any) -> Any:
+            if self._is_checking:  # which builds models with it
+                return original(*args, **settings)
+            call = signature.bind(*args, **settings)
+            call.apply_defaults()
+            if not self.outcome.done():
+                self._run_check(lambda: read(*args[:1], call.arguments))
+            raise Reached
+
+        own = vars(owner).get("fit")
+        owner.fit = fit
+        undo.callback(setattr, owner, "fit", own) if own else undo.callback(delattr, owner, "fit")
+
+    def _run_check(self, training: Callable[[], Training]) -> None:
+        self._is_checking = True
+        try:
+            self.outcome.set_result(self._check(training()))
+        except Exception as error:  # raised again where the outcome is asked for
+            self.outcome.set_exception(error)
+        finally:
+            self._is_checking = False
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
@@ -127,28 +182,24 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
         return spec
 
 
-def _replace(undo: contextlib.ExitStack, owner: Any, read: Callable[..., Training]) -> None:
-    """Replace `owner.fit` by what reads its arguments and stops."""
-    signature = inspect.signature(owner.fit)
-
-    def fit(*args: Any, **settings: Any) -> Any:
-        call = signature.bind(*args, **settings)
-        call.apply_defaults()
-        raise _Reached(read(*args[:1], call.arguments))
-
-    own = vars(owner).get("fit")
-    owner.fit = fit
-    undo.callback(setattr, owner, "fit", own) if own else undo.callback(delattr, owner, "fit")
-
-
 def _of_keras(model: Any, given: dict[str, Any]) -> Training:
-    x, y, sample_weight = (given[name] for name in ("x", "y", "sample_weight"))
+    from kdpkit.batches import rows_of  # these load Keras, as the script has
+    from kdpkit.diagnostics import _batch
+
+    data = given["x"], given["y"], given["sample_weight"]
+    held_out, batch_size = given["validation_data"], given["batch_size"]
+    if _batch.are_arrays(data):
+        if given["validation_split"] and held_out is None:
+            data, held_out = _batch.split(data, given["validation_split"])
+        if batch_size is None and given["steps_per_epoch"]:
+            batch_size = math.ceil(rows_of(data) / given["steps_per_epoch"])  # as Keras does
     return Training(
-        dataset=x if y is None and sample_weight is None else (x, y, sample_weight),
+        dataset=data[0] if data[1] is None and data[2] is None else data,
         model=model,
-        callbacks=given["callbacks"] or (),
-        validation_data=given["validation_data"],
-        batch_size=given["batch_size"],
+        callbacks=() if given["callbacks"] is None else given["callbacks"],
+        validation_data=held_out,
+        batch_size=batch_size,
+        validation_batch_size=given["validation_batch_size"],
     )
 
 

@@ -10,19 +10,23 @@ from typing import Any
 
 from kdpkit import _checks, _files
 from kdpkit.diagnostics import _script
-from kdpkit.diagnostics._script import Training
+from kdpkit.diagnostics._script import AtFit, Check, Reached, Training
 
 
-def training_of(target: str, arguments: Sequence[str]) -> Training:
-    """Give what a target trains on what.
+def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
+    """Check what a target trains on what.
 
     Args:
         target: `train.py`; or `package.module:name` or `file.py:name` of a dataset, or of a
             function without arguments that gives a dataset or (dataset, model).
         arguments: Of the script.
+        check: Called with what the target trains, while the script is at its `fit`.
+
+    Returns:
+        What the check returns.
 
     Raises:
-        ValueError: There is no such thing, or it fails.
+        ValueError: There is no such thing, or it fails, or the check raises.
     """
     place, colon, name = target.rpartition(":")
     if not colon:
@@ -32,29 +36,47 @@ def training_of(target: str, arguments: Sequence[str]) -> Training:
                 target=target,
                 remedy="Write `kdpkit doctor --tpu train.py`.",
             )
-        return _script.run_to_fit(target, arguments)
+        return _script.run_to_fit(target, arguments, check)
     if arguments:
         _checks.refuse(
             "Arguments after `--` are those of a script.", target=target, arguments=arguments
         )
+    is_file = place.endswith(".py")
+    directory = _files.readable_here(place).resolve().parent if is_file else Path.cwd()
+    with _script.as_program(place, (), directory):
+        given = _named(target, place, name)
+        if isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit"):
+            return check(Training(*given))
+        return check(Training(given))
+
+
+def _named(target: str, place: str, name: str) -> Any:
+    """Give what a module has under a name, or what the function of that name gives."""
+    at_fit = AtFit(lambda training: training)
     try:
-        module = _from_file(place) if place.endswith(".py") else _from_path(place)
-        given = getattr(module, name, None)
-        if given is None:
-            _checks.refuse(f"`{place}` has no `{name}`.", target=target)
-        given = given() if _is_function(given) else given
+        with at_fit.replaced():
+            module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
+            given: Any = getattr(module, name, None)
+            given = given() if _is_function(given) else given
     except _checks.InputError:
         raise
-    except Exception as error:  # a module and a function may raise anything
-        raise _checks.InputError(f"`{target}` fails: {_script.said(error)}") from error
-    if isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit"):
-        return Training(given[0], given[1])
-    return Training(given)
+    except (Reached, SystemExit, Exception) as error:  # a module and a function may raise anything
+        if not at_fit.outcome.done():
+            raise _checks.InputError(f"`{target}` fails: {_script.said(error)}") from error
+    if at_fit.outcome.done():
+        _checks.refuse(
+            f"`{place}` comes to a `fit` before it gives `{name}`; nothing was trained.",
+            target=target,
+            remedy="Put the `fit` under `if __name__ == '__main__':`, or check the program: "
+            f"`kdpkit doctor --tpu {place}`.",
+        )
+    if given is None:
+        _checks.refuse(f"`{place}` has no `{name}`, or it is None.", target=target)
+    return given
 
 
 def _from_file(place: str) -> ModuleType:
-    path = _files.readable_here(place)
-    sys.path.insert(0, str(path.resolve().parent))
+    path = Path(place)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "every `.py` file has a loader"
     assert spec.loader is not None
@@ -62,11 +84,6 @@ def _from_file(place: str) -> ModuleType:
     sys.modules[path.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _from_path(place: str) -> ModuleType:
-    sys.path.insert(0, str(Path.cwd()))
-    return importlib.import_module(place)
 
 
 def _is_function(value: Any) -> bool:

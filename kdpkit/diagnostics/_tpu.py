@@ -61,13 +61,17 @@ def check_tpu(
     callbacks: Any = (),
     validation_data: Any = None,
     batch_size: int | None = None,
+    validation_batch_size: int | None = None,
     remote: bool = False,
 ) -> TpuReport:
     """Find on this machine what would stop a TPU, or waste its time.
 
     Everything that can be known before a TPU is reached is looked at. One batch is taken from the
     data (of a `PyDataset` the last one too), and the training step (forward pass, loss, gradients,
-    update, metrics) is traced and compiled, but never run: no weight changes. The rules:
+    update, metrics) is traced and compiled, but never run: no weight changes, and training goes on
+    as if nothing had been looked at, but for the order of some shuffles. A `tf.data`
+    `Dataset.shuffle` that shuffles each iteration anew has counted one; and a `fit` that shuffles
+    arrays draws an order less, as the model is built when it comes. The rules:
 
     - `dynamic-shape`, `dynamic-batch`, `uneven-batch`: sizes that vary, in the data or in the step;
       a batch that the cores do not divide.
@@ -81,21 +85,23 @@ def check_tpu(
       JAX by its lowering for TPUs, which runs on any machine. `untraceable-step`: the step raises.
     - `host-transfer`: callbacks that make Keras wait for each step.
     - `local-file`: files that a TPU reached over the network cannot read.
-    - `eager-step`, and `tensorflow`: a note, as Keras' TPUs are JAX's. `unchecked-step` and
-      `unread-pipeline` are notes on what could not be looked at.
+    - `eager-step`, and `tensorflow`: a note, as Keras' TPUs are JAX's. `unchecked-step`,
+      `unchecked-data`, `unread-pipeline` and `unseen-batches` are notes on what was not looked at.
 
     What only a TPU can tell remains open: its memory, its speed, and what its compiler refuses of
     that which XLA has for CPUs (TensorFlow).
 
     Args:
-        dataset: What `fit` is to train on: a `tf.data.Dataset` or a `keras.utils.PyDataset` of
-            global batches, or arrays `x`, `(x, y)` or `(x, y, sample_weight)`.
+        dataset: What `fit` is to train on: a `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain
+            dataset or a PyTorch `DataLoader` of global batches, or arrays `x`, `(x, y)` or `(x, y,
+            sample_weight)`. A Python generator is left alone, as it gives each batch once.
         model: A compiled Keras model, or a `kdpkit.training.TrainingLoop`; on TensorFlow one that
             lives on a single replica. It is built if it is not.
         replicas: Cores that share a global batch; 8 on the usual TPU host.
         callbacks: Those of `fit`.
         validation_data: As `dataset`.
         batch_size: Rows in the batches that `fit` cuts arrays into; None takes 32, as Keras.
+        validation_batch_size: Such rows of `validation_data`; None takes `batch_size`.
         remote: Whether the TPU is reached over the network, where TensorFlow reads data. A TPU VM,
             such as Colab's, reads its own disk.
 
@@ -120,18 +126,27 @@ def check_tpu(
     """
     replicas = _checks.integer("replicas", replicas)
     backend = _backend(remote)
-    if dataset is None and model is None and not callbacks:
+    has_callbacks = callbacks is not None and callbacks not in ((), [])
+    if dataset is None and model is None and not has_callbacks and validation_data is None:
         _checks.refuse("There is nothing to check: give a dataset, a model or callbacks.")
     _check_model(model)
     checks = _Checks(model, replicas, remote)
     if dataset is not None:
         checks.data(dataset, batch_size)
     if validation_data is not None:
-        checks.validation(validation_data, batch_size)
+        checks.validation(
+            validation_data, batch_size if validation_batch_size is None else validation_batch_size
+        )
     if model is not None:
         checks.of_model()
-    if callbacks:
+    if has_callbacks:
         checks.callbacks(callbacks)
+    if not checks.checked:
+        _checks.refuse(
+            "Nothing of it can be looked at: generators give each batch once, and a model shows "
+            "its step and its widths when it is built or has data.",
+            remedy="Give a dataset of another kind, such as a `tf.data.Dataset`.",
+        )
     if backend == "tensorflow":
         checks.found.append(_tensorflow_note())
     return TpuReport(
@@ -154,10 +169,13 @@ class _Checks:
     def data(self, dataset: Any, batch_size: int | None) -> None:
         self._dataset = dataset
         self._batches = self._of_dataset(dataset, batch_size, "train")
-        self.checked.append("data")
+        if self._batches is not None:
+            self.checked.append("data")
 
     def validation(self, dataset: Any, batch_size: int | None) -> None:
-        self._of_dataset(dataset, batch_size, "validation")
+        is_seen = self._of_dataset(dataset, batch_size, "validation") is not None
+        if is_seen and "data" not in self.checked:
+            self.checked.append("validation data")
 
     def of_model(self) -> None:
         model = _tpu_step.model_of(self._trainer)
@@ -166,7 +184,7 @@ class _Checks:
             first = self._batches.first
             self.found += _tpu_step.findings(self._trainer, self._dataset, first)
             self.checked.append("step")
-        elif self._batches is not None:
+        elif self._dataset is not None:
             self.found.append(_unchecked_step())
         widths = _output_widths(model, first)
         if widths is not None:
@@ -179,8 +197,12 @@ class _Checks:
         self.found += _tpu_callbacks.findings(callbacks, steps_at_once=at_once)
         self.checked.append("callbacks")
 
-    def _of_dataset(self, dataset: Any, batch_size: int | None, what: str) -> _batch.Batches:
-        batches = _batch.batches_of(dataset, batch_size)
+    def _of_dataset(self, dataset: Any, batch_size: int | None, what: str) -> _batch.Batches | None:
+        if _batch.is_generator(dataset):
+            self.found.append(_unchecked_data(what))
+            return None
+        name = "dataset" if what == "train" else "validation_data"
+        batches = _batch.batches_of(dataset, batch_size, name=name)
         self.found += _tpu_data.findings(
             batches,
             replicas=self._replicas,
@@ -274,8 +296,19 @@ def _unchecked_step() -> _findings.Finding:
         "unchecked-step",
         "note",
         "train step",
-        "It was not compiled, as these data cannot reach it.",
+        "It was not compiled, as these data cannot reach it, or were not looked at.",
         "Mend the data first, and check again.",
+    )
+
+
+def _unchecked_data(what: str) -> _findings.Finding:
+    return _findings.Finding(
+        "unchecked-data",
+        "note",
+        what,
+        "It is a Python generator, which gives each batch once: a look would take one away.",
+        "Give a dataset that can be begun again, such as a `keras.utils.PyDataset` or a "
+        "`tf.data.Dataset`; generators feed a TPU one batch after the other.",
     )
 
 

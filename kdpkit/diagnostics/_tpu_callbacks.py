@@ -12,9 +12,11 @@ from typing import Any
 
 import keras
 
+from kdpkit import _checks
 from kdpkit._findings import Finding
 
 _HOOKS = ("on_batch_end", "on_train_batch_end")  # those that Keras looks at
+_KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 _BATCHES_BETWEEN_WRITES = 50  # fewer are often
 
 
@@ -25,7 +27,7 @@ def findings(callbacks: Iterable[Any], *, steps_at_once: int) -> Iterator[Findin
         callbacks: Keras callbacks.
         steps_at_once: Steps in a compiled call, after which callbacks are called.
     """
-    callbacks = keras.tree.flatten(callbacks or ())
+    callbacks = [*_each(callbacks)]
     if keras.backend.backend() == "jax":
         yield from (_waits(callback) for callback in callbacks if makes_keras_wait(callback))
     else:
@@ -42,6 +44,18 @@ def makes_keras_wait(callback: Any) -> bool:
     return any(getattr(hook, "__func__", hook) is not default for hook, default in hooks)
 
 
+def _each(callbacks: Any) -> Iterator[keras.callbacks.Callback]:
+    """Give them one by one, also those inside of a `CallbackList`."""
+    for callback in keras.tree.flatten(callbacks):
+        if isinstance(callback, keras.callbacks.CallbackList):
+            # What it has added itself, such as the progress line, does no harm; see above.
+            yield from (each for each in callback.callbacks if not isinstance(each, _KERAS_OWN))
+        elif isinstance(callback, keras.callbacks.Callback):
+            yield callback
+        elif callback is not None:
+            _checks.refuse("`callbacks` must be Keras callbacks.", callback=callback)
+
+
 def _waits(callback: Any) -> Finding:
     return Finding(
         "host-transfer",
@@ -55,9 +69,10 @@ def _waits(callback: Any) -> Finding:
 
 
 def _writes_often(callback: Any) -> Finding | None:
-    every: Any = getattr(callback, "update_freq", "epoch")
-    if every == "epoch" or every >= _BATCHES_BETWEEN_WRITES:
-        return None
+    every: Any = getattr(callback, "update_freq", None)
+    every = 1 if every == "batch" else every
+    if not isinstance(every, int) or every >= _BATCHES_BETWEEN_WRITES:
+        return None  # `"epoch"`, or something of the user's own
     return Finding(
         "host-transfer",
         "slow",

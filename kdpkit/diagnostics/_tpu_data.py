@@ -28,6 +28,8 @@ def findings(
         yield from _of_part(part, what)
     if any(part.is_dense and part.shape and part.shape[0] is None for part in batches.parts):
         yield _uneven(what, takes_uneven)
+    if batches.looked_at:
+        yield _unseen(batches.looked_at, what)
     if batches.rows:
         yield from _of_rows(batches.rows, replicas, takes_uneven, what)
 
@@ -45,7 +47,11 @@ def _of_part(part: Part, what: str) -> Iterator[Finding]:
         )
     elif part.dtype in ("int64", "uint64", "float64"):
         yield _of_64_bits(part, where)
-    if not part.is_dense:
+    if part.dtype == "object":
+        yield _open_shape(
+            where, f"`{part.name}` holds Python objects, such as rows of different lengths."
+        )
+    elif not part.is_dense:
         yield _open_shape(where, f"`{part.name}` is ragged or sparse.")
     elif part.shape is None:
         yield _open_shape(where, f"The number of axes of `{part.name}` is not known.")
@@ -62,9 +68,19 @@ def _open_shape(where: str, problem: str) -> Finding:
         f"{problem} A TPU runs a program that is compiled for fixed shapes: it refuses others, or "
         "compiles anew for each of them.",
         "Give one length, with `padded_batch(size, padded_shapes=..., drop_remainder=True)` or "
-        "`kdpkit.pipelines.tokenize(sequence_length=...)`, or a few, with "
-        "`Dataset.bucket_by_sequence_length(pad_to_bucket_boundary=True)`. After Python functions "
-        "say it with `tf.ensure_shape`.",
+        "`kdpkit.pipelines.tokenize(sequence_length=...)`. Where the pipeline's Python functions "
+        "hide a shape that is fixed, say it with `tf.ensure_shape`.",
+    )
+
+
+def _unseen(looked_at: str, what: str) -> Finding:
+    return Finding(
+        "unseen-batches",
+        "note",
+        what,
+        f"Looked at was {looked_at}; whether others have the same shapes and types is not known.",
+        "Give every batch the same; a `tf.data.Dataset` says of itself what all of its batches "
+        "are.",
     )
 
 

@@ -1,6 +1,6 @@
 """What a `tf.data` pipeline's own graph says: Python functions in it, and the files it reads."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,14 @@ import tensorflow as tf
 from kdpkit._findings import Finding
 
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
-_READING_OPS = (
-    *("TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "MatchingFilesDataset"),
-    *("FixedLengthRecordDataset", "FixedLengthRecordDatasetV2", "CSVDataset", "CSVDatasetV2"),
-    *("CacheDataset", "CacheDatasetV2", "ReadFile", "SaveDataset", "LoadDataset"),
-    *("SnapshotDataset", "SnapshotDatasetV2", "DatasetFromGraph"),
-)
+_READING_OPS = {  # and which of their inputs names the files
+    **dict.fromkeys(("TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset"), 0),
+    **dict.fromkeys(("FixedLengthRecordDataset", "FixedLengthRecordDatasetV2"), 0),
+    **dict.fromkeys(("CSVDataset", "CSVDatasetV2", "MatchingFilesDataset"), 0),
+    **dict.fromkeys(("ReadFile", "LoadDataset"), 0),
+    **dict.fromkeys(("CacheDataset", "CacheDatasetV2"), 1),
+    **dict.fromkeys(("SnapshotDataset", "SnapshotDatasetV2", "SaveDataset", "SaveDatasetV2"), 1),
+}
 _NAMES_SHOWN = 2
 
 
@@ -49,8 +51,8 @@ def findings(dataset: tf.data.Dataset, *, remote: bool, what: str) -> Iterator[F
             "example after the other on the host, for which the TPU waits.",
             "Write it in TensorFlow operations, or prepare the data beforehand, in TFRecord files.",
         )
-    if remote and any(node.op in _READING_OPS for node in nodes):
-        names = [*dict.fromkeys(filter(_is_local, _texts(nodes)))]
+    if remote:
+        names = [*dict.fromkeys(_Graph(graph).local_files())]
         if names:
             more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
             yield Finding(
@@ -73,22 +75,86 @@ def _graph_of(dataset: tf.data.Dataset) -> Any:
     return tf.compat.v1.GraphDef.FromString(serialized.numpy())
 
 
-def _texts(nodes: list[Any]) -> Iterator[str]:
-    """Give the constants of a graph that are text, of which file names are some."""
-    for node in nodes:
-        value = node.attr["value"].tensor if node.op == "Const" else None
-        if value is not None and value.dtype == tf.string.as_datatype_enum:
-            texts = tf.io.parse_tensor(value.SerializeToString(), tf.string)
-            for text in np.ravel(texts.numpy()):
-                yield text.decode(errors="replace")
+class _Graph:
+    """A pipeline's graph, searched for the constants that name the files it reads."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._functions = {f.signature.name: f.node_def for f in graph.library.function}
+
+    def local_files(self) -> Iterator[str]:
+        """Give the names of files here, patterns of such, and caches to be made."""
+        yield from self._read_by(self._graph.node)
+
+    def _read_by(self, nodes: Iterable[Any]) -> Iterator[str]:
+        by_name = {node.name: node for node in nodes}
+        for node in by_name.values():
+            inputs = [by_name[name] for name in _inputs(node) if name in by_name]
+            if node.op in _READING_OPS:
+                named = by_name.get([*_inputs(node)][_READING_OPS[node.op]])
+                if named is not None and named.op == "Const":
+                    yield from filter(_is_local_name, _texts(named))
+                elif named is not None:
+                    yield from filter(_is_local, self._texts_before([named], by_name))
+            called = [*self._called(node)]
+            for function in called:
+                yield from self._read_by(function)
+            if any(map(self._reads, called)):  # what it is given
+                yield from filter(_is_local, self._texts_before(inputs, by_name))
+
+    def _texts_before(self, nodes: Iterable[Any], by_name: dict[str, Any]) -> Iterator[str]:
+        """Give the texts that nodes are made of, those in functions too."""
+        waiting, seen = [*nodes], set()
+        while waiting:
+            node = waiting.pop()
+            if node.name not in seen:
+                seen.add(node.name)
+                yield from _texts(node)
+                for function in self._called(node):
+                    for inner in function:
+                        yield from _texts(inner)
+                waiting += [by_name[name] for name in _inputs(node) if name in by_name]
+
+    def _called(self, node: Any) -> Iterator[Any]:
+        """Give the nodes of each function that a node calls."""
+        for attribute in node.attr.values():
+            for function in (attribute.func, *attribute.list.func):
+                if function.name in self._functions:
+                    yield self._functions[function.name]
+
+    def _reads(self, nodes: Iterable[Any]) -> bool:
+        return any(
+            node.op in _READING_OPS or any(map(self._reads, self._called(node))) for node in nodes
+        )
+
+
+def _inputs(node: Any) -> Iterator[str]:
+    """Name the nodes that a node takes values from, in their order."""
+    return (name.split(":")[0] for name in node.input if not name.startswith("^"))
+
+
+def _texts(node: Any) -> Iterator[str]:
+    """Give what a constant says, if it is text."""
+    value = node.attr["value"].tensor if node.op == "Const" else None
+    if value is not None and value.dtype == tf.string.as_datatype_enum:
+        texts = tf.io.parse_tensor(value.SerializeToString(), tf.string)
+        for text in np.ravel(texts.numpy()):
+            yield text.decode(errors="replace")
+
+
+def _is_local_name(text: str) -> bool:
+    """Tell whether what certainly names a file names one here."""
+    return bool(text) and (text.startswith("file://") or "://" not in text)
 
 
 def _is_local(text: str) -> bool:
-    """Tell whether a text names a file here, a pattern of such, or a cache to be made."""
+    """Tell whether a text, which may be a part of a name or a separator, names a file here."""
+    if text.startswith("file://"):
+        return True
     if not text or "://" in text or "\0" in text or "\n" in text:
         return False
     path = Path(text)
     try:
-        return path.is_absolute() or path.exists()
+        return bool(path.name) and (path.is_absolute() or path.exists())
     except OSError:  # too long for a name
         return False

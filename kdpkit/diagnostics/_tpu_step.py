@@ -70,7 +70,23 @@ def build(model: Any, first: Any) -> None:
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
     rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     fit = vars(model).get("fit") or functools.partial(keras.Model.fit, model)
-    fit(x, y, sample_weight=sample_weight, batch_size=rows, epochs=0, verbose=0)
+    with _history_kept(model):
+        # Without shuffling, for which random numbers would be drawn.
+        settings = {"batch_size": rows, "epochs": 0, "shuffle": False, "verbose": 0}
+        fit(x, y, sample_weight=sample_weight, **settings)
+
+
+@contextlib.contextmanager
+def _history_kept(model: Any) -> Iterator[None]:
+    """Leave `model.history` of an earlier `fit` as it is."""
+    before = vars(model).get("history")
+    try:
+        yield
+    finally:
+        if before is not None:
+            model.history = before
+        elif "history" in vars(model):
+            del model.history
 
 
 def layer_at(model: Any, scope: str) -> str | None:

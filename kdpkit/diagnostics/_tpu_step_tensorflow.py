@@ -1,7 +1,10 @@
 """The training step on TensorFlow: its graph, and what XLA makes of it."""
 
 import re
+import site
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -25,6 +28,7 @@ _DYNAMIC_OPS = {
     "NonMaxSuppressionV2": "tf.image.non_max_suppression",
     "NonMaxSuppressionV3": "tf.image.non_max_suppression",
 }
+_LIBRARIES = ("keras", "keras_hub", "tensorflow", "kdpkit")
 _SMALL = 8  # entries
 _PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 _CALLED = {"StringFormat": " (of `tf.print`)", "PrintV2": " (`tf.print`)"}
@@ -136,7 +140,16 @@ def _is_of_library(operation: Any) -> bool:
         return True
     frames = (frame.filename for frame in reversed(operation.traceback))
     caller = next((file for file in frames if "/tensorflow/python/" not in file), "")
-    return "site-packages" in caller
+    return any(Path(caller).is_relative_to(directory) for directory in _library_directories())
+
+
+def _library_directories() -> Iterator[Path]:
+    """Give where packages are: Debian and Colab call it `dist-packages`."""
+    yield from map(Path, (*site.getsitepackages(), site.getusersitepackages()))
+    for name in _LIBRARIES:  # which may be installed anywhere, this one too
+        module = sys.modules.get(name)
+        if module is not None and module.__file__:
+            yield Path(module.__file__).parent
 
 
 def _is_small(shape: Any) -> bool:

@@ -112,6 +112,23 @@ def test_event_files_written_every_few_batches_are_found(every, found, tmp_path)
 
 
 @pytest.mark.tensorflow
+@pytest.mark.parametrize(("every", "found"), [("batch", 1), (None, 0), ("never", 0), (1, 1)])
+def test_a_callback_of_a_user_may_call_its_frequency_anything(every, found):
+    callback = Epochwise()
+    callback.update_freq = every
+    assert len(slow(callback)) == found
+
+
+@pytest.mark.jax
+def test_a_list_of_callbacks_is_opened():
+    keras_own = {"add_history": True, "add_progbar": True}
+    for callback, found in ((Batchwise(), ["callback Batchwise"]), (Epochwise(), [])):
+        together = keras.callbacks.CallbackList([callback], **keras_own)
+        assert slow(together) == found
+        assert [f.where for f in check_tpu(callbacks=together).findings] == found
+
+
+@pytest.mark.tensorflow
 def test_on_tensorflow_keras_waits_in_any_case_and_one_note_says_so():
     spy = Safe()
     trained_with(spy, Epochwise())

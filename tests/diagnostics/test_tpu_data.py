@@ -1,6 +1,7 @@
 """What the data say, on both backends: arrays and `PyDataset`."""
 
 import json
+import random
 
 import hypothesis
 import keras
@@ -122,10 +123,116 @@ def test_rows_of_varying_length_are_refused_and_of_one_length_are_not():
     assert rules(check_tpu(Lengths(5, 5))) == set()
 
 
+class Given(keras.utils.PyDataset):
+    """Gives the batches that it was given."""
+
+    def __init__(self, *batches):
+        super().__init__()
+        self.batches = batches
+
+    def __len__(self):
+        return len(self.batches)
+
+    def __getitem__(self, index):
+        return self.batches[index]
+
+
+class Unsized(keras.utils.PyDataset):
+    def __getitem__(self, index):
+        return X[:64], Y[:64]
+
+
+class Endless(Unsized):
+    num_batches = None
+
+
+def notes(dataset, **settings):
+    found = check_tpu(dataset, **settings).findings
+    return [finding for finding in found if finding.level == "note"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "looked_at"),
+    [
+        (Lengths(5, 9, 5), "the first and the last of 3 batches"),
+        (Endless(), "the first batch"),
+    ],
+)
+def test_a_note_says_which_batches_were_looked_at_where_others_may_differ(dataset, looked_at):
+    (note,) = (note for note in notes(dataset) if note.rule == "unseen-batches")
+    assert f"Looked at was {looked_at};" in note.problem
+
+
+def test_no_note_is_needed_where_all_batches_are_known():
+    for dataset in (Lengths(5, 5), (X, Y), batches.ArrayBatches((X, Y), global_batch_size=64)):
+        assert "unseen-batches" not in {note.rule for note in notes(dataset)}
+
+
+def generator(*data):
+    yield from data
+
+
+def test_a_generator_is_left_alone_and_the_rest_is_checked():
+    rows = generator("the first batch")
+    model = testing.tiny_classifier(features=8)
+    model.compile("sgd", "mse")
+    report = check_tpu(rows, model=model)
+    assert report.checked == ("widths",)
+    assert {"unchecked-data", "unchecked-step"} <= rules(report, "note")
+    assert next(rows) == "the first batch"
+    report = check_tpu((X, Y), validation_data=generator(), batch_size=64)
+    assert report.checked == ("data",)
+    assert [f.where for f in report.findings if f.rule == "unchecked-data"] == ["validation"]
+
+
+@pytest.mark.needs(keras="3.11", reason="Keras takes no Grain dataset")
+def test_grain_datasets_are_looked_at_and_not_used_up():
+    grain = pytest.importorskip("grain")
+    rows = grain.MapDataset.source([*zip(X.astype("float64"), Y, strict=True)]).batch(64)
+    for dataset in (rows, rows.to_iter_dataset()):
+        assert rules(check_tpu(dataset)) == {"64-bit"}
+        assert len([*dataset]) == 3
+
+
+def test_object_arrays_are_text_only_where_they_hold_text():
+    ragged = np.empty(64, object)
+    ragged[:] = [np.zeros(1 + row % 2) for row in range(64)]
+    assert rules(check_tpu(Given((ragged, Y[:64])))) == {"dynamic-shape"}
+    assert rules(check_tpu(Given((np.array(["a"] * 64, object), Y[:64])))) == {"string"}
+
+
+def test_a_rule_is_not_said_over_and_over():
+    report = checked({f"x{column:03}": X[:, 0].astype("float64") for column in range(100)})
+    found = [finding for finding in report.findings if finding.rule == "64-bit"]
+    assert len(found) == 8
+    assert found[-1].where == "train, x['x007'] and 92 more like it"
+
+
+def test_looking_at_data_draws_none_of_the_random_numbers_of_training():
+    class Drawing(Unsized):
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return X[:64] * np.random.rand() + random.random(), Y[:64]
+
+    drawn = []
+    for is_checked in (False, True):
+        keras.utils.set_random_seed(0)
+        if is_checked:
+            check_tpu(Drawing())
+        drawn.append((np.random.rand(), random.random()))
+    assert drawn[0] == drawn[1]
+
+
 def test_validation_data_are_looked_at_too():
     report = check_tpu((X, Y), validation_data=(X, Y.astype("int64")), batch_size=64)
     (finding,) = (f for f in report.findings if f.level != "note")
     assert (finding.rule, finding.where) == ("64-bit", "validation, y")
+    report = check_tpu((X, Y), validation_data=(X, Y), batch_size=64, validation_batch_size=60)
+    found = {(f.rule, f.where) for f in report.findings if f.level != "note"}
+    assert found == {("uneven-batch", "validation"), ("dynamic-batch", "validation")}
+    assert check_tpu(validation_data=(X, Y), batch_size=64).checked == ("validation data",)
 
 
 @pytest.mark.jax
@@ -148,12 +255,28 @@ def test_the_report_as_json_says_that_nothing_is_proven():
     assert report["findings"][0]["rule"] == "64-bit"
 
 
+def unbuilt():
+    model = keras.Sequential([keras.layers.Dense(3)])
+    model.compile("sgd", "mse")
+    return model
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
         ({}, "nothing to check"),
         ({"dataset": "data"}, "`dataset` must be a `tf.data.Dataset`.*'str'"),
         ({"dataset": iter([X])}, "`dataset` must be"),
+        ({"dataset": (X, Y), "validation_data": "v"}, "`validation_data` must.*validation_data='"),
+        ({"dataset": generator()}, "Nothing of it can be looked at"),
+        ({"dataset": Given((X, Y, Y, Y))}, r"must give `x`, `\(x, y\)` or .*parts=4"),
+        ({"dataset": Given((X, Y), X)}, "different parts.*first=.'x', 'y'.*last=.'x'"),
+        ({"dataset": Given(([1.0] * 64, Y))}, r"gives lists of Python's numbers.*x\[3\]', '...'"),
+        ({"dataset": Unsized()}, "does not say how many batches.*num_batches"),
+        ({"dataset": (X, Y), "batch_size": 0}, "`batch_size` must be a positive integer"),
+        ({"dataset": (X, Y), "callbacks": ["early"]}, "must be Keras callbacks.*'early'"),
+        ({"callbacks": 3}, "`callbacks` must be Keras callbacks.*3"),
+        ({"model": unbuilt()}, "Nothing of it can be looked at.*when it is built"),
         ({"dataset": (X, Y), "replicas": 0}, "`replicas` must be a positive integer"),
         ({"dataset": Lengths()}, "is empty"),
         ({"dataset": Lengths(None)}, "fails when it is to give a batch: OSError: the disk is gone"),

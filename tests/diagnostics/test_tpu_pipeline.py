@@ -57,6 +57,24 @@ def test_lengths_that_vary_are_refused_until_they_are_padded_to_one():
     assert rules(check_tpu(fixed)) == set()
 
 
+def test_what_is_advised_for_lengths_that_vary_is_clean():
+    lines = tf.data.Dataset.range(1, 129).map(lambda n: tf.ones([n]))
+    advice = only(check_tpu(lines.padded_batch(64, drop_remainder=True))).remedy
+    assert "padded_batch(size, padded_shapes=..., drop_remainder=True)" in advice
+    assert "tf.ensure_shape" in advice
+    assert "bucket" not in advice  # gives a few lengths, and the shape (None, None)
+    full = lines.padded_batch(64, padded_shapes=[128], drop_remainder=True)
+    assert rules(check_tpu(full)) == set()
+
+
+def test_a_part_that_is_none_is_not_looked_at():
+    report = check_tpu(dataset().map(lambda x, _: (x, None)))
+    assert rules(report) == set()
+    four = dataset().map(lambda x, y: (x, y, y, y))
+    with pytest.raises(ValueError, match=r"must give `x`, `\(x, y\)` or .*parts=4"):
+        check_tpu(four)
+
+
 def test_ragged_batches_are_refused():
     lines = tf.data.Dataset.range(1, 65).map(lambda n: tf.range(tf.cast(n, tf.int32)))
     report = check_tpu(lines.ragged_batch(64, drop_remainder=True))
@@ -139,6 +157,42 @@ def test_every_kind_of_file_is_seen(tmp_path):
     cached = dataset().cache(str(tmp_path / "cache"))
     for given in (*numbers, cached):
         assert only(check_tpu(given, remote=True)).rule == "local-file"
+
+
+@on_tensorflow
+@pytest.mark.parametrize("form", ["{}", "file://{}"])
+def test_the_names_of_files_are_seen_where_reading_begins(form, tmp_path):
+    rows = tmp_path / "rows"
+    rows.write_bytes(b"12345678\n" * 64)
+    name, full = form.format(rows), {"batch_size": 64, "drop_remainder": True}
+    paths = tf.data.Dataset.from_tensors(name).repeat(64)
+    for texts in (
+        tf.data.TextLineDataset(name),
+        paths.map(tf.io.read_file),
+        tf.data.Dataset.range(64).map(lambda _: tf.io.read_file(name)),
+        paths.map(lambda path: tf.strings.join(["", path])).interleave(tf.data.TextLineDataset),
+    ):
+        read = texts.map(lambda text: tf.size(tf.strings.split(text, "/")))
+        finding = only(check_tpu(read.batch(**full), remote=True))
+        assert finding.rule == "local-file"
+        assert f"({name})" in finding.problem
+
+
+@on_tensorflow
+def test_a_cache_to_be_made_is_a_file_under_any_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    finding = only(check_tpu(dataset().cache("relative"), remote=True))
+    assert finding.rule == "local-file"
+
+
+@on_tensorflow
+def test_text_that_no_file_is_read_by_is_nothing_to_a_remote_tpu(records):
+    pipelines_of_text = (
+        dataset().map(lambda x, y: (x, y + tf.size(tf.strings.split("a/b", "/")))).cache(),
+        dataset().map(lambda x, y: (x, y + tf.strings.length(str(records[0])))),
+    )
+    for given in pipelines_of_text:
+        assert rules(check_tpu(given, remote=True)) == set()
 
 
 @on_tensorflow

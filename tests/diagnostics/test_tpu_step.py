@@ -150,6 +150,15 @@ def test_nothing_is_trained():
     assert int(model.optimizer.iterations) == 0
 
 
+def test_the_history_of_an_earlier_fit_is_kept():
+    model = with_layer(lambda x: x)
+    check_tpu(data(), model=model)
+    assert not hasattr(model, "history")
+    history = model.fit(data(), verbose=0)
+    check_tpu(data(), model=model)
+    assert model.history is history
+
+
 class Subclassed(keras.Model):
     def __init__(self):
         super().__init__()

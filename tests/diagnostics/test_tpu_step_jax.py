@@ -153,6 +153,22 @@ def test_training_after_a_check_is_what_it_would_have_been(is_loop):
         np.testing.assert_allclose(one, other, rtol=1e-6)
 
 
+def test_training_goes_on_with_shuffled_arrays_as_if_nothing_had_been_checked():
+    weights = []
+    for is_checked in (False, True):
+        keras.utils.set_random_seed(1)
+        layers = [keras.layers.Dropout(0.5), keras.layers.Dense(3)]
+        model = keras.Sequential([keras.Input((8,)), *layers])
+        model.compile("adam", LOSS)
+        model.fit(X, Y, batch_size=8, epochs=1, verbose=0)
+        if is_checked:
+            check_tpu((X, Y), model=model, batch_size=8, replicas=1)
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
+        weights.append(model.get_weights())
+    for one, other in zip(*weights, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6)
+
+
 def test_a_batch_that_the_devices_do_not_divide_is_found_before_jax_fails_on_it():
     data = batches.ArrayBatches((X, Y), global_batch_size=60)
     keras.distribution.set_distribution(sharding.DataParallel(8))
