@@ -38,7 +38,7 @@ ALLOWED = {
     "__main__": (PURE, {"cli"}),
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
-    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_versions", "batches"}),
+    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "batches"}),
     "schedules": (KERAS, {"_checks", "scaling"}),
     "checkpoints": (KERAS, {"_checks", "_files"}),
     "callbacks": (
