@@ -199,6 +199,7 @@ def join_processes(
 def _join(coordinator: str, processes: int, this: int, timeouts: dict[str, int]) -> None:
     import jax
 
+    _versions.refuse_processes_of_old_jax()
     if jax.distributed.is_initialized():
         _checks.refuse("This process has joined others already.", coordinator=coordinator)
     last_words = _LastWords()
@@ -208,7 +209,7 @@ def _join(coordinator: str, processes: int, this: int, timeouts: dict[str, int])
         "address that all can reach."
     )
     try:
-        _versions.join_jax_processes(
+        jax.distributed.initialize(
             coordinator, num_processes=processes, process_id=this, **timeouts
         )
     except RuntimeError as error:

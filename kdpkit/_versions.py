@@ -3,14 +3,18 @@
 Private places inside Keras that training needs are in `kdpkit.training._keras_internals`.
 """
 
-import inspect
 from typing import Any, NoReturn
 
 import keras
 
 from kdpkit import _checks
 
-KERAS = tuple(map(int, keras.__version__.split(".")[:2]))
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")[:2]))
+
+
+KERAS = _numbers(keras.__version__)
 
 
 def last_batch(batch: int, batches_at_once: int) -> int:
@@ -63,22 +67,15 @@ def refuse_sums_over_rows(model: Any) -> None:
             )
 
 
-def join_jax_processes(
-    coordinator: str, *, heartbeat_timeout_seconds: int, **arguments: Any
-) -> None:
-    """Call `jax.distributed.initialize`, also where it takes no `heartbeat_timeout_seconds` yet."""
+def refuse_processes_of_old_jax() -> None:
+    """Refuse several processes on a JAX or Keras that mixes up what they send, or their data."""
     import jax
 
-    if "heartbeat_timeout_seconds" in inspect.signature(jax.distributed.initialize).parameters:
-        arguments["heartbeat_timeout_seconds"] = heartbeat_timeout_seconds
-        jax.distributed.initialize(coordinator, **arguments)
-        return
-    from jax._src import distributed, xla_bridge
-
-    # Before JAX 0.7 the time could be set in this place alone; what the public function checks
-    # first is checked here.
-    if xla_bridge.backends_are_initialized():
-        raise RuntimeError("JAX has computed something before the processes join.")
-    beats = {"heartbeat_interval_seconds": 1, "max_missing_heartbeats": heartbeat_timeout_seconds}
-    both = {f"{end}_{name}": beat for end in ("service", "client") for name, beat in beats.items()}
-    distributed.global_state.initialize(coordinator, **arguments, **both)
+    if _numbers(jax.__version__) < (0, 10) or KERAS < (3, 15):
+        _checks.refuse(
+            "Several processes on JAX need JAX 0.10 and Keras 3.15 or later. With JAX 0.5 they "
+            "aborted, or mixed their messages up. Install these, or train in one process, which "
+            "takes all devices of its machine.",
+            jax=jax.__version__,
+            keras=keras.__version__,
+        )

@@ -368,8 +368,11 @@ def track(items: Iterable[T], description: str, *, total: int | None = None) -> 
 
     console = Console()
     started, count = time.perf_counter(), 0
-    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
-        for item in progress.track(items, total=total, description=description):
+    with contextlib.ExitStack() as stack:
+        if console.is_terminal:  # elsewhere rich 13 prints an empty line, also where it is disabled
+            progress = stack.enter_context(Progress(console=console, transient=True))
+            items = progress.track(items, total=total, description=description)
+        for item in items:
             yield item
             count += 1
     print(f"{description}: {count:,} in {time.perf_counter() - started:.1f} s")

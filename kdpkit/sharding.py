@@ -22,7 +22,7 @@ import keras
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kdpkit import _checks, _tpu, _versions
+from kdpkit import _checks, _tpu
 from kdpkit._processes import ProcessLostError, join_processes
 from kdpkit.batches import pad_batch, rows_of
 
@@ -226,8 +226,6 @@ class DataParallel(keras.distribution.DataParallel):
             device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
             auto_shard_dataset=False,
         )
-        if _versions.KERAS < (3, 11):
-            self._is_multi_process = False  # else Keras refuses data that it cannot shard
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -161,8 +161,9 @@ def main(argv=None):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="masked_accuracy")],
         )
-    if args.strategy == "multi_worker":
-        training.replica_exact(model)  # plain Keras cannot `fit` in several processes
+    if args.strategy == "multi_worker" or keras.backend.backend() == "jax":
+        # Plain Keras cannot `fit` in several processes, nor Keras 3.10 KerasHub's models on JAX.
+        training.replica_exact(model)
     watching = callbacks.training_callbacks(
         args.log_dir,
         tokens_per_example=float((rows["train"] != tokenizer.pad_token_id).sum(axis=1).mean()),

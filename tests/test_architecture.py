@@ -42,7 +42,7 @@ ALLOWED = {
     "__main__": (PURE, {"cli"}),
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
-    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_tpu", "_versions", "batches"}),
+    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_tpu", "batches"}),
     "_pyplot": (PURE, {"_checks", "_files", "_storage"}),
     "_figures": (KERAS, {"_checks", "_pyplot", "schedules"}),
     "schedules": (KERAS, {"_checks", "_pyplot", "scaling"}),

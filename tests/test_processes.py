@@ -28,6 +28,7 @@ SOON = 240  # seconds in which every process has ended, on a busy machine too; 2
 
 pytestmark = [
     pytest.mark.timeout(400),
+    pytest.mark.needs(jax="0.10", keras="3.15", reason="several processes are refused"),
     pytest.mark.skipif(
         keras.backend.backend() != "tensorflow", reason="starts processes on JAX; once is enough"
     ),

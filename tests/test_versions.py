@@ -83,6 +83,18 @@ def test_grain_is_refused_where_keras_takes_none(kind):
         replica_exact(model).fit(dataset)
 
 
+@pytest.mark.jax
+def test_several_processes_are_refused_on_an_old_jax_or_keras():
+    import jax
+
+    from kdpkit import sharding
+
+    if _versions.KERAS >= (3, 15) and not jax.__version__.startswith("0.5."):
+        pytest.skip("these take several processes")
+    with pytest.raises(ValueError, match="need JAX 0.10 and Keras 3.15 or later.*jax="):
+        sharding.join_processes("localhost:1", process_count=2, process_index=0)
+
+
 def test_one_device_regularizes_activities_as_keras_does():
     def trained(fit):
         keras.utils.clear_session(free_memory=False)

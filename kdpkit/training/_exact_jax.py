@@ -121,6 +121,11 @@ def _let_parts_be_missing() -> None:
     keras_trainer._distribute_data = distribute_data
 
 
+_NOTED = tuple(
+    f"_{kind}_variable_shardings" for kind in ("trainable", "non_trainable", "optimizer", "metrics")
+)
+
+
 def _keeping_weights(model: Any, method: Callable) -> Callable:
     """Give the variables their values back if a method fails while Keras holds them elsewhere."""
 
@@ -131,9 +136,13 @@ def _keeping_weights(model: Any, method: Callable) -> Callable:
         variables = [v for owner in (model, *optimizer) for v in owner.variables]
         variables += model.metrics_variables  # Keras 3.10 reads them before it resets them
         before = [(variable, variable._value) for variable in variables]
+        # Of an `evaluate` inside `fit`: KerasHub's makes Keras before 3.12 forget what `fit` noted.
+        noted = {name: vars(model)[name] for name in _NOTED if vars(model).get(name) is not None}
         try:
             with _processes.naming_losses():
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+            vars(model).update(noted)
+            return result
         except BaseException:
             model.jax_state_sync()  # as of the last step that was made
             for variable, value in before:  # and where there was none
