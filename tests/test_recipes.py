@@ -85,7 +85,7 @@ def test_the_results_file_holds_what_main_returns(trained):
     assert json.loads((directory / "results.json").read_text()) == results
     assert set(results) == {
         *("history", "test", "learning_rates", "examples_per_second", "tokens_per_second"),
-        *("replicas", "strategy", "global_batch_size", "steps", "versions"),
+        *("replicas", "strategy", "global_batch_size", "steps", "schedule", "versions"),
     }
     assert set(results["test"]) == {"loss", "masked_accuracy"}
     assert {"val_loss", "val_masked_accuracy"} < set(results["history"])

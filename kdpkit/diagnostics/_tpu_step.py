@@ -64,12 +64,14 @@ def is_loop(trainer: Any) -> bool:
 def build(model: Any, first: Any) -> None:
     """Build model, optimizer and metrics as `fit` does before its first epoch, and train nothing.
 
-    It is Keras' `fit` that is called, or that of `replica_exact`: a subclass may read its data
-    in another way in its own, before it calls Keras'.
+    It is Keras' `fit` that is called, on TensorFlow that of `replica_exact` if there is one: a
+    subclass may read its data in another way in its own, before it calls Keras', as KerasHub's
+    does, and on JAX `replica_exact` calls that one.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
     rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
-    fit = vars(model).get("fit") or functools.partial(keras.Model.fit, model)
+    is_exact = "fit" in vars(model) and keras.backend.backend() == "tensorflow"
+    fit = model.fit if is_exact else functools.partial(keras.Model.fit, model)
     with _history_kept(model):
         # Without shuffling, for which random numbers would be drawn.
         settings = {"batch_size": rows, "epochs": 0, "shuffle": False, "verbose": 0}
