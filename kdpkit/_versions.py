@@ -3,6 +3,7 @@
 Private places inside Keras that training needs are in `kdpkit.training._keras_internals`.
 """
 
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
@@ -79,3 +80,17 @@ def refuse_processes_of_old_jax() -> None:
             jax=jax.__version__,
             keras=keras.__version__,
         )
+
+
+def build_without_training(fit: Callable, model: Any, x: Any, y: Any, weights: Any) -> None:
+    """Build model, optimizer and metrics as `fit` does, and train nothing.
+
+    Keras before 3.15 on JAX fails in a `fit` of no epoch, whose state it looks for at the end.
+    """
+    if keras.backend.backend() == "jax" and KERAS < (3, 15):
+        model._symbolic_build(data_batch=(x, y, weights))
+        model._record_training_state_sharding_spec()
+        return
+    rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
+    # Without shuffling, for which random numbers would be drawn.
+    fit(x, y, sample_weight=weights, batch_size=rows, epochs=0, shuffle=False, verbose=0)

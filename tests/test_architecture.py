@@ -65,7 +65,7 @@ ALLOWED = {
     ),
     "diagnostics": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_files", "_findings", "batches", "diagnostics"},
+        {"_checks", "_files", "_findings", "_versions", "batches", "diagnostics"},
     ),
     "experiment": (
         KERAS,

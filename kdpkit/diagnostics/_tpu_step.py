@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks
+from kdpkit import _checks, _versions
 from kdpkit._findings import Finding
 
 _MODULES = {
@@ -69,13 +69,10 @@ def build(model: Any, first: Any) -> None:
     does, and on JAX `replica_exact` calls that one.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
-    rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     is_exact = "fit" in vars(model) and keras.backend.backend() == "tensorflow"
     fit = model.fit if is_exact else functools.partial(keras.Model.fit, model)
     with _history_kept(model):
-        # Without shuffling, for which random numbers would be drawn.
-        settings = {"batch_size": rows, "epochs": 0, "shuffle": False, "verbose": 0}
-        fit(x, y, sample_weight=sample_weight, **settings)
+        _versions.build_without_training(fit, model, x, y, sample_weight)
 
 
 @contextlib.contextmanager
