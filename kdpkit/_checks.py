@@ -8,7 +8,6 @@ import math
 import operator
 import os
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 
@@ -147,23 +146,6 @@ def global_batch(global_batch_size: Any, replicas: Any) -> tuple[int, int]:
         replicas=count,
         remedy=nearest,
     )
-
-
-def readable_file(path: str | os.PathLike[str]) -> Path:
-    """Accept a path to a file that exists, is not empty and may be read."""
-    file = Path(path)
-    if file.is_dir():
-        refuse_file("A file is needed here, this is a directory", file)
-    try:
-        with file.open("rb") as stream:
-            first = stream.read(1)
-    except FileNotFoundError:
-        refuse_file("There is no such file", file, remedy="Check the path.")
-    except OSError as error:
-        refuse_file(f"The file cannot be read ({error.strerror})", file)
-    if not first:
-        refuse_file("The file is empty", file)
-    return file
 
 
 def refuse_file(problem: str, path: str | os.PathLike[str], *, remedy: str = "") -> NoReturn:

@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kdpkit import _checks, schedules
-from kdpkit._pyplot import pyplot_for
+from kdpkit._pyplot import pyplot_for, saved
 
 _SPEEDS = {"tokens_per_second": "real tokens", "examples_per_second": "examples"}
 _PANEL_INCHES = (3.6, 2.8)
@@ -45,8 +44,7 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None
     _draw_speed(panels[1], history)
     _draw_rate(panels[2], results)
     if path is not None:
-        figure.savefig(Path(path))
-        pyplot.close(figure)
+        saved(figure, path)
     return figure
 
 

@@ -1,11 +1,18 @@
-"""Files that are whole or not there, and files that one process holds."""
+"""Files that are whole or not there, and files that one process holds.
+
+They may be in object storage, as `gs://bucket/file`; see `kdpkit._storage`.
+"""
 
 import contextlib
 import errno
 import os
+import socket
+import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+
+from kdpkit import _checks, _storage
 
 try:
     import fcntl
@@ -13,6 +20,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 _held: dict[str, int] = {}  # descriptors of the files that `acquire` has taken
+_MARK = f"{uuid.uuid4().hex} process {os.getpid()} on {socket.gethostname()}"  # in remote ones
 
 
 @contextlib.contextmanager
@@ -21,8 +29,16 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Readers and other writers of `path` see the old file or the new one, never a part. The
     temporary file keeps the suffix, and is gone if the block raises. Missing directories are made.
+    For a remote `path` it is a file of this machine, which is then put there.
     """
-    final = Path(path).resolve()  # a link stays, its target is replaced
+    place = _storage.path(path)
+    if isinstance(place, _storage.RemotePath):
+        with tempfile.TemporaryDirectory() as directory:
+            temporary = Path(directory) / place.name
+            yield temporary
+            place.upload(temporary)
+        return
+    final = place.resolve()  # a link stays, its target is replaced
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.stem}-{uuid.uuid4().hex}{final.suffix}")
     try:
@@ -32,14 +48,58 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a file of this machine: the one at `path`, or a copy for the block if it is remote."""
+    place = _storage.path(path)
+    if isinstance(place, Path):
+        yield place
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / place.name
+        place.download(copy)
+        yield copy
+
+
+def readable(path: str | os.PathLike[str]) -> _storage.AnyPath:
+    """Accept a path to a file that exists, is not empty and may be read."""
+    file = _storage.path(path)
+    if file.is_dir():
+        _checks.refuse_file("A file is needed here, this is a directory", file)
+    try:
+        is_empty = _is_empty(file)
+    except FileNotFoundError:
+        _checks.refuse_file("There is no such file", file, remedy="Check the path.")
+    except _checks.InputError:
+        raise
+    except OSError as error:
+        _checks.refuse_file(f"The file cannot be read ({error.strerror})", file)
+    if is_empty:
+        _checks.refuse_file("The file is empty", file)
+    return file
+
+
+def _is_empty(file: _storage.AnyPath) -> bool:
+    if isinstance(file, _storage.RemotePath):
+        return file.stat().st_size == 0
+    with file.open("rb") as stream:  # a pipe has no size
+        return not stream.read(1)
+
+
 def acquire(path: str | os.PathLike[str]) -> bool:
     """Take a file for this process, unless another process has it.
 
     It is this process's until `release`, or until the process ends in whatever way, though a
     network's file system may know of a lost machine a minute or two later. It may be taken twice.
-    Where locks are unknown everyone gets it.
+    Where locks are unknown everyone gets it, and in object storage, where there are none, whoever
+    comes last: `taken_over` tells the others.
     """
-    name = os.path.realpath(path)
+    place = _storage.path(path)
+    if isinstance(place, _storage.RemotePath):
+        with replacing(place) as temporary:
+            temporary.write_text(_MARK, encoding="utf-8")
+        return True
+    name = os.path.realpath(place)
     if fcntl is None or name in _held:
         return True
     file = os.open(name, os.O_RDWR | os.O_CREAT)
@@ -54,7 +114,21 @@ def acquire(path: str | os.PathLike[str]) -> bool:
 
 
 def release(path: str | os.PathLike[str]) -> None:
-    """Let a file go that this process has taken."""
+    """Let a file go that this process has taken; a remote one keeps its mark, to no harm."""
+    if _storage.is_remote(path):
+        return
     file = _held.pop(os.path.realpath(path), None)
     if file is not None:
         os.close(file)
+
+
+def taken_over(path: str | os.PathLike[str]) -> str | None:
+    """Say which process has taken a remote file after this one took it; None if none has."""
+    place = _storage.path(path)
+    if isinstance(place, Path):  # which is locked
+        return None
+    try:
+        mark = place.read_text()
+    except FileNotFoundError:
+        return None
+    return None if mark == _MARK else mark.partition(" ")[2]

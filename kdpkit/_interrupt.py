@@ -7,12 +7,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
 
-from kdpkit import _files, _processes
+from kdpkit import _files, _processes, _storage
 
 
 class StopOnInterrupt(keras.callbacks.Callback):
@@ -67,7 +66,7 @@ class StopOnInterrupt(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def saving(model: keras.Model, log_dir: Path | None) -> Iterator[StopOnInterrupt]:
+def saving(model: keras.Model, log_dir: _storage.AnyPath | None) -> Iterator[StopOnInterrupt]:
     """Do what `kdpkit.experiment.saving_on_interrupt` says."""
     stop = StopOnInterrupt()
     with _handling_interrupts(stop):
@@ -93,7 +92,7 @@ def _handling_interrupts(stop: StopOnInterrupt) -> Iterator[None]:
         signal.signal(signal.SIGINT, former)
 
 
-def _save(model: keras.Model, log_dir: Path | None, stop: StopOnInterrupt) -> str:
+def _save(model: keras.Model, log_dir: _storage.AnyPath | None, stop: StopOnInterrupt) -> str:
     if not stop.stopped:
         return "Nothing was saved, as it was not between two steps."
     if log_dir is None:

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from kdpkit import _checks, _files
+from kdpkit import _checks, _files, _storage
 
 Prepared = dict[str, np.ndarray | list[str]]
 
@@ -47,7 +47,8 @@ def prepared(
         key: Everything that the data depend on: settings, lines of text, arrays, versions of
             other packages, in any nesting of tuples, lists, dictionaries and dataclasses. A
             `pathlib.Path` stands for the content of its file. kdpkit's own code is always added.
-        cache_dir: Directory of the cache; None builds without it.
+        cache_dir: Directory of the cache, also in object storage, as `gs://bucket/cache`; None
+            builds without it.
 
     Returns:
         A dictionary of arrays and lists of strings, equal whether built or read.
@@ -64,7 +65,10 @@ def prepared(
     if cache_dir is None:
         return _plain(build())
     digest = _fingerprint((_own_code(), label, key))
-    path = Path(cache_dir) / f"{re.sub(r'[^a-z0-9]+', '-', label.lower())}-{digest[:32]}.cache"
+    path = (
+        _storage.path(cache_dir)
+        / f"{re.sub(r'[^a-z0-9]+', '-', label.lower())}-{digest[:32]}.cache"
+    )
     found = _read(path, digest, label)
     if found is not None:
         return found
@@ -77,10 +81,10 @@ def prepared(
     return data
 
 
-def _read(path: Path, digest: str, label: str) -> Prepared | None:
+def _read(path: _storage.AnyPath, digest: str, label: str) -> Prepared | None:
     """Read the cached data; None if they are missing or, with a printed line, not to be trusted."""
     try:
-        with path.open("rb") as stream:
+        with _files.fetched(path) as local, local.open("rb") as stream:
             found = _read_verified(stream, digest)
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -181,8 +185,8 @@ def _chunks(value: Any) -> Iterator[bytes]:
             yield from _tagged("str", value.encode("utf-8", "surrogatepass"))
         case bytes():
             yield from _tagged("bytes", value)
-        case Path():
-            yield from _tagged("file", _checks.readable_file(value).read_bytes())
+        case Path() | _storage.RemotePath():
+            yield from _tagged("file", _files.readable(value).read_bytes())
         case list() | tuple():
             yield from _tagged("sequence", str(len(value)).encode())
             for item in value:

@@ -8,18 +8,18 @@ import contextlib
 import dataclasses
 import json
 import os
+import pathlib
 import re
 import warnings
 import zipfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
 
-from kdpkit import _checks, _files
+from kdpkit import _checks, _files, _storage
 
 _FORMAT = 1  # of the file; a later one that reads this adds to it
 _NAME = re.compile(r"state-(\d+)-(\d+)\.npz")
@@ -52,8 +52,12 @@ class CheckpointDirectory:
     A state is written beside its place and moved there when it is whole and on the disk. One that
     was damaged later is passed over, with a warning. One process writes; any number may read.
 
+    In object storage a state is made on this machine's disk (`TMPDIR`) and then put there, as one
+    object that appears when it is whole.
+
     Args:
-        directory: It is made when the first state is saved.
+        directory: It is made when the first state is saved. It may be in object storage, as
+            `gs://bucket/run`.
         keep: States to keep: those that were written last.
 
     Raises:
@@ -72,12 +76,12 @@ class CheckpointDirectory:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
         if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
             _checks.refuse("`directory` must be the path of a directory.", directory=directory)
-        self.directory = Path(directory)
+        self.directory = _storage.path(directory)
         self.keep = _checks.integer("keep", keep)
         if self.directory.exists() and not self.directory.is_dir():
             _checks.refuse_file("A directory is needed here, this is a file", self.directory)
 
-    def paths(self) -> list[Path]:
+    def paths(self) -> list[_storage.AnyPath]:
         """Give the files of the states, the newest first."""
         found = {
             tuple(map(int, match.groups())): path
@@ -86,7 +90,7 @@ class CheckpointDirectory:
         }
         return [found[place] for place in sorted(found, reverse=True)]
 
-    def save(self, state: TrainingState) -> Path:
+    def save(self, state: TrainingState) -> _storage.AnyPath:
         """Write a state, and remove those that were written before the last `keep`.
 
         Raises:
@@ -127,12 +131,12 @@ class CheckpointDirectory:
             )
         return None
 
-    def _left_behind(self) -> Iterator[Path]:
+    def _left_behind(self) -> Iterator[_storage.AnyPath]:
         """Give the files of processes that were killed while writing."""
         return self.directory.glob(".state-*.npz")
 
 
-def _write(path: Path, state: TrainingState) -> None:
+def _write(path: pathlib.Path, state: TrainingState) -> None:
     arrays = {name: np.asarray(value) for name, value in state.arrays.items()}
     header = {
         "format": _FORMAT,
@@ -148,9 +152,13 @@ def _write(path: Path, state: TrainingState) -> None:
         os.fsync(file.fileno())
 
 
-def _read(path: Path) -> TrainingState:
+def _read(path: _storage.AnyPath) -> TrainingState:
     # Opened here, as `np.load` leaves a damaged file open.
-    with path.open("rb") as raw, np.load(raw, allow_pickle=False) as file:
+    with (
+        _files.fetched(path) as local,
+        local.open("rb") as raw,
+        np.load(raw, allow_pickle=False) as file,
+    ):
         header = json.loads(str(file["header"]))
         if header["format"] != _FORMAT:
             _checks.refuse(

@@ -26,7 +26,7 @@ from typing import NamedTuple, NoReturn
 
 import numpy as np
 
-from kdpkit import _checks
+from kdpkit import _checks, _files, _storage
 
 _SHARE_HELD_OUT = 0.05  # of the lines or words, each for validation and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -74,14 +74,14 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
 
     Args:
         data: `"builtin"` for `documentation_text`, a directory for `wikitext`, or a text file
-            for `text_file`.
+            for `text_file`, on this machine or in object storage (`gs://bucket/...`).
 
     Raises:
         ValueError: None of these is there; else as the function that reads it.
     """
     if data == "builtin":
         return documentation_text()
-    path = Path(data)
+    path = _storage.path(data)
     if path.is_dir():
         return wikitext(path)
     if not path.exists():
@@ -98,7 +98,7 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
 
     Args:
         data: `"builtin"` for `digits`, `"mnist"` or `"fashion_mnist"` for a download by Keras, or
-            a directory with the IDX files of either.
+            a directory with the IDX files of either, as `gs://bucket/mnist` too.
 
     Raises:
         ValueError: None of these is there; else as the function that reads it.
@@ -106,7 +106,7 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
     named = {"builtin": digits, "mnist": mnist, "fashion_mnist": fashion_mnist}
     if data in named:
         return named[str(data)]()
-    if not Path(data).is_dir():
+    if not _storage.path(data).is_dir():
         _checks.refuse_file(
             "There is no such directory",
             data,
@@ -162,7 +162,7 @@ def wikitext(directory: str | os.PathLike[str]) -> TextSplits:
     Raises:
         ValueError: The directory or its files are missing, empty or not UTF-8.
     """
-    folder = Path(directory)
+    folder = _storage.path(directory)
     if not folder.is_dir():
         _checks.refuse_file("There is no such directory", folder, remedy="Check the path.")
     paths = {name: folder / f"wiki.{name}.tokens" for name in ("train", "valid", "test")}
@@ -193,7 +193,7 @@ def text_file(path: str | os.PathLike[str]) -> TextSplits:
     Raises:
         ValueError: The file is missing, empty, damaged, not UTF-8, or has fewer than 3 lines.
     """
-    lines = _lines(Path(path))
+    lines = _lines(_storage.path(path))
     if len(lines) < 3:
         _checks.refuse_file(
             f"Splitting needs at least 3 lines that are not blank, and the file has {len(lines)}",
@@ -248,7 +248,7 @@ def mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplits:
     Raises:
         ValueError: A file is missing or damaged, or there is no network.
     """
-    return _downloaded("mnist") if directory is None else _image_directory(Path(directory))
+    return _downloaded("mnist") if directory is None else _image_directory(_storage.path(directory))
 
 
 def fashion_mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplits:
@@ -260,7 +260,11 @@ def fashion_mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplit
     Raises:
         ValueError: As for `mnist`.
     """
-    return _downloaded("fashion_mnist") if directory is None else _image_directory(Path(directory))
+    return (
+        _downloaded("fashion_mnist")
+        if directory is None
+        else _image_directory(_storage.path(directory))
+    )
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
@@ -272,7 +276,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         ValueError: The file is missing, is no IDX file, is cut short, or goes on after its data.
     """
-    content = _content(Path(path))
+    content = _content(_storage.path(path))
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_TYPES:
         _checks.refuse_file(
             f"This is not an IDX file (it begins with the bytes {content[:4].hex(' ')})", path
@@ -427,7 +431,7 @@ def _shingles(line: str) -> set[tuple[str, ...]]:
     return {tuple(words[start : start + _SHINGLE_WORDS]) for start in range(last)}
 
 
-def _lines(path: Path) -> tuple[str, ...]:
+def _lines(path: _storage.AnyPath) -> tuple[str, ...]:
     """Read the lines of a UTF-8 file, stripped, without the blank ones."""
     content = _content(path)
     try:
@@ -445,9 +449,9 @@ def _lines(path: Path) -> tuple[str, ...]:
     return lines
 
 
-def _content(path: Path) -> bytes:
+def _content(path: _storage.AnyPath) -> bytes:
     """Read a file's bytes, unpacked if they are gzipped."""
-    content = _checks.readable_file(path).read_bytes()
+    content = _files.readable(path).read_bytes()
     if not content.startswith(b"\x1f\x8b"):
         return content
     try:
@@ -469,7 +473,7 @@ def _middle_article(lines: Sequence[str]) -> int:
     return min(titles, key=lambda index: abs(index - middle), default=middle)
 
 
-def _listing(folder: Path) -> str:
+def _listing(folder: _storage.AnyPath) -> str:
     names = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     return shown or "nothing"
@@ -488,7 +492,7 @@ def _downloaded(name: str) -> ImageSplits:
     return ImageSplits(_labelled(images, labels), _labelled(test_images, test_labels))
 
 
-def _image_directory(folder: Path) -> ImageSplits:
+def _image_directory(folder: _storage.AnyPath) -> ImageSplits:
     if not folder.is_dir():
         _checks.refuse_file("There is no such directory", folder, remedy="Check the path.")
     test = _labelled_idx(folder, "t10k")
@@ -505,7 +509,7 @@ def _image_directory(folder: Path) -> ImageSplits:
     )
 
 
-def _labelled_idx(folder: Path, prefix: str) -> LabelledImages:
+def _labelled_idx(folder: _storage.AnyPath, prefix: str) -> LabelledImages:
     names = (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
     paths = [_idx_file(folder, name) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
@@ -526,7 +530,7 @@ def _labelled_idx(folder: Path, prefix: str) -> LabelledImages:
     return _labelled(images, labels)
 
 
-def _idx_file(folder: Path, name: str) -> Path | None:
+def _idx_file(folder: _storage.AnyPath, name: str) -> _storage.AnyPath | None:
     candidates = (folder / name, folder / f"{name}.gz")
     return next((path for path in candidates if path.exists()), None)
 

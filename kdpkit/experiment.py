@@ -38,7 +38,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 import kdpkit
-from kdpkit import _checks, _cpu_threads, _files, scaling
+from kdpkit import _checks, _cpu_threads, _files, _storage, scaling
 from kdpkit._checks import InputError
 from kdpkit._figures import plot_results
 from kdpkit._prepared import prepared
@@ -51,11 +51,13 @@ __all__ = [
     "count",
     "describe",
     "from_preset",
+    "path",
     "plan_from",
     "plot_results",
     "positive_integer",
     "positive_number",
     "prepared",
+    "reading",
     "results_of",
     "resuming",
     "run",
@@ -65,6 +67,7 @@ __all__ = [
     "track",
     "versions",
     "write_results",
+    "writing",
 ]
 
 T = TypeVar("T")
@@ -84,6 +87,7 @@ def argument_parser(
     Add the recipe's own flags with `add_argument`. A bad flag raises a `ValueError` of one
     sentence, which a notebook shows as it is and `run` prints. `--results` and `--log-dir` are
     made and tried when they are parsed, so that a run of hours does not end where it cannot write.
+    Wherever a flag takes a path, it may be in object storage: `gs://bucket/logs`.
 
     Args:
         description: What `--help` says above the flags, usually the recipe's `__doc__`.
@@ -165,7 +169,7 @@ def argument_parser(
     add("--results", type=_writable_file, metavar="FILE", help="write what happened, as JSON")
     add(
         "--cache-dir",
-        type=Path,
+        type=path,
         default=_user_cache(),
         metavar="DIRECTORY",
         help="keeps prepared data between runs (default: %(default)s)",
@@ -411,7 +415,7 @@ def saving_on_interrupt(
 
     Args:
         model: The model that trains.
-        log_dir: Where to save it; None saves nothing and says so.
+        log_dir: Where to save it, also as `gs://bucket/logs`; None saves nothing and says so.
 
     Returns:
         A context manager that gives the callback.
@@ -425,7 +429,7 @@ def saving_on_interrupt(
     """
     from kdpkit import _interrupt
 
-    return _interrupt.saving(model, None if log_dir is None else Path(log_dir))
+    return _interrupt.saving(model, None if log_dir is None else _storage.path(log_dir))
 
 
 def resuming(
@@ -434,7 +438,8 @@ def resuming(
     """Let a run save its state and go on from it, where a directory is given.
 
     Args:
-        directory: Of the states, such as `args.resume`; None changes nothing.
+        directory: Of the states, such as `args.resume`, also in object storage; None changes
+            nothing.
         train: What to train on; see `kdpkit.callbacks.Resume.track`.
         watching: The callbacks so far.
 
@@ -514,7 +519,7 @@ def save_model(model: Any, path: str | os.PathLike[str]) -> None:
 
     Args:
         model: The model.
-        path: The file, ending in `.keras`.
+        path: The file, ending in `.keras`, also as `gs://bucket/model.keras`.
     """
     from kdpkit import _processes
 
@@ -554,7 +559,8 @@ def write_results(path: str | os.PathLike[str] | None, results: Mapping[str, Any
     run that it comes from is over.
 
     Args:
-        path: The file, or None to write nothing. Of several processes the first one writes.
+        path: The file, also as `gs://bucket/results.json`, or None to write nothing. Of several
+            processes the first one writes.
         results: What `results_of` gave.
 
     Raises:
@@ -649,13 +655,56 @@ def _checked(text: str, kind: str, parse: Callable[[], T]) -> T:
         raise argparse.ArgumentTypeError(f"must be {kind}. Received: {text!r}") from error
 
 
-def _writable_directory(text: str) -> Path:
+def path(text: str) -> _storage.AnyPath:
+    """Parse a flag that is a path, of this machine or, as `gs://bucket/file`, of object storage.
+
+    >>> path("logs") / "model.keras", path("gs://bucket/logs") / "model.keras"
+    (PosixPath('logs/model.keras'), RemotePath('gs://bucket/logs/model.keras'))
+    """
+    return _storage.path(text)
+
+
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a file of this machine: the one at `path`, or a copy of it from object storage.
+
+    >>> with reading(__file__) as file:
+    ...     file.name
+    'experiment.py'
+    """
+    with _files.fetched(path) as file:
+        yield file
+
+
+@contextlib.contextmanager
+def writing(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Give a file of this machine to write to, which is put at `path` when the block ends well.
+
+    It has the suffix of `path`, which may be in object storage. Readers of `path` see the old file
+    or the new one, never a part. Missing directories are made.
+
+    >>> directory = tempfile.mkdtemp()
+    >>> with writing(f"{directory}/new/notes.txt") as file:
+    ...     _ = file.write_text("whole")
+    >>> Path(directory, "new", "notes.txt").read_text()
+    'whole'
+    """
+    with _files.replacing(path) as temporary:
+        yield temporary
+
+
+def _writable_directory(text: str) -> _storage.AnyPath:
     """Make the directory and try it, before anything depends on it."""
-    path = Path(text)
+    directory = _storage.path(text)
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=path):
-            return path
+        if isinstance(directory, _storage.RemotePath):
+            directory.try_writing()
+            return directory
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return directory
+    except _checks.InputError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from error
     except OSError as error:
         reason = "a file is in its place" if isinstance(error, FileExistsError) else error.strerror
         raise argparse.ArgumentTypeError(
@@ -663,8 +712,8 @@ def _writable_directory(text: str) -> Path:
         ) from error
 
 
-def _writable_file(text: str) -> Path:
-    path = Path(text)
+def _writable_file(text: str) -> _storage.AnyPath:
+    path = _storage.path(text)
     try:
         if path.exists() and not path.is_file():
             raise argparse.ArgumentTypeError(f"must be a regular file. Received: {text!r}")
@@ -672,6 +721,8 @@ def _writable_file(text: str) -> Path:
         with _files.replacing(path.with_name(f"{path.name}.tried")) as trial:
             trial.touch()
         path.with_name(f"{path.name}.tried").unlink(missing_ok=True)  # others may try it too
+    except _checks.InputError as error:
+        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(

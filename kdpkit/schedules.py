@@ -18,7 +18,7 @@ from keras import ops
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
 from kdpkit import _checks, scaling
-from kdpkit._pyplot import pyplot_for
+from kdpkit._pyplot import pyplot_for, saved
 
 SHAPES = ("linear", "cosine", "sqrt", "exponential")
 
@@ -424,8 +424,9 @@ def plot(
     Args:
         schedule: A schedule, or a number for a constant rate.
         steps: Number of steps, from step 0; or the steps to draw.
-        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf). None
-            leaves the figure open in pyplot, as notebooks show it.
+        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf), also in
+            object storage, as `gs://bucket/rate.png`. None leaves the figure open in pyplot, as
+            notebooks show it.
         axes: matplotlib `Axes` to draw into, to compare several schedules; None makes a figure.
 
     Returns:
@@ -442,8 +443,7 @@ def plot(
     axes.plot(_step_numbers(steps), rates)
     axes.set(xlabel="step", ylabel="learning rate")
     if path is not None:
-        axes.figure.savefig(path)
-        pyplot.close(axes.figure)
+        saved(axes.figure, path)
     return axes
 
 

@@ -18,7 +18,6 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import argparse
 import math
 import zipfile
-from pathlib import Path
 
 import keras
 import tensorflow as tf
@@ -59,7 +58,7 @@ def parse(argv):
     add("--accumulation", type=int, default=1, help="micro-batches in a step (default: 1)")
     add("--jit", action="store_true", help="compile the forward and backward pass with XLA")
     add("--label-smoothing", type=smoothing, default=0.0, help="of the loss, below 1 (default: 0)")
-    add("--restore", type=Path, metavar="FILE", help="go on from a checkpoint (.keras)")
+    add("--restore", type=experiment.path, metavar="FILE", help="go on from a checkpoint (.keras)")
     return parser.parse_args(argv)
 
 
@@ -82,9 +81,10 @@ def build_model(shape, classes):
 
 def load_checkpoint(path):
     try:
-        if path.suffix != ".h5":  # else Keras says of any damaged archive that it is not there
-            zipfile.ZipFile(path).close()
-        return keras.models.load_model(path)
+        with experiment.reading(path) as file:
+            if file.suffix != ".h5":  # else Keras says of any damaged archive that it is not there
+                zipfile.ZipFile(file).close()
+            return keras.models.load_model(file)
     except Exception as error:  # damaged bytes raise many kinds
         said = getattr(error, "strerror", None) or str(error) or type(error).__name__
         reason = said.split("\n")[0].split(". ")[0]
@@ -136,7 +136,8 @@ def draw_samples(images, labels, names, path):
     for axes, image, label in zip(figure.subplots(5, 5).flat, images, labels, strict=False):
         axes.imshow(image[..., 0], cmap="gray_r")
         axes.set(title=names[label], xticks=[], yticks=[])
-    figure.savefig(path)
+    with experiment.writing(path) as file:
+        figure.savefig(file)
 
 
 def draw_curves(history, path):
@@ -148,7 +149,8 @@ def draw_curves(history, path):
         axes.plot(epochs, history.history[f"val_{name}"], marker="o", label="test")
         axes.set(xlabel="epoch", ylabel=name, xticks=epochs)
         axes.legend()
-    figure.savefig(path)
+    with experiment.writing(path) as file:
+        figure.savefig(file)
 
 
 def main(argv=None):

@@ -13,7 +13,6 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import zlib
-from pathlib import Path
 
 import keras
 import tensorflow as tf
@@ -33,7 +32,10 @@ def parse(argv):
         smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
     )
     parser.add_argument(
-        "--tfrecords", type=Path, metavar="DIRECTORY", help="train from TFRecord files made there"
+        "--tfrecords",
+        type=experiment.path,
+        metavar="DIRECTORY",
+        help="train from TFRecord files made there",
     )
     return parser.parse_args(argv)
 

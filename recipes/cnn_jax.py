@@ -160,7 +160,7 @@ def main(argv=None):
     if is_first:
         experiment.write_results(args.results, results)
         if args.log_dir:
-            loop.model.save(args.log_dir / "model.keras")
+            experiment.save_model(loop.model, args.log_dir / "model.keras")
         print(f"Test: {results['test']}")
     return results
 

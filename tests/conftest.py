@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import tempfile
+import uuid
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
@@ -45,6 +46,14 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="runs in tests/test_environments.py on JAX"))
         if item.get_closest_marker("tensorflow") and backend != "tensorflow":
             item.add_marker(pytest.mark.skip(reason="is about TensorFlow alone"))
+
+
+@pytest.fixture(params=["ram", "file", "memory", "local"])
+def remote(request, tmp_path):
+    """Give a directory with a scheme: the first two are TensorFlow's, the others fsspec's."""
+    place = tmp_path if request.param in ("file", "local") else f"/{tmp_path.name}-{uuid.uuid4()}"
+    # TensorFlow's `ram` and fsspec's `memory` begin with a bucket, as object storage does.
+    return f"{request.param}://{str(place).removeprefix('/') if request.param == 'ram' else place}"
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from kdpkit import checkpoints, testing
+from kdpkit import _files, checkpoints, testing
 from kdpkit.checkpoints import CheckpointDirectory, TrainingState
 
 
@@ -161,3 +161,30 @@ def test_values_of_another_model_are_refused_and_change_nothing(build, sentence)
         checkpoints.assign({"model": model.variables}, saved)
     for left, right in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+def test_states_in_object_storage_are_those_of_a_local_directory(remote):
+    directory = CheckpointDirectory(remote, keep=2)
+    assert directory.latest() is None
+    for step in (1, 2, 3):
+        directory.save(state(0, step, weight=np.arange(3.0) + step))
+    assert [path.name[-6:] for path in directory.paths()] == ["03.npz", "02.npz"]
+    found = CheckpointDirectory(remote).latest()
+    assert (found.step, found.arrays["weight"].tolist()) == (3, [3.0, 4.0, 5.0])
+
+
+def test_a_damaged_state_in_object_storage_is_passed_over(remote):
+    directory = CheckpointDirectory(remote)
+    directory.save(state(0, 1))
+    path = directory.save(state(0, 2, weight=np.arange(1000.0)))
+    with _files.replacing(path) as temporary:
+        temporary.write_bytes(path.read_bytes()[:500])
+    with pytest.warns(UserWarning, match="://.*state-000000-000000002.npz is damaged"):
+        assert directory.latest().step == 1
+
+
+def test_a_file_in_object_storage_is_no_directory(remote):
+    with _files.replacing(f"{remote}/file") as temporary:
+        temporary.touch()
+    with pytest.raises(ValueError, match="A directory is needed here, this is a file: .*://.*file"):
+        CheckpointDirectory(f"{remote}/file")

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kdpkit import corpora
+from kdpkit import _files, corpora
 
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
@@ -444,3 +444,24 @@ def test_without_a_network_one_sentence_names_the_way_out(tmp_path):
     for name in ("mnist", "fashion_mnist"):
         assert f"Keras could not download {name} (URL fetch failure on https://" in printed
     assert printed.count("Give a directory with its IDX files, or use the built-in digits.") == 2
+
+
+def test_text_and_images_are_read_from_object_storage(remote):
+    images = np.arange(20 * 16, dtype="uint8").reshape(20, 4, 4)
+    files = {
+        "text.txt": b"one\ntwo\nthree\n",
+        "wiki/wiki.valid.tokens": b"a\nb\n",
+        "wiki/wiki.test.tokens": b"c\nd\n",
+        "images/t10k-images-idx3-ubyte": idx(images),
+        "images/t10k-labels-idx1-ubyte": idx(images[:, 0, 0]),
+    }
+    for name, content in files.items():
+        with _files.replacing(f"{remote}/{name}") as temporary:
+            temporary.write_bytes(content)
+    assert corpora.load_text(f"{remote}/text.txt").test == ("three",)
+    assert corpora.load_text(f"{remote}/wiki").train == ("a", "b")
+    assert len(corpora.load_images(f"{remote}/images").test.labels) == 4
+    with pytest.raises(ValueError, match=f"There is no such file or directory: {remote}/none"):
+        corpora.load_text(f"{remote}/none")
+    with pytest.raises(ValueError, match=f"There is no such directory: {remote}/none"):
+        corpora.load_images(f"{remote}/none")

@@ -129,6 +129,20 @@ class Batches(keras.utils.PyDataset):
 strategy = sharding.data_mesh(2)
 loop = training.TrainingLoop(model, optimizer="sgd", loss="mse", strategy=strategy)
 print("loop:", *loop.fit(Batches(), epochs=1, verbose=0).history, loop.predict(Batches()).shape)
+
+from kdpkit import _storage, batches
+resume = callbacks.Resume("memory://run")
+saving = [
+    callbacks.TensorBoard("memory://run/logs"),
+    callbacks.ModelCheckpoint("memory://run/model-{epoch}.keras"),
+]
+train = resume.track(batches.ArrayBatches((x, x[:, :1]), global_batch_size=4))
+model.fit(train, shuffle=False, callbacks=[*saving, resume], verbose=0)
+print("stored:", [path.name for path in _storage.path("memory://run").iterdir()])
+try:
+    callbacks.Resume("gs://bucket/run")
+except ValueError as error:
+    print("gs:", error)
 """
 
 
@@ -137,11 +151,13 @@ print("loop:", *loop.fit(Batches(), epochs=1, verbose=0).history, loop.predict(B
 def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
-    run([python, "-m", "pip", "install", "--quiet", f"{ROOT}[jax]"])
+    run([python, "-m", "pip", "install", "--quiet", f"{ROOT}[jax]", "fsspec"])
     (tmp_path / "program.py").write_text(WITHOUT_TENSORFLOW)
     printed = run([python, tmp_path / "program.py", tmp_path / "logs"], KERAS_BACKEND="jax")
     assert "'learning_rate', 'loss', 'steps_per_second'" in printed
     assert "loop: loss (12, 1)" in printed
+    assert "stored: ['.lock', 'logs', 'model-1.keras', 'state-000001-000000000.npz']" in printed
+    assert "gs: Nothing that is installed reads and writes gs:// (" in printed
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
     images = np.zeros((70, 8, 8), "uint8")
     for split, rows in (("train", 70), ("t10k", 9)):

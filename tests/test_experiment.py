@@ -459,3 +459,30 @@ def test_a_model_is_saved_whole_under_its_name(tmp_path):
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
+
+
+def test_places_in_object_storage_are_tried_and_written(remote):
+    flags = ["--results", f"{remote}/a/r.json", "--log-dir", f"{remote}/b/c"]
+    flags += ["--resume", f"{remote}/s", "--cache-dir", f"{remote}/cache"]
+    args = parser().parse_args(flags)
+    assert [str(path) for path in (args.results, args.log_dir, args.resume, args.cache_dir)] == [
+        f"{remote}/{name}" for name in ("a/r.json", "b/c", "s", "cache")
+    ]
+    assert not args.results.exists()
+    experiment.write_results(args.results, {"loss": 1.0})
+    assert json.loads(args.results.read_text()) == {"loss": 1.0}
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    experiment.save_model(model, args.log_dir / "model.keras")
+    with experiment.reading(args.log_dir / "model.keras") as file:
+        loaded = keras.models.load_model(file)
+    np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
+    with experiment.writing(args.log_dir / "notes.txt") as file:
+        file.write_text("whole")
+    assert (args.log_dir / "notes.txt").read_text() == "whole"
+
+
+@pytest.mark.parametrize("flag", ["--log-dir", "--resume", "--results"])
+@pytest.mark.parametrize("path", ["file:///sys/kernel/x", "nope://bucket/x"])
+def test_places_in_object_storage_that_cannot_be_written_are_refused(flag, path):
+    with pytest.raises(ValueError, match=f"{flag}: .*{path}.*[^.]\\. The flags are listed by"):
+        parser().parse_args([flag, path])

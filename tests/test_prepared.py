@@ -11,7 +11,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kdpkit import _prepared
+from kdpkit import _files, _prepared, _storage
 
 DTYPES = ["?", "u1", "i4", ">i8", "f2", "f8", "c8", "<U3"]
 arrays = st.sampled_from(DTYPES).flatmap(
@@ -252,3 +252,25 @@ print(prepared("numbers", build, key=1, cache_dir=sys.argv[3])["numbers"].sum())
     assert [process.communicate(timeout=300)[0] for process in processes] == ["44999850000\n"] * 2
     assert [process.returncode for process in processes] == [0, 0]
     assert len(list(cache.iterdir())) == 1
+
+
+def test_a_cache_in_object_storage_is_built_once_and_never_trusted_when_damaged(remote, capsys):
+    build = Building(TOKENS)
+    for _ in range(2):
+        assert equal(get(build, remote), TOKENS)
+    assert build.times == 1
+    (path,) = _storage.path(remote).iterdir()
+    assert capsys.readouterr().out == f"Some tokens: read from {path}.\n"
+    with _files.replacing(path) as temporary:
+        temporary.write_bytes(path.read_bytes()[:-1])
+    assert equal(get(build, remote), TOKENS)
+    assert build.times == 2
+
+
+def test_a_key_may_be_a_file_in_object_storage(remote, tmp_path):
+    build, file = Building(TOKENS), _storage.path(remote) / "input.txt"
+    for content in ("one", "two", "two"):
+        with _files.replacing(file) as temporary:
+            temporary.write_text(content)
+        get(build, tmp_path / "cache", key=file)
+    assert build.times == 2

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
-from kdpkit import schedules
+from kdpkit import _storage, schedules
 from tests import generators, oracles
 
 # TensorFlow rounds an element by its place in the vector.
@@ -320,3 +320,9 @@ decay = PolynomialDecay(1.0, 10)
 def test_bad_arguments_get_one_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+def test_plots_go_to_object_storage(remote):
+    pytest.importorskip("matplotlib")
+    schedules.plot(0.5, 3, f"{remote}/rates.png")
+    assert _storage.path(f"{remote}/rates.png").read_bytes().startswith(b"\x89PNG")

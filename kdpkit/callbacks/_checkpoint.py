@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import posixpath
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _files, _processes
+from kdpkit import _files, _processes, _storage
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
@@ -22,8 +23,8 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     Arguments, names of files and messages are Keras'. Works in `fit` on TensorFlow and JAX, under
     any strategy. Of several processes all save, since a model may have parts of which each holds
-    its own, and the first one's file stays. Places such as `gs://...`, which are no files of this
-    machine, are left to Keras.
+    its own, and the first one's file stays. In object storage, as `gs://bucket/model.keras`, the
+    file is made on this machine's disk and then put there.
 
     >>> import tempfile
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -43,6 +44,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     # files. That takes public names alone, where overriding `_save_model` would take three private
     # methods and repeat what they do.
     _in_hook = False
+    filepath: str  # where to save, as given
 
     @property
     def model(self) -> Any:
@@ -62,11 +64,35 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     @contextlib.contextmanager
     def _hook(self) -> Iterator[None]:
+        given = self.filepath
         self._in_hook = True
+        if _storage.is_remote(given):
+            self.filepath = _RemoteName(given)
         try:
             yield
         finally:
-            self._in_hook = False
+            self._in_hook, self.filepath = False, given
+
+
+class _RemoteName(str):
+    """The name of a remote file, which shows as its path.
+
+    Keras makes the directory of the file by TensorFlow alone, and where there is none in the name
+    it makes none. `_files.replacing` makes what is needed.
+    """
+
+    url: str
+
+    def __new__(cls, url: str) -> "_RemoteName":
+        name = super().__new__(cls, posixpath.basename(url))
+        name.url = url
+        return name
+
+    def format(self, *values: Any, **fields: Any) -> "_RemoteName":
+        return _RemoteName(self.url.format(*values, **fields))
+
+    def __format__(self, spec: str) -> str:
+        return format(self.url, spec)
 
 
 class _SavingWhole:
@@ -94,10 +120,7 @@ def _beside(filepath: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory() as directory:
             yield os.fspath(Path(directory) / Path(filepath).name)
         return
-    if "://" in filepath:  # an object store, whose objects appear when they are whole
-        yield filepath
-        return
-    with _files.replacing(filepath) as temporary:
+    with _files.replacing(getattr(filepath, "url", filepath)) as temporary:
         # `replacing` keeps one suffix, and of weights Keras wants both.
         ending = ".weights.h5" if filepath.endswith(".weights.h5") else temporary.suffix
         written = temporary.with_name(temporary.name + ending)

@@ -52,7 +52,9 @@ class Resume(keras.callbacks.Callback):
     state. Among several of JAX that is for SIGTERM alone: Ctrl-C ends each of them at once.
 
     Args:
-        directory: Where the states are; a new run needs an empty one.
+        directory: Where the states are; a new run needs an empty one. It may be in object storage,
+            as `gs://bucket/run`, which has no locks: the run that began last has the directory, and
+            one that began before stops, in one sentence, before it would save there again.
         save_freq: `"epoch"`, or a number of batches.
         keep: States to keep. One that is damaged is passed over, with a warning.
         callbacks: Those among the callbacks given to `fit` that learn while training, such as
@@ -168,6 +170,8 @@ class Resume(keras.callbacks.Callback):
         try:
             directory.mkdir(parents=True, exist_ok=True)
             is_ours = _files.acquire(self._lock)
+        except _checks.InputError:
+            raise
         except OSError as error:
             _checks.refuse_file(f"The directory cannot be used ({error.strerror})", directory)
         if not is_ours:
@@ -350,6 +354,7 @@ class Resume(keras.callbacks.Callback):
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
         try:
+            self._refuse_if_taken_over()
             self._checkpoints.save(state)
         except OSError as error:
             warnings.warn(
@@ -357,6 +362,17 @@ class Resume(keras.callbacks.Callback):
                 f"({error.strerror or error}). Training goes on; what was saved before is still "
                 "there.",
                 stacklevel=2,
+            )
+
+    def _refuse_if_taken_over(self) -> None:
+        other = _files.taken_over(self._lock)
+        if other:
+            _checks.refuse(
+                "Another run, which began later, keeps its state in this directory, so this one "
+                "stops.",
+                directory=str(self._checkpoints.directory),
+                other=other,
+                remedy="Give each run a directory of its own.",
             )
 
     def _variables(self, model: Any) -> dict[str, list[Any]]:

@@ -10,12 +10,13 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _processes
+from kdpkit import _checks, _processes, _storage
 from kdpkit.callbacks._learning_rate import (
     AppliedRateCallback,
     batches_counted,
     is_keras_optimizer,
 )
+from kdpkit.callbacks._mirror import Mirror
 from kdpkit.callbacks._throughput import batches_ended
 
 _DRAWN_BY_KERAS = (
@@ -43,7 +44,9 @@ class TensorBoard(AppliedRateCallback):
     nothing.
 
     Args:
-        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it.
+        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it. It
+            may be in object storage, as `gs://bucket/logs`; there the files are put anew at the end
+            of every epoch, since they cannot grow.
         run_name: The run's directory inside `log_dir`, to compare several; None uses `log_dir`.
         **keras_arguments: `update_freq` as in Keras: `"epoch"`, `"batch"`, or an integer N for
             the logs of every Nth batch too, at the number of batches seen. `histogram_freq`,
@@ -86,8 +89,11 @@ class TensorBoard(AppliedRateCallback):
         self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
         self._run_dir = f"{self.log_dir}/{run_name}" if run_name else self.log_dir
         self._drawings = _drawings(self._run_dir, keras_arguments)
+        self._mirror: Mirror | None = None
         if _is_writer():
             _make_directory(self._run_dir)
+            place = _storage.path(self._run_dir)
+            self._mirror = Mirror(place) if isinstance(place, _storage.RemotePath) else None
         else:
             self._drawings = keras.callbacks.Callback()
         self._writers: dict[str, Any] = {}
@@ -177,17 +183,22 @@ class TensorBoard(AppliedRateCallback):
 
     def _writer(self, run: str) -> Any:
         if run not in self._writers:
-            self._writers[run] = _writer_class()(f"{self._run_dir}/{run}")
+            directory = self._mirror.local if self._mirror else self._run_dir
+            self._writers[run] = _writer_class()(f"{directory}/{run}")
         return self._writers[run]
 
     def _flush(self) -> None:
         for writer in self._writers.values():
             writer.flush()
+        if self._mirror:
+            self._mirror.copy()
 
     def _close(self) -> None:
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
+        if self._mirror:
+            self._mirror.copy()
 
 
 def _is_writer() -> bool:
@@ -226,7 +237,9 @@ def _update_freq(value: Any) -> Any:
 
 def _make_directory(path: str) -> None:
     """Make the directory now, so that a wrong one is known before data are read and prepared."""
-    if "://" in path:  # gs://... and the like are the file system's matter
+    place = _storage.path(path)
+    if isinstance(place, _storage.RemotePath):
+        place.try_writing()
         return
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
@@ -253,5 +266,6 @@ def _drawings(run_dir: str, keras_arguments: dict[str, Any]) -> keras.callbacks.
             **wanted,
             remedy="Leave it out; scalars are written on every backend.",
         )
+    _storage.require_tensorflow(run_dir)
     # In a directory of its own: TensorBoard follows only the newest file of a directory.
     return keras.callbacks.TensorBoard(f"{run_dir}/drawings", **{"write_graph": False, **wanted})

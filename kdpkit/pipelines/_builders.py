@@ -22,7 +22,8 @@ class PipelineConfig:
     """How a pipeline keeps, shuffles and prepares its examples.
 
     Args:
-        cache: `"memory"`, the path of a directory (see `cache`), or None.
+        cache: `"memory"`, the path of a directory, also as `gs://bucket/cache` (see `cache`), or
+            None.
         shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
         seed: Fixes the order and the augmentation of every epoch.
         prefetch: Batches prepared ahead.

@@ -4,6 +4,9 @@
 next run, and trusts any file under its name. Here the first pass runs to its end in a directory
 of its own, which is then moved into place with a manifest of what it holds. Each pipeline has its
 own place, named by TensorFlow's fingerprint of it, so several may share one cache directory.
+
+Object storage has no directories to move. There the files are copied one by one, each of which
+appears when it is whole, and the manifest last; it has their checksums.
 """
 
 import contextlib
@@ -18,7 +21,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit import _checks, _files, _storage
 
 _MANIFEST = "manifest.json"
 _PREFIX = "examples"
@@ -34,7 +37,8 @@ def cached_on_disk(
 
     `fill_from` makes a dataset of the same examples to fill it from, called when it is needed.
     """
-    place = Path(directory) / f"kdpkit-{int(dataset.fingerprint()):016x}"
+    root = _storage.path(_storage.require_tensorflow(directory))
+    place = root / f"kdpkit-{int(dataset.fingerprint()):016x}"
     try:
         if _read_manifest(place) != _checksums(place):
             _fill(fill_from() if fill_from else dataset, place)
@@ -46,42 +50,49 @@ def cached_on_disk(
     return dataset.cache(str(place / _PREFIX))
 
 
-def _fill(dataset: tf.data.Dataset, place: Path) -> None:
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with _building_beside(place) as building:
+def _fill(dataset: tf.data.Dataset, place: _storage.AnyPath) -> None:
+    with _building(place) as building:
         for _ in dataset.cache(str(building / _PREFIX)):
             pass
         (building / _MANIFEST).write_text(json.dumps(_checksums(building)))
         if _read_manifest(place) == _checksums(place):
             return  # another process was quicker
+        if isinstance(place, _storage.RemotePath):
+            for file in [*sorted(building.glob(f"{_PREFIX}*")), building / _MANIFEST]:
+                (place / file.name).upload(file)
+            return
         shutil.rmtree(place, ignore_errors=True)
         building.rename(place)
 
 
 @contextlib.contextmanager
-def _building_beside(place: Path) -> Iterator[Path]:
-    """Give a directory on the same file system, gone afterwards whatever happens."""
-    building = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
+def _building(place: _storage.AnyPath) -> Iterator[Path]:
+    """Give a directory, beside a local place on its file system, gone whatever happens."""
+    if isinstance(place, _storage.RemotePath):
+        building = Path(tempfile.mkdtemp())
+    else:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(prefix=f".{place.name}-", dir=place.parent))
     try:
         yield building
     finally:
         shutil.rmtree(building, ignore_errors=True)
 
 
-def _read_manifest(place: Path) -> Any:
+def _read_manifest(place: _storage.AnyPath) -> Any:
     try:
         return json.loads((place / _MANIFEST).read_text())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, json.JSONDecodeError, UnicodeDecodeError):
         return None
 
 
-def _checksums(place: Path) -> dict[str, int]:
-    return {file.name: _checksum(file) for file in sorted(place.glob(f"{_PREFIX}*"))}
+def _checksums(place: _storage.AnyPath) -> dict[str, int]:
+    return {file.name: _checksum(file) for file in place.glob(f"{_PREFIX}*")}
 
 
-def _checksum(file: Path) -> int:
+def _checksum(file: _storage.AnyPath) -> int:
     checksum = 0
-    with file.open("rb") as stream:
+    with _files.fetched(file) as local, local.open("rb") as stream:
         while block := stream.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
     return checksum

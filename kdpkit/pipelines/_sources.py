@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit import _checks, _storage
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -27,7 +27,8 @@ def text_lines(paths: Paths, *, compression: str | None = None) -> tf.data.Datas
     without a word and finds bytes that are not UTF-8 in the middle of training, if at all.
 
     Args:
-        paths: A path or several.
+        paths: A path or several, of this machine or of any file system that TensorFlow knows, as
+            `gs://bucket/text.txt`.
         compression: `"GZIP"`, or None, which looks at the first bytes of each file.
 
     Returns:
@@ -70,7 +71,7 @@ def tfrecords(
     The order of the examples is the same on every run.
 
     Args:
-        pattern: A glob such as `"data/train-*.tfrecord"`, or paths.
+        pattern: A glob such as `"data/train-*.tfrecord"`, or paths, also as `gs://bucket/...`.
         parse: Makes an example from a record, a string scalar; see `example_parser`.
         compression: `"GZIP"`, `"ZLIB"`, or None, which recognises GZIP by the first bytes.
         files_at_once: Files to read from in parallel.
@@ -103,7 +104,8 @@ def interleave_files(
     """Read several files at once and take an example from each in turn.
 
     Args:
-        pattern: A glob, whose files come in sorted order, or paths in yours.
+        pattern: A glob, whose files come in sorted order, or paths in yours, also as
+            `gs://bucket/...`.
         reader: Makes a dataset from a path, a string scalar.
         files_at_once: Files to read from in parallel.
 
@@ -132,7 +134,7 @@ def write_tfrecords(
         examples: Mappings from feature name to an array or scalar of integers, floats, bytes or
             text. uint8 arrays are stored as bytes, one per element.
         path: The files' common beginning: `"data/train"` gives
-            `data/train-00000-of-00002.tfrecord` and its sibling.
+            `data/train-00000-of-00002.tfrecord` and its sibling; so does `"gs://bucket/train"`.
         shards: Number of files. Reading wants several, each of 100 MB or so.
         compression: `"GZIP"` or None.
 
@@ -140,7 +142,8 @@ def write_tfrecords(
         The files' paths.
 
     Raises:
-        ValueError: There are no examples, fewer than `shards`, or a feature has no TFRecord form.
+        ValueError: There are no examples, fewer than `shards`, or a feature has no TFRecord form;
+            or a remote path cannot be written.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -152,17 +155,19 @@ def write_tfrecords(
     """
     shards = _checks.integer("shards", shards)
     _checks.one_of("compression", compression, (None, "GZIP"))
-    names = [f"{os.fspath(path)}-{shard:05}-of-{shards:05}.tfrecord" for shard in range(shards)]
-    tf.io.gfile.makedirs(os.path.dirname(names[0]) or ".")  # noqa: PTH120 - may be gs://
+    beginning = _storage.require_tensorflow(path)
+    names = [f"{beginning}-{shard:05}-of-{shards:05}.tfrecord" for shard in range(shards)]
     unfinished = [f"{name}.unfinished" for name in names]
+    with _storage.reporting(names[0]):
+        tf.io.gfile.makedirs(os.fspath(_storage.path(names[0]).parent))
     try:
         _write_in_turn(examples, unfinished, compression or "")
-        for file, name in zip(unfinished, names, strict=True):
-            tf.io.gfile.rename(file, name, overwrite=True)
+        with _storage.reporting(names[0]):
+            for file, name in zip(unfinished, names, strict=True):
+                tf.io.gfile.rename(file, name, overwrite=True)
     finally:
         for file in unfinished:
-            if tf.io.gfile.exists(file):
-                tf.io.gfile.remove(file)
+            _storage.path(file).unlink(missing_ok=True)
     return names
 
 
@@ -220,15 +225,17 @@ def _count_records(file: str, compression: str) -> int:
 
 
 def _write_in_turn(examples: Iterable[Mapping[str, Any]], files: list[str], kind: str) -> None:
-    writers = [tf.io.TFRecordWriter(file, options=kind) for file in files]
+    with _storage.reporting(files[0]):
+        writers = [tf.io.TFRecordWriter(file, options=kind) for file in files]
     count = 0
     try:
         for example in examples:
             writers[count % len(writers)].write(_serialized(example))
             count += 1
     finally:
-        for writer in writers:
-            writer.close()
+        with _storage.reporting(files[0]):
+            for writer in writers:
+                writer.close()
     if count < len(files):
         _checks.refuse(
             "There are too few examples for the files asked for.",
@@ -279,14 +286,15 @@ def _listed(paths: Paths) -> list[str]:
     several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not several:
         _checks.refuse("`paths` names no file.", paths=paths)
-    return [os.fspath(path) for path in several]
+    return [_storage.require_tensorflow(path) for path in several]
 
 
 def _matching(pattern: Paths) -> list[str]:
     """List the files that globs match, sorted within each glob, all of them readable."""
     files: list[str] = []
     for part in _listed(pattern):
-        found = sorted(tf.io.gfile.glob(part))
+        with _storage.reporting(part):
+            found = sorted(tf.io.gfile.glob(part))
         if not found:
             _checks.refuse_file("No file matches", part, remedy="Check the path or the pattern.")
         files += [_readable(file) for file in found]

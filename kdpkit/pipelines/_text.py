@@ -8,7 +8,7 @@ from typing import Any
 import keras_hub
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit import _checks, _files
 from kdpkit.pipelines._transforms import Transform
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -40,11 +40,13 @@ def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True)
 def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
     """Read a WordPiece vocabulary, one piece a line, whose line numbers are the token ids.
 
+    The file may be in object storage, as `gs://bucket/vocabulary.txt`.
+
     Raises:
         ValueError: The file is missing, empty or not UTF-8, a special token of BERT is not in
             it, or a piece stands in it twice.
     """
-    file = _checks.readable_file(path)
+    file = _files.readable(path)
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     except UnicodeDecodeError:

@@ -82,10 +82,11 @@ def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     behind it: give another directory when those change.
 
     Args:
-        where: `"memory"`, or the path of a directory.
+        where: `"memory"`, or the path of a directory. In object storage, `gs://bucket/cache` say,
+            the place is filled on this machine's disk (`TMPDIR`) and then copied there.
 
     Raises:
-        ValueError: The directory cannot be written.
+        ValueError: The directory cannot be written, or TensorFlow does not know its scheme.
 
     >>> numbers = tf.data.Dataset.range(3).apply(cache())
     >>> [int(number) for number in numbers]

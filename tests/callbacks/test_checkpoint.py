@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import pytest
 
+from kdpkit import _files, _storage
 from kdpkit.callbacks import ModelCheckpoint
 
 KINDS = [("model.keras", False), ("model.weights.h5", True)]
@@ -165,9 +166,38 @@ def test_a_directory_in_the_files_place_is_named(tmp_path):
     assert names(tmp_path) == ["model.keras"]
 
 
-@pytest.mark.tensorflow
-def test_places_that_are_no_files_of_this_machine_are_left_to_keras():
-    import tensorflow as tf
+@pytest.mark.parametrize(("name", "weights_only"), KINDS)
+def test_files_go_to_object_storage_under_the_name_and_lines_of_keras(
+    remote, capsys, name, weights_only
+):
+    pattern = f"{remote}/{{epoch}}/{name}"
+    model, callback = watched(), ModelCheckpoint(pattern, save_weights_only=weights_only, verbose=1)
+    fit(model, callback)
+    assert callback.filepath == pattern
+    said = capsys.readouterr().out
+    for epoch in (1, 2):
+        assert f"Epoch {epoch}: saving model to {remote}/{epoch}/{name}" in said
+        (path,) = _storage.path(f"{remote}/{epoch}").iterdir()
+        assert path.name == name
+    trained = model.get_weights()
+    with _files.fetched(f"{remote}/1/{name}") as file:
+        model.load_weights(file)
+    assert not np.array_equal(trained[0], model.get_weights()[0])
+    with _files.fetched(path) as file:
+        model.load_weights(file)
+    np.testing.assert_array_equal(trained[0], model.get_weights()[0])
 
-    fit(watched(), ModelCheckpoint("ram://checkpoints/epoch-{epoch}.keras"))
-    assert sorted(tf.io.gfile.listdir("ram://checkpoints")) == ["epoch-1.keras", "epoch-2.keras"]
+
+def test_saving_that_fails_leaves_the_old_file_in_object_storage(remote):
+    model, callback = watched(), ModelCheckpoint(f"{remote}/model.keras")
+    fit(model, callback, epochs=1)
+    old = _storage.path(f"{remote}/model.keras").read_bytes()
+
+    def no_space_left():
+        raise OSError("no space left")
+
+    model.layers[0].while_saving = no_space_left
+    with pytest.raises(OSError, match="no space left"):
+        fit(model, callback, epochs=1)
+    (path,) = _storage.path(remote).iterdir()
+    assert path.read_bytes() == old

@@ -532,6 +532,56 @@ def test_a_run_that_failed_leaves_the_directory_to_the_next_of_its_process(tmp_p
     crash(second, by_fit)
 
 
+# Object storage.
+
+
+def test_a_run_in_object_storage_goes_on_where_it_was(remote, undisturbed):
+    with pytest.raises(CrashError):
+        run(by_fit, remote, crash_at=6)
+    assert_same(run(by_fit, remote), undisturbed(by_fit))
+
+
+TAKING_OVER = """
+import sys
+from kdpkit import _files
+_files.acquire(sys.argv[1])
+"""
+
+
+@pytest.mark.slow
+def test_in_object_storage_the_run_that_began_last_has_the_directory(tmp_path):
+    class Another(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            command = [sys.executable, "-c", TAKING_OVER, f"file://{tmp_path}/.lock"]
+            subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    with pytest.raises(ValueError, match="Another run, which began later.*other='process .* on"):
+        by_fit(Resume(f"file://{tmp_path}"), data, None, [Another()])
+    saved = [path.name for path in tmp_path.glob("state-*")]
+    assert saved == ["state-000001-000000000.npz"]  # before the other one began
+
+
+@pytest.mark.slow
+def test_a_run_in_object_storage_that_was_killed_goes_on_to_the_same_weights(tmp_path):
+    program = PROGRAM.replace("save_freq=100", "save_freq=1")
+    killed = start(f"file://{tmp_path}", "by_fit", program)
+    for steps, line in enumerate(killed.stdout):
+        if steps > 3 and line.strip() == "step":
+            break
+    killed.kill()
+    killed.communicate(timeout=300)
+    assert killed.returncode == -signal.SIGKILL
+    assert [*tmp_path.glob("state-*.npz")]
+    assert finish(start(f"file://{tmp_path}", "by_fit")) == sums_of_a_whole_run("by_fit")
+
+
+def test_a_bucket_that_is_not_there_is_named_before_training():
+    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    with pytest.raises(ValueError, match="file:///sys/kernel/states/.lock"):
+        by_fit(Resume("file:///sys/kernel/states"), data, None, [])
+
+
 # Signals where training failed.
 
 
@@ -660,9 +710,9 @@ print(json.dumps([float(abs(w).sum()) for w in model.get_weights()]))
 """
 
 
-def start(directory, train):
+def start(directory, train, program=PROGRAM):
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, directory, train],
+        [sys.executable, "-c", program, directory, train],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

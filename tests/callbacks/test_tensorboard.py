@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 
+from kdpkit import _files, _storage
 from kdpkit.callbacks import (
     LearningRateLogger,
     PrintLR,
@@ -169,6 +170,59 @@ def test_a_log_dir_that_is_a_file_is_refused_before_training(tmp_path):
             OSError, match=f"log directory cannot be made .*{directory}.*not a file"
         ):
             TensorBoard(directory)
+
+
+def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote, tmp_path):
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002 as Keras calls it
+            for path in _storage.path(f"{remote}/logs/first/train").glob("events*"):
+                path.download(tmp_path / path.name)
+                seen.append([*scalars(tmp_path / path.name).get("epoch_loss", ())])
+
+    fit([TensorBoard(f"{remote}/logs", run_name="first"), Look()], epochs=3)
+    assert seen == [[], [0], [0, 1]]
+    for run in ("train", "validation"):
+        (path,) = _storage.path(f"{remote}/logs/first/{run}").iterdir()
+        with _files.fetched(path) as file:
+            assert [*scalars(file)["epoch_loss"]] == [0, 1, 2]
+
+
+def test_a_storage_that_fails_during_training_is_warned_of_and_written_later(tmp_path):
+    place = tmp_path / "logs"
+
+    class Disturb(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002 as Keras calls it
+            if epoch == 1:
+                place.rename(tmp_path / "away")
+                place.touch()
+            if epoch == 2:
+                place.unlink()
+                (tmp_path / "away").rename(place)
+
+    board = TensorBoard(f"file://{place}")
+    with pytest.warns(UserWarning, match="file://.*/logs.*next epoch tries again"):
+        fit([board, Disturb()], epochs=3)
+    assert [*scalars(place / "train")["epoch_loss"]] == [0, 1, 2]
+
+
+@needs_tensorflow
+def test_what_keras_draws_needs_a_scheme_of_tensorflow():
+    with pytest.raises(ValueError, match="does not know memory://.*memory://logs"):
+        TensorBoard("memory://logs", write_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("log_dir", "sentence"),
+    [
+        ("nope://bucket/logs", "nope://.*nope://bucket/logs"),
+        ("file:///sys/kernel/logs", "file:///sys/kernel/logs.*Check"),
+    ],
+)
+def test_a_log_dir_that_cannot_be_written_in_object_storage_is_refused(log_dir, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        TensorBoard(log_dir)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may write everywhere")

@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdpkit import pipelines
+from kdpkit import _files, _storage, pipelines
 
 
 def counted_source(reads):
@@ -110,3 +110,47 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
     file.write_text("x")
     with pytest.raises(ValueError, match="cache cannot be kept there .*file"):
         tf.data.Dataset.range(3).apply(pipelines.cache(file))
+
+
+@pytest.mark.parametrize("remote", ["ram", "file"], indirect=True)
+def test_a_cache_in_object_storage_is_filled_once_and_again_when_damaged(remote):
+    reads = []
+    source = counted_source(reads)
+    for _ in range(2):
+        assert numbers(source.apply(pipelines.cache(f"{remote}/cache"))) == list(range(10))
+    assert len(reads) == 10
+    place = _storage.path(f"{remote}/cache/kdpkit-{int(source.fingerprint()):016x}")
+    *examples, manifest = sorted(place.iterdir())
+    assert manifest.name == "manifest.json"
+    assert len(examples) > 1
+    with _files.replacing(examples[0]) as temporary:
+        temporary.write_bytes(examples[0].read_bytes()[:-1])
+    assert numbers(source.apply(pipelines.cache(f"{remote}/cache"))) == list(range(10))
+    assert len(reads) == 20
+
+
+def test_a_cache_without_its_manifest_is_not_taken_for_whole(tmp_path):
+    reads, where = [], f"file://{tmp_path}/cache"
+    source = counted_source(reads)
+    numbers(source.apply(pipelines.cache(where)))
+    (manifest,) = tmp_path.rglob("manifest.json")  # which a killed process would not have written
+    manifest.unlink()
+    numbers(source.apply(pipelines.cache(where)))
+    assert len(reads) == 20
+
+
+def test_two_processes_that_fill_a_cache_write_the_same_bytes(tmp_path):
+    source = tf.data.Dataset.range(100).map(lambda n: n * 3, num_parallel_calls=4)
+    for name in ("one", "other"):
+        numbers(source.apply(pipelines.cache(f"file://{tmp_path}/{name}")))
+    one, other = (
+        {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*") if file.is_file()}
+        for name in ("one", "other")
+    )
+    assert one == other
+    assert one
+
+
+def test_a_cache_that_tensorflow_cannot_read_is_refused():
+    with pytest.raises(ValueError, match="does not know memory://.*path='memory://cache'.*ram://"):
+        tf.data.Dataset.range(3).apply(pipelines.cache("memory://cache"))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hypothesis_numpy
 
-from kdpkit import pipelines
+from kdpkit import _files, _storage, pipelines
 
 NUMBER = {"number": tf.TensorSpec([], "int64")}
 
@@ -205,3 +205,62 @@ def test_compressed_and_plain_files_cannot_be_mixed(tmp_path):
         write_numbers(tmp_path / name, 2, compression=compression)
     with pytest.raises(ValueError, match="Compressed and plain TFRecord files cannot be mixed"):
         read_numbers(f"{tmp_path}/*/*.tfrecord")
+
+
+in_object_storage = pytest.mark.parametrize("remote", ["ram", "file"], indirect=True)
+
+
+@in_object_storage
+def test_text_and_vocabularies_are_read_from_object_storage(remote):
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"]
+    for name, lines in (("text.txt", ["one", "two"]), ("vocabulary.txt", pieces)):
+        with _files.replacing(f"{remote}/{name}") as temporary:
+            temporary.write_text("\n".join(lines) + "\n")
+    assert lines_of(pipelines.text_lines(f"{remote}/text.txt")) == ["one", "two"]
+    assert pipelines.read_vocabulary(f"{remote}/vocabulary.txt") == pieces
+
+
+@in_object_storage
+@pytest.mark.parametrize("compression", [None, "GZIP"])
+def test_records_go_through_object_storage(remote, compression):
+    place = _storage.path(remote) / "records"
+    files = write_numbers(place, 7, shards=2, compression=compression)
+    assert sorted(path.name for path in place.iterdir()) == [
+        "numbers-00000-of-00002.tfrecord",
+        "numbers-00001-of-00002.tfrecord",
+    ]
+    assert sorted(read_numbers(f"{place}/numbers-*", validate=True)) == list(range(7))
+    assert pipelines.validate_tfrecords(files) == 7
+
+
+@in_object_storage
+def test_a_writer_that_fails_leaves_no_file_in_object_storage(remote):
+    with pytest.raises(ValueError, match="too few examples"):
+        write_numbers(_storage.path(remote), 1, shards=2)
+    assert [*_storage.path(remote).iterdir()] == []
+
+
+@in_object_storage
+def test_files_that_are_missing_in_object_storage_are_named(remote):
+    with pytest.raises(ValueError, match=f"There is no such file: {remote}/none.txt"):
+        pipelines.text_lines(f"{remote}/none.txt")
+    with pytest.raises(ValueError, match=f"No file matches: {remote}/none-"):
+        read_numbers(f"{remote}/none-*")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: pipelines.text_lines("memory://bucket/x"),
+        lambda: read_numbers("memory://bucket/x-*"),
+        lambda: pipelines.write_tfrecords([{"x": 1}], "memory://bucket/x"),
+    ],
+)
+def test_a_scheme_that_tensorflow_does_not_know_is_refused(call):
+    with pytest.raises(ValueError, match="does not know memory://.*memory://bucket/x.*Use one of"):
+        call()
+
+
+def test_a_place_where_records_cannot_be_written_is_named():
+    with pytest.raises(OSError, match="file:///sys/kernel/x"):  # not even the administrator
+        pipelines.write_tfrecords([{"x": 1}], "file:///sys/kernel/x")
