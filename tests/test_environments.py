@@ -27,6 +27,7 @@ ON_JAX = {
     "callbacks": ["tests/callbacks"],
     "loop": ["tests/training/test_loop.py", "tests/training/test_jax_guide.py"],
     "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
+    "vocabulary": ["tests/training/test_linear_cross_entropy.py"],
 }
 
 pytestmark = pytest.mark.skipif(
