@@ -19,6 +19,7 @@ _SUBMODULES = (
     "cli",
     "cluster",
     "corpora",
+    "diagnostics",
     "experiment",
     "launch",
     "pipelines",

@@ -79,6 +79,14 @@ def readable(path: str | os.PathLike[str]) -> _storage.AnyPath:
     return file
 
 
+def readable_here(path: str | os.PathLike[str]) -> Path:
+    """Accept what `readable` does, if it is a file of this machine."""
+    file = readable(path)
+    if isinstance(file, _storage.RemotePath):
+        _checks.refuse_file("A file of this machine is needed here", file, remedy="Copy it first.")
+    return file
+
+
 def _is_empty(file: _storage.AnyPath) -> bool:
     if isinstance(file, _storage.RemotePath):
         return file.stat().st_size == 0

@@ -1,4 +1,4 @@
-"""The command line: `kdpkit launch`, and what else stands in `kdpkit/_commands`.
+"""The command line: `kdpkit launch`, `kdpkit doctor`, and what else stands in `kdpkit/_commands`.
 
 A mistake in the flags is one sentence on stderr, and exit code 2.
 """
@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from kdpkit import __version__, _checks
 
-_COMMANDS = ("data-service", "launch")  # each is a file in kdpkit/_commands
+_COMMANDS = ("data-service", "doctor", "launch")  # each is a file in kdpkit/_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:

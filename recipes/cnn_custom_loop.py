@@ -21,6 +21,7 @@ import zipfile
 
 import keras
 import tensorflow as tf
+from keras import ops
 from matplotlib.figure import Figure
 
 from kdpkit import callbacks, corpora, experiment, pipelines, training
@@ -58,6 +59,13 @@ def parse(argv):
     add("--accumulation", type=int, default=1, help="micro-batches in a step (default: 1)")
     add("--jit", action="store_true", help="compile the forward and backward pass with XLA")
     add("--label-smoothing", type=smoothing, default=0.0, help="of the loss, below 1 (default: 0)")
+    add(
+        "--remainder",
+        choices=("keep", "drop"),
+        default="keep",
+        help="of the images that fill no batch: train on them too, or not, for a TPU (default: "
+        "keep)",
+    )
     add("--restore", type=experiment.path, metavar="FILE", help="go on from a checkpoint (.keras)")
     return parser.parse_args(argv)
 
@@ -126,7 +134,7 @@ class Smoothed(training.TrainingLoop):
         losses, predictions = super().per_example_loss(x, y, training=training)
         if not training:
             return losses, predictions
-        of_any_class = -tf.reduce_mean(tf.math.log(predictions + keras.config.epsilon()), axis=-1)
+        of_any_class = -ops.mean(ops.log(predictions + keras.config.epsilon()), axis=-1)
         return losses + self.label_smoothing * (of_any_class - losses), predictions
 
 
@@ -166,13 +174,15 @@ def main(argv=None):
     batches = {"global_batch_size": plan.global_batch_size, "replicas": plan.replicas}
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices((images, labels)),
-        pipelines.PipelineConfig(seed=args.seed, remainder="keep"),
+        pipelines.PipelineConfig(seed=args.seed, remainder=args.remainder),
         steps_per_epoch=args.steps_per_epoch,
         **batches,
     )
-    test = pipelines.eval_pipeline(
-        tf.data.Dataset.from_tensor_slices(tuple(splits.test)), remainder="keep", **batches
-    )
+    held_out = tf.data.Dataset.from_tensor_slices(tuple(splits.test))
+    if args.remainder == "keep":
+        test = pipelines.eval_pipeline(held_out, remainder="keep", **batches)
+    else:  # every image is evaluated, in batches of one size
+        test = pipelines.eval_pipeline(held_out, **batches).apply(pipelines.normalize_weights)
 
     with strategy.scope():
         shapes = images.shape[1:], splits.classes
@@ -184,7 +194,7 @@ def main(argv=None):
         model,
         optimizer=model.optimizer if args.restore else keras.optimizers.Adam(plan.learning_rate),
         loss=keras.losses.SparseCategoricalCrossentropy(),
-        metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
         accumulation=args.accumulation,

@@ -22,6 +22,7 @@ ALLOWED = {
     "_cpu_threads": (PURE, set()),
     "_storage": (PURE, {"_checks"}),
     "_files": (PURE, {"_checks", "_storage"}),
+    "_findings": (PURE, {"_checks"}),
     "_processes": (KERAS, {"_checks"}),
     "_interrupt": (KERAS, {"_files", "_processes", "_storage"}),
     "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "_waiting", "cluster"}),
@@ -60,6 +61,10 @@ ALLOWED = {
         TENSORFLOW | {"jax"},
         {"_checks", "_processes", "_servers", "batches", "scaling", "sharding", "strategies"}
         | {"training"},
+    ),
+    "diagnostics": (
+        TENSORFLOW | {"jax"},
+        {"_checks", "_files", "_findings", "batches", "diagnostics"},
     ),
     "experiment": (
         KERAS,

@@ -26,6 +26,7 @@ ON_JAX = {
     ],
     "callbacks": ["tests/callbacks"],
     "loop": ["tests/training/test_loop.py", "tests/training/test_jax_guide.py"],
+    "diagnostics": ["tests/diagnostics"],
     "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
     "vocabulary": ["tests/training/test_linear_cross_entropy.py"],
 }
@@ -144,6 +145,10 @@ try:
     callbacks.Resume("gs://bucket/run")
 except ValueError as error:
     print("gs:", error)
+
+from kdpkit import diagnostics
+report = diagnostics.check_tpu(Batches(), model=loop, replicas=1, callbacks=watching)
+print("TPU:", *sorted({finding.rule for finding in report.findings}))
 """
 
 
@@ -159,6 +164,7 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "loop: loss (12, 1)" in printed
     assert "stored: ['.lock', 'logs', 'model-1.keras', 'state-000001-000000000.npz']" in printed
     assert "gs: Nothing that is installed reads and writes gs:// (" in printed
+    assert "TPU: tile-batch\n" in printed  # three rows in a batch
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
     images = np.zeros((70, 8, 8), "uint8")
     for split, rows in (("train", 70), ("t10k", 9)):

@@ -28,3 +28,10 @@ def test_a_block_that_raises_leaves_the_old_file_and_nothing_else(tmp_path, erro
         write_half()
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_must_be_here_is_refused_elsewhere(tmp_path):
+    (tmp_path / "script.py").write_text("1")
+    assert _files.readable_here(tmp_path / "script.py") == tmp_path / "script.py"
+    with pytest.raises(ValueError, match=r"of this machine is needed here: file://.*Copy it"):
+        _files.readable_here(f"file://{tmp_path}/script.py")

@@ -107,6 +107,16 @@ def test_it_learns_the_digits_with_every_flag():
     assert results["steps"] == 6 * 12  # 1,442 images in batches of 128, the last one of 34
 
 
+@pytest.mark.slow
+def test_without_the_remainder_it_tests_the_same_images_in_batches_of_one_size():
+    flags = ("--strategy", "mirrored", "--replicas", "2", "--smoke", "--epochs", "1")
+    kept, dropped = (
+        cnn_custom_loop.main([*flags, "--remainder", remainder]) for remainder in ("keep", "drop")
+    )
+    assert kept["history"]["loss"] == dropped["history"]["loss"]  # four full batches
+    assert kept["test"] == pytest.approx(dropped["test"], rel=1e-5)
+
+
 def test_smoothing_is_that_of_keras_and_for_training_alone():
     x = np.random.default_rng(0).integers(0, 255, (5, 8, 8, 1), "uint8")
     y = np.array([0, 1, 2, 1, 0])

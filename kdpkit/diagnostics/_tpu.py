@@ -1,0 +1,290 @@
+"""What a TPU needs, checked on any machine."""
+
+import dataclasses
+from typing import Any
+
+import keras
+
+from kdpkit import _checks, _findings
+from kdpkit.diagnostics import _batch, _tpu_callbacks, _tpu_data, _tpu_step, _tpu_widths
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuReport:
+    """What `check_tpu` found.
+
+    Attributes:
+        findings: See `Finding`: rule, level, where, problem, remedy; the worst first.
+        checked: What was looked at: some of `"data"`, `"step"`, `"widths"`, `"callbacks"`.
+        replicas: Cores that share a batch.
+        backend: Keras' backend.
+    """
+
+    findings: tuple[_findings.Finding, ...]
+    checked: tuple[str, ...]
+    replicas: int
+    backend: str
+
+    @property
+    def clean(self) -> bool:
+        """Whether there is nothing that a TPU refuses or that wastes its time; notes are fine."""
+        return all(finding.level == "note" for finding in self.findings)
+
+    def __str__(self) -> str:
+        """Say it in lines of at most 80 columns."""
+        looked_at = ", ".join(self.checked)
+        found = sum(finding.level != "note" for finding in self.findings)
+        head = (
+            f"{found} finding{'s' * (found > 1)} (looked at: {looked_at})."
+            if found
+            else f"Nothing found (looked at: {looked_at}); not proven on a TPU."
+        )
+        return "\n\n".join([head, *map(str, self.findings)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Give the report as plain values, for JSON."""
+        return {
+            "clean": self.clean,
+            "proven_on_tpu": False,
+            "backend": self.backend,
+            "replicas": self.replicas,
+            "checked": list(self.checked),
+            "findings": _findings.as_dicts(self.findings),
+        }
+
+
+def check_tpu(
+    dataset: Any = None,
+    *,
+    model: Any = None,
+    replicas: int = 8,
+    callbacks: Any = (),
+    validation_data: Any = None,
+    batch_size: int | None = None,
+    remote: bool = False,
+) -> TpuReport:
+    """Find on this machine what would stop a TPU, or waste its time.
+
+    Everything that can be known before a TPU is reached is looked at. One batch is taken from the
+    data (of a `PyDataset` the last one too), and the training step (forward pass, loss, gradients,
+    update, metrics) is traced and compiled, but never run: no weight changes. The rules:
+
+    - `dynamic-shape`, `dynamic-batch`, `uneven-batch`: sizes that vary, in the data or in the step;
+      a batch that the cores do not divide.
+    - `string`, `64-bit`: types that a TPU does not compute with, or at several times the cost.
+      int64 that Keras itself uses on TensorFlow (labels, counts) is left alone.
+    - `tile-batch`, `tile-width`: rows of a core, and widths of layers that hold a tenth of the
+      model, which leave much of the 8 x 128 tiles empty. See
+      https://cloud.google.com/tpu/docs/performance-guide.
+    - `python-op`: Python called from the pipeline or from the step.
+    - `xla`: operations of the step that cannot be compiled: on TensorFlow by XLA for this CPU, on
+      JAX by its lowering for TPUs, which runs on any machine. `untraceable-step`: the step raises.
+    - `host-transfer`: callbacks that make Keras wait for each step.
+    - `local-file`: files that a TPU reached over the network cannot read.
+    - `eager-step`, and `tensorflow`: a note, as Keras' TPUs are JAX's. `unchecked-step` and
+      `unread-pipeline` are notes on what could not be looked at.
+
+    What only a TPU can tell remains open: its memory, its speed, and what its compiler refuses of
+    that which XLA has for CPUs (TensorFlow).
+
+    Args:
+        dataset: What `fit` is to train on: a `tf.data.Dataset` or a `keras.utils.PyDataset` of
+            global batches, or arrays `x`, `(x, y)` or `(x, y, sample_weight)`.
+        model: A compiled Keras model, or a `kdpkit.training.TrainingLoop`; on TensorFlow one that
+            lives on a single replica. It is built if it is not.
+        replicas: Cores that share a global batch; 8 on the usual TPU host.
+        callbacks: Those of `fit`.
+        validation_data: As `dataset`.
+        batch_size: Rows in the batches that `fit` cuts arrays into; None takes 32, as Keras.
+        remote: Whether the TPU is reached over the network, where TensorFlow reads data. A TPU VM,
+            such as Colab's, reads its own disk.
+
+    Returns:
+        The report. It prints what was found, and has `findings`, `clean` and `to_dict()`.
+
+    Raises:
+        ValueError: There is nothing to check, data that give no batch or are no data, a model that
+            is not compiled or lives on several replicas, `remote` on JAX, another backend.
+
+    >>> from kdpkit import batches, testing
+    >>> x, y = testing.toy_classification(64, features=8)
+    >>> report = check_tpu(batches.ArrayBatches((x, y.astype("int64")), global_batch_size=60))
+    >>> sorted(finding.rule for finding in report.findings if finding.level != "note")
+    ['64-bit', 'uneven-batch']
+    >>> good = batches.ArrayBatches((x, y), global_batch_size=64)
+    >>> model = testing.tiny_classifier(features=8)
+    >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    >>> report = check_tpu(good, model=model)
+    >>> print(str(report).splitlines()[0])
+    Nothing found (looked at: data, step, widths); not proven on a TPU.
+    """
+    replicas = _checks.integer("replicas", replicas)
+    backend = _backend(remote)
+    if dataset is None and model is None and not callbacks:
+        _checks.refuse("There is nothing to check: give a dataset, a model or callbacks.")
+    _check_model(model)
+    checks = _Checks(model, replicas, remote)
+    if dataset is not None:
+        checks.data(dataset, batch_size)
+    if validation_data is not None:
+        checks.validation(validation_data, batch_size)
+    if model is not None:
+        checks.of_model()
+    if callbacks:
+        checks.callbacks(callbacks)
+    if backend == "tensorflow":
+        checks.found.append(_tensorflow_note())
+    return TpuReport(
+        _findings.in_order(checks.found), tuple(checks.checked), replicas=replicas, backend=backend
+    )
+
+
+class _Checks:
+    """The checks of one report, and what they have found so far."""
+
+    def __init__(self, trainer: Any, replicas: int, remote: bool) -> None:
+        self.found: list[_findings.Finding] = []
+        self.checked: list[str] = []
+        self._trainer = trainer
+        self._replicas = replicas
+        self._remote = remote
+        self._dataset: Any = None
+        self._batches: _batch.Batches | None = None
+
+    def data(self, dataset: Any, batch_size: int | None) -> None:
+        self._dataset = dataset
+        self._batches = self._of_dataset(dataset, batch_size, "train")
+        self.checked.append("data")
+
+    def validation(self, dataset: Any, batch_size: int | None) -> None:
+        self._of_dataset(dataset, batch_size, "validation")
+
+    def of_model(self) -> None:
+        model = _tpu_step.model_of(self._trainer)
+        first = None
+        if self._batches is not None and self._is_computable():
+            first = self._batches.first
+            self.found += _tpu_step.findings(self._trainer, self._dataset, first)
+            self.checked.append("step")
+        elif self._batches is not None:
+            self.found.append(_unchecked_step())
+        widths = _output_widths(model, first)
+        if widths is not None:
+            self.found += _tpu_widths.findings(model, widths)
+            self.checked.append("widths")
+
+    def callbacks(self, callbacks: Any) -> None:
+        names = ("steps_per_loop", "steps_per_execution")  # of a loop, of a model
+        at_once = max(getattr(self._trainer, name, 1) for name in names)
+        self.found += _tpu_callbacks.findings(callbacks, steps_at_once=at_once)
+        self.checked.append("callbacks")
+
+    def _of_dataset(self, dataset: Any, batch_size: int | None, what: str) -> _batch.Batches:
+        batches = _batch.batches_of(dataset, batch_size)
+        self.found += _tpu_data.findings(
+            batches,
+            replicas=self._replicas,
+            takes_uneven=_takes_uneven(self._trainer),
+            what=what,
+        )
+        if _batch.is_tf_dataset(dataset):
+            from kdpkit.diagnostics import _tpu_pipeline  # TensorFlow is there
+
+            self.found += _tpu_pipeline.findings(dataset, remote=self._remote, what=what)
+        return batches
+
+    def _is_computable(self) -> bool:
+        parts = self._batches.parts if self._batches else ()
+        return all(part.is_dense and part.dtype != "string" for part in parts)
+
+
+def _backend(remote: bool) -> str:
+    backend = str(keras.backend.backend())
+    if backend not in ("tensorflow", "jax"):
+        _checks.refuse(
+            "TPUs are checked for TensorFlow and for JAX.",
+            backend=backend,
+            remedy="Run with KERAS_BACKEND=jax or KERAS_BACKEND=tensorflow.",
+        )
+    if remote and backend == "jax":
+        _checks.refuse(
+            "`remote` is about TensorFlow, whose TPU hosts read the data; JAX runs on the machine "
+            "that has the TPU, and reads that machine's disk.",
+            remote=remote,
+            remedy="Leave it out.",
+        )
+    return backend
+
+
+def _check_model(trainer: Any) -> None:
+    if trainer is None:
+        return
+    is_loop = hasattr(trainer, "per_example_loss")
+    if not is_loop and not isinstance(trainer, keras.Model):
+        _checks.refuse(
+            "`model` must be a Keras model or a `kdpkit.training.TrainingLoop`.",
+            model=type(trainer).__name__,
+        )
+    if not is_loop and not trainer.compiled:
+        _checks.refuse(
+            "`model` is not compiled, so it has no training step.",
+            model=trainer.name,
+            remedy="Call `model.compile(optimizer, loss)` first.",
+        )
+
+
+def _takes_uneven(trainer: Any) -> bool:
+    """Tell whether training takes batches of any size: on JAX that of `kdpkit.training`."""
+    if trainer is None or keras.backend.backend() != "jax":
+        return False
+    is_exact = "fit" in vars(trainer)  # as `replica_exact` leaves a model
+    return is_exact or _tpu_step.is_loop(trainer)
+
+
+def _output_widths(model: Any, first: Any) -> set[int] | None:
+    """Give the last sizes of what the model gives; None where that is not known.
+
+    Args:
+        model: The model.
+        first: A batch, for a model whose outputs show when it is called.
+    """
+    outputs = getattr(model, "outputs", None)
+    if outputs is None and first is not None:
+        outputs = _outputs_for(model, first)
+    outputs = [output for output in keras.tree.flatten(outputs) if output is not None]
+    if not outputs or not model.built:
+        return None
+    return {output.shape[-1] for output in outputs if output.shape}
+
+
+def _outputs_for(model: Any, first: Any) -> Any:
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(first)
+
+    def placeholder(part: Any) -> Any:
+        return keras.KerasTensor(part.shape, keras.backend.standardize_dtype(part.dtype))
+
+    try:
+        return model.compute_output_spec(keras.tree.map_structure(placeholder, x))
+    except Exception:  # the step has failed in the same place, and a finding says so
+        return None
+
+
+def _unchecked_step() -> _findings.Finding:
+    return _findings.Finding(
+        "unchecked-step",
+        "note",
+        "train step",
+        "It was not compiled, as these data cannot reach it.",
+        "Mend the data first, and check again.",
+    )
+
+
+def _tensorflow_note() -> _findings.Finding:
+    return _findings.Finding(
+        "tensorflow",
+        "note",
+        "backend",
+        "Keras 3 trains on TPUs through JAX; its `fit` under TensorFlow's `TPUStrategy` is not "
+        "proven.",
+        "This TPU works through JAX: set KERAS_BACKEND=jax. `tf.data` pipelines go on working.",
+    )

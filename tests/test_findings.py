@@ -1,0 +1,39 @@
+import json
+
+import pytest
+
+from kdpkit import _findings
+from kdpkit._findings import Finding
+
+LONG = Finding(
+    "dynamic-shape",
+    "refused",
+    "train, x['token_ids']",
+    "A sentence that goes on and on, since it says with all its words what is wrong with this. "
+    * 3,
+    "Another one of that kind, which names " + "/a/path/that/is/longer/than/a/line" * 3,
+)
+
+
+def test_a_finding_reads_well_at_80_columns_and_keeps_paths_whole():
+    lines = str(LONG).splitlines()
+    assert lines[0] == "refused  dynamic-shape: train, x['token_ids']"
+    assert all(len(line) <= 80 for line in lines if "/a/path" not in line)
+    assert any("/a/path/that/is/longer/than/a/line" * 3 in line for line in lines)
+    assert all(line.startswith("    ") for line in lines[1:])
+
+
+def test_findings_are_sorted_by_level_and_said_once():
+    levels = ["note", "slow", "refused", "slow"]
+    found = [Finding("rule", level, "here", "Wrong.", "Mend it.") for level in levels]
+    assert [one.level for one in _findings.in_order(found)] == ["refused", "slow", "note"]
+
+
+def test_findings_as_json_hold_all_they_say():
+    (read,) = json.loads(json.dumps(_findings.as_dicts([LONG])))
+    assert Finding(**read) == LONG
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(ValueError, match="`level` must be one of 'refused', 'slow', 'note'.*'bad'"):
+        Finding("rule", "bad", "here", "Wrong.", "Mend it.")
