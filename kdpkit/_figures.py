@@ -69,7 +69,7 @@ def _draw_speed(axes: Any, history: Mapping[str, Any]) -> None:
         return
     axes.plot(_epochs(history[name]), history[name], marker="o")
     axes.set(title=f"{_SPEEDS[name]} per second")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(history[name]))
     axes.xaxis.get_major_locator().set_params(integer=True)
 
 

@@ -40,6 +40,7 @@ def test_each_panel_shows_what_the_history_holds(figure):
     assert [list(line.get_ydata()) for line in loss.lines] == [[2.0, 1.0], [3.0, 2.5]]
     assert [list(line.get_xydata()[:, 1]) for line in speed.lines] == [[100.0, 300.0]]
     assert speed.get_title() == "examples per second"
+    assert speed.get_ylim()[0] == 0 < 300 < speed.get_ylim()[1]
     assert rate.get_title() == "learning rate"
 
 
