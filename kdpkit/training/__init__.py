@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from kdpkit.training._linear_cross_entropy import linear_cross_entropy
     from kdpkit.training._loop import TrainingLoop
     from kdpkit.training._losses import global_mean_loss
+    from kdpkit.training._masked_lm import MaskedLMLoop
     from kdpkit.training._parity import ParityReport, check_parity
 
 _HOMES = {
+    "MaskedLMLoop": "_masked_lm",
     "ParityReport": "_parity",
     "TrainingLoop": "_loop",
     "check_parity": "_parity",
@@ -26,6 +28,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "MaskedLMLoop",
     "ParityReport",
     "TrainingLoop",
     "check_parity",
