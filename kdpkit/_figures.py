@@ -17,7 +17,8 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None
     """Draw what a recipe returned: its loss, its speed, and its learning rate.
 
     The rates that were applied at the epochs' last steps lie on the line of the schedule, if there
-    is one: when they do not, something else has set the rate.
+    is one: when they do not, something else has set the rate. A schedule of your own is drawn if
+    its class is registered with Keras and imported.
 
     Args:
         results: What a recipe's `main` returned, or `json.load` read of its `--results`.
@@ -31,11 +32,11 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None
         ValueError: There is no history in `results`, or no such directory for `path`.
         ImportError: matplotlib is not installed.
     """
-    history = results.get("history")
-    if not history or not history.get("loss"):
+    history = results.get("history") if isinstance(results, Mapping) else None
+    if not isinstance(history, Mapping) or not len(history.get("loss", ())):
         _checks.refuse(
             "`results` must be what a recipe returned, with the history of an epoch at least.",
-            results=[*results],
+            results=[*results] if isinstance(results, Mapping) else results,
         )
     pyplot = pyplot_for(path)
     width, height = _PANEL_INCHES
@@ -74,14 +75,25 @@ def _draw_speed(axes: Any, history: Mapping[str, Any]) -> None:
 
 
 def _draw_rate(axes: Any, results: Mapping[str, Any]) -> None:
-    steps, applied = results["steps"], results["learning_rates"]
-    if results.get("schedule") is not None:
-        import keras
-
-        schedule = keras.saving.deserialize_keras_object(results["schedule"])
+    applied = results.get("learning_rates") or []
+    steps = results.get("steps") or len(applied)
+    schedule = _schedule_of(results)
+    if schedule is not None and steps:
         schedules.plot(schedule, steps, axes=axes)
     last_steps = np.arange(1, len(applied) + 1) * steps / max(1, len(applied)) - 1
     axes.plot(last_steps, applied, "o", label="applied, at epochs' ends")
     axes.set(xlabel="step", ylabel="", title="learning rate")
     axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     axes.legend()
+
+
+def _schedule_of(results: Mapping[str, Any]) -> Any:
+    """Give the run's schedule; None if there is none, or if it is of a class not imported here."""
+    if results.get("schedule") is None:
+        return None
+    import keras
+
+    try:
+        return keras.saving.deserialize_keras_object(results["schedule"])
+    except (TypeError, ValueError):
+        return None

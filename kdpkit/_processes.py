@@ -19,7 +19,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit import _checks
+from kdpkit import _checks, _versions
 
 EXIT_CODE = 43  # of a process that others left alone
 
@@ -208,7 +208,7 @@ def _join(coordinator: str, processes: int, this: int, timeouts: dict[str, int])
         "address that all can reach."
     )
     try:
-        jax.distributed.initialize(
+        _versions.join_jax_processes(
             coordinator, num_processes=processes, process_id=this, **timeouts
         )
     except RuntimeError as error:

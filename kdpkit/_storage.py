@@ -199,27 +199,23 @@ def path(value: str | os.PathLike[str]) -> AnyPath:
     text = os.fspath(value)
     if is_remote(text):
         scheme, _, rest = text.partition("://")
-        return RemotePath(f"{scheme}://{rest.rstrip('/')}")
+        root = "/" if rest.startswith("/") else ""
+        return RemotePath(f"{scheme}://{rest.rstrip('/') or root}")
     local = pathlib.Path(text)
     first = local.parts[0] if len(local.parts) > 1 else ""
-    if isinstance(value, os.PathLike) and _CUT_BY_PATHLIB.fullmatch(first):
-        _refuse_cut(local, first)
+    if _CUT_BY_PATHLIB.fullmatch(first) and not text.startswith("."):
+        _checks.refuse(
+            f"A path with a scheme has two slashes, which `pathlib` makes one: {first}//.",
+            path=text,
+            remedy=f"Give it as text: '{first}//{'/'.join(local.parts[1:])}'; a directory of that "
+            f"name here is './{first}'.",
+        )
     return local
 
 
 def is_remote(value: str | os.PathLike[str]) -> bool:
     """Whether a path has a scheme."""
     return bool(_SCHEME.match(os.fspath(value)))
-
-
-def _refuse_cut(local: pathlib.Path, first: str) -> None:
-    """Refuse what is left of a scheme, unless there is such a directory."""
-    if not pathlib.Path(first).exists():
-        _checks.refuse(
-            f"`pathlib` takes {first}// for a directory of this machine.",
-            path=str(local),
-            remedy=f"Give the path as text: '{first}//{'/'.join(local.parts[1:])}'.",
-        )
 
 
 def require_tensorflow(value: str | os.PathLike[str]) -> str:
@@ -375,6 +371,12 @@ class _Fsspec:
         self._system.get_file(url, file)
 
     def upload(self, file: str, url: str) -> None:
+        if set(url) & set("*?[]"):  # fsspec takes them for patterns when it moves a file
+            _checks.refuse(
+                "Names in object storage must do without *, ?, [ and ].",
+                path=url,
+                remedy="Choose another name.",
+            )
         self._system.put_file(file, url)
 
     def move(self, url: str, other: str) -> None:

@@ -49,8 +49,9 @@ def address(name: str | None) -> str | None:
         return name
     variable = named_by_environment()
     if variable:
-        prefix = "grpc://" if variable == "COLAB_TPU_ADDR" else ""
-        return prefix + os.environ[variable]
+        value = os.environ[variable].removeprefix("grpc://")
+        is_address = variable == "COLAB_TPU_ADDR" or value != os.environ[variable]
+        return f"grpc://{value}" if is_address else value
     return "local" if chips() else None
 
 

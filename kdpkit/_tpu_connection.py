@@ -37,6 +37,8 @@ def connect_tpu(name: str | None = None, *, reconnect: bool = False) -> Any:
     ...
     kdpkit._checks.InputError: The TPU's host has nothing that listens at the port. ...
     """
+    if name is not None and not isinstance(name, str):
+        _checks.refuse("`name` must be a name or an address, as text.", name=name)
     address = _tpu.address(name)
     if address is None:
         _checks.refuse(_tpu.nowhere(), name=name)

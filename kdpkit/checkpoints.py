@@ -145,9 +145,13 @@ def _write(path: pathlib.Path, state: TrainingState) -> None:
         "notes": state.notes,
         "dtypes": {name: array.dtype.name for name, array in arrays.items()},
     }
-    plain: dict[str, Any] = {name: _plain(array) for name, array in arrays.items()}
+    plain = {name: _plain(array) for name, array in arrays.items()}
     with path.open("wb") as file:
-        np.savez(file, header=np.array(json.dumps(header)), **plain)
+        # What `np.savez` does; that of NumPy 2.0 leaves the archive open on a full disk.
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, array in {"header": np.array(json.dumps(header)), **plain}.items():
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, array, allow_pickle=False)
         file.flush()
         os.fsync(file.fileno())
 

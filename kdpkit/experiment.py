@@ -722,7 +722,8 @@ def _writable_file(text: str) -> _storage.AnyPath:
             trial.touch()
         path.with_name(f"{path.name}.tried").unlink(missing_ok=True)  # others may try it too
     except _checks.InputError as error:
-        raise argparse.ArgumentTypeError(str(error).rstrip(".")) from error
+        said = str(error).replace(f"{path.name}.tried", path.name)
+        raise argparse.ArgumentTypeError(said.rstrip(".")) from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise argparse.ArgumentTypeError(

@@ -22,7 +22,7 @@ import keras
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kdpkit import _checks, _tpu
+from kdpkit import _checks, _tpu, _versions
 from kdpkit._processes import ProcessLostError, join_processes
 from kdpkit.batches import pad_batch, rows_of
 
@@ -71,6 +71,7 @@ def data_mesh(devices: Any = None) -> Mesh:
     >>> mesh.axis_names, mesh.size
     (('batch',), 2)
     """
+    _platform()
     present = jax.devices()
     if devices is None:
         chosen = present
@@ -116,7 +117,7 @@ def tpu_devices() -> list[jax.Device]:
     ...
     kdpkit._checks.InputError: There is no TPU: this machine has no TPU chip, ...
     """
-    if jax.default_backend() != "tpu":
+    if _platform() != "tpu":
         raise _checks.InputError(_why_no_tpu())
     return jax.devices()
 
@@ -124,10 +125,14 @@ def tpu_devices() -> list[jax.Device]:
 def describe_choice() -> str:
     """Say in one line what JAX trains on here, and, where that is the CPU, why.
 
+    Raises:
+        ValueError: JAX cannot start what it was told to use.
+
     >>> describe_choice()
     'the CPU, as 8 devices. There is no GPU and no TPU.'
     """
-    count, platform = jax.device_count(), jax.default_backend()
+    platform = _platform()
+    count = jax.device_count()
     if platform == "cpu":
         why = _why_no_tpu() if _tpu.chips() else "There is no GPU and no TPU."
         return f"the CPU, as {count} device{'s' if count > 1 else ''}. {why}"
@@ -135,22 +140,44 @@ def describe_choice() -> str:
     return f"{count} {kind}{'s' if count > 1 else ''}."
 
 
-def _why_no_tpu() -> str:
+def _platform() -> str:
+    """Start JAX, and give the kind of device that it trains on."""
+    try:
+        return str(jax.default_backend())
+    except (RuntimeError, AssertionError) as error:  # the second where it was told of one unknown
+        raise _checks.InputError(_why_not_started(error)) from error
+
+
+def _why_not_started(error: Exception) -> str:
+    """Say why JAX found nothing; where libtpu finds chips, JAX wants these and nothing else."""
+    if "tpu" in str(jax.config.jax_platforms).split(","):
+        return _why_no_tpu(error)
+    return (
+        f"JAX cannot start what it was told to use ({_tpu.first_line(error) or 'unknown'}). "
+        f"Received: JAX_PLATFORMS={jax.config.jax_platforms}. Leave the environment variable out, "
+        "or install the JAX for it."
+    )
+
+
+def _why_no_tpu(error: Exception | None = None) -> str:
+    """Say why there is no TPU, or from the error that JAX gave why it could not be had."""
     if not _tpu.chips():
         return _tpu.nowhere()
+    told = jax.config.jax_platforms
+    if told and "tpu" not in told.split(","):
+        return f"JAX was told to use other devices (JAX_PLATFORMS={told}). Leave that out."
     try:
-        jax.devices("tpu")
-    except RuntimeError as error:
-        return (
-            _tpu.in_use(error)
-            or _tpu.without_libtpu()
-            or f"JAX could not start this machine's {_tpu.counted(_tpu.chips())} "
-            f"({_tpu.first_line(error)}). Restart Python, in a notebook the runtime; if that does "
-            'not help, `pip install --upgrade "jax[tpu]"`.'
-        )
+        if error is None:
+            jax.devices("tpu")
+    except RuntimeError as raised:
+        error = raised
+    assert error is not None, "with a TPU that starts, JAX trains on it"
     return (
-        f"JAX was told to use the {jax.default_backend()} (JAX_PLATFORMS="
-        f"{jax.config.jax_platforms}). Leave that out for the TPU."
+        _tpu.in_use(error)
+        or _tpu.without_libtpu()
+        or f"JAX could not start this machine's {_tpu.counted(_tpu.chips())} "
+        f"({_tpu.first_line(error)}). Restart Python, in a notebook the runtime; if that does "
+        'not help, `pip install --upgrade "jax[tpu]"`.'
     )
 
 
@@ -199,6 +226,8 @@ class DataParallel(keras.distribution.DataParallel):
             device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
             auto_shard_dataset=False,
         )
+        if _versions.KERAS < (3, 11):
+            self._is_multi_process = False  # else Keras refuses data that it cannot shard
 
     @property
     def num_replicas_in_sync(self) -> int:

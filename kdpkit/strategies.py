@@ -73,13 +73,15 @@ def select_strategy(
             active=type(tf.distribute.get_strategy()).__name__,
             remedy="Choose the strategy first, then enter its scope.",
         )
-    if kind == "auto":
-        kind, why = _best_kind(tpu)
-        print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice that is made for somebody is said
     if devices is not None and kind not in ("one", "mirrored"):
         _checks.refuse(
             "`devices` goes with 'one' and 'mirrored' alone.", kind=kind, devices=devices
         )
+    if tpu is not None and kind not in ("auto", "tpu"):
+        _checks.refuse("`tpu` goes with 'tpu' and 'auto' alone.", kind=kind, tpu=tpu)
+    if kind == "auto":
+        kind, why = _best_kind(tpu)
+        print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice that is made for somebody is said
     if kind == "one":
         return _one_device(devices)
     if kind == "mirrored":

@@ -23,7 +23,8 @@ ALLOWED = {
     "_storage": (PURE, {"_checks"}),
     "_files": (PURE, {"_checks", "_storage"}),
     "_findings": (PURE, {"_checks"}),
-    "_processes": (KERAS, {"_checks"}),
+    "_versions": (KERAS, {"_checks"}),
+    "_processes": (KERAS, {"_checks", "_versions"}),
     "_interrupt": (KERAS, {"_files", "_processes", "_storage"}),
     "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "_waiting", "cluster"}),
     "_tpu": (PURE, set()),
@@ -41,14 +42,14 @@ ALLOWED = {
     "__main__": (PURE, {"cli"}),
     "scaling": (PURE, {"_checks"}),
     "batches": (KERAS, {"_checks", "scaling"}),
-    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_tpu", "batches"}),
+    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_tpu", "_versions", "batches"}),
     "_pyplot": (PURE, {"_checks", "_files", "_storage"}),
     "_figures": (KERAS, {"_checks", "_pyplot", "schedules"}),
     "schedules": (KERAS, {"_checks", "_pyplot", "scaling"}),
     "checkpoints": (KERAS, {"_checks", "_files", "_storage"}),
     "callbacks": (
         KERAS,
-        {"_checks", "_files", "_processes", "_storage", "checkpoints", "scaling"},
+        {"_checks", "_files", "_processes", "_storage", "_versions", "checkpoints", "scaling"},
     ),
     "corpora": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
     "pipelines": (
@@ -59,8 +60,8 @@ ALLOWED = {
     "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers", "_tpu", "_tpu_connection"}),
     "training": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_processes", "_servers", "batches", "scaling", "sharding", "strategies"}
-        | {"training"},
+        {"_checks", "_processes", "_servers", "_versions", "batches", "scaling", "sharding"}
+        | {"strategies", "training"},
     ),
     "diagnostics": (
         TENSORFLOW | {"jax"},

@@ -59,9 +59,19 @@ def test_a_plain_rate_and_an_unmeasured_speed_are_drawn_too(results, tmp_path):
     assert pyplot.get_fignums() == []
 
 
+def test_what_is_left_out_of_results_is_left_out_of_the_picture(results, tmp_path):
+    experiment.plot_results({"history": results["history"]}, tmp_path / "bare.png")
+    results["schedule"] = {"class_name": "Mine", "config": {}, "registered_name": "app>Mine"}
+    experiment.plot_results(results, tmp_path / "unknown.png")
+    assert {file.name for file in tmp_path.iterdir()} == {"bare.png", "unknown.png"}
+
+
 def test_bad_results_and_a_missing_directory_get_one_sentence(results, tmp_path):
     with pytest.raises(ValueError, match=r"what a recipe returned.*results=\['loss'\]"):
         experiment.plot_results({"loss": [1.0]})
+    for wrong in ("results.json", None, {"history": {}}, {"history": [1.0]}):
+        with pytest.raises(ValueError, match="what a recipe returned"):
+            experiment.plot_results(wrong)
     with pytest.raises(ValueError, match="directory does not exist"):
         experiment.plot_results(results, tmp_path / "none" / "run.png")
 

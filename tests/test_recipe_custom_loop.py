@@ -173,13 +173,18 @@ def scheduled(_):
     return saved_bytes(compiled(cnn_custom_loop.build_model((8, 8, 1), 10), rate))
 
 
+says_what_is_damaged = pytest.mark.needs(
+    keras="3.15", reason="Keras 3.10 says only that an object could not be loaded"
+)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
         ("cut.keras", lambda whole: whole[: len(whole) // 2], "File is not a zip file"),
         ("empty.keras", lambda _: b"", "File is not a zip file"),
         ("text.keras", lambda _: b"hello", "File is not a zip file"),
-        ("flipped.keras", flipped, "Bad CRC-32"),
+        pytest.param("flipped.keras", flipped, "Bad CRC-32", marks=says_what_is_damaged),
         ("text.h5", lambda _: b"hello", "file signature not found"),
         ("whole.zip", lambda whole: whole, "File format not supported"),
         ("shape.keras", other_shape, r"\(None, 4, 4, 1\) to .* need \(None, 8, 8, 1\)"),

@@ -50,12 +50,23 @@ def test_a_bucket_has_no_parent():
     assert str(_storage.path("file:///tmp/x/").parent) == "file:///tmp"
 
 
-def test_what_pathlib_made_of_a_scheme_is_refused(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match=r"takes gs:// for a dir.*Give the .*: 'gs://bucket/x'"):
-        _storage.path(pathlib.Path("gs://bucket/x"))
+@pytest.mark.parametrize("path", [pathlib.Path("gs://bucket/x"), "gs:/bucket/x"])
+def test_a_scheme_with_one_slash_is_refused_which_pathlib_makes(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "gs:").mkdir()
-    assert _storage.path(pathlib.Path("gs:/x")) == pathlib.Path("gs:/x")
+    (tmp_path / "gs:").mkdir()  # as a run would have made that took it for a directory
+    with pytest.raises(ValueError, match=r"two slashes.*Give it as text: 'gs://bucket/x'"):
+        _storage.path(path)
+    assert _storage.path("./gs:/bucket/x") == pathlib.Path("gs:/bucket/x")
+
+
+@pytest.mark.parametrize("name", ["run*", "run?x", "run[lr=0.1]"])
+def test_names_that_fsspec_takes_for_patterns_are_refused(name):
+    with pytest.raises(ValueError, match=r"do without \*, \?, \[ and \].*run"):
+        put(_storage.path(f"memory://bucket/{name}/state-1.npz"), b"state")
+
+
+def test_the_root_of_a_disk_stays():
+    assert str(_storage.path("file:///") / "f") == "file:///f"
 
 
 def test_files_are_put_read_listed_and_removed(remote):

@@ -56,6 +56,8 @@ def test_strategies_of_different_size_sum_over_their_replicas_in_one_process():
         ({"kind": "mirrored", "devices": []}, "exist, each once"),
         ({"kind": "one", "devices": 2}, "single device.*devices=2.*'mirrored'"),
         ({"kind": "multi_worker", "devices": 2}, "`devices` goes with 'one' and 'mirrored'"),
+        ({"kind": "one", "tpu": "mine"}, "`tpu` goes with 'tpu' and 'auto' alone.*'mine'"),
+        ({"kind": "auto", "devices": 2}, "`devices` goes with 'one' and 'mirrored'.*'auto'"),
         ({"kind": "multi_worker"}, "No cluster is described.*kdpkit launch"),
         ({"kind": "parameter_server"}, "No cluster is described.*kdpkit launch"),
         ({"kind": "tpu", "tpu": "no-such-tpu"}, "No TPU of this name.*'no-such-tpu'.*grpc:"),

@@ -1,5 +1,7 @@
 """What can be known of a TPU where there is none."""
 
+import os
+import re
 import socket
 import subprocess
 import sys
@@ -54,6 +56,8 @@ def unnamed(monkeypatch):
 def test_a_tpu_is_taken_from_the_argument_then_the_environment(unnamed):
     assert _tpu.address(None) is None
     unnamed.setenv("COLAB_TPU_ADDR", "10.0.0.2:8470")
+    assert _tpu.address(None) == "grpc://10.0.0.2:8470"
+    unnamed.setenv("COLAB_TPU_ADDR", "grpc://10.0.0.2:8470")
     assert _tpu.address(None) == "grpc://10.0.0.2:8470"
     unnamed.setenv("TPU_NAME", "mine")
     assert _tpu.address(None) == "mine"
@@ -166,6 +170,44 @@ def test_auto_goes_to_the_tpu_that_the_environment_names(unnamed):
     unnamed.setenv("TPU_NAME", "grpc://localhost:1")
     with pytest.raises(ValueError, match="nothing that listens.*'grpc://localhost:1'"):
         strategies.select_strategy("auto")
+
+
+@needs_tensorflow
+@pytest.mark.parametrize("name", [8470, b"local"])
+def test_a_name_that_is_no_text_is_refused(name):
+    from kdpkit import strategies
+
+    with pytest.raises(ValueError, match="a name or an address, as text"):
+        strategies.connect_tpu(name)
+
+
+@pytest.mark.jax
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platforms", "sentence"),
+    [
+        # As JAX sets it where it finds libtpu and a TPU: then it does not go on without.
+        ("tpu,cpu", "There is no TPU: this machine has no TPU chip"),
+        ("cuda", "JAX cannot start what it was told to use.*JAX_PLATFORMS=cuda"),
+    ],
+)
+def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
+    code = (
+        "from kdpkit import sharding\n"
+        "for ask in (sharding.tpu_devices, sharding.describe_choice, sharding.data_mesh):\n"
+        "    try: ask()\n"
+        "    except ValueError as error: print(error)\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    ).stdout.splitlines()
+    assert len(printed) == 3
+    assert all(re.search(sentence, line) for line in printed)
 
 
 @pytest.mark.jax

@@ -1,6 +1,7 @@
 """Checkpoints that are whole, whatever happens while they are written."""
 
 import contextlib
+import functools
 import os
 import posixpath
 import tempfile
@@ -45,6 +46,11 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     # methods and repeat what they do.
     _in_hook = False
     filepath: str  # where to save, as given
+
+    @functools.wraps(keras.callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
+    def __init__(self, filepath: str | os.PathLike[str], *args: Any, **keywords: Any) -> None:
+        # Keras would take `gs:/...`, which pathlib makes of `gs://...`, for a place on this disk.
+        super().__init__(os.fspath(_storage.path(filepath)), *args, **keywords)
 
     @property
     def model(self) -> Any:

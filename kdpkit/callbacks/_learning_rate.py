@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _processes
+from kdpkit import _checks, _processes, _versions
 
 
 def applied_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
@@ -95,7 +95,8 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._ended: deque[int] = deque(maxlen=64)  # batches done in this epoch, the last few ends
         self._reach = 1  # the last update lies in the last so many batches
         self._previous_batch = 0
-        self._batches_at_once: int | None = None  # `steps_per_execution`, once a second one begins
+        self._batches_at_once: int | None = None  # in a call, once a second one begins
+        self._steps_per_execution = 1
         self._last_update = -1  # the batch index, as the schedule counts,
         self._rate: float | None = None  # and what it applied
 
@@ -106,6 +107,7 @@ class AppliedRateCallback(keras.callbacks.Callback):
         if self._has_rate:
             inner = inner_optimizer(optimizer)
             self._last_update = _last_update(inner, batches_counted(inner))
+        self._steps_per_execution = getattr(self.model, "steps_per_execution", 1)
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -123,7 +125,10 @@ class AppliedRateCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the batch; on JAX Keras may call this in any thread and order."""
-        self._ended.append(batch + 1)
+        self._ended.append(self._last_batch(batch) + 1)
+
+    def _last_batch(self, batch: int) -> int:
+        return _versions.last_batch(batch, self._steps_per_execution)
 
     def _should_look(self, batch: int) -> bool:
         if not self._looks:

@@ -23,7 +23,10 @@ class Mirror:
         weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)
 
     def copy(self) -> None:
-        """Copy what has grown; what cannot be copied now is warned of, and copied the next time."""
+        """Copy what has grown; what cannot be copied now is warned of, and copied by the next call.
+
+        The local files go with the program, so that what the last call has not copied is lost.
+        """
         for file in sorted(path for path in self.local.rglob("*") if path.is_file()):
             size = file.stat().st_size
             if size == self._sizes.get(file):
@@ -31,6 +34,9 @@ class Mirror:
             try:
                 (self._place / file.relative_to(self.local).as_posix()).upload(file)
             except OSError as error:
-                warnings.warn(f"{error} The next epoch tries again.", stacklevel=2)
+                warnings.warn(
+                    f"{error} The end of the next epoch, if there is one, tries again.",
+                    stacklevel=2,
+                )
                 return
             self._sizes[file] = size

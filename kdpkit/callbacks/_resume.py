@@ -14,7 +14,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _files, _processes, checkpoints
+from kdpkit import _checks, _files, _processes, _versions, checkpoints
 from kdpkit.callbacks import _signals, _stopping, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
@@ -262,7 +262,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
-        self._count(self._first + batch + 1)
+        self._count(self._first + _versions.last_batch(batch, self._at_once) + 1)
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Let a validation end with this batch when the program is to end.

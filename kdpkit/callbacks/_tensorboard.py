@@ -84,10 +84,10 @@ class TensorBoard(AppliedRateCallback):
         _check_names(keras_arguments)
         if not isinstance(log_dir, (str, os.PathLike)):
             _checks.refuse("`log_dir` must be the path of a directory.", log_dir=log_dir)
-        self.log_dir = os.fspath(log_dir)
+        self.log_dir = os.fspath(_storage.path(log_dir))
         self.run_name = run_name
         self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
-        self._run_dir = f"{self.log_dir}/{run_name}" if run_name else self.log_dir
+        self._run_dir = os.fspath(_storage.path(log_dir) / (run_name or ""))
         self._drawings = _drawings(self._run_dir, keras_arguments)
         self._mirror: Mirror | None = None
         if _is_writer():
@@ -134,7 +134,7 @@ class TensorBoard(AppliedRateCallback):
         """Keep the batch's logs for writing."""
         super().on_train_batch_end(batch, logs)
         if self.update_freq != "epoch":
-            seen = self._batches_before + batches_ended(batch, self.params)
+            seen = self._batches_before + batches_ended(self._last_batch(batch), self.params)
             self._waiting.append((seen, dict(logs or {})))
         self._drawings.on_train_batch_end(batch)
 

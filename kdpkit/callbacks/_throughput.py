@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks
+from kdpkit import _checks, _versions
 from kdpkit.callbacks._learning_rate import batches_counted
 
 
@@ -79,6 +79,7 @@ class Throughput(keras.callbacks.Callback):
                     remedy="Give `global_batch_size` too.",
                 )
         self._compiled = False
+        self._batches_at_once = 1
         self._start: tuple[int, float] | None = None  # the first batch on the clock, and when
         # The last few executions: the batches done after each, and when. Threads may bring them
         # in a slightly different order.
@@ -88,6 +89,7 @@ class Throughput(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Expect the first execution to compile."""
         self._compiled = False
+        self._batches_at_once = getattr(self.model, "steps_per_execution", 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Stop the clock until the first batch."""
@@ -104,6 +106,7 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Note the time and put the speed so far into the progress line."""
         now = time.perf_counter()
+        batch = _versions.last_batch(batch, self._batches_at_once)
         self._ends.append((batch + 1, now))
         start = self._start  # once: on JAX the clock may start meanwhile
         if logs is not None and start is not None and batch >= start[0]:
@@ -144,7 +147,7 @@ class Throughput(keras.callbacks.Callback):
 
 
 def batches_ended(batch: int, params: dict[str, Any] | None) -> int:
-    """Count the epoch's batches up to the index that a hook got.
+    """Count the epoch's batches up to the last one of an execution.
 
     Under `steps_per_execution` the last index of an epoch lies beyond its end.
     """

@@ -14,8 +14,9 @@ import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 from keras.src.backend.jax import distribution_lib
+from keras.src.backend.jax import trainer as keras_trainer
 
-from kdpkit import _checks, _processes, sharding
+from kdpkit import _checks, _processes, _versions, sharding
 from kdpkit.batches import rows_of
 from kdpkit.training import _agreement
 
@@ -29,6 +30,7 @@ def attach(model: Any) -> None:
         mesh = sharding.as_mesh(distribution)
         _check_place(model, mesh)
         _place_uneven_batches()
+        _let_parts_be_missing()
         model.train_step = _splitting(model.train_step, mesh)
         model.test_step = _splitting(model.test_step, mesh)
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
@@ -85,11 +87,7 @@ def _place_uneven_batches() -> None:
         "layout",
         "batch_dim_name",
     ]:
-        _checks.refuse(
-            "`replica_exact` works inside Keras 3.15, and in this version `distribute_data_input` "
-            "differs. Install that version, or update kdpkit.",
-            keras=keras.__version__,
-        )
+        _versions.refuse_unknown("distribute_data_input")
 
     @functools.wraps(original)
     def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:
@@ -107,14 +105,31 @@ def _place_uneven_batches() -> None:
     distribution_lib.distribute_data_input = distribute_data_input
 
 
+def _let_parts_be_missing() -> None:
+    """Let Keras before 3.15 place the batch of `train_on_batch` that has no weights."""
+    original = keras_trainer._distribute_data
+    if _versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
+        return
+
+    @functools.wraps(original)
+    def distribute_data(data: Any, layouts: Any = None) -> Any:
+        if layouts is not None:
+            return original(data, layouts)
+        return keras.tree.map_structure(lambda part: part if part is None else original(part), data)
+
+    distribute_data.kdpkit_wrapper = True  # type: ignore[attr-defined]
+    keras_trainer._distribute_data = distribute_data
+
+
 def _keeping_weights(model: Any, method: Callable) -> Callable:
     """Give the variables their values back if a method fails while Keras holds them elsewhere."""
 
     @functools.wraps(method)
     def kept(*args: Any, **kwargs: Any) -> Any:
-        _check_processes(*args, **kwargs)
+        _check_data(*args, **kwargs)
         optimizer = [model.optimizer] if getattr(model, "optimizer", None) else []
         variables = [v for owner in (model, *optimizer) for v in owner.variables]
+        variables += model.metrics_variables  # Keras 3.10 reads them before it resets them
         before = [(variable, variable._value) for variable in variables]
         try:
             with _processes.naming_losses():
@@ -129,11 +144,13 @@ def _keeping_weights(model: Any, method: Callable) -> Callable:
     return kept
 
 
-def _check_processes(x: Any = None, *_: Any, **settings: Any) -> None:
+def _check_data(x: Any = None, *_: Any, **settings: Any) -> None:
     """Refuse data on which several processes would wait for each other, before they do."""
-    if _processes.count() == 1 or settings.get("_use_cached_eval_dataset"):
+    if settings.get("_use_cached_eval_dataset"):
         return
-    _agreement.check_data("x", x)
     held_out = settings.get("validation_data")
     held_out = held_out[0] if isinstance(held_out, tuple | list) else held_out
-    _agreement.check_data("validation_data", held_out)
+    for name, dataset in {"x": x, "validation_data": held_out}.items():
+        _versions.refuse_grain(name, dataset)
+        if _processes.count() > 1:
+            _agreement.check_data(name, dataset)

@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks, _processes, scaling
+from kdpkit import _checks, _processes, _versions, scaling
 from kdpkit.training import (
     _attachments,
     _batch_norm,
@@ -123,6 +123,7 @@ class _ExactSteps:
         for metric in model.metrics:
             _attachments.attach_to_metric(metric)
         if self.strategy.num_replicas_in_sync > 1:
+            _versions.refuse_sums_over_rows(model)
             _layer_state.attach(model)
             for loss in keras.tree.flatten(model.loss):
                 refuse_pairwise(loss)

@@ -21,7 +21,7 @@ from keras import ops
 from keras.src.backend import compute_output_spec
 from keras.src.trainers.data_adapters import get_data_adapter  # what `fit` reads its data with
 
-from kdpkit import _checks, _processes, sharding
+from kdpkit import _checks, _processes, _versions, sharding
 from kdpkit.batches import rows_of
 from kdpkit.training import _agreement
 from kdpkit.training._feed import Feed
@@ -97,6 +97,8 @@ class JaxSteps:
             if not self.model.built:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders)
                 compute_output_spec(functools.partial(self.model, training=False), x)
+            if self.loop.accumulation > 1:
+                _versions.refuse_sums_over_rows(self.model)
             self._build_metrics(placeholders)
             self._is_built = True
         if training and not self.model.optimizer.built:
@@ -371,6 +373,7 @@ class _Source:
                 remedy="Give a `tf.data.Dataset`, a `keras.utils.PyDataset` or a Grain dataset "
                 "of batches.",
             )
+        _versions.refuse_grain(name, dataset)
         self._mesh = mesh
         self._adapter = get_data_adapter(dataset)
         cardinality = getattr(dataset, "cardinality", None)

@@ -22,7 +22,7 @@ from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLau
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
 
-from kdpkit import _checks
+from kdpkit import _checks, _versions
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._step import current_step
 
@@ -31,19 +31,14 @@ def install() -> None:
     """Wrap the functions that are not wrapped yet.
 
     Raises:
-        ValueError: This Keras or TensorFlow does not have them as Keras 3.15 has.
+        ValueError: This Keras or TensorFlow does not have them as Keras 3.10 to 3.15 have.
     """
     for owner, name, arguments, wrapper in _WRAPPERS:
         original = getattr(owner, name, None)
         if getattr(original, "kdpkit_wrapper", None) is wrapper:
             continue
         if original is None or [*inspect.signature(original).parameters] != arguments:
-            _checks.refuse(
-                f"`replica_exact` works inside Keras 3.15, and in this version `{name}` differs. "
-                "Install that version, or update kdpkit.",
-                keras=keras.__version__,
-                tensorflow=tf.__version__,
-            )
+            _versions.refuse_unknown(name, tensorflow=tf.__version__)
         setattr(owner, name, _wrap(original, wrapper))
 
 

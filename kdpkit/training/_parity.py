@@ -18,6 +18,7 @@ _LOOSEST = 0.05  # of the largest gradient: a model that is random in itself pro
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 _FLOAT32_EPSILON = 2.0**-23
 _COMPARED = 4  # batches
+_SPEC_OF_NONE = type(tf.type_spec_from_value(None))  # TensorFlow 2.19 has no name for it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -466,7 +467,7 @@ def _checked_dataset(data: Any) -> Any:
             remedy="`tf.data.Dataset.from_generator` makes a dataset of a generator.",
         )
     parts = data.element_spec
-    if isinstance(parts, tuple) and isinstance(parts[-1], tf.NoneTensorSpec):
+    if isinstance(parts, tuple) and isinstance(parts[-1], _SPEC_OF_NONE):
         kept = len(parts) - 1
         return _checked_dataset(data.map(lambda *parts: parts[:kept]))
     return data

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec, set_keras_mask
 
-from kdpkit import _checks, _processes
+from kdpkit import _checks, _processes, _versions
 from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state, _workers
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import (
@@ -127,6 +127,8 @@ class TensorFlowSteps:
         """Make all variables now, in the scope: a compiled loop can make none."""
         with self.scope():
             if not self._is_built:
+                if self.strategy.num_replicas_in_sync > 1 or self.loop.accumulation > 1:
+                    _versions.refuse_sums_over_rows(self.model)
                 self._build_metrics(feed.batches.element_spec)
                 self._is_built = True
             if training and not self._is_optimizer_built:

@@ -1,6 +1,7 @@
 """What is under a checkpoint's name is whole; all else is as Keras' own callback does it."""
 
 import inspect
+import pathlib
 import signal
 import subprocess
 import sys
@@ -201,3 +202,9 @@ def test_saving_that_fails_leaves_the_old_file_in_object_storage(remote):
         fit(model, callback, epochs=1)
     (path,) = _storage.path(remote).iterdir()
     assert path.read_bytes() == old
+
+
+def test_a_scheme_that_pathlib_has_cut_is_no_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="Give it as text: 'gs://bucket/m.keras'"):
+        ModelCheckpoint(pathlib.Path("gs://bucket/m.keras"))

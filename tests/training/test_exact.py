@@ -48,8 +48,9 @@ def test_replicas_train_what_one_device_trains(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("column", ["replica_exact", "TrainingLoop"])
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(
+    ("name", "column"), exactness.cells(SETTINGS, ["replica_exact", "TrainingLoop"])
+)
 def test_every_setting_keeps_its_promise(name, column):
     outcome = exactness.measure(SETTINGS[name], column, 4, rows=exactness.UNEVEN)
     assert outcome.verdict == SETTINGS[name].promise_in(column), outcome

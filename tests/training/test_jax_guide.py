@@ -77,6 +77,7 @@ def _values(groups):
     return [[np.asarray(variable.value) for variable in group] for group in groups]
 
 
+@pytest.mark.needs(jax="0.8", reason="`jax.device_put` takes Keras' variables")
 def test_as_published_it_does_not_start():
     model, optimizer, loss = build()
     with pytest.raises(ValueError, match="__jax_array__"):

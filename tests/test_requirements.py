@@ -1,0 +1,62 @@
+"""The oldest versions that are promised are those that are tested."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+import tomllib
+
+import kdpkit
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+FOR_USERS = ("tensorflow", "jax", "recipes", "gpu")
+NEEDS_A_GPU = {"nvidia-ml-py"}
+
+
+def lower_bounds():
+    """Give the lower bound of every package that users install, by name."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *(bound for name in FOR_USERS for bound in extras[name])]
+    found = {}
+    for requirement in wanted:
+        name, bound = re.fullmatch(r"([\w-]+(?:\[[\w-]+\])?)(?:>=([\d.]+))?", requirement).groups()
+        package = name.partition("[")[0]
+        if package != "kdpkit":
+            found.setdefault(package, set()).add(bound)
+    return found
+
+
+def pins():
+    """Give the versions that `.ci/oldest` installs, by name."""
+    printed = subprocess.run(
+        [ROOT / ".ci" / "oldest", "--pins"],
+        env=os.environ | {"PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    return dict(line.split("==") for line in printed.stdout.splitlines())
+
+
+def test_every_package_has_one_lower_bound_that_names_a_release():
+    for package, bounds in lower_bounds().items():
+        assert len(bounds) == 1, package
+        assert package in NEEDS_A_GPU or re.fullmatch(r"\d+\.\d+\.\d+", *bounds), package
+
+
+def test_the_oldest_versions_allowed_are_those_tested():
+    bounds = lower_bounds().items()
+    promised = {package: bound for package, (bound,) in bounds if package not in NEEDS_A_GPU}
+    tested = pins()
+    assert {"keras", "tensorflow", "jax", "numpy"} <= set(promised)
+    assert {package: tested.get(package) for package in promised} == promised
+
+
+def test_the_readme_names_the_oldest_versions():
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    for name, package in {"Keras": "keras", "TensorFlow": "tensorflow", "JAX": "jax"}.items():
+        (bound,) = lower_bounds()[package]
+        assert f"{name} {bound.rpartition('.')[0]}" in readme

@@ -1,0 +1,102 @@
+"""What is different with older versions of what kdpkit stands on."""
+
+import keras
+import numpy as np
+import pytest
+
+from kdpkit import _versions, strategies, testing
+from kdpkit.training import TrainingLoop, replica_exact
+
+before_means_of_activities = pytest.mark.skipif(
+    _versions.KERAS >= (3, 14), reason="Keras 3.14 and later take the mean over the rows"
+)
+
+
+def regularized():
+    dense = keras.layers.Dense(3, activity_regularizer="l2")
+    return keras.Sequential([keras.Input((4,)), dense])
+
+
+def loss():
+    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def batches():
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(testing.toy_classification(9)).batch(4)
+
+
+@pytest.mark.parametrize("steps_per_execution", [1, 2, 3])
+def test_the_last_batch_of_an_execution_is_the_one_that_ended(steps_per_execution):
+    seen = []
+
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 Keras' hook
+            seen.append(_versions.last_batch(batch, steps_per_execution))
+
+    model = testing.tiny_classifier()
+    model.compile("sgd", loss(), steps_per_execution=steps_per_execution)
+    model.fit(
+        *testing.toy_classification(12), batch_size=2, verbose=0, callbacks=[Ends()], shuffle=False
+    )
+    assert seen == [*range(steps_per_execution - 1, 6, steps_per_execution)]
+
+
+@before_means_of_activities
+@pytest.mark.tensorflow
+def test_replicas_refuse_sums_over_activities():
+    strategy = strategies.select_strategy("mirrored", devices=2)
+    with strategy.scope():
+        model = regularized()
+        model.compile("sgd", loss())
+    with pytest.raises(ValueError, match="Install Keras 3.14 or later.*Received: layer='dense'"):
+        replica_exact(model).fit(batches(), verbose=0)
+    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
+        replica_exact(model).evaluate(batches(), verbose=0)
+    loop = TrainingLoop(model, optimizer="sgd", loss=loss(), strategy=strategy)
+    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
+        loop.fit(batches(), epochs=1)
+    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
+        loop.evaluate(batches())
+
+
+@before_means_of_activities
+def test_micro_batches_refuse_sums_over_activities():
+    loop = TrainingLoop(regularized(), optimizer="sgd", loss=loss(), accumulation=2)
+    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
+        loop.fit(batches(), epochs=1)
+
+
+@pytest.mark.skipif(_versions.KERAS >= (3, 11), reason="Keras 3.11 and later take Grain")
+@pytest.mark.jax
+@pytest.mark.parametrize("kind", ["map", "iterator"])
+def test_grain_is_refused_where_keras_takes_none(kind):
+    grain = pytest.importorskip("grain")
+    dataset = grain.MapDataset.source([*zip(*testing.toy_classification(9), strict=True)]).batch(3)
+    dataset = dataset if kind == "map" else dataset.to_iter_dataset()
+    model = testing.tiny_classifier()
+    loop = TrainingLoop(model, optimizer="sgd", loss=loss())
+    with pytest.raises(ValueError, match="`train` is a Grain dataset, which Keras takes from 3.11"):
+        loop.fit(dataset, epochs=1)
+    with pytest.raises(ValueError, match="`x` is a Grain dataset"):
+        replica_exact(model).fit(dataset)
+
+
+def test_one_device_regularizes_activities_as_keras_does():
+    def trained(fit):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        model = regularized()
+        fit(model)
+        return model.get_weights()
+
+    def by_keras(model):
+        model.compile("sgd", loss())
+        model.fit(batches(), verbose=0)
+
+    def by_loop(model):
+        TrainingLoop(model, optimizer="sgd", loss=loss()).fit(batches(), epochs=1, verbose=0)
+
+    for one, other in zip(trained(by_keras), trained(by_loop), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
