@@ -336,9 +336,11 @@ def split_rows(batch: Any, mesh: Mesh) -> Any:
 
     JAX refuses an uneven array at the border of a program. Within it XLA cuts into pieces of
     ceil(rows / devices), the last ones shorter or empty, and computes what one device would, batch
-    statistics included.
+    statistics included. Outside of `jax.jit` an uneven batch stays as `place_batch` has put it:
+    every device computes with the whole.
     """
-    return jax.lax.with_sharding_constraint(batch, by_rows(mesh))
+    is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
+    return jax.lax.with_sharding_constraint(batch, by_rows(mesh)) if is_traced else batch
 
 
 def describe_placement(batch: Any) -> str:

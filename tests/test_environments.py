@@ -29,6 +29,10 @@ ON_JAX = {
     "loop": ["tests/training/test_loop.py", "tests/training/test_jax_guide.py"],
     "diagnostics": ["tests/diagnostics"],
     "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
+    "vocabulary": [
+        "tests/training/test_linear_cross_entropy.py",
+        "tests/training/test_masked_lm.py",
+    ],
 }
 
 pytestmark = pytest.mark.skipif(

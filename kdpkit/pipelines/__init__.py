@@ -7,6 +7,7 @@ prepare, cache, shuffle, batch, augment, prefetch.
 
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.pipelines._counting import count_batches
+from kdpkit.pipelines._packing import bucket_by_length, pack_tokens
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
 from kdpkit.pipelines._services import DataService, data_service, prepare_with_services
 from kdpkit.pipelines._sources import (
@@ -36,6 +37,7 @@ __all__ = [
     "Transform",
     "auto_shard",
     "batch_for",
+    "bucket_by_length",
     "cache",
     "chain",
     "count_batches",
@@ -48,6 +50,7 @@ __all__ = [
     "longer_than",
     "mask_tokens",
     "normalize_weights",
+    "pack_tokens",
     "pad_to_global_batch",
     "prefetch",
     "prepare_with_services",

@@ -255,7 +255,7 @@ def test_many_steps_in_a_call_train_the_same_and_compile_once():
     assert_same((many, history), trained(2, data))
 
 
-@pytest.mark.parametrize("settings", [{"accumulation": 3}, {"jit": True}])
+@pytest.mark.parametrize("settings", [{"accumulation": 3}, {"jit": True}, {"jit": False}])
 def test_micro_batches_and_xla_train_the_same(settings):
     weights = np.arange(11, dtype="float32")
     data = batches(5, 11, weights)  # pieces of 3 and 2, and a last batch of one row

@@ -1,0 +1,182 @@
+import keras
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from keras import ops
+
+from kdpkit import training
+from kdpkit.training import linear_cross_entropy
+
+ON_JAX = keras.backend.backend() == "jax"
+
+
+def gradients(loss, arguments, jit):
+    """Give the loss of each position and the gradients of their sum, as NumPy arrays."""
+    if ON_JAX:
+        import jax
+
+        def total(*values):
+            losses = loss(*values)
+            return losses.sum(), losses
+
+        derive = jax.grad(total, argnums=range(len(arguments)), has_aux=True)
+        found, losses = (jax.jit(derive) if jit else derive)(*map(ops.array, arguments))
+    else:
+        import tensorflow as tf
+
+        @tf.function(jit_compile=jit, autograph=False)
+        def derive(*values):
+            with tf.GradientTape() as tape:
+                tape.watch(values)
+                losses = loss(*values)
+            return tape.gradient(losses, values), losses
+
+        found, losses = derive(*map(tf.constant, arguments))
+    return [np.asarray(ops.cast(value, "float32")) for value in (losses, *found)]
+
+
+def both(positions, width, size, chunk_size, *, jit, seed=0, scale=1.0, dtype="float32"):
+    random = np.random.default_rng(seed)
+    hidden, kernel, bias = (
+        scale * random.normal(size=shape).astype("float32")
+        for shape in ((positions, width), (size, width), (size,))
+    )
+    labels = random.integers(0, size, positions)
+
+    def chunked(hidden, kernel, bias):
+        hidden, kernel = ops.cast(hidden, dtype), ops.cast(kernel, dtype)
+        return linear_cross_entropy(hidden, kernel, labels, bias=bias, chunk_size=chunk_size).losses
+
+    def whole(hidden, kernel, bias):
+        logits = ops.matmul(hidden, ops.transpose(kernel)) + bias
+        return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+    arguments = (hidden, kernel, bias)
+    return gradients(chunked, arguments, jit), gradients(whole, arguments, jit=False)
+
+
+def assert_close(ours, theirs, tolerance):
+    for one, other in zip(ours, theirs, strict=True):
+        assert np.abs(one - other).max() <= tolerance * max(1.0, np.abs(other).max())
+
+
+@settings(max_examples=12)
+@given(
+    positions=st.integers(1, 9),
+    width=st.integers(1, 6),
+    size=st.integers(2, 40),
+    chunk_size=st.integers(1, 50),
+    seed=st.integers(0, 99),
+)
+def test_losses_and_gradients_are_those_of_all_logits(positions, width, size, chunk_size, seed):
+    assert_close(*both(positions, width, size, chunk_size, seed=seed, jit=False), 1e-5)
+
+
+@pytest.mark.parametrize("scale", [1.0, 30.0])
+def test_they_are_so_under_xla_and_where_logits_are_far_apart(scale):
+    assert_close(*both(20, 16, 1000, 300, jit=True, scale=scale), 1e-5)
+
+
+def test_in_half_precision_they_are_near():
+    assert_close(*both(20, 16, 100, 32, jit=True, dtype="bfloat16"), 3e-2)
+
+
+def test_predictions_are_the_most_probable_pieces_and_shapes_stay():
+    random = np.random.default_rng(0)
+    hidden = random.normal(size=(2, 3, 4)).astype("float32")
+    kernel = random.normal(size=(11, 4)).astype("float32")
+    labels = random.integers(0, 11, (2, 3)).astype("int64")
+    loss = linear_cross_entropy(hidden, kernel, labels, chunk_size=4)
+    np.testing.assert_array_equal(loss.predictions, (hidden @ kernel.T).argmax(axis=-1))
+    assert tuple(loss.losses.shape) == (2, 3)
+
+
+@pytest.mark.jax
+def test_a_step_needs_a_part_of_the_memory_of_all_logits():
+    import jax
+
+    positions, width, size = 512, 32, 16_384
+    hidden, kernel = ops.ones((positions, width)), ops.ones((size, width))
+    labels = ops.zeros((positions,), "int32")
+
+    def memory(loss):
+        compiled = jax.jit(jax.grad(loss, (0, 1))).lower(hidden, kernel).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    chunked = memory(
+        lambda hidden, kernel: linear_cross_entropy(
+            hidden, kernel, labels, chunk_size=1024
+        ).losses.mean()
+    )
+    whole = memory(
+        lambda hidden, kernel: keras.losses.sparse_categorical_crossentropy(
+            labels, hidden @ kernel.T, from_logits=True
+        ).mean()
+    )
+    assert whole >= 4 * positions * size
+    assert chunked < whole / 4
+
+
+@pytest.mark.parametrize(
+    ("hidden", "kernel", "labels", "bias"),
+    [
+        ((2, 3), (5, 4), (2,), None),
+        ((2, 3), (5, 3), (2, 1), None),
+        ((2, 3), (5, 3, 1), (2,), None),
+        ((2, 3), (5, 3), (2,), (3,)),
+    ],
+)
+def test_shapes_that_do_not_fit_get_one_sentence(hidden, kernel, labels, bias):
+    with pytest.raises(ValueError, match=r"`hidden` is \[..., width\].*Received: hidden=\(2, 3\)"):
+        linear_cross_entropy(
+            ops.ones(hidden),
+            ops.ones(kernel),
+            ops.zeros(labels, "int32"),
+            bias=None if bias is None else ops.ones(bias),
+        )
+
+
+class VocabularyLoop(training.TrainingLoop):
+    """The model gives what logits are computed from; its embedding is the kernel."""
+
+    def per_example_loss(self, x, y, *, training):
+        hidden = self.model(x, training=training)
+        kernel = self.model.layers[0].embeddings
+        return linear_cross_entropy(hidden, kernel, y, chunk_size=7)
+
+
+def trained(replicas):
+    """Weights and accuracy of a small language model after an epoch of uneven batches."""
+    import tensorflow as tf
+
+    from kdpkit import strategies
+
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, 30, (11, 6))
+    data = tf.data.Dataset.from_tensor_slices((tokens, np.roll(tokens, 1, 1))).batch(4)
+    keras.utils.set_random_seed(1)
+    strategy = strategies.select_strategy("mirrored", devices=replicas)
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.Embedding(30, 8), keras.layers.Dense(8, activation="tanh")]
+        )
+        model.build((None, 6))
+    loop = VocabularyLoop(
+        model,
+        optimizer=keras.optimizers.SGD(1.0),
+        loss=None,
+        metrics=[keras.metrics.Accuracy()],
+        strategy=strategy,
+    )
+    history = loop.fit(data, epochs=2, verbose=0)
+    return model.get_weights(), history.history
+
+
+@pytest.mark.tensorflow
+def test_replicas_train_with_it_what_one_device_trains():
+    (one, history), (three, histories) = trained(1), trained(3)
+    for alone, shared in zip(one, three, strict=True):
+        np.testing.assert_allclose(shared, alone, atol=1e-6)
+    for name, values in history.items():
+        assert histories[name] == pytest.approx(values, rel=1e-5)

@@ -1,0 +1,108 @@
+import keras
+import keras_hub
+import numpy as np
+import pytest
+
+from kdpkit import batches, training
+
+VOCABULARY, LENGTH, PLACES, ROWS = 53, 12, 3, 10
+
+
+def small_bert(**head):
+    keras.utils.set_random_seed(0)
+    backbone = keras_hub.models.BertBackbone(
+        vocabulary_size=VOCABULARY,
+        num_layers=1,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        max_sequence_length=LENGTH,
+        dropout=0.0,
+    )
+    model = keras_hub.models.BertMaskedLM(backbone)
+    model.backbone.get_layer("pooled_dense").trainable = False
+    for name, value in head.items():
+        setattr(model.masked_lm_head, name, value)
+    return model
+
+
+def masked_rows():
+    """Features, labels and weights: the last row predicts one token, the others three."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, VOCABULARY, (ROWS, LENGTH)).astype("int32")
+    positions = np.argsort(random.random((ROWS, LENGTH)))[:, :PLACES].astype("int32")
+    weights = np.ones((ROWS, PLACES), "float32")
+    weights[-1, 1:] = 0
+    features = {
+        "token_ids": tokens,
+        "segment_ids": np.zeros_like(tokens),
+        "padding_mask": np.ones_like(tokens),
+        "mask_positions": positions,
+    }
+    return features, np.take_along_axis(tokens, positions, axis=1), weights
+
+
+def devices(count):
+    if keras.backend.backend() == "jax":
+        from kdpkit import sharding
+
+        return sharding.DataParallel(count)
+    from kdpkit import strategies
+
+    return strategies.select_strategy("mirrored", devices=count)
+
+
+def data():
+    if keras.backend.backend() == "jax":
+        return batches.ArrayBatches(masked_rows(), global_batch_size=4, remainder="keep")
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices(masked_rows()).batch(4)
+
+
+def trained(count, kind=training.MaskedLMLoop, **arguments):
+    strategy = devices(count)
+    with strategy.scope():
+        model = small_bert()
+        loop = kind(model, optimizer=keras.optimizers.SGD(0.5), strategy=strategy, **arguments)
+    history = loop.fit(data(), data(), epochs=2, verbose=0).history
+    return model.get_weights(), history
+
+
+def with_all_logits():
+    return trained(
+        1,
+        training.TrainingLoop,
+        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="masked_accuracy")],
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("replicas", "jit", "chunk_size"), [(1, None, 10), (1, True, 53), (3, None, 10)]
+)
+def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size):
+    expected, history = with_all_logits()
+    weights, ours = trained(
+        replicas,
+        jit=jit,
+        chunk_size=chunk_size,
+        weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")],
+    )
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    assert ours.keys() == history.keys()
+    for name, values in history.items():
+        assert ours[name] == pytest.approx(values, rel=1e-5)
+
+
+def test_models_whose_logits_it_does_not_know_are_refused():
+    plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    with pytest.raises(ValueError, match="MaskedLMHead.*model='Sequential'"):
+        training.MaskedLMLoop(plain, optimizer="sgd")
+    squashed = small_bert(activation=keras.activations.softmax)
+    with pytest.raises(ValueError, match="a function that the loss does not know"):
+        training.MaskedLMLoop(squashed, optimizer="sgd")
+    with pytest.raises(ValueError, match="`chunk_size` must be.*chunk_size=0"):
+        training.MaskedLMLoop(small_bert(), optimizer="sgd", chunk_size=0)
