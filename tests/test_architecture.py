@@ -20,6 +20,8 @@ ALLOWED = {
     "__init__": (PURE, set()),
     "_checks": (PURE, set()),
     "_cpu_threads": (PURE, set()),
+    "_lazy": (PURE, set()),
+    "_tuning": (TENSORFLOW, set()),
     "_storage": (PURE, {"_checks"}),
     "_files": (PURE, {"_checks", "_storage"}),
     "_findings": (PURE, {"_checks"}),
@@ -54,18 +56,27 @@ ALLOWED = {
     "corpora": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
     "pipelines": (
         TENSORFLOW,
-        {"_checks", "_files", "_storage", "_waiting", "scaling", "pipelines"},
+        {"_checks", "_files", "_storage", "_tuning", "_waiting", "scaling", "pipelines"},
     ),
     "_servers": (TENSORFLOW, {"_checks", "_waiting", "cluster"}),
     "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers", "_tpu", "_tpu_connection"}),
     "training": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_processes", "_servers", "_versions", "batches", "scaling", "sharding"}
-        | {"strategies", "training"},
+        {
+            "_checks",
+            "_processes",
+            "_servers",
+            "_tuning",
+            "_versions",
+            "batches",
+            "scaling",
+            "sharding",
+        }
+        | {"_lazy", "strategies", "training"},
     ),
     "diagnostics": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_files", "_findings", "_versions", "batches", "diagnostics"},
+        {"_checks", "_files", "_findings", "_lazy", "_versions", "batches", "diagnostics"},
     ),
     "experiment": (
         KERAS,

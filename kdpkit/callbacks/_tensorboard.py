@@ -87,12 +87,12 @@ class TensorBoard(AppliedRateCallback):
         self.log_dir = os.fspath(_storage.path(log_dir))
         self.run_name = run_name
         self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
-        self._run_dir = os.fspath(_storage.path(log_dir) / (run_name or ""))
+        place = _storage.path(log_dir) / (run_name or "")
+        self._run_dir = os.fspath(place)
         self._drawings = _drawings(self._run_dir, keras_arguments)
         self._mirror: Mirror | None = None
         if _is_writer():
             _make_directory(self._run_dir)
-            place = _storage.path(self._run_dir)
             self._mirror = Mirror(place) if isinstance(place, _storage.RemotePath) else None
         else:
             self._drawings = keras.callbacks.Callback()

@@ -4,8 +4,9 @@
 loads the framework that it needs on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kdpkit import _lazy
 
 if TYPE_CHECKING:
     from kdpkit.diagnostics._tpu import TpuReport, check_tpu
@@ -14,14 +15,4 @@ _HOMES = {"TpuReport": "_tpu", "check_tpu": "_tpu"}
 
 __all__ = ["TpuReport", "check_tpu"]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name's module the first time it is used (PEP 562)."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """List the names for completion, loaded or not."""
-    return sorted(__all__)
+__getattr__, __dir__ = _lazy.names(__name__, _HOMES)

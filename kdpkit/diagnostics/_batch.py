@@ -174,7 +174,7 @@ def _of_py_dataset(dataset: Any) -> Batches:
     dataset = copy.copy(dataset)  # which may note that its last batch was taken
     try:
         count = dataset.num_batches
-    except NotImplementedError:  # what Keras says of it
+    except NotImplementedError:  # raised by the property that a subclass without a length inherits
         _checks.refuse(
             "`dataset` does not say how many batches it has, and `fit` asks.",
             dataset=type(dataset).__name__,

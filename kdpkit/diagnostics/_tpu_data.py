@@ -7,9 +7,7 @@ import keras
 
 from kdpkit._findings import Finding
 from kdpkit.diagnostics._batch import Batches, Part
-
-_SUBLANES = 8  # a TPU computes on tiles of 8 x 128 numbers
-_GUIDE = "https://cloud.google.com/tpu/docs/performance-guide"
+from kdpkit.diagnostics._tpu_widths import GUIDE, SUBLANES
 
 
 def findings(
@@ -110,7 +108,7 @@ def _uneven(what: str, takes_uneven: bool) -> Finding:
 
 def _of_rows(rows: int, replicas: int, takes_uneven: bool, what: str) -> Iterator[Finding]:
     size = f"{rows} rows, over {replicas} cores"
-    whole = replicas * _SUBLANES
+    whole = replicas * SUBLANES
     nearest = f"{max(rows // whole, 1) * whole} or {math.ceil(rows / whole) * whole}"
     nearest = f"{whole}" if rows <= whole else nearest
     if rows % replicas:
@@ -123,14 +121,14 @@ def _of_rows(rows: int, replicas: int, takes_uneven: bool, what: str) -> Iterato
         )
         return
     of_replica = rows // replicas
-    padded = math.ceil(of_replica / _SUBLANES) * _SUBLANES
+    padded = math.ceil(of_replica / SUBLANES) * SUBLANES
     if of_replica < padded:
         yield Finding(
             "tile-batch",
             "slow",
             what,
             f"A core gets {of_replica} of {size}, and computes on tiles of 8: "
-            f"{1 - of_replica / padded:.0%} of its work on rows is padding ({_GUIDE}).",
+            f"{1 - of_replica / padded:.0%} of its work on rows is padding ({GUIDE}).",
             f"Use a global batch of {nearest}, a multiple of 8 rows for each core.",
         )
 

@@ -6,7 +6,9 @@ from typing import Any
 
 from kdpkit._findings import Finding
 
-_SUBLANES, _LANES = 8, 128
+GUIDE = "https://cloud.google.com/tpu/docs/performance-guide"
+SUBLANES = 8  # a TPU computes on tiles of 8 x 128 numbers
+_LANES = 128
 _MOST_WASTE = 0.1
 _LEAST_SHARE = 0.1  # of the model's parameters, in a layer that is worth a word
 
@@ -27,14 +29,14 @@ def findings(model: Any, output_widths: Collection[int]) -> Iterator[Finding]:
         if width in output_widths or fills_tiles(width):
             continue
         padded = math.ceil(width / _LANES) * _LANES
-        nearest = padded if width > _LANES else math.ceil(width / _SUBLANES) * _SUBLANES
+        nearest = padded if width > _LANES else math.ceil(width / SUBLANES) * SUBLANES
         yield Finding(
             "tile-width",
             "slow",
             f"layer {variable.path.rpartition('/')[0]}",
             f"It is {width} wide, and a TPU computes on tiles of 8 x 128: up to "
             f"{1 - width / padded:.0%} of its work here is padding "
-            "(https://cloud.google.com/tpu/docs/performance-guide).",
+            f"({GUIDE}).",
             f"Make it {nearest} wide: a multiple of 8 below 128, of 128 above.",
         )
 
@@ -45,7 +47,7 @@ def fills_tiles(width: int) -> bool:
     >>> [fills_tiles(width) for width in (8, 64, 100, 128, 200, 250, 300, 384)]
     [True, True, False, True, False, True, False, True]
     """
-    if width < _LANES and width % _SUBLANES == 0:
+    if width < _LANES and width % SUBLANES == 0:
         return True
     return width >= (1 - _MOST_WASTE) * math.ceil(width / _LANES) * _LANES
 

@@ -8,6 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit import _checks
+from kdpkit._tuning import untuned
 from kdpkit.pipelines import _disk_cache, _transforms
 from kdpkit.pipelines._counting import count_batches, refuse_repeats, require_dataset
 from kdpkit.pipelines._epochs import EpochCounter, MovableDataset, at_most
@@ -131,7 +132,7 @@ def train_pipeline(
             num_parallel_calls=tf.data.AUTOTUNE,
         )
 
-    given = _untuned(counter.dataset(one_epoch, prefetch=config.prefetch))
+    given = untuned(counter.dataset(one_epoch, prefetch=config.prefetch))
     checked = given.apply(tf.data.experimental.assert_cardinality(batches))
     train = given if first_step else checked
     movable = at_most(given, batches)
@@ -176,7 +177,7 @@ def eval_pipeline(
     """
     cut = _batching(global_batch_size, replicas, remainder, mode="eval")
     batches = _examples(source, config, keep, prepare, services).apply(cut)
-    return _untuned(batches.prefetch(config.prefetch))
+    return untuned(batches.prefetch(config.prefetch))
 
 
 def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
@@ -199,17 +200,6 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: Any) -> tf.data
     tf.random.set_seed(1)  # of this graph; else the program's global seed has a say in the order
     order = tf.random.stateless_uniform([], seed, minval=None, maxval=None, dtype=tf.int64)
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
-
-
-def _untuned(batches: tf.data.Dataset) -> tf.data.Dataset:
-    """Fix the parallelism of maps at one call per core, in place of tuning it.
-
-    Dropping an iterator waits for TensorFlow's tuning thread, which can miss its wake-up call and
-    sleep on for up to a minute: training then stands still between two epochs.
-    """
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return batches.with_options(options)
 
 
 def _batching(

@@ -6,8 +6,9 @@ large vocabulary; `check_parity` tells whether replicas train what one device tr
 framework that it needs on first use.
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kdpkit import _lazy
 
 if TYPE_CHECKING:
     from kdpkit.training._exact import replica_exact
@@ -37,14 +38,4 @@ __all__ = [
     "replica_exact",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    """Import a name's module the first time it is used (PEP 562)."""
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    """List the names for completion, loaded or not."""
-    return sorted(__all__)
+__getattr__, __dir__ = _lazy.names(__name__, _HOMES)

@@ -16,6 +16,7 @@ import tensorflow as tf
 from keras.src.backend import compute_output_spec, set_keras_mask
 
 from kdpkit import _checks, _processes, _versions
+from kdpkit._tuning import untuned
 from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state, _workers
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import (
@@ -40,17 +41,9 @@ def steps_of(loop: Any, strategy: Any, jit: bool | None) -> Any:
     return TensorFlowSteps(loop, strategy, jit)
 
 
-def _untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Give maps a call per core, in place of tuning, unless the dataset says what it wants.
-
-    Dropping an iterator, at an epoch's end, waits for TensorFlow's tuning thread, which can miss
-    its wake-up call and sleep on for up to a minute.
-    """
-    if dataset.options().autotune.enabled is not None:
-        return dataset
-    options = tf.data.Options()
-    options.autotune.enabled = False
-    return dataset.with_options(options)
+def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Have tf.data tune a dataset only if its options say so."""
+    return untuned(dataset) if dataset.options().autotune.enabled is None else dataset
 
 
 class TensorFlowSteps:
@@ -117,7 +110,7 @@ class TensorFlowSteps:
         check_batched(name, dataset.element_spec)
         batches = dataset
         if isinstance(dataset, tf.data.Dataset):
-            batches = self._distributed(_untuned(dataset), f"`{name}`")
+            batches = self._distributed(_as_it_asks(dataset), f"`{name}`")
             if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY and wanted is None:
                 _checks.refuse(
                     f"`{name}` never ends; say with `{argument}` how much of it to take."
