@@ -60,7 +60,7 @@ def text_lines(paths: Paths, *, compression: str | None = None) -> tf.data.Datas
 
 def tfrecords(
     pattern: Paths,
-    parse: Callable[[Any], Any],
+    parse: Callable[[Any], Any] | None = None,
     *,
     compression: str | None = None,
     files_at_once: int = 16,
@@ -68,11 +68,14 @@ def tfrecords(
 ) -> tf.data.Dataset:
     """Read TFRecord files, several at once, and parse their records in parallel.
 
-    The order of the examples is the same on every run.
+    The order of the examples is the same on every run. Where reading is what training waits for,
+    leave `parse` out and parse whole batches, behind the shuffle: a `train_pipeline` does so in
+    `augment=lambda records, _: parse(records)`.
 
     Args:
         pattern: A glob such as `"data/train-*.tfrecord"`, or paths, also as `gs://bucket/...`.
-        parse: Makes an example from a record, a string scalar; see `example_parser`.
+        parse: Makes an example from a record, a string scalar; see `example_parser`. None gives
+            the records as they are.
         compression: `"GZIP"`, `"ZLIB"`, or None, which recognises GZIP by the first bytes.
         files_at_once: Files to read from in parallel.
         validate: Read every file through first (near 1 GB/s) and refuse damaged ones by name.
@@ -95,6 +98,8 @@ def tfrecords(
         return tf.data.TFRecordDataset(file, compression_type=kind)
 
     records = interleave_files(files, reader, files_at_once=files_at_once)
+    if parse is None:
+        return records
     return records.map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
@@ -178,12 +183,14 @@ def example_parser(features: Mapping[str, tf.TensorSpec]) -> Callable[[Any], dic
         features: The shape and dtype of each feature; shapes must be static.
 
     Returns:
-        A function from a record to a dictionary of tensors of those shapes and dtypes.
+        A function from a record, a string scalar, to a dictionary of tensors of those shapes and
+        dtypes; from a batch of records, in a vector, to tensors with the batch's size in front.
+        The latter is several times as fast by record.
     """
     stored = {name: _stored_feature(name, spec) for name, spec in features.items()}
 
     def parse(record: Any) -> dict[str, Any]:
-        values = tf.io.parse_single_example(record, stored)
+        values = tf.io.parse_example(record, stored)
         return {name: _decoded(values[name], spec) for name, spec in features.items()}
 
     return parse
@@ -278,7 +285,9 @@ def _stored_feature(name: str, spec: tf.TensorSpec) -> tf.io.FixedLenFeature:
 
 def _decoded(value: Any, spec: tf.TensorSpec) -> Any:
     if spec.dtype == tf.uint8:
-        return tf.reshape(tf.io.decode_raw(value, tf.uint8), spec.shape)
+        batch = value.shape if value.shape.is_fully_defined() else tf.shape(value)
+        whole = tf.reshape(tf.io.decode_raw(value, tf.uint8), tf.concat([batch, spec.shape], 0))
+        return tf.ensure_shape(whole, value.shape.concatenate(spec.shape))
     return value if spec.dtype == tf.string else tf.cast(value, spec.dtype)
 
 

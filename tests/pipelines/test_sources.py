@@ -130,6 +130,33 @@ def test_features_keep_shape_dtype_and_value(tmp_path_factory, array, text):
     assert example["array"].dtype == array.dtype
     np.testing.assert_array_equal(example["array"], array)
     assert example["text"].numpy().decode() == text
+    for batch in pipelines.tfrecords(files).repeat(2).batch(2).map(pipelines.example_parser(spec)):
+        assert batch["array"].shape == (2, *array.shape)
+        np.testing.assert_array_equal(batch["array"], [array, array])
+        assert [word.decode() for word in batch["text"].numpy()] == [text, text]
+
+
+def test_an_array_of_another_size_than_said_is_an_error_in_a_batch_too(tmp_path):
+    examples = [{"image": np.zeros(size, "uint8")} for size in (8, 8)]
+    files = pipelines.write_tfrecords(examples, tmp_path / "images")
+    parse = pipelines.example_parser({"image": tf.TensorSpec([4], "uint8")})
+    for records in (pipelines.tfrecords(files), pipelines.tfrecords(files).batch(2)):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=r"\[4\]|reshape"):
+            list(records.map(parse))
+
+
+def test_records_are_shuffled_and_parsed_in_batches_by_a_training_pipeline(tmp_path):
+    files = write_numbers(tmp_path, 12, shards=3)
+    parse = pipelines.example_parser(NUMBER)
+    train = pipelines.train_pipeline(
+        pipelines.tfrecords(files),
+        global_batch_size=4,
+        augment=lambda records, _: parse(records)["number"],
+    )
+    batches = [batch.numpy() for batch in train]
+    assert train.element_spec.shape == (4,)
+    assert sorted(np.concatenate(batches)) == list(range(12))
+    assert list(np.concatenate(batches)) != read_numbers(files)
 
 
 def test_a_writer_that_fails_leaves_no_file(tmp_path):
