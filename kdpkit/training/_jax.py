@@ -45,10 +45,10 @@ class JaxSteps:
     Args:
         loop: The `TrainingLoop`.
         strategy: A mesh or a `DataParallel`; None for the one set in Keras, or one device.
-        jit: Whether XLA compiles the steps; None asks the model.
+        jit: Whether XLA compiles the steps; None asks the model, "measure" means True.
     """
 
-    def __init__(self, loop: Any, strategy: Any, jit: bool | None) -> None:
+    def __init__(self, loop: Any, strategy: Any, jit: Any) -> None:
         self.loop = loop
         self.model = loop.model
         self.strategy = sharding.as_mesh(strategy)

@@ -85,7 +85,8 @@ class TrainingLoop:
             that a batch needs less memory. The optimizer still makes one step for each batch, the
             same but for layers whose rows interact: BatchNormalization sees micro-batches.
         jit: Whether XLA compiles the forward and backward pass of a replica, on JAX the whole
-            step; None decides as `compile` does.
+            step; None decides as `compile` does. `"measure"` trains some steps either way, prints
+            in one line how long they took, and goes on with the faster; on JAX it means True.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
 
@@ -123,7 +124,7 @@ class TrainingLoop:
         strategy: Any = None,
         steps_per_loop: int = 1,
         accumulation: int = 1,
-        jit: bool | None = None,
+        jit: Any = None,
         loss_weights: Any = None,
         weighted_metrics: Any = (),
     ) -> None:
@@ -141,8 +142,8 @@ class TrainingLoop:
         self.model = model
         if optimizer is None:
             _checks.refuse("There is no optimizer to train with.", optimizer=optimizer)
-        if jit not in (None, True, False):
-            _checks.refuse("`jit` must be True, False or None.", jit=jit)
+        if not (jit is None or isinstance(jit, bool) or jit == "measure"):
+            _checks.refuse("`jit` must be True, False, 'measure' or None.", jit=jit)
         self.steps_per_loop = _checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = _checks.integer("accumulation", accumulation)
         self.loss = Objective(loss, loss_weights, getattr(model, "output_names", None))

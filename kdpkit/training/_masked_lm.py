@@ -17,7 +17,8 @@ class MaskedLMLoop(TrainingLoop):
 
     The model is trained, saved and used as it is. Only a step differs: it goes over the vocabulary
     in chunks, in place of holding a logit for each masked place and piece of the vocabulary. Loss
-    and gradients are those of `SparseCategoricalCrossentropy(from_logits=True)` to rounding.
+    and gradients are those of `SparseCategoricalCrossentropy(from_logits=True)` to rounding; under
+    a mixed dtype policy logits are products of halved numbers, summed and compared in float32.
     Metrics see the predicted pieces, not logits: `keras.metrics.Accuracy` is the masked accuracy.
 
     Args:
@@ -44,9 +45,10 @@ class MaskedLMLoop(TrainingLoop):
         features = {name: x[name] for name in backbone.input}
         encoded = backbone(features, training=training)["sequence_output"]
         hidden = _transformed(self._head, encoded, x["mask_positions"])
+        kernel = ops.convert_to_tensor(self._head.token_embedding.embeddings)
         return linear_cross_entropy(
             hidden,
-            self._head.token_embedding.embeddings,
+            ops.cast(kernel, hidden.dtype),
             y,
             bias=self._head._bias,
             chunk_size=self._chunk_size,

@@ -40,7 +40,7 @@ class ParameterServerSteps(TensorFlowSteps):
         jit: None or False.
     """
 
-    def __init__(self, loop: Any, strategy: Any, jit: bool | None) -> None:
+    def __init__(self, loop: Any, strategy: Any, jit: Any) -> None:
         super().__init__(loop, strategy, jit)
         if jit:
             _checks.refuse(
@@ -175,7 +175,7 @@ class ParameterServerSteps(TensorFlowSteps):
         """Update the weights from a batch; give what it adds to loss and metrics."""
         # Outside the replica, where an optimizer may also overwrite weights by their averages.
         with self.scope():
-            parts, counts = self.strategy.run(self._train_replica, args=(_taken(batch),))
+            parts, counts = self.strategy.run(self._train_and_count, args=(_taken(batch),))
             variables = self.model.trainable_variables
             gradients = [parts.get(index) for index in range(len(variables))]
             present = tf.nest.flatten([*parts.values()], expand_composites=True)
@@ -190,7 +190,7 @@ class ParameterServerSteps(TensorFlowSteps):
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         return self.strategy.run(functools.partial(self.model, training=False), args=(x,))
 
-    def _train_replica(self, batch: Any) -> Any:
+    def _train_and_count(self, batch: Any) -> Any:
         """Give the gradients, and what the batch adds to loss and metrics."""
         step = ReplicaStep(batch)
 

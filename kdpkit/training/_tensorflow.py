@@ -7,6 +7,7 @@ which then clips, accumulates, averages and checks the whole gradient.
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -29,9 +30,10 @@ from kdpkit.training._gradients import (
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
 from kdpkit.training._step import ReplicaStep, running
+from kdpkit.training._xla_trial import XlaTrial
 
 
-def steps_of(loop: Any, strategy: Any, jit: bool | None) -> Any:
+def steps_of(loop: Any, strategy: Any, jit: Any) -> Any:
     """Give what runs the steps of a loop under a strategy, in step or asynchronously."""
     of_model = loop.model.distribute_strategy if strategy is None else strategy
     if isinstance(of_model, tf.distribute.ParameterServerStrategy):
@@ -52,10 +54,11 @@ class TensorFlowSteps:
     Args:
         loop: The `TrainingLoop`.
         strategy: A strategy, or None for the one that the model was built in.
-        jit: Whether XLA compiles forward and backward pass; None asks the model.
+        jit: Whether XLA compiles forward and backward pass; None asks the model, and "measure"
+            takes what is faster.
     """
 
-    def __init__(self, loop: Any, strategy: Any, jit: bool | None) -> None:
+    def __init__(self, loop: Any, strategy: Any, jit: Any) -> None:
         self.loop = loop
         self.model = loop.model
         self.strategy = _strategy_of(self.model, strategy)
@@ -68,14 +71,24 @@ class TensorFlowSteps:
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._is_built = self._is_optimizer_built = False
-        self._train = self._repeated(self._train_step)
+        self._trial = XlaTrial() if jit == "measure" else None
+        self._train_with = {
+            jit: self._repeated(functools.partial(self._train_step, jit=jit))
+            for jit in (False, True)
+        }
         self._test = self._repeated(self._test_step)
         self._predict = tf.function(self._predict_step, autograph=False, reduce_retracing=True)
 
     @property
     def jit(self) -> bool:
-        """Whether XLA compiles the replicas' part of a training step."""
+        """Whether XLA compiles the replicas' part of the next training step."""
+        if self._trial:
+            return self._trial.jit
         return bool(self.model.jit_compile if self._jit is None else self._jit)
+
+    @property
+    def _may_jit(self) -> bool:
+        return self._trial is not None or self.jit
 
     @property
     def _spans_processes(self) -> bool:
@@ -166,12 +179,12 @@ class TensorFlowSteps:
         batch_norms = _batch_norm.batch_norm_layers(self.model)
         _batch_norm.warn_of_local_statistics(batch_norms, replicas)
         for layer in batch_norms:
-            if layer.synchronized and (self.jit or self.loop.accumulation > 1):
+            if layer.synchronized and (self._may_jit or self.loop.accumulation > 1):
                 _checks.refuse(
                     "Under XLA, and between micro-batches, a synchronized BatchNormalization "
                     "cannot meet the other replicas.",
                     layer=layer.name,
-                    jit=self.jit,
+                    jit=self._jit if self._trial else self.jit,
                     accumulation=self.loop.accumulation,
                     remedy="Use `jit=False` and `accumulation=1`, or do not synchronize it.",
                 )
@@ -188,7 +201,16 @@ class TensorFlowSteps:
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many training steps; give how many there were, and loss and metrics."""
-        return self._run(self._train, iterator, steps)
+        start = time.perf_counter()
+        done, logs = self._run(self._train_with[self.jit], iterator, steps)
+        if self._trial and not self._trial.verdict:
+            self._trial.record(steps=done, seconds=time.perf_counter() - start)
+            self._say(self._trial.verdict)
+        return done, logs
+
+    def _say(self, verdict: str) -> None:
+        if verdict and _processes.index() == 0:
+            print(f"\n{verdict}", flush=True)  # noqa: T201 a choice that is made for somebody is said
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many evaluation steps; give how many there were, and loss and metrics."""
@@ -240,8 +262,8 @@ class TensorFlowSteps:
 
     # One step, outside the replicas.
 
-    def _train_step(self, batch: Any) -> None:
-        parts = self.strategy.run(self._train_replica, args=(batch,))
+    def _train_step(self, batch: Any, *, jit: bool) -> None:
+        parts = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
         gradients = [parts.get(index) for index in range(len(variables))]
         whole = _attachments.sum_gradients(self.strategy, gradients, variables)
@@ -264,12 +286,12 @@ class TensorFlowSteps:
 
     # One replica's part of a step.
 
-    def _train_replica(self, batch: Any) -> dict[int, Any]:
+    def _train_replica(self, batch: Any, jit: bool) -> dict[int, Any]:
         """Give this replica's part of the gradients, by the variable's index."""
         step = ReplicaStep(batch)
         batch = step.data
         differentiate = functools.partial(forward_and_backward, self.loop, step)
-        if self.jit:
+        if jit:
             differentiate = tf.function(differentiate, jit_compile=True, autograph=False)
 
         def compute(piece: Any) -> Sums:

@@ -264,6 +264,24 @@ def test_micro_batches_and_xla_train_the_same(settings):
     assert steps_of(other[0]) == steps_of(plain[0]) == 6
 
 
+@pytest.mark.tensorflow
+def test_xla_is_tried_while_training_goes_on_and_the_choice_is_said_once(capsys):
+    data = batches(4, 48).repeat()
+    tried = loop_on(2, jit="measure", steps_per_loop=12)
+    plain = loop_on(1, jit=False)
+    while not tried._steps._trial.verdict:
+        one, other = (
+            (loop, loop.fit(data, epochs=1, steps_per_epoch=12, verbose=0).history)
+            for loop in (tried, plain)
+        )
+        assert_same(one, other, tolerance=1e-4)
+    tried.fit(data, epochs=1, steps_per_epoch=24, verbose=0)
+    said = re.findall(
+        r"XLA: (on|off), a step takes [\d.]+ ms with it and .*", capsys.readouterr().out
+    )
+    assert said == ["on" if tried._steps.jit else "off"]
+
+
 @pytest.mark.slow
 def test_micro_batches_of_sparse_gradients_train_the_same():
     def build():
@@ -557,7 +575,7 @@ class ByColumn(TrainingLoop):
         ({"steps_per_loop": 0}, "`steps_per_loop` must be a positive integer.*Received: steps_per"),
         ({"accumulation": 1.5}, "`accumulation` must be a positive integer.*1.5"),
         ({"optimizer": None}, "no optimizer to train with"),
-        ({"jit": "yes"}, "`jit` must be True, False or None.*'yes'"),
+        ({"jit": "yes"}, "`jit` must be True, False, 'measure' or None.*'yes'"),
         ({"loss": None}, "no loss to train with.*Received: loss=None"),
         ({"strategy": "mirrored"}, "strategy.* Received: strategy='mirrored'"),
     ],
