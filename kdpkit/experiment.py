@@ -41,10 +41,12 @@ import kdpkit
 from kdpkit import _checks, _cpu_threads, _files, _storage, scaling
 from kdpkit._checks import InputError
 from kdpkit._figures import plot_results
+from kdpkit._precision import PRECISIONS, set_precision
 from kdpkit._prepared import prepared
 from kdpkit._presets import from_preset
 
 __all__ = [
+    "PRECISIONS",
     "InputError",
     "argument_parser",
     "collect",
@@ -63,6 +65,7 @@ __all__ = [
     "run",
     "save_model",
     "saving_on_interrupt",
+    "set_precision",
     "strategy_from",
     "track",
     "versions",

@@ -21,6 +21,7 @@ ALLOWED = {
     "_checks": (PURE, set()),
     "_cpu_threads": (PURE, set()),
     "_lazy": (PURE, set()),
+    "_precision": (PURE, {"_checks"}),
     "_tuning": (TENSORFLOW, set()),
     "_storage": (PURE, {"_checks"}),
     "_files": (PURE, {"_checks", "_storage"}),
@@ -80,8 +81,8 @@ ALLOWED = {
     ),
     "experiment": (
         KERAS,
-        {"_checks", "_cpu_threads", "_figures", "_files", "_prepared", "_presets", "_processes"}
-        | {"_storage"}
+        {"_checks", "_cpu_threads", "_figures", "_files", "_precision", "_prepared", "_presets"}
+        | {"_processes", "_storage"}
         | {"scaling"},
     ),
     "testing": (KERAS, {"_checks", "_cpu_threads", "scaling"}),

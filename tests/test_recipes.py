@@ -42,7 +42,8 @@ def bert(text, tmp_path_factory):
                 *("--strategy", "mirrored", "--replicas", "2", "--data", str(text)),
                 *("--per-replica-batch-size", "4", "--sequence-length", "16", "--epochs", "2"),
                 *("--vocabulary-size", "60", "--cache-dir", str(cache)),
-                *("--steps-per-epoch", "5", "--warmup-steps", "2", *map(str, flags)),
+                *("--steps-per-epoch", "5", "--warmup-steps", "2", "--jit", "off"),
+                *map(str, flags),
             ]
         )
 
@@ -173,7 +174,7 @@ def test_a_vocabulary_of_another_size_than_the_presets_is_refused(bert, tmp_path
         (["--replicas", "0"], "--replicas: must be a positive integer. Received: '0'"),
         (["--steps-per-epoch", "999"], "more batches than the data gives"),
         (["--per-replica-batch-size", "5000"], "too few examples for one full batch"),
-        (["--sequence-length", "2"], "`sequence_length` must be an integer of at least 3"),
+        (["--sequence-length", "2"], "`length` must be an integer of at least 3"),
         (["--warmup-steps", "99"], "warmup_steps"),
     ],
 )
@@ -317,6 +318,7 @@ def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
         "--epochs": 12,
         "--steps-per-epoch": 5,
         "--warmup-steps": 2,
+        "--jit": "off",
         "--cache-dir": tmp_path / "cache",
         "--resume": tmp_path / "state",
         "--results": tmp_path / "results.json",

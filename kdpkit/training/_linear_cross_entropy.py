@@ -8,7 +8,7 @@ from keras import ops
 
 from kdpkit import _checks
 
-_CHUNK_SIZE = 4096
+_CHUNK_SIZE = 8192
 
 
 class TokenLoss(NamedTuple):
@@ -83,9 +83,7 @@ def _check_shapes(hidden: Any, kernel: Any, labels: Any, bias: Any) -> tuple[int
     return kernel.shape
 
 
-def _over_chunks(
-    body: Any, carry: Any, size: int, chunk_size: int, given: tuple[str, ...] = ()
-) -> tuple[Any, Any]:
+def _over_chunks(body: Any, carry: Any, size: int, chunk_size: int) -> tuple[Any, Any]:
     """Carry `body(carry, start, length)` over the chunks in turn; give what each gave, joined.
 
     One after the other: side by side, they would be in memory together.
@@ -94,46 +92,43 @@ def _over_chunks(
         body: Gives the next carry, and a tuple of tensors with `length` rows.
         carry: Tensors to begin with.
         size: Pieces of the vocabulary.
-        chunk_size: Pieces in a chunk; the last one takes the rest.
-        given: Types of what `body` gives beside the carry.
+        chunk_size: Pieces in a chunk at most.
     """
-    whole, rest = divmod(size, chunk_size)
-    scan = _scan_on_jax if keras.backend.backend() == "jax" else _scan_on_tensorflow
-    carry, parts = scan(
-        lambda carried, index: body(carried, index * chunk_size, chunk_size), carry, whole, given
-    )
-    parts = [ops.reshape(part, (whole * chunk_size, *part.shape[2:])) for part in parts]
-    if rest:
-        carry, last = body(carry, whole * chunk_size, rest)
-        parts = [ops.concatenate(pair, axis=0) for pair in zip(parts, last, strict=True)]
-    return carry, parts
+    over = _scanned if keras.backend.backend() == "jax" else _unrolled
+    carry, parts = over(body, carry, size, math.ceil(size / math.ceil(size / chunk_size)))
+    return carry, [ops.concatenate(pieces, axis=0) for pieces in zip(*parts, strict=True)]
 
 
-def _scan_on_jax(body: Any, carry: Any, count: int, _: tuple[str, ...]) -> tuple[Any, Any]:
+def _scanned(body: Any, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
+    """Compile the chunks as one loop, and what is left apart."""
     import jax
 
-    return jax.lax.scan(body, carry, jax.numpy.arange(count))
+    whole, rest = divmod(size, chunk_size)
+    carry, parts = jax.lax.scan(
+        lambda carried, index: body(carried, index * chunk_size, chunk_size),
+        carry,
+        jax.numpy.arange(whole),
+    )
+    joined = [[ops.reshape(part, (whole * chunk_size, *part.shape[2:])) for part in parts]]
+    if rest:
+        carry, last = body(carry, whole * chunk_size, rest)
+        joined.append(last)
+    return carry, joined
 
 
-def _scan_on_tensorflow(
-    body: Any, carry: Any, count: int, given: tuple[str, ...]
-) -> tuple[Any, Any]:
+def _unrolled(body: Any, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
+    """Write the chunks out, each to begin when the one before is done.
+
+    XLA computes what is inside a loop on one core of a CPU.
+    """
     import tensorflow as tf
 
-    def step(index: Any, carried: Any, arrays: Any) -> Any:
-        carried, parts = body(carried, index)
-        written = [array.write(index, part) for array, part in zip(arrays, parts, strict=True)]
-        return index + 1, carried, written
-
-    arrays = [tf.TensorArray(dtype, size=count) for dtype in given]
-    _, carry, arrays = tf.while_loop(
-        lambda index, *_: index < count,
-        step,
-        (tf.constant(0), carry, arrays),
-        parallel_iterations=1,
-        maximum_iterations=count,
-    )
-    return carry, [array.stack() for array in arrays]
+    parts = []
+    for start in range(0, size, chunk_size):
+        with tf.control_dependencies(tf.nest.flatten(carry)):
+            carry, part = body(carry, start, min(chunk_size, size - start))
+        parts.append(part)
+    return carry, parts
 
 
 def _logits(hidden: Any, kernel: Any, bias: Any, start: Any, length: int) -> tuple[Any, Any]:
@@ -189,8 +184,7 @@ def _backward(
         return carry, (of_part, ops.cast(ops.sum(change, axis=0), bias.dtype))
 
     start = ops.zeros_like(hidden, dtype="float32")
-    types = (kernel.dtype, bias.dtype)
-    of_hidden, (of_kernel, of_bias) = _over_chunks(body, start, kernel.shape[0], chunk_size, types)
+    of_hidden, (of_kernel, of_bias) = _over_chunks(body, start, kernel.shape[0], chunk_size)
     return ops.cast(of_hidden, hidden.dtype), of_kernel, of_bias
 
 

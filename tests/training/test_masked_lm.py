@@ -97,6 +97,29 @@ def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size)
         assert ours[name] == pytest.approx(values, rel=1e-5)
 
 
+@pytest.fixture
+def halved(request):
+    """Compute in 16 bits, as on GPUs."""
+    keras.config.set_dtype_policy(request.param)
+    yield request.param
+    keras.config.set_dtype_policy("float32")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("halved")
+@pytest.mark.parametrize("halved", ["mixed_bfloat16", "mixed_float16"], indirect=True)
+def test_in_mixed_precision_too():
+    expected, history = with_all_logits()
+    weights, ours = trained(
+        1, weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")], chunk_size=10
+    )
+    assert all(weight.dtype == "float32" for weight in weights)
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=0.03)
+    assert ours["val_loss"] == pytest.approx(history["val_loss"], rel=0.01)
+    assert ours["val_loss"][1] < ours["val_loss"][0]
+
+
 def test_models_whose_logits_it_does_not_know_are_refused():
     plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="MaskedLMHead.*model='Sequential'"):

@@ -1,0 +1,91 @@
+"""The numbers that a model computes with: chosen by what the devices are fast at."""
+
+from typing import Any
+
+from kdpkit import _checks
+
+PRECISIONS = ("auto", "float32", "mixed_bfloat16", "mixed_float16")
+_BFLOAT16, _FLOAT16 = (8, 0), (7, 0)  # CUDA compute capabilities that multiply matrices of these
+
+
+def set_precision(wanted: str = "auto") -> str:
+    """Set Keras' dtype policy for the models built from now on, and give its name.
+
+    Variables stay float32 in all of them, and so do sums of gradients over replicas. `"auto"` is
+    for GPUs and TPUs, where halved numbers are several times as fast: mixed_bfloat16 on TPUs and on
+    NVIDIA GPUs from Ampere on, mixed_float16 on those from Volta on, which needs the loss scaling
+    that Keras puts around the optimizer. It says in one line what it took. Elsewhere, and where a
+    program has set a policy already, it changes nothing.
+
+    Args:
+        wanted: "auto", "float32", "mixed_bfloat16" or "mixed_float16".
+
+    >>> set_precision("float32")
+    'float32'
+    """
+    import keras
+
+    _checks.one_of("precision", wanted, PRECISIONS)
+    current = str(keras.config.dtype_policy().name)
+    if wanted == "auto":
+        if current != "float32":
+            return current
+        wanted, device = fastest(_accelerators())
+        if wanted != current:
+            print(f"Precision: {wanted}, in which {device} computes fastest.")  # noqa: T201
+    keras.config.set_dtype_policy(wanted)
+    return wanted
+
+
+def fastest(accelerators: list[tuple[str, Any]]) -> tuple[str, str]:
+    """Choose for all devices together: the policy, and the device that decides.
+
+    Args:
+        accelerators: The name of each, and a GPU's compute capability, None for TPUs.
+
+    >>> fastest([("GPU:0", (9, 0)), ("GPU:1", (7, 5))])
+    ('mixed_float16', 'GPU:1')
+    >>> fastest([("TPU:0", None)])
+    ('mixed_bfloat16', 'TPU:0')
+    """
+    if not accelerators:
+        return "float32", ""
+    device, capability = min(accelerators, key=lambda pair: pair[1] or (99, 0))
+    if capability is None or capability >= _BFLOAT16:
+        return "mixed_bfloat16", device
+    return ("mixed_float16" if capability >= _FLOAT16 else "float32"), device
+
+
+def _accelerators() -> list[tuple[str, Any]]:
+    """List the devices that are no CPU; those whose capability nobody tells count as oldest."""
+    import keras
+
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return [
+            (f"{device.platform.upper()}:{device.id}", _capability_of(device))
+            for device in jax.devices()
+            if device.platform != "cpu"
+        ]
+    import tensorflow as tf
+
+    details = tf.config.experimental.get_device_details
+    gpus = tf.config.list_physical_devices("GPU")
+    tpus = tf.config.list_logical_devices("TPU") if not gpus else []
+    return [
+        *(
+            (f"GPU:{i}", details(gpu).get("compute_capability", (0, 0)))
+            for i, gpu in enumerate(gpus)
+        ),
+        *((f"TPU:{i}", None) for i, _ in enumerate(tpus)),
+    ]
+
+
+def _capability_of(device: Any) -> tuple[int, ...] | None:
+    if device.platform == "tpu":
+        return None
+    try:
+        return tuple(int(part) for part in str(device.compute_capability).split("."))
+    except (AttributeError, ValueError):  # AMD's are called otherwise
+        return (0, 0)
