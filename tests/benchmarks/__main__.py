@@ -1,0 +1,137 @@
+"""What kdpkit costs and gains, measured side by side in one run.
+
+    python -m tests.benchmarks                                    # all, on built-in data
+    python -m tests.benchmarks bert --text wiki.tokens --vocabulary vocab.txt --json bert.json
+
+Every benchmark is a module beside this file and runs in a process of its own. Its contestants take
+turns, so that a busy machine slows all alike; figures are medians over the rounds with quartiles,
+ratios are taken round by round. PyTorch takes part where it is installed.
+"""
+
+# ruff: noqa: T201 a command-line program prints
+
+import argparse
+import dataclasses
+import datetime
+import importlib
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+
+from kdpkit import experiment
+from tests.benchmarks.paired import Row, Spread
+
+NAMES = (
+    *("machine", "bert", "bert_loss", "cnn", "replicas", "loops", "watching", "exact"),
+    *("start", "memory", "pauses", "reading"),
+)
+
+
+def parser():
+    """Name what to measure, and on which data."""
+    found = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    found.formatter_class = argparse.RawDescriptionHelpFormatter
+    add = found.add_argument
+    add("names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=", ".join(NAMES))
+    add("--rounds", type=experiment.positive_integer, help="(default: what each benchmark needs)")
+    add("--text", type=pathlib.Path, metavar="FILE", help="lines of text (default: built-in)")
+    add("--vocabulary", type=pathlib.Path, metavar="FILE", help="(default: one of 30,522 learned)")
+    add("--images", default="builtin", metavar="DIRECTORY", help="with MNIST (default: built-in)")
+    add("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
+    add("--markdown", type=pathlib.Path, metavar="FILE", help="write the table there")
+    add("--child", help=argparse.SUPPRESS)  # the file that a benchmark's own process writes
+    return found
+
+
+def main(argv=None):
+    """Measure, and print the table; give 1 if a goal was missed."""
+    args = parser().parse_args(argv)
+    if args.child:
+        (name,) = args.names
+        rows = importlib.import_module(f"tests.benchmarks.{name}").rows(args)
+        pathlib.Path(args.child).write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
+        return 0
+    rows = [row for name in args.names or NAMES for row in measured(name, argv or sys.argv[1:])]
+    report = {
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "machine": machine(),
+        "versions": experiment.versions(),
+        "rows": [dataclasses.asdict(row) | {"is_met": row.is_met} for row in rows],
+    }
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=2) + "\n")
+    table = markdown(report, rows)
+    if args.markdown:
+        args.markdown.write_text(table)
+    print(table)
+    return int(any(row.is_met is False for row in rows))
+
+
+def measured(name, words):
+    """Run one benchmark in its own process, and give its rows."""
+    given = [word for word in words if word not in NAMES]
+    with tempfile.TemporaryDirectory() as directory:
+        file = pathlib.Path(directory) / "rows.json"
+        command = [sys.executable, "-m", "tests.benchmarks", name, *given, "--child", str(file)]
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        finished = subprocess.run(command, check=False, env={**os.environ, **QUIET})
+        if finished.returncode:
+            print(f"{name} failed, exit code {finished.returncode}", file=sys.stderr)
+            return []
+        return [row_of(values) for values in json.loads(file.read_text())]
+
+
+QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+
+
+def row_of(values):
+    """Make a row from its JSON."""
+    spreads = {name: values[name] and Spread(**values[name]) for name in ("ours", "other", "ratio")}
+    return Row(**{**values, **spreads, "goal": values["goal"] and tuple(values["goal"])})
+
+
+def machine():
+    """Say what the figures were measured on."""
+    cpu = next(
+        (
+            line.partition(":")[2].strip()
+            for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
+        "unknown",
+    )
+    return f"{len(os.sched_getaffinity(0))} cores of {cpu}"
+
+
+def markdown(report, rows):
+    """Give the table for people."""
+    lines = [
+        f"{report['machine']}; {', '.join(' '.join(pair) for pair in report['versions'].items())}; "
+        f"{report['date']}.",
+        "",
+        "| what | unit | ours | other | ratio (quartiles) | goal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = (
+            row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g} to {row.ratio.high:.3g})"
+        )
+        goal = row.goal and f"{row.goal[0]} {row.goal[1]:g}{'' if row.is_met else ', missed'}"
+        cells = (row.what, row.unit, figure(row.ours), figure(row.other), ratio or "", goal or "")
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = [f"{row.what}: {row.note}" for row in rows if row.note]
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def figure(spread):
+    """Give a median with three digits or more."""
+    if spread is None:
+        return ""
+    return f"{spread.median:,.0f}" if spread.median >= 100 else f"{spread.median:.3g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

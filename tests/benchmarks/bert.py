@@ -1,0 +1,94 @@
+"""Real tokens a second of the BERT recipe, on one device."""
+
+import functools
+import itertools
+
+import keras
+import tensorflow as tf
+
+from tests.benchmarks import pytorch, workload
+from tests.benchmarks.paired import compared, in_turns, seconds_of
+
+PUBLISHED_STEPS, STEPS = 3, 10  # of a round
+
+
+def rows(args):
+    """Measure ours against the published recipe, stock `fit`, a bare loop, and PyTorch."""
+    array = workload.rows(args)
+    data = workload.packed(args, array, steps=STEPS)
+    batches = list(itertools.islice(data.as_numpy_iterator(), STEPS))
+    tokens = workload.real_tokens(args, [array[: STEPS * workload.BATCH]])
+    contestants = {
+        "ours": trained_by(workload.loop_of(args, jit=True), data, tokens),
+        "ours, no XLA": trained_by(workload.loop_of(args, jit=False), data, tokens),
+        "published": published(args),
+        "stock fit": stock_fit(args, data, tokens),
+        "bare loop": functools.partial(rate, tokens, bare_loop(args, data)),
+    }
+    size = workload.tokenizer(args.text, args.vocabulary).vocabulary_size()
+    for name, train in pytorch.contestants(size, batches).items():
+        contestants[name] = lambda train=train: tokens / train()
+    figures = in_turns(contestants, args.rounds or 7)
+    ours = {"what": "BERT", "unit": "real tokens/s", "ours": figures["ours"]}
+    goals = {"published": (">=", 5.5), "PyTorch eager": (">=", 1.5)}
+    return [
+        compared(f"BERT, one device, against {name}", ours["unit"], ours["ours"], other, goal=goal)
+        for name, other in figures.items()
+        if name != "ours"
+        for goal in [goals.get(name)]
+    ]
+
+
+def rate(tokens, train):
+    """Give tokens a second of a call."""
+    return tokens / seconds_of(train)
+
+
+def trained_by(loop, data, tokens):
+    """Give the rate of an epoch of our loop."""
+    return lambda: rate(tokens, lambda: loop.fit(data, epochs=1, verbose=0))
+
+
+def published(args):
+    """Give the rate of the published recipe, on the next lines in every round."""
+    model, data = workload.published(args)
+    batches = list(data)
+    groups = workload.cycle(batches, PUBLISHED_STEPS)
+
+    def measure():
+        group = next(groups)
+        given = tf.data.Dataset.from_tensor_slices(tf.stack(group)).prefetch(tf.data.AUTOTUNE)
+        count = workload.real_tokens(args, group)
+        return rate(count, lambda: model.fit(given, verbose=0))
+
+    return measure
+
+
+def stock_fit(args, data, tokens):
+    """Give the rate of `fit` on our batches."""
+    size = workload.tokenizer(args.text, args.vocabulary).vocabulary_size()
+    model = workload.compiled(workload.masked_lm(size))
+    return lambda: rate(tokens, lambda: model.fit(data, verbose=0))
+
+
+def bare_loop(args, data):
+    """Train by hand, as the TensorFlow tutorials do, compiled by XLA."""
+    size = workload.tokenizer(args.text, args.vocabulary).vocabulary_size()
+    model, optimizer = workload.masked_lm(size), keras.optimizers.AdamW(workload.RATE)
+    loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(jit_compile=True)
+    def step(x, y, weights):
+        with tf.GradientTape() as tape:
+            loss = loss_of(y, model(x, training=True), sample_weight=weights)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    def epoch():
+        for batch in data:
+            loss = step(*batch)
+        return float(loss)
+
+    return epoch

@@ -1,0 +1,62 @@
+"""How long a checkpoint holds training up, and what a second process costs by step."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+
+from kdpkit import callbacks
+from tests.benchmarks import workload
+from tests.benchmarks.paired import Row, Spread, in_turns, seconds_of
+
+STEPS = 8
+RECIPE = pathlib.Path(__file__).parents[2] / "recipes" / "multi_worker.py"
+
+
+def rows(args):
+    """Measure checkpoints of BERT, and the CNN in one and in two processes."""
+    return [checkpoint(args), workers(args)]
+
+
+def checkpoint(args):
+    """Save the whole state after an epoch, and not."""
+    data = workload.packed(args, workload.rows(args), steps=STEPS)
+    loop = workload.loop_of(args, jit=True)
+    with tempfile.TemporaryDirectory() as directory:
+        saved = callbacks.Resume(directory)
+        figures = in_turns(
+            {
+                "on": lambda: seconds_of(
+                    lambda: loop.fit(saved.track(data), epochs=1, callbacks=[saved], verbose=0)
+                ),
+                "off": lambda: seconds_of(lambda: loop.fit(data, epochs=1, verbose=0)),
+            },
+            args.rounds or 5,
+        )
+    pauses = [1e3 * (on - off) for on, off in zip(figures["on"], figures["off"], strict=True)]
+    return Row("BERT, pause of a checkpoint", "ms", Spread.of(pauses))
+
+
+def workers(args):
+    """Train the CNN of the recipe in two processes and in one, at the same global batch."""
+    launch = [sys.executable, "-m", "kdpkit", "launch", "--workers", "2", "--"]
+    flags = ["--data", args.images, "--epochs", "3"]
+    two, one = [], []
+    for _ in range(args.rounds or 3):
+        two.append(1e3 / speed([*launch, sys.executable, RECIPE, *flags]))
+        one.append(1e3 / speed([sys.executable, RECIPE, *flags, "--strategy", "one"]))
+    ratios = [a / b for a, b in zip(two, one, strict=True)]
+    return Row(
+        "CNN, two processes against one, by image",
+        "ms",
+        Spread.of(two),
+        Spread.of(one),
+        Spread.of(ratios),
+    )
+
+
+def speed(command):
+    """Give the images a second of the last epoch that a recipe prints."""
+    said = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
+    return float(re.findall(r"examples_per_second: ([\d.e+]+)", said)[-1])

@@ -1,0 +1,84 @@
+"""The same global batch on logical CPUs of one machine, against one device."""
+
+import keras
+import tensorflow as tf
+
+from kdpkit import corpora, pipelines, strategies, testing
+from kdpkit.training import TrainingLoop
+from recipes import cnn_custom_loop
+from tests.benchmarks import workload
+from tests.benchmarks.paired import compared, in_turns, seconds_of
+
+REPLICAS = (1, 2, 4)
+STEPS = {"BERT": 12, "CNN": 40}
+CNN_BATCH = 128
+
+
+def rows(args):
+    """Measure a step of BERT and of the CNN on 2 and 4 replicas."""
+    testing.use_logical_cpus(max(REPLICAS))
+    array = workload.rows(args)
+    found = []
+    for name, epoch_on in {"BERT": bert, "CNN": cnn}.items():
+        contestants = {
+            replicas: timed(epoch_on(args, array, replicas), STEPS[name]) for replicas in REPLICAS
+        }
+        figures = in_turns(contestants, args.rounds or 7)
+        found += [
+            compared(
+                f"{name}, {replicas} logical replicas against one device, same global batch",
+                "ms a step",
+                figures[replicas],
+                figures[1],
+                goal=("<=", 1.1) if replicas == 2 else None,
+            )
+            for replicas in REPLICAS[1:]
+        ]
+    return found
+
+
+def timed(epoch, steps):
+    """Give milliseconds of a step."""
+    return lambda: 1e3 * seconds_of(epoch) / steps
+
+
+def strategy_of(replicas):
+    """One device, or some replicas in step."""
+    return strategies.select_strategy("mirrored" if replicas > 1 else "one", devices=replicas)
+
+
+def bert(args, array, replicas):
+    """Give an epoch of our BERT."""
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        loop = workload.loop_of(args, strategy=strategy, jit=True)
+    data = workload.packed(args, array, steps=STEPS["BERT"], replicas=replicas)
+    return lambda: loop.fit(data, epochs=1, verbose=0)
+
+
+def images_of(args):
+    """Give the images and labels to train on."""
+    return corpora.load_images(args.images)
+
+
+def cnn(args, _, replicas):
+    """Give an epoch of the article's CNN."""
+    splits = images_of(args)
+    strategy = strategy_of(replicas)
+    with strategy.scope():
+        model = cnn_custom_loop.build_model(splits.train.images.shape[1:], splits.classes)
+    loop = TrainingLoop(
+        model,
+        optimizer=keras.optimizers.Adam(1e-3),
+        loss=keras.losses.SparseCategoricalCrossentropy(),
+        metrics=["accuracy"],
+        strategy=strategy,
+        jit=False,
+    )
+    data = pipelines.train_pipeline(
+        tf.data.Dataset.from_tensor_slices(tuple(splits.train)).repeat(5),
+        global_batch_size=CNN_BATCH,
+        replicas=replicas,
+        steps_per_epoch=STEPS["CNN"],
+    )
+    return lambda: loop.fit(data, epochs=1, verbose=0)

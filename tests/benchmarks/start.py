@@ -1,0 +1,38 @@
+"""Time from the start of the BERT recipe to its first step, its data being in the cache."""
+
+import pathlib
+import re
+import subprocess
+import sys
+import tempfile
+import time
+
+from tests.benchmarks.paired import Row, Spread
+
+RECIPE = pathlib.Path(__file__).parents[2] / "recipes" / "bert_mlm.py"
+
+
+def rows(args):
+    """Measure whole processes: imports, reading, building, tracing, compiling, one step."""
+    with tempfile.TemporaryDirectory() as cache:
+        command = [sys.executable, "-u", RECIPE, "--strategy", "one", "--epochs", "1"]
+        command += ["--steps-per-epoch", "1", "--cache-dir", cache]
+        command += ["--data", args.text] if args.text else []
+        command += ["--vocabulary", args.vocabulary] if args.vocabulary else []
+        first_step([*map(str, command)])  # fills the cache
+        seconds = [first_step([*map(str, command)]) for _ in range(args.rounds or 5)]
+    return [Row("BERT recipe, start to the end of the first step", "s", Spread.of(seconds))]
+
+
+def first_step(command):
+    """Give the seconds until the progress line counts a step."""
+    start, said = time.perf_counter(), b""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+        while not re.search(rb"1/1\D", said):
+            byte = process.stdout.read(1)
+            if not byte:
+                raise RuntimeError(f"the recipe ended without a step: {said[-500:]!r}")
+            said += byte
+        seconds = time.perf_counter() - start
+        process.kill()
+    return seconds
