@@ -77,7 +77,8 @@ ALLOWED = {
     ),
     "diagnostics": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_files", "_findings", "_lazy", "_versions", "batches", "diagnostics"},
+        {"_checks", "_files", "_findings", "_lazy", "_pyplot", "_versions", "batches"}
+        | {"diagnostics", "scaling", "schedules"},
     ),
     "experiment": (
         KERAS,

@@ -1,9 +1,10 @@
-"""What a target of `kdpkit doctor` names: a script, or a dataset in a module."""
+"""What a target names: a script that trains, or a dataset or a schedule in a module."""
 
+import contextlib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -28,8 +29,7 @@ def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
     Raises:
         ValueError: There is no such thing, or it fails, or the check raises.
     """
-    place, colon, name = target.rpartition(":")
-    if not colon:
+    if ":" not in target:
         if not target.endswith(".py"):
             _checks.refuse(
                 "The target must be a Python script, or `module:name` of a dataset.",
@@ -41,23 +41,38 @@ def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
         _checks.refuse(
             "Arguments after `--` are those of a script.", target=target, arguments=arguments
         )
-    is_file = place.endswith(".py")
-    directory = _files.readable_here(place).resolve().parent if is_file else Path.cwd()
-    with _script.as_program(place, (), directory):
-        given = _named(target, place, name)
+    with named(target, makes=_is_function) as given:
         if isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit"):
             return check(Training(*given))
         return check(Training(given))
 
 
-def _named(target: str, place: str, name: str) -> Any:
+@contextlib.contextmanager
+def named(target: str, *, makes: Callable[[Any], bool]) -> Iterator[Any]:
+    """Give what `module:name` or `file.py:name` names, within which its modules are found.
+
+    Args:
+        target: With a colon in it.
+        makes: Whether what has that name is a function that gives what is meant.
+
+    Raises:
+        ValueError: There is no such thing, or it fails.
+    """
+    place, _, name = target.rpartition(":")
+    is_file = place.endswith(".py")
+    directory = _files.readable_here(place).resolve().parent if is_file else Path.cwd()
+    with _script.as_program(place, (), directory):
+        yield _given(target, place, name, makes)
+
+
+def _given(target: str, place: str, name: str, makes: Callable[[Any], bool]) -> Any:
     """Give what a module has under a name, or what the function of that name gives."""
     at_fit = AtFit(lambda training: training)
     try:
         with at_fit.replaced():
             module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
             given: Any = getattr(module, name, None)
-            given = given() if _is_function(given) else given
+            given = given() if makes(given) else given
     except _checks.InputError:
         raise
     except (Reached, SystemExit, Exception) as error:  # a module and a function may raise anything
