@@ -5,6 +5,8 @@ usual set in the right order; each also works alone.
 """
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 
@@ -35,6 +37,7 @@ def training_callbacks(
     replicas: int = 1,
     tokens_per_example: float | None = None,
     devices: bool | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Give the usual callbacks in the order in which they need each other.
 
@@ -49,6 +52,8 @@ def training_callbacks(
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
         devices: Whether `DeviceMonitor` takes part. Its readings are curves, and make the progress
             line longer; so None says that it does where TensorBoard draws them.
+        hyperparameters: What the run was asked for, which `TensorBoard` shows beside the curves, if
+            there is a `log_dir`.
 
     Raises:
         ValueError: What `Throughput` and `TensorBoard` refuse.
@@ -56,7 +61,7 @@ def training_callbacks(
     >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
     ['LearningRateLogger', 'Throughput', 'PrintLR']
     """
-    writing = [] if log_dir is None else [TensorBoard(log_dir)]
+    writing = [] if log_dir is None else [TensorBoard(log_dir, hyperparameters=hyperparameters)]
     if devices is None:
         devices = bool(writing)
     return [
