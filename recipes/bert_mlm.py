@@ -204,6 +204,7 @@ def main(argv=None):
     watching = callbacks.training_callbacks(
         args.log_dir,
         tokens_per_example=float((rows["train"] != tokenizer.pad_token_id).sum(axis=1).mean()),
+        hyperparameters={"plan": plan, "epochs": args.epochs},
         **batches,
     )
     train, watching = experiment.resuming(args.resume, train, watching)

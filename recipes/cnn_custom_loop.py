@@ -201,7 +201,9 @@ def main(argv=None):
         jit=args.jit,
         label_smoothing=args.label_smoothing,
     )
-    watching = callbacks.training_callbacks(args.log_dir, **batches)
+    watching = callbacks.training_callbacks(
+        args.log_dir, hyperparameters={"plan": plan, "epochs": args.epochs}, **batches
+    )
     if args.log_dir:
         names = FASHION if args.data == "fashion_mnist" else range(splits.classes)
         draw_samples(images, labels, names, args.log_dir / "samples.png")

@@ -132,7 +132,9 @@ def main(argv=None):
         )
     if args.strategy == "multi_worker":
         training.replica_exact(model)  # plain Keras cannot `fit` in several processes
-    watching = callbacks.training_callbacks(args.log_dir, **batches)
+    watching = callbacks.training_callbacks(
+        args.log_dir, hyperparameters={"plan": plan, "epochs": args.epochs}, **batches
+    )
     train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
         history = model.fit(

@@ -140,6 +140,7 @@ def main(argv=None):
         args.log_dir if is_first else None,
         global_batch_size=plan.global_batch_size,
         replicas=plan.replicas,
+        hyperparameters={"plan": plan, "epochs": args.epochs},
     )
     train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(loop.model, args.log_dir) as stop:

@@ -95,7 +95,9 @@ def main(argv=None):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
-    watching = callbacks.training_callbacks(args.log_dir, **batches)
+    watching = callbacks.training_callbacks(
+        args.log_dir, hyperparameters={"plan": plan, "epochs": args.epochs}, **batches
+    )
     if args.log_dir:
         watching.append(callbacks.ModelCheckpoint(args.log_dir / "model.keras"))
     train, watching = experiment.resuming(args.resume, train, watching)

@@ -105,7 +105,9 @@ def main(argv=None):
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
     )
-    watching = callbacks.training_callbacks(args.log_dir, **batches)
+    watching = callbacks.training_callbacks(
+        args.log_dir, hyperparameters={"plan": plan, "epochs": args.epochs}, **batches
+    )
     if args.log_dir:
         watching.append(callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras"))
     if args.shards:

@@ -111,6 +111,8 @@ def main():
     assert jax.device_count() == 4
     train, test = datasets()
     watching = [Slow()]
+    if SETTINGS.get("monitors"):
+        watching.append(callbacks.DeviceMonitor())
     if "directory" in SETTINGS:
         resume = callbacks.Resume(SETTINGS["directory"], save_freq=3)
         train = resume.track(train)

@@ -124,6 +124,15 @@ def test_so_they_do_with_many_steps_in_a_call():
 
 
 @pytest.mark.slow
+def test_the_first_of_two_processes_logs_its_devices():
+    first, second = (result["history"] for result in results(count=2, monitors=True))
+    assert first["memory_gib"][0] > 0.05
+    assert len(first["cpu_utilization"]) == len(first["loss"])
+    assert {"loss"} <= second.keys()
+    assert not {"memory_gib", "cpu_utilization"} & second.keys()
+
+
+@pytest.mark.slow
 def test_the_recipe_trains_in_two_processes(tmp_path):
     results_file = tmp_path / "results.json"
     together = ["--smoke", "--results", str(results_file), "--processes", "2"]

@@ -5,16 +5,20 @@ usual set in the right order; each also works alone.
 """
 
 import os
+from collections.abc import Mapping
+from typing import Any
 
 import keras
 
 from kdpkit.callbacks._checkpoint import ModelCheckpoint
+from kdpkit.callbacks._devices import DeviceMonitor
 from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR, applied_learning_rate
 from kdpkit.callbacks._resume import Resume
 from kdpkit.callbacks._tensorboard import TensorBoard
 from kdpkit.callbacks._throughput import Throughput
 
 __all__ = [
+    "DeviceMonitor",
     "LearningRateLogger",
     "ModelCheckpoint",
     "PrintLR",
@@ -32,18 +36,24 @@ def training_callbacks(
     global_batch_size: int | None = None,
     replicas: int = 1,
     tokens_per_example: float | None = None,
+    devices: bool | None = None,
+    hyperparameters: Mapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Give the usual callbacks in the order in which they need each other.
 
     Those that add to the logs come before those that write them: `LearningRateLogger`,
-    `Throughput`, `PrintLR`, and with `log_dir` `TensorBoard`. Your own callbacks that set a
-    learning rate in `on_train_batch_begin` or add to the logs go before them.
+    `Throughput`, `PrintLR`, and with `log_dir` `DeviceMonitor` and `TensorBoard`. Your own
+    callbacks that set a learning rate in `on_train_batch_begin` or add to the logs go before them.
 
     Args:
         log_dir: Directory for TensorBoard's event files; None writes none.
         global_batch_size: Examples in one batch, over all replicas; None measures steps alone.
         replicas: Replicas that share a batch.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
+        devices: Whether `DeviceMonitor` takes part. Its readings are curves, and make the progress
+            line longer; so None says that it does where TensorBoard draws them.
+        hyperparameters: What the run was asked for, which `TensorBoard` shows beside the curves, if
+            there is a `log_dir`.
 
     Raises:
         ValueError: What `Throughput` and `TensorBoard` refuse.
@@ -51,9 +61,13 @@ def training_callbacks(
     >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
     ['LearningRateLogger', 'Throughput', 'PrintLR']
     """
-    callbacks = [
+    writing = [] if log_dir is None else [TensorBoard(log_dir, hyperparameters=hyperparameters)]
+    if devices is None:
+        devices = bool(writing)
+    return [
         LearningRateLogger(),
         Throughput(global_batch_size, replicas=replicas, tokens_per_example=tokens_per_example),
+        *([DeviceMonitor()] if devices else []),
         PrintLR(),
+        *writing,
     ]
-    return callbacks if log_dir is None else [*callbacks, TensorBoard(log_dir)]

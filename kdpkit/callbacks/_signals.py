@@ -7,6 +7,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from kdpkit.callbacks import _calls
+
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
@@ -28,8 +30,7 @@ class HeldSignals:
         self.received: signal.Signals | None = None
         self._former: dict[signal.Signals, Any] = {}
         self._set: dict[signal.Signals, Any] = {}
-        # Not the frame itself, which would keep alive all that the function holds.
-        self._training: tuple[int, object] | None = None
+        self._training: _calls.Call = (0, None)
 
     def hold(self) -> None:
         """Begin to hold them back; Python lets only the main thread do so."""
@@ -37,7 +38,7 @@ class HeldSignals:
         if threading.current_thread() is not threading.main_thread():
             return
         self.release()  # what an earlier training left that ended by an error
-        self._training = _identity(_trainer(sys._getframe(1)))
+        self._training = _calls.training_call(sys._getframe(1))
         for number in _NAMES:
             former = signal.getsignal(number)
             # A handler that is not Python's could not be put back; a shell's background job is
@@ -64,10 +65,7 @@ class HeldSignals:
         signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        within = frame
-        while within and _identity(within) != self._training:
-            within = within.f_back
-        if within is None:
+        if not _calls.is_under_way(self._training, frame):
             self._do_as_before(signal.Signals(number), frame)
             return
         self.received = signal.Signals(number)
@@ -85,14 +83,3 @@ class HeldSignals:
         elif former == signal.SIG_DFL:
             signal.signal(number, former)
             signal.raise_signal(number)
-
-
-def _trainer(frame: FrameType) -> FrameType:
-    """Give the function that trains: the first caller that only passes `on_train_begin` on."""
-    while frame.f_code.co_name == "on_train_begin" and frame.f_back:
-        frame = frame.f_back
-    return frame
-
-
-def _identity(frame: FrameType) -> tuple[int, object]:
-    return id(frame), frame.f_code

@@ -5,12 +5,15 @@
 import numbers
 import os
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
 
 from kdpkit import _checks, _processes, _storage
+from kdpkit.callbacks import _hyperparameters
+from kdpkit.callbacks._devices import is_reading
 from kdpkit.callbacks._learning_rate import (
     AppliedRateCallback,
     batches_counted,
@@ -27,6 +30,7 @@ _DRAWN_BY_KERAS = (
     "embeddings_freq",
     "embeddings_metadata",
 )
+_RUN = ""  # the directory of a run, above those of training and validation
 
 
 class TensorBoard(AppliedRateCallback):
@@ -37,8 +41,8 @@ class TensorBoard(AppliedRateCallback):
     with `update_freq`. Two things differ. `epoch_learning_rate` is the rate of the epoch's last
     update, where Keras writes the next step's. And scalars are written by the `tensorboard`
     package alone, so they work on JAX too and no step waits for them. All that stands in the logs
-    is written; callbacks that add to them (`Throughput`) come earlier in the list, as in
-    `training_callbacks`.
+    is written; callbacks that add to them (`Throughput`, `DeviceMonitor`) come earlier in the list,
+    as in `training_callbacks`. What `DeviceMonitor` reads is grouped, as `device/cpu_utilization`.
 
     Where several processes train, the first one writes, and in the others the callback does
     nothing.
@@ -48,6 +52,9 @@ class TensorBoard(AppliedRateCallback):
             may be in object storage, as `gs://bucket/logs`; there the files are put anew at the end
             of every epoch, since they cannot grow.
         run_name: The run's directory inside `log_dir`, to compare several; None uses `log_dir`.
+        hyperparameters: What the run was asked for, by name: numbers and texts, and mappings or
+            dataclasses of them, such as a `kdpkit.scaling.ScalePlan`. The HParams page compares
+            runs by them, and the text page shows them as a table, `hyperparameters`.
         **keras_arguments: `update_freq` as in Keras: `"epoch"`, `"batch"`, or an integer N for
             the logs of every Nth batch too, at the number of batches seen. `histogram_freq`,
             `write_graph` (off here unless asked for), `write_images`, `profile_batch`,
@@ -55,8 +62,9 @@ class TensorBoard(AppliedRateCallback):
             named `drawings`; they need the TensorFlow backend.
 
     Raises:
-        ValueError: An argument that Keras' callback does not have, or that needs TensorFlow; or
-            `log_dir` is no directory that can be written (also an `OSError`).
+        ValueError: An argument that Keras' callback does not have, or that needs TensorFlow;
+            `hyperparameters` are no mapping; or `log_dir` is no directory that can be written (also
+            an `OSError`).
         ImportError: The package `tensorboard` is not installed.
 
     >>> import tempfile
@@ -77,6 +85,7 @@ class TensorBoard(AppliedRateCallback):
         log_dir: str | os.PathLike[str] = "logs",
         *,
         run_name: str | None = None,
+        hyperparameters: Mapping[str, Any] | None = None,
         **keras_arguments: Any,
     ) -> None:
         super().__init__()
@@ -86,6 +95,11 @@ class TensorBoard(AppliedRateCallback):
             _checks.refuse("`log_dir` must be the path of a directory.", log_dir=log_dir)
         self.log_dir = os.fspath(_storage.path(log_dir))
         self.run_name = run_name
+        if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
+            _checks.refuse(
+                "`hyperparameters` must be values by name.", hyperparameters=hyperparameters
+            )
+        self.hyperparameters = hyperparameters
         self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
         place = _storage.path(log_dir) / (run_name or "")
         self._run_dir = os.fspath(place)
@@ -116,6 +130,7 @@ class TensorBoard(AppliedRateCallback):
         self._batches_seen = batches_counted(self.model.optimizer)
         if _is_writer():
             self._writer("train")
+            self._write_hyperparameters()
         self._flush()
         self._drawings.on_train_begin()
 
@@ -145,8 +160,7 @@ class TensorBoard(AppliedRateCallback):
         if self._has_rate:
             scalars["learning_rate"] = self._applied_rate()
         for name, value in scalars.items():
-            run, tag = ("validation", name[4:]) if name.startswith("val_") else ("train", name)
-            self._write(run, f"epoch_{tag}", value, epoch)
+            self._write(*_place(name), value, epoch)
         self._flush()
         self._drawings.on_epoch_end(epoch)
 
@@ -165,8 +179,20 @@ class TensorBoard(AppliedRateCallback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Close the files."""
         self._in_fit = False
+        if _RUN in self._writers:
+            self._writers[_RUN].add_event(_hyperparameters.end_event())
         self._close()
         self._drawings.on_train_end()
+
+    def _write_hyperparameters(self) -> None:
+        """Write them where TensorBoard looks for them: above the curves of a run."""
+        if self.hyperparameters:
+            from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+            writer = self._writers[_RUN] = EventFileWriter(self._directory())
+            values = _hyperparameters.flattened(self.hyperparameters)
+            for event in _hyperparameters.begin_events(values):
+                writer.add_event(event)
 
     def _write_batches(self) -> None:
         while self._waiting:
@@ -183,9 +209,11 @@ class TensorBoard(AppliedRateCallback):
 
     def _writer(self, run: str) -> Any:
         if run not in self._writers:
-            directory = self._mirror.local if self._mirror else self._run_dir
-            self._writers[run] = _writer_class()(f"{directory}/{run}")
+            self._writers[run] = _writer_class()(f"{self._directory()}/{run}")
         return self._writers[run]
+
+    def _directory(self) -> str:
+        return os.fspath(self._mirror.local) if self._mirror else self._run_dir
 
     def _flush(self) -> None:
         for writer in self._writers.values():
@@ -199,6 +227,13 @@ class TensorBoard(AppliedRateCallback):
         self._writers.clear()
         if self._mirror:
             self._mirror.copy()
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Give the run and the tag of an epoch's value."""
+    if name.startswith("val_"):
+        return "validation", f"epoch_{name[4:]}"
+    return "train", f"device/{name}" if is_reading(name) else f"epoch_{name}"
 
 
 def _is_writer() -> bool:

@@ -37,6 +37,7 @@ def cases(log_dir):
         '  every="batch"': (SCHEDULE, True, [callbacks.LearningRateLogger("batch")]),
         "PrintLR": (SCHEDULE, True, [callbacks.PrintLR()]),
         "Throughput": (SCHEDULE, True, [callbacks.Throughput(BATCH)]),
+        "DeviceMonitor": (SCHEDULE, True, [callbacks.DeviceMonitor()]),
         "TensorBoard": (SCHEDULE, True, [callbacks.TensorBoard(log_dir)]),
         "  update_freq=1": (SCHEDULE, True, [every_batch]),
         "training_callbacks": (SCHEDULE, True, usual),

@@ -7,8 +7,9 @@ import keras
 import numpy as np
 import pytest
 
-from kdpkit import _files, _storage
+from kdpkit import _files, _storage, scaling
 from kdpkit.callbacks import (
+    DeviceMonitor,
     LearningRateLogger,
     PrintLR,
     TensorBoard,
@@ -192,7 +193,12 @@ def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote, tmp_pat
                 path.download(tmp_path / path.name)
                 seen.append([*scalars(tmp_path / path.name).get("epoch_loss", ())])
 
-    fit([TensorBoard(f"{remote}/logs", run_name="first"), Look()], epochs=3)
+    board = TensorBoard(f"{remote}/logs", run_name="first", hyperparameters=ASKED_FOR)
+    fit([board, Look()], epochs=3)
+    (path,) = _storage.path(f"{remote}/logs/first").glob("events*")
+    (tmp_path / "run").mkdir()
+    path.download(tmp_path / "run" / path.name)
+    assert "hyperparameters" in events_of_run(tmp_path / "run")
     assert seen == [[], [0], [0, 1]]
     for run in ("train", "validation"):
         (path,) = _storage.path(f"{remote}/logs/first/{run}").iterdir()
@@ -249,6 +255,7 @@ def test_a_log_dir_that_cannot_be_written_is_refused_before_training(tmp_path):
     ("arguments", "sentence"),
     [
         ({"log_dir": None}, "`log_dir` must be the path of a directory.*None"),
+        ({"hyperparameters": [1]}, "`hyperparameters` must be values by name.*=.1."),
         ({"update_freq": 0}, "`update_freq` must be a positive integer.*=0"),
         ({"histogram": 1}, "`TensorBoard` takes of Keras' arguments.*histogram=1"),
         ({"write_steps_per_second": True}, "Speeds come from `kdpkit.callbacks.Throughput`"),
@@ -261,13 +268,98 @@ def test_bad_arguments_get_one_sentence(tmp_path, arguments, sentence):
 
 def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
     usual = training_callbacks(tmp_path / "usual", global_batch_size=2, tokens_per_example=3)
-    assert [type(each) for each in usual] == [LearningRateLogger, Throughput, PrintLR, TensorBoard]
+    measuring = [LearningRateLogger, Throughput, DeviceMonitor]
+    assert [type(each) for each in usual] == [*measuring, PrintLR, TensorBoard]
     turned = training_callbacks(tmp_path / "turned", global_batch_size=2, tokens_per_example=3)
     fit(usual)
     fit(turned[::-1])
     speeds = {f"epoch_{unit}_per_second" for unit in ("steps", "examples", "tokens")}
-    assert speeds <= scalars(tmp_path / "usual" / "train").keys()
-    assert not speeds & scalars(tmp_path / "turned" / "train").keys()
+    devices = {"device/cpu_utilization", "device/memory_gib"}
+    written = scalars(tmp_path / "usual" / "train")
+    assert speeds | devices <= written.keys()
+    assert written["device/memory_gib"].keys() == {0, 1}
+    assert not (speeds | devices) & scalars(tmp_path / "turned" / "train").keys()
+
+
+@pytest.mark.parametrize("with_log_dir", [False, True])
+@pytest.mark.parametrize("devices", [None, False, True])
+def test_devices_are_monitored_where_they_are_drawn_or_as_asked(tmp_path, with_log_dir, devices):
+    usual = training_callbacks(tmp_path if with_log_dir else None, devices=devices)
+    is_there = DeviceMonitor in map(type, usual)
+    assert is_there == (with_log_dir if devices is None else devices)
+
+
+PLAN = scaling.ScalePlan(replicas=2, per_replica_batch_size=32, base_learning_rate=1e-4)
+ASKED_FOR = {"plan": PLAN, "dropout": np.float32(0.25), "layers": 2, "tied": True, "note": "a|b"}
+
+
+def events_of_run(directory):
+    """Read what stands above the curves of training and validation: tag -> its last value."""
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    (file,) = (path for path in directory.iterdir() if path.is_file())
+    events = EventFileLoader(str(file)).Load()
+    return {value.tag: value for event in events for value in event.summary.value}
+
+
+def test_hyperparameters_are_in_the_hparams_table_and_in_a_text(tmp_path):
+    from tensorboard.plugins.hparams import api_pb2, metadata
+
+    fit(training_callbacks(tmp_path, hyperparameters=ASKED_FOR), epochs=1)
+    found = events_of_run(tmp_path)
+    begin = metadata.parse_session_start_info_plugin_data(
+        found[metadata.SESSION_START_INFO_TAG].metadata.plugin_data.content
+    )
+    written = {
+        name: getattr(value, value.WhichOneof("kind")) for name, value in begin.hparams.items()
+    }
+    assert written == {
+        "plan.replicas": 2,
+        "plan.per_replica_batch_size": 32,
+        "plan.base_learning_rate": 1e-4,
+        "plan.rule": "linear",
+        "plan.accumulation": 1,
+        "plan.global_batch_size": 64,
+        "plan.effective_batch_size": 64,
+        "plan.factor": 2,
+        "plan.learning_rate": 2e-4,
+        "dropout": 0.25,
+        "layers": 2,
+        "tied": True,
+        "note": "a|b",
+    }
+    assert isinstance(written["tied"], bool)
+    end = metadata.parse_session_end_info_plugin_data(
+        found[metadata.SESSION_END_INFO_TAG].metadata.plugin_data.content
+    )
+    assert end.status == api_pb2.STATUS_SUCCESS
+    (text,) = found["hyperparameters"].tensor.string_val
+    assert text.decode().splitlines()[:3] == [
+        "| name | value |",
+        "| --- | --- |",
+        "| plan.replicas | 2 |",
+    ]
+    assert "| note | a\\|b |" in text.decode()
+    assert scalars(tmp_path / "train")["epoch_loss"].keys() == {0}
+
+
+def test_a_run_that_fails_has_its_hyperparameters_and_no_end(tmp_path):
+    from tensorboard.plugins.hparams import metadata
+
+    def fail(*_):
+        raise ZeroDivisionError
+
+    board = TensorBoard(tmp_path, hyperparameters=ASKED_FOR)
+    with pytest.raises(ZeroDivisionError):
+        fit([board, keras.callbacks.LambdaCallback(on_epoch_end=fail)])
+    found = events_of_run(tmp_path)
+    assert metadata.SESSION_START_INFO_TAG in found
+    assert metadata.SESSION_END_INFO_TAG not in found
+
+
+def test_without_hyperparameters_there_is_no_file_for_them(tmp_path):
+    fit([TensorBoard(tmp_path)], epochs=1)
+    assert {path.name for path in tmp_path.iterdir()} == {"train", "validation"}
 
 
 @pytest.mark.jax

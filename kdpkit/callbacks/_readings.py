@@ -1,0 +1,230 @@
+"""What the devices of this process say of themselves: NVIDIA's GPUs, processor, and memory."""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+
+from kdpkit.callbacks._sampling import Source
+
+_GIB = 2**30
+
+
+def sources() -> tuple[list[Source], list[str]]:
+    """Give what can be read here, and a sentence on each thing that cannot."""
+    found: list[Source] = []
+    tried = [_opened(Host, "Processor and memory", "psutil")]
+    if gpus := _cuda_gpus():
+        tried = [_opened(functools.partial(Gpus, gpus), "The GPUs", "nvidia-ml-py"), *tried]
+    if allocations := Allocations():
+        found.append(allocations)
+    found += [source for source in tried if not isinstance(source, str)]
+    return found, [sentence for sentence in tried if isinstance(sentence, str)]
+
+
+def _opened(source: Callable[[], Source], what: str, package: str) -> Source | str:
+    """Give a source, or the sentence on why there is none."""
+    try:
+        return source()
+    except ImportError as error:
+        return (
+            f"{what} cannot be read, because the package `{package}` cannot be imported "
+            f"({error}). Install it with `pip install {package}`; training goes on without."
+        )
+    except Exception as error:  # NVML's own, which is imported where there are GPUs alone
+        return f"{what} cannot be read ({type(error).__name__}: {error}). Training goes on without."
+
+
+class Host:
+    """Reads the processor's time and the memory, of this process and of the machine."""
+
+    def __init__(self) -> None:
+        import psutil
+
+        self._psutil = psutil
+        self._process = psutil.Process()
+        self._cores = _cores()
+
+    def __call__(self) -> dict[str, float]:
+        """Read; times are those since the last call."""
+        memory = self._psutil.virtual_memory()
+        return {
+            "cpu_utilization": self._process.cpu_percent(None) / self._cores,
+            "memory_gib": self._process.memory_info().rss / _GIB,
+            "machine_cpu_utilization": self._psutil.cpu_percent(None),
+            "machine_memory_gib": (memory.total - memory.available) / _GIB,
+        }
+
+    def __str__(self) -> str:
+        return "The operating system"
+
+
+def _cores() -> int:
+    """Count the cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows
+
+
+class Gpus:
+    """Reads NVIDIA's GPUs through NVML, which tells of a GPU what all processes do there.
+
+    Args:
+        gpus: Their numbers, as CUDA counts those that it shows this process.
+    """
+
+    def __init__(self, gpus: Sequence[int]) -> None:
+        import pynvml
+
+        self._nvml = pynvml
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
+        shown = visible_gpus(
+            os.environ.get("CUDA_VISIBLE_DEVICES"), [*map(pynvml.nvmlDeviceGetUUID, handles)]
+        )
+        self._readers = [
+            (f"gpu_{gpu}_{name}", read, handles[shown[gpu]])
+            for gpu in gpus
+            if gpu < len(shown)
+            for name, read in self._kinds()
+            if self._can(read, handles[shown[gpu]])
+        ]
+        if not self._readers:
+            raise LookupError("CUDA_VISIBLE_DEVICES names none of the GPUs that NVML shows")
+
+    def __call__(self) -> dict[str, float]:
+        """Read all GPUs; utilisation is NVML's own mean of the last second or less."""
+        return {name: read(handle) for name, read, handle in self._readers}
+
+    def __str__(self) -> str:
+        return "NVML"
+
+    def _kinds(self) -> Iterator[tuple[str, Any]]:
+        nvml = self._nvml
+        yield "utilization", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+        yield "memory_gib", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _GIB
+        yield (
+            "temperature_celsius",
+            lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+        )
+        yield "power_watts", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000
+
+    def _can(self, read: Any, handle: Any) -> bool:
+        """Tell whether a GPU has this reading; some, and parts of one, do not have all."""
+        try:
+            read(handle)
+        except self._nvml.NVMLError_NotSupported:
+            return False
+        return True
+
+
+def visible_gpus(setting: str | None, identifiers: Sequence[str]) -> list[int]:
+    """Give the GPUs that CUDA shows a process, in its order, as indices of NVML.
+
+    As CUDA does, it takes numbers or the beginnings of identifiers, up to the first that is none.
+    NVML counts by PCI bus, CUDA the fastest first: on a machine with several kinds of GPUs the
+    numbers agree under `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+
+    Args:
+        setting: The variable `CUDA_VISIBLE_DEVICES`; None where it is not set.
+        identifiers: Those of all GPUs, in NVML's order.
+
+    >>> visible_gpus("2,GPU-a", ["GPU-a1", "GPU-b2", "GPU-c3"])
+    [2, 0]
+    >>> visible_gpus("1,-1,0", ["GPU-a1", "GPU-b2"])
+    [1]
+    """
+    if setting is None:
+        return [*range(len(identifiers))]
+    shown: list[int] = []
+    for name in map(str.strip, setting.split(",")):
+        matching = [
+            i
+            for i, identifier in enumerate(identifiers)
+            if name == str(i) or (name.startswith("GPU-") and identifier.startswith(name))
+        ]
+        if len(matching) != 1:
+            break
+        shown += matching
+    return shown
+
+
+def _cuda_gpus() -> list[int]:
+    """Give the GPUs that the backend trains on, as CUDA numbers those that it shows."""
+    if keras.backend.backend() == "jax":
+        return sorted(_number(gpu) for gpu in _jax_devices() if gpu.platform == "gpu")
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        gpus = tf.config.get_visible_devices("GPU")
+        return [int(gpu.name.rpartition(":")[2]) for gpu in gpus]  # "/physical_device:GPU:0"
+    return []
+
+
+class Allocations:
+    """Reads how much memory the backend has handed out on each device, where it tells.
+
+    NVML sees what a backend has taken from a GPU, which is nearly all of it, from the beginning;
+    this is what arrays and programs needed of that. Processors do not tell.
+    """
+
+    def __init__(self) -> None:
+        tells = {"jax": _peaks_on_jax, "tensorflow": _peaks_on_tensorflow}
+        self._readers = dict(tells.get(keras.backend.backend(), dict)())
+
+    def __call__(self) -> dict[str, float]:
+        """Read the highest since the last call; on JAX since the process began."""
+        return {f"{name}_peak_memory_gib": read() / _GIB for name, read in self._readers.items()}
+
+    def __bool__(self) -> bool:
+        return bool(self._readers)
+
+    def __str__(self) -> str:
+        return f"The memory of Keras' backend {keras.backend.backend()}"
+
+
+def _peaks_on_jax() -> Iterator[tuple[str, Callable[[], float]]]:
+    def peak(device: Any) -> float:
+        return device.memory_stats()["peak_bytes_in_use"]
+
+    for device in _jax_devices():
+        if "peak_bytes_in_use" in (device.memory_stats() or {}):
+            yield f"{device.platform}_{_number(device)}", functools.partial(peak, device)
+
+
+def _peaks_on_tensorflow() -> Iterator[tuple[str, Callable[[], float]]]:
+    import tensorflow as tf
+
+    memory = tf.config.experimental
+
+    def peak(name: str) -> float:
+        highest = memory.get_memory_info(name)["peak"]
+        memory.reset_memory_stats(name)
+        return highest
+
+    for i in range(_logical_gpus()):
+        with contextlib.suppress(ValueError):  # an allocator that keeps no count
+            peak(f"GPU:{i}")
+            yield f"gpu_{i}", functools.partial(peak, f"GPU:{i}")
+
+
+def _logical_gpus() -> int:
+    """Count those of this process; the list of logical devices is that of a whole cluster."""
+    import tensorflow as tf
+
+    parts = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices("GPU"))
+    return sum(len(of_one or [None]) for of_one in parts)
+
+
+def _jax_devices() -> Any:
+    import jax
+
+    return jax.local_devices()
+
+
+def _number(device: Any) -> int:
+    number = device.local_hardware_id
+    return device.id if number is None else number

@@ -1,0 +1,439 @@
+import itertools
+import math
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdpkit import _processes
+from kdpkit.callbacks import DeviceMonitor, _readings, _sampling
+from kdpkit.callbacks._devices import is_reading, starving
+
+from .falling_weight import falling_weight, ones
+
+HOST = {"cpu_utilization", "memory_gib", "machine_cpu_utilization", "machine_memory_gib"}
+PATIENCE = 60  # seconds; on a machine that is busy with something else
+
+
+def fit(*callbacks, steps=4, epochs=2, model=None, **settings):
+    model = model or falling_weight("sgd")
+    return model.fit(**ones(steps), epochs=epochs, callbacks=[*callbacks], **settings).history
+
+
+class Recorded:
+    """Readings as a machine with GPUs gave them, one after the other and then again."""
+
+    def __init__(self, *readings):
+        self.calls = 0
+        self._readings = itertools.cycle(readings)
+
+    def __call__(self):
+        self.calls += 1
+        return next(self._readings)
+
+
+class LongSteps(keras.callbacks.Callback):
+    """Makes every step last until a source was read some times more."""
+
+    def __init__(self, source, readings):
+        super().__init__()
+        self._source, self._readings = source, readings
+
+    def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 as Keras calls it
+        wanted, end = self._source.calls + self._readings, time.monotonic() + PATIENCE
+        while self._source.calls < wanted:
+            assert time.monotonic() < end, "the source is not read"
+            time.sleep(0.001)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "kdpkit devices"]
+
+
+def assert_no_thread_is_left():
+    for thread in threads():
+        thread.join(PATIENCE)
+    assert threads() == []
+
+
+# What readings come to.
+
+
+def test_a_mean_is_that_over_time_and_of_memory_and_temperature_the_peak_counts():
+    summary = _sampling.Summary()
+    for seconds, value in ((1.0, 10.0), (3.0, 50.0), (1.0, 30.0)):
+        names = ("gpu_0_utilization", "gpu_0_memory_gib", "gpu_0_temperature_celsius")
+        summary.add(dict.fromkeys(names, value), seconds=seconds)
+    assert summary.values() == {
+        "gpu_0_utilization": 38.0,  # (10 + 150 + 30) / 5
+        "gpu_0_memory_gib": 50.0,
+        "gpu_0_temperature_celsius": 50.0,
+    }
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100)), min_size=1))
+def test_a_reading_counts_as_often_as_the_seconds_it_stands_for(readings):
+    summary = _sampling.Summary()
+    for seconds, value in readings:
+        summary.add({"power_watts": value, "memory_gib": value}, seconds=seconds)
+    each_second = [value for seconds, value in readings for _ in range(seconds)]
+    assert summary.values() == {
+        "power_watts": pytest.approx(np.mean(each_second)),
+        "memory_gib": max(each_second),
+    }
+
+
+# Who waits.
+
+
+@pytest.mark.parametrize(
+    ("utilizations", "said"),
+    [
+        ({}, ""),
+        ({0: 50.0}, ""),
+        ({0: 49.0}, "the GPU computed for 49 % of the time: the input does not come fast enough"),
+        ({0: 100.0, 1: 50.0}, ""),  # half is not less than half
+        ({0: 100.0, 1: 49.0}, "GPU 1 computed for 49 % of the time, and GPU 0 for 100 %"),
+        ({0: 5.0, 1: 90.0, 2: 94.0, 3: 98.0}, "GPU 0 .* 5 % .* GPU 3 for 98 %"),
+        ({0: 60.0, 1: 28.0, 2: 3.0}, "GPU 2 .* 3 % .* GPU 0 for 60 %"),
+        ({0: 30.0, 1: 2.0}, "the GPUs computed for 30 % of the time at most"),
+    ],
+)
+def test_a_gpu_waits_if_it_is_busy_for_less_than_half_as_long_as_another(utilizations, said):
+    sentence = starving(utilizations)
+    if said:
+        assert re.match(said, sentence)
+        assert "`kdpkit doctor --measure`" in sentence
+    else:
+        assert sentence == ""
+
+
+@given(st.lists(st.floats(50, 100), min_size=1, max_size=8))
+def test_gpus_that_are_all_busy_for_half_the_time_are_no_matter(utilizations):
+    assert starving(dict(enumerate(utilizations))) == ""
+
+
+@given(st.lists(st.floats(80, 100), min_size=1, max_size=7), st.floats(0, 39), st.integers(0, 7))
+def test_the_one_that_waits_is_named_wherever_it_stands(busy, waiting, place):
+    numbers = [*busy[:place], waiting, *busy[place:]]
+    assert starving(dict(enumerate(numbers))).startswith(f"GPU {numbers.index(waiting)} ")
+
+
+# Which GPUs.
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2", [2]),
+        ("2,0", [2, 0]),
+        (" 1 , 2", [1, 2]),
+        ("0,3,1", [0]),  # what is no GPU ends the list
+        ("GPU-bb7,0", [1, 0]),
+        ("GPU-b", []),  # two begin like this
+        ("GPU-bc8e-11", [2]),
+        ("MIG-1", []),
+        ("00", []),
+    ],
+)
+def test_the_gpus_are_those_that_cuda_shows_in_its_order(setting, shown):
+    assert _readings.visible_gpus(setting, ["GPU-a9f0-11", "GPU-bb71-11", "GPU-bc8e-11"]) == shown
+
+
+@pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="there is a driver")  # noqa: PTH110
+@pytest.mark.parametrize(
+    ("is_installed", "sentence"),
+    [
+        (True, "The GPUs cannot be read .NVMLError_LibraryNotFound: NVML Shared Library Not Found"),
+        (False, "package `nvidia-ml-py` cannot be imported.*`pip install nvidia-ml-py`"),
+    ],
+)
+def test_without_nvml_one_sentence_says_so_and_the_rest_is_read(
+    monkeypatch, is_installed, sentence
+):
+    monkeypatch.setattr(_readings, "_cuda_gpus", lambda: [0])
+    if is_installed:
+        pytest.importorskip("pynvml")
+    else:
+        monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.warns(UserWarning, match=sentence) as warned:
+        history = fit(DeviceMonitor())
+    assert len(warned) == 1
+    assert history.keys() >= HOST
+
+
+def test_without_psutil_one_sentence_says_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    with pytest.warns(UserWarning, match="`psutil` cannot be imported.*`pip install psutil`"):
+        history = fit(DeviceMonitor())
+    assert history.keys() == {"loss"}
+
+
+# What the machine says, for real.
+
+
+def test_processor_and_memory_are_those_of_this_process():
+    host = _readings.Host()
+    before = host()
+    kept = np.ones(1 << 25)  # 256 MiB
+    end = time.process_time() + 0.5
+    while time.process_time() < end:
+        pass
+    after = host()
+    assert kept.nbytes == 1 << 28
+    assert after["memory_gib"] - before["memory_gib"] == pytest.approx(0.25, abs=0.05)
+    assert 0 < after["cpu_utilization"] <= 110
+    assert 0 < after["machine_cpu_utilization"] <= 100
+    assert after["machine_memory_gib"] > 0.25
+
+
+def test_each_epoch_has_the_readings_and_no_batch_has():
+    class Watch(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 as Keras calls it
+            of_batches.update(logs)
+
+    of_batches = set()
+    history = fit(DeviceMonitor(), Watch(), epochs=3)
+    assert of_batches == {"loss"}
+    assert history.keys() == {"loss", *HOST}  # a CPU does not tell of the memory it handed out
+    assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in history.values())
+    assert all(map(is_reading, HOST))
+    assert not any(map(is_reading, ("loss", "learning_rate", "val_memory_gib", "gpu_accuracy")))
+
+
+@pytest.mark.tensorflow
+def test_replicas_on_tensorflow_train_with_it_in_fit_and_in_a_loop():
+    from kdpkit.strategies import select_strategy
+    from kdpkit.training import TrainingLoop
+
+    with select_strategy("mirrored", devices=2).scope():
+        model = falling_weight("sgd")
+    assert fit(DeviceMonitor(), model=model).keys() > HOST
+    import tensorflow as tf
+
+    x = np.ones((8, 1), "float32")
+    loop = TrainingLoop(model, optimizer="sgd", loss="mse", steps_per_loop=4)
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(2)
+    history = loop.fit(data, epochs=2, callbacks=[DeviceMonitor()], verbose=0).history
+    assert [len(values) for values in history.values()] == [2] * 5
+
+
+@pytest.mark.jax
+def test_a_loop_on_jax_trains_with_it():
+    from kdpkit.batches import ArrayBatches
+    from kdpkit.training import TrainingLoop
+
+    x = np.ones((8, 1), "float32")
+    loop = TrainingLoop(falling_weight("sgd"), optimizer="sgd", loss="mse")
+    data = ArrayBatches((x, x), global_batch_size=2)
+    history = loop.fit(data, epochs=2, callbacks=[DeviceMonitor()], verbose=0).history
+    assert [len(values) for values in history.values()] == [2] * 5
+
+
+# What counts.
+
+
+def test_compilation_and_validation_are_left_out():
+    class Phase(keras.callbacks.Callback):
+        def __init__(self, **phases):
+            super().__init__()
+            for hook, phase in phases.items():
+                setattr(self, hook, lambda *_, phase=phase, **__: now.append(phase))
+
+    now = ["before"]
+    watts = {"compiling": 1000.0, "training": 10.0, "validating": 500.0}
+    before = Phase(
+        on_epoch_begin="training", on_train_batch_begin="training", on_test_end="training"
+    )
+    after = Phase(on_test_begin="validating")
+
+    class Compiling(keras.callbacks.Callback):
+        def on_train_begin(self, logs=None):  # noqa: ARG002 as Keras calls it
+            self.is_first = True
+
+        def on_train_batch_begin(self, batch, logs=None):  # noqa: ARG002 as Keras calls it
+            if self.is_first:
+                now.append("compiling")
+                self.is_first = False
+                time.sleep(0.05)
+
+    monitor = DeviceMonitor(0.001, sources=[lambda: {"watts": watts.get(now[-1], 7777.0)}])
+    data = ones(6)
+    history = fit(
+        before, monitor, after, Compiling(), steps=6, validation_data=(data["x"], data["y"])
+    )
+    assert history["watts"] == [10.0, 10.0]
+
+
+def test_an_epoch_of_one_execution_has_readings_too():
+    model = falling_weight("sgd", steps_per_execution=4)
+    history = fit(DeviceMonitor(sources=[lambda: {"watts": 3}]), model=model, epochs=3)
+    assert history["watts"] == [3.0, 3.0, 3.0]
+
+
+# What is said of GPUs that wait.
+
+
+def gpus(*busy):
+    return {f"gpu_{i}_utilization": value for i, value in enumerate(busy)}
+
+
+def test_a_gpu_that_waits_is_told_of_once_in_a_training():
+    source = Recorded(gpus(98.0, 20.0), gpus(94.0, 40.0))
+    monitor = DeviceMonitor(0.001, sources=[source])
+    said = "Epoch 1: GPU 1 computed for .* % of the time, and GPU 0 for 9. %"
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=said) as warned:
+            history = fit(monitor, LongSteps(source, 10))
+        assert len(warned) == 1
+    assert history["gpu_0_utilization"] == [pytest.approx(96, abs=2)] * 2
+
+
+def test_nothing_is_said_of_gpus_that_work():
+    source = Recorded(gpus(98.0, 90.0))
+    fit(DeviceMonitor(0.001, sources=[source]), LongSteps(source, 10), epochs=1)
+
+
+def test_nothing_is_said_after_a_few_readings():
+    monitor = DeviceMonitor(1000.0, sources=[lambda: gpus(98.0, 20.0)])  # one in each epoch
+    assert fit(monitor)["gpu_1_utilization"] == [20.0, 20.0]
+
+
+# What goes wrong.
+
+
+@pytest.mark.parametrize("wrong", [{"watts": "many"}, RuntimeError("GPU is lost")])
+def test_a_source_that_fails_midway_is_told_of_and_training_goes_on(wrong):
+    class Failing(Recorded):
+        def __call__(self):
+            super().__call__()
+            if len(seen) < 2:
+                return {"watts": 5.0}
+            if isinstance(wrong, Exception):
+                raise wrong
+            return wrong
+
+    seen = []
+    epochs = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, _: seen.append(epoch))
+    failing, fine = Failing({}), Recorded({"fan_utilization": 1.0})
+    sources = [failing, fine]
+    with pytest.warns(UserWarning, match="Failing.* gives no readings any more .*NaN") as warned:
+        history = fit(DeviceMonitor(0.001, sources=sources), epochs, LongSteps(fine, 2), epochs=4)
+    assert len(warned) == 1
+    assert history["watts"][0] == 5.0
+    assert np.isnan(history["watts"][2:]).all()
+    assert history["fan_utilization"] == [1.0] * 4
+    assert len(history["loss"]) == 4
+
+
+def test_a_source_that_hangs_holds_up_no_training(monkeypatch):
+    monkeypatch.setattr(_sampling, "_PATIENCE", 0.2)
+    answer = threading.Event()
+    monitor = DeviceMonitor(0.001, sources=[lambda: answer.wait(PATIENCE) and {}])
+    with pytest.warns(UserWarning, match="were not read within 0.2 seconds") as warned:
+        history = fit(monitor, epochs=3)
+    answer.set()
+    assert len(warned) == 1
+    assert history.keys() == {"loss"}
+    assert len(history["loss"]) == 3
+    assert_no_thread_is_left()
+
+
+def test_no_thread_is_left_when_training_ends():
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: seen.extend(threads()))
+    fit(DeviceMonitor(), watch)
+    assert len(set(seen)) == 1
+    assert threads() == []
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
+def test_no_thread_is_left_when_training_fails_or_is_interrupted(error):
+    def fail(*_):
+        seen.extend(threads())
+        if error is KeyboardInterrupt:
+            signal.raise_signal(signal.SIGINT)
+        raise error
+
+    seen = []
+    disturb = keras.callbacks.LambdaCallback(on_epoch_end=fail)
+    with pytest.raises(error) as kept:  # and with it all frames
+        fit(DeviceMonitor(0.01), disturb)
+    assert_no_thread_is_left()
+    assert len(seen) == 1
+    assert kept.tb
+
+
+def test_a_training_after_one_that_failed_has_one_thread_and_its_readings():
+    def fail(*_):
+        raise ZeroDivisionError
+
+    monitor = DeviceMonitor(1000.0, sources=[lambda: {"watts": 3}])  # which would wake up late
+    with pytest.raises(ZeroDivisionError):
+        fit(monitor, keras.callbacks.LambdaCallback(on_epoch_end=fail))
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: seen.extend(threads()))
+    assert fit(monitor, watch)["watts"] == [3.0, 3.0]
+    assert len(seen) == 2
+    assert threads() == []
+
+
+def test_hooks_that_no_call_holds_together_get_no_readings_and_wait_for_none():
+    monitor = DeviceMonitor(0.001, sources=[lambda: {"watts": 3}])
+
+    def begin():
+        monitor.on_train_begin()
+
+    begin()  # which is over, as far as anyone can tell
+    assert_no_thread_is_left()
+    logs = {}
+    monitor.on_epoch_begin(0)
+    monitor.on_epoch_end(0, logs)
+    assert logs == {}
+    assert monitor._sampler.take_failures() == []
+    monitor.on_train_end()
+
+
+def test_training_in_a_thread_is_watched_as_well():
+    found = []
+    source = Recorded({"watts": 3})
+    training = threading.Thread(
+        target=lambda: found.append(
+            fit(DeviceMonitor(0.001, sources=[source]), LongSteps(source, 3))
+        )
+    )
+    training.start()
+    training.join()
+    assert found[0]["watts"] == [3.0, 3.0]
+    assert threads() == []
+
+
+def test_other_processes_than_the_first_log_nothing_and_warn_under_their_number(monkeypatch):
+    monkeypatch.setattr(_processes, "_place", lambda: (3, 4))
+    source = Recorded(gpus(10.0))
+    with pytest.warns(UserWarning, match="Process 3: Epoch 1: the GPU computed for 10 %"):
+        history = fit(DeviceMonitor(0.001, sources=[source]), LongSteps(source, 10))
+    assert history.keys() == {"loss"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"interval_seconds": 0}, "`interval_seconds` must be above 0.*=0"),
+        ({"sources": [{"watts": 1.0}]}, "`sources` must be functions of no argument.*watts"),
+    ],
+)
+def test_bad_arguments_get_one_sentence(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        DeviceMonitor(**arguments)
