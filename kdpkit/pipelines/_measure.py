@@ -15,6 +15,7 @@ from kdpkit.pipelines._counting import require_dataset
 from kdpkit.pipelines._structure import Stage
 
 _JOINS = frozenset({"batch", "padded_batch", "ragged_batch", "train_pipeline"})
+_CUTS = _JOINS | {"rebatch", "group_by_window"}
 _OPENS = frozenset({"flat_map", "interleave", "unbatch", "window"})
 # Where the number of elements changes in a way that is not known.
 _BEGINS = _OPENS | {"group_by_window", "rebatch"}
@@ -114,9 +115,10 @@ def measure(dataset: tf.data.Dataset, *, seconds: float = 5.0) -> PipelineReport
     reading of those too.
 
     Options stay as they are, but for tf.data's tuning, which is off while single stages are
-    measured: dropping such an iterator can stand still for up to a minute. The epoch of a
-    `train_pipeline` does not move; `shuffle` draws the orders of some epochs, and caches are filled
-    as training would fill them.
+    measured: dropping such an iterator can stand still for up to a minute. So a serial map that the
+    tuning would make parallel is timed as it is written. The epoch of a `train_pipeline` does not
+    move; `shuffle` draws the orders of some epochs, and caches are filled as training would fill
+    them.
 
     Args:
         dataset: What `fit` is to be given, before it is distributed.
@@ -156,7 +158,7 @@ def _train_pipelines(end: Stage) -> Iterator[Stage]:
 def _gives_batches(end: Stage) -> bool:
     """Tell whether elements have rows, as far as the stages say."""
     for stage in reversed(_structure.line(end)):
-        if stage.kind in (*_JOINS, "rebatch", "group_by_window"):
+        if stage.kind in _CUTS:
             return True
         if stage.kind in _OPENS:
             return False
@@ -259,9 +261,8 @@ def _rows_in_element(dataset: tf.data.Dataset, end: Stage) -> float:
     """Count the rows of a full batch, 1 where there are no batches."""
     if not _gives_batches(end):
         return 1.0
-    last = next(stage for stage in reversed(_structure.line(end)) if _joined(stage) != 1)
-    known = _joined(last)
-    if known is not None and last.kind in _JOINS:
+    cuts = [stage for stage in _structure.line(end) if stage.kind in _CUTS]
+    if cuts and cuts[-1].kind in _JOINS and (known := _joined(cuts[-1])) is not None:
         return float(known)
     return float(max([1, *(_rows(element) for element in dataset.take(1))]))
 

@@ -147,6 +147,20 @@ def test_counts_are_of_what_was_taken():
     assert (one.batches, one.examples) == (1, 3)
 
 
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (lambda: Dataset.range(9).batch(1), 9),
+        (lambda: Dataset.zip((Dataset.range(9).batch(3), Dataset.range(9).batch(3))), 9),
+        (lambda: Dataset.range(9).batch(3).unbatch(), 9),
+        (lambda: Dataset.range(9).batch(3).rebatch(2), 9),
+        (lambda: Dataset.range(9).map(lambda n: tf.fill([7], n)), 9),
+    ],
+)
+def test_rows_are_counted_where_there_are_batches(make, rows):
+    assert measure(untuned(make()), seconds=0.2).examples == rows
+
+
 def test_the_report_is_a_table_of_80_columns_and_plain_values():
     def a_function_whose_name_is_longer_than_a_column_of_the_table(number):
         return slow(number)
