@@ -136,7 +136,7 @@ def train_pipeline(
     checked = given.apply(tf.data.experimental.assert_cardinality(batches))
     train = given if first_step else checked
     movable = at_most(given, batches)
-    train.movable = MovableDataset(
+    train.movable = given.movable = MovableDataset(
         movable, counter, batches, global_batch_size, config.seed, examples
     )
     return train

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdpkit import pipelines
+from kdpkit import callbacks, pipelines
 from kdpkit.pipelines import lint
 
 Dataset = tf.data.Dataset
@@ -232,13 +232,15 @@ def test_our_own_pipelines_are_clean(cache, remainder, tmp_path):
     assert found(held_out, training=False, replicas=2) == set()
 
 
-def test_what_a_train_pipeline_is_given_is_looked_at():
+def test_what_a_train_pipeline_is_given_is_looked_at(tmp_path):
     sizes = {"global_batch_size": 20, "replicas": 2}
     slow = pipelines.train_pipeline(generator(), **sizes)
     assert found(slow) == {("python", "note")}
     uncached = pipelines.PipelineConfig(cache=None)
     prepared = pipelines.train_pipeline(numbers(), uncached, prepare=by_python, **sizes)
     assert faults(prepared) == {"python"}
+    tracked = callbacks.Resume(tmp_path / "states").track(prepared)
+    assert faults(tracked) == {"python"}
     drawn = pipelines.train_pipeline(numbers(), prepare=noisy, **sizes)
     assert faults(drawn) == {"random-before-cache"}
     assert faults(drawn.map(tf.sort, AUTOTUNE).prefetch(1)) == {"random-before-cache"}
