@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kdpkit import _checks
 
-LEVELS = ("refused", "slow", "note")
+LEVELS = ("refused", "wrong", "slow", "note")
 _WIDTH = 80
 _MOST_ALIKE = 8  # findings of one rule, with one remedy
 
@@ -18,7 +18,8 @@ class Finding:
 
     Attributes:
         rule: The short name of what was looked for, such as `"dynamic-shape"`.
-        level: `"refused"`: it stops there; `"slow"`: it works, and wastes; `"note"`: good to know.
+        level: `"refused"`: it stops there; `"wrong"`: it trains, but not what was meant; `"slow"`:
+            it works, and wastes; `"note"`: good to know.
         where: The part that it is about: an input, a layer, a callback.
         problem: What is wrong, in one sentence or two.
         remedy: The way out.

@@ -57,7 +57,8 @@ ALLOWED = {
     "corpora": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
     "pipelines": (
         TENSORFLOW,
-        {"_checks", "_files", "_storage", "_tuning", "_waiting", "scaling", "pipelines"},
+        {"_checks", "_files", "_findings", "_storage", "_tuning", "_waiting", "scaling"}
+        | {"pipelines"},
     ),
     "_servers": (TENSORFLOW, {"_checks", "_waiting", "cluster"}),
     "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers", "_tpu", "_tpu_connection"}),

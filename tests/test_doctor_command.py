@@ -131,12 +131,16 @@ def test_the_recipes_are_clean(recipe, backend, flags, text, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        ([], "Write `kdpkit doctor --tpu train.py`"),
+        ([], "Write `kdpkit doctor train.py`, or `kdpkit doctor --tpu train.py`."),
         (["--tpu"], "expected one argument. What there is, `kdpkit doctor --help` lists."),
         (
-            ["--tpu", "a.py", "b"],
-            "unrecognized arguments: b. What there is, `kdpkit doctor --help`",
+            ["--tpu", "a.py", "b", "c"],
+            "unrecognized arguments: c. What there is, `kdpkit doctor --help`",
         ),
+        (["--tpu", "a.py", "b.py"], "checks one target. Received: target='b.py', tpu='a.py'."),
+        (["nowhere.py"], "There is no such file: nowhere.py"),
+        (["train.py", "--workers", "0"], "`workers` must be a positive integer"),
+        (["kdpkit:__version__"], "There is no `tf.data` pipeline to look at."),
         (["--tpu", "nowhere.py"], "There is no such file: nowhere.py"),
         (["--tpu", "train.py", "--replicas", "0"], "`replicas` must be a positive integer"),
         (["--tpu", "kdpkit.scaling:nothing"], "`kdpkit.scaling` has no `nothing`"),
@@ -155,3 +159,45 @@ def test_the_help_shows_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["doctor", "--help"])
     assert "kdpkit doctor --tpu recipes/cnn_jax.py --" in capsys.readouterr().out
+
+
+INPUT = """
+import keras, tensorflow as tf
+ds = tf.data.Dataset.from_tensor_slices((tf.zeros([64, 8]), tf.zeros([64], tf.int32)))
+train, held_out = {train}, ds.shuffle(64).batch(16).cache()
+if __name__ == "__main__":
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    model.fit(train, validation_data=held_out)
+"""
+FROZEN, FRESH = "ds.shuffle(64).cache().batch(16)", "ds.cache().shuffle(64).batch(16)"
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("name", ["", ":train"])
+def test_the_input_of_a_script_or_a_dataset_is_looked_at(name, tmp_path, capsys):
+    path = tmp_path / "program.py"
+    path.write_text(INPUT.format(train=FROZEN))
+    assert cli.main(["doctor", f"{path}{name}"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"1 finding (looked at: train{'' if name else ', validation'})."
+    assert lines[2] == "wrong    shuffle-before-cache: train: cache, stage 3 of 4"
+    assert max(map(len, lines)) <= 80
+
+
+@pytest.mark.tensorflow
+def test_a_clean_input_is_exit_code_0_and_json_holds_the_report(tmp_path, capsys):
+    path = tmp_path / "program.py"
+    path.write_text(INPUT.format(train=FRESH))
+    assert cli.main(["doctor", str(path), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == {"clean": True, "checked": ["train", "validation"], "findings": []}
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_the_input_of_a_recipe_is_clean(tmp_path):
+    flags = ["--smoke", "--cache-dir", tmp_path, "--strategy", "one"]
+    finished = doctor(RECIPES / "cnn_fit.py", "--json", "--", *flags)
+    assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
+    assert json.loads(finished.stdout)["checked"] == ["train"]

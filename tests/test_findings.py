@@ -24,9 +24,9 @@ def test_a_finding_reads_well_at_80_columns_and_keeps_paths_whole():
 
 
 def test_findings_are_sorted_by_level_and_said_once():
-    levels = ["note", "slow", "refused", "slow"]
+    levels = ["note", "slow", "refused", "slow", "wrong"]
     found = [Finding("rule", level, "here", "Wrong.", "Mend it.") for level in levels]
-    assert [one.level for one in _findings.in_order(found)] == ["refused", "slow", "note"]
+    assert [one.level for one in _findings.in_order(found)] == ["refused", "wrong", "slow", "note"]
 
 
 def test_findings_as_json_hold_all_they_say():
@@ -35,5 +35,5 @@ def test_findings_as_json_hold_all_they_say():
 
 
 def test_an_unknown_level_is_refused():
-    with pytest.raises(ValueError, match="`level` must be one of 'refused', 'slow', 'note'.*'bad'"):
+    with pytest.raises(ValueError, match="`level` must be one of 'refused', 'wrong', .*'bad'"):
         Finding("rule", "bad", "here", "Wrong.", "Mend it.")

@@ -1,4 +1,4 @@
-"""`kdpkit doctor`: what stands in the way of training on a TPU, known before there is one."""
+"""`kdpkit doctor`: mistakes in the input of a training, or what a TPU would not take of it."""
 
 import argparse
 import contextlib
@@ -10,13 +10,14 @@ from typing import Any
 
 from kdpkit import _checks
 
-HELP = "find what would stop or slow training on a TPU, on this machine"
+HELP = "find mistakes in a training's input, or what would stop or slow it on a TPU"
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
 _EXAMPLE = """\
 TARGET is a script, which runs up to its first `fit` and trains nothing, or `module:name` or
 `file.py:name` of a dataset, or of a function that gives a dataset or (dataset, model):
 
+    kdpkit doctor train.py -- --epochs 3
     kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
     KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make_dataset --json
 
@@ -24,18 +25,26 @@ Exit code 0: nothing found, or notes alone; 1: findings; 2: the target cannot be
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Name what to check, and for which TPU."""
-    parser.usage = "kdpkit doctor --tpu TARGET [flags] [-- arguments of the script]"
+    """Name what to check, and for what."""
+    parser.usage = "kdpkit doctor [--tpu] TARGET [flags] [-- arguments of the script]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLE
     add = parser.add_argument
+    add("target", metavar="TARGET", nargs="?", help="check the tf.data pipelines of this")
     add("--tpu", metavar="TARGET", help="check this for a TPU")
+    add(
+        "--workers",
+        type=int,
+        default=1,
+        metavar="N",
+        help="processes that divide the data between them (default: %(default)s)",
+    )
     add(
         "--replicas",
         type=int,
         default=8,
         metavar="N",
-        help="cores that share a global batch (default: %(default)s)",
+        help="cores of the TPU that share a global batch (default: %(default)s)",
     )
     add(
         "--remote",
@@ -46,21 +55,31 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; give 0 if it is clean, else 1."""
-    if args.tpu is None:
+    if (args.tpu is None) == (args.target is None):
         _checks.refuse(
-            "`kdpkit doctor` checks programs for TPUs.",
-            remedy="Write `kdpkit doctor --tpu train.py`.",
+            "`kdpkit doctor` checks one target.",
+            target=args.target,
+            tpu=args.tpu,
+            remedy="Write `kdpkit doctor train.py`, or `kdpkit doctor --tpu train.py`.",
         )
     replicas = _checks.integer("replicas", args.replicas)
+    workers = _checks.integer("workers", args.workers)
     from kdpkit.diagnostics import _target
 
     def check(training: Any) -> Any:
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
-        return diagnostics.check_tpu(**vars(training), replicas=replicas, remote=args.remote)
+        if args.tpu is not None:
+            return diagnostics.check_tpu(**vars(training), replicas=replicas, remote=args.remote)
+        return diagnostics.check_input(
+            training.dataset,
+            validation_data=training.validation_data,
+            model=training.model,
+            workers=workers,
+        )
 
     with _stdout_to_stderr():
-        report = _target.checked(args.tpu, args.rest, check)
+        report = _target.checked(args.tpu or args.target, args.rest, check)
     said = json.dumps(report.to_dict(), indent=2) if args.json else str(report)
     sys.stdout.write(said + "\n")
     return 0 if report.clean else 1

@@ -2,11 +2,14 @@
 
 A `Transform` is a function from dataset to dataset, for `Dataset.apply`. `train_pipeline` and
 `eval_pipeline` put the stages together in the order that keeps every epoch fresh: filter,
-prepare, cache, shuffle, batch, augment, prefetch.
+prepare, cache, shuffle, batch, augment, prefetch. `lint` reads the mistakes of any pipeline from
+its stages, and `measure` tells which of them takes the time.
 """
 
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.pipelines._counting import count_batches
+from kdpkit.pipelines._lint import lint
+from kdpkit.pipelines._measure import PipelineReport, StageCost, measure
 from kdpkit.pipelines._packing import bucket_by_length, pack_tokens
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
 from kdpkit.pipelines._services import DataService, data_service, prepare_with_services
@@ -34,6 +37,8 @@ from kdpkit.pipelines._transforms import (
 __all__ = [
     "DataService",
     "PipelineConfig",
+    "PipelineReport",
+    "StageCost",
     "Transform",
     "auto_shard",
     "batch_for",
@@ -47,8 +52,10 @@ __all__ = [
     "filter_by",
     "interleave_files",
     "learn_vocabulary",
+    "lint",
     "longer_than",
     "mask_tokens",
+    "measure",
     "normalize_weights",
     "pack_tokens",
     "pad_to_global_batch",

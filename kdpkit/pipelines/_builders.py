@@ -136,7 +136,9 @@ def train_pipeline(
     checked = given.apply(tf.data.experimental.assert_cardinality(batches))
     train = given if first_step else checked
     movable = at_most(given, batches)
-    train.movable = MovableDataset(movable, counter, batches, global_batch_size, config.seed)
+    train.movable = given.movable = MovableDataset(
+        movable, counter, batches, global_batch_size, config.seed, examples
+    )
     return train
 
 

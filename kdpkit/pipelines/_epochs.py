@@ -7,8 +7,9 @@ batch has been handed on by the iterator that started last; others, which may st
 thread when nobody wants their batches any more, count for nothing.
 """
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -46,6 +47,15 @@ class EpochCounter:
     def left(self) -> Any:
         """Give the batches of the next iterator, as `tf.data.Dataset.cardinality` does."""
         return self._batches - self._skipped(self._get("epoch"))
+
+    @contextlib.contextmanager
+    def undisturbed(self) -> Iterator[None]:
+        """Count as if nothing had been given meanwhile; iterators of before go on counting."""
+        keys, values = self._table.export()
+        try:
+            yield
+        finally:
+            self._table.insert(keys, values)
 
     def has_given(self) -> bool:
         """Tell whether any batch was handed on since the last move."""
@@ -102,6 +112,7 @@ class MovableDataset:
         batches: Batches in a whole epoch.
         global_batch_size: Examples in a batch, over all replicas.
         seed: Of the order and the augmentation.
+        examples: What the batches are made of: kept, prepared and cached, in the source's order.
     """
 
     dataset: tf.data.Dataset
@@ -109,6 +120,7 @@ class MovableDataset:
     batches: int
     global_batch_size: int
     seed: int
+    examples: tf.data.Dataset
 
 
 def at_most(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:

@@ -1,0 +1,470 @@
+"""Mistakes in a `tf.data` pipeline that can be read from its stages, without running it."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import tensorflow as tf
+
+from kdpkit import _checks
+from kdpkit._findings import Finding, in_order
+from kdpkit.pipelines import _structure
+from kdpkit.pipelines._counting import require_dataset
+from kdpkit.pipelines._structure import Stage
+
+_CUTS = frozenset({"batch", "padded_batch", "ragged_batch", "rebatch", "group_by_window"})
+_KEEPS = frozenset({"cache", "snapshot"})
+_OPENS = frozenset({"flat_map", "interleave", "unbatch", "group_by_window", "window"})
+_SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
+_SMALL_PART = 0.01
+_SHORT_PART = 0.25  # of a batch
+
+
+def lint(
+    dataset: tf.data.Dataset, *, training: bool = True, replicas: int = 1, workers: int = 1
+) -> list[Finding]:
+    """Find mistakes in a pipeline from its stages alone; nothing is run.
+
+    Each finding has a level: `"refused"` stops there, `"wrong"` trains something other than what
+    was meant, `"slow"` wastes time, and `"note"` is good to know and may be as you want it. A
+    pipeline that has notes alone is fine. The rules:
+
+    - `shuffle-before-cache`, `random-before-cache` (wrong): a cache keeps what the first epoch
+      drew, so every epoch has its order, or its augmentation.
+    - `batch-before-shuffle` (wrong): whole batches are shuffled, and their examples never mixed.
+    - `small-shuffle` (wrong or a note): a buffer below one batch, or a small part of the data.
+    - `repeat-before-cache` (wrong): the cache holds the repeats too, and fills memory if these
+      have no end. `repeat`, `repeat-before-batch` (notes): epochs that `fit` cannot tell apart.
+    - `python` (slow): `py_function`, `numpy_function`, `from_generator`.
+    - `serial-map`, `serial-interleave`, `no-prefetch` (slow, or a note where TensorFlow mends it by
+      itself, as it does with stateless maps and a missing prefetch while its autotune is on).
+    - `file-shards` (refused), `python-shards` (slow): what several workers cannot divide.
+    - `unknown-length`, `short-batch`: notes.
+
+    What is done before a cache is done once, so slow work there is a note. What `train_pipeline`
+    and `eval_pipeline` add is right, and what you give them is looked at like all else, `augment`
+    excepted.
+
+    Args:
+        dataset: What `fit` is to be given; on several replicas, before it is distributed.
+        training: Whether it is for training. For validation only the rules about speed, caches and
+            workers count: nothing needs a new order there.
+        replicas: Replicas that share a batch; with several a smaller last batch is a note.
+        workers: Processes that divide the dataset between them (see `auto_shard`).
+
+    Returns:
+        The findings, the worst first.
+
+    Raises:
+        ValueError: It is no `tf.data.Dataset`, or a count below one.
+
+    >>> images = tf.data.Dataset.range(1000).shuffle(1000).cache().batch(50).prefetch(2)
+    >>> for finding in lint(images):
+    ...     print(finding)
+    wrong    shuffle-before-cache: cache, stage 3 of 5
+        The cache keeps the order that `shuffle(1000)` drew in the first epoch, so
+        every epoch has the same.
+        Remedy: Move `shuffle` behind it: `.cache(...).shuffle(...)`.
+    """
+    require_dataset("dataset", dataset)
+    replicas = _checks.integer("replicas", replicas)
+    workers = _checks.integer("workers", workers)
+    pipeline = _pipeline(dataset)
+    rules: list[Callable[[_Pipeline], Iterator[Finding]]] = [_python, _serial, _no_prefetch]
+    if training:
+        rules += [_frozen, _batches_shuffled, _small_shuffle, _repeats, _unknown_length]
+        rules.append(lambda pipeline: _short_batch(pipeline, replicas))
+    rules += [_repeats_kept, lambda pipeline: _shards(pipeline, workers)]
+    return [*in_order(finding for rule in rules for finding in rule(pipeline))]
+
+
+@dataclass(frozen=True)
+class _Pipeline:
+    """A dataset's stages.
+
+    Attributes:
+        end: The last one.
+        line: All from where datasets come together to the end.
+        stages: All, with those that follow.
+        mends_maps: Whether TensorFlow makes stateless maps parallel by itself.
+        mends_prefetch: Whether it adds a prefetch at the end by itself.
+    """
+
+    end: Stage
+    line: tuple[Stage, ...]
+    stages: tuple[tuple[Stage, tuple[Stage, ...]], ...]
+    mends_maps: bool
+    mends_prefetch: bool
+
+    def where(self, stage: Stage) -> str:
+        """Name a stage, and its place where it has one."""
+        if stage not in self.line:
+            return stage.label
+        return f"{stage.label}, stage {self.line.index(stage) + 1} of {len(self.line)}"
+
+
+def _pipeline(dataset: tf.data.Dataset) -> _Pipeline:
+    end = _structure.end_of(dataset)
+    options = dataset.options()
+    tunes = options.autotune.enabled is not False
+    optimization = options.experimental_optimization
+    by_default = optimization.apply_default_optimizations is not False
+
+    def applies(option: bool | None) -> bool:
+        return tunes and (by_default if option is None else option)
+
+    return _Pipeline(
+        end,
+        _structure.line(end),
+        tuple(_structure.paths(end)),
+        applies(optimization.map_parallelization),
+        applies(optimization.inject_prefetch),
+    )
+
+
+def _is_kept(after: tuple[Stage, ...]) -> bool:
+    return any(stage.kind in _KEEPS for stage in after)
+
+
+def _shuffles(stage: Stage) -> bool:
+    """Tell whether a stage has a new order each epoch, or its datasets within have."""
+    if stage.kind == "train_pipeline":
+        return True
+    if stage.kind == "shuffle":
+        return stage.setting("reshuffle_each_iteration") is not False
+    return any("ShuffleDataset" in op for function in stage.functions for op in function.ops)
+
+
+def _frozen(pipeline: _Pipeline) -> Iterator[Finding]:
+    """Look for caches that keep what should be drawn anew."""
+    for cache, after in pipeline.stages:
+        if cache.kind not in _KEEPS:
+            continue
+        shuffle = next((stage for stage in _structure.before(cache) if _shuffles(stage)), None)
+        if shuffle is not None and not any(map(_shuffles, after)):
+            yield Finding(
+                "shuffle-before-cache",
+                "wrong",
+                pipeline.where(cache),
+                f"The cache keeps the order that `{shuffle.label}` drew in the first epoch, so "
+                "every epoch has the same.",
+                f"Move `shuffle` behind it: `.{cache.kind}(...).shuffle(...)`.",
+            )
+        for stage in _structure.before(cache):
+            if any(function.draws for function in stage.functions):
+                yield Finding(
+                    "random-before-cache",
+                    "wrong",
+                    pipeline.where(stage),
+                    f"It draws at random, and `{cache.label}` behind it keeps what it drew in the "
+                    "first epoch: every epoch has the same.",
+                    "Move this stage behind the cache, and leave before it what is the same each "
+                    "time.",
+                )
+
+
+def _batches_shuffled(pipeline: _Pipeline) -> Iterator[Finding]:
+    """Look for a shuffle of whole batches."""
+    cuts = [stage for stage in pipeline.line if stage.kind in _CUTS]
+    if not cuts:
+        return
+    batch = cuts[-1]
+    following = pipeline.line[pipeline.line.index(batch) + 1 :]
+    shuffle = next((stage for stage in following if stage.kind == "shuffle"), None)
+    if shuffle is None or any(stage.kind in _OPENS for stage in following):
+        return
+    is_mixed = any(
+        stage.kind == "shuffle" or _shuffles(stage) for stage in _structure.before(batch)
+    )
+    between = following[: following.index(shuffle)]
+    if is_mixed and _is_kept(between):
+        yield Finding(
+            "batch-before-shuffle",
+            "note",
+            pipeline.where(shuffle),
+            "The cache before it holds whole batches, so every epoch has the same batches, in "
+            "another order.",
+            "Cache examples: `.cache().shuffle(...).batch(...)`.",
+        )
+    elif not is_mixed and batch.kind != "group_by_window":
+        yield Finding(
+            "batch-before-shuffle",
+            "wrong",
+            pipeline.where(shuffle),
+            f"It shuffles whole batches, as it comes behind `{batch.label}`: the examples of a "
+            "batch are neighbours of the source, and the same in every epoch.",
+            f"Put `.shuffle(...)` before `.{batch.kind}(...)`, with a buffer counted in examples.",
+        )
+
+
+def _small_shuffle(pipeline: _Pipeline) -> Iterator[Finding]:
+    """Look for shuffles of examples that hardly move them."""
+    for shuffle, after in pipeline.stages:
+        sizes = [stage.setting("batch_size") for stage in after if stage.kind in _CUTS]
+        buffer = shuffle.setting("buffer_size") if shuffle.kind == "shuffle" else None
+        before = [*_structure.before(shuffle)]
+        is_of_examples = not any(stage.kind in _OPENS for stage in after) and not any(
+            stage.kind in _CUTS for stage in before
+        )
+        if buffer is None or not is_of_examples or any(one.kind == "shuffle" for one in before):
+            continue
+        examples = shuffle.inputs[0].cardinality if shuffle.inputs else None
+        if examples is not None and 0 <= examples <= buffer:
+            continue
+        remedy = "Use a buffer of the size of the data, or of as many examples as memory allows."
+        if sizes and sizes[0] is not None and buffer < sizes[0]:
+            yield Finding(
+                "small-shuffle",
+                "wrong",
+                pipeline.where(shuffle),
+                f"The buffer holds {buffer} examples, fewer than the {sizes[0]} of a batch, so "
+                "that neighbours of the source stay together.",
+                remedy,
+            )
+        elif examples and 0 < buffer < min(_SMALL_BUFFER, _SMALL_PART * examples):
+            yield Finding(
+                "small-shuffle",
+                "note",
+                pipeline.where(shuffle),
+                f"The buffer holds {buffer} of {examples} examples: if the source is in an order, "
+                "such as one class after the other, it stays nearly so.",
+                remedy,
+            )
+
+
+def _repeats(pipeline: _Pipeline) -> Iterator[Finding]:
+    """Look for repeats that blur what an epoch is."""
+    repeats = [stage for stage in pipeline.line if stage.kind == "repeat"]
+    if pipeline.end.cardinality == tf.data.INFINITE_CARDINALITY:
+        yield Finding(
+            "repeat",
+            "note",
+            pipeline.where(repeats[-1] if repeats else pipeline.line[0]),
+            "The dataset never ends, so `fit` must be told where an epoch does.",
+            "Give `fit(steps_per_epoch=...)`, or leave out `repeat()`: `fit(epochs=...)` begins "
+            "again by itself.",
+        )
+    for repeat in repeats:
+        count = repeat.setting("count")
+        following = pipeline.line[pipeline.line.index(repeat) + 1 :]
+        if count is not None and count > 1:
+            yield Finding(
+                "repeat",
+                "note",
+                pipeline.where(repeat),
+                f"One iteration gives the data {count} times, and `fit(epochs=N)` {count} * N "
+                "times.",
+                "Leave out `repeat`, and let `epochs` count the passes.",
+            )
+        mixing = next((stage for stage in following if stage.kind in (*_CUTS, "shuffle")), None)
+        if mixing is not None and count != 1:
+            yield Finding(
+                "repeat-before-batch",
+                "note",
+                pipeline.where(repeat),
+                f"`{mixing.label}` behind it mixes the end of one pass with the beginning of the "
+                "next: an example may come twice before another comes once.",
+                f"If each epoch is to have every example once, move `repeat` behind "
+                f"`{mixing.kind}`.",
+            )
+
+
+def _repeats_kept(pipeline: _Pipeline) -> Iterator[Finding]:
+    """Look for caches that hold more than the data."""
+    for cache, _ in pipeline.stages:
+        if cache.kind not in _KEEPS or not cache.inputs:
+            continue
+        if cache.inputs[0].cardinality == tf.data.INFINITE_CARDINALITY:
+            yield Finding(
+                "repeat-before-cache",
+                "wrong",
+                pipeline.where(cache),
+                "What comes before the cache never ends, so the cache is never whole: it grows "
+                "until memory or disk is full, and nothing is read from it.",
+                "Put `repeat()` behind the cache.",
+            )
+            continue
+        upstream = _structure.line(cache)[:-1]
+        repeat = next((one for one in upstream if one.kind == "repeat"), None)
+        if repeat is not None and repeat.setting("count") != 1:
+            yield Finding(
+                "repeat-before-cache",
+                "slow",
+                pipeline.where(cache),
+                f"It keeps every example as often as `{repeat.label}` gives it.",
+                "Put `repeat` behind the cache.",
+            )
+
+
+def _unknown_length(pipeline: _Pipeline) -> Iterator[Finding]:
+    if pipeline.end.cardinality is not None:
+        return
+    hiding = next((stage for stage in pipeline.line if stage.cardinality is None), pipeline.end)
+    yield Finding(
+        "unknown-length",
+        "note",
+        pipeline.where(hiding),
+        "TensorFlow does not know how many elements it gives, so `fit` shows no progress in the "
+        "first epoch, and a schedule cannot know its steps.",
+        "If you need them: `steps = kdpkit.pipelines.count_batches(dataset)`, once, and "
+        "`dataset.apply(tf.data.experimental.assert_cardinality(steps))`.",
+    )
+
+
+def _short_batch(pipeline: _Pipeline, replicas: int) -> Iterator[Finding]:
+    """Look for a smaller last batch that counts for more than it has."""
+    batch = next((one for one in reversed(pipeline.line) if one.kind in _CUTS), None)
+    if batch is None or batch.kind not in ("batch", "padded_batch") or not batch.inputs:
+        return
+    size, examples = batch.setting("batch_size"), batch.inputs[0].cardinality
+    if not size or batch.setting("drop_remainder") is not False or examples in (-1, None):
+        return
+    rows = (examples or 0) % size
+    if rows == 0 or (replicas == 1 and rows > _SHORT_PART * size):
+        return
+    shared = f", and {replicas} replicas share them unevenly" if rows % replicas else ""
+    yield Finding(
+        "short-batch",
+        "note",
+        pipeline.where(batch),
+        f"The last batch has {rows} of {size} examples{shared}; it weighs as much in the training "
+        "as a whole one, and XLA compiles for its shape too.",
+        "Use `drop_remainder=True` for training, or `kdpkit.pipelines.pad_to_global_batch`.",
+    )
+
+
+def _python(pipeline: _Pipeline) -> Iterator[Finding]:
+    for stage, after in pipeline.stages:
+        if stage.kind != "from_generator" and not any(f.calls_python for f in stage.functions):
+            continue
+        once = _is_kept(after)
+        yield Finding(
+            "python",
+            "note" if once else "slow",
+            pipeline.where(stage),
+            "It calls Python, one call at a time, which also stands in the way of the training "
+            "step's own Python" + ("; the cache behind it makes it do so once." if once else "."),
+            "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), or "
+            "cache its result.",
+        )
+
+
+def _serial(pipeline: _Pipeline) -> Iterator[Finding]:
+    """Look for work that waits for the work before it."""
+    for stage, after in pipeline.stages:
+        if stage.is_parallel or stage.kind not in ("map", "interleave") or not stage.functions:
+            continue
+        function, once = stage.functions[0], _is_kept(after)
+        if stage.kind == "interleave":
+            if function.reads_files:
+                yield _serial_interleave(pipeline.where(stage), once=once)
+        elif not function.is_cheap:
+            mended = pipeline.mends_maps and not function.is_stateful
+            yield _serial_map(pipeline.where(stage), once=once, mended=mended)
+
+
+def _serial_map(where: str, *, once: bool, mended: bool) -> Finding:
+    because = "; TensorFlow makes it parallel by itself, while its autotune is on" if mended else ""
+    because = "; the cache behind it makes it do so once" if once else because
+    return Finding(
+        "serial-map",
+        "note" if once or mended else "slow",
+        where,
+        f"It makes one element after the other, on one core{because}.",
+        "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`.",
+    )
+
+
+def _serial_interleave(where: str, *, once: bool) -> Finding:
+    return Finding(
+        "serial-interleave",
+        "note" if once else "slow",
+        where,
+        "It reads one file at a time, in the thread that waits for the data"
+        + ("; the cache behind it makes it do so once." if once else "."),
+        "Write `.interleave(..., num_parallel_calls=tf.data.AUTOTUNE)`, or use "
+        "`kdpkit.pipelines.interleave_files`.",
+    )
+
+
+def _no_prefetch(pipeline: _Pipeline) -> Iterator[Finding]:
+    """Look for work that begins when the training asks for its result."""
+    last_work = None
+    for stage in reversed(pipeline.line):
+        if stage.is_parallel or stage.kind in ("prefetch", "distribute", "train_pipeline"):
+            break
+        if not _is_light(stage):
+            last_work = last_work or stage
+    else:
+        if not any(map(_has_work, pipeline.line)):
+            return
+    if last_work is None:
+        return
+    early = next((one for one in reversed(pipeline.line) if one.kind == "prefetch"), None)
+    place = f"`{early.label}` comes before" if early else "There is no `prefetch` behind"
+    mended = "; TensorFlow adds one by itself, while its autotune is on"
+    yield Finding(
+        "no-prefetch",
+        "note" if pipeline.mends_prefetch else "slow",
+        pipeline.where(last_work),
+        f"{place} this stage, so its work begins when the training step before has ended"
+        f"{mended if pipeline.mends_prefetch else ''}.",
+        "End the pipeline with `.prefetch(tf.data.AUTOTUNE)`.",
+    )
+
+
+def _is_light(stage: Stage) -> bool:
+    """Tell whether a stage hands elements on, or moves a few numbers."""
+    if stage.functions:
+        return stage.kind in ("map", "filter") and all(one.is_cheap for one in stage.functions)
+    return stage.kind not in (*_CUTS, "shuffle")
+
+
+def _has_work(stage: Stage) -> bool:
+    """Tell whether a stage computes or reads, and does not only cut and mix what is in memory."""
+    return any(not one.is_cheap for one in stage.functions) or stage.kind.endswith("Dataset")
+
+
+def _shards(pipeline: _Pipeline, workers: int) -> Iterator[Finding]:
+    """Look for sources that workers cannot divide as they are told to."""
+    policy = pipeline.end.dataset.options().experimental_distribute.auto_shard_policy
+    policies = tf.data.experimental.AutoShardPolicy
+    by_file = policy == policies.FILE
+    if policy not in (policies.FILE, policies.AUTO) or (workers == 1 and not by_file):
+        return
+    remedy = (
+        "Let each worker keep its share of the examples: "
+        "`.apply(kdpkit.pipelines.auto_shard('data'))`; or write as many files as there are "
+        "workers, or more."
+    )
+    reading = [
+        (stage, files) for stage, _ in pipeline.stages if (files := _structure.files_of(stage))
+    ]
+    for stage, files in reading:
+        if files < max(workers, 2):
+            yield Finding(
+                "file-shards",
+                "refused",
+                pipeline.where(stage),
+                f"It reads {files} file{'s' * (files > 1)}, which {max(workers, 2)} workers cannot "
+                "divide: a worker without a file has no data.",
+                remedy,
+            )
+    for stage, _ in pipeline.stages:
+        if stage.inputs or reading or stage.kind.endswith("Dataset"):
+            continue
+        if by_file:
+            yield Finding(
+                "file-shards",
+                "refused",
+                pipeline.where(stage),
+                "It reads no files, and the workers are told to divide files.",
+                remedy,
+            )
+        elif stage.kind == "from_generator":
+            yield Finding(
+                "python-shards",
+                "slow",
+                pipeline.where(stage),
+                f"Each of {workers} workers runs the whole generator and keeps its share.",
+                "Write TFRecord files, one or more for each worker.",
+            )

@@ -1,0 +1,268 @@
+"""Each rule finds the fault that was planted for it; correct pipelines are in test_lint_guides."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdpkit import callbacks, pipelines
+from kdpkit.pipelines import lint
+
+Dataset = tf.data.Dataset
+AUTOTUNE = tf.data.AUTOTUNE
+
+
+def untuned(dataset):
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def numbers(count=200):
+    return Dataset.range(count)
+
+
+def decode(number):
+    """Do something that takes its time."""
+    return tf.image.resize(tf.fill([8, 8, 3], tf.cast(number, tf.float32)), [4, 4])
+
+
+def noisy(number):
+    return tf.cast(number, tf.float32) + tf.random.uniform([])
+
+
+def by_python(number):
+    return tf.ensure_shape(tf.numpy_function(lambda n: n, [number], tf.int64), [])
+
+
+def generator():
+    spec = tf.TensorSpec([], tf.int64)
+    return Dataset.from_generator(lambda: iter(range(200)), output_signature=spec)
+
+
+def found(dataset, **settings):
+    return {(finding.rule, finding.level) for finding in lint(dataset, **settings)}
+
+
+def faults(dataset, **settings):
+    return {rule for rule, level in found(dataset, **settings) if level != "note"}
+
+
+@pytest.fixture
+def lines(tmp_path):
+    """Give the path of a file of lines."""
+    path = tmp_path / "lines.txt"
+    path.write_text("one\ntwo\nthree\n")
+    return str(path)
+
+
+generate = tf.random.Generator.from_seed(1)
+FAULTS = {
+    "shuffle-before-cache": [
+        lambda: numbers().shuffle(200).cache().batch(20),
+        lambda: numbers().shuffle(200).batch(20).cache(),
+        lambda: numbers().batch(10).unbatch().shuffle(200).map(decode, AUTOTUNE).cache(),
+        lambda: Dataset.zip((numbers().shuffle(200), numbers())).cache().batch(20),
+        lambda: numbers(2).flat_map(lambda _: numbers().shuffle(9)).cache().batch(20),
+        lambda: numbers().shuffle(200).cache().with_options(tf.data.Options()),
+    ],
+    "random-before-cache": [
+        lambda: numbers().map(noisy, AUTOTUNE).cache().shuffle(200).batch(20),
+        lambda: numbers().map(lambda _: generate.uniform([]), AUTOTUNE).cache(),
+        lambda: numbers().map(decode).batch(20).map(keras.layers.RandomFlip(), AUTOTUNE).cache(),
+        lambda: numbers(2).interleave(lambda _: numbers().map(noisy)).cache(),
+        lambda: numbers().map(lambda n: tf.cond(n > 3, lambda: noisy(n), lambda: 0.0)).cache(),
+        lambda: numbers().map(tf.function(noisy)).cache().shuffle(200),
+    ],
+    "batch-before-shuffle": [
+        lambda: numbers().batch(20).shuffle(10).prefetch(2),
+        lambda: numbers().cache().batch(20).map(tf.sort, AUTOTUNE).shuffle(10).prefetch(2),
+        lambda: numbers().padded_batch(20).shuffle(10).repeat(),
+    ],
+    "small-shuffle": [
+        lambda: numbers().shuffle(16).batch(64),
+        lambda: numbers().filter(lambda n: n > 3).shuffle(16).map(noisy, AUTOTUNE).batch(64),
+    ],
+    "repeat-before-cache": [
+        lambda: numbers().repeat().cache().batch(20),
+        lambda: numbers().repeat(3).cache().batch(20),
+    ],
+    "python": [
+        lambda: numbers().map(by_python, AUTOTUNE).batch(20).prefetch(2),
+        lambda: numbers(2).flat_map(lambda _: numbers().map(by_python)).prefetch(2),
+        lambda: generator().batch(20).prefetch(2),
+        lambda: numbers().filter(lambda n: tf.py_function(bool, [n], tf.bool)).prefetch(2),
+    ],
+    "serial-map": [
+        lambda: untuned(numbers().map(decode).batch(20).prefetch(2)),
+        lambda: numbers().map(lambda n: decode(n) * tf.random.uniform([])).prefetch(2),
+        lambda: numbers().map(by_python).prefetch(2),
+    ],
+    "no-prefetch": [
+        lambda: untuned(numbers().map(decode, AUTOTUNE).batch(20)),
+        lambda: untuned(numbers().prefetch(2).map(decode).batch(20)),
+        lambda: untuned(numbers().map(decode, AUTOTUNE).prefetch(2).batch(20).take(3)),
+    ],
+    "file-shards": [
+        lambda: numbers().batch(20).apply(pipelines.auto_shard("file")),
+        lambda: generator().batch(20).apply(pipelines.auto_shard("file")).prefetch(2),
+    ],
+}
+PLANTED = [(rule, make) for rule, makes in FAULTS.items() for make in makes]
+
+
+@pytest.mark.parametrize(("rule", "make"), PLANTED, ids=[rule for rule, _ in PLANTED])
+def test_a_planted_fault_is_found(rule, make):
+    assert rule in faults(make())
+
+
+def test_serial_reading_of_files_is_found(lines):
+    names = Dataset.from_tensor_slices([lines, lines])
+    read = names.interleave(tf.data.TextLineDataset, cycle_length=2)
+    assert faults(read.batch(2).prefetch(1)) == {"serial-interleave"}
+    assert faults(read.cache().prefetch(1)) == set()  # once
+    parallel = names.interleave(tf.data.TextLineDataset, num_parallel_calls=AUTOTUNE)
+    assert faults(parallel.batch(2).prefetch(1)) == set()
+
+
+@pytest.mark.parametrize("reader", [tf.data.TextLineDataset, tf.data.TFRecordDataset])
+def test_one_file_for_several_workers_is_found(reader, lines):
+    one = reader(lines).batch(2).prefetch(1)
+    assert "file-shards" not in faults(one)
+    assert "file-shards" in faults(one, workers=2)
+    assert "file-shards" in faults(one.apply(pipelines.auto_shard("file")))
+    assert faults(one.apply(pipelines.auto_shard("data")), workers=2) == set()
+    two = reader([lines, lines]).batch(2).prefetch(1)
+    assert faults(two, workers=2) == set()
+    assert "file-shards" in faults(two, workers=3)
+    opened = Dataset.from_tensor_slices([lines]).flat_map(reader).batch(2).prefetch(1)
+    assert "file-shards" in faults(opened, workers=2)
+
+
+def test_a_generator_that_every_worker_runs_is_found():
+    assert "python-shards" in faults(generator().batch(2), workers=2)
+    assert "python-shards" not in faults(generator().batch(2))
+
+
+def test_what_runs_once_or_is_mended_by_tensorflow_is_a_note():
+    assert ("python", "note") in found(numbers().map(by_python, AUTOTUNE).cache().batch(20))
+    assert ("python", "note") in found(generator().cache().shuffle(200).batch(20))
+    assert ("serial-map", "note") in found(numbers().map(decode).batch(20).prefetch(2))
+    assert ("no-prefetch", "note") in found(numbers().map(decode, AUTOTUNE).cache().batch(20))
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    late = numbers().map(decode, AUTOTUNE).cache().batch(20).with_options(options)
+    assert ("no-prefetch", "slow") in found(late)
+
+
+def test_what_tensorflow_mends_is_what_it_does_mend():
+    """The rules say so; here its own optimizer is asked which transformation follows."""
+    from tensorflow.python.data.experimental.ops import testing
+
+    def runs_as(names, stages, *, tuned=True):
+        dataset = stages(numbers().apply(testing.assert_next(names)))
+        next(iter(dataset if tuned else untuned(dataset)))
+
+    runs_as(["ParallelMapV2"], lambda ds: ds.map(decode))
+    runs_as(["Map"], lambda ds: ds.map(decode), tuned=False)
+    runs_as(["Map", "Prefetch"], lambda ds: ds.map(noisy))
+    runs_as(["Shuffle", "Prefetch"], lambda ds: ds.shuffle(3))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="at offset 1"):
+        runs_as(["Map", "Prefetch"], lambda ds: ds.map(noisy), tuned=False)
+
+
+def test_notes_on_epochs_lengths_and_rests():
+    endless = numbers().shuffle(200).repeat().batch(20).prefetch(1)
+    assert found(endless) == {("repeat", "note"), ("repeat-before-batch", "note")}
+    assert found(numbers().shuffle(200).batch(20).repeat().prefetch(1)) == {("repeat", "note")}
+    thrice = numbers().shuffle(200).batch(20).repeat(3).prefetch(1)
+    (finding,) = lint(thrice)
+    assert (finding.rule, finding.where) == ("repeat", "repeat(3), stage 4 of 5")
+    assert "`fit(epochs=N)` 3 * N times" in finding.problem
+    (finding,) = lint(numbers().filter(lambda n: n > 3).batch(20).prefetch(1))
+    assert (finding.rule, finding.level) == ("unknown-length", "note")
+    assert "filter" in finding.where
+    (finding,) = lint(numbers(201).batch(20).prefetch(1))
+    assert (finding.rule, finding.level) == ("short-batch", "note")
+    assert "1 of 20 examples" in finding.problem
+    ten = numbers(210).batch(20).prefetch(1)
+    assert found(ten) == set()
+    assert found(ten, replicas=4) == {("short-batch", "note")}
+    assert found(numbers(201).batch(20, drop_remainder=True).prefetch(1), replicas=4) == set()
+
+
+def test_a_small_buffer_is_found_relative_to_the_data():
+    assert found(numbers(60_000).shuffle(100).batch(20)) == {("small-shuffle", "note")}
+    assert found(numbers(60_000).shuffle(1024).batch(64, drop_remainder=True)) == set()
+    assert found(numbers(16).shuffle(16).batch(64, drop_remainder=True)) == set()
+
+
+def test_batches_that_a_cache_keeps_are_a_note():
+    kept = numbers().shuffle(200).batch(20).cache().shuffle(10).prefetch(1)
+    assert found(kept) == {("batch-before-shuffle", "note")}
+    assert found(numbers().shuffle(200).batch(20).shuffle(10).prefetch(1)) == set()
+
+
+def test_validation_data_need_no_new_order_or_length():
+    fixed = numbers().shuffle(200).batch(30).cache().prefetch(1)
+    assert faults(fixed) == {"shuffle-before-cache"}
+    assert found(fixed, training=False) == set()
+    assert found(numbers().filter(lambda n: n > 3).prefetch(1), training=False) == set()
+    assert faults(numbers().map(by_python, AUTOTUNE), training=False) == {"python"}
+    assert faults(numbers().repeat().cache(), training=False) == {"repeat-before-cache"}
+
+
+@pytest.mark.parametrize("remainder", ["drop", "pad", "keep"])
+@pytest.mark.parametrize("cache", ["memory", "disk", None])
+def test_our_own_pipelines_are_clean(cache, remainder, tmp_path):
+    x, y = np.zeros((64, 8), "float32"), np.zeros(64, "int32")
+    config = pipelines.PipelineConfig(
+        cache=tmp_path / "cache" if cache == "disk" else cache, remainder=remainder
+    )
+    examples = Dataset.from_tensor_slices((x, y))
+    settings = {
+        "global_batch_size": 16,
+        "replicas": 2,
+        "keep": lambda _, y: y < 1,
+        "prepare": lambda x, y: (tf.image.adjust_contrast(x[None, :, None], 2.0), y),
+    }
+    train = pipelines.train_pipeline(examples, config, augment=lambda batch, _: batch, **settings)
+    assert found(train, replicas=2) == set()
+    held_out = pipelines.eval_pipeline(examples, config, remainder=remainder, **settings)
+    assert found(held_out, training=False, replicas=2) == set()
+
+
+def test_what_a_train_pipeline_is_given_is_looked_at(tmp_path):
+    sizes = {"global_batch_size": 20, "replicas": 2}
+    slow = pipelines.train_pipeline(generator(), **sizes)
+    assert found(slow) == {("python", "note")}
+    uncached = pipelines.PipelineConfig(cache=None)
+    prepared = pipelines.train_pipeline(numbers(), uncached, prepare=by_python, **sizes)
+    assert faults(prepared) == {"python"}
+    tracked = callbacks.Resume(tmp_path / "states").track(prepared)
+    assert faults(tracked) == {"python"}
+    drawn = pipelines.train_pipeline(numbers(), prepare=noisy, **sizes)
+    assert faults(drawn) == {"random-before-cache"}
+    assert faults(drawn.map(tf.sort, AUTOTUNE).prefetch(1)) == {"random-before-cache"}
+
+
+def test_looking_costs_no_element():
+    taken = []
+    spec = tf.TensorSpec([], tf.int64)
+    source = Dataset.from_generator(lambda: map(taken.append, range(3)), output_signature=spec)
+    lint(source.shuffle(2).cache().batch(2))
+    assert taken == []
+
+
+def test_a_finding_names_the_stage_as_it_was_written():
+    (finding,) = lint(untuned(numbers().map(decode).batch(20).prefetch(AUTOTUNE)))
+    assert finding.where == "map(decode), stage 2 of 4"
+
+
+def test_bad_input_is_refused():
+    with pytest.raises(ValueError, match="`dataset` must be a tf.data.Dataset"):
+        lint(np.zeros(3))
+    with pytest.raises(ValueError, match="`replicas` must be a positive integer"):
+        lint(numbers(), replicas=0)
+    with pytest.raises(ValueError, match="`workers` must be a positive integer"):
+        lint(numbers(), workers=0)

@@ -1,0 +1,197 @@
+"""The stage that sleeps is the slowest, and measuring leaves no trace."""
+
+import json
+import time
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdpkit import pipelines
+from kdpkit.pipelines import measure
+
+Dataset = tf.data.Dataset
+AUTOTUNE = tf.data.AUTOTUNE
+SLEEP = 0.02  # seconds for an example
+MICROSECONDS = 1e6 * SLEEP
+
+
+def slow(number):
+    def sleep(value):
+        time.sleep(SLEEP)
+        return value
+
+    return tf.ensure_shape(tf.numpy_function(sleep, [number], tf.int64), number.shape)
+
+
+def cheap(number):
+    return number + 1
+
+
+def untuned(dataset):
+    """Spare the test the minute that TensorFlow's tuning may wait."""
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
+
+
+def cost_of(report, kind):
+    (cost,) = (cost for cost in report.stages if cost.stage.startswith(kind))
+    return cost
+
+
+PIPELINES = {
+    "before a batch": lambda: Dataset.range(400).map(slow).shuffle(10).batch(8).prefetch(2),
+    "between cheap ones": lambda: Dataset.range(400).map(cheap).map(slow).map(cheap).batch(4),
+    "endless": lambda: Dataset.range(400).map(slow).repeat().batch(4, drop_remainder=True),
+    "behind joined datasets": lambda: (
+        Dataset.zip((Dataset.range(400), Dataset.range(400))).map(lambda a, b: slow(a + b)).batch(4)
+    ),
+    "behind opened files": lambda: (
+        Dataset.range(4).interleave(lambda _: Dataset.range(100)).map(slow).batch(4)
+    ),
+    "without batches": lambda: Dataset.range(400).map(slow).prefetch(1),
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_the_stage_that_sleeps_is_named_and_costs_its_sleep(name):
+    report = measure(untuned(PIPELINES[name]()), seconds=2.0)
+    assert report.slowest == ("map(lambda)" if "joined" in name else "map(slow)")
+    assert cost_of(report, report.slowest).microseconds_per_example >= 0.9 * MICROSECONDS
+    assert report.examples_per_second <= 1 / SLEEP
+
+
+def test_work_on_whole_batches_is_shared_by_their_examples():
+    batches = Dataset.range(800).batch(8).map(slow).prefetch(1)
+    report = measure(untuned(batches), seconds=2.0)
+    assert report.slowest == "map(slow)"
+    assert cost_of(report, "map").microseconds_per_example >= MICROSECONDS / 8
+    assert report.batches_per_second <= 1 / SLEEP
+    assert report.examples_per_second == pytest.approx(8 * report.batches_per_second)
+
+
+def test_a_cache_is_paid_for_once():
+    kept = Dataset.range(20).map(slow).cache().batch(4).prefetch(1)
+    report = measure(untuned(kept), seconds=8.0)
+    sleeping, cache = cost_of(report, "map"), cost_of(report, "cache")
+    assert sleeping.microseconds_per_example >= MICROSECONDS
+    assert sleeping.later_microseconds_per_example == 0
+    assert cache.later_microseconds_per_example < MICROSECONDS
+    assert report.slowest == "map(slow)"
+
+
+def test_a_cache_that_is_not_filled_in_time_has_no_later_cost(tmp_path):
+    kept = Dataset.range(4000).map(slow).cache(str(tmp_path / "cache")).batch(4)
+    report = measure(untuned(kept), seconds=1.0)
+    assert {cost.later_microseconds_per_example for cost in report.stages} == {None}
+    assert measure(untuned(kept), seconds=0.5).examples > 0  # no lock is left behind
+
+
+def test_what_waits_for_a_large_buffer_is_left_out():
+    report = measure(untuned(Dataset.range(400).map(slow).shuffle(60).batch(4)), seconds=0.6)
+    assert [cost.microseconds_per_example is None for cost in report.stages] == [
+        *(False, False),
+        *(True, True),
+    ]
+    assert report.first_batch_seconds >= 60 * SLEEP
+
+
+def test_a_train_pipeline_is_one_stage_and_its_epoch_does_not_move():
+    def build():
+        return pipelines.train_pipeline(Dataset.range(64), global_batch_size=8)
+
+    def epochs(train, count):
+        return [[int(n) for batch in train for n in batch] for _ in range(count)]
+
+    undisturbed = epochs(build(), 3)
+    train = build()
+    assert epochs(train, 1) == undisturbed[:1]
+    for _ in train.take(3):
+        pass
+    place, given = train.movable.counter.place(), train.movable.counter.has_given()
+    report = measure(train, seconds=0.5)
+    assert (train.movable.counter.place(), train.movable.counter.has_given()) == (place, given)
+    assert [cost.stage for cost in report.stages][-1] == "train_pipeline"
+    assert epochs(train, 2) == undisturbed[1:]
+
+
+def test_an_iterator_that_is_running_goes_on_counting():
+    train = pipelines.train_pipeline(Dataset.range(64), global_batch_size=8)
+    running = iter(train)
+    next(running)
+    measure(train, seconds=0.2)
+    for _ in running:
+        pass
+    assert train.movable.counter.place() == (1, 0)
+
+
+def test_stages_behind_a_train_pipeline_leave_its_epoch_too():
+    train = pipelines.train_pipeline(Dataset.range(64), global_batch_size=8)
+    report = measure(train.map(cheap).prefetch(1), seconds=0.5)
+    assert report.examples % 8 == 0
+    assert train.movable.counter.place() == (0, 0)
+
+
+def test_options_stay_as_they_are():
+    dataset = Dataset.range(100).batch(10)
+    before = dataset.options()
+    measure(dataset, seconds=0.1)
+    assert dataset.options() == before
+
+
+def test_counts_are_of_what_was_taken():
+    report = measure(untuned(Dataset.range(22).batch(5)), seconds=5.0)
+    assert (report.batches, report.examples) == (5, 22)
+    one = measure(untuned(Dataset.range(3).batch(5)), seconds=0.2)
+    assert (one.batches, one.examples) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("make", "rows"),
+    [
+        (lambda: Dataset.range(9).batch(1), 9),
+        (lambda: Dataset.zip((Dataset.range(9).batch(3), Dataset.range(9).batch(3))), 9),
+        (lambda: Dataset.range(9).batch(3).unbatch(), 9),
+        (lambda: Dataset.range(9).batch(3).rebatch(2), 9),
+        (lambda: Dataset.range(9).map(lambda n: tf.fill([7], n)), 9),
+    ],
+)
+def test_rows_are_counted_where_there_are_batches(make, rows):
+    assert measure(untuned(make()), seconds=0.2).examples == rows
+
+
+def test_the_report_is_a_table_of_80_columns_and_plain_values():
+    def a_function_whose_name_is_longer_than_a_column_of_the_table(number):
+        return slow(number)
+
+    mapped = Dataset.range(400).map(a_function_whose_name_is_longer_than_a_column_of_the_table)
+    report = measure(untuned(mapped.cache().shuffle(9).batch(4).prefetch(AUTOTUNE)), seconds=2.0)
+    lines = str(report).splitlines()
+    assert max(map(len, lines)) <= 80
+    assert lines[0].endswith(f"the first after {report.first_batch_seconds:.2f} s")
+    assert [line.split()[0] for line in lines[3:]] == [
+        "range",
+        "map(a_function_whose_name_is_lo...",
+        "cache",
+        "shuffle(9)",
+        "batch(4)",
+        "prefetch(AUTOTUNE)",
+    ]
+    assert "slowest" in lines[4]
+    read = json.loads(json.dumps(report.to_dict()))
+    assert read["slowest"] == report.slowest
+    assert read["stages"][1]["microseconds_per_example"] >= MICROSECONDS
+
+
+@pytest.mark.parametrize("seconds", [0, -1.0, float("nan"), "5", True])
+def test_bad_seconds_are_refused(seconds):
+    with pytest.raises(ValueError, match="`seconds` must be"):
+        measure(Dataset.range(3), seconds=seconds)
+
+
+def test_what_cannot_be_measured_is_refused():
+    with pytest.raises(ValueError, match="`dataset` must be a tf.data.Dataset"):
+        measure(np.zeros(3))
+    with pytest.raises(ValueError, match="`dataset` gives nothing to measure"):
+        measure(Dataset.range(0).batch(3))
