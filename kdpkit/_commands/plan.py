@@ -1,0 +1,93 @@
+"""`kdpkit plan`: the numbers of a run on several replicas, before it starts."""
+
+import argparse
+import json
+import sys
+from typing import Any
+
+HELP = "work out batches, steps and learning rates of a run on several replicas"
+
+_EXAMPLE = """\
+One column for each number of replicas, then what is wrong with the plan and how to mend it:
+
+    kdpkit plan --examples 60000 --per-replica-batch-size 32 --base-learning-rate 0.1 \\
+        --replicas 1 2 4 8 --epochs 5 --optimizer sgd --warmup-epochs 1 --shape cosine \\
+        --plot rate.png
+
+Exit code 0: nothing found, or notes alone; 1: findings; 2: no such plan is possible."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Name the run: its data, its batches, its learning rate."""
+    parser.usage = (
+        "kdpkit plan --examples N --per-replica-batch-size N --base-learning-rate RATE\n"
+        "                   [--replicas R ...] [flags]"
+    )
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLE
+    add = parser.add_argument
+    add("--examples", type=int, required=True, metavar="N", help="training examples in all")
+    add(
+        "--per-replica-batch-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="examples that one replica takes from each batch",
+    )
+    add(
+        "--base-learning-rate",
+        type=float,
+        required=True,
+        metavar="RATE",
+        help="the rate that suits one replica",
+    )
+    add("--replicas", type=int, nargs="+", default=[1], metavar="R", help="one number or several")
+    add("--rule", default="linear", help="linear, sqrt or none (default: %(default)s)")
+    add("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    add("--accumulation", type=int, default=1, metavar="K", help="batches that make one update")
+    _add_rate(parser)
+    _add_data(parser)
+    add("--plot", metavar="FILE", help="draw the learning rates into this picture")
+
+
+def _add_rate(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("learning rate").add_argument
+    add("--shape", default="constant", help="constant, cosine, linear, polynomial, stable-decay")
+    add("--warmup-steps", type=int, metavar="N", help="steps of linear warmup")
+    add("--warmup-epochs", type=float, metavar="N", help="the same in epochs, also parts of one")
+    add("--decay-steps", type=int, metavar="N", help="of stable-decay (default: a fifth)")
+    add("--end-learning-rate", type=float, default=0.0, metavar="RATE", help="after a decay")
+    add("--power", type=float, default=1.0, help="of a polynomial decay")
+    add("--optimizer", help="sgd, or adam for it and what is made after it")
+    add("--beta-1", type=float, default=0.9, help="Adam's on one replica (default: %(default)s)")
+    add("--beta-2", type=float, default=0.999, help="Adam's on one replica (default: %(default)s)")
+    add("--epsilon", type=float, default=1e-7, help="Adam's on one replica (default: %(default)s)")
+
+
+def _add_data(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("data").add_argument
+    add("--remainder", default="drop", help="the last batch: drop, pad, keep (default: drop)")
+    add("--shuffle-buffer", type=int, default=10_000, metavar="N", help="(default: %(default)s)")
+    add("--bytes-per-example", type=int, metavar="N", help="in the shuffle buffer")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plans; give 0 if they are clean, else 1."""
+    from kdpkit.diagnostics import _plan, _plan_text
+
+    settings = {
+        name: value
+        for name, value in vars(args).items()
+        if name not in ("command", "json", "plot", "replicas", "rest", "run")
+    }
+    counts = sorted({*args.replicas})
+    plans = [_plan.plan(**settings, replicas=replicas) for replicas in counts]
+    if args.plot is not None:
+        _plan.plot(plans, args.plot)
+    said = _as_json(plans) if args.json else _plan_text.of(plans)
+    sys.stdout.write(said + "\n")
+    return 0 if all(plan.clean for plan in plans) else 1
+
+
+def _as_json(plans: list[Any]) -> str:
+    return json.dumps({"plans": [plan.to_dict() for plan in plans]}, indent=2)

@@ -1,0 +1,117 @@
+"""`kdpkit plan`: one plan or several, as a table, JSON or a picture."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from kdpkit import cli
+
+RUN = ["--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1"]
+
+
+def plan(*words):
+    return cli.main(["plan", *RUN, *words])
+
+
+def test_several_replicas_are_columns_of_one_table(capsys):
+    assert plan("--replicas", "8", "1", "2", "--optimizer", "sgd", "--epochs", "5") == 0
+    said = capsys.readouterr()
+    rows = {line[:24].strip(): line[24:].split() for line in said.out.splitlines()}
+    assert rows["replicas"] == ["1", "2", "8"]
+    assert rows["global batch"] == ["32", "64", "256"]
+    assert rows["steps per epoch"] == ["1,875", "937", "234"]
+    assert rows["left out per epoch"] == ["0", "32", "96"]
+    assert rows["updates in all"] == ["9,375", "4,685", "1,170"]
+    assert rows["scaled rate"] == ["0.1", "0.2", "0.8"]
+    assert rows["last: step"] == ["9,374", "4,684", "1,169"]
+    assert max(map(len, said.out.splitlines())) <= 80
+    assert "\x1b" not in said.out
+
+
+def test_many_replicas_are_tables_below_each_other(capsys):
+    counts = ["1", "2", "4", "8", "16", "32"]
+    plan("--replicas", *counts, "--rule", "none", "--bytes-per-example", "3136")
+    said = capsys.readouterr().out
+    heads = [line.split()[1:] for line in said.splitlines() if line.startswith("replicas")]
+    assert heads == [counts[:4], counts[4:]]
+    assert said.count("31.4 MB") == 6
+
+
+def test_a_finding_of_several_plans_is_said_once_with_exit_code_1(capsys):
+    assert plan("--replicas", "1", "2", "4", "--optimizer", "adam") == 1
+    said = capsys.readouterr().out
+    assert said.count("Remedy:") == 1
+    assert "slow     linear-adam: rule (R = 4, also 2)" in said
+
+
+def test_json_has_every_plan(capsys):
+    words = ("--replicas", "4", "--rule", "sqrt", "--optimizer", "adam", "--json")
+    assert plan(*words, "--accumulation", "2", "--remainder", "pad") == 0
+    (made,) = json.loads(capsys.readouterr().out)["plans"]
+    assert (made["replicas"], made["global_batch_size"], made["effective_batch_size"]) == (
+        4,
+        128,
+        256,
+    )
+    assert (made["steps_per_epoch"], made["padded"], made["updates"]) == (469, 32, 234)
+    assert made["adam"]["beta_1"] == pytest.approx(0.2)
+    assert made["last_batch"] == [32] * 4
+    assert [each["event"] for each in made["milestones"]] == ["first", "middle", "last"]
+    assert made["findings"] == []
+
+
+def test_the_picture_has_a_line_for_each_number_of_replicas(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "rate.svg"
+    words = ("--replicas", "1", "2", "2000", "--shape", "cosine", "--warmup-epochs", "0.5")
+    assert plan(*words, "--optimizer", "sgd", "--plot", str(path)) == 1
+    assert "large-batch: batch size (R = 2000)" in capsys.readouterr().out
+    drawn = path.read_text()
+    assert "R = 2 " in drawn
+    assert "R = 2000" not in drawn  # a run without a step has no rates
+    assert "epoch" in drawn  # over which the two can be compared
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--replicas", "0"], "`replicas` must be a positive integer"),
+        (["--rule", "log"], "`rule` must be one of 'linear', 'sqrt', 'none'"),
+        (["--epochs", "many"], "invalid int value: 'many'. What there is, `kdpkit plan --help`"),
+        (["--warmup-steps", "5", "--warmup-epochs", "1"], "in steps or in epochs"),
+        (["--plot", "missing/rate.png"], "directory does not exist: missing/rate.png"),
+        (["--examples", "5", "--plot", "rate.png"], "too few steps for its schedule"),
+    ],
+)
+def test_a_mistake_is_one_sentence_and_exit_code_2(flags, sentence, capsys):
+    assert plan(*flags) == 2
+    said = capsys.readouterr()
+    assert sentence in said.err
+    assert said.out == ""
+    assert said.err.count("\n") == 1
+
+
+def test_what_is_needed_is_named(capsys):
+    assert cli.main(["plan"]) == 2
+    said = capsys.readouterr().err
+    assert "--examples, --per-replica-batch-size, --base-learning-rate" in said
+
+
+def test_the_help_shows_an_example(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--help"])
+    assert "kdpkit plan --examples 60000 --per-replica-batch-size 32" in capsys.readouterr().out
+
+
+def test_it_runs_as_a_program_whose_stdout_is_the_report():
+    finished = subprocess.run(
+        [sys.executable, "-m", "kdpkit", "plan", *RUN, "--json"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert json.loads(finished.stdout)["plans"][0]["steps_per_epoch"] == 1875
