@@ -14,6 +14,8 @@ from kdpkit import diagnostics, scaling, schedules
 from kdpkit.diagnostics import _plan
 from tests import oracles
 
+# Both backends round a rate by its place in the vector.
+ULPS = 5e-7
 RUN = {"examples": 60_000, "per_replica_batch_size": 32, "base_learning_rate": 0.1}
 
 
@@ -147,7 +149,8 @@ def test_milestones_are_rates_of_the_schedule(made):
     assert (steps[0], steps[-1]) == (0, made.total_steps - 1)
     for milestone in made.milestones:
         rate = np.float32(milestone.learning_rate)
-        assert rate == np.float32(schedules.preview(schedule, [milestone.step])[0])
+        alone = schedules.preview(schedule, [milestone.step])[0]
+        np.testing.assert_allclose(rate, alone, rtol=ULPS, atol=1e-7 * peak)
         expected = oracles.learning_rate(schedule, milestone.step)
         np.testing.assert_allclose(rate, expected, rtol=1e-4, atol=1e-6 * peak)
         assert milestone.event != "end of warmup" or rate == pytest.approx(peak)
