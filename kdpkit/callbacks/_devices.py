@@ -18,8 +18,7 @@ from kdpkit.callbacks._sampling import Sampler, Source, Summary
 _BUSY = 50  # percent of the time; below, a GPU is idle for most of it
 _ENOUGH = 10  # readings in an epoch, to judge by
 _REMEDY = (
-    "`kdpkit doctor --measure`, or `kdpkit.pipelines.measure`, tells what the input pipeline gives "
-    "and where its time goes."
+    "`kdpkit.pipelines.measure(train)` tells what the input pipeline gives and where its time goes."
 )
 
 

@@ -111,7 +111,7 @@ def test_a_gpu_waits_if_it_is_busy_for_less_than_half_as_long_as_another(utiliza
     sentence = starving(utilizations)
     if said:
         assert re.match(said, sentence)
-        assert "`kdpkit doctor --measure`" in sentence
+        assert "`kdpkit.pipelines.measure(train)`" in sentence
     else:
         assert sentence == ""
 

@@ -10,6 +10,7 @@ import tensorflow as tf
 from kdpkit import pipelines
 from kdpkit.pipelines import measure
 
+pytestmark = pytest.mark.slow
 Dataset = tf.data.Dataset
 AUTOTUNE = tf.data.AUTOTUNE
 SLEEP = 0.02  # seconds for an example
