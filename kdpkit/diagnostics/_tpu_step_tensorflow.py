@@ -73,7 +73,7 @@ def _step_of_loop(loop: Any, dataset: Any) -> Callable[[Any], Any]:
     steps.build(feed, training=True)
 
     def train(batch: Any) -> Any:
-        steps._train_step(batch)
+        steps._train_step(batch, jit=False)  # all of it is compiled here
         return loop.optimizer.iterations.value
 
     return train
