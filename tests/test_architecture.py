@@ -76,7 +76,8 @@ ALLOWED = {
     ),
     "diagnostics": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_files", "_findings", "_lazy", "_versions", "batches", "diagnostics"},
+        {"_checks", "_files", "_findings", "_lazy", "_versions", "batches", "diagnostics"}
+        | {"_children", "_cpu_threads", "_tpu", "cluster"},
     ),
     "experiment": (
         KERAS,
