@@ -14,7 +14,13 @@ from typing import NoReturn
 
 from kdpkit import __version__, _checks
 
-_COMMANDS = ("data-service", "doctor", "env", "launch")  # each is a file in kdpkit/_commands
+_COMMANDS = (
+    "data-service",
+    "doctor",
+    "env",
+    "launch",
+    "probe",
+)  # each is a file in kdpkit/_commands
 
 
 def main(argv: Sequence[str] | None = None) -> int:
