@@ -15,9 +15,12 @@ def reserve(devices: int) -> None:
 
     It must be called before JAX starts. `PJRT_NPROC` stays as it is where it is set.
     """
-    if hasattr(os, "sched_getaffinity"):
-        cores = len(os.sched_getaffinity(0))
-    else:  # macOS and Windows
-        cores = os.cpu_count() or 1
-    if cores < 2 * devices:
+    if cores() < 2 * devices:
         os.environ.setdefault("PJRT_NPROC", str(2 * devices))
+
+
+def cores() -> int:
+    """Count the cores that this process may use; a container's share of them is another matter."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows

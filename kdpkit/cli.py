@@ -14,7 +14,9 @@ from typing import NoReturn
 
 from kdpkit import __version__, _checks
 
-_COMMANDS = ("data-service", "doctor", "launch", "lr", "plan")  # each is a file in kdpkit/_commands
+_COMMANDS = (  # each is a file in kdpkit/_commands
+    *("data-service", "doctor", "env", "launch", "lr", "plan", "probe"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -3,8 +3,9 @@
 `check_tpu` checks a dataset, a model and callbacks for a TPU, on the machine at hand; `check_input`
 the `tf.data` pipelines of a training. `plan` works out batches, steps and learning rates of a run
 on several replicas, and says where a rule leaves its range. `compare_schedules` draws learning
-rates in a terminal, `read_schedule` reads one from text. Each name loads the framework that it
-needs on first use.
+rates in a terminal, `read_schedule` reads one from text. `environment` tells what this machine and
+this Python give a training; `probe` trains two steps in every way there is. Each name loads the
+framework that it needs on first use; the last two load none.
 """
 
 from typing import TYPE_CHECKING
@@ -12,33 +13,45 @@ from typing import TYPE_CHECKING
 from kdpkit import _lazy
 
 if TYPE_CHECKING:
+    from kdpkit.diagnostics._environment import Environment, environment
     from kdpkit.diagnostics._input import InputReport, check_input
     from kdpkit.diagnostics._plan import TrainingPlan, plan
+    from kdpkit.diagnostics._probe import ProbeReport, ProbeResult, probe
     from kdpkit.diagnostics._schedule_expressions import read_schedule
     from kdpkit.diagnostics._schedules import ScheduleComparison, compare_schedules
     from kdpkit.diagnostics._tpu import TpuReport, check_tpu
 
 _HOMES = {
+    "Environment": "_environment",
     "InputReport": "_input",
+    "ProbeReport": "_probe",
+    "ProbeResult": "_probe",
     "ScheduleComparison": "_schedules",
     "TpuReport": "_tpu",
     "TrainingPlan": "_plan",
     "check_input": "_input",
     "check_tpu": "_tpu",
     "compare_schedules": "_schedules",
+    "environment": "_environment",
     "plan": "_plan",
+    "probe": "_probe",
     "read_schedule": "_schedule_expressions",
 }
 
 __all__ = [
+    "Environment",
     "InputReport",
+    "ProbeReport",
+    "ProbeResult",
     "ScheduleComparison",
     "TpuReport",
     "TrainingPlan",
     "check_input",
     "check_tpu",
     "compare_schedules",
+    "environment",
     "plan",
+    "probe",
     "read_schedule",
 ]
 

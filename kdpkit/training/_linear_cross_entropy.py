@@ -8,7 +8,7 @@ from keras import ops
 
 from kdpkit import _checks
 
-_CHUNK_SIZE = 8192
+_CHUNK_SIZE = 4096
 
 
 class TokenLoss(NamedTuple):

@@ -33,7 +33,7 @@ class MaskedLMLoop(TrainingLoop):
     """
 
     def __init__(
-        self, model: Any, *, optimizer: Any, chunk_size: int = 8192, **arguments: Any
+        self, model: Any, *, optimizer: Any, chunk_size: int = 4096, **arguments: Any
     ) -> None:
         self._chunk_size = _checks.integer("chunk_size", chunk_size)
         self._head = _head_of(model)
