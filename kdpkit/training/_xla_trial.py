@@ -17,7 +17,7 @@ class XlaTrial:
     >>> while not trial.verdict:
     ...     trial.record(steps=4, seconds=0.2 if trial.jit else 0.4)
     >>> trial.jit, trial.verdict
-    (True, 'XLA: on, a step takes 50.0 ms with it and 100.0 ms without.')
+    (True, 'XLA: on, a step takes 50.0 ms with it and 100 ms without.')
     """
 
     def __init__(self) -> None:
