@@ -167,6 +167,7 @@ def test_on_a_terminal_the_table_has_colours(monkeypatch, colours):
 # What fails, or hangs, as real processes.
 
 
+@pytest.mark.slow
 def test_what_takes_too_long_is_ended_with_all_that_it_started(capsys, planted, tmp_path):
     planted(HANGS.format(began=str(tmp_path / "began")))
     code, found = probed(capsys, "--only", "jax_one", "--timeout", "15")
@@ -175,6 +176,7 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(capsys, planted, 
     assert (tmp_path / "began").exists()
 
 
+@pytest.mark.slow
 def test_a_cluster_that_takes_too_long_is_ended_too(capsys, planted, tmp_path):
     planted(HANGS.format(began=str(tmp_path / "began")))
     code, found = probed(capsys, "--only", "multi_worker", "--timeout", "15")
@@ -220,6 +222,7 @@ def test_however_the_probe_ends_it_leaves_no_process(planted, tmp_path, mark, nu
         time.sleep(0.1)
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_while_it_ends_leaves_no_process_either(planted, tmp_path, mark):
     planted(HANGS.format(began=str(tmp_path / "began")))  # which takes the grace to end
     with subprocess.Popen(

@@ -484,6 +484,7 @@ def frameworks(tmp_path, monkeypatch):
     return put
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_a_framework_that_raises_ends_or_never_answers_is_a_finding(frameworks, monkeypatch):
     monkeypatch.setenv("PLANTED_API_KEY", "pl4nted-s3cret")

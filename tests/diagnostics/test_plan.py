@@ -123,6 +123,7 @@ def test_a_stable_decay_falls_over_the_last_fifth():
     assert made.milestones[-1].learning_rate == pytest.approx(0.1 / 20)
 
 
+@pytest.mark.slow
 @given(plans)
 def test_every_example_of_an_epoch_is_in_a_batch_or_left_out(made):
     size, steps = made.scale.global_batch_size, made.steps_per_epoch

@@ -150,6 +150,7 @@ def test_a_model_compiled_anew_stays_exact():
     assert int(model.optimizer.iterations) == 1
 
 
+@pytest.mark.slow
 def test_building_takes_no_batch_from_the_data():
     taken = []
 
