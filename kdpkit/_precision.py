@@ -12,10 +12,10 @@ def set_precision(wanted: str = "auto") -> str:
     """Set Keras' dtype policy for the models built from now on, and give its name.
 
     Variables stay float32 in all of them, and so do sums of gradients over replicas. `"auto"` is
-    for GPUs and TPUs, where halved numbers are several times as fast: mixed_bfloat16 on TPUs and on
-    NVIDIA GPUs from Ampere on, mixed_float16 on those from Volta on, which needs the loss scaling
-    that Keras puts around the optimizer. It says in one line what it took. Elsewhere, and where a
-    program has set a policy already, it changes nothing.
+    for GPUs and TPUs, which have units of their own for halved numbers: mixed_bfloat16 on TPUs and
+    on NVIDIA GPUs from Ampere on, mixed_float16 on those from Volta on, which needs the loss
+    scaling that Keras puts around the optimizer. It says in one line what it took. Elsewhere, and
+    where a program has set a policy already, it changes nothing.
 
     Args:
         wanted: "auto", "float32", "mixed_bfloat16" or "mixed_float16".

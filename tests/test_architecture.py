@@ -52,7 +52,8 @@ ALLOWED = {
     "checkpoints": (KERAS, {"_checks", "_files", "_storage"}),
     "callbacks": (
         KERAS,
-        {"_checks", "_files", "_processes", "_storage", "_versions", "checkpoints", "scaling"},
+        {"_checks", "_cpu_threads", "_files", "_processes", "_storage", "_versions"}
+        | {"checkpoints", "scaling"},
     ),
     "corpora": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
     "pipelines": (

@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from kdpkit import _cpu_threads
 from kdpkit.callbacks._sampling import Source
 
 _GIB = 2**30
@@ -46,7 +47,7 @@ class Host:
 
         self._psutil = psutil
         self._process = psutil.Process()
-        self._cores = _cores()
+        self._cores = _cpu_threads.cores()
 
     def __call__(self) -> dict[str, float]:
         """Read; times are those since the last call."""
@@ -60,13 +61,6 @@ class Host:
 
     def __str__(self) -> str:
         return "The operating system"
-
-
-def _cores() -> int:
-    """Count the cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS and Windows
 
 
 class Gpus:

@@ -282,6 +282,14 @@ def test_xla_is_tried_while_training_goes_on_and_the_choice_is_said_once(capsys)
     assert said == ["on" if tried._steps.jit else "off"]
 
 
+@pytest.mark.skipif(not ON_JAX, reason="on TensorFlow XLA is tried")
+def test_on_jax_measuring_means_compiling(capsys):
+    loop = loop_on(1, jit="measure")
+    loop.fit(batches(), epochs=1, verbose=0)
+    assert loop._steps.jit is True
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.slow
 def test_micro_batches_of_sparse_gradients_train_the_same():
     def build():
