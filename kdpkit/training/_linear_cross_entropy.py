@@ -139,6 +139,12 @@ def _logits(hidden: Any, kernel: Any, bias: Any, start: Any, length: int) -> tup
     return part, ops.cast(logits, "float32") + ops.cast(shift, "float32")
 
 
+def _first_equal(logits: Any, highest: Any) -> Any:
+    """Give the place of each row's highest logit, as `argmax` does, in vectors on CPUs too."""
+    places = ops.arange(logits.shape[1], dtype="int32")
+    return ops.min(ops.where(logits == highest[:, None], places, logits.shape[1]), axis=1)
+
+
 def _forward(hidden: Any, kernel: Any, bias: Any, labels: Any, chunk_size: int) -> Any:
     """Give the losses, the predictions, and the logarithms of the sums that softmax divides by."""
 
@@ -146,8 +152,7 @@ def _forward(hidden: Any, kernel: Any, bias: Any, labels: Any, chunk_size: int) 
         highest, total, best = carry
         _, logits = _logits(hidden, kernel, bias, start, length)
         here = ops.max(logits, axis=1)
-        rises = here > highest
-        best = ops.where(rises, ops.cast(ops.argmax(logits, axis=1), "int32") + start, best)
+        best = ops.where(here > highest, _first_equal(logits, here) + start, best)
         top = ops.maximum(highest, here)
         total = total * ops.exp(highest - top) + ops.sum(ops.exp(logits - top[:, None]), axis=1)
         return (top, total, best), ()

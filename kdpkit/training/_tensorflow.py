@@ -9,7 +9,7 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import keras
 import numpy as np
@@ -31,6 +31,8 @@ from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
 from kdpkit.training._step import ReplicaStep, running
 from kdpkit.training._xla_trial import XlaTrial
+
+T = TypeVar("T")
 
 
 def steps_of(loop: Any, strategy: Any, jit: Any) -> Any:
@@ -267,7 +269,12 @@ class TensorFlowSteps:
         variables = self.model.trainable_variables
         gradients = [parts.get(index) for index in range(len(variables))]
         whole = _attachments.sum_gradients(self.strategy, gradients, variables)
-        self.model.optimizer.apply(whole, variables)
+
+        def update(gradients: Any) -> None:
+            self.model.optimizer.apply(gradients, variables)
+
+        # Each replica updates its own copy of a mirrored variable, which XLA does not know.
+        _compiled(update, jit=jit and self.strategy.num_replicas_in_sync == 1)(whole)
 
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
@@ -290,9 +297,7 @@ class TensorFlowSteps:
         """Give this replica's part of the gradients, by the variable's index."""
         step = ReplicaStep(batch)
         batch = step.data
-        differentiate = functools.partial(forward_and_backward, self.loop, step)
-        if jit:
-            differentiate = tf.function(differentiate, jit_compile=True, autograph=False)
+        differentiate = _compiled(functools.partial(forward_and_backward, self.loop, step), jit=jit)
 
         def compute(piece: Any) -> Sums:
             sums, predictions, masks = differentiate(piece)
@@ -304,8 +309,12 @@ class TensorFlowSteps:
         sums = over_micro_batches(compute, batch, rows=step.rows, pieces=pieces)
         factors = self._update_losses(step, sums)
         _layer_state.average(step)
-        gradients = combined(sums.gradients, [1.0, *factors])
-        return {index: step.if_rows(gradient) for index, gradient in gradients.items()}
+
+        def whole(gradients: Any, factors: Any) -> dict[int, Any]:
+            total = combined(gradients, [1.0, *factors])
+            return {index: step.if_rows(gradient) for index, gradient in total.items()}
+
+        return _compiled(whole, jit=jit)(sums.gradients, factors)
 
     def _test_replica(self, batch: Any) -> None:
         step = ReplicaStep(batch)
@@ -333,6 +342,11 @@ class TensorFlowSteps:
                 self._means[name].update_state(*_as_mean(step, divided))
         self._means[""].update_state(*_as_mean(step, total))
         return [*factors.values()]
+
+
+def _compiled(function: Callable[..., T], *, jit: bool) -> Callable[..., T]:
+    """Have XLA compile a part of a step, or leave it as it is."""
+    return tf.function(function, jit_compile=True, autograph=False) if jit else function
 
 
 def _as_mean(step: ReplicaStep, part: Any) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tests.benchmarks import pytorch, workload
 from tests.benchmarks.paired import compared, in_turns, seconds_of
 
-PUBLISHED_STEPS, STEPS = 3, 10  # of a round
+PUBLISHED_STEPS, STEPS = 3, 24  # of a round
 
 
 def rows(args):

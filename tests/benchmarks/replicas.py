@@ -1,6 +1,7 @@
 """The same global batch on logical CPUs of one machine, against one device."""
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdpkit import corpora, pipelines, strategies, testing
@@ -56,14 +57,9 @@ def bert(args, array, replicas):
     return lambda: loop.fit(data, epochs=1, verbose=0)
 
 
-def images_of(args):
-    """Give the images and labels to train on."""
-    return corpora.load_images(args.images)
-
-
 def cnn(args, _, replicas):
     """Give an epoch of the article's CNN."""
-    splits = images_of(args)
+    splits = corpora.load_images(args.images)
     strategy = strategy_of(replicas)
     with strategy.scope():
         model = cnn_custom_loop.build_model(splits.train.images.shape[1:], splits.classes)
@@ -75,10 +71,12 @@ def cnn(args, _, replicas):
         strategy=strategy,
         jit=False,
     )
+    rows = STEPS["CNN"] * CNN_BATCH
     data = pipelines.train_pipeline(
-        tf.data.Dataset.from_tensor_slices(tuple(splits.train)).repeat(5),
+        tf.data.Dataset.from_tensor_slices(
+            tuple(np.resize(array, (rows, *array.shape[1:])) for array in splits.train)
+        ),
         global_batch_size=CNN_BATCH,
         replicas=replicas,
-        steps_per_epoch=STEPS["CNN"],
     )
     return lambda: loop.fit(data, epochs=1, verbose=0)

@@ -12,7 +12,7 @@ def small_bert(**head):
     keras.utils.set_random_seed(0)
     backbone = keras_hub.models.BertBackbone(
         vocabulary_size=VOCABULARY,
-        num_layers=1,
+        num_layers=2,
         num_heads=2,
         hidden_dim=8,
         intermediate_dim=16,

@@ -1,0 +1,121 @@
+"""KerasHub's masked language models, computed at the masked places alone.
+
+The one file that knows KerasHub's private parts, and looks whether they are there.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import keras_hub
+from keras import ops
+
+from kdpkit import _checks
+
+# The same in KerasHub 0.21 to 0.32.
+_PARTS_OF_HEAD = ("_intermediate_dense", "_intermediate_layer_norm", "_bias")
+_PARTS_OF_LAYER = (
+    *("_self_attention_layer", "_self_attention_layer_norm", "_self_attention_dropout"),
+    *("_feedforward_layer_norm", "_feedforward_intermediate_dense"),
+    *("_feedforward_output_dense", "_feedforward_dropout", "normalize_first"),
+)
+
+
+def head_of(model: Any) -> Any:
+    """Give the head of a masked language model, if logits are its hidden state times embeddings.
+
+    Raises:
+        ValueError: There is no such head, or its logits go through another function.
+    """
+    head: Any = getattr(model, "masked_lm_head", None)
+    embedding = getattr(head, "token_embedding", None)
+    if embedding is None or not _has(head, _PARTS_OF_HEAD):
+        _checks.refuse(
+            "`MaskedLMLoop` trains models with KerasHub's `MaskedLMHead` on their token embedding.",
+            model=type(model).__name__,
+            remedy="Train others with `TrainingLoop`.",
+        )
+    if (
+        head.activation not in (None, keras.activations.linear)
+        or getattr(embedding, "logit_soft_cap", None) is not None
+    ):
+        _checks.refuse(
+            "The logits of this model go through a function that the loss does not know.",
+            activation=head.activation,
+            logit_soft_cap=getattr(embedding, "logit_soft_cap", None),
+            remedy="Train it with `TrainingLoop`.",
+        )
+    return head
+
+
+def hidden_states(head: Any, encoded: Any) -> Any:
+    """Give what the head computes the logits of encoded places from."""
+    return head._intermediate_layer_norm(head._intermediate_dense(encoded))
+
+
+def encoder_at_places(backbone: Any) -> Callable[..., Any]:
+    """Give `encode(features, positions, *, training)`, the backbone's output at some places.
+
+    Where the backbone ends with a `keras_hub.layers.TransformerEncoder`, what follows on that
+    layer's attention is computed at these places alone, because nothing there looks at another
+    place. So outputs and gradients are those of the whole layer, to rounding; dropout draws other
+    numbers. The attention itself is computed everywhere: its dropout of a shape that no other layer
+    has would take XLA twenty times as long on CPUs, which draws numbers of a shape it meets once
+    one after the other, and each of four anew.
+    """
+    last = _last_layer(backbone)
+    if last is None:
+        return lambda features, positions, *, training: _at(
+            _sequence(backbone(features, training=training)), positions
+        )
+    before = keras.Model(backbone.input, keras.tree.flatten(last.input)[0])
+
+    def encode(features: Any, positions: Any, *, training: bool) -> Any:
+        states = before(features, training=training)
+        return _encoded_at(last, states, positions, features["padding_mask"], training=training)
+
+    return encode
+
+
+def _last_layer(backbone: Any) -> Any:
+    """Find the layer whose output is the backbone's, if it is one that is known."""
+    last = [*getattr(backbone, "transformer_layers", [None])][-1]
+    known = (
+        type(last) is keras_hub.layers.TransformerEncoder
+        and _has(last, _PARTS_OF_LAYER)
+        and _sequence(backbone.output) is last.output
+        and "padding_mask" in backbone.input
+    )
+    return last if known else None
+
+
+def _encoded_at(
+    layer: Any, states: Any, positions: Any, padding_mask: Any, *, training: bool
+) -> Any:
+    """Do what `TransformerEncoder.call` does, behind the attention for some places."""
+    visible = ops.expand_dims(ops.cast(padding_mask, "bool"), 1)  # the same for every place
+    norm_first = layer.normalize_first
+    normed = layer._self_attention_layer_norm(states) if norm_first else states
+    attended = layer._self_attention_layer(
+        query=normed, value=normed, attention_mask=visible, training=training
+    )
+    attended = layer._self_attention_dropout(_at(attended, positions), training=training)
+    attended += _at(states, positions)
+    if not norm_first:
+        attended = layer._self_attention_layer_norm(attended)
+    given = layer._feedforward_layer_norm(attended) if norm_first else attended
+    given = layer._feedforward_output_dense(layer._feedforward_intermediate_dense(given))
+    given = layer._feedforward_dropout(given, training=training) + attended
+    return given if norm_first else layer._feedforward_layer_norm(given)
+
+
+def _at(sequence: Any, positions: Any) -> Any:
+    return ops.take_along_axis(sequence, ops.expand_dims(positions, -1), axis=1)
+
+
+def _sequence(outputs: Any) -> Any:
+    return outputs["sequence_output"] if isinstance(outputs, dict) else outputs
+
+
+def _has(owner: Any, names: tuple[str, ...]) -> bool:
+    return all(hasattr(owner, name) for name in names)
