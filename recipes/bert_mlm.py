@@ -181,12 +181,12 @@ def main(argv=None):
         steps_per_epoch=args.steps_per_epoch,
         **batches,
     )
-    validation, test = (
-        pipelines.eval_pipeline(
-            tf.data.Dataset.from_tensor_slices(rows[split]), prepare=mask, **batches
-        ).apply(pipelines.normalize_weights)
-        for split in ("validation", "test")
-    )
+
+    def held_out(split):
+        examples = tf.data.Dataset.from_tensor_slices(rows[split])
+        masked = pipelines.eval_pipeline(examples, prepare=mask, **batches)
+        return masked.apply(pipelines.normalize_weights)
+
     schedule = schedules.warmup_polynomial(
         plan.learning_rate,
         total_steps=len(train) * args.epochs,
@@ -209,14 +209,16 @@ def main(argv=None):
     )
     train, watching = experiment.resuming(args.resume, train, watching)
     with experiment.saving_on_interrupt(model, args.log_dir) as stop:
-        history = loop.fit(train, validation, epochs=args.epochs, callbacks=[*watching, stop])
+        history = loop.fit(
+            train, held_out("validation"), epochs=args.epochs, callbacks=[*watching, stop]
+        )
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
     results = experiment.results_of(
         model, history, strategy=strategy, global_batch_size=plan.global_batch_size
     )
     experiment.write_results(args.results, results)  # in case the test is interrupted
-    results["test"] = loop.evaluate(test)
+    results["test"] = loop.evaluate(held_out("test"))
     experiment.write_results(args.results, results)
     print(f"Test: {results['test']}")
     return results

@@ -2,9 +2,9 @@
 
 Keras divides a loss by the number of replicas where it should count rows, gives every replica the
 same dropout mask, and its optimizers ask to be in a replica. Five functions are wrapped for this,
-once in the process. A wrapper calls what it wrapped, unless its thread runs a step of a
-`replica_exact` model. The names and arguments are checked first: a Keras that differs is refused,
-not guessed at.
+once in the process; these wrappers call what they wrapped, unless their thread runs a step of a
+`replica_exact` model. A sixth wrapper lets epochs end in time. The names and arguments are checked
+first: a Keras or TensorFlow that differs is refused, not guessed at.
 """
 
 import contextlib
@@ -18,11 +18,13 @@ import tensorflow as tf
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses import loss as keras_loss
 from keras.src.random.seed_generator import SeedGenerator
+from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit import _checks, _versions
+from kdpkit._tuning import untuned
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._step import current_step
 
@@ -133,6 +135,16 @@ def _maybe_merge_call(
     return original(fn, strategy, *args, **kwargs)
 
 
+def _create_device_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Leave tf.data's tuning out of the buffer, of fixed size, that feeds a replica on a CPU.
+
+    It runs there whatever the dataset's options say, and epochs end seconds late for it. On a GPU
+    options cannot be attached: TensorFlow has no such operation there.
+    """
+    buffered = original(*args, **kwargs)
+    return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
+
+
 _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
     (
         keras_loss,
@@ -148,6 +160,12 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
         "maybe_merge_call",
         ["fn", "strategy", "args", "kwargs"],
         _maybe_merge_call,
+    ),
+    (
+        multi_device_iterator_ops,
+        "_create_device_dataset",
+        ["prototype_ds", "incarnation_id", "prefetch_buffer_size", "experimental_slack"],
+        _create_device_dataset,
     ),
 )
 

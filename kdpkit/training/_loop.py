@@ -85,8 +85,9 @@ class TrainingLoop:
             that a batch needs less memory. The optimizer still makes one step for each batch, the
             same but for layers whose rows interact: BatchNormalization sees micro-batches.
         jit: Whether XLA compiles the forward and backward pass of a replica (and the update, if
-            there is but one), on JAX the whole step; None decides as `compile` does. `"measure"` trains some steps either way, prints
-            in one line how long they took, and goes on with the faster; on JAX it means True.
+            there is but one replica), on JAX the whole step; None decides as `compile` does.
+            `"measure"` trains some steps either way, prints in one line how long they took, and
+            goes on with the faster; on JAX it means True.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
 

@@ -797,3 +797,17 @@ def test_a_layer_with_a_state_for_each_row_is_refused():
     data = tf.data.Dataset.from_tensor_slices((x, np.zeros(8))).batch(4, drop_remainder=True)
     with pytest.raises(ValueError, match="goes on from a state for each row.*layer='lstm'"):
         trained(2, data, build=build)
+
+
+@pytest.mark.tensorflow
+def test_the_buffers_that_feed_replicas_are_not_tuned(monkeypatch):
+    from kdpkit.training import _keras_internals
+
+    made = []
+    untuned = _keras_internals.untuned
+    monkeypatch.setattr(
+        _keras_internals, "untuned", lambda dataset: made.append(untuned(dataset)) or made[-1]
+    )
+    trained(2, epochs=2)
+    assert len(made) == 4  # of two replicas in two epochs
+    assert not any(dataset.options().autotune.enabled for dataset in made)
