@@ -193,9 +193,11 @@ def main(argv=None):
         warmup_steps=args.warmup_steps,
     )
 
+    with strategy.scope():
+        optimizer = keras.optimizers.AdamW(schedule)
     loop = training.MaskedLMLoop(
         model,
-        optimizer=keras.optimizers.AdamW(schedule),
+        optimizer=optimizer,
         weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")],
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,

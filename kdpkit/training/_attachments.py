@@ -3,7 +3,8 @@
 Both are changed on the instance alone, and do what they always did outside of an exact step.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -80,6 +81,29 @@ def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         attach_to_optimizer(optimizer.inner_optimizer, strategy)
         optimizer._tf_apply = optimizer._common_apply  # Keras': refuses to be outside replicas
+
+
+@contextlib.contextmanager
+def compiled_updates(optimizer: Any) -> Iterator[None]:
+    """Have XLA compile the update of each replica's copy of each variable, while a step is traced.
+
+    The whole of `apply` cannot be compiled: it goes from copy to copy, over the devices.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    stock_update = inner.update_step
+
+    def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:
+        def update(gradient: Any, learning_rate: Any) -> None:
+            stock_update(gradient, variable, learning_rate)
+
+        rate = tf.convert_to_tensor(learning_rate)
+        tf.function(update, jit_compile=True, autograph=False)(gradient, rate)
+
+    inner.update_step = update_step
+    try:
+        yield
+    finally:
+        del inner.update_step
 
 
 def _refuse_gradients_that_are_values(variables: list[Any]) -> None:

@@ -84,10 +84,10 @@ class TrainingLoop:
         accumulation: Micro-batches that each replica cuts its rows into, one after the other, so
             that a batch needs less memory. The optimizer still makes one step for each batch, the
             same but for layers whose rows interact: BatchNormalization sees micro-batches.
-        jit: Whether XLA compiles the forward and backward pass of a replica (and the update, if
-            there is but one replica), on JAX the whole step; None decides as `compile` does.
-            `"measure"` trains some steps either way, prints in one line how long they took, and
-            goes on with the faster; on JAX it means True.
+        jit: Whether XLA compiles the forward and backward pass of a replica, and the updates of its
+            weights if the optimizer was made in the strategy's scope; on JAX the whole step. None
+            decides as `compile` does. `"measure"` trains some steps either way, prints in one line
+            how long they took, and goes on with the faster; on JAX it means True.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
 

@@ -273,8 +273,23 @@ class TensorFlowSteps:
         def update(gradients: Any) -> None:
             self.model.optimizer.apply(gradients, variables)
 
-        # Each replica updates its own copy of a mirrored variable, which XLA does not know.
-        _compiled(update, jit=jit and self.strategy.num_replicas_in_sync == 1)(whole)
+        replicas = self.strategy.num_replicas_in_sync
+        if jit and replicas > 1 and self._may_compile_updates:
+            with _attachments.compiled_updates(self.model.optimizer):
+                update(whole)
+        else:
+            _compiled(update, jit=jit and replicas == 1)(whole)
+
+    @property
+    def _may_compile_updates(self) -> bool:
+        """Whether every replica has a copy of all that updates read, where XLA looks for it.
+
+        Of an optimizer that was made outside of the scope, the first alone has the count of steps.
+        """
+        kept = (v.value for v in self.model.optimizer.variables if v.name != "learning_rate")
+        return not self._spans_processes and all(
+            map(self.strategy.extended.variable_created_in_scope, kept)
+        )
 
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))

@@ -11,7 +11,7 @@ from tests.benchmarks import workload
 from tests.benchmarks.paired import compared, in_turns, seconds_of
 
 REPLICAS = (1, 2, 4)
-STEPS = {"BERT": 12, "CNN": 40}
+STEPS = {"BERT": 24, "CNN": 40}
 CNN_BATCH = 128
 
 

@@ -811,3 +811,64 @@ def test_the_buffers_that_feed_replicas_are_not_tuned(monkeypatch):
     trained(2, epochs=2)
     assert len(made) == 4  # of two replicas in two epochs
     assert not any(dataset.options().autotune.enabled for dataset in made)
+
+
+def embedding_classifier():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((6,), dtype="int32"),
+            layers.Embedding(9, 4),
+            layers.Flatten(),
+            layers.Dense(3),
+        ]
+    )
+
+
+OPTIMIZERS = {
+    "AdamW": lambda: keras.optimizers.AdamW(0.05, weight_decay=0.1),
+    "SGD, clipped, averaged": lambda: keras.optimizers.SGD(
+        0.2, momentum=0.9, global_clipnorm=0.05, use_ema=True, ema_momentum=0.5
+    ),
+    "accumulating": lambda: keras.optimizers.Adam(0.05, gradient_accumulation_steps=2),
+    "scaling": lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.RMSprop(0.01)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_updates_that_xla_compiles_are_those_without_it(name, replicas):
+    words = np.random.default_rng(0).integers(0, 9, (10, 6))
+    data = tf.data.Dataset.from_tensor_slices((words, np.arange(10) % 3)).batch(4)
+    plain, history = trained(
+        1, data, build=embedding_classifier, optimizer=OPTIMIZERS[name](), jit=False
+    )
+    compiled, ours = trained(
+        replicas, data, build=embedding_classifier, optimizer=OPTIMIZERS[name](), jit=True
+    )
+    for one, other in zip(plain.model.get_weights(), compiled.model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+    assert ours["loss"] == pytest.approx(history["loss"], rel=1e-5)
+    assert int(compiled.optimizer.iterations) == int(plain.optimizer.iterations)
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_xla_compiles_the_updates_of_an_optimizer_that_was_made_in_the_scope():
+    def weights(make_in_scope):
+        strategy = strategy_of(2)
+        optimizer = keras.optimizers.AdamW(0.05)
+        with strategy.scope():
+            model = embedding_classifier()
+            optimizer = keras.optimizers.AdamW(0.05) if make_in_scope else optimizer
+        loop = TrainingLoop(model, optimizer=optimizer, loss=crossentropy(), jit=True)
+        words = np.random.default_rng(0).integers(0, 9, (10, 6))
+        data = tf.data.Dataset.from_tensor_slices((words, np.arange(10) % 3)).batch(4)
+        loop.fit(data, epochs=2, verbose=0)
+        assert loop._steps._may_compile_updates is make_in_scope
+        return model.get_weights()
+
+    for one, other in zip(weights(True), weights(False), strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
