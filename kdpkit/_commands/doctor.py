@@ -69,13 +69,24 @@ def run(args: argparse.Namespace) -> int:
     def check(training: Any) -> Any:
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
-        if args.tpu is not None:
-            return diagnostics.check_tpu(**vars(training), replicas=replicas, remote=args.remote)
-        return diagnostics.check_input(
+        if args.tpu is None:
+            return diagnostics.check_input(
+                training.dataset,
+                validation_data=training.validation_data,
+                model=training.model,
+                workers=workers,
+                epochs=training.epochs,
+                steps_per_epoch=training.steps_per_epoch,
+            )
+        return diagnostics.check_tpu(
             training.dataset,
-            validation_data=training.validation_data,
             model=training.model,
-            workers=workers,
+            replicas=replicas,
+            callbacks=training.callbacks,
+            validation_data=training.validation_data,
+            batch_size=training.batch_size,
+            validation_batch_size=training.validation_batch_size,
+            remote=args.remote,
         )
 
     with _stdout_to_stderr():

@@ -41,7 +41,13 @@ class InputReport:
 
 
 def check_input(
-    dataset: Any, *, validation_data: Any = None, model: Any = None, workers: int = 1
+    dataset: Any,
+    *,
+    validation_data: Any = None,
+    model: Any = None,
+    workers: int = 1,
+    epochs: int | None = None,
+    steps_per_epoch: int | None = None,
 ) -> InputReport:
     """Find mistakes in the `tf.data` pipelines of a training, without running them.
 
@@ -54,6 +60,8 @@ def check_input(
         validation_data: What it validates on.
         model: The model; its strategy says how many replicas share a batch.
         workers: Processes that divide the data between them.
+        epochs: Those of `fit`; None where it is not known.
+        steps_per_epoch: That of `fit`; None is the whole dataset.
 
     Returns:
         The report, with `findings`, `clean` and `to_dict()`.
@@ -77,7 +85,12 @@ def check_input(
         dataclasses.replace(finding, where=f"{name}: {finding.where}")
         for name, data in read.items()
         for finding in pipelines.lint(
-            data, training=name == "train", replicas=replicas, workers=workers
+            data,
+            training=name == "train",
+            replicas=replicas,
+            workers=workers,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
         )
     ]
     return InputReport(_findings.in_order(found), tuple(read))
