@@ -82,14 +82,14 @@ def started(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[Prog
         variables: What is set for it beside the variables that this process has.
     """
     mark = f"{uuid.uuid4().hex};"
-    guard = _children.Guard(mark, grace_seconds=_GRACE_SECONDS)
-    program = Program(words, variables, mark)
-    guard.watch(program.child)
-    try:
-        yield program
-    finally:
-        program.end()
-        guard.__exit__()  # no `with`, so that it is not reached where the end was interrupted
+    with _children.Guard(mark, grace_seconds=_GRACE_SECONDS) as guard:
+        program = Program(words, variables, mark)
+        guard.watch(program.child)
+        try:
+            yield program
+        finally:
+            program.end()
+            guard.all_ended()
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
