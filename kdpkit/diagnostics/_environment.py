@@ -61,7 +61,7 @@ class Environment:
     @property
     def clean(self) -> bool:
         """Whether nothing stands in the way; notes are fine."""
-        return all(finding.level == "note" for finding in self.findings)
+        return _findings.are_notes(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Give it as plain values, for JSON."""

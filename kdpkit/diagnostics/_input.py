@@ -4,40 +4,16 @@ import dataclasses
 from typing import Any
 
 from kdpkit import _checks, _findings
-from kdpkit.diagnostics import _batch
+from kdpkit.diagnostics import _batch, _report
 
 
-@dataclasses.dataclass(frozen=True)
-class InputReport:
+class InputReport(_report.Report):
     """What `check_input` found.
 
     Attributes:
         findings: See `kdpkit.pipelines.lint`; the worst first.
         checked: What was looked at: `"train"`, `"validation"`.
     """
-
-    findings: tuple[_findings.Finding, ...]
-    checked: tuple[str, ...]
-
-    @property
-    def clean(self) -> bool:
-        """Whether there are notes at most."""
-        return all(finding.level == "note" for finding in self.findings)
-
-    def __str__(self) -> str:
-        """Say it in lines of at most 80 columns."""
-        looked_at = ", ".join(self.checked)
-        found = sum(finding.level != "note" for finding in self.findings)
-        head = f"{found} finding{'s' * (found > 1)}" if found else "Nothing found"
-        return "\n\n".join([f"{head} (looked at: {looked_at}).", *map(str, self.findings)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the report as plain values, for JSON."""
-        return {
-            "clean": self.clean,
-            "checked": list(self.checked),
-            "findings": _findings.as_dicts(self.findings),
-        }
 
 
 def check_input(

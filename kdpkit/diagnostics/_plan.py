@@ -187,7 +187,7 @@ class TrainingPlan:
     @property
     def clean(self) -> bool:
         """Whether there is nothing to mend; notes are fine."""
-        return all(finding.level == "note" for finding in self.findings)
+        return _findings.are_notes(self.findings)
 
     def __str__(self) -> str:
         """Say it in lines of at most 80 columns."""
