@@ -15,7 +15,7 @@ from typing import NoReturn
 from kdpkit import __version__, _checks
 
 _COMMANDS = (  # each is a file in kdpkit/_commands
-    *("data-service", "doctor", "env", "launch", "lr", "plan", "probe"),
+    *("bench", "data-service", "doctor", "env", "launch", "lr", "plan", "probe"),
 )
 
 

@@ -197,6 +197,11 @@ def environment(*, start_frameworks: bool = True, timeout_seconds: float = 60.0)
 # Keras' backend.
 
 
+def chosen_backend() -> str:
+    """Give what Keras uses, or would use if it were imported now."""
+    return _backend()[0]
+
+
 def _backend() -> tuple[str, str]:
     """Give what Keras uses, or would use if it were imported now, and what chose it."""
     if "keras" in sys.modules:
