@@ -197,7 +197,7 @@ def test_the_table_is_on_stdout_in_80_columns_and_what_is_done_on_stderr(planted
         (["--global-batch-size", "9", "--replicas", "2"], "sizes that work are 8 and 10"),
         (["nowhere.py:make"], "There is no such file: nowhere.py"),
         (["train.py"], "`file.py:name`"),
-        (["--", "x"], "takes no arguments after `--`"),
+        (["--", "x"], "it takes nothing after `--`: x. What there is, `kdpkit bench --help`"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys):

@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 
-from kdpkit import _checks
 from kdpkit._commands import _telling
 
 HELP = "measure how fast this machine trains, by replicas and batch sizes"
@@ -79,8 +78,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the table and the verdict; give 0 if nothing failed, else 1."""
-    if args.rest:
-        _checks.refuse("`kdpkit bench` takes no arguments after `--`.", arguments=args.rest)
     from kdpkit import diagnostics
 
     with _telling.telling("Measuring") as say:

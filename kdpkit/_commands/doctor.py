@@ -10,6 +10,7 @@ from typing import Any
 
 from kdpkit import _checks
 
+TAKES_REST = True
 HELP = "find mistakes in a training's input, or what would stop or slow it on a TPU"
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
