@@ -75,8 +75,10 @@ def _number(value: float) -> str:
     """
     if value >= 10_000:
         return _short(value)
+    if value < 0.001:
+        return f"{value:.0e}"
     digits = 1 if value < 0.01 else 2 if value < 0.1 else 3
-    return f"{value:.{digits}g}" if value < 1000 else f"{value:.0f}"
+    return f"{value:.{digits}g}" if value < 999.5 else f"{value:.0f}"
 
 
 def _count(value: float, most: int) -> str:

@@ -203,7 +203,8 @@ def test_bad_input_is_refused_before_a_process_starts(settings, sentence):
 
 
 def test_large_figures_are_shortened():
-    assert _bench_text._number(9999.6) == "10000"
+    assert [_bench_text._number(value) for value in (9999.6, 999.9)] == ["10000", "1000"]
+    assert _bench_text._number(0.00049) == "5e-04"
     assert _bench_text._short(999_999.0) == "1M"
     wide = dataclasses.replace(row(8, 4096, 123456.7), quartiles=(123456.0, 234567.0))
     assert max(map(len, str(report(wide)).splitlines())) <= 80
