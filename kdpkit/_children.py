@@ -21,6 +21,7 @@ MARK = "KDPKIT_LAUNCH"  # the variable that bears the marks of launchers, the ou
 
 _DRAIN_SECONDS = 2.0  # for what is still in the pipes of a process that has ended
 _PROC = Path("/proc")
+_ALL_ENDED = "all ended\n"
 
 
 class Child:
@@ -107,7 +108,10 @@ class Child:
 
 
 class Guard:
-    """Ends all that bear a mark when this process ends without having done so.
+    """Ends all that bear a mark where this process does not do so.
+
+    That is where it ends, or leaves the block, before it has told `all_ended`; it leaves the block
+    when the guard is done.
 
     Args:
         mark: The beginning of every child's mark.
@@ -126,9 +130,12 @@ class Guard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._tell("all ended\n")
         with contextlib.suppress(BrokenPipeError):
             self._process.communicate()
+
+    def all_ended(self) -> None:
+        """Tell it that nothing is left to end."""
+        self._tell(_ALL_ENDED)
 
     def watch(self, child: Child) -> None:
         """Tell it of a child's group, for where there is no /proc."""
@@ -166,13 +173,14 @@ def end_marked(
     """
     told: set[int] = set()
     deadline = time.monotonic() + grace_seconds
+    while (left := set(marked(mark))) and time.monotonic() < deadline:
+        _signal((n for n in left - told if _group(n) not in told_groups), signal.SIGTERM)
+        told |= left
+        time.sleep(0.05)
+    deadline = time.monotonic() + _DRAIN_SECONDS  # from now: this process may have been stopped
     while left := set(marked(mark)):
-        if time.monotonic() < deadline:
-            _signal((n for n in left - told if _group(n) not in told_groups), signal.SIGTERM)
-            told |= left
-        elif time.monotonic() < deadline + _DRAIN_SECONDS:
-            _signal(left, signal.SIGKILL)
-        else:
+        _signal(left, signal.SIGKILL)
+        if time.monotonic() > deadline:
             break  # they are in the hands of the kernel
         time.sleep(0.05)
 
@@ -195,7 +203,7 @@ def _guard(mark: str, grace_seconds: float) -> None:
         signal.signal(number, signal.SIG_IGN)
     groups: set[int] = set()
     for line in sys.stdin:
-        if line == "all ended\n":
+        if line == _ALL_ENDED:
             return
         change = groups.add if line.startswith("+") else groups.discard
         change(int(line[1:]))

@@ -74,6 +74,11 @@ def _first_ones(findings: list[Finding]) -> list[Finding]:
     return [*shown, last]
 
 
+def are_notes(findings: Iterable[Finding]) -> bool:
+    """Tell whether none of the findings is more than a note."""
+    return all(finding.level == "note" for finding in findings)
+
+
 def as_dicts(findings: Iterable[Finding]) -> list[dict[str, str]]:
     """Give the findings as plain values, for JSON."""
     return [dataclasses.asdict(finding) for finding in findings]

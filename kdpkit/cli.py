@@ -15,7 +15,7 @@ from typing import NoReturn
 from kdpkit import __version__, _checks
 
 _COMMANDS = (  # each is a file in kdpkit/_commands
-    *("data-service", "doctor", "env", "launch", "lr", "plan", "probe"),
+    *("bench", "data-service", "doctor", "env", "launch", "lr", "plan", "probe"),
 )
 
 
@@ -42,13 +42,27 @@ def _run(words: list[str]) -> int:
         if unknown:
             _refuse(f"kdpkit {args.command}", f"unrecognized arguments: {' '.join(unknown)}")
         args.rest = words[split + 1 :]
-        return int(args.run(args))
+        if args.rest and not args.takes_rest:
+            _refuse(f"kdpkit {args.command}", f"it takes nothing after `--`: {args.rest[0]}")
+        code = int(args.run(args))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # of `kdpkit ... | head`: nobody reads on, which is no mistake
+        _discard_stdout()
+        return 128 + signal.SIGPIPE
     except _checks.InputError as error:
         sys.stderr.write(f"kdpkit: {error}\n")
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("kdpkit: Stopped by Ctrl-C.\n")
         return 128 + signal.SIGINT
+
+
+def _discard_stdout() -> None:
+    """Let what is left go nowhere, where Python would complain at its end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _leave(code: int) -> None:
@@ -81,5 +95,5 @@ def _parser() -> argparse.ArgumentParser:
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print the result as JSON")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, takes_rest=getattr(module, "TAKES_REST", False))
     return parser

@@ -355,6 +355,7 @@ class _Run:
                     self._attempt()
             finally:
                 self._end_all()
+                self._guard.all_ended()
         restarts = self._max_restarts - self._restarts_left
         return Report(self._exit_code(), restarts, self._failures())
 

@@ -24,7 +24,8 @@ import hypothesis
 import keras
 import pytest
 
-from kdpkit import testing
+from kdpkit import _children, testing
+from tests import processes
 
 testing.use_logical_cpus(8)
 
@@ -70,6 +71,17 @@ def remote(request, tmp_path):
     place = tmp_path if request.param in ("file", "local") else f"/{tmp_path.name}-{uuid.uuid4()}"
     # TensorFlow's `ram` and fsspec's `memory` begin with a bucket, as object storage does.
     return f"{request.param}://{str(place).removeprefix('/') if request.param == 'ram' else place}"
+
+
+@pytest.fixture
+def mark(monkeypatch):
+    """Mark all processes that a test starts; fail if any is left, and leave none."""
+    own = f"{uuid.uuid4().hex};"
+    monkeypatch.setenv(_children.MARK, own)
+    yield own
+    left = processes.left_of(own)
+    _children.end_marked(own, grace_seconds=0)
+    assert left == []
 
 
 @pytest.fixture(autouse=True)

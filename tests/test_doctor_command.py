@@ -168,7 +168,7 @@ train, held_out = {train}, ds.shuffle(64).batch(16).cache()
 if __name__ == "__main__":
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    model.fit(train, validation_data=held_out)
+    model.fit(train, validation_data=held_out, {asked})
 """
 FROZEN, FRESH = "ds.shuffle(64).cache().batch(16)", "ds.cache().shuffle(64).batch(16)"
 
@@ -177,7 +177,7 @@ FROZEN, FRESH = "ds.shuffle(64).cache().batch(16)", "ds.cache().shuffle(64).batc
 @pytest.mark.parametrize("name", ["", ":train"])
 def test_the_input_of_a_script_or_a_dataset_is_looked_at(name, tmp_path, capsys):
     path = tmp_path / "program.py"
-    path.write_text(INPUT.format(train=FROZEN))
+    path.write_text(INPUT.format(train=FROZEN, asked=""))
     assert cli.main(["doctor", f"{path}{name}"]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"1 finding (looked at: train{'' if name else ', validation'})."
@@ -188,10 +188,55 @@ def test_the_input_of_a_script_or_a_dataset_is_looked_at(name, tmp_path, capsys)
 @pytest.mark.tensorflow
 def test_a_clean_input_is_exit_code_0_and_json_holds_the_report(tmp_path, capsys):
     path = tmp_path / "program.py"
-    path.write_text(INPUT.format(train=FRESH))
+    path.write_text(INPUT.format(train=FRESH, asked=""))
     assert cli.main(["doctor", str(path), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert report == {"clean": True, "checked": ["train", "validation"], "findings": []}
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("repeat", "asked", "rules"),
+    [
+        ("", "epochs=3, steps_per_epoch=4", set()),
+        ("repeat()", "epochs=3, steps_per_epoch=4", set()),
+        ("repeat(3)", "epochs=3, steps_per_epoch=4", set()),
+        ("repeat(3)", "epochs=1", set()),
+        ("repeat(3)", "epochs=5, initial_epoch=4", set()),
+        ("repeat(3)", "epochs=2", {"repeat"}),
+        ("repeat()", "epochs=2", {"repeat"}),
+        ("", "epochs=2, steps_per_epoch=5", {"runs-out"}),
+    ],
+)
+def test_repeats_are_judged_by_what_the_script_asks_of_fit(repeat, asked, rules, tmp_path, capsys):
+    path = tmp_path / "program.py"
+    path.write_text(INPUT.format(train=f"{FRESH}.{repeat}".rstrip("."), asked=asked))
+    assert cli.main(["doctor", str(path), "--json"]) == bool(rules)
+    findings = json.loads(capsys.readouterr().out)["findings"]
+    assert {finding["rule"] for finding in findings if finding["level"] != "note"} == rules
+
+
+@pytest.mark.tensorflow
+def test_the_fit_of_a_loop_is_asked_for_its_epochs_too(tmp_path, capsys):
+    path = tmp_path / "program.py"
+    path.write_text(
+        INPUT.format(train=f"{FRESH}.repeat(3)", asked="")
+        .replace("import keras", "import keras, kdpkit.training")
+        .replace("model.compile(", "loop = kdpkit.training.TrainingLoop(model, optimizer=")
+        .replace("keras.losses", "loss=keras.losses")
+        .replace("model.fit(train, validation_data=", "loop.fit(train, epochs=2, validation=")
+    )
+    assert cli.main(["doctor", str(path), "--json"]) == 1
+    assert "2 = 6 times" in capsys.readouterr().out
+
+
+@pytest.mark.tensorflow
+def test_steps_that_are_no_count_are_one_sentence(tmp_path, capsys):
+    path = tmp_path / "program.py"
+    path.write_text(INPUT.format(train=FRESH, asked="steps_per_epoch=64 / 16"))
+    assert cli.main(["doctor", str(path)]) == 2
+    said = capsys.readouterr().err
+    assert "`steps_per_epoch` must be a positive integer. Received: steps_per_epoch=4.0." in said
 
 
 @pytest.mark.slow

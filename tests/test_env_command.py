@@ -6,19 +6,17 @@ import pathlib
 import signal
 import subprocess
 import sys
-import time
-import uuid
 
 import pytest
 
 import kdpkit
 from kdpkit import _children, cli
+from tests.processes import SOON, wait_for_file
 from tests.python_without import python_without
 
 pytestmark = pytest.mark.timeout(600)
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-SOON = 240.0
 
 
 def env(*words, python=sys.executable, **environment):
@@ -111,23 +109,19 @@ def test_the_help_shows_an_example(capsys):
     assert "kdpkit env --quick --json" in capsys.readouterr().out
 
 
-def test_ctrl_c_is_one_sentence_and_leaves_no_process(tmp_path):
+def test_ctrl_c_is_one_sentence_and_leaves_no_process(tmp_path, mark):
     (tmp_path / "jax.py").write_text(
         f"import pathlib, time; pathlib.Path({str(tmp_path / 'began')!r}).touch(); time.sleep(600)"
     )
     (tmp_path / "tensorflow.py").write_text("")
-    mark = f"{uuid.uuid4().hex};"
     paths = os.pathsep.join([str(tmp_path), str(ROOT)])
     with subprocess.Popen(
         [sys.executable, "-m", "kdpkit", "env"],
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": paths, _children.MARK: mark},
+        env=os.environ | {"PYTHONPATH": paths},
     ) as running:
-        deadline = time.monotonic() + SOON
-        while not (tmp_path / "began").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_for_file(tmp_path / "began")
         running.send_signal(signal.SIGINT)
         _, said = running.communicate(timeout=SOON)
     assert (running.returncode, said) == (130, "kdpkit: Stopped by Ctrl-C.\n")

@@ -12,17 +12,15 @@ import socket
 import subprocess
 import sys
 import time
-import uuid
 
 import keras
 import pytest
 
 import kdpkit
 from kdpkit import _children, cli, cluster, launch
+from tests.processes import SOON, left_of
 
-pytestmark = pytest.mark.timeout(600)
-
-SOON = 240.0
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("mark")]
 
 # What every program begins with.
 BEGIN = """
@@ -37,19 +35,6 @@ def ready():
     (here / f"{name} is ready").touch()
     time.sleep(600)
 """
-
-
-@pytest.fixture(autouse=True)
-def mark(monkeypatch):
-    """Mark all that a test starts; fail if any is left, and leave none."""
-    own = f"{uuid.uuid4().hex};"
-    monkeypatch.setenv(_children.MARK, own)
-    yield own
-    deadline = time.monotonic() + SOON
-    while (left := _children.marked(own)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    _children.end_marked(own, grace_seconds=0)
-    assert left == []
 
 
 class Launcher:
@@ -421,7 +406,7 @@ def test_nothing_outlives_the_launcher(start, mark, number):
     launcher.wait_for(*ALL_READY)
     assert len(_children.marked(mark)) > 8
     launcher.end(number)
-    wait_until_gone(mark)
+    assert left_of(mark) == []
 
 
 @pytest.mark.skipif(not _children.marked(""), reason="finds strays in /proc")
@@ -436,15 +421,8 @@ def test_a_killed_launcher_lets_programs_save(start, tmp_path, mark):
     launcher = start(SAVES)
     launcher.wait_for(*ALL_READY)
     launcher.end(signal.SIGKILL)
-    wait_until_gone(mark)
+    assert left_of(mark) == []
     assert all((tmp_path / f"worker {i} saved").exists() for i in range(2))
-
-
-def wait_until_gone(mark):
-    deadline = time.monotonic() + SOON
-    while _children.marked(mark):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # Parameter servers.

@@ -1,6 +1,8 @@
 """`kdpkit plan`: one plan or several, as a table, JSON or a picture."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
 
@@ -115,3 +117,31 @@ def test_it_runs_as_a_program_whose_stdout_is_the_report():
     )
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["plans"][0]["steps_per_epoch"] == 1875
+
+
+def test_more_replicas_than_a_plan_can_hold_are_one_sentence(capsys):
+    assert plan("--replicas", str(10**14)) == 2
+    assert (
+        "for 1,000,000 of them at most. Received: replicas=1000000000000" in capsys.readouterr().err
+    )
+
+
+def test_nobody_who_reads_the_output_is_no_error():
+    """As in `kdpkit plan ... | head -1`, with the reader gone before the first line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as output:
+        ended = subprocess.run(
+            [sys.executable, "-m", "kdpkit", "plan", *RUN],
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=240,
+            check=False,
+        )
+    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+
+
+def test_words_that_no_command_takes_are_refused(capsys):
+    assert plan("--", "words") == 2
+    assert "it takes nothing after `--`: words." in capsys.readouterr().err

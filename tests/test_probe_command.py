@@ -13,19 +13,18 @@ import signal
 import subprocess
 import sys
 import time
-import uuid
 
 import pytest
 
 import kdpkit
 from kdpkit import _children, cli
 from kdpkit.diagnostics import _probe, _probe_child, _program
+from tests.processes import SOON, wait_for_file
 from tests.python_without import python_without
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("mark")]
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-SOON = 240.0
 # A process that leaves its group and does not want to end, besides the one that hangs.
 HANGS = """
 import pathlib, subprocess, sys, time
@@ -40,17 +39,6 @@ other.stdout.readline()
 pathlib.Path({began!r}).touch()
 time.sleep(600)
 """
-
-
-@pytest.fixture(autouse=True)
-def mark(monkeypatch):
-    """Mark all that a test starts; fail if any is left, and leave none."""
-    own = f"{uuid.uuid4().hex};"
-    monkeypatch.setenv(_children.MARK, own)
-    yield own
-    left = _children.marked(own)
-    _children.end_marked(own, grace_seconds=0)
-    assert left == []
 
 
 @pytest.fixture
@@ -71,13 +59,6 @@ def probed(capsys, *words):
     report = json.loads(capsys.readouterr().out)
     assert report["works"] == (code == 0)
     return code, {result["name"]: result for result in report["results"]}
-
-
-def wait_for(file):
-    deadline = time.monotonic() + SOON
-    while not file.exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 # Real training.
@@ -210,16 +191,14 @@ def test_however_the_probe_ends_it_leaves_no_process(planted, tmp_path, mark, nu
         stderr=subprocess.PIPE,
         text=True,
     ) as running:
-        wait_for(tmp_path / "began")
+        wait_for_file(tmp_path / "began")
         running.send_signal(number)
         out, said = running.communicate(timeout=SOON)
     assert out == ""
     if number == signal.SIGINT:
         assert running.returncode == 130
         assert said.endswith("kdpkit: Stopped by Ctrl-C.\n")
-    deadline = time.monotonic() + SOON
-    while _children.marked(mark) and time.monotonic() < deadline:  # the guard is at it
-        time.sleep(0.1)
+        assert _children.marked(mark) == []
 
 
 @pytest.mark.slow
@@ -230,15 +209,13 @@ def test_a_second_ctrl_c_while_it_ends_leaves_no_process_either(planted, tmp_pat
         stderr=subprocess.PIPE,
         text=True,
     ) as running:
-        wait_for(tmp_path / "began")
+        wait_for_file(tmp_path / "began")
         running.send_signal(signal.SIGINT)
         time.sleep(1.0)
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=SOON)
     assert running.returncode == 130
-    deadline = time.monotonic() + SOON
-    while _children.marked(mark) and time.monotonic() < deadline:
-        time.sleep(0.1)
+    assert _children.marked(mark) == []  # for the guard it has waited
 
 
 # The comparison.

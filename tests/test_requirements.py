@@ -1,5 +1,6 @@
 """The oldest versions that are promised are those that are tested."""
 
+import ast
 import os
 import pathlib
 import re
@@ -8,10 +9,13 @@ import sys
 import tomllib
 
 import kdpkit
+from tests import test_architecture
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 FOR_USERS = ("tensorflow", "jax", "recipes", "gpu")
 NEEDS_A_GPU = {"nvidia-ml-py"}
+THREE = r"\d+\.\d+\.\d+"
+RELEASES = {"packaging": r"\d+\.\d+"}  # the first of a series has two numbers
 
 
 def lower_bounds():
@@ -44,7 +48,9 @@ def pins():
 def test_every_package_has_one_lower_bound_that_names_a_release():
     for package, bounds in lower_bounds().items():
         assert len(bounds) == 1, package
-        assert package in NEEDS_A_GPU or re.fullmatch(r"\d+\.\d+\.\d+", *bounds), package
+        assert package in NEEDS_A_GPU or re.fullmatch(RELEASES.get(package, THREE), *bounds), (
+            package
+        )
 
 
 def test_the_oldest_versions_allowed_are_those_tested():
@@ -53,6 +59,19 @@ def test_the_oldest_versions_allowed_are_those_tested():
     tested = pins()
     assert {"keras", "tensorflow", "jax", "numpy"} <= set(promised)
     assert {package: tested.get(package) for package in promised} == promised
+
+
+def test_what_is_imported_on_load_is_declared():
+    """Of packages, that is: the parts which need a framework are loaded with it."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = {re.match(r"[\w-]+", text)[0] for text in project["dependencies"]}
+    extras = {"jax", "keras_hub", "matplotlib", "tensorboard", "tensorflow", "tensorflow_text"}
+    imported = {
+        module.partition(".")[0]
+        for file in test_architecture.FILES
+        for module in test_architecture.imports_on_load(ast.parse(file.read_text("utf-8")))
+    }
+    assert imported - {*sys.stdlib_module_names, "kdpkit"} - extras == declared - {"rich"}
 
 
 def test_the_readme_names_the_oldest_versions():

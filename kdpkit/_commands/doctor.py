@@ -10,6 +10,7 @@ from typing import Any
 
 from kdpkit import _checks
 
+TAKES_REST = True
 HELP = "find mistakes in a training's input, or what would stop or slow it on a TPU"
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
@@ -69,13 +70,24 @@ def run(args: argparse.Namespace) -> int:
     def check(training: Any) -> Any:
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
-        if args.tpu is not None:
-            return diagnostics.check_tpu(**vars(training), replicas=replicas, remote=args.remote)
-        return diagnostics.check_input(
+        if args.tpu is None:
+            return diagnostics.check_input(
+                training.dataset,
+                validation_data=training.validation_data,
+                model=training.model,
+                workers=workers,
+                epochs=training.epochs,
+                steps_per_epoch=training.steps_per_epoch,
+            )
+        return diagnostics.check_tpu(
             training.dataset,
-            validation_data=training.validation_data,
             model=training.model,
-            workers=workers,
+            replicas=replicas,
+            callbacks=training.callbacks,
+            validation_data=training.validation_data,
+            batch_size=training.batch_size,
+            validation_batch_size=training.validation_batch_size,
+            remote=args.remote,
         )
 
     with _stdout_to_stderr():

@@ -7,6 +7,7 @@ import sys
 
 from kdpkit import _checks, launch
 
+TAKES_REST = True
 HELP = "run a command as several processes of this machine that train together"
 
 

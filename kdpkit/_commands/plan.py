@@ -78,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {
         name: value
         for name, value in vars(args).items()
-        if name not in ("command", "json", "plot", "replicas", "rest", "run")
+        if name not in ("command", "json", "plot", "replicas", "rest", "run", "takes_rest")
     }
     counts = sorted({*args.replicas})
     plans = [_plan.plan(**settings, replicas=replicas) for replicas in counts]

@@ -1,11 +1,11 @@
 """`kdpkit probe`: two training steps in every way that there is, to see which work here."""
 
 import argparse
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
 from typing import Any
+
+from kdpkit._commands import _telling
 
 HELP = "train two steps with every strategy and backend, to see which work here"
 
@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; give 0 if all that could work does, else 1."""
     from kdpkit import diagnostics
 
-    with _progress() as say:
+    with _telling.telling("Trying") as say:
         report = diagnostics.probe(args.only, timeout_seconds=args.timeout, on_start=say)
     if args.json:
         sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
@@ -48,18 +48,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         sys.stdout.write(f"{report}\n")
     return 0 if report.works else 1
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Say on stderr what is being tried."""
-    if not sys.stderr.isatty():
-        yield lambda name: print(f"Trying {name} ...", file=sys.stderr, flush=True)  # noqa: T201
-        return
-    from rich.console import Console
-
-    with Console(stderr=True).status("Starting ...") as status:
-        yield lambda name: status.update(f"Trying {name} ...")
 
 
 def _draw(report: Any) -> None:

@@ -4,8 +4,9 @@
 the `tf.data` pipelines of a training. `plan` works out batches, steps and learning rates of a run
 on several replicas, and says where a rule leaves its range. `compare_schedules` draws learning
 rates in a terminal, `read_schedule` reads one from text. `environment` tells what this machine and
-this Python give a training; `probe` trains two steps in every way there is. Each name loads the
-framework that it needs on first use; the last two load none.
+this Python give a training; `probe` trains two steps in every way there is; `bench` measures how
+fast it trains, by replicas and batch sizes. Each name loads the framework that it needs on first
+use; the last three load none.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 from kdpkit import _lazy
 
 if TYPE_CHECKING:
+    from kdpkit.diagnostics._bench import BenchReport, BenchRow, bench
     from kdpkit.diagnostics._environment import Environment, environment
     from kdpkit.diagnostics._input import InputReport, check_input
     from kdpkit.diagnostics._plan import TrainingPlan, plan
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from kdpkit.diagnostics._tpu import TpuReport, check_tpu
 
 _HOMES = {
+    "BenchReport": "_bench",
+    "BenchRow": "_bench",
     "Environment": "_environment",
     "InputReport": "_input",
     "ProbeReport": "_probe",
@@ -29,6 +33,7 @@ _HOMES = {
     "ScheduleComparison": "_schedules",
     "TpuReport": "_tpu",
     "TrainingPlan": "_plan",
+    "bench": "_bench",
     "check_input": "_input",
     "check_tpu": "_tpu",
     "compare_schedules": "_schedules",
@@ -39,6 +44,8 @@ _HOMES = {
 }
 
 __all__ = [
+    "BenchReport",
+    "BenchRow",
     "Environment",
     "InputReport",
     "ProbeReport",
@@ -46,6 +53,7 @@ __all__ = [
     "ScheduleComparison",
     "TpuReport",
     "TrainingPlan",
+    "bench",
     "check_input",
     "check_tpu",
     "compare_schedules",

@@ -61,7 +61,7 @@ class Environment:
     @property
     def clean(self) -> bool:
         """Whether nothing stands in the way; notes are fine."""
-        return all(finding.level == "note" for finding in self.findings)
+        return _findings.are_notes(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Give it as plain values, for JSON."""
@@ -195,6 +195,11 @@ def environment(*, start_frameworks: bool = True, timeout_seconds: float = 60.0)
 
 
 # Keras' backend.
+
+
+def chosen_backend() -> str:
+    """Give what Keras uses, or would use if it were imported now."""
+    return _backend()[0]
 
 
 def _backend() -> tuple[str, str]:

@@ -4,11 +4,10 @@ import dataclasses
 from typing import Any
 
 from kdpkit import _checks, _findings
-from kdpkit.diagnostics import _batch
+from kdpkit.diagnostics import _batch, _report
 
 
-@dataclasses.dataclass(frozen=True)
-class InputReport:
+class InputReport(_report.Report):
     """What `check_input` found.
 
     Attributes:
@@ -16,32 +15,15 @@ class InputReport:
         checked: What was looked at: `"train"`, `"validation"`.
     """
 
-    findings: tuple[_findings.Finding, ...]
-    checked: tuple[str, ...]
-
-    @property
-    def clean(self) -> bool:
-        """Whether there are notes at most."""
-        return all(finding.level == "note" for finding in self.findings)
-
-    def __str__(self) -> str:
-        """Say it in lines of at most 80 columns."""
-        looked_at = ", ".join(self.checked)
-        found = sum(finding.level != "note" for finding in self.findings)
-        head = f"{found} finding{'s' * (found > 1)}" if found else "Nothing found"
-        return "\n\n".join([f"{head} (looked at: {looked_at}).", *map(str, self.findings)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Give the report as plain values, for JSON."""
-        return {
-            "clean": self.clean,
-            "checked": list(self.checked),
-            "findings": _findings.as_dicts(self.findings),
-        }
-
 
 def check_input(
-    dataset: Any, *, validation_data: Any = None, model: Any = None, workers: int = 1
+    dataset: Any,
+    *,
+    validation_data: Any = None,
+    model: Any = None,
+    workers: int = 1,
+    epochs: int | None = None,
+    steps_per_epoch: int | None = None,
 ) -> InputReport:
     """Find mistakes in the `tf.data` pipelines of a training, without running them.
 
@@ -54,6 +36,8 @@ def check_input(
         validation_data: What it validates on.
         model: The model; its strategy says how many replicas share a batch.
         workers: Processes that divide the data between them.
+        epochs: Those of `fit`; None where it is not known.
+        steps_per_epoch: That of `fit`; None is the whole dataset.
 
     Returns:
         The report, with `findings`, `clean` and `to_dict()`.
@@ -77,7 +61,12 @@ def check_input(
         dataclasses.replace(finding, where=f"{name}: {finding.where}")
         for name, data in read.items()
         for finding in pipelines.lint(
-            data, training=name == "train", replicas=replicas, workers=workers
+            data,
+            training=name == "train",
+            replicas=replicas,
+            workers=workers,
+            epochs=epochs,
+            steps_per_epoch=steps_per_epoch,
         )
     ]
     return InputReport(_findings.in_order(found), tuple(read))

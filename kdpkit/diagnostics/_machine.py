@@ -56,14 +56,13 @@ class Machine:
 
 def look() -> Machine:
     """Look at the machine, without a framework."""
-    limits = _cgroups.limits()
-    memory = [size for size in (_memory_bytes(), limits.memory_bytes) if size]
+    memory = memory_bytes()
     return Machine(
         cpu=_cpu(),
         cores=_cpu_threads.cores(),
         cores_present=os.cpu_count() or 1,
-        cores_limit=limits.cores,
-        memory_gib=round(min(memory) / _GIB, 1) if memory else None,
+        cores_limit=_cgroups.limits().cores,
+        memory_gib=round(memory / _GIB, 1) if memory else None,
         tpu_chips=_tpu.chips(),
         **_of_nvml(),
     )
@@ -82,7 +81,13 @@ def _cpu() -> str:
     return platform.processor() or platform.machine()
 
 
-def _memory_bytes() -> int | None:
+def memory_bytes() -> int | None:
+    """Give the memory that this process may use at most; None where that is not known."""
+    limits = [size for size in (_physical_bytes(), _cgroups.limits().memory_bytes) if size]
+    return min(limits, default=None)
+
+
+def _physical_bytes() -> int | None:
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError):  # Windows

@@ -11,6 +11,8 @@ SHAPES = ("constant", "cosine", "linear", "polynomial", "stable-decay")
 OPTIMIZERS = ("sgd", "adam")
 REMAINDERS = ("drop", "pad", "keep")  # those of `pipelines.PipelineConfig`
 
+_MOST_REPLICAS = 1_000_000
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
@@ -187,7 +189,7 @@ class TrainingPlan:
     @property
     def clean(self) -> bool:
         """Whether there is nothing to mend; notes are fine."""
-        return all(finding.level == "note" for finding in self.findings)
+        return _findings.are_notes(self.findings)
 
     def __str__(self) -> str:
         """Say it in lines of at most 80 columns."""
@@ -307,6 +309,11 @@ def plan(
         rule=rule,
         accumulation=accumulation,
     )
+    if scale.replicas > _MOST_REPLICAS:
+        _checks.refuse(
+            f"A plan holds what each replica gets, for {_MOST_REPLICAS:,} of them at most.",
+            replicas=scale.replicas,
+        )
     examples = _checks.integer("examples", examples)
     epochs = _checks.integer("epochs", epochs)
     _checks.one_of("remainder", remainder, REMAINDERS)

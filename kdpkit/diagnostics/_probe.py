@@ -2,9 +2,7 @@
 
 import dataclasses
 import importlib.util
-import json
 import math
-import signal
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Sequence
@@ -238,11 +236,7 @@ def _launched(name: str, *flags: str) -> tuple[str, ...]:
 
 def _judged(name: str, ended: _program.Ended, timeout_seconds: float) -> _Run:
     """Tell what a run came to from what its processes said, and from how they ended."""
-    said = [
-        json.loads(line.partition(_probe_child.SIGN)[2])
-        for line in ended.stdout.splitlines()
-        if _probe_child.SIGN in line
-    ]
+    said = ended.said(_probe_child.SIGN)
     for code, result in ((_probe_child.CANNOT, CANNOT), (_probe_child.FAILED, FAILED)):
         reasons = [_private.without(one["reason"]) for one in said if one["code"] == code]
         if reasons:
@@ -257,18 +251,9 @@ def _judged(name: str, ended: _program.Ended, timeout_seconds: float) -> _Run:
         )
         return _Run(TIMED_OUT, ended.seconds, reason)
     if ended.exit_code or not said:
-        reason = f"{_how_it_ended(ended)}. {_more_of(name)}"
+        reason = f"{ended.how()}. {_more_of(name)}"
         return _Run(FAILED, ended.seconds, reason)
     return _Run(WORKS, ended.seconds, trained=said)
-
-
-def _how_it_ended(ended: _program.Ended) -> str:
-    code = ended.exit_code or 0
-    lines = [line.strip() for line in ended.stderr.splitlines() if line.strip()]
-    last = f": {_private.without(lines[-1]).rstrip('.')}" if lines else ""
-    if code > 128 and code - 128 in set(signal.Signals):
-        return f"It was ended by {signal.Signals(code - 128).name}{last}"
-    return f"It ended with exit code {code}{last}"
 
 
 def _more_of(name: str) -> str:

@@ -6,6 +6,7 @@ is asked of another one.
 
 import contextlib
 import dataclasses
+import json
 import os
 import signal
 import sys
@@ -13,8 +14,10 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from kdpkit import _children, cluster
+from kdpkit.diagnostics import _private
 
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _KERNEL_SECONDS = 10.0  # for a process that was killed to be gone
@@ -28,6 +31,20 @@ class Ended:
     seconds: float
     stdout: str
     stderr: str
+
+    def said(self, sign: str) -> list[dict[str, Any]]:
+        """Give what its lines that hold a sign say behind it, as JSON."""
+        lines = self.stdout.splitlines()
+        return [json.loads(line.partition(sign)[2]) for line in lines if sign in line]
+
+    def how(self) -> str:
+        """Say how it ended, and what it said last."""
+        code = self.exit_code or 0
+        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
+        last = f": {_private.without(lines[-1]).rstrip('.')}" if lines else ""
+        if code > 128 and code - 128 in set(signal.Signals):
+            return f"It was ended by {signal.Signals(code - 128).name}{last}"
+        return f"It ended with exit code {code}{last}"
 
 
 class Program:
@@ -82,14 +99,14 @@ def started(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[Prog
         variables: What is set for it beside the variables that this process has.
     """
     mark = f"{uuid.uuid4().hex};"
-    guard = _children.Guard(mark, grace_seconds=_GRACE_SECONDS)
-    program = Program(words, variables, mark)
-    guard.watch(program.child)
-    try:
-        yield program
-    finally:
-        program.end()
-        guard.__exit__()  # no `with`, so that it is not reached where the end was interrupted
+    with _children.Guard(mark, grace_seconds=_GRACE_SECONDS) as guard:
+        program = Program(words, variables, mark)
+        guard.watch(program.child)
+        try:
+            yield program
+        finally:
+            program.end()
+            guard.all_ended()
 
 
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:

@@ -24,7 +24,7 @@ from kdpkit import _checks, _files
 
 @dataclass(frozen=True)
 class Training:
-    """What a script asked `fit` for: the arguments of `check_tpu`."""
+    """What a script asked `fit` for; where that is not known, `epochs` is None."""
 
     dataset: Any
     model: Any = None
@@ -32,6 +32,8 @@ class Training:
     validation_data: Any = None
     batch_size: int | None = None
     validation_batch_size: int | None = None
+    epochs: int | None = None
+    steps_per_epoch: int | None = None
 
 
 Check = Callable[[Training], Any]
@@ -200,6 +202,8 @@ def _of_keras(model: Any, given: dict[str, Any]) -> Training:
         validation_data=held_out,
         batch_size=batch_size,
         validation_batch_size=given["validation_batch_size"],
+        epochs=_epochs(given),
+        steps_per_epoch=given["steps_per_epoch"],
     )
 
 
@@ -209,4 +213,14 @@ def _of_loop(loop: Any, given: dict[str, Any]) -> Training:
         model=loop,
         callbacks=given["callbacks"],
         validation_data=given["validation"],
+        epochs=_epochs(given),
+        steps_per_epoch=given["steps_per_epoch"],
     )
+
+
+def _epochs(given: dict[str, Any]) -> int:
+    """Count the epochs that are to be trained, at least one."""
+    begin, end = (
+        _checks.integer(name, given[name], minimum=0) for name in ("initial_epoch", "epochs")
+    )
+    return max(end - begin, 1)

@@ -6,11 +6,18 @@ from typing import Any
 import keras
 
 from kdpkit import _checks, _findings
-from kdpkit.diagnostics import _batch, _tpu_callbacks, _tpu_data, _tpu_step, _tpu_widths
+from kdpkit.diagnostics import (
+    _batch,
+    _report,
+    _tpu_callbacks,
+    _tpu_data,
+    _tpu_step,
+    _tpu_widths,
+)
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuReport:
+class TpuReport(_report.Report):
     """What `check_tpu` found.
 
     Attributes:
@@ -20,37 +27,15 @@ class TpuReport:
         backend: Keras' backend.
     """
 
-    findings: tuple[_findings.Finding, ...]
-    checked: tuple[str, ...]
     replicas: int
     backend: str
 
-    @property
-    def clean(self) -> bool:
-        """Whether there is nothing that a TPU refuses or that wastes its time; notes are fine."""
-        return all(finding.level == "note" for finding in self.findings)
-
-    def __str__(self) -> str:
-        """Say it in lines of at most 80 columns."""
-        looked_at = ", ".join(self.checked)
-        found = sum(finding.level != "note" for finding in self.findings)
-        head = (
-            f"{found} finding{'s' * (found > 1)} (looked at: {looked_at})."
-            if found
-            else f"Nothing found (looked at: {looked_at}); not proven on a TPU."
-        )
-        return "\n\n".join([head, *map(str, self.findings)])
+    _reservation = "; not proven on a TPU"
 
     def to_dict(self) -> dict[str, Any]:
         """Give the report as plain values, for JSON."""
-        return {
-            "clean": self.clean,
-            "proven_on_tpu": False,
-            "backend": self.backend,
-            "replicas": self.replicas,
-            "checked": list(self.checked),
-            "findings": _findings.as_dicts(self.findings),
-        }
+        of_tpu = {"proven_on_tpu": False, "backend": self.backend, "replicas": self.replicas}
+        return of_tpu | super().to_dict()
 
 
 def check_tpu(

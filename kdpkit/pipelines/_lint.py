@@ -1,26 +1,30 @@
 """Mistakes in a `tf.data` pipeline that can be read from its stages, without running it."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import tensorflow as tf
 
 from kdpkit import _checks
 from kdpkit._findings import Finding, in_order
-from kdpkit.pipelines import _structure
+from kdpkit.pipelines import _lint_epochs, _linted, _structure
 from kdpkit.pipelines._counting import require_dataset
+from kdpkit.pipelines._linted import CUTS, Pipeline
 from kdpkit.pipelines._structure import Stage
 
-_CUTS = frozenset({"batch", "padded_batch", "ragged_batch", "rebatch", "group_by_window"})
 _KEEPS = frozenset({"cache", "snapshot"})
 _OPENS = frozenset({"flat_map", "interleave", "unbatch", "group_by_window", "window"})
 _SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
 _SMALL_PART = 0.01
-_SHORT_PART = 0.25  # of a batch
 
 
 def lint(
-    dataset: tf.data.Dataset, *, training: bool = True, replicas: int = 1, workers: int = 1
+    dataset: tf.data.Dataset,
+    *,
+    training: bool = True,
+    replicas: int = 1,
+    workers: int = 1,
+    epochs: int | None = None,
+    steps_per_epoch: int | None = None,
 ) -> list[Finding]:
     """Find mistakes in a pipeline from its stages alone; nothing is run.
 
@@ -33,7 +37,9 @@ def lint(
     - `batch-before-shuffle` (wrong): whole batches are shuffled, and their examples never mixed.
     - `small-shuffle` (wrong or a note): a buffer below one batch, or a small part of the data.
     - `repeat-before-cache` (wrong): the cache holds the repeats too, and fills memory if these
-      have no end. `repeat`, `repeat-before-batch` (notes): epochs that `fit` cannot tell apart.
+      have no end. `repeat-before-batch` (a note): epochs whose examples mix.
+    - `repeat` (a note, or wrong where the `fit` is known): data that never end, or that each epoch
+      gives several times. `runs-out` (wrong): fewer batches than `fit` is to take.
     - `python` (slow): `py_function`, `numpy_function`, `from_generator`.
     - `serial-map`, `serial-interleave`, `no-prefetch` (slow, or a note where TensorFlow mends it by
       itself, as it does with stateless maps and a missing prefetch while its autotune is on).
@@ -50,6 +56,8 @@ def lint(
             workers count: nothing needs a new order there.
         replicas: Replicas that share a batch; with several a smaller last batch is a note.
         workers: Processes that divide the dataset between them (see `auto_shard`).
+        epochs: Those of `fit`. None says that the `fit` is not known: what depends on it is a note.
+        steps_per_epoch: That of `fit`; None is the whole dataset.
 
     Returns:
         The findings, the worst first.
@@ -68,57 +76,14 @@ def lint(
     require_dataset("dataset", dataset)
     replicas = _checks.integer("replicas", replicas)
     workers = _checks.integer("workers", workers)
-    pipeline = _pipeline(dataset)
-    rules: list[Callable[[_Pipeline], Iterator[Finding]]] = [_python, _serial, _no_prefetch]
+    fit = _lint_epochs.Fit(epochs, steps_per_epoch)
+    pipeline = _linted.read(dataset)
+    rules: list[Callable[[Pipeline], Iterator[Finding]]] = [_python, _serial, _no_prefetch]
     if training:
-        rules += [_frozen, _batches_shuffled, _small_shuffle, _repeats, _unknown_length]
-        rules.append(lambda pipeline: _short_batch(pipeline, replicas))
+        rules += [_frozen, _batches_shuffled, _small_shuffle]
+        rules.append(lambda pipeline: _lint_epochs.findings(pipeline, fit, replicas))
     rules += [_repeats_kept, lambda pipeline: _shards(pipeline, workers)]
     return [*in_order(finding for rule in rules for finding in rule(pipeline))]
-
-
-@dataclass(frozen=True)
-class _Pipeline:
-    """A dataset's stages.
-
-    Attributes:
-        end: The last one.
-        line: All from where datasets come together to the end.
-        stages: All, with those that follow.
-        mends_maps: Whether TensorFlow makes stateless maps parallel by itself.
-        mends_prefetch: Whether it adds a prefetch at the end by itself.
-    """
-
-    end: Stage
-    line: tuple[Stage, ...]
-    stages: tuple[tuple[Stage, tuple[Stage, ...]], ...]
-    mends_maps: bool
-    mends_prefetch: bool
-
-    def where(self, stage: Stage) -> str:
-        """Name a stage, and its place where it has one."""
-        if stage not in self.line:
-            return stage.label
-        return f"{stage.label}, stage {self.line.index(stage) + 1} of {len(self.line)}"
-
-
-def _pipeline(dataset: tf.data.Dataset) -> _Pipeline:
-    end = _structure.end_of(dataset)
-    options = dataset.options()
-    tunes = options.autotune.enabled is not False
-    optimization = options.experimental_optimization
-    by_default = optimization.apply_default_optimizations is not False
-
-    def applies(option: bool | None) -> bool:
-        return tunes and (by_default if option is None else option)
-
-    return _Pipeline(
-        end,
-        _structure.line(end),
-        tuple(_structure.paths(end)),
-        applies(optimization.map_parallelization),
-        applies(optimization.inject_prefetch),
-    )
 
 
 def _is_kept(after: tuple[Stage, ...]) -> bool:
@@ -134,7 +99,7 @@ def _shuffles(stage: Stage) -> bool:
     return any("ShuffleDataset" in op for function in stage.functions for op in function.ops)
 
 
-def _frozen(pipeline: _Pipeline) -> Iterator[Finding]:
+def _frozen(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for caches that keep what should be drawn anew."""
     for cache, after in pipeline.stages:
         if cache.kind not in _KEEPS:
@@ -162,9 +127,9 @@ def _frozen(pipeline: _Pipeline) -> Iterator[Finding]:
                 )
 
 
-def _batches_shuffled(pipeline: _Pipeline) -> Iterator[Finding]:
+def _batches_shuffled(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for a shuffle of whole batches."""
-    cuts = [stage for stage in pipeline.line if stage.kind in _CUTS]
+    cuts = [stage for stage in pipeline.line if stage.kind in CUTS]
     if not cuts:
         return
     batch = cuts[-1]
@@ -196,14 +161,14 @@ def _batches_shuffled(pipeline: _Pipeline) -> Iterator[Finding]:
         )
 
 
-def _small_shuffle(pipeline: _Pipeline) -> Iterator[Finding]:
+def _small_shuffle(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for shuffles of examples that hardly move them."""
     for shuffle, after in pipeline.stages:
-        sizes = [stage.setting("batch_size") for stage in after if stage.kind in _CUTS]
+        sizes = [stage.setting("batch_size") for stage in after if stage.kind in CUTS]
         buffer = shuffle.setting("buffer_size") if shuffle.kind == "shuffle" else None
         before = [*_structure.before(shuffle)]
         is_of_examples = not any(stage.kind in _OPENS for stage in after) and not any(
-            stage.kind in _CUTS for stage in before
+            stage.kind in CUTS for stage in before
         )
         if buffer is None or not is_of_examples or any(one.kind == "shuffle" for one in before):
             continue
@@ -231,44 +196,7 @@ def _small_shuffle(pipeline: _Pipeline) -> Iterator[Finding]:
             )
 
 
-def _repeats(pipeline: _Pipeline) -> Iterator[Finding]:
-    """Look for repeats that blur what an epoch is."""
-    repeats = [stage for stage in pipeline.line if stage.kind == "repeat"]
-    if pipeline.end.cardinality == tf.data.INFINITE_CARDINALITY:
-        yield Finding(
-            "repeat",
-            "note",
-            pipeline.where(repeats[-1] if repeats else pipeline.line[0]),
-            "The dataset never ends, so `fit` must be told where an epoch does.",
-            "Give `fit(steps_per_epoch=...)`, or leave out `repeat()`: `fit(epochs=...)` begins "
-            "again by itself.",
-        )
-    for repeat in repeats:
-        count = repeat.setting("count")
-        following = pipeline.line[pipeline.line.index(repeat) + 1 :]
-        if count is not None and count > 1:
-            yield Finding(
-                "repeat",
-                "note",
-                pipeline.where(repeat),
-                f"One iteration gives the data {count} times, and `fit(epochs=N)` {count} * N "
-                "times.",
-                "Leave out `repeat`, and let `epochs` count the passes.",
-            )
-        mixing = next((stage for stage in following if stage.kind in (*_CUTS, "shuffle")), None)
-        if mixing is not None and count != 1:
-            yield Finding(
-                "repeat-before-batch",
-                "note",
-                pipeline.where(repeat),
-                f"`{mixing.label}` behind it mixes the end of one pass with the beginning of the "
-                "next: an example may come twice before another comes once.",
-                f"If each epoch is to have every example once, move `repeat` behind "
-                f"`{mixing.kind}`.",
-            )
-
-
-def _repeats_kept(pipeline: _Pipeline) -> Iterator[Finding]:
+def _repeats_kept(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for caches that hold more than the data."""
     for cache, _ in pipeline.stages:
         if cache.kind not in _KEEPS or not cache.inputs:
@@ -295,44 +223,7 @@ def _repeats_kept(pipeline: _Pipeline) -> Iterator[Finding]:
             )
 
 
-def _unknown_length(pipeline: _Pipeline) -> Iterator[Finding]:
-    if pipeline.end.cardinality is not None:
-        return
-    hiding = next((stage for stage in pipeline.line if stage.cardinality is None), pipeline.end)
-    yield Finding(
-        "unknown-length",
-        "note",
-        pipeline.where(hiding),
-        "TensorFlow does not know how many elements it gives, so `fit` shows no progress in the "
-        "first epoch, and a schedule cannot know its steps.",
-        "If you need them: `steps = kdpkit.pipelines.count_batches(dataset)`, once, and "
-        "`dataset.apply(tf.data.experimental.assert_cardinality(steps))`.",
-    )
-
-
-def _short_batch(pipeline: _Pipeline, replicas: int) -> Iterator[Finding]:
-    """Look for a smaller last batch that counts for more than it has."""
-    batch = next((one for one in reversed(pipeline.line) if one.kind in _CUTS), None)
-    if batch is None or batch.kind not in ("batch", "padded_batch") or not batch.inputs:
-        return
-    size, examples = batch.setting("batch_size"), batch.inputs[0].cardinality
-    if not size or batch.setting("drop_remainder") is not False or examples in (-1, None):
-        return
-    rows = (examples or 0) % size
-    if rows == 0 or (replicas == 1 and rows > _SHORT_PART * size):
-        return
-    shared = f", and {replicas} replicas share them unevenly" if rows % replicas else ""
-    yield Finding(
-        "short-batch",
-        "note",
-        pipeline.where(batch),
-        f"The last batch has {rows} of {size} examples{shared}; it weighs as much in the training "
-        "as a whole one, and XLA compiles for its shape too.",
-        "Use `drop_remainder=True` for training, or `kdpkit.pipelines.pad_to_global_batch`.",
-    )
-
-
-def _python(pipeline: _Pipeline) -> Iterator[Finding]:
+def _python(pipeline: Pipeline) -> Iterator[Finding]:
     for stage, after in pipeline.stages:
         if stage.kind != "from_generator" and not any(f.calls_python for f in stage.functions):
             continue
@@ -348,7 +239,7 @@ def _python(pipeline: _Pipeline) -> Iterator[Finding]:
         )
 
 
-def _serial(pipeline: _Pipeline) -> Iterator[Finding]:
+def _serial(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for work that waits for the work before it."""
     for stage, after in pipeline.stages:
         if stage.is_parallel or stage.kind not in ("map", "interleave") or not stage.functions:
@@ -386,7 +277,7 @@ def _serial_interleave(where: str, *, once: bool) -> Finding:
     )
 
 
-def _no_prefetch(pipeline: _Pipeline) -> Iterator[Finding]:
+def _no_prefetch(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for work that begins when the training asks for its result."""
     last_work = None
     for stage in reversed(pipeline.line):
@@ -416,7 +307,7 @@ def _is_light(stage: Stage) -> bool:
     """Tell whether a stage hands elements on, or moves a few numbers."""
     if stage.functions:
         return stage.kind in ("map", "filter") and all(one.is_cheap for one in stage.functions)
-    return stage.kind not in (*_CUTS, "shuffle")
+    return stage.kind not in (*CUTS, "shuffle")
 
 
 def _has_work(stage: Stage) -> bool:
@@ -424,7 +315,7 @@ def _has_work(stage: Stage) -> bool:
     return any(not one.is_cheap for one in stage.functions) or stage.kind.endswith("Dataset")
 
 
-def _shards(pipeline: _Pipeline, workers: int) -> Iterator[Finding]:
+def _shards(pipeline: Pipeline, workers: int) -> Iterator[Finding]:
     """Look for sources that workers cannot divide as they are told to."""
     policy = pipeline.end.dataset.options().experimental_distribute.auto_shard_policy
     policies = tf.data.experimental.AutoShardPolicy

@@ -66,6 +66,11 @@ class JaxSteps:
         return bool(self.model.jit_compile if self._jit is None else self._jit)
 
     @property
+    def is_jit_chosen(self) -> bool:
+        """Whether that is settled; here it always is."""
+        return True
+
+    @property
     def means(self) -> list[Any]:
         """The metrics of the losses."""
         return [*self._means.values()]

@@ -156,7 +156,7 @@ class TrainingLoop:
                 optimizer=optimizer,
                 loss=loss,
                 loss_weights=loss_weights,
-                metrics=metrics or None,
+                metrics=metrics or [],  # with None Keras keeps those that it had
                 weighted_metrics=weighted_metrics or None,
             )
 
@@ -169,6 +169,11 @@ class TrainingLoop:
     def strategy(self) -> Any:
         """The strategy that the loop trains on."""
         return self._steps.strategy
+
+    @property
+    def jit(self) -> bool | None:
+        """Whether XLA compiles the steps; None while `jit="measure"` has not chosen yet."""
+        return self._steps.jit if self._steps.is_jit_chosen else None
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Compute the loss of each row, and what the model predicts: the method to override.

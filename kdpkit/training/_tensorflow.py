@@ -89,6 +89,11 @@ class TensorFlowSteps:
         return bool(self.model.jit_compile if self._jit is None else self._jit)
 
     @property
+    def is_jit_chosen(self) -> bool:
+        """Whether that is settled: a trial may be under way."""
+        return self._trial is None or bool(self._trial.verdict)
+
+    @property
     def _may_jit(self) -> bool:
         return self._trial is not None or self.jit
 

@@ -1,9 +1,13 @@
 """Each rule finds the fault that was planted for it; correct pipelines are in test_lint_guides."""
 
+import warnings
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kdpkit import callbacks, pipelines
 from kdpkit.pipelines import lint
@@ -191,6 +195,74 @@ def test_notes_on_epochs_lengths_and_rests():
     assert found(numbers(201).batch(20, drop_remainder=True).prefetch(1), replicas=4) == set()
 
 
+def test_endless_data_are_right_with_steps_and_wrong_without():
+    endless = numbers().shuffle(200).batch(20).repeat().prefetch(1)
+    assert found(endless, epochs=3, steps_per_epoch=10) == set()
+    assert found(endless, steps_per_epoch=10) == set()
+    (finding,) = lint(endless, epochs=3)
+    assert (finding.rule, finding.level) == ("repeat", "wrong")
+    assert finding.where == "repeat(), stage 4 of 5"
+    assert "the first one goes on for ever" in finding.problem
+
+
+def test_repeated_data_are_right_in_one_epoch_and_wrong_in_several():
+    thrice = numbers().shuffle(200).batch(20).repeat(3).prefetch(1)
+    assert found(thrice, epochs=1) == set()
+    (finding,) = lint(thrice, epochs=4)
+    assert (finding.rule, finding.level) == ("repeat", "wrong")
+    assert "`fit(epochs=4)` 3 * 4 = 12 times" in finding.problem
+    assert found(thrice, epochs=3, steps_per_epoch=10) == set()  # a pass each
+    assert faults(numbers().batch(20).repeat(3).take(10).prefetch(1), epochs=4) == set()
+
+
+def test_a_length_that_fit_is_told_is_no_note():
+    filtered = numbers().filter(lambda n: n > 3).batch(20).prefetch(1)
+    assert found(filtered, epochs=2) == {("unknown-length", "note")}
+    assert found(filtered, epochs=2, steps_per_epoch=3) == set()
+
+
+def steps_of_epochs(batches, *, epochs, steps_per_epoch):
+    """Count as Keras does: data that end within an epoch end it, and begin anew with the next."""
+    left, counts = 0, []
+    for _ in range(epochs):
+        left = left or batches
+        counts.append(min(left, steps_per_epoch))
+        left -= counts[-1]
+    return counts
+
+
+@given(batches=st.integers(1, 12), epochs=st.integers(1, 5), steps_per_epoch=st.integers(1, 14))
+def test_data_run_out_where_an_epoch_has_fewer_steps_than_it_should(
+    batches, epochs, steps_per_epoch
+):
+    asked = {"epochs": epochs, "steps_per_epoch": steps_per_epoch}
+    is_short = min(steps_of_epochs(batches, **asked)) < steps_per_epoch
+    expected = {("runs-out", "wrong")} if is_short else set()
+    assert found(numbers(batches).batch(1), **asked) == expected
+
+
+@pytest.mark.parametrize(("epochs", "steps_per_epoch"), [(4, 5), (3, 7), (2, 20), (1, 7)])
+def test_keras_counts_steps_so(epochs, steps_per_epoch):
+    counts = []
+    counting = keras.callbacks.LambdaCallback(
+        on_epoch_begin=lambda *_, **__: counts.append(0),
+        on_train_batch_end=lambda batch, **_: counts.__setitem__(-1, batch + 1),
+    )
+    x = np.zeros((10, 2), "float32")
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    asked = {"epochs": epochs, "steps_per_epoch": steps_per_epoch}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that the data ran out
+        model.fit(
+            Dataset.from_tensor_slices((x, x[:, :1])).batch(1),
+            callbacks=[counting],
+            verbose=0,
+            **asked,
+        )
+    assert counts == steps_of_epochs(10, **asked)
+
+
 def test_a_small_buffer_is_found_relative_to_the_data():
     assert found(numbers(60_000).shuffle(100).batch(20)) == {("small-shuffle", "note")}
     assert found(numbers(60_000).shuffle(1024).batch(64, drop_remainder=True)) == set()
@@ -266,3 +338,7 @@ def test_bad_input_is_refused():
         lint(numbers(), replicas=0)
     with pytest.raises(ValueError, match="`workers` must be a positive integer"):
         lint(numbers(), workers=0)
+    with pytest.raises(ValueError, match="`epochs` must be a positive integer"):
+        lint(numbers(), epochs=0)
+    with pytest.raises(ValueError, match="`steps_per_epoch` must be a positive integer"):
+        lint(numbers(), steps_per_epoch=2.5)

@@ -67,6 +67,24 @@ def assert_same(one, other, tolerance=1e-6):
         np.testing.assert_allclose(a, b, atol=tolerance)
 
 
+def test_a_loop_without_metrics_forgets_those_that_the_model_was_compiled_with():
+    model = testing.tiny_classifier()
+    model.compile("sgd", crossentropy(), metrics=["accuracy"], weighted_metrics=["mse"])
+    loop = TrainingLoop(model, optimizer="sgd", loss=crossentropy())
+    assert [*loop.fit(batches(), epochs=1, verbose=0).history] == ["loss"]
+    assert [*loop.evaluate(batches(), verbose=0)] == ["loss"]
+
+
+@pytest.mark.tensorflow
+def test_a_loop_tells_when_the_choice_of_xla_is_made():
+    loop = loop_on(1, jit="measure")
+    assert loop.jit is None
+    while loop.jit is None:
+        loop.fit(batches(), epochs=1, verbose=0)
+    assert loop.jit in (True, False)
+    assert [loop_on(1, jit=jit).jit for jit in (True, False)] == [True, False]
+
+
 def slope(**settings):
     """Build y = w x from w = 0."""
     return keras.Sequential(

@@ -1,0 +1,113 @@
+"""`kdpkit bench`: how fast this machine trains, by replicas and batch sizes."""
+
+import argparse
+import json
+import sys
+
+from kdpkit._commands import _telling
+
+HELP = "measure how fast this machine trains, by replicas and batch sizes"
+
+_JIT: dict[str, bool | str] = {"measure": "measure", "on": True, "off": False}
+_EXAMPLE = """\
+TARGET is `file.py:name` or `module:name` of a function that gives (dataset, model); without it a
+workload of kdpkit's own is trained. Replicas are GPUs, or logical CPUs where there are none, which
+share the cores; each pair of replicas and batch size is a process of its own:
+
+    kdpkit bench
+    kdpkit bench --workload bert --replicas 1 2 4 --per-replica-batch-size 16 32 64
+    kdpkit bench --global-batch-size 256 --replicas 1 2 --backend jax --json
+    kdpkit bench train.py:make --seconds 20
+
+Exit code 0: measured, or does not fit into memory; 1: something failed, or took too long."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Name what `kdpkit.diagnostics.bench` takes."""
+    parser.usage = "kdpkit bench [TARGET] [flags]"
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLE
+    add = parser.add_argument
+    add("target", metavar="TARGET", nargs="?", help="your own training, in place of a workload")
+    add("--workload", help="cnn or bert (default: cnn)")
+    add(
+        "--replicas",
+        type=int,
+        nargs="+",
+        metavar="R",
+        help="one number or several (default: up to all GPUs, or 2 logical CPUs)",
+    )
+    add(
+        "--per-replica-batch-size",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="rows of each replica, for weak scaling (default: 32 64 128)",
+    )
+    add(
+        "--global-batch-size",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="rows over all replicas, for strong scaling",
+    )
+    add("--backend", help="tensorflow or jax (default: Keras' own choice)")
+    add(
+        "--jit",
+        choices=_JIT,
+        default="measure",
+        help="compile with XLA, or take what is faster (default: measure)",
+    )
+    add("--split", action="store_true", help="split a single GPU for several replicas (TensorFlow)")
+    add(
+        "--seconds",
+        type=float,
+        default=5.0,
+        metavar="S",
+        help="to train each pair for, beside compiling (default: %(default)s)",
+    )
+    add("--rounds", type=int, default=5, metavar="N", help="to divide these (default: %(default)s)")
+    add(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="S",
+        help="for each pair in all, after which it is ended (default: %(default)s)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table and the verdict; give 0 if nothing failed, else 1."""
+    from kdpkit import diagnostics
+
+    with _telling.telling("Measuring") as say:
+        report = diagnostics.bench(
+            args.target,
+            workload=args.workload,
+            replicas=args.replicas,
+            per_replica_batch_size=args.per_replica_batch_size,
+            global_batch_size=args.global_batch_size,
+            backend=args.backend,
+            jit=_JIT[args.jit],
+            split=args.split,
+            seconds=args.seconds,
+            rounds=args.rounds,
+            timeout_seconds=args.timeout,
+            on_start=say,
+        )
+    if args.json:
+        sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
+    else:
+        _print(str(report))
+    return 0 if report.works else 1
+
+
+def _print(text: str) -> None:
+    """Print, with what failed in colour on a terminal."""
+    from rich.console import Console
+    from rich.text import Text
+
+    shown = Text(text)
+    shown.highlight_regex(r"failed|timed out|out of memory", "red")
+    shown.highlight_regex(r"(?m)^ *replicas .*$", "bold")
+    Console(highlight=False, soft_wrap=True).print(shown)
