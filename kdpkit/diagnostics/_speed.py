@@ -83,7 +83,8 @@ def check_speed(
     first = _batch.batches_of(dataset, batch_size).first
     with contextlib.ExitStack() as undisturbed:
         undisturbed.enter_context(_batch.random_numbers_kept())
-        trainer = _speed_runs.Trainer(model, first, batch_size)
+        with _failing_in_a_sentence():
+            trainer = _speed_runs.Trainer(model, first, batch_size)
         undisturbed.enter_context(trainer.unchanged())
         if _batch.is_tf_dataset(dataset):
             from kdpkit.pipelines import _measure  # TensorFlow is there
@@ -184,12 +185,8 @@ class _Measurement:
 
     def _begun(self, runs: Mapping[str, Run]) -> dict[str, float]:
         """Make every run once, so that all is compiled."""
-        try:
+        with _failing_in_a_sentence():
             return {name: run() for name, run in runs.items()}
-        except Exception as error:  # training runs the user's code, which may raise anything
-            raise _checks.InputError(
-                f"The training fails, so it has no speed: {_tpu_step.reason_of(error)}"
-            ) from error
 
     def _working(self, trials: Iterable[Trial]) -> list[Trial]:
         """Give the trials that can be made, each made once."""
@@ -257,6 +254,19 @@ class _Measurement:
         if pipeline:
             slowest = f"; its slowest stage is `{pipeline.slowest}`" if pipeline.slowest else ""
             yield f"The pipeline alone gives {pipeline.batches_per_second:,.1f} batches/s{slowest}."
+
+
+@contextlib.contextmanager
+def _failing_in_a_sentence() -> Iterator[None]:
+    """Refuse what cannot be trained at all."""
+    try:
+        yield
+    except _checks.InputError:
+        raise
+    except Exception as error:  # training runs the user's code, which may raise anything
+        raise _checks.InputError(
+            f"The training fails, so it has no speed: {_tpu_step.reason_of(error)}"
+        ) from error
 
 
 def _verdict(parts: Mapping[str, float]) -> str:

@@ -221,7 +221,8 @@ def untried_of_computing(trainer: Trainer) -> Iterator[SpeedEdit]:
 
 
 def _has_gpu() -> bool:
-    return bool(keras.distribution.list_devices("gpu"))
+    devices = keras.distribution.list_devices()  # asked for GPUs alone, JAX raises without any
+    return any(device.lower().startswith(("gpu", "cuda", "rocm")) for device in devices)
 
 
 def _is_on_jax() -> bool:
