@@ -94,3 +94,5 @@ def build_without_training(fit: Callable, model: Any, x: Any, y: Any, weights: A
     rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     # Without shuffling, for which random numbers would be drawn.
     fit(x, y, sample_weight=weights, batch_size=rows, epochs=0, shuffle=False, verbose=0)
+    if not model.built:  # on one device TensorFlow builds it in the first step
+        model._symbolic_build(data_batch=(x, y, weights))

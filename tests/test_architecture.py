@@ -80,7 +80,7 @@ ALLOWED = {
     "diagnostics": (
         TENSORFLOW | {"jax"},
         {"_checks", "_files", "_findings", "_lazy", "_pyplot", "_versions", "batches"}
-        | {"_children", "_cpu_threads", "_tpu", "cluster"}
+        | {"_children", "_cpu_threads", "_processes", "_tpu", "checkpoints", "cluster"}
         | {"diagnostics", "scaling", "schedules"},
     ),
     "experiment": (

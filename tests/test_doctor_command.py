@@ -138,6 +138,10 @@ def test_the_recipes_are_clean(recipe, backend, flags, text, tmp_path):
             "unrecognized arguments: c. What there is, `kdpkit doctor --help`",
         ),
         (["--tpu", "a.py", "b.py"], "checks one target. Received: target='b.py', tpu='a.py'."),
+        (["--measure", "--tpu", "a.py"], "Write `kdpkit doctor --measure train.py`."),
+        (["train.py", "--seconds", "3"], "`--seconds` is about `--measure`."),
+        (["train.py", "--measure", "--seconds", "0"], "`seconds` must be above 0"),
+        (["kdpkit:__version__", "--measure"], "A step's time needs a model"),
         (["nowhere.py"], "There is no such file: nowhere.py"),
         (["train.py", "--workers", "0"], "`workers` must be a positive integer"),
         (["kdpkit:__version__"], "There is no `tf.data` pipeline to look at."),
@@ -246,3 +250,44 @@ def test_the_input_of_a_recipe_is_clean(tmp_path):
     finished = doctor(RECIPES / "cnn_fit.py", "--json", "--", *flags)
     assert finished.returncode == 0, finished.stdout + finished.stderr[-3000:]
     assert json.loads(finished.stdout)["checked"] == ["train"]
+
+
+EAGER = """
+import keras, numpy as np
+x, y = np.zeros((256, 8), "float32"), np.zeros(256, "int32")
+model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
+loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+model.compile("adam", loss, run_eagerly=True)
+print("before the fit")
+model.fit(x, y, batch_size=16)
+raise SystemExit("goes on after its fit")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_script_is_measured_at_its_fit_and_the_report_alone_is_on_stdout(backend, tmp_path):
+    path = tmp_path / "train.py"
+    path.write_text(EAGER)
+    words = ("--measure", path, "--seconds", "2")
+    found = doctor(*words, "--json", KERAS_BACKEND=backend)
+    assert found.returncode == 1, found.stderr
+    report = json.loads(found.stdout)
+    assert report["verdict"] == "host-bound"
+    assert report["edits"][0]["text"] == "Compile the model with `run_eagerly=False`."
+    assert report["edits"][0]["speedup"] > 2
+    assert sum(report["shares"].values()) == pytest.approx(1)
+    assert "before the fit" in found.stderr
+    assert "goes on after" not in found.stderr
+
+
+@pytest.mark.slow
+def test_a_training_that_computes_is_exit_code_0_and_is_read_in_80_columns(tmp_path):
+    heavy = EAGER.replace("keras.layers.Dense(3)", "*map(keras.layers.Dense, (4096, 4096, 3))")
+    path = tmp_path / "train.py"
+    path.write_text(heavy.replace("run_eagerly=True", "jit_compile=True").replace("=16", "=256"))
+    found = doctor("--measure", path, "--seconds", "2")
+    assert found.returncode == 0, found.stdout + found.stderr
+    lines = found.stdout.splitlines()
+    assert lines[0].startswith("Compute-bound: a step takes ")
+    assert max(map(len, lines)) <= 80

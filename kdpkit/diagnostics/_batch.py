@@ -75,7 +75,7 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
         ValueError: It is none of these, is empty, or fails when it is to give its first batch.
     """
     size = _ROWS_OF_KERAS if batch_size is None else _checks.integer("batch_size", batch_size)
-    with _random_numbers_kept(), _naming(name):
+    with random_numbers_kept(), _naming(name):
         if is_tf_dataset(dataset):
             return _of_tf_data(dataset)
         if isinstance(dataset, keras.utils.PyDataset):
@@ -126,7 +126,8 @@ def is_tf_dataset(value: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _random_numbers_kept() -> Iterator[None]:
+def random_numbers_kept() -> Iterator[None]:
+    """Let Python's and NumPy's random numbers go on where they were."""
     states = random.getstate(), np.random.get_state()  # a dataset may draw from them
     try:
         yield
@@ -277,7 +278,7 @@ def _failed(error: Exception) -> str:
     said = f"{error}".strip().split("\n")[0]
     return (
         f"`dataset` fails when it is to give a batch: {type(error).__name__}: {said} Mend that "
-        "first; it has nothing to do with a TPU."
+        "first: training would fail in the same way."
     )
 
 

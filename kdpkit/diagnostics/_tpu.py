@@ -114,7 +114,8 @@ def check_tpu(
     has_callbacks = callbacks is not None and callbacks not in ((), [])
     if dataset is None and model is None and not has_callbacks and validation_data is None:
         _checks.refuse("There is nothing to check: give a dataset, a model or callbacks.")
-    _check_model(model)
+    if model is not None:
+        _tpu_step.check_model(model)
     checks = _Checks(model, replicas, remote)
     if dataset is not None:
         checks.data(dataset, batch_size)
@@ -221,23 +222,6 @@ def _backend(remote: bool) -> str:
             remedy="Leave it out.",
         )
     return backend
-
-
-def _check_model(trainer: Any) -> None:
-    if trainer is None:
-        return
-    is_loop = hasattr(trainer, "per_example_loss")
-    if not is_loop and not isinstance(trainer, keras.Model):
-        _checks.refuse(
-            "`model` must be a Keras model or a `kdpkit.training.TrainingLoop`.",
-            model=type(trainer).__name__,
-        )
-    if not is_loop and not trainer.compiled:
-        _checks.refuse(
-            "`model` is not compiled, so it has no training step.",
-            model=trainer.name,
-            remedy="Call `model.compile(optimizer, loss)` first.",
-        )
 
 
 def _takes_uneven(trainer: Any) -> bool:

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import importlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -51,6 +51,26 @@ def findings(trainer: Any, dataset: Any, first: Any) -> Iterator[Finding]:
         yield _untraceable(error)
 
 
+def check_model(trainer: Any) -> None:
+    """Refuse what has no training step.
+
+    Raises:
+        ValueError: It is neither a compiled model nor a `TrainingLoop`.
+    """
+    is_loop = hasattr(trainer, "per_example_loss")
+    if not is_loop and not isinstance(trainer, keras.Model):
+        _checks.refuse(
+            "`model` must be a Keras model or a `kdpkit.training.TrainingLoop`.",
+            model=type(trainer).__name__,
+        )
+    if not is_loop and not trainer.compiled:
+        _checks.refuse(
+            "`model` is not compiled, so it has no training step.",
+            model=trainer.name,
+            remedy="Call `model.compile(optimizer, loss)` first.",
+        )
+
+
 def model_of(trainer: Any) -> Any:
     """Give the model that is trained."""
     return trainer if isinstance(trainer, keras.Model) else trainer.model
@@ -69,14 +89,18 @@ def build(model: Any, first: Any) -> None:
     does, and on JAX `replica_exact` calls that one.
     """
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
+    with history_kept(model):
+        _versions.build_without_training(fit_of(model), model, x, y, sample_weight)
+
+
+def fit_of(model: Any) -> Callable:
+    """Give the `fit` that trains on batches as they are."""
     is_exact = "fit" in vars(model) and keras.backend.backend() == "tensorflow"
-    fit = model.fit if is_exact else functools.partial(keras.Model.fit, model)
-    with _history_kept(model):
-        _versions.build_without_training(fit, model, x, y, sample_weight)
+    return model.fit if is_exact else functools.partial(keras.Model.fit, model)
 
 
 @contextlib.contextmanager
-def _history_kept(model: Any) -> Iterator[None]:
+def history_kept(model: Any) -> Iterator[None]:
     """Leave `model.history` of an earlier `fit` as it is."""
     before = vars(model).get("history")
     try:

@@ -9,9 +9,8 @@ from kdpkit._findings import Finding, in_order
 from kdpkit.pipelines import _lint_epochs, _linted, _structure
 from kdpkit.pipelines._counting import require_dataset
 from kdpkit.pipelines._linted import CUTS, Pipeline
-from kdpkit.pipelines._structure import Stage
+from kdpkit.pipelines._structure import KEEPS, Stage, has_work, is_kept, shuffles
 
-_KEEPS = frozenset({"cache", "snapshot"})
 _OPENS = frozenset({"flat_map", "interleave", "unbatch", "group_by_window", "window"})
 _SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
 _SMALL_PART = 0.01
@@ -86,26 +85,13 @@ def lint(
     return [*in_order(finding for rule in rules for finding in rule(pipeline))]
 
 
-def _is_kept(after: tuple[Stage, ...]) -> bool:
-    return any(stage.kind in _KEEPS for stage in after)
-
-
-def _shuffles(stage: Stage) -> bool:
-    """Tell whether a stage has a new order each epoch, or its datasets within have."""
-    if stage.kind == "train_pipeline":
-        return True
-    if stage.kind == "shuffle":
-        return stage.setting("reshuffle_each_iteration") is not False
-    return any("ShuffleDataset" in op for function in stage.functions for op in function.ops)
-
-
 def _frozen(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for caches that keep what should be drawn anew."""
     for cache, after in pipeline.stages:
-        if cache.kind not in _KEEPS:
+        if cache.kind not in KEEPS:
             continue
-        shuffle = next((stage for stage in _structure.before(cache) if _shuffles(stage)), None)
-        if shuffle is not None and not any(map(_shuffles, after)):
+        shuffle = next((stage for stage in _structure.before(cache) if shuffles(stage)), None)
+        if shuffle is not None and not any(map(shuffles, after)):
             yield Finding(
                 "shuffle-before-cache",
                 "wrong",
@@ -137,11 +123,9 @@ def _batches_shuffled(pipeline: Pipeline) -> Iterator[Finding]:
     shuffle = next((stage for stage in following if stage.kind == "shuffle"), None)
     if shuffle is None or any(stage.kind in _OPENS for stage in following):
         return
-    is_mixed = any(
-        stage.kind == "shuffle" or _shuffles(stage) for stage in _structure.before(batch)
-    )
+    is_mixed = any(stage.kind == "shuffle" or shuffles(stage) for stage in _structure.before(batch))
     between = following[: following.index(shuffle)]
-    if is_mixed and _is_kept(between):
+    if is_mixed and is_kept(between):
         yield Finding(
             "batch-before-shuffle",
             "note",
@@ -199,7 +183,7 @@ def _small_shuffle(pipeline: Pipeline) -> Iterator[Finding]:
 def _repeats_kept(pipeline: Pipeline) -> Iterator[Finding]:
     """Look for caches that hold more than the data."""
     for cache, _ in pipeline.stages:
-        if cache.kind not in _KEEPS or not cache.inputs:
+        if cache.kind not in KEEPS or not cache.inputs:
             continue
         if cache.inputs[0].cardinality == tf.data.INFINITE_CARDINALITY:
             yield Finding(
@@ -227,7 +211,7 @@ def _python(pipeline: Pipeline) -> Iterator[Finding]:
     for stage, after in pipeline.stages:
         if stage.kind != "from_generator" and not any(f.calls_python for f in stage.functions):
             continue
-        once = _is_kept(after)
+        once = is_kept(after)
         yield Finding(
             "python",
             "note" if once else "slow",
@@ -244,7 +228,7 @@ def _serial(pipeline: Pipeline) -> Iterator[Finding]:
     for stage, after in pipeline.stages:
         if stage.is_parallel or stage.kind not in ("map", "interleave") or not stage.functions:
             continue
-        function, once = stage.functions[0], _is_kept(after)
+        function, once = stage.functions[0], is_kept(after)
         if stage.kind == "interleave":
             if function.reads_files:
                 yield _serial_interleave(pipeline.where(stage), once=once)
@@ -286,7 +270,7 @@ def _no_prefetch(pipeline: Pipeline) -> Iterator[Finding]:
         if not _is_light(stage):
             last_work = last_work or stage
     else:
-        if not any(map(_has_work, pipeline.line)):
+        if not any(map(has_work, pipeline.line)):
             return
     if last_work is None:
         return
@@ -308,11 +292,6 @@ def _is_light(stage: Stage) -> bool:
     if stage.functions:
         return stage.kind in ("map", "filter") and all(one.is_cheap for one in stage.functions)
     return stage.kind not in (*CUTS, "shuffle")
-
-
-def _has_work(stage: Stage) -> bool:
-    """Tell whether a stage computes or reads, and does not only cut and mix what is in memory."""
-    return any(not one.is_cheap for one in stage.functions) or stage.kind.endswith("Dataset")
 
 
 def _shards(pipeline: Pipeline, workers: int) -> Iterator[Finding]:

@@ -143,12 +143,19 @@ def measure(dataset: tf.data.Dataset, *, seconds: float = 5.0) -> PipelineReport
     require_dataset("dataset", dataset)
     seconds = _checks.number("seconds", seconds, above=0)
     end = _structure.end_of(dataset)
-    with contextlib.ExitStack() as undisturbed:
-        for stage in _train_pipelines(end):
-            undisturbed.enter_context(stage.made_by.movable.counter.undisturbed())
+    with undisturbed(dataset):
         size = _rows_in_element(dataset, end)
         costs = _costs(end, size, seconds / 2)
         return _whole(dataset, seconds / 2, is_batched=_gives_batches(end), stages=tuple(costs))
+
+
+@contextlib.contextmanager
+def undisturbed(dataset: tf.data.Dataset) -> Iterator[None]:
+    """Leave the epoch of every `train_pipeline` within a dataset where it is."""
+    with contextlib.ExitStack() as counters:
+        for stage in _train_pipelines(_structure.end_of(dataset)):
+            counters.enter_context(stage.made_by.movable.counter.undisturbed())
+        yield
 
 
 def _train_pipelines(end: Stage) -> Iterator[Stage]:

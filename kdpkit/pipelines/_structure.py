@@ -9,7 +9,7 @@ What they do not give is None, or an empty set, and nothing is concluded from th
 import dataclasses
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -52,6 +52,7 @@ _KINDS = {
     "data_service": "distribute",
     "variant": "dataset",
 }
+KEEPS = frozenset({"cache", "snapshot"})  # kinds of stages that keep what they are given
 # They change neither the elements nor the work.
 _TRANSPARENT = frozenset(
     {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
@@ -66,11 +67,13 @@ class Function:
         name: Its name in Python.
         ops: The names of its operations, also those inside datasets and functions within it.
         is_stateful: Whether tf.data leaves it in its order, one call after the other.
+        call: The function itself, as its user gave it; None where it is not known.
     """
 
     name: str
     ops: frozenset[str]
     is_stateful: bool
+    call: Callable[..., Any] | None = None
 
     @property
     def calls_python(self) -> bool:
@@ -113,9 +116,13 @@ class Stage:
     inputs: tuple["Stage", ...]
     functions: tuple[Function, ...]
 
+    def argument(self, name: str) -> Any:
+        """Give an argument as the dataset keeps it, None where it is unknown."""
+        return getattr(self.made_by, f"_{name}", None)
+
     def setting(self, name: str) -> Any:
         """Give an argument as a Python value, None where it is unknown."""
-        value = getattr(self.made_by, f"_{name}", None)
+        value = self.argument(name)
         value = tf.get_static_value(value) if tf.is_tensor(value) else value
         if value is None or isinstance(value, (bool, str)):
             return value
@@ -169,6 +176,25 @@ def before(stage: Stage) -> Iterator[Stage]:
     return (one for one, after in paths(stage) if after)
 
 
+def is_kept(after: tuple[Stage, ...]) -> bool:
+    """Tell whether one of the stages that follow keeps what it was given."""
+    return any(stage.kind in KEEPS for stage in after)
+
+
+def shuffles(stage: Stage) -> bool:
+    """Tell whether a stage has a new order each epoch, or its datasets within have."""
+    if stage.kind == "train_pipeline":
+        return True
+    if stage.kind == "shuffle":
+        return stage.setting("reshuffle_each_iteration") is not False
+    return any("ShuffleDataset" in op for function in stage.functions for op in function.ops)
+
+
+def has_work(stage: Stage) -> bool:
+    """Tell whether a stage computes or reads, and does not only cut and mix what is in memory."""
+    return any(not one.is_cheap for one in stage.functions) or stage.kind.endswith("Dataset")
+
+
 def _stage(dataset: Any, known: dict[int, Stage]) -> Stage:
     if id(dataset) not in known:
         known[id(dataset)] = _read(dataset, known)
@@ -216,8 +242,9 @@ def _functions(dataset: Any) -> Iterator[Function]:
         graph = wrapper.function.graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
         ops = frozenset(node.op for node in nodes)
-        name = getattr(getattr(wrapper, "_func", None), "__name__", "")
-        yield Function(name.strip("<>"), ops, any(map(_is_stateful, ops)))
+        call = getattr(wrapper, "_func", None)
+        name = getattr(call, "__name__", "")
+        yield Function(name.strip("<>"), ops, any(map(_is_stateful, ops)), call)
 
 
 def _is_stateful(op: str) -> bool:
