@@ -307,7 +307,9 @@ class JaxSteps:
         """Add up what the pieces of a batch give; every device has a part of each piece."""
         rows = rows_of(batch)
         count = min(self.loop.accumulation, rows)
-        pieces = [jax.tree.map(lambda part, i=i: part[i::count], batch) for i in range(count)]
+        pieces = [
+            jax.tree.map(lambda part, i=i: _piece(part, i, count), batch) for i in range(count)
+        ]
         if rows % (count * self.strategy.size) == 0 and count > 1:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *pieces)
             return self._scanned(state, stacked, rows)
@@ -346,6 +348,12 @@ class JaxSteps:
         with self._scope(state):
             losses = {mean.name: mean.result() for mean in self._means.values()}
             return self.model.get_metrics_result() | losses
+
+
+def _piece(part: Any, index: int, count: int) -> Any:
+    """Take every `count`-th row, so that every device has some of each piece."""
+    # Of a single row without a step: of rows cut over devices XLA then takes other ones.
+    return part[index : index + 1] if count == len(part) else part[index::count]
 
 
 def _identities(variables: State) -> list[list[int]]:

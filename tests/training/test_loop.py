@@ -282,6 +282,11 @@ def test_micro_batches_and_xla_train_the_same(settings):
     assert steps_of(other[0]) == steps_of(plain[0]) == 6
 
 
+def test_micro_batches_of_one_row_train_the_same():
+    one = trained(1, optimizer=keras.optimizers.SGD(0.5))
+    assert_same(one, trained(4, optimizer=keras.optimizers.SGD(0.5), accumulation=4))
+
+
 @pytest.mark.tensorflow
 def test_xla_is_tried_while_training_goes_on_and_the_choice_is_said_once(capsys):
     data = batches(4, 48).repeat()
