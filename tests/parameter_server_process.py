@@ -191,6 +191,7 @@ def try_refused(strategy):
 
     attempts = [
         ({"jit": True}, {}),
+        ({"noise_scale": True, "accumulation": 2}, {}),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())}, {}),
         ({"optimizer": collecting}, {}),
         ({}, {"train": empty}),

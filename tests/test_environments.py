@@ -26,7 +26,11 @@ ON_JAX = {
         "tests/test_tpu.py",
     ],
     "callbacks": ["tests/callbacks"],
-    "loop": ["tests/training/test_loop.py", "tests/training/test_jax_guide.py"],
+    "loop": [
+        "tests/training/test_loop.py",
+        "tests/training/test_jax_guide.py",
+        "tests/training/test_noise_scale.py",
+    ],
     "diagnostics": ["tests/diagnostics"],
     "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
     "vocabulary": [

@@ -107,7 +107,7 @@ def by_fit(strategy, directory=None, *, steps_per_execution=1):
     return found | {"weights": weights_of(model)}
 
 
-def by_loop(strategy, *, accumulation=1):
+def by_loop(strategy, *, accumulation=1, **settings):
     """Train with a loop, several steps in a call."""
     model = model_of(strategy) if accumulation == 1 else testing_model(strategy)
     loop = TrainingLoop(
@@ -118,6 +118,7 @@ def by_loop(strategy, *, accumulation=1):
         strategy=strategy,
         steps_per_loop=3,
         accumulation=accumulation,
+        **settings,
     )
     unknown_length = dataset().filter(lambda *_: True)
     history = loop.fit(unknown_length, dataset(), epochs=2, verbose=0).history
@@ -144,6 +145,11 @@ def trained(strategy, directory=None):
         "loop": by_loop(strategy),
         "loop, 2 micro-batches": by_loop(strategy, accumulation=2),
     }
+
+
+def with_noise_scale(strategy):
+    """Train with a loop that estimates the noise scale, which one device cannot."""
+    return by_loop(strategy, noise_scale=True)
 
 
 def refusals(strategy):
@@ -295,6 +301,7 @@ def main():
         "strategy": strategies.describe(strategy),
         "is_chief": strategies.is_chief(),
         "trained": trained(strategy, directory),
+        "noise_scale": with_noise_scale(strategy),
         "refusals": refusals(strategy),
     }
     print(json.dumps(found, default=float), flush=True)

@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
+    from kdpkit.training._noise_scale import NoiseScale
     from kdpkit.training._parity import ParityReport, check_parity
 
 _HOMES = {
     "MaskedLMLoop": "_masked_lm",
+    "NoiseScale": "_noise_scale",
     "ParityReport": "_parity",
     "TrainingLoop": "_loop",
     "check_parity": "_parity",
@@ -30,6 +32,7 @@ _HOMES = {
 
 __all__ = [
     "MaskedLMLoop",
+    "NoiseScale",
     "ParityReport",
     "TrainingLoop",
     "check_parity",

@@ -83,6 +83,21 @@ class JaxSteps:
         """Enter what explains that another process is gone."""
         return _processes.naming_losses()
 
+    def check_parts(self) -> None:
+        """Refuse to compare the parts of a batch that is in one part.
+
+        Raises:
+            ValueError: There is no accumulation.
+        """
+        if self.loop.accumulation == 1:
+            _checks.refuse(
+                "The noise scale is estimated from how the gradients of parts of a batch differ, "
+                "and on JAX a step is one program over the whole batch, whose devices have none "
+                "of their own.",
+                accumulation=1,
+                remedy="Use `accumulation=2` or more.",
+            )
+
     # Before the first step: the data, and all variables.
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
@@ -180,7 +195,8 @@ class JaxSteps:
 
     def _all_variables(self) -> State:
         model = self.model
-        means = [variable for mean in self._means.values() for variable in mean.variables]
+        sums = [*self._means.values(), *([self.loop.noise_sums] if self.loop.noise_sums else [])]
+        means = [variable for of_steps in sums for variable in of_steps.variables]
         return State(
             model.trainable_variables,
             model.non_trainable_variables,
@@ -224,11 +240,29 @@ class JaxSteps:
             sum(part * factor for part, factor in zip(parts, [1.0, *factors], strict=True))
             for parts in zip(*sums.gradients, strict=True)
         ]
+        if self.loop.noise_sums:
+            state = self._note_noise(state, sums, [1.0, *factors], gradients, rows_of(batch))
         trainable, of_optimizer = optimizer.stateless_apply(
             state.optimizer, gradients, state.trainable
         )
         state = state._replace(trainable=trainable, optimizer=of_optimizer)
         return state, self._logs(state)
+
+    def _note_noise(
+        self, state: State, sums: "Sums", factors: list[Any], whole: list[Any], rows: int
+    ) -> State:
+        """Hold the squared norms of the parts of a batch against that of the whole."""
+        factor = jnp.stack([jnp.float32(factor) for factor in factors])
+        of_parts = jnp.sum(jnp.outer(factor, factor) * sums.products)
+        with self._scope(state) as scope:
+            scale = self.model.optimizer.scale_loss(jnp.float32(1.0)) ** 2
+            self.loop.noise_sums.add(
+                parts=min(self.loop.accumulation, rows),
+                rows=rows,
+                of_parts=of_parts / scale,
+                of_whole=_inner_products([whole])[0, 0] / scale,
+            )
+        return self._updated(state, scope)
 
     def _test_step(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         batch = sharding.split_rows(batch, self.strategy)
@@ -301,6 +335,9 @@ class JaxSteps:
         for index, part in enumerate(parts):
             one_hot = (*zeros[:index], jnp.ones_like(part), *zeros[index + 1 :])
             gradients.append(pull_back(one_hot)[0])
+        if self.loop.noise_sums:
+            products = all_rows / rows_of(batch) * _inner_products(gradients)
+            sums = sums._replace(products=products)
         return sums._replace(gradients=gradients), state
 
     def _over_micro_batches(self, state: State, batch: Any) -> tuple["Sums", State]:
@@ -356,6 +393,16 @@ def _piece(part: Any, index: int, count: int) -> Any:
     return part[index : index + 1] if count == len(part) else part[index::count]
 
 
+def _inner_products(gradients: list[list[Any]]) -> Any:
+    """Give the inner products of the gradients of several losses, as a matrix in float32."""
+
+    def product(one: list[Any], other: list[Any]) -> Any:
+        pairs = zip(one, other, strict=True)
+        return sum(jnp.sum(a.astype("float32") * b.astype("float32")) for a, b in pairs)
+
+    return jnp.stack([jnp.stack([product(a, b) for b in gradients]) for a in gradients])
+
+
 def _identities(variables: State) -> list[list[int]]:
     return [[*map(id, part)] for part in variables]
 
@@ -368,12 +415,15 @@ class Sums(NamedTuple):
         real: Of each output whose divisor weights and masks decide: that divisor over the other.
         additional: Regularizers and what `add_loss` added.
         gradients: First of all that is complete, then of each loss in `real`.
+        products: Where the noise scale is asked for, the inner products of the gradients, times
+            the rows of the whole batch over these rows.
     """
 
     losses: dict[str, Any]
     real: dict[str, Any]
     additional: Any
     gradients: Any = None
+    products: Any = None
 
 
 class _Source:

@@ -11,6 +11,8 @@ import numpy as np
 from kdpkit import _checks
 from kdpkit.training import _callbacks
 from kdpkit.training._feed import Feed
+from kdpkit.training._noise_scale import NoiseScale
+from kdpkit.training._noise_sums import NoiseSums
 from kdpkit.training._objective import Objective
 
 _STEPS = {
@@ -90,9 +92,23 @@ class TrainingLoop:
             how long they took, and goes on with the faster; on JAX it means True.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
+        noise_scale: Whether to estimate the gradient noise scale, which says whether more replicas
+            will still help (see `NoiseScale`), from how the gradients of replicas and micro-batches
+            differ. That takes a squared norm of each and of their sum, and changes no weight. The
+            estimate of each epoch is in its logs and in `History` as `noise_scale`, in rows; that
+            of the last one, with its confidence interval, is `loop.noise_scale`, which prints as a
+            sentence. It needs two parts of a batch: on TensorFlow several replicas or
+            `accumulation`, on JAX, where replicas have no gradients of their own, `accumulation`.
+            Parts may be of any size; a step with rows in one alone, or an overflow, is left out.
+            The rows of a batch must be drawn at random. A regularizer is part of the gradient, and
+            no noise; a row's sample weight is a part of its gradient. Where weights or masks
+            decide the divisor of a loss, the estimate is too large by the square of their
+            coefficient of variation: by a quarter of a row, where rows weigh 1 or 3. With
+            BatchNormalization the rows of a part are normalized by that part.
 
     Raises:
-        ValueError: A count that is not positive, no loss, a model with a `train_step` or
+        ValueError: A count that is not positive, no loss, a noise scale of batches in one part or
+            under `ParameterServerStrategy`, a model with a `train_step` or
             `compute_loss` of its own and a loop that does not override `per_example_loss`, or a
             model or an optimizer that was built in another place than the strategy's scope.
 
@@ -128,6 +144,7 @@ class TrainingLoop:
         jit: Any = None,
         loss_weights: Any = None,
         weighted_metrics: Any = (),
+        noise_scale: bool = False,
     ) -> None:
         if not isinstance(model, keras.Model):
             _checks.refuse("`model` must be a Keras model.", model=model)
@@ -145,11 +162,18 @@ class TrainingLoop:
             _checks.refuse("There is no optimizer to train with.", optimizer=optimizer)
         if not (jit is None or isinstance(jit, bool) or jit == "measure"):
             _checks.refuse("`jit` must be True, False, 'measure' or None.", jit=jit)
+        if not isinstance(noise_scale, bool):
+            _checks.refuse("`noise_scale` must be True or False.", noise_scale=noise_scale)
         self.steps_per_loop = _checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = _checks.integer("accumulation", accumulation)
         self.loss = Objective(loss, loss_weights, getattr(model, "output_names", None))
         self._steps = _steps_of_backend()(self, strategy, jit)
+        if noise_scale:
+            self._steps.check_parts()
+        self.noise_sums: NoiseSums | None = None
         with self._steps.scope():
+            if noise_scale:
+                self.noise_sums = NoiseSums()
             # Not `model.compile`: a model may have one of its own, with other arguments.
             keras.Model.compile(
                 model,
@@ -174,6 +198,16 @@ class TrainingLoop:
     def jit(self) -> bool | None:
         """Whether XLA compiles the steps; None while `jit="measure"` has not chosen yet."""
         return self._steps.jit if self._steps.is_jit_chosen else None
+
+    @property
+    def noise_scale(self) -> NoiseScale | None:
+        """The gradient noise scale of the last epoch, as far as it went; None if not asked for."""
+        if self.noise_sums is None:
+            return None
+        batches = getattr(self.optimizer, "inner_optimizer", self.optimizer)
+        return self.noise_sums.estimate(
+            batches_in_an_update=batches.gradient_accumulation_steps or 1
+        )
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Compute the loss of each row, and what the model predicts: the method to override.
@@ -254,8 +288,12 @@ class TrainingLoop:
         # BackupAndRestore tells through the model in which epoch training goes on.
         for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
             self._steps.reset_metrics()
+            if self.noise_sums:
+                self.noise_sums.reset_state()
             all_callbacks.on_epoch_begin(epoch)
             logs = self._train_epoch(feed, all_callbacks)
+            if scale := self.noise_scale:
+                logs |= {"noise_scale": scale.estimate}
             if held_out:
                 validated = self._evaluate(held_out, all_callbacks)
                 logs |= {f"val_{name}": value for name, value in validated.items()}
@@ -379,6 +417,9 @@ class TrainingLoop:
         feed.check_steps(first)
         return result
 
+    def _sums_of_an_epoch(self) -> list[Any]:
+        return [*self._steps.means, *([self.noise_sums] if self.noise_sums else [])]
+
     def _callback_list(
         self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: bool
     ) -> Any:
@@ -390,7 +431,7 @@ class TrainingLoop:
             verbose=verbose,
             epochs=epochs,
             steps=feed.steps,
-            metrics=self._steps.means,  # for callbacks that save the state of an epoch
+            metrics=self._sums_of_an_epoch(),  # for callbacks that save the state of an epoch
             **settings,
         )
 

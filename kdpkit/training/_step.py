@@ -38,8 +38,7 @@ class ReplicaStep:
         self.replica = context.replica_id_in_sync_group
         self.replicas = context.num_replicas_in_sync
         self.data, seal = _workers.opened(data)
-        first = next(leaf for leaf in keras.tree.flatten(self.data) if leaf is not None)
-        self.rows = _workers.rows_of(first)
+        self.rows = _workers.rows_of_batch(self.data)
         self.all_rows = self._count_rows(seal)
         self.share = tf.math.divide_no_nan(
             tf.cast(self.rows, tf.float32), tf.cast(self.all_rows, tf.float32)

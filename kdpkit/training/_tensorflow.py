@@ -25,7 +25,9 @@ from kdpkit.training._gradients import (
     combined,
     forward,
     forward_and_backward,
+    inner_products,
     over_micro_batches,
+    squared_norm,
 )
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
@@ -113,6 +115,21 @@ class TensorFlowSteps:
     def guard(self) -> Any:
         """Enter what explains that another process is gone."""
         return _processes.naming_losses()
+
+    def check_parts(self) -> None:
+        """Refuse to compare the parts of a batch that is in one part.
+
+        Raises:
+            ValueError: There is one replica, and no accumulation.
+        """
+        if self.strategy.num_replicas_in_sync * self.loop.accumulation == 1:
+            _checks.refuse(
+                "The noise scale is estimated from how the gradients of replicas or micro-batches "
+                "differ, and here a batch has one.",
+                replicas=1,
+                accumulation=1,
+                remedy="Use `accumulation=2` or more, or several replicas.",
+            )
 
     # Before the first step: the data, and all variables.
 
@@ -270,10 +287,12 @@ class TensorFlowSteps:
     # One step, outside the replicas.
 
     def _train_step(self, batch: Any, *, jit: bool) -> None:
-        parts = self.strategy.run(self._train_replica, args=(batch, jit))
+        parts, of_noise = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
         gradients = [parts.get(index) for index in range(len(variables))]
         whole = _attachments.sum_gradients(self.strategy, gradients, variables)
+        if self.loop.noise_sums:
+            self._note_noise(of_noise, whole)
 
         def update(gradients: Any) -> None:
             self.model.optimizer.apply(gradients, variables)
@@ -296,6 +315,17 @@ class TensorFlowSteps:
             map(self.strategy.extended.variable_created_in_scope, kept)
         )
 
+    def _note_noise(self, of_noise: Any, whole: list[Any]) -> None:
+        """Hold the squared norms of the parts of a batch against that of the whole."""
+        sums = self.strategy.reduce(tf.distribute.ReduceOp.SUM, of_noise, axis=None)
+        parts, rows, of_parts = tf.unstack(sums)
+        local = [self.strategy.experimental_local_results(g)[0] for g in whole if g is not None]
+        of_whole = squared_norm(dict(enumerate(local)))
+        scale = self.model.optimizer.scale_loss(tf.constant(1.0)) ** 2
+        self.loop.noise_sums.add(
+            parts=parts, rows=rows, of_parts=of_parts / scale, of_whole=of_whole / scale
+        )
+
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
 
@@ -313,20 +343,20 @@ class TensorFlowSteps:
 
     # One replica's part of a step.
 
-    def _train_replica(self, batch: Any, jit: bool) -> dict[int, Any]:
-        """Give this replica's part of the gradients, by the variable's index."""
+    def _train_replica(self, batch: Any, jit: bool) -> tuple[dict[int, Any], Any]:
+        """Give this replica's part of the gradients, by the variable's index, and its noise."""
         step = ReplicaStep(batch)
         batch = step.data
         differentiate = _compiled(functools.partial(forward_and_backward, self.loop, step), jit=jit)
 
-        def compute(piece: Any) -> Sums:
+        def compute(piece: Any) -> tuple[Sums, Any]:
             sums, predictions, masks = differentiate(piece)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
             self._update_metrics(step, piece, predictions)
-            return sums
+            return sums, self._products(step, piece, sums)
 
         pieces = self.loop.accumulation
-        sums = over_micro_batches(compute, batch, rows=step.rows, pieces=pieces)
+        sums, products = over_micro_batches(compute, batch, rows=step.rows, pieces=pieces)
         factors = self._update_losses(step, sums)
         _layer_state.average(step)
 
@@ -334,7 +364,25 @@ class TensorFlowSteps:
             total = combined(gradients, [1.0, *factors])
             return {index: step.if_rows(gradient) for index, gradient in total.items()}
 
-        return _compiled(whole, jit=jit)(sums.gradients, factors)
+        own = _compiled(whole, jit=jit)(sums.gradients, factors)
+        return own, self._noise(step, products, [1.0, *factors])
+
+    def _products(self, step: ReplicaStep, piece: Any, sums: Sums) -> Any:
+        """Give the inner products of a micro-batch's gradients, as the noise scale counts them."""
+        if not self.loop.noise_sums:
+            return ()
+        rows = tf.cast(_workers.rows_of_batch(piece), tf.float32)
+        share = tf.math.divide_no_nan(tf.cast(step.all_rows, tf.float32), rows)
+        return share * inner_products(sums.gradients)
+
+    def _noise(self, step: ReplicaStep, products: Any, factors: list[Any]) -> Any:
+        """Give this replica's micro-batches, their rows, and the sum of their squared norms."""
+        if not self.loop.noise_sums:
+            return ()
+        parts = tf.minimum(self.loop.accumulation, step.rows)
+        factor = tf.stack([tf.cast(factor, tf.float32) for factor in factors])
+        norm = step.if_rows(tf.reduce_sum(factor * factor[:, None] * products))
+        return tf.stack([tf.cast(parts, tf.float32), tf.cast(step.rows, tf.float32), norm])
 
     def _test_replica(self, batch: Any) -> None:
         step = ReplicaStep(batch)

@@ -160,8 +160,7 @@ def _joining(spec: Any) -> Callable[[tuple[Any, ...]], Any]:
 
 def _cut(batch: Any, index: int, replicas: int) -> Any:
     """Cut a piece of a batch out, as `kdpkit.scaling.split_batch` does."""
-    first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
-    rows = rows_of(first)
+    rows = rows_of_batch(batch)
     size = -(-rows // replicas)
     start = tf.minimum(index * size, rows)
     stop = tf.minimum(start + size, rows)
@@ -174,6 +173,11 @@ def _cut(batch: Any, index: int, replicas: int) -> Any:
         return part[start:stop]
 
     return tf.nest.map_structure(cut, batch)
+
+
+def rows_of_batch(batch: Any) -> Any:
+    """Give the rows of a batch, as an int32: those of its first tensor."""
+    return rows_of(next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None))
 
 
 def rows_of(tensor: Any) -> Any:

@@ -101,6 +101,10 @@ def by_loop_on_four_devices(*arguments):
     return by_loop(*arguments, strategy=sharding.data_mesh(4))
 
 
+def by_loop_with_noise_scale(*arguments):
+    return by_loop(*arguments, accumulation=2, noise_scale=True)
+
+
 def on_pipelines(train):
     """Train on what `train_pipeline` gives, shuffled and augmented, in place of `ArrayBatches`."""
 
@@ -145,6 +149,7 @@ TRAINERS = {
     "fit": by_fit,
     "loop on pipelines": loop_on_pipelines,
     "fit on pipelines": fit_on_pipelines,
+    "loop with the noise scale": on_pipelines(by_loop_with_noise_scale),
 } | (
     {"loop": by_loop, "loop on four devices": by_loop_on_four_devices}
     if ON_JAX

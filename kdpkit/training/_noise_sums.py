@@ -1,0 +1,78 @@
+"""What the steps of an epoch tell about the gradient noise scale, added up on the device.
+
+A batch of N rows is cut in P parts that have rows: those of the replicas, and their micro-batches.
+The mean gradient of a part of n rows is off the true gradient G by noise of the size tr(S) / n, and
+that of the whole batch by tr(S) / N. So with the squared norms A, the mean over the parts weighted
+by their rows, and B, that of the whole,
+
+    E[A] = |G|^2 + tr(S) P / N        E[B] = |G|^2 + tr(S) / N
+
+for parts of any sizes, and what follows is without bias: `tr(S) = N (A - B) / (P - 1)` and
+`|G|^2 = B - (A - B) / (P - 1)`. With even parts these are the estimates of McCandlish et al. 2018,
+appendix A.1. A loop's parts add up to the gradient of the whole: each has the factor n / N already,
+and its squared norm counts in A with N / n.
+"""
+
+from typing import Any
+
+import keras
+from keras import ops
+
+from kdpkit.training._noise_scale import NoiseScale, estimated
+
+_GROUPS = 64  # of steps; their differences tell how sure an estimate is
+
+
+class NoiseSums:
+    """The sums over steps that the noise scale is estimated from, in groups of steps.
+
+    Steps are dealt out to the groups in turn. Each counts with its rows, since a small batch tells
+    little about the gradient. Their sums lie in one variable, which a compiled loop can hold.
+    """
+
+    name = "noise_scale"
+
+    def __init__(self) -> None:
+        self._sums = keras.Variable(
+            ops.zeros((_GROUPS, 4)),
+            trainable=False,
+            dtype="float32",
+            aggregation="only_first_replica",
+            name=self.name,
+        )
+
+    @property
+    def variables(self) -> list[Any]:
+        """The variable of the sums, in a list."""
+        return [self._sums]
+
+    def reset_state(self) -> None:
+        """Begin an epoch."""
+        self._sums.assign(ops.zeros(self._sums.shape))
+
+    def add(self, *, parts: Any, rows: Any, of_parts: Any, of_whole: Any) -> None:
+        """Add a step, unless fewer than two parts had rows or a gradient is not finite.
+
+        Args:
+            parts: The parts of the batch that had rows.
+            rows: The rows of the batch.
+            of_parts: The sum over the parts of `rows / rows of the part * |part|^2`, where the
+                parts add up to the gradient.
+            of_whole: The squared norm of the gradient.
+        """
+        parts, rows, of_parts, of_whole = (
+            ops.cast(number, "float32") for number in (parts, rows, of_parts, of_whole)
+        )
+        of_noise = (of_parts - of_whole) / ops.maximum(parts - 1, 1)  # tr(S) / N
+        of_gradient = of_whole - of_noise
+        step = ops.stack([ops.ones_like(rows), rows, rows * of_gradient, rows**2 * of_noise])
+        sums = ops.convert_to_tensor(self._sums)
+        group = ops.cast(ops.sum(sums[:, 0]), "int32") % _GROUPS
+        in_group = ops.one_hot(group, _GROUPS, dtype="float32")[:, None]
+        counts = (parts > 1) & ops.isfinite(of_parts) & ops.isfinite(of_whole)
+        self._sums.assign(sums + ops.where(counts, in_group * step, 0.0))
+
+    def estimate(self, *, batches_in_an_update: int) -> NoiseScale:
+        """Estimate the noise scale from the steps so far."""
+        sums = ops.convert_to_numpy(self._sums)
+        return estimated(sums, batches_in_an_update=batches_in_an_update)
