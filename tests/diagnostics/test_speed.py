@@ -198,18 +198,6 @@ def test_a_heavy_model_is_compute_bound_and_xla_helps_a_recurrent_one():
     assert speedup((before, dataset, ()), (after, dataset, ())) > 2
 
 
-@pytest.mark.slow
-def test_a_heavy_model_on_the_fastest_path_is_clean():
-    layers = [keras.layers.Dense(2048, activation="relu") for _ in range(2)]
-    model = keras.Sequential([keras.Input((FEATURES,)), *layers, keras.layers.Dense(3)])
-    data = batches.ArrayBatches((X, Y), global_batch_size=len(X))
-    report = check_speed(data, model=compiled(model, jit_compile=True), seconds=4)
-    assert report.verdict == "compute-bound"
-    assert report.clean
-    assert [edit.tried for edit in report.edits] == [False]
-    assert "kdpkit plan" in report.edits[0].text
-
-
 # Python in the step, and around it.
 
 
