@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -131,6 +132,11 @@ class Trainer:
         fit = self.trainer.fit if self.is_loop else _tpu_step.fit_of(self.model)
         with _tpu_step.history_kept(self.model):
             fit(**arguments, callbacks=[*map(copy.copy, callbacks), clock], verbose=0)
+        if data is not self.held:
+            # Its iterator would read on into the next run. And if a thread of tf.data collects it
+            # later, it may wait there for its own end.
+            del arguments
+            gc.collect()
         return clock.seconds_per_step
 
     @contextlib.contextmanager
