@@ -285,7 +285,11 @@ def test_a_script_is_measured_at_its_fit_and_the_report_alone_is_on_stdout(backe
 def test_a_training_that_computes_is_exit_code_0_and_is_read_in_80_columns(tmp_path):
     heavy = EAGER.replace("keras.layers.Dense(3)", "*map(keras.layers.Dense, (4096, 4096, 3))")
     path = tmp_path / "train.py"
-    path.write_text(heavy.replace("run_eagerly=True", "jit_compile=True").replace("=16", "=256"))
+    path.write_text(
+        heavy.replace("run_eagerly=True", "jit_compile=True")
+        .replace("256", "2560")
+        .replace("=16", "=256")
+    )
     found = doctor("--measure", path, "--seconds", "2")
     assert found.returncode == 0, found.stdout + found.stderr
     lines = found.stdout.splitlines()

@@ -29,10 +29,13 @@ class PythonWatch:
         self._is_over = threading.Event()
         self._thread: threading.Thread | None = None
         self._switch_interval = sys.getswitchinterval()
+        self._older: dict[int, FrameType] = {}
 
     def start(self) -> None:
         """Begin, or go on."""
         self._is_over.clear()
+        # Of what ran before, such as the data of another run; it may never end.
+        self._older = sys._current_frames()
         self._switch_interval = sys.getswitchinterval()
         sys.setswitchinterval(_SWITCH_SECONDS)
         self._thread = threading.Thread(target=self._sample, daemon=True)
@@ -44,6 +47,7 @@ class PythonWatch:
             self._is_over.set()
             self._thread.join()
             self._thread = None
+            self._older = {}
             sys.setswitchinterval(self._switch_interval)
 
     @property
@@ -61,7 +65,11 @@ class PythonWatch:
         while not self._is_over.wait(_EVERY_SECONDS):
             now = time.perf_counter()
             own = threading.get_ident()
-            frames = [frame for thread, frame in sys._current_frames().items() if thread != own]
+            frames = [
+                frame
+                for thread, frame in sys._current_frames().items()
+                if thread != own and frame is not self._older.get(thread)
+            ]
             if running := next(filter(None, map(_called_by_framework, frames)), None):
                 self._seconds[running] += now - before
             self._watched += now - before

@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-import statistics
+import gc
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +19,7 @@ from kdpkit.diagnostics._python_time import PythonWatch
 _WARM_UP = 2  # executions, after which everything is compiled and buffers have begun to fill
 _LEAST = 3  # executions that are timed, however long they take
 _ENDLESS = 10**9  # epochs, or steps: a clock ends them
-_ROUNDS = 3  # in which all take turns, after one that warms up
+_ROUNDS = 4  # in which all take turns, after one that warms up
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
 
 Run = Callable[[], float]
@@ -132,6 +132,11 @@ class Trainer:
         fit = self.trainer.fit if self.is_loop else _tpu_step.fit_of(self.model)
         with _tpu_step.history_kept(self.model):
             fit(**arguments, callbacks=[*map(copy.copy, callbacks), clock], verbose=0)
+        if data is not self.held:
+            # Its iterator would read on into the next run. And if a thread of tf.data collects it
+            # later, it may wait there for its own end.
+            del arguments
+            gc.collect()
         return clock.seconds_per_step
 
     @contextlib.contextmanager
@@ -176,15 +181,15 @@ def _set(owner: Any, settings: Mapping[str, Any]) -> None:
 
 
 def in_turns(runs: Mapping[str, Run]) -> dict[str, float]:
-    """Make all runs in every round, so that a busy machine disturbs all alike; give the medians.
+    """Make all runs in every round, so that a busy machine disturbs all alike; give the fastest.
 
-    Each was made once before, so that everything is compiled.
+    The others were disturbed. Each was made once before, so that everything is compiled.
     """
     figures: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(_ROUNDS):
         for name, run in runs.items():
             figures[name].append(run())
-    return {name: statistics.median(of) for name, of in figures.items()}
+    return {name: min(of) for name, of in figures.items()}
 
 
 def _endless(data: Any, batch_size: int | None) -> dict[str, Any]:
