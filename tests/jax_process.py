@@ -73,6 +73,7 @@ def by_loop(train, test, watching):
         weighted_metrics=["accuracy"],
         strategy=sharding.data_mesh(),
         steps_per_loop=SETTINGS.get("steps_per_loop", 1),
+        **SETTINGS.get("loop", {}),
     )
     history = loop.fit(
         train, test, epochs=SETTINGS["epochs"], callbacks=watching, verbose=0

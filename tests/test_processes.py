@@ -124,6 +124,17 @@ def test_so_they_do_with_many_steps_in_a_call():
 
 
 @pytest.mark.slow
+def test_so_they_do_in_micro_batches_and_estimate_the_same_noise_scale():
+    settings = {"loop": {"accumulation": 2, "noise_scale": True}}
+    first, second = results(count=2, **settings)
+    (expected,) = results(**settings)
+    assert first == second
+    scales = [result["history"].pop("noise_scale") for result in (first, expected)]
+    np.testing.assert_allclose(*scales, rtol=1e-3)
+    assert_close(first, expected)
+
+
+@pytest.mark.slow
 def test_the_first_of_two_processes_logs_its_devices():
     first, second = (result["history"] for result in results(count=2, monitors=True))
     assert first["memory_gib"][0] > 0.05

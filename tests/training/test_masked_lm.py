@@ -136,3 +136,9 @@ def test_models_whose_logits_it_does_not_know_are_refused():
         training.MaskedLMLoop(squashed, optimizer="sgd")
     with pytest.raises(ValueError, match="`chunk_size` must be.*chunk_size=0"):
         training.MaskedLMLoop(small_bert(), optimizer="sgd", chunk_size=0)
+
+
+def test_the_noise_scale_can_be_asked_for():
+    metric = keras.metrics.Accuracy(name="masked_accuracy")
+    _, history = trained(1, accumulation=2, noise_scale=True, weighted_metrics=[metric])
+    assert len(history["noise_scale"]) == 2
