@@ -119,7 +119,7 @@ def inner_products(gradients: list[dict[int, Any]]) -> Any:
 
 def squared_norm(gradients: dict[int, Any]) -> Any:
     """Give the squared norm of gradients in float32, each taken on the device that it is on."""
-    squares = []
+    halves = []
     for gradient in gradients.values():
         with tf.device(gradient.device):
             if isinstance(gradient, tf.IndexedSlices):
@@ -127,8 +127,8 @@ def squared_norm(gradients: dict[int, Any]) -> Any:
                 places, of_slice = tf.unique(gradient.indices)
                 size = tf.size(places)
                 gradient = tf.math.unsorted_segment_sum(gradient.values, of_slice, size)
-            squares.append(2 * tf.nn.l2_loss(tf.cast(gradient, tf.float32)))
-    return tf.add_n(squares) if squares else tf.constant(0.0)
+            halves.append(tf.nn.l2_loss(tf.cast(gradient, tf.float32)))
+    return 2 * tf.add_n(halves) if halves else tf.constant(0.0)
 
 
 def _piece(batch: Any, index: Any, count: Any, rows: Any, pieces: int) -> Any:

@@ -94,9 +94,10 @@ class TrainingLoop:
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
         noise_scale: Whether to estimate the gradient noise scale, which says whether more replicas
             will still help (see `NoiseScale`), from how the gradients of replicas and micro-batches
-            differ. That takes a squared norm of each and of their sum, and changes no weight. The
-            estimate of each epoch is in its logs and in `History` as `noise_scale`, in rows; that
-            of the last one, with its confidence interval, is `loop.noise_scale`, which prints as a
+            differ. That takes a squared norm of each and of their sum, and changes no weight; on
+            several devices of JAX also a sum over the devices for every micro-batch. The estimate
+            of each epoch is in its logs and in `History` as `noise_scale`, in rows; that of the
+            last one, with its confidence interval, is `loop.noise_scale`, which prints as a
             sentence. It needs two parts of a batch: on TensorFlow several replicas or
             `accumulation`, on JAX, where replicas have no gradients of their own, `accumulation`.
             Parts may be of any size; a step with rows in one alone, or an overflow, is left out.

@@ -10,7 +10,7 @@ import numpy as np
 from kdpkit import _checks
 
 _FEWEST_STEPS = 3  # that an interval is drawn from
-_CLEAR = 4  # an interval this many times as high as low tells where the batch stands
+_CLEAR = 4  # high over low, up to which an interval around the batch says something
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,9 +74,12 @@ class NoiseScale:
                 "that had rows."
             )
         if self.low == 0 and self.high == math.inf:
-            return f"The noise scale cannot be told from {self.steps} steps. Train for more."
+            return f"The noise scale cannot be told {self._source()}. Train for more."
         batch = f"the global batch of {_number(self.global_batch_size)} rows"
         return f"{self._verdict()}{batch} {self._relation()}\n{self._forecast()}"
+
+    def _source(self) -> str:
+        return f"from {self.steps} step{'s' if self.steps > 1 else ''}"
 
     def _verdict(self) -> str:
         if self.low > self.global_batch_size:
@@ -88,7 +91,7 @@ class NoiseScale:
         return "It is not clear yet whether more replicas will help: "
 
     def _relation(self) -> str:
-        source = f"from {self.steps} step{'s' if self.steps > 1 else ''}"
+        source = self._source()
         if math.isinf(self.high):
             least = _number(self.low)
             return f"stands against a noise scale of {least} rows or more (95 %, {source})."

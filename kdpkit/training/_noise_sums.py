@@ -26,8 +26,9 @@ _GROUPS = 64  # of steps; their differences tell how sure an estimate is
 class NoiseSums:
     """The sums over steps that the noise scale is estimated from, in groups of steps.
 
-    Steps are dealt out to the groups in turn. Each counts with its rows, since a small batch tells
-    little about the gradient. Their sums lie in one variable, which a compiled loop can hold.
+    Steps are dealt out to the groups in turn: the first one gets a step, and becomes the last. Each
+    step counts with its rows, since a small batch tells little about the gradient. The sums lie in
+    one variable, which a compiled loop can hold.
     """
 
     name = "noise_scale"
@@ -63,14 +64,13 @@ class NoiseSums:
         parts, rows, of_parts, of_whole = (
             ops.cast(number, "float32") for number in (parts, rows, of_parts, of_whole)
         )
-        of_noise = (of_parts - of_whole) / ops.maximum(parts - 1, 1)  # tr(S) / N
+        # tr(S) / N; NaN or infinite of a batch in one part
+        of_noise = (of_parts - of_whole) / ops.maximum(parts - 1, 0)
         of_gradient = of_whole - of_noise
         step = ops.stack([ops.ones_like(rows), rows, rows * of_gradient, rows**2 * of_noise])
-        sums = ops.convert_to_tensor(self._sums)
-        group = ops.cast(ops.sum(sums[:, 0]), "int32") % _GROUPS
-        in_group = ops.one_hot(group, _GROUPS, dtype="float32")[:, None]
-        counts = (parts > 1) & ops.isfinite(of_parts) & ops.isfinite(of_whole)
-        self._sums.assign(sums + ops.where(counts, in_group * step, 0.0))
+        first, *others = ops.split(ops.convert_to_tensor(self._sums), [1])
+        counted = first + ops.where(ops.isfinite(of_noise), step, 0.0)
+        self._sums.assign(ops.concatenate([*others, counted]))
 
     def estimate(self, *, batches_in_an_update: int) -> NoiseScale:
         """Estimate the noise scale from the steps so far."""
