@@ -14,6 +14,7 @@ from kdpkit.pipelines._counting import count_batches, refuse_repeats, require_da
 from kdpkit.pipelines._epochs import EpochCounter, MovableDataset, at_most
 from kdpkit.pipelines._padding import pad_to_global_batch
 from kdpkit.pipelines._services import prepare_with_services
+from kdpkit.pipelines._tracing import rewritten
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -85,7 +86,8 @@ def train_pipeline(
             (see `prepare_with_services`); nothing else changes. They are needed until the cache
             is filled, and not at all if a directory has it whole; with `cache=None` always.
         augment: A function of a whole batch and a seed (two integers), applied afresh in every
-            epoch, after the cache; draw with `tf.random.stateless_*`.
+            epoch, after the cache; draw with `tf.random.stateless_*`. Python's `if` and `for` over
+            tensors work in it, as in `keep` and `prepare`.
         steps_per_epoch: Batches in an epoch; None takes all there are. With fewer, each epoch
             gives the first of its own order. Leave `fit(steps_per_epoch=...)` alone: Keras would
             go on through the data and cut epochs short where it ends.
@@ -121,14 +123,16 @@ def train_pipeline(
         batches=batches, initial_epoch=initial_epoch + skipped_epochs, initial_step=first_step
     )
 
+    fresh = augment and rewritten(augment)
+
     def one_epoch(epoch: Any, skipped: Any) -> tf.data.Dataset:
         seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)
         ordered = _shuffled(examples, buffer_size, seed)
         indexed = ordered.apply(cut).take(batches).skip(skipped).enumerate(skipped)
-        if augment is None:
+        if fresh is None:
             return indexed
         return indexed.map(
-            lambda index, batch: (index, augment(batch, tf.random.fold_in(seed, index))),
+            lambda index, batch: (index, fresh(batch, tf.random.fold_in(seed, index))),
             num_parallel_calls=tf.data.AUTOTUNE,
         )
 

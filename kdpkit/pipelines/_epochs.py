@@ -14,6 +14,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from kdpkit.pipelines._tracing import as_written
+
 
 class EpochCounter:
     """The place of the next iterator, kept where a dataset's graph can read and move it.
@@ -68,15 +70,20 @@ class EpochCounter:
 
         `one_epoch` takes the epoch and the batches of it to leave out, int64 scalars, and gives a
         dataset of `(index, batch)` pairs, where `index` counts the batches from the start of a
-        whole epoch. Batches are prefetched before they are counted, so that the work ahead counts
-        for nothing either.
+        whole epoch; it is traced as written. Batches are prefetched before they are counted, so
+        that the work ahead counts for nothing either.
         """
 
+        @as_written
         def batches(started: Any, epoch: Any) -> tf.data.Dataset:
             indexed = one_epoch(epoch, self._skipped(epoch))
             return indexed.map(lambda index, batch: (started, epoch, index, batch))
 
-        start = tf.data.Dataset.range(1).map(lambda _: (self._start(), self._get("epoch")))
+        @as_written
+        def begin(_: Any) -> tuple[Any, Any]:
+            return self._start(), self._get("epoch")
+
+        start = tf.data.Dataset.range(1).map(begin)
         return start.flat_map(batches).prefetch(prefetch).map(self._hand_on)
 
     def _start(self) -> Any:
@@ -92,6 +99,7 @@ class EpochCounter:
     def _get(self, key: str) -> Any:
         return self._table.lookup(tf.constant(key))
 
+    @as_written
     def _hand_on(self, started: Any, epoch: Any, index: Any, batch: Any) -> Any:
         """Pass a batch on; with the last one the epoch is over."""
         counts = tf.equal(started, self._get("started"))

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit import _checks
+from kdpkit.pipelines._tracing import as_written
 from kdpkit.pipelines._transforms import Transform
 
 
@@ -42,6 +43,7 @@ def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Trans
     size = _checks.integer("global_batch_size", global_batch_size)
     _checks.one_of("mode", mode, ("train", "eval"))
 
+    @as_written
     def pad(*batch: Any) -> tuple[Any, Any, Any]:
         x, y, weight = (*batch, None, None)[:3]
         rows = tf.shape(_dense(tf.nest.flatten((x, y))[0]))[0]
@@ -82,17 +84,19 @@ def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
     spec = batches.element_spec
     if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], tf.TensorSpec)):
         _checks.refuse("Weights can be scaled in (x, y, sample_weight) alone.", elements=spec)
-    total, count = batches.reduce(
-        (tf.constant(0.0, tf.float64), tf.constant(0.0, tf.float64)),
-        lambda sums, batch: (
-            sums[0] + tf.reduce_sum(tf.cast(batch[2], tf.float64)),
-            sums[1] + tf.cast(tf.size(batch[2]), tf.float64),
-        ),
-    )
+
+    @as_written
+    def add(sums: Any, batch: Any) -> tuple[Any, Any]:
+        total, count = sums
+        weight = tf.cast(batch[2], tf.float64)
+        return total + tf.reduce_sum(weight), count + tf.cast(tf.size(weight), tf.float64)
+
+    nothing = tf.constant(0.0, tf.float64)
+    total, count = batches.reduce((nothing, nothing), add)
     if float(total) == 0:
         _checks.refuse("Every sample weight is 0, so there is nothing to average over.")
     factor = tf.cast(count / total, tf.float32)
-    return batches.map(lambda x, y, weight: (x, y, weight * factor))
+    return batches.map(as_written(lambda x, y, weight: (x, y, weight * factor)))
 
 
 def _dense(part: Any) -> Any:

@@ -9,6 +9,7 @@ import keras_hub
 import tensorflow as tf
 
 from kdpkit import _checks, _files
+from kdpkit.pipelines._tracing import as_written
 from kdpkit.pipelines._transforms import Transform
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -128,6 +129,7 @@ def mask_tokens(
     if slots is not None:
         slots = _checks.integer("slots", slots)
 
+    @as_written
     def mask(tokens: Any, seed: Any = None) -> tuple[dict[str, Any], Any, Any]:
         if tokens.shape.rank == 1:
             masked = mask(tokens[tf.newaxis], seed)

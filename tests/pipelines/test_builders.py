@@ -111,6 +111,30 @@ def test_augmentation_is_fresh_each_epoch_and_seeded():
     assert not set(numbers(build(seed=2))) & set(first)
 
 
+def test_functions_of_users_may_branch_on_tensors_in_python():
+    def keep(number):
+        kept = True
+        if number < 2:
+            kept = False
+        return kept
+
+    def prepare(number):
+        if number == 3:
+            number = -number
+        return number
+
+    def augment(batch, seed):
+        if tf.shape(seed)[0] == 2:
+            batch += 10
+        return batch
+
+    source, stages = tf.data.Dataset.range(6), {"keep": keep, "prepare": prepare}
+    train = train_pipeline(source, global_batch_size=2, augment=augment, **stages)
+    assert sorted(numbers(train)) == [7, 12, 14, 15]
+    evaluation = eval_pipeline(source, global_batch_size=2, remainder="keep", **stages)
+    assert numbers(evaluation) == [2, -3, 4, 5]
+
+
 def test_looking_at_a_batch_does_not_use_up_an_epoch():
     def build():
         return train_pipeline(tf.data.Dataset.range(100), global_batch_size=2)
