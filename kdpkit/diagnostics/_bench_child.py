@@ -92,7 +92,6 @@ def _measured(order: Order) -> dict[str, Any]:
     allocations = _readings.Allocations()  # counts from here
     workload = _workload(order, strategy)
     size = order.per_replica_batch_size or workload.batch_size
-    assert size is not None, "what kdpkit trains has no batches of its own"
     training = _Training(workload, size * order.replicas)
     before = _machine_speed()
     seconds = training.rounds(order.seconds, order.rounds)

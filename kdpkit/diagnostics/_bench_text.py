@@ -165,23 +165,16 @@ def _of_replicas(report: "BenchReport") -> Iterator[str]:
     else:
         yield f"{most} replicas share the same cores: they {speed}."
     if report.accelerators and report.scaling == "weak":
-        yield _of_one_more(report, row)
+        yield _of_one_more(most, row.efficiency or 0.0, row.steps_per_second or 0.0)
 
 
-def _of_one_more(report: "BenchReport", row: "BenchRow") -> str:
+def _of_one_more(replicas: int, efficiency: float, steps_per_second: float) -> str:
     """Carry the cost of a replica on, as if each added as much time to a step."""
-    one = next(
-        other
-        for other in report.rows
-        if other.replicas == 1 and other.per_replica_batch_size == row.per_replica_batch_size
-    )
-    assert one.steps_per_second is not None
-    assert row.steps_per_second is not None
-    alone = 1 / one.steps_per_second
-    cost = max(1 / row.steps_per_second - alone, 0.0) / (row.replicas - 1)
-    gain = _MANY * alone / (alone + (_MANY - 1) * cost)
+    alone = efficiency / steps_per_second  # seconds of a step of one device with the same rows
+    share = max(1 / efficiency - 1, 0.0) / (replicas - 1)
+    gain = _MANY / (1 + (_MANY - 1) * share)
     return (
-        f"Each one more costs {1000 * cost:.3g} ms of a step ({cost / alone:.1%}); at that, "
+        f"Each one more costs {1000 * share * alone:.3g} ms of a step ({share:.1%}); at that, "
         f"{_MANY} joined as these are would train about {gain:.0f} times as fast as one."
     )
 

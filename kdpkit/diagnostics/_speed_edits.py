@@ -204,7 +204,7 @@ def of_computing(trainer: Trainer) -> Iterator[Trial]:
             yield _held(trainer, "computing", text, jit_compile=True)
         return
     steps = trainer.trainer._steps
-    if not steps.jit:
+    if not steps.jit and steps._jit != "measure":  # which tries it by itself
         yield _held(trainer, "computing", "Give the loop `jit=True`.", of=steps, _jit=True)
 
 

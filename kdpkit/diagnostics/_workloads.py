@@ -27,14 +27,14 @@ class Workload:
         row_bytes: Of one.
         fit: `fit` of a model or a loop that is built and compiled.
         is_decided: Tells whether the choice of XLA is made, for which the first steps may serve.
-        batch_size: Rows of the caller's own batches; None for what has none.
+        batch_size: Rows of a batch where none are asked for: those of the caller's own.
     """
 
     rows: Callable[[int], Arrays]
     row_bytes: int
     fit: Callable[..., Any]
     is_decided: Callable[[], bool]
-    batch_size: int | None = None
+    batch_size: int = 32
 
 
 def cnn(strategy: Any, jit: Any) -> Workload:
@@ -59,9 +59,10 @@ def cnn(strategy: Any, jit: Any) -> Workload:
                 keras.layers.Dense(_CLASSES),
             ]
         )
+        optimizer = keras.optimizers.Adam(1e-3)
     loop = TrainingLoop(
         model,
-        optimizer=keras.optimizers.Adam(1e-3),
+        optimizer=optimizer,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         strategy=strategy,
         jit=jit,
@@ -98,7 +99,8 @@ def bert(strategy: Any, jit: Any) -> Workload:
         )
         model = keras_hub.models.BertMaskedLM(backbone)
         model.backbone.get_layer("pooled_dense").trainable = False  # masked words do not use it
-    loop = MaskedLMLoop(model, optimizer=keras.optimizers.AdamW(1e-4), strategy=strategy, jit=jit)
+        optimizer = keras.optimizers.AdamW(1e-4)
+    loop = MaskedLMLoop(model, optimizer=optimizer, strategy=strategy, jit=jit)
 
     def rows(count: int) -> Arrays:
         random = np.random.default_rng(0)

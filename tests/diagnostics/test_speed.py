@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kdpkit import batches, testing, training
-from kdpkit.diagnostics import SpeedEdit, SpeedReport, check_speed
+from kdpkit.diagnostics import SpeedEdit, SpeedReport, _speed_edits, _speed_runs, check_speed
 
 IS_JAX = keras.backend.backend() == "jax"
 FEATURES, ROWS = 64, 16
@@ -197,6 +197,17 @@ def test_a_heavy_model_is_compute_bound_and_xla_helps_a_recurrent_one():
     assert not report.clean
     before, after = (recurrent(jit_compile=jit) for jit in (False, True))
     assert speedup((before, dataset, ()), (after, dataset, ())) > 2
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("jit", "tried"), [(False, ["Give the loop `jit=True`."]), ("measure", [])]
+)
+def test_xla_is_not_tried_on_a_loop_that_tries_it_by_itself(jit, tried):
+    loop = training.TrainingLoop(testing.tiny_classifier(), optimizer="adam", loss=LOSS, jit=jit)
+    batch = testing.toy_classification(ROWS)
+    trainer = _speed_runs.Trainer(loop, batch, None)
+    assert [trial.text for trial in _speed_edits.of_computing(trainer)] == tried
 
 
 # Python in the step, and around it.

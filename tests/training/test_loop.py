@@ -879,6 +879,27 @@ def test_updates_that_xla_compiles_are_those_without_it(name, replicas):
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
+def test_xla_compiles_the_update_under_a_strategy_of_one_replica_too():
+    words = np.random.default_rng(0).integers(0, 9, (10, 6))
+    data = tf.data.Dataset.from_tensor_slices((words, np.arange(10) % 3)).batch(4)
+
+    def weights(strategy, jit):
+        with strategy.scope():
+            model = embedding_classifier()
+        loop = TrainingLoop(
+            model, optimizer="adamw", loss=crossentropy(), strategy=strategy, jit=jit
+        )
+        loop.fit(data, epochs=2, verbose=0)
+        return model.get_weights()
+
+    expected = weights(strategies.select_strategy("one"), jit=False)
+    mirrored = strategies.select_strategy("mirrored", devices=["CPU:1"])
+    for one, other in zip(weights(mirrored, jit=True), expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
 def test_xla_compiles_the_updates_of_an_optimizer_that_was_made_in_the_scope():
     def weights(make_in_scope):
         strategy = strategy_of(2)

@@ -8,9 +8,9 @@ from kdpkit import batches, training
 VOCABULARY, LENGTH, PLACES, ROWS = 53, 12, 3, 10
 
 
-def small_bert(**head):
+def small_bert(kind="Bert", **head):
     keras.utils.set_random_seed(0)
-    backbone = keras_hub.models.BertBackbone(
+    backbone = getattr(keras_hub.models, f"{kind}Backbone")(
         vocabulary_size=VOCABULARY,
         num_layers=2,
         num_heads=2,
@@ -19,8 +19,9 @@ def small_bert(**head):
         max_sequence_length=LENGTH,
         dropout=0.0,
     )
-    model = keras_hub.models.BertMaskedLM(backbone)
-    model.backbone.get_layer("pooled_dense").trainable = False
+    model = getattr(keras_hub.models, f"{kind}MaskedLM")(backbone)
+    if kind == "Bert":
+        model.backbone.get_layer("pooled_dense").trainable = False
     for name, value in head.items():
         setattr(model.masked_lm_head, name, value)
     return model
@@ -60,19 +61,20 @@ def data():
     return tf.data.Dataset.from_tensor_slices(masked_rows()).batch(4)
 
 
-def trained(count, kind=training.MaskedLMLoop, **arguments):
+def trained(count, kind=training.MaskedLMLoop, of="Bert", **arguments):
     strategy = devices(count)
     with strategy.scope():
-        model = small_bert()
+        model = small_bert(of)
         loop = kind(model, optimizer=keras.optimizers.SGD(0.5), strategy=strategy, **arguments)
     history = loop.fit(data(), data(), epochs=2, verbose=0).history
     return model.get_weights(), history
 
 
-def with_all_logits():
+def with_all_logits(of="Bert"):
     return trained(
         1,
         training.TrainingLoop,
+        of=of,
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="masked_accuracy")],
     )
@@ -93,6 +95,19 @@ def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size)
     for one, other in zip(weights, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
     assert ours.keys() == history.keys()
+    for name, values in history.items():
+        assert ours[name] == pytest.approx(values, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of", ["Roberta", "DistilBert"])
+def test_other_masked_language_models_train_as_over_all_logits(of):
+    expected, history = with_all_logits(of)
+    weights, ours = trained(
+        2, of=of, weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")]
+    )
+    for one, other in zip(weights, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=2e-6)
     for name, values in history.items():
         assert ours[name] == pytest.approx(values, rel=1e-5)
 
