@@ -17,12 +17,13 @@ if TYPE_CHECKING:
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
     from kdpkit.training._noise_scale import NoiseScale
-    from kdpkit.training._parity import ParityReport, check_parity
+    from kdpkit.training._parity import check_parity
+    from kdpkit.training._parity_report import ParityReport
 
 _HOMES = {
     "MaskedLMLoop": "_masked_lm",
     "NoiseScale": "_noise_scale",
-    "ParityReport": "_parity",
+    "ParityReport": "_parity_report",
     "TrainingLoop": "_loop",
     "check_parity": "_parity",
     "global_mean_loss": "_losses",
