@@ -134,6 +134,10 @@ def test_models_whose_logits_it_does_not_know_are_refused():
     squashed = small_bert(activation=keras.activations.softmax)
     with pytest.raises(ValueError, match="a function that the loss does not know"):
         training.MaskedLMLoop(squashed, optimizer="sgd")
+    untied = small_bert()
+    untied.masked_lm_head.token_embedding.tie_weights = False
+    with pytest.raises(ValueError, match="weights of their own.*tie_weights=False"):
+        training.MaskedLMLoop(untied, optimizer="sgd")
     with pytest.raises(ValueError, match="`chunk_size` must be.*chunk_size=0"):
         training.MaskedLMLoop(small_bert(), optimizer="sgd", chunk_size=0)
 
