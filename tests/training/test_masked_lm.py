@@ -142,6 +142,20 @@ def test_models_whose_logits_it_does_not_know_are_refused():
         training.MaskedLMLoop(small_bert(), optimizer="sgd", chunk_size=0)
 
 
+@pytest.mark.parametrize("of", ["no labels", "no places", "tokens alone"])
+def test_data_that_are_not_masked_get_one_sentence(of):
+    tf = pytest.importorskip("tensorflow")
+    x, y, _ = masked_rows()
+    parts = {
+        "no labels": (x,),
+        "no places": ({name: x[name] for name in x if name != "mask_positions"}, y),
+        "tokens alone": (x["token_ids"], y),
+    }
+    loop = training.MaskedLMLoop(small_bert(), optimizer="sgd")
+    with pytest.raises(ValueError, match="trains on `.x, y.`.*wanted=.*`kdpkit.pipelines.mask_tok"):
+        loop.fit(tf.data.Dataset.from_tensor_slices(parts[of]).batch(4), epochs=1, verbose=0)
+
+
 def test_the_noise_scale_can_be_asked_for():
     metric = keras.metrics.Accuracy(name="masked_accuracy")
     _, history = trained(1, accumulation=2, noise_scale=True, weighted_metrics=[metric])
