@@ -37,6 +37,41 @@ def test_every_round_begins_with_another_and_the_first_counts_for_nothing():
     assert figures == {"a": [6, 8, 10], "b": [4, 9, 11], "c": [5, 7, 12]}
 
 
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["berd"], "there is no 'berd', choose from machine, bert"),
+        (["machine", "--rounds", "0"], "--rounds"),
+        (["machine", "--text", "none.txt"], "there is no such file: none.txt"),
+        (["machine", "--json", "none/rows.json"], "cannot be written there: none/rows.json"),
+    ],
+)
+def test_wrong_words_are_refused_before_anything_is_measured(words, sentence, capsys):
+    with pytest.raises(SystemExit) as ended:
+        command.main(words)
+    assert ended.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_benchmark_that_fails_or_is_interrupted_keeps_what_the_others_measured(
+    tmp_path, monkeypatch
+):
+    done = {"start": [Row("start", "s", Spread.of([1.0]))], "cnn": None}
+
+    def measured(name, flags):
+        assert flags == ["--rounds=2", "--images=builtin"]
+        if name not in done:
+            raise KeyboardInterrupt
+        return done[name]
+
+    monkeypatch.setattr(command, "measured", measured)
+    file = tmp_path / "rows.json"
+    flags = ["--rounds", "2", "--json", str(file)]
+    for names, code in ((["start"], 0), (["cnn", "start"], 1), (["start", "loops"], 130)):
+        assert command.main([*names, *flags]) == code
+        assert [row["what"] for row in json.loads(file.read_text())["rows"]] == ["start"]
+
+
 @pytest.mark.slow
 def test_the_command_measures_and_writes_what_it_prints(tmp_path, capsys):
     files = {"--json": tmp_path / "rows.json", "--markdown": tmp_path / "rows.md"}

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +23,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit import _checks, _files, _storage
+from kdpkit.pipelines import _structure
 
 _MANIFEST = "manifest.json"
 _PREFIX = "examples"
@@ -42,12 +44,35 @@ def cached_on_disk(
     try:
         if _read_manifest(place) != _checksums(place):
             _fill(fill_from() if fill_from else dataset, place)
+        else:
+            _warn_of_unknown(dataset, place)
     except OSError as error:
         raise _checks.FileInputError(
             f"The cache cannot be kept there ({error.strerror}): {place}. Give `cache` a directory "
             "where you may write, 'memory', or None."
         ) from error
     return dataset.cache(str(place / _PREFIX))
+
+
+def _warn_of_unknown(dataset: tf.data.Dataset, place: _storage.AnyPath) -> None:
+    """Say that a pipeline is taken for the one before which may be another."""
+    stages = (stage for stage, _ in _structure.paths(_structure.end_of(dataset)))
+    functions = [function for stage in stages for function in stage.functions]
+    unknown = [
+        what
+        for what, is_there in (
+            ("Python functions", any(one.calls_python for one in functions)),
+            ("variables or lookup tables", any(one.looks_up for one in functions)),
+        )
+        if is_there
+    ]
+    if unknown:
+        warnings.warn(
+            f"The examples come from the cache in {place}. Its pipeline has "
+            f"{' and '.join(unknown)}, and whether these are the same as when the cache was "
+            "filled cannot be known. If they are not, delete it, or give another directory.",
+            stacklevel=2,
+        )
 
 
 def _fill(dataset: tf.data.Dataset, place: _storage.AnyPath) -> None:

@@ -1,6 +1,6 @@
 """Rows of tokens without wasted places: documents end to end, or batches of similar lengths."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -45,6 +45,8 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
 
     def closed(documents: Any) -> Any:
         """Give a batch of documents as one vector, with an `end` after each."""
+        if not isinstance(documents, tf.RaggedTensor):  # all are of one known length
+            documents = tf.RaggedTensor.from_tensor(documents)
         ends = tf.fill([documents.nrows(), 1], tf.constant(end, tf.int32))
         return tf.concat([tf.cast(documents, tf.int32), ends], axis=1).flat_values, False
 
@@ -110,7 +112,8 @@ def bucket_by_length(
     ...     print(batch.numpy().tolist())
     [[1, 0], [4, 0]]
     """
-    limits = [_checks.integer("boundaries", boundary) for boundary in boundaries]
+    several = boundaries if isinstance(boundaries, Iterable) else ()
+    limits = [_checks.integer("boundaries", boundary) for boundary in several]
     if not limits or sorted(set(limits)) != limits:
         _checks.refuse("`boundaries` must be rising lengths, at least one.", boundaries=boundaries)
     size, _ = _checks.global_batch(global_batch_size, replicas)

@@ -4,6 +4,7 @@ import codecs
 import collections
 import gzip
 import os
+import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -17,6 +18,7 @@ Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 _GZIP_MAGIC = b"\x1f\x8b"
 _BLOCK = 1 << 20
+_SHARD = re.compile(r"(?P<beginning>.*)-\d{5}-of-(?P<count>\d{5})(\.\w+)?", re.DOTALL)
 _FRAME = 16  # bytes around each TFRecord: its length, and two checksums
 
 
@@ -83,7 +85,8 @@ def tfrecords(
             neither file nor record; `validate_tfrecords` then does.
 
     Raises:
-        ValueError: The pattern matches no file, or a file is missing, empty or unreadable.
+        ValueError: The pattern matches no file, or those of two writings with other numbers of
+            shards, or a file is missing, empty or unreadable.
     """
     _checks.one_of("compression", compression, (None, "GZIP", "ZLIB"))
     files = _matching(pattern)
@@ -115,7 +118,8 @@ def interleave_files(
         files_at_once: Files to read from in parallel.
 
     Raises:
-        ValueError: The pattern matches no file, or a file is missing, empty or unreadable.
+        ValueError: The pattern matches no file, or those of two writings with other numbers of
+            shards, or a file is missing, empty or unreadable.
     """
     files = _matching(pattern)
     return tf.data.Dataset.from_tensor_slices(files).interleave(
@@ -278,6 +282,12 @@ def _feature(name: str, value: Any) -> tf.train.Feature:
 def _stored_feature(name: str, spec: tf.TensorSpec) -> tf.io.FixedLenFeature:
     if not spec.shape.is_fully_defined():
         _checks.refuse(f"Feature `{name}` needs a static shape.", shape=spec.shape)
+    if spec.dtype == tf.string and spec.shape.rank:
+        _checks.refuse(
+            f"Feature `{name}` is one text or bytes, as `write_tfrecords` stores it.",
+            shape=spec.shape,
+            remedy="Use `tf.TensorSpec([], tf.string)`, and several features for several texts.",
+        )
     if spec.dtype in (tf.uint8, tf.string):
         return tf.io.FixedLenFeature([], tf.string)
     return tf.io.FixedLenFeature(spec.shape, tf.float32 if spec.dtype.is_floating else tf.int64)
@@ -306,8 +316,25 @@ def _matching(pattern: Paths) -> list[str]:
             found = sorted(tf.io.gfile.glob(part))
         if not found:
             _checks.refuse_file("No file matches", part, remedy="Check the path or the pattern.")
+        _refuse_two_writings(part, found)
         files += [_readable(file) for file in found]
     return files
+
+
+def _refuse_two_writings(pattern: str, files: list[str]) -> None:
+    """Refuse a glob that takes `train-...-of-00002` and what is left of `train-...-of-00004`."""
+    shards: dict[str, set[str]] = {}
+    for file in files:
+        if found := _SHARD.fullmatch(file):
+            shards.setdefault(found["beginning"], set()).add(found["count"])
+    for beginning, counts in shards.items():
+        if len(counts) > 1:
+            _checks.refuse_file(
+                f"Files of several writings match, with the same examples perhaps: {beginning} has "
+                f"been cut into {' and into '.join(str(int(n)) for n in sorted(counts))} files",
+                pattern,
+                remedy="Delete those of the older one, or give a pattern that ends in their count.",
+            )
 
 
 def _readable(file: str) -> str:

@@ -16,6 +16,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
+_VARIABLE_OPS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
 _READING_OPS = frozenset(
     {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDataset"}
     | {"FixedLengthRecordDatasetV2", "CSVDataset", "CSVDatasetV2"}
@@ -79,6 +80,11 @@ class Function:
     def calls_python(self) -> bool:
         """Whether it holds a `py_function`, a `numpy_function` or a generator."""
         return bool(self.ops & _PYTHON_OPS)
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether it reads a variable or a lookup table, such as a Keras layer's."""
+        return any(op.startswith("LookupTable") or op in _VARIABLE_OPS for op in self.ops)
 
     @property
     def draws(self) -> bool:

@@ -78,15 +78,32 @@ def tokenize(tokenizer: Any, *, sequence_length: int | None = None) -> Transform
 
     Returns:
         A stage from string scalars to int32 vectors.
+
+    Raises:
+        ValueError: The tokenizer pads or cuts rows itself, or the dataset gives no single lines.
     """
     if sequence_length is not None:
         _checks.integer("sequence_length", sequence_length, minimum=3)
+    if getattr(tokenizer, "sequence_length", None) is not None:
+        _checks.refuse(
+            "The tokenizer has a `sequence_length` of its own, to which it pads and cuts lines.",
+            sequence_length=tokenizer.sequence_length,
+            remedy="Make it without, and give the length to `tokenize`.",
+        )
 
     def convert(lines: Any) -> Any:
         tokens = tokenizer(lines)
         return tokens if sequence_length is None else _rows(tokens, tokenizer, sequence_length)
 
     def apply(lines: tf.data.Dataset) -> tf.data.Dataset:
+        spec = lines.element_spec
+        is_string = isinstance(spec, tf.TensorSpec) and spec.dtype == tf.string
+        if not is_string or spec.shape.rank not in (0, None):
+            _checks.refuse(
+                "`tokenize` takes lines of text one by one, as string scalars.",
+                element_spec=spec,
+                remedy="Map a dataset to its text, and `unbatch` one of batches.",
+            )
         batches = lines.batch(_LINES_AT_ONCE).map(convert, num_parallel_calls=tf.data.AUTOTUNE)
         return batches.unbatch()
 
@@ -131,13 +148,13 @@ def mask_tokens(
 
     @as_written
     def mask(tokens: Any, seed: Any = None) -> tuple[dict[str, Any], Any, Any]:
+        tokens = tokens if tf.is_tensor(tokens) else tf.convert_to_tensor(tokens)
+        _require_rows(tokens)
         if tokens.shape.rank == 1:
             masked = mask(tokens[tf.newaxis], seed)
             return tf.nest.map_structure(lambda part: part[0], masked)
         length = tokens.shape[-1]
-        if length is None:
-            _checks.refuse("Rows to mask need one static length.", shape=tokens.shape)
-        room = min(slots or math.ceil(rate * (length - 2)), length)
+        room = min(slots or max(math.ceil(rate * (length - 2)), 1), length)
         draws = _draws(tokens, length + 2 * room, seed)
         features, labels, weights = _masked(tokens, draws, tokenizer, rate, room)
         if seed is not None:
@@ -146,6 +163,23 @@ def mask_tokens(
         return features, labels, weights
 
     return mask
+
+
+def _require_rows(tokens: Any) -> None:
+    """Refuse what is no row of token ids, nor rows of one length."""
+    if not tokens.dtype.is_integer or tokens.shape.rank not in (1, 2):
+        _checks.refuse(
+            "Rows to mask are token ids, int32 [batch, length] or [length].",
+            shape=tokens.shape,
+            dtype=tokens.dtype.name,
+        )
+    if not tokens.shape[-1]:
+        _checks.refuse(
+            "Rows to mask need one static length.",
+            shape=tokens.shape,
+            remedy="`pack_tokens` and `tokenize(sequence_length=...)` give such rows, and "
+            "`tf.ensure_shape(batch, [None, length])` says the length of a batch.",
+        )
 
 
 def _draws(tokens: Any, count: int, seed: Any) -> Any:
@@ -176,9 +210,10 @@ def _masked(tokens: Any, draws: Any, tokenizer: Any, rate: float, room: int) -> 
     mask_id = tf.constant(tokenizer.mask_token_id, tokens.dtype)
     replaced = tf.where(fate < 0.8, mask_id, tf.where(fate < 0.9, drawn, originals))
     places = tf.stack([tf.repeat(tf.range(rows), room), tf.reshape(positions, [-1])], axis=1)
-    values = tf.reshape(tf.where(chosen, replaced, originals), [-1])
+    # Added and not set: places that were not chosen stand for 0, which may be chosen itself.
+    changes = tf.reshape(tf.where(chosen, replaced - originals, 0), [-1])
     features = {
-        "token_ids": tf.tensor_scatter_nd_update(tokens, places, values),
+        "token_ids": tf.tensor_scatter_nd_add(tokens, places, changes),
         "segment_ids": tf.zeros_like(tokens),
         "padding_mask": tf.cast(tokens != tokenizer.pad_token_id, tf.int32),
         "mask_positions": positions,

@@ -79,7 +79,9 @@ def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     Put it before `shuffle`: after it, one order would be frozen for ever. On disk each pipeline has
     a place of its own in the directory, filled at once and moved there when it is whole; one that
     is damaged or half written is filled again. It knows the pipeline, not the content of the files
-    behind it: give another directory when those change.
+    behind it: give another directory when those change. Nor does it know what generators and other
+    Python functions compute, or what variables and lookup tables hold, as those of Keras'
+    preprocessing layers: a warning says so whenever such a pipeline is read from its cache.
 
     Args:
         where: `"memory"`, or the path of a directory. In object storage, `gs://bucket/cache` say,

@@ -9,6 +9,7 @@ from keras import ops
 from kdpkit import _checks
 
 _CHUNK_SIZE = 4096
+_LOWEST = -3.4028235e38  # of float32
 
 
 class TokenLoss(NamedTuple):
@@ -36,7 +37,9 @@ def linear_cross_entropy(
     Args:
         hidden: Floats `[..., width]`: what the logits are computed from.
         kernel: Floats `[vocabulary, width]`, such as a token embedding's.
-        labels: Integers `[...]`, each at least 0 and less than `vocabulary`.
+        labels: Integers `[...]`, each at least 0 and less than `vocabulary`. Any other has a loss
+            and gradients that are NaN, where the backend does not refuse it: give places that are
+            not to count label 0 and weight 0, and not -1 or -100.
         bias: Floats `[vocabulary]`, or None.
         chunk_size: Pieces of the vocabulary in a chunk.
 
@@ -158,9 +161,11 @@ def _forward(hidden: Any, kernel: Any, bias: Any, labels: Any, chunk_size: int) 
         return (top, total, best), ()
 
     like = ops.cast(hidden[:, 0], "float32") * 0.0
-    start = (like - math.inf, like, ops.cast(like, "int32"))
+    # Not minus infinity: a chunk may have no other logits, and the difference would be NaN.
+    start = (like + _LOWEST, like, ops.cast(like, "int32"))
     (highest, total, best), _ = _over_chunks(body, start, kernel.shape[0], chunk_size)
-    normalizer = highest + ops.log(total)
+    is_piece = ops.logical_and(labels >= 0, labels < kernel.shape[0])
+    normalizer = ops.where(is_piece, highest + ops.log(total), math.nan)
     wanted = ops.sum(
         ops.cast(hidden, "float32") * ops.cast(ops.take(kernel, labels, axis=0), "float32"), axis=1
     ) + ops.cast(ops.take(bias, labels), "float32")

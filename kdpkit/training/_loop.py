@@ -45,7 +45,7 @@ class TrainingLoop:
     callbacks find `model.optimizer`, and `model.save` keeps the optimizer's state. A model that was
     loaded goes on, on any number of replicas, with `TrainingLoop(model, optimizer=model.optimizer,
     loss=...)`; so does a `tf.train.Checkpoint` of model and optimizer. Which layers are trainable
-    is looked at when the loop first trains.
+    is looked at when the loop first trains; to freeze others, make a new loop and optimizer.
 
     A row's loss must depend on that row alone, and the state of a metric must be a sum over rows,
     as that of Keras' metrics is. What one device and R replicas do differently by nature is as in
@@ -171,6 +171,7 @@ class TrainingLoop:
         self._steps = _steps_of_backend()(self, strategy, jit)
         if noise_scale:
             self._steps.check_parts()
+        self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
         self.noise_sums: NoiseSums | None = None
         with self._steps.scope():
             if noise_scale:
@@ -282,6 +283,7 @@ class TrainingLoop:
             validation, "validation", validation_steps=validation_steps
         )
         self._steps.build(feed, training=True)
+        self._refuse_changes()
         all_callbacks = self._callback_list(callbacks, verbose, feed, epochs, add_history=True)
         model, logs = self.model, {}
         model.stop_training = False
@@ -366,6 +368,26 @@ class TrainingLoop:
         )
         all_callbacks.on_predict_end()
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
+
+    def _refuse_changes(self) -> None:
+        """Refuse to train with what was compiled for another optimizer or other variables."""
+        optimizer, variables = self._trained or (self.optimizer, self.model.trainable_variables)
+        self._trained = optimizer, variables
+        if self.optimizer is not optimizer:
+            _checks.refuse(
+                "The model was compiled again since this loop trained it, and has another "
+                "optimizer.",
+                model=self.model.name,
+                remedy="Make a new loop, with the optimizer that is to train.",
+            )
+        now = self.model.trainable_variables
+        if [*map(id, now)] != [*map(id, variables)]:
+            _checks.refuse(
+                "Other weights are trainable than when this loop first trained.",
+                then=len(variables),
+                now=len(now),
+                remedy="Make a new loop and a new optimizer when layers are frozen or thawed.",
+            )
 
     def _train_epoch(self, feed: Feed, callbacks: Any) -> dict[str, Any]:
         return self._go_through(

@@ -1,5 +1,6 @@
 """Training of KerasHub's masked language models without all their logits."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from keras import ops
@@ -27,6 +28,10 @@ class MaskedLMLoop(TrainingLoop):
         optimizer: As in `TrainingLoop`; so is what follows but for `chunk_size`.
         chunk_size: Pieces of the vocabulary whose logits are held at a time.
 
+    KerasHub's models are not compiled when they are loaded as they were when they were saved: the
+    optimizer of a loaded one is KerasHub's. To go on where training stopped give the optimizer
+    anew, and restore it with `tf.train.Checkpoint` or `kdpkit.callbacks.Resume`.
+
     Raises:
         ValueError: The model has no masked-language-model head that is known, and what
             `TrainingLoop` refuses.
@@ -42,6 +47,7 @@ class MaskedLMLoop(TrainingLoop):
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Give the loss and the predicted piece of each masked place, `[rows, places]` both."""
+        self._require_masked(x, y)
         features = {name: x[name] for name in self.model.backbone.input}
         encoded = self._encode(features, x["mask_positions"], training=training)
         hidden = _masked_places.hidden_states(self._head, encoded)
@@ -53,3 +59,16 @@ class MaskedLMLoop(TrainingLoop):
             bias=self._head._bias,
             chunk_size=self._chunk_size,
         )
+
+    def _require_masked(self, x: Any, y: Any) -> None:
+        wanted = [*self.model.backbone.input, "mask_positions"]
+        given = [*x] if isinstance(x, Mapping) else type(x).__name__
+        if y is None or not set(wanted) <= set(given):
+            _checks.refuse(
+                "`MaskedLMLoop` trains on `(x, y)` or `(x, y, sample_weight)`, where `x` is a "
+                "dictionary of the model's features, and `y` has the pieces at `mask_positions`.",
+                features=given,
+                wanted=wanted,
+                y=None if y is None else tuple(y.shape),
+                remedy="`kdpkit.pipelines.mask_tokens` makes them from rows of tokens.",
+            )

@@ -35,6 +35,13 @@ def head_of(model: Any) -> Any:
             model=type(model).__name__,
             remedy="Train others with `TrainingLoop`.",
         )
+    if not getattr(embedding, "tie_weights", True):
+        _checks.refuse(
+            "The logits of this model are products with weights of their own, and not with its "
+            "token embedding.",
+            tie_weights=False,
+            remedy="Train it with `TrainingLoop`.",
+        )
     if (
         head.activation not in (None, keras.activations.linear)
         or getattr(embedding, "logit_soft_cap", None) is not None
@@ -85,8 +92,20 @@ def _last_layer(backbone: Any) -> Any:
         and _has(last, _PARTS_OF_LAYER)
         and _sequence(backbone.output) is last.output
         and "padding_mask" in backbone.input
+        and _sees_padding_alone(last, backbone.input["padding_mask"])
     )
     return last if known else None
+
+
+def _sees_padding_alone(layer: Any, padding_mask: Any) -> bool:
+    """Tell whether the backbone calls a layer once, with its padding mask and no other setting."""
+    nodes = getattr(layer, "_inbound_nodes", ())
+    given = [{k: v for k, v in n.arguments.kwargs.items() if v is not None} for n in nodes]
+    return (
+        len(given) == 1
+        and [*given[0]] == ["padding_mask"]
+        and (given[0]["padding_mask"] is padding_mask)
+    )
 
 
 def _encoded_at(

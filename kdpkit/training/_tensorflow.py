@@ -7,8 +7,9 @@ which then clips, accumulates, averages and checks the whole gradient.
 
 import contextlib
 import functools
+import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
 import keras
@@ -226,7 +227,8 @@ class TensorFlowSteps:
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many training steps; give how many there were, and loss and metrics."""
         start = time.perf_counter()
-        done, logs = self._run(self._train_with[self.jit], iterator, steps)
+        with _explaining_xla() if self.jit else contextlib.nullcontext():
+            done, logs = self._run(self._train_with[self.jit], iterator, steps)
         if self._trial and not self._trial.verdict:
             self._trial.record(steps=done, seconds=time.perf_counter() - start)
             self._say(self._trial.verdict)
@@ -410,6 +412,20 @@ class TensorFlowSteps:
                 self._means[name].update_state(*_as_mean(step, divided))
         self._means[""].update_state(*_as_mean(step, total))
         return [*factors.values()]
+
+
+@contextlib.contextmanager
+def _explaining_xla() -> Iterator[None]:
+    """Say in one sentence that XLA has no such operation."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if found := re.search(r"\((No registered '\w+' OpKernel for XLA\w*)", error.message):
+            raise _checks.InputError(
+                f"XLA cannot compile the training step of this model: {found[1]}. "
+                "Use `jit=False`, or move the operation into the input pipeline."
+            ) from error
+        raise
 
 
 def _compiled(function: Callable[..., T], *, jit: bool) -> Callable[..., T]:

@@ -35,7 +35,7 @@ def parser():
     found = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     found.formatter_class = argparse.RawDescriptionHelpFormatter
     add = found.add_argument
-    add("names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=", ".join(NAMES))
+    add("names", nargs="*", metavar="NAME", type=name, help=", ".join(NAMES))
     add("--rounds", type=experiment.positive_integer, help="(default: what each benchmark needs)")
     add("--text", type=pathlib.Path, metavar="FILE", help="lines of text (default: built-in)")
     add("--vocabulary", type=pathlib.Path, metavar="FILE", help="(default: one of 30,522 learned)")
@@ -46,15 +46,46 @@ def parser():
     return found
 
 
+def name(word):
+    """Accept the name of a benchmark."""
+    if word not in NAMES:
+        raise argparse.ArgumentTypeError(f"there is no {word!r}, choose from {', '.join(NAMES)}")
+    return word
+
+
+def checked(argv):
+    """Read the arguments, and refuse now what would be missed when all has been measured."""
+    found = parser()
+    args = found.parse_args(argv)
+    for file in (args.text, args.vocabulary):
+        if file and not file.is_file():
+            found.error(f"there is no such file: {file}")
+    for file in (args.json, args.markdown):
+        if file and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
+            found.error(f"the figures cannot be written there: {file}")
+    return args
+
+
 def main(argv=None):
-    """Measure, and print the table; give 1 if a goal was missed."""
-    args = parser().parse_args(argv)
+    """Measure, and print the table; give 1 if a goal was missed or a benchmark failed.
+
+    Ctrl-C ends it with the table of what has been measured, and 130.
+    """
+    args = checked(argv)
     if args.child:
         (name,) = args.names
         rows = importlib.import_module(f"tests.benchmarks.{name}").rows(args)
         pathlib.Path(args.child).write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
         return 0
-    rows = [row for name in args.names or NAMES for row in measured(name, argv or sys.argv[1:])]
+    rows, code = [], 0
+    try:
+        for name in args.names or NAMES:
+            of_one = measured(name, flags_of(args))
+            code |= of_one is None
+            rows += of_one or []
+    except KeyboardInterrupt:
+        print("interrupted.", file=sys.stderr)
+        code = 130
     report = {
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "machine": machine(),
@@ -67,20 +98,25 @@ def main(argv=None):
     if args.markdown:
         args.markdown.write_text(table)
     print(table)
-    return int(any(row.is_met is False for row in rows))
+    return code or int(any(row.is_met is False for row in rows))
 
 
-def measured(name, words):
-    """Run one benchmark in its own process, and give its rows."""
-    given = [word for word in words if word not in NAMES]
+def flags_of(args):
+    """Give the flags that a benchmark's own process needs."""
+    given = {name: getattr(args, name) for name in ("rounds", "text", "vocabulary", "images")}
+    return [f"--{name}={value}" for name, value in given.items() if value is not None]
+
+
+def measured(name, flags):
+    """Run one benchmark in its own process, and give its rows; None if it failed."""
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory) / "rows.json"
-        command = [sys.executable, "-m", "tests.benchmarks", name, *given, "--child", str(file)]
+        command = [sys.executable, "-m", "tests.benchmarks", name, *flags, "--child", str(file)]
         print(f"{name} ...", file=sys.stderr, flush=True)
         finished = subprocess.run(command, check=False, env={**os.environ, **QUIET})
         if finished.returncode:
             print(f"{name} failed, exit code {finished.returncode}", file=sys.stderr)
-            return []
+            return None
         return [row_of(values) for values in json.loads(file.read_text())]
 
 

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from kdpkit import _files, _storage, pipelines
 
+OF_PYTHON = pytest.mark.filterwarnings("ignore:The examples come from the cache.*Python functions")
+
 
 def counted_source(reads):
     """Ten numbers, with a note of each time one is really produced."""
@@ -76,6 +78,29 @@ def test_each_pipeline_has_a_cache_of_its_own(tmp_path):
     assert numbers(tripled) == [0, 3, 6, 9, 12]
 
 
+def generated():
+    return tf.data.Dataset.from_generator(
+        lambda: range(3), output_signature=tf.TensorSpec([], tf.int64)
+    )
+
+
+def looked_up():
+    table = tf.lookup.StaticHashTable(
+        tf.lookup.KeyValueTensorInitializer(tf.range(3), tf.range(3)), default_value=-1
+    )
+    return tf.data.Dataset.from_tensor_slices(tf.range(3)).map(table.lookup)
+
+
+@pytest.mark.parametrize(
+    ("make", "what"), [(generated, "Python functions"), (looked_up, "variables or lookup tables")]
+)
+def test_it_says_that_it_cannot_know_whether_a_pipeline_is_the_same(tmp_path, make, what):
+    source = make()
+    assert numbers(source.apply(pipelines.cache(tmp_path))) == [0, 1, 2]
+    with pytest.warns(UserWarning, match=f"from the cache in .*{what}.*give another directory"):
+        assert numbers(source.apply(pipelines.cache(tmp_path))) == [0, 1, 2]
+
+
 def test_an_interrupted_filling_leaves_nothing_behind(tmp_path):
     def fail(number):
         raise RuntimeError(number)
@@ -88,6 +113,7 @@ def test_an_interrupted_filling_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
 
 
+@OF_PYTHON
 def test_a_whole_cache_is_kept_when_its_place_moves(tmp_path):
     reads = []
     source = counted_source(reads)
@@ -112,6 +138,7 @@ def test_a_place_that_cannot_be_written_is_refused(tmp_path):
         tf.data.Dataset.range(3).apply(pipelines.cache(file))
 
 
+@OF_PYTHON
 @pytest.mark.parametrize("remote", ["ram", "file"], indirect=True)
 def test_a_cache_in_object_storage_is_filled_once_and_again_when_damaged(remote):
     reads = []

@@ -53,6 +53,12 @@ def test_nothing_gives_no_rows():
     assert packed([[]], 5) == []
 
 
+def test_documents_of_one_known_length_are_packed_too():
+    documents = tf.data.Dataset.from_tensor_slices([[5, 6], [7, 8]])
+    rows = documents.apply(pipelines.pack_tokens(5, start=START, end=END, pad=PAD))
+    assert [row.numpy().tolist() for row in rows] == [[2, 5, 6, 3, 3], [2, 7, 8, 3, 0]]
+
+
 @settings(max_examples=15)
 @given(
     rows=st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=30),
@@ -97,6 +103,7 @@ def test_a_row_that_fits_no_bucket_says_so():
         (lambda: pipelines.pack_tokens(2, start=1, end=2, pad=0), "`length` must be.*length=2"),
         (lambda: pipelines.pack_tokens(8, start=-1, end=2, pad=0), "`start` must be.*start=-1"),
         (lambda: pipelines.bucket_by_length([], global_batch_size=2), "rising lengths"),
+        (lambda: pipelines.bucket_by_length(8, global_batch_size=2), "rising.*boundaries=8"),
         (lambda: pipelines.bucket_by_length([4, 2], global_batch_size=2), r"rising.*\[4, 2\]"),
         (
             lambda: pipelines.bucket_by_length([4], global_batch_size=3, replicas=2),

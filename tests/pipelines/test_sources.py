@@ -209,6 +209,10 @@ def test_a_file_of_something_else_is_no_tfrecord_file(tmp_path):
         (lambda at: write_numbers(at, 0), "too few examples.*examples=0, shards=1"),
         (lambda at: write_numbers(at, 2, shards=3), "too few examples.*examples=2, shards=3"),
         (lambda at: write_numbers(at, 2, shards=0), "`shards` must be a positive"),
+        (
+            lambda _: pipelines.example_parser({"x": tf.TensorSpec([3], tf.string)}),
+            r"`x` is one text or bytes.*shape=TensorShape\(\[3\]\)",
+        ),
         (lambda at: write_numbers(at, 2, compression="ZIP"), "`compression` must be one of"),
         (
             lambda at: pipelines.write_tfrecords([{"x": np.zeros(1, complex)}], at / "c"),
@@ -224,6 +228,17 @@ def test_bad_arguments_get_one_sentence(tmp_path, call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_an_older_writing_left_is_not_read_with_the_new_files(tmp_path):
+    for shards in (4, 2):
+        files = write_numbers(tmp_path, 8, shards=shards)
+    pattern = files[0].replace("-00000-of-00002", "-*")
+    with pytest.raises(ValueError, match="several writings.*into 2 and into 4 files.*Delete"):
+        read_numbers(pattern)
+    assert sorted(read_numbers(files[0].replace("-00000-of", "-*-of"))) == sorted(
+        read_numbers(files)
+    )
 
 
 def test_compressed_and_plain_files_cannot_be_mixed(tmp_path):

@@ -94,6 +94,23 @@ def test_of_the_masked_tokens_eight_in_ten_become_mask_and_one_in_ten_another():
     assert same.mean() == pytest.approx(0.1, abs=4 / np.sqrt(count))
 
 
+def test_a_first_token_without_cls_before_it_is_masked_too():
+    """The room of a short row is filled with the place 0, which must not undo its mask."""
+    tokens = tf.constant([[6, 7, 8, *[PAD] * 9]] * 400)
+    features, _, weights = pipelines.mask_tokens(TOKENIZER, rate=0.5)(tokens, (1, 2))
+    chosen = (weights.numpy() > 0) & (features["mask_positions"].numpy() == 0)
+    first = features["token_ids"].numpy()[chosen.any(axis=1), 0]
+    assert len(first) > 200
+    assert (first == MASK).mean() == pytest.approx(0.8, abs=4 * 0.4 / np.sqrt(len(first)))
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_the_shortest_rows_have_a_place_to_predict(length):
+    _, labels, weights = pipelines.mask_tokens(TOKENIZER)(np.array([[6, 7][:length]]), (1, 2))
+    assert labels.numpy().item() in (6, 7)
+    assert weights.numpy() == 1
+
+
 def test_masks_are_new_for_every_seed_and_the_same_for_the_same():
     mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_rows(4, 30)
     first, again, other = (
@@ -158,12 +175,29 @@ def test_a_bad_vocabulary_gets_one_sentence(tmp_path, content, sentence):
         pipelines.read_vocabulary(file)
 
 
+LINES = tf.data.Dataset.from_tensor_slices(["one", "two"])
+
+
+def padding_tokenizer():
+    return keras_hub.models.BertTokenizer(TOKENIZER.get_vocabulary(), sequence_length=5)
+
+
+def tokenized(lines):
+    return lines.apply(pipelines.tokenize(TOKENIZER, sequence_length=4))
+
+
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (lambda: pipelines.mask_tokens(TOKENIZER, rate=0), "`rate` must be above 0 and at most 1"),
         (lambda: pipelines.mask_tokens(TOKENIZER, slots=0), "`slots` must be a positive"),
+        (lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4])), "Rows to mask are token ids"),
+        (lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4, 1], int)), "Rows to mask are"),
+        (lambda: pipelines.mask_tokens(TOKENIZER)(tf.ragged.constant([[6], [6, 7]])), "one static"),
         (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
+        (lambda: pipelines.tokenize(padding_tokenizer()), "a `sequence_length` of its own"),
+        (lambda: tokenized(LINES.batch(2)), "lines of text one by one"),
+        (lambda: tokenized(tf.data.Dataset.zip(LINES, LINES)), "lines of text one by one"),
         (lambda: pipelines.learn_vocabulary([], 100), "cannot be learned from no text"),
         (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned from no text"),
         (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),

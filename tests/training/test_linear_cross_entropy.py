@@ -92,6 +92,33 @@ def test_predictions_are_the_most_probable_pieces_and_shapes_stay():
     assert tuple(loss.losses.shape) == (2, 3)
 
 
+@pytest.mark.parametrize("jit", [False, True])
+def test_pieces_that_cannot_be_may_fill_a_chunk(jit):
+    hidden, kernel = np.eye(3, 4, dtype="float32"), np.eye(9, 4, dtype="float32")
+    bias = np.array([-np.inf] * 4 + [0.0] * 5, "float32")
+    labels = np.array([4, 5, 8])
+
+    def losses(chunk_size):
+        return lambda *values: (
+            linear_cross_entropy(*values[:2], labels, bias=values[2], chunk_size=chunk_size).losses
+        )
+
+    chunked, whole = (gradients(losses(size), (hidden, kernel, bias), jit) for size in (3, 9))
+    np.testing.assert_allclose(whole[0], np.log(5.0), rtol=1e-6)
+    assert_close(chunked, whole, 1e-6)
+
+
+@pytest.mark.parametrize("label", [-1, -100, 5])
+def test_labels_outside_of_the_vocabulary_are_never_trained_on(label):
+    arguments = np.eye(2, 4, dtype="float32"), np.eye(5, 4, dtype="float32")
+
+    def losses(hidden, kernel):
+        return linear_cross_entropy(hidden, kernel, np.array([1, label]), chunk_size=2).losses
+
+    for of_loss in gradients(losses, arguments, jit=True):
+        assert np.isnan(of_loss).any()
+
+
 @pytest.mark.jax
 def test_a_step_needs_a_part_of_the_memory_of_all_logits():
     import jax

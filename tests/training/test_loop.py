@@ -916,3 +916,31 @@ def test_xla_compiles_the_updates_of_an_optimizer_that_was_made_in_the_scope():
 
     for one, other in zip(weights(True), weights(False), strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
+
+
+def test_what_changed_since_the_first_fit_is_refused():
+    loop, _ = trained(1, epochs=1)
+    weights = loop.model.get_weights()
+    loop.model.layers[0].trainable = False
+    with pytest.raises(ValueError, match=r"Other weights are trainable.*then=4, now=2.*new loop"):
+        loop.fit(batches(), epochs=1, verbose=0)
+    loop.model.layers[0].trainable = True
+    loop.model.compile(optimizer="sgd", loss=crossentropy())
+    with pytest.raises(ValueError, match=r"compiled again.*Make a new loop"):
+        loop.fit(batches(), epochs=1, verbose=0)
+    for before, after in zip(weights, loop.model.get_weights(), strict=True):
+        np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("jit", [True, "measure"])
+def test_an_operation_that_xla_does_not_have_is_named(jit):
+    def through_python(x):
+        return x + tf.ensure_shape(tf.numpy_function(np.square, [x], tf.float32), x.shape)
+
+    def build():
+        return keras.Sequential([keras.Input((4,)), layers.Lambda(through_python), layers.Dense(3)])
+
+    loop = loop_on(1, build, jit=jit)
+    with pytest.raises(ValueError, match="XLA cannot compile.*PyFunc.*Use `jit=False`"):
+        loop.fit(batches(), epochs=1, verbose=0)

@@ -149,8 +149,26 @@ def test_models_whose_logits_it_does_not_know_are_refused():
     squashed = small_bert(activation=keras.activations.softmax)
     with pytest.raises(ValueError, match="a function that the loss does not know"):
         training.MaskedLMLoop(squashed, optimizer="sgd")
+    untied = small_bert()
+    untied.masked_lm_head.token_embedding.tie_weights = False
+    with pytest.raises(ValueError, match="weights of their own.*tie_weights=False"):
+        training.MaskedLMLoop(untied, optimizer="sgd")
     with pytest.raises(ValueError, match="`chunk_size` must be.*chunk_size=0"):
         training.MaskedLMLoop(small_bert(), optimizer="sgd", chunk_size=0)
+
+
+@pytest.mark.parametrize("of", ["no labels", "no places", "tokens alone"])
+def test_data_that_are_not_masked_get_one_sentence(of):
+    tf = pytest.importorskip("tensorflow")
+    x, y, _ = masked_rows()
+    parts = {
+        "no labels": (x,),
+        "no places": ({name: x[name] for name in x if name != "mask_positions"}, y),
+        "tokens alone": (x["token_ids"], y),
+    }
+    loop = training.MaskedLMLoop(small_bert(), optimizer="sgd")
+    with pytest.raises(ValueError, match="trains on `.x, y.`.*wanted=.*`kdpkit.pipelines.mask_tok"):
+        loop.fit(tf.data.Dataset.from_tensor_slices(parts[of]).batch(4), epochs=1, verbose=0)
 
 
 def test_the_noise_scale_can_be_asked_for():

@@ -114,3 +114,29 @@ def test_dropout_is_drawn_in_training_alone():
     other, _ = encoded(made, training=True)
     assert np.abs(one - other).max() > 0.01
     assert np.abs(one - expected).max() > 0.01
+
+
+class CausalBackbone(keras_hub.models.Backbone):
+    """One encoder layer, in which a place sees those before it alone."""
+
+    def __init__(self):
+        tokens, visible = (
+            keras.Input((None,), dtype="int32", name=name) for name in ("token_ids", "padding_mask")
+        )
+        pairs = ops.expand_dims(visible, 1) * ops.expand_dims(visible, 2)
+        self.transformer_layers = [keras_hub.layers.TransformerEncoder(16, 2)]
+        encoded = self.transformer_layers[0](
+            keras.layers.Embedding(20, 8)(tokens),
+            padding_mask=visible,
+            attention_mask=ops.tril(ops.ones_like(pairs)),
+        )
+        super().__init__(inputs={"token_ids": tokens, "padding_mask": visible}, outputs=encoded)
+
+
+def test_a_backbone_with_an_attention_mask_of_its_own_keeps_it():
+    keras.utils.set_random_seed(0)
+    backbone = CausalBackbone()
+    features = {"token_ids": np.array([[3, 7, 9, 4]]), "padding_mask": np.ones((1, 4), "int32")}
+    encode = _masked_places.encoder_at_places(backbone)
+    at_places = encode(features, np.array([[0, 2]]), training=False)
+    np.testing.assert_allclose(at_places, np.asarray(backbone(features))[:, [0, 2]], atol=1e-6)
