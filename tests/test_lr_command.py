@@ -155,6 +155,14 @@ def test_on_a_terminal_the_curve_is_in_colour():
     assert "\x1b[36m⠉" in said
 
 
+@pytest.mark.parametrize("steps", [2**31, 2**63 - 1, 10**20])
+def test_more_steps_than_jax_counts_are_refused(capsys, steps):
+    assert cli.main(["lr", COSINE, "--steps", str(steps)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert f"steps={steps}" in said.err
+
+
 @pytest.mark.parametrize(
     ("name", "problem"),
     [

@@ -145,3 +145,18 @@ def test_nobody_who_reads_the_output_is_no_error():
 def test_words_that_no_command_takes_are_refused(capsys):
     assert plan("--", "words") == 2
     assert "it takes nothing after `--`: words." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--warmup-steps", "9" * 20], "warmup_steps"),
+        (["--warmup-epochs", "1e308"], "warmup_epochs"),
+        (["--epochs", "9" * 20, "--shape", "cosine"], "total_steps"),
+    ],
+)
+def test_more_steps_than_an_optimizer_counts_are_refused_in_one_sentence(capsys, words, name):
+    assert plan(*words) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert f"{name}=" in said.err

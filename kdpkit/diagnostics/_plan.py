@@ -320,6 +320,9 @@ def plan(
     _checks.one_of("optimizer", optimizer, (None, *OPTIMIZERS))
     steps_per_epoch = _steps_per_epoch(scale, examples, remainder)
     warmup = _warmup(warmup_steps, warmup_epochs, steps_per_epoch)
+    if shape != "constant" or warmup:
+        _milestones.countable("warmup_steps", warmup)
+        _milestones.countable("total_steps", epochs * steps_per_epoch)
     return TrainingPlan(
         scale=scale,
         examples=examples,
@@ -369,7 +372,9 @@ def _warmup(steps: int | None, epochs: float | None, steps_per_epoch: int) -> in
             "Give the warmup in steps or in epochs.", warmup_steps=steps, warmup_epochs=epochs
         )
     if epochs is not None:
-        return round(_checks.number("warmup_epochs", epochs, minimum=0) * steps_per_epoch)
+        most = float(_milestones.MOST_STEPS)
+        epochs = _checks.number("warmup_epochs", epochs, minimum=0, maximum=most)
+        return round(epochs * steps_per_epoch)
     return _checks.integer("warmup_steps", steps or 0, minimum=0)
 
 
