@@ -160,3 +160,11 @@ def test_more_steps_than_an_optimizer_counts_are_refused_in_one_sentence(capsys,
     said = capsys.readouterr()
     assert (said.out, len(said.err.splitlines())) == ("", 1)
     assert f"{name}=" in said.err
+
+
+@pytest.mark.parametrize("rate", ["1e308", "1e38"])
+def test_a_scaled_rate_that_is_not_finite_is_refused(capsys, rate):
+    assert plan("--base-learning-rate", rate, "--replicas", "1", "64", "--json") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "factor=" in said.err

@@ -12,6 +12,7 @@ OPTIMIZERS = ("sgd", "adam")
 REMAINDERS = ("drop", "pad", "keep")  # those of `pipelines.PipelineConfig`
 
 _MOST_REPLICAS = 1_000_000
+_MOST_RATE = (2 - 2**-23) * 2.0**127  # of float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -313,6 +314,12 @@ def plan(
         _checks.refuse(
             f"A plan holds what each replica gets, for {_MOST_REPLICAS:,} of them at most.",
             replicas=scale.replicas,
+        )
+    if scale.learning_rate > _MOST_RATE:
+        _checks.refuse(
+            "The scaled rate is more than a float32 holds.",
+            base_learning_rate=scale.base_learning_rate,
+            factor=scale.factor,
         )
     examples = _checks.integer("examples", examples)
     epochs = _checks.integer("epochs", epochs)
