@@ -79,10 +79,6 @@ def _print(text: str) -> None:
 
     from kdpkit.diagnostics import _chart
 
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = _chart.in_ascii(text)
-    drawn = Text(text)
+    drawn = Text(_chart.printable(text, sys.stdout))
     drawn.highlight_regex(_CURVES, "cyan")
     Console(highlight=False, soft_wrap=True).print(drawn)

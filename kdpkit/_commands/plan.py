@@ -73,7 +73,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans; give 0 if they are clean, else 1."""
-    from kdpkit.diagnostics import _plan, _plan_text
+    from kdpkit.diagnostics import _chart, _plan, _plan_text
 
     settings = {
         name: value
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
     plans = [_plan.plan(**settings, replicas=replicas) for replicas in counts]
     if args.plot is not None:
         _plan.plot(plans, args.plot)
-    said = _as_json(plans) if args.json else _plan_text.of(plans)
+    said = _as_json(plans) if args.json else _chart.printable(_plan_text.of(plans), sys.stdout)
     sys.stdout.write(said + "\n")
     return 0 if all(plan.clean for plan in plans) else 1
 
