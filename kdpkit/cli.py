@@ -46,7 +46,8 @@ def _prepare_streams() -> None:
     """Let every character be printed somehow, and what has no stream go nowhere."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as after `kdpkit ... >&-`
-            setattr(sys, name, Path(os.devnull).open("w", encoding="utf-8"))
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 until the end
+            setattr(sys, name, nowhere)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 

@@ -11,12 +11,13 @@ HELP = "draw and compare learning-rate schedules"
 
 _CURVES = r"[\u2801-\u28ff]+"
 _EXAMPLE = """\
-SCHEDULE is a call of a name of `kdpkit.schedules` or `keras.optimizers.schedules`, which is read
-and not run as code; a rate; or `module:name` or `file.py:name` of a schedule, or of a function
-without arguments that gives one:
+SCHEDULE is a call of a name of `kdpkit.schedules` or
+`keras.optimizers.schedules`, which is read and not run as code; a rate; or
+`module:name` or `file.py:name` of a schedule, or of a function without
+arguments that gives one:
 
-    kdpkit lr "warmup_cosine(1e-3, total_steps=1000, warmup_steps=100)" "NoamDecay(512, 4000)" \\
-        --steps 1000 --plot rates.png
+    kdpkit lr "warmup_cosine(1e-3, total_steps=1000, warmup_steps=100)" \\
+        "NoamDecay(512, 4000)" --steps 1000 --plot rates.png
     kdpkit lr train.py:schedule --steps 5000 --json
 
 Exit code 0: drawn; 2: one of them is no schedule."""

@@ -8,20 +8,22 @@ from typing import Any
 HELP = "work out batches, steps and learning rates of a run on several replicas"
 
 _EXAMPLE = """\
-One column for each number of replicas, then what is wrong with the plan and how to mend it:
+One column for each number of replicas, then what is wrong with the plan and how
+to mend it:
 
-    kdpkit plan --examples 60000 --per-replica-batch-size 32 --base-learning-rate 0.1 \\
-        --replicas 1 2 4 8 --epochs 5 --optimizer sgd --warmup-epochs 1 --shape cosine \\
-        --plot rate.png
+    kdpkit plan --examples 60000 --per-replica-batch-size 32 \\
+        --base-learning-rate 0.1 --replicas 1 2 4 8 --epochs 5 --optimizer sgd \\
+        --warmup-epochs 1 --shape cosine --plot rate.png
 
-Exit code 0: nothing found, or notes alone; 1: findings; 2: no such plan is possible."""
+Exit code 0: nothing found, or notes alone; 1: findings; 2: no such plan is
+possible."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Name the run: its data, its batches, its learning rate."""
     parser.usage = (
-        "kdpkit plan --examples N --per-replica-batch-size N --base-learning-rate RATE\n"
-        "                   [--replicas R ...] [flags]"
+        "kdpkit plan --examples N --per-replica-batch-size N\n"
+        "                   --base-learning-rate RATE [--replicas R ...] [flags]"
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLE
