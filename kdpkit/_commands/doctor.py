@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kdpkit import _checks
+from kdpkit._commands import _keras
 
 TAKES_REST = True
 HELP = "find mistakes in a training's input, what slows it, or what would stop it on a TPU"
@@ -89,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from kdpkit.diagnostics import _target
 
     def check(training: Any) -> Any:
+        _keras.require()
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         if args.tpu is not None:

@@ -6,6 +6,7 @@ import sys
 from typing import Any
 
 from kdpkit import _checks
+from kdpkit._commands import _keras
 
 HELP = "draw and compare learning-rate schedules"
 
@@ -39,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None:
         _checks.integer("steps", args.steps)
     made = {name: _from_target(name) for name in args.schedules if _is_target(name)}
+    _keras.require()
     from kdpkit import diagnostics  # loads Keras, whose backend a target may have chosen
 
     given = {

@@ -5,6 +5,8 @@ import json
 import sys
 from typing import Any
 
+from kdpkit._commands import _keras
+
 HELP = "work out batches, steps and learning rates of a run on several replicas"
 
 _EXAMPLE = """\
@@ -75,6 +77,8 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans; give 0 if they are clean, else 1."""
+    if args.plot or args.shape != "constant" or args.warmup_steps or args.warmup_epochs:
+        _keras.require()
     from kdpkit.diagnostics import _chart, _plan, _plan_text
 
     settings = {
