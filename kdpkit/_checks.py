@@ -23,6 +23,10 @@ class FileInputError(InputError, OSError):
         return str(self.args[0]) if self.args else ""
 
 
+class PackageInputError(InputError, ImportError):
+    """What the caller asked for needs a package that is not installed."""
+
+
 def refuse(problem: str, *, remedy: str = "", **received: Any) -> NoReturn:
     """Raise an `InputError`: the problem, the values received, then the remedy.
 

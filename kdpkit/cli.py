@@ -4,12 +4,15 @@ A mistake in the flags is one sentence on stderr, and exit code 2.
 """
 
 import argparse
+import errno
 import importlib
+import io
 import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from kdpkit import __version__, _checks
@@ -17,6 +20,8 @@ from kdpkit import __version__, _checks
 _COMMANDS = (  # each is a file in kdpkit/_commands
     *("bench", "data-service", "doctor", "env", "launch", "lr", "plan", "probe"),
 )
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of `kdpkit ... >file` on a full disk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,10 +34,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     worker 0 | hello
     0
     """
-    code = _run([*sys.argv[1:]] if argv is None else [*argv])
-    if argv is None:
-        _leave(code)
+    if argv is not None:
+        return _run([*argv])
+    _prepare_streams()
+    code = _run([*sys.argv[1:]])
+    _leave(code)
     return code
+
+
+def _prepare_streams() -> None:
+    """Let every character be printed somehow, and what has no stream go nowhere."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # as after `kdpkit ... >&-`
+            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 until the end
+            setattr(sys, name, nowhere)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def _run(words: list[str]) -> int:
@@ -53,6 +70,15 @@ def _run(words: list[str]) -> int:
     except _checks.InputError as error:
         sys.stderr.write(f"kdpkit: {error}\n")
         return 2
+    except OSError as error:
+        if error.errno not in _FULL or error.filename is not None:
+            raise
+        _discard_stdout()
+        sys.stderr.write(
+            f"kdpkit: The output cannot be written ({error.strerror}). Make room, or send it "
+            "elsewhere.\n"
+        )
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write("kdpkit: Stopped by Ctrl-C.\n")
         return 128 + signal.SIGINT

@@ -153,3 +153,34 @@ def test_on_a_terminal_the_curve_is_in_colour():
     os.close(reading)
     assert finished.returncode == 0, finished.stderr.decode()
     assert "\x1b[36m⠉" in said
+
+
+@pytest.mark.parametrize("steps", [2**31, 2**63 - 1, 10**20])
+def test_more_steps_than_jax_counts_are_refused(capsys, steps):
+    assert cli.main(["lr", COSINE, "--steps", str(steps)]) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert f"steps={steps}" in said.err
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [
+        ("", "needs the name of a file"),
+        (".", "needs the name of a file"),
+        ("rates", "suffix must be that of a kind"),
+        ("rates.foo", "suffix must be that of a kind"),
+        ("missing/rates.png", "directory does not exist"),
+        ("loop.png", "cannot be written"),
+    ],
+)
+def test_a_picture_that_cannot_be_is_refused_and_leaves_no_file(
+    capsys, monkeypatch, tmp_path, name, problem
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.png").symlink_to("loop.png")
+    assert cli.main(["lr", COSINE, "--plot", name]) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert problem in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["loop.png"]

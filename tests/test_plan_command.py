@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -145,3 +146,61 @@ def test_nobody_who_reads_the_output_is_no_error():
 def test_words_that_no_command_takes_are_refused(capsys):
     assert plan("--", "words") == 2
     assert "it takes nothing after `--`: words." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (["--warmup-steps", "9" * 20], "warmup_steps"),
+        (["--warmup-epochs", "1e308"], "warmup_epochs"),
+        (["--epochs", "9" * 20, "--shape", "cosine"], "total_steps"),
+    ],
+)
+def test_more_steps_than_an_optimizer_counts_are_refused_in_one_sentence(capsys, words, name):
+    assert plan(*words) == 2
+    said = capsys.readouterr()
+    assert (said.out, len(said.err.splitlines())) == ("", 1)
+    assert f"{name}=" in said.err
+
+
+@pytest.mark.parametrize("rate", ["1e308", "1e38"])
+def test_a_scaled_rate_that_is_not_finite_is_refused(capsys, rate):
+    assert plan("--base-learning-rate", rate, "--replicas", "1", "64", "--json") == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert "factor=" in said.err
+
+
+def test_lines_are_drawn_in_ascii_where_there_is_nothing_else():
+    ended = subprocess.run(
+        [sys.executable, "-m", "kdpkit", "plan", *RUN],
+        env=os.environ | {"PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert b"\n-----" in ended.stdout
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a disk that is full")
+@pytest.mark.parametrize("words", [[], ["--json"]])
+def test_a_full_disk_is_one_sentence(words):
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "kdpkit", "plan", *RUN, *words],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert ended.returncode == 1
+    assert ended.stderr == (
+        "kdpkit: The output cannot be written (No space left on device). Make room, or send it "
+        "elsewhere.\n"
+    )
+
+
+def test_without_a_stdout_nothing_fails():
+    command = f'"{sys.executable}" -m kdpkit plan {" ".join(RUN)} >&-'
+    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")

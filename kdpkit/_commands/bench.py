@@ -10,16 +10,18 @@ HELP = "measure how fast this machine trains, by replicas and batch sizes"
 
 _JIT: dict[str, bool | str] = {"measure": "measure", "on": True, "off": False}
 _EXAMPLE = """\
-TARGET is `file.py:name` or `module:name` of a function that gives (dataset, model); without it a
-workload of kdpkit's own is trained. Replicas are GPUs, or logical CPUs where there are none, which
-share the cores; each pair of replicas and batch size is a process of its own:
+TARGET is `file.py:name` or `module:name` of a function that gives (dataset,
+model); without it a workload of kdpkit's own is trained. Replicas are GPUs, or
+logical CPUs where there are none, which share the cores; each pair of replicas
+and batch size is a process of its own:
 
     kdpkit bench
-    kdpkit bench --workload bert --replicas 1 2 4 --per-replica-batch-size 16 32 64
+    kdpkit bench --workload bert --replicas 1 2 4 --per-replica-batch-size 16
     kdpkit bench --global-batch-size 256 --replicas 1 2 --backend jax --json
     kdpkit bench train.py:make --seconds 20
 
-Exit code 0: measured, or does not fit into memory; 1: something failed, or took too long."""
+Exit code 0: measured, or does not fit into memory; 1: something failed, or took
+too long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

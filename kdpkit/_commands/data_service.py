@@ -1,4 +1,4 @@
-"""`kdpkit data-service`: prepare the examples of programs that train, in a process of its own."""
+"""`kdpkit data-service`: prepare examples of programs that train, in a process."""
 
 import argparse
 import contextlib
@@ -16,9 +16,19 @@ from kdpkit import _checks
 
 HELP = "prepare the examples of programs that train, in this process"
 
+_EXAMPLE = """\
+Trainers name it in `services` of `kdpkit.pipelines.train_pipeline`:
+
+    kdpkit data-service --port 5050
+    kdpkit data-service --port 5050 --host 10.0.0.7 --import tensorflow_text
+
+It serves until SIGTERM or Ctrl-C; the exit code is 128 and the signal's number."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Name where to serve, and with what."""
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("--port", type=int, required=True, metavar="P", help="where it listens; 0 takes a free one")
     add(

@@ -1,4 +1,4 @@
-"""`kdpkit doctor`: mistakes in a training's input, where its time goes, what a TPU would refuse."""
+"""`kdpkit doctor`: mistakes in a training's input, slow steps, TPU obstacles."""
 
 import argparse
 import contextlib
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kdpkit import _checks
+from kdpkit._commands import _keras
 
 TAKES_REST = True
 HELP = "find mistakes in a training's input, what slows it, or what would stop it on a TPU"
@@ -16,25 +17,26 @@ _SECONDS = 20.0
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
 _EXAMPLE = """\
-TARGET is a script, which runs up to its first `fit` and trains nothing, or `module:name` or
-`file.py:name` of a dataset, or of a function that gives a dataset or (dataset, model):
+TARGET is a script, which runs up to its first `fit` and trains nothing, or
+`module:name` or `file.py:name` of a dataset, or of a function that gives a
+dataset or (dataset, model):
 
     kdpkit doctor train.py -- --epochs 3
     kdpkit doctor --measure train.py -- --epochs 3
     kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
     KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make_dataset --json
 
-With --measure it trains for a moment, takes that back, and says whether a step waits for input,
-computes, or waits for Python, and which edit to try first.
+With --measure it trains for a moment, takes that back, and says whether a step
+waits for input, computes, or waits for Python, and which edit to try first.
 
-Exit code 0: nothing found, or notes alone; with --measure: the time goes into computing, and no
-edit that was tried saves much of it. 1: findings, or time that goes elsewhere. 2: the target cannot
-be checked."""
+Exit code 0: nothing found, or notes alone; with --measure: the time goes into
+computing, and no edit that was tried saves much of it. 1: findings, or time
+that goes elsewhere. 2: the target cannot be checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Name what to check, and for what."""
-    parser.usage = "kdpkit doctor [--tpu | --measure] TARGET [flags] [-- arguments of the script]"
+    parser.usage = "kdpkit doctor [--tpu | --measure] TARGET [flags] [-- script's arguments]"
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLE
     add = parser.add_argument
@@ -88,6 +90,7 @@ def run(args: argparse.Namespace) -> int:
     from kdpkit.diagnostics import _target
 
     def check(training: Any) -> Any:
+        _keras.require()
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         if args.tpu is not None:

@@ -1,4 +1,4 @@
-"""`kdpkit env`: what this machine and this Python give a training, to read or to paste."""
+"""`kdpkit env`: what this machine and its Python give a training."""
 
 import argparse
 import json
@@ -7,7 +7,8 @@ import sys
 HELP = "versions, devices, strategies and settings of this machine, and what is amiss"
 
 _EXAMPLE = """\
-The report holds no path, no host's name and no secret, so that it can go into an issue:
+The report holds no path, no host's name and no secret, so that it can go into
+an issue:
 
     kdpkit env
     kdpkit env --quick --json

@@ -10,10 +10,21 @@ from kdpkit import _checks, launch
 TAKES_REST = True
 HELP = "run a command as several processes of this machine that train together"
 
+_EXAMPLE = """\
+Every process runs the command, and finds its place in the cluster in its
+environment:
+
+    kdpkit launch --workers 2 -- python train.py --epochs 3
+    kdpkit launch --workers 2 --parameter-servers 1 --dry-run -- python train.py
+
+Exit code: that of the process that failed first, else 0."""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Name what `kdpkit.launch.launch` takes."""
     parser.usage = "kdpkit launch --workers N [flags] -- command ..."
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("--workers", type=int, required=True, metavar="N", help="processes that train")
     add(

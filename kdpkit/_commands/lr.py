@@ -6,17 +6,19 @@ import sys
 from typing import Any
 
 from kdpkit import _checks
+from kdpkit._commands import _keras
 
 HELP = "draw and compare learning-rate schedules"
 
 _CURVES = r"[\u2801-\u28ff]+"
 _EXAMPLE = """\
-SCHEDULE is a call of a name of `kdpkit.schedules` or `keras.optimizers.schedules`, which is read
-and not run as code; a rate; or `module:name` or `file.py:name` of a schedule, or of a function
-without arguments that gives one:
+SCHEDULE is a call of a name of `kdpkit.schedules` or
+`keras.optimizers.schedules`, which is read and not run as code; a rate; or
+`module:name` or `file.py:name` of a schedule, or of a function without
+arguments that gives one:
 
-    kdpkit lr "warmup_cosine(1e-3, total_steps=1000, warmup_steps=100)" "NoamDecay(512, 4000)" \\
-        --steps 1000 --plot rates.png
+    kdpkit lr "warmup_cosine(1e-3, total_steps=1000, warmup_steps=100)" \\
+        "NoamDecay(512, 4000)" --steps 1000 --plot rates.png
     kdpkit lr train.py:schedule --steps 5000 --json
 
 Exit code 0: drawn; 2: one of them is no schedule."""
@@ -38,6 +40,7 @@ def run(args: argparse.Namespace) -> int:
     if args.steps is not None:
         _checks.integer("steps", args.steps)
     made = {name: _from_target(name) for name in args.schedules if _is_target(name)}
+    _keras.require()
     from kdpkit import diagnostics  # loads Keras, whose backend a target may have chosen
 
     given = {
@@ -79,10 +82,6 @@ def _print(text: str) -> None:
 
     from kdpkit.diagnostics import _chart
 
-    try:
-        text.encode(sys.stdout.encoding or "utf-8")
-    except UnicodeEncodeError:
-        text = _chart.in_ascii(text)
-    drawn = Text(text)
+    drawn = Text(_chart.printable(text, sys.stdout))
     drawn.highlight_regex(_CURVES, "cyan")
     Console(highlight=False, soft_wrap=True).print(drawn)

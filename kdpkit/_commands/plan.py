@@ -5,23 +5,27 @@ import json
 import sys
 from typing import Any
 
+from kdpkit._commands import _keras
+
 HELP = "work out batches, steps and learning rates of a run on several replicas"
 
 _EXAMPLE = """\
-One column for each number of replicas, then what is wrong with the plan and how to mend it:
+One column for each number of replicas, then what is wrong with the plan and how
+to mend it:
 
-    kdpkit plan --examples 60000 --per-replica-batch-size 32 --base-learning-rate 0.1 \\
-        --replicas 1 2 4 8 --epochs 5 --optimizer sgd --warmup-epochs 1 --shape cosine \\
-        --plot rate.png
+    kdpkit plan --examples 60000 --per-replica-batch-size 32 \\
+        --base-learning-rate 0.1 --replicas 1 2 4 8 --epochs 5 --optimizer sgd \\
+        --warmup-epochs 1 --shape cosine --plot rate.png
 
-Exit code 0: nothing found, or notes alone; 1: findings; 2: no such plan is possible."""
+Exit code 0: nothing found, or notes alone; 1: findings; 2: no such plan is
+possible."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Name the run: its data, its batches, its learning rate."""
     parser.usage = (
-        "kdpkit plan --examples N --per-replica-batch-size N --base-learning-rate RATE\n"
-        "                   [--replicas R ...] [flags]"
+        "kdpkit plan --examples N --per-replica-batch-size N\n"
+        "                   --base-learning-rate RATE [--replicas R ...] [flags]"
     )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _EXAMPLE
@@ -73,7 +77,9 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans; give 0 if they are clean, else 1."""
-    from kdpkit.diagnostics import _plan, _plan_text
+    if args.plot or args.shape != "constant" or args.warmup_steps or args.warmup_epochs:
+        _keras.require()
+    from kdpkit.diagnostics import _chart, _plan, _plan_text
 
     settings = {
         name: value
@@ -84,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     plans = [_plan.plan(**settings, replicas=replicas) for replicas in counts]
     if args.plot is not None:
         _plan.plot(plans, args.plot)
-    said = _as_json(plans) if args.json else _plan_text.of(plans)
+    said = _as_json(plans) if args.json else _chart.printable(_plan_text.of(plans), sys.stdout)
     sys.stdout.write(said + "\n")
     return 0 if all(plan.clean for plan in plans) else 1
 

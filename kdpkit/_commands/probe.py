@@ -1,4 +1,4 @@
-"""`kdpkit probe`: two training steps in every way that there is, to see which work here."""
+"""`kdpkit probe`: two training steps in every way, to see which work here."""
 
 import argparse
 import json
@@ -10,14 +10,15 @@ from kdpkit._commands import _telling
 HELP = "train two steps with every strategy and backend, to see which work here"
 
 _EXAMPLE = """\
-NAME is one, mirrored, multi_worker, parameter_server or tpu (TensorFlow), jax_one or jax_mesh, or
-tensorflow or jax for all of a backend. Each runs in processes of its own and is held against one
-device:
+NAME is one, mirrored, multi_worker, parameter_server or tpu (TensorFlow),
+jax_one or jax_mesh, or tensorflow or jax for all of a backend. Each runs in
+processes of its own and is held against one device:
 
     kdpkit probe
     kdpkit probe --only mirrored jax --timeout 60 --json
 
-Exit code 0: all that this machine could do works; 1: something failed, or took too long."""
+Exit code 0: all that this machine could do works; 1: something failed, or took
+too long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -6,7 +6,7 @@ import numbers
 import os
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 import keras
@@ -94,7 +94,7 @@ class TensorBoard(AppliedRateCallback):
         if not isinstance(log_dir, (str, os.PathLike)):
             _checks.refuse("`log_dir` must be the path of a directory.", log_dir=log_dir)
         self.log_dir = os.fspath(_storage.path(log_dir))
-        self.run_name = run_name
+        self.run_name = _run_name(run_name)
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
             _checks.refuse(
                 "`hyperparameters` must be values by name.", hyperparameters=hyperparameters
@@ -227,6 +227,15 @@ class TensorBoard(AppliedRateCallback):
         self._writers.clear()
         if self._mirror:
             self._mirror.copy()
+
+
+def _run_name(name: Any) -> str | None:
+    """Accept the name of a directory that is inside of another one."""
+    if name is not None and not isinstance(name, str):
+        _checks.refuse("`run_name` must be a text.", run_name=name)
+    if name and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
+        _checks.refuse("`run_name` must be a directory inside of `log_dir`.", run_name=name)
+    return name
 
 
 def _place(name: str) -> tuple[str, str]:

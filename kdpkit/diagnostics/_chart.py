@@ -1,6 +1,7 @@
 """Curves in a terminal, drawn with braille characters: 2 dots wide and 4 high each."""
 
 import math
+from typing import TextIO
 
 import numpy as np
 
@@ -58,6 +59,15 @@ def chart(
     return [line + curve for line, curve in zip(lines, drawn, strict=True)] + _step_axis(
         int(steps[0]), int(steps[-1]), columns
     )
+
+
+def printable(text: str, stream: TextIO) -> str:
+    """Give a text as it is, or in ASCII if a stream has no characters for its lines."""
+    try:
+        text.encode(stream.encoding or "utf-8")
+    except UnicodeEncodeError:
+        return in_ascii(text)
+    return text
 
 
 def in_ascii(text: str) -> str:

@@ -4,6 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from kdpkit import _checks
+
+MOST_STEPS = 2**31 - 1  # JAX counts an optimizer's steps in int32
+
 
 @dataclasses.dataclass(frozen=True)
 class Milestone:
@@ -18,6 +22,16 @@ class Milestone:
     step: int
     event: str
     learning_rate: float
+
+
+def countable(name: str, steps: Any) -> int:
+    """Accept a number of steps that every backend can count; behind it rates would be wrong."""
+    if steps > MOST_STEPS:
+        _checks.refuse(
+            f"Rates are computed for {MOST_STEPS:,} steps at most, which is what JAX counts to.",
+            **{name: steps},
+        )
+    return int(steps)
 
 
 def at(schedule: Any, events: Sequence[tuple[int, str]]) -> tuple[Milestone, ...]:

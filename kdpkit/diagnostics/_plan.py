@@ -12,6 +12,7 @@ OPTIMIZERS = ("sgd", "adam")
 REMAINDERS = ("drop", "pad", "keep")  # those of `pipelines.PipelineConfig`
 
 _MOST_REPLICAS = 1_000_000
+_MOST_RATE = (2 - 2**-23) * 2.0**127  # of float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -314,12 +315,21 @@ def plan(
             f"A plan holds what each replica gets, for {_MOST_REPLICAS:,} of them at most.",
             replicas=scale.replicas,
         )
+    if scale.learning_rate > _MOST_RATE:
+        _checks.refuse(
+            "The scaled rate is more than a float32 holds.",
+            base_learning_rate=scale.base_learning_rate,
+            factor=scale.factor,
+        )
     examples = _checks.integer("examples", examples)
     epochs = _checks.integer("epochs", epochs)
     _checks.one_of("remainder", remainder, REMAINDERS)
     _checks.one_of("optimizer", optimizer, (None, *OPTIMIZERS))
     steps_per_epoch = _steps_per_epoch(scale, examples, remainder)
     warmup = _warmup(warmup_steps, warmup_epochs, steps_per_epoch)
+    if shape != "constant" or warmup:
+        _milestones.countable("warmup_steps", warmup)
+        _milestones.countable("total_steps", epochs * steps_per_epoch)
     return TrainingPlan(
         scale=scale,
         examples=examples,
@@ -369,7 +379,9 @@ def _warmup(steps: int | None, epochs: float | None, steps_per_epoch: int) -> in
             "Give the warmup in steps or in epochs.", warmup_steps=steps, warmup_epochs=epochs
         )
     if epochs is not None:
-        return round(_checks.number("warmup_epochs", epochs, minimum=0) * steps_per_epoch)
+        most = float(_milestones.MOST_STEPS)
+        epochs = _checks.number("warmup_epochs", epochs, minimum=0, maximum=most)
+        return round(epochs * steps_per_epoch)
     return _checks.integer("warmup_steps", steps or 0, minimum=0)
 
 

@@ -121,6 +121,7 @@ def compare_schedules(
     if not given:
         _checks.refuse("There is no schedule to compare.", given=given)
     length = _longest(given) if steps is None else _checks.integer("steps", steps)
+    _milestones.countable("steps", length)
     milestones = {name: _milestones_of(name, given[name], length) for name in given}
     return ScheduleComparison(dict(given), length, milestones)
 

@@ -175,7 +175,8 @@ def _gives_batches(end: Stage) -> bool:
 
 
 def _rows(element: Any) -> int:
-    return int(tf.nest.flatten(element)[0].shape[0] or 0)
+    shape = tf.nest.flatten(element)[0].shape
+    return int(shape[0] or 0) if len(shape) else 1  # a batch that was made one number
 
 
 def _whole(

@@ -244,6 +244,13 @@ def test_a_log_dir_that_cannot_be_written_in_object_storage_is_refused(log_dir, 
         TensorBoard(log_dir)
 
 
+@pytest.mark.parametrize("run_name", ["/tmp/elsewhere", "../elsewhere", "a/../../elsewhere", 5])
+def test_a_run_name_that_leaves_the_log_dir_is_refused(tmp_path, run_name):
+    with pytest.raises(ValueError, match="`run_name` must be"):
+        TensorBoard(tmp_path / "logs", run_name=run_name)
+    assert [*tmp_path.iterdir()] == []
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="the administrator may write everywhere")
 def test_a_log_dir_that_cannot_be_written_is_refused_before_training(tmp_path):
     tmp_path.chmod(0o500)

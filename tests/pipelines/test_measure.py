@@ -196,3 +196,9 @@ def test_what_cannot_be_measured_is_refused():
         measure(np.zeros(3))
     with pytest.raises(ValueError, match="`dataset` gives nothing to measure"):
         measure(Dataset.range(0).batch(3))
+
+
+def test_a_batch_that_becomes_one_number_is_one_example():
+    sums = tf.data.Dataset.range(50).batch(10).map(tf.reduce_sum)
+    report = measure(sums, seconds=0.2)
+    assert (report.batches, report.examples) == (5, 5)

@@ -1,0 +1,60 @@
+"""What all commands have in common."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from kdpkit import cli
+
+COMMANDS = ("bench", "data-service", "doctor", "env", "launch", "lr", "plan", "probe")
+
+PLAN = ("--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1")
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_help_has_an_example_and_80_columns(capsys, monkeypatch, command):
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit, match="0"):
+        cli.main([command, "--help"])
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert any(line.startswith(f"    kdpkit {command} ") for line in lines)
+
+
+def test_every_command_is_tested_here(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--help"])
+    said = capsys.readouterr().out
+    listed = [line.split()[0] for line in said.splitlines() if line.startswith("    ")]
+    assert set(COMMANDS) <= set(listed)
+    assert len(COMMANDS) == len(cli._COMMANDS)
+
+
+@pytest.mark.parametrize("backend", ["mine", "torch"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["lr", "CosineDecay(0.1, 9)"],
+        ["doctor", "data.py:numbers"],
+        ["plan", "--shape", "cosine", *PLAN],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_backend_that_cannot_be_imported_is_one_sentence(tmp_path, backend, words):
+    (tmp_path / "data.py").write_text("numbers = range(9)")
+    (tmp_path / "torch.py").write_text("raise ImportError('There is none.')")
+    ended = subprocess.run(
+        [sys.executable, "-m", "kdpkit", *words],
+        env=os.environ | {"KERAS_BACKEND": backend},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (2, "")
+    last = ended.stderr.splitlines()[-1]
+    assert "Keras cannot be imported with its backend" in last
+    assert f"KERAS_BACKEND={backend!r}" in last
+    assert "Traceback" not in ended.stderr
