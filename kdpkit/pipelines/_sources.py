@@ -2,6 +2,7 @@
 
 import codecs
 import collections
+import contextlib
 import gzip
 import os
 import re
@@ -152,7 +153,7 @@ def write_tfrecords(
 
     Raises:
         ValueError: There are no examples, fewer than `shards`, or a feature has no TFRecord form;
-            or a remote path cannot be written.
+            or the files cannot be written there.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -167,11 +168,11 @@ def write_tfrecords(
     beginning = _storage.require_tensorflow(path)
     names = [f"{beginning}-{shard:05}-of-{shards:05}.tfrecord" for shard in range(shards)]
     unfinished = [f"{name}.unfinished" for name in names]
-    with _storage.reporting(names[0]):
+    with _naming_what_fails(names[0]):
         tf.io.gfile.makedirs(os.fspath(_storage.path(names[0]).parent))
     try:
         _write_in_turn(examples, unfinished, compression or "")
-        with _storage.reporting(names[0]):
+        with _naming_what_fails(names[0]):
             for file, name in zip(unfinished, names, strict=True):
                 tf.io.gfile.rename(file, name, overwrite=True)
     finally:
@@ -236,15 +237,16 @@ def _count_records(file: str, compression: str) -> int:
 
 
 def _write_in_turn(examples: Iterable[Mapping[str, Any]], files: list[str], kind: str) -> None:
-    with _storage.reporting(files[0]):
+    with _naming_what_fails(files[0]):
         writers = [tf.io.TFRecordWriter(file, options=kind) for file in files]
     count = 0
     try:
-        for example in examples:
-            writers[count % len(writers)].write(_serialized(example))
+        for record in map(_serialized, examples):
+            with _naming_what_fails(files[0]):
+                writers[count % len(writers)].write(record)
             count += 1
     finally:
-        with _storage.reporting(files[0]):
+        with _naming_what_fails(files[0]):
             for writer in writers:
                 writer.close()
     if count < len(files):
@@ -253,6 +255,20 @@ def _write_in_turn(examples: Iterable[Mapping[str, Any]], files: list[str], kind
             examples=count,
             shards=len(files),
         )
+
+
+@contextlib.contextmanager
+def _naming_what_fails(file: str) -> Iterator[None]:
+    """Say in one sentence why a file cannot be written, on this machine or elsewhere."""
+    try:
+        with _storage.reporting(file):
+            yield
+    except tf.errors.OpError as error:
+        reason = error.message.rpartition("; ")[2]
+        raise _checks.FileInputError(
+            f"The TFRecord file cannot be written ({reason}): {file}. Give a path in a directory "
+            "with room, and with the right to write there."
+        ) from error
 
 
 def _serialized(example: Mapping[str, Any]) -> bytes:

@@ -73,6 +73,8 @@ class NoiseScale:
                 "There is no noise scale: in no step were there finite gradients of two parts "
                 "that had rows."
             )
+        if math.isnan(self.estimate):
+            return f"There is no noise scale {self._source()}: their gradients were zero."
         if self.low == 0 and self.high == math.inf:
             return f"The noise scale cannot be told {self._source()}. Train for more."
         batch = f"the global batch of {_number(self.global_batch_size)} rows"

@@ -303,6 +303,23 @@ def test_a_scheme_that_tensorflow_does_not_know_is_refused(call):
         call()
 
 
+# Not even the administrator may write there.
+@pytest.mark.parametrize("path", ["/sys/kernel/x", "/proc/x/y", "/dev/null/x"])
+def test_a_directory_that_takes_no_records_is_named(path):
+    sentence = rf"cannot be written \([\w /]+\): {path}-00000.*Give a path in a directory with room"
+    with pytest.raises(OSError, match=sentence):
+        pipelines.write_tfrecords([{"x": 1}], path)
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="Linux has a full disk to try")
+def test_a_disk_that_is_full_is_named(tmp_path):
+    (tmp_path / "x-00000-of-00001.tfrecord.unfinished").symlink_to("/dev/full")
+    with pytest.raises(
+        OSError, match=r"cannot be written \(No space left on device\): .*with room"
+    ):
+        pipelines.write_tfrecords([{"x": b"1" * 10_000_000}] * 3, tmp_path / "x")
+
+
 def test_a_place_where_records_cannot_be_written_is_named():
     with pytest.raises(OSError, match="file:///sys/kernel/x"):  # not even the administrator
         pipelines.write_tfrecords([{"x": 1}], "file:///sys/kernel/x")

@@ -521,6 +521,10 @@ def scale_of(estimate, low, high, batch, steps=100):
             "The noise scale cannot be told from 1 step. Train for more.",
         ),
         (
+            scale_of(math.nan, 0, math.inf, 64),
+            "There is no noise scale from 100 steps: their gradients were zero.",
+        ),
+        (
             scale_of(0.0, 0.0, 0.0, 64),
             "More replicas will help little: the global batch of 64 rows is above the noise "
             "scale, 0 rows (95 %: 0 to 0, from 100 steps).\n"
