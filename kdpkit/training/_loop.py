@@ -89,7 +89,9 @@ class TrainingLoop:
         jit: Whether XLA compiles the forward and backward pass of a replica, and the updates of its
             weights if the optimizer was made in the strategy's scope; on JAX the whole step. None
             decides as `compile` does. `"measure"` trains some steps either way, prints in one line
-            how long they took, and goes on with the faster; on JAX it means True.
+            how long they took, and goes on with the faster; on JAX it means True. Every new shape
+            of a batch is compiled, and counts against XLA: where shapes differ, as with
+            `kdpkit.pipelines.bucket_by_length`, choose yourself.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
         noise_scale: Whether to estimate the gradient noise scale, which says whether more replicas
