@@ -43,8 +43,17 @@ hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("kdpkit")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    """Let everything be run."""
+    parser.addoption("--exhaustive", action="store_true", help="run what repeats others too")
+
+
+def pytest_collection_modifyitems(config, items):
     """Leave tests of another backend to the process that has it, and of later versions to these."""
+    if not config.getoption("exhaustive"):
+        repeated = [item for item in items if item.get_closest_marker("exhaustive")]
+        config.hook.pytest_deselected(items=repeated)
+        items[:] = [item for item in items if item not in repeated]
     backend = keras.backend.backend()
     for item in items:
         if item.get_closest_marker("jax") and backend != "jax":

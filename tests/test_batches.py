@@ -183,6 +183,7 @@ def test_a_padded_evaluation_is_that_of_the_real_rows():
 # One batch.
 
 
+@pytest.mark.slow
 @settings(max_examples=30)
 @given(
     rows=st.integers(1, 9),

@@ -53,8 +53,15 @@ def benched(capsys, *words):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-@pytest.mark.parametrize("workload", ["cnn", "bert"])
+@pytest.mark.parametrize(
+    ("workload", "backend"),
+    [
+        ("cnn", "jax"),
+        ("bert", "tensorflow"),
+        pytest.param("cnn", "tensorflow", marks=pytest.mark.exhaustive),
+        pytest.param("bert", "jax", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_workload_is_trained_on_one_device_and_on_two(capsys, workload, backend):
     jit = "on" if backend == "jax" else "off"  # both without a trial
     words = ("--workload", workload, "--backend", backend, "--jit", jit, *QUICK)
@@ -103,6 +110,7 @@ def test_what_no_memory_holds_is_a_row_and_no_failure(capsys):
     assert "The rows of a batch alone need" in report["rows"][1]["reason"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "result", "reason"),
     [
@@ -138,6 +146,7 @@ def planted(tmp_path, monkeypatch):
 ONE = ("--replicas", "1", "--per-replica-batch-size", "4", "--backend", "jax")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("program", "result"),
     [

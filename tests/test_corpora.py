@@ -68,6 +68,7 @@ def modules(count, text='"""Module {0} does what {0} others do not.\n\nIt does i
 # Documentation
 
 
+@pytest.mark.slow
 def test_documentation_has_the_promised_size_and_shares(documentation):
     sizes = [
         words(split)

@@ -111,9 +111,15 @@ def text(tmp_path_factory):
     ("recipe", "backend", "flags"),
     [
         ("bert_mlm", "tensorflow", ["--strategy", "one", "--vocabulary-size", "60"]),
-        ("bert_mlm", "jax", ["--replicas", "8", "--vocabulary-size", "60"]),
-        ("cnn_fit", "jax", ["--replicas", "8"]),
-        ("cnn_custom_loop", "tensorflow", ["--strategy", "one", "--remainder", "drop"]),
+        pytest.param(
+            *("bert_mlm", "jax", ["--replicas", "8", "--vocabulary-size", "60"]),
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param("cnn_fit", "jax", ["--replicas", "8"], marks=pytest.mark.exhaustive),
+        pytest.param(
+            *("cnn_custom_loop", "tensorflow", ["--strategy", "one", "--remainder", "drop"]),
+            marks=pytest.mark.exhaustive,
+        ),
         ("cnn_jax", "jax", ["--replicas", "8"]),
     ],
 )

@@ -31,7 +31,15 @@ ON_JAX = {
         "tests/training/test_jax_guide.py",
         "tests/training/test_noise_scale.py",
     ],
-    "diagnostics": ["tests/diagnostics"],
+    "diagnostics": [
+        "tests/diagnostics/test_plan.py",
+        "tests/diagnostics/test_schedules.py",
+        "tests/diagnostics/test_speed.py",
+        "tests/diagnostics/test_tpu_callbacks.py",
+        "tests/diagnostics/test_tpu_data.py",
+        "tests/diagnostics/test_tpu_step_jax.py",
+        "tests/diagnostics/test_tpu_widths.py",
+    ],
     "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
@@ -61,8 +69,11 @@ def run(command, **environment):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("files", [*ON_JAX.values()], ids=[*ON_JAX])
-def test_what_serves_both_backends_passes_on_jax(files):
-    run([sys.executable, "-m", "pytest", "-n", "0", *files], KERAS_BACKEND="jax")
+def test_what_serves_both_backends_passes_on_jax(files, request):
+    all_of_them = request.config.getoption("exhaustive")
+    # What is slow and not about JAX alone is the same again.
+    which = ["--exhaustive"] if all_of_them else ["-m", "not slow or jax"]
+    run([sys.executable, "-m", "pytest", "-n", "0", *which, *files], KERAS_BACKEND="jax")
 
 
 @pytest.mark.slow

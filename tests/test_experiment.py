@@ -186,6 +186,7 @@ def in_a_new_process(code, **environment):
     ).stdout
 
 
+@pytest.mark.slow
 def test_a_new_process_has_its_cpu_split_into_replicas():
     code = """
 from argparse import Namespace
@@ -224,6 +225,7 @@ def test_the_plan_of_a_run_follows_its_flags():
     assert (plan.global_batch_size, plan.learning_rate) == (24, pytest.approx(0.3))
 
 
+@pytest.mark.slow
 def test_other_backends_are_refused():
     code = """
 from argparse import Namespace

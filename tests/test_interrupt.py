@@ -132,6 +132,7 @@ def test_ctrl_c_after_the_last_step_saves_all_that_was_trained(tmp_path):
     assert_stops_after(20, tmp_path, PressCtrlC("on_train_end"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["on_train_batch_end", "on_test_batch_end"])
 def test_where_resume_keeps_the_state_the_sentence_names_it(tmp_path, capfd, hook):
     def train(*others):

@@ -399,6 +399,7 @@ if os.fork() == 0 and os.fork() == 0:  # and its parent
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _children.marked(""), reason="finds strays in /proc")
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_nothing_outlives_the_launcher(start, mark, number):

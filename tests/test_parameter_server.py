@@ -225,6 +225,7 @@ def assert_every_step_counts_once(slope):
     assert slope["weight"] == pytest.approx(-0.05 * steps, abs=5 * 0.05, rel=0.01)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_recipe_goes_on_under_the_launcher_when_a_parameter_server_is_killed(tmp_path):
     results, state = tmp_path / "results.json", tmp_path / "state"

@@ -157,6 +157,7 @@ def test_what_takes_too_long_is_ended_with_all_that_it_started(capsys, planted, 
     assert (tmp_path / "began").exists()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_cluster_that_takes_too_long_is_ended_too(capsys, planted, tmp_path):
     planted(HANGS.format(began=str(tmp_path / "began")))
@@ -182,6 +183,7 @@ def test_what_raises_fails_with_the_error_and_the_way_to_see_more(capsys, plante
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_however_the_probe_ends_it_leaves_no_process(planted, tmp_path, mark, number):
     planted(HANGS.format(began=str(tmp_path / "began")))

@@ -208,7 +208,7 @@ def test_an_end_that_only_one_process_sees_is_told():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, victim):
     settings = {"epochs": 4, "directory": str(tmp_path)}
     with Processes(2, seconds_a_step=0.2, **settings) as processes:
@@ -227,7 +227,7 @@ def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, victim):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["loop", "fit"])
+@pytest.mark.parametrize("by", ["loop", pytest.param("fit", marks=pytest.mark.exhaustive)])
 def test_sigterm_to_one_saves_and_ends_all_at_one_step(tmp_path, by):
     settings = {"epochs": 4, "directory": str(tmp_path), "by": by}
     with Processes(2, seconds_a_step=0.2, **settings) as processes:

@@ -39,6 +39,7 @@ def is_a_picture(path):
     return path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 5000
 
 
+@pytest.mark.slow
 def test_it_prints_saves_and_draws_each_epoch(trained):
     directory, results = trained
     assert {"loss", "accuracy", "val_loss", "val_accuracy"} < set(results["history"])
@@ -54,6 +55,7 @@ def test_it_prints_saves_and_draws_each_epoch(trained):
     assert is_a_picture(directory / "curves.png")
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint_on_another_number_of_replicas(trained):
     directory, _ = trained
     results = run("--restore", directory / "epoch-01.keras", replicas=1)

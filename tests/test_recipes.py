@@ -253,6 +253,7 @@ def test_the_cnn_trains_from_tfrecords_written_once(tmp_path):
     assert first["history"]["loss"] == second["history"]["loss"]
 
 
+@pytest.mark.slow
 def test_a_damaged_tfrecord_is_named_before_training(tmp_path):
     small_cnn("--tfrecords", str(tmp_path))
     file = sorted(tmp_path.iterdir())[2]

@@ -134,6 +134,7 @@ def environment_of(container, index):
     return found
 
 
+@pytest.mark.slow
 def test_the_manifest_runs_a_recipe_with_flags_that_it_has():
     _, job = manifests()
     python, recipe, *flags = job["spec"]["template"]["spec"]["containers"][0]["command"]

@@ -300,11 +300,15 @@ class TensorFlowSteps:
             self.model.optimizer.apply(gradients, variables)
 
         replicas = self.strategy.num_replicas_in_sync
-        if jit and replicas > 1 and self._may_compile_updates:
+        if jit and replicas == 1 and variables:
+            (own,) = self.strategy.experimental_local_results(variables[0].value)
+            with tf.device(own.device):  # which may be another than the first
+                _compiled(update, jit=True)(whole)
+        elif jit and self._may_compile_updates:
             with _attachments.compiled_updates(self.model.optimizer):
                 update(whole)
         else:
-            _compiled(update, jit=jit and replicas == 1)(whole)
+            update(whole)
 
     @property
     def _may_compile_updates(self) -> bool:

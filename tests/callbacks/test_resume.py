@@ -197,14 +197,17 @@ def undisturbed(tmp_path_factory):
     return of
 
 
-STOPS = [(name, 6) for name in TRAINERS] + [
-    (name, stop) for name in ("fit on pipelines", [*TRAINERS][-1]) for stop in (1, 5, 14)
-]
+STOPS = [(name, 6) for name in TRAINERS]
+MORE_STOPS = [(name, stop) for name in ("fit on pipelines", [*TRAINERS][-1]) for stop in (1, 5, 14)]
 
 
 @pytest.mark.parametrize(
     ("name", "stop"),
-    [*STOPS[:2], *(pytest.param(*stop, marks=pytest.mark.slow) for stop in STOPS[2:])],
+    [
+        *STOPS[:2],
+        *(pytest.param(*stop, marks=pytest.mark.slow) for stop in STOPS[2:]),
+        *(pytest.param(*stop, marks=pytest.mark.exhaustive) for stop in MORE_STOPS),
+    ],
 )
 def test_a_run_stopped_before_any_step_ends_as_one_that_was_not(tmp_path, undisturbed, name, stop):
     train = TRAINERS[name]
@@ -540,6 +543,7 @@ def test_a_run_that_failed_leaves_the_directory_to_the_next_of_its_process(tmp_p
 # Object storage.
 
 
+@pytest.mark.slow
 def test_a_run_in_object_storage_goes_on_where_it_was(remote, undisturbed):
     with pytest.raises(CrashError):
         run(by_fit, remote, crash_at=6)
@@ -596,6 +600,7 @@ def crash(resume, train):
         train(resume, data, data, [CrashAt(1)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "number", "times"),
     [

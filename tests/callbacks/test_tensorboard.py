@@ -184,6 +184,7 @@ def test_a_log_dir_that_is_a_file_is_refused_before_training(tmp_path):
             TensorBoard(directory)
 
 
+@pytest.mark.slow
 def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote, tmp_path):
     seen = []
 

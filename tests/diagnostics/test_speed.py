@@ -166,6 +166,7 @@ class Slow(keras.utils.PyDataset):
         return X[:ROWS], Y[:ROWS]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_slow_py_dataset_is_input_bound_and_workers_help():
     report = check_speed(Slow(), model=small(), seconds=4)
@@ -247,6 +248,7 @@ class Quick(keras.callbacks.Callback):
         pass
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_slow_callback_is_host_bound_and_is_named():
     model = small()
@@ -269,6 +271,7 @@ def test_short_steps_are_host_bound_and_many_in_a_call_help():
     assert speedup((before, data, ()), (after, data, ()), steps=320) > 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_short_steps_of_a_loop_are_host_bound_and_many_in_a_call_help():
     def loop(steps):
@@ -342,6 +345,7 @@ def randomly(layers=keras.layers):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", ["fit", "loop"])
 def test_nothing_is_trained_and_training_goes_on_as_if_nothing_had_been_measured(by):
     data = batches.ArrayBatches((X[:64], Y[:64]), global_batch_size=ROWS, seed=0)
@@ -368,6 +372,7 @@ def test_nothing_is_trained_and_training_goes_on_as_if_nothing_had_been_measured
     assert not model.stop_training
 
 
+@pytest.mark.slow
 def test_a_model_that_was_not_built_trains_afterwards_as_without():
     def build():
         keras.utils.set_random_seed(1)
@@ -384,6 +389,7 @@ def test_a_model_that_was_not_built_trains_afterwards_as_without():
         np.testing.assert_array_equal(one, other)
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_the_epoch_of_a_train_pipeline_does_not_move():
     import tensorflow as tf
@@ -397,6 +403,7 @@ def test_the_epoch_of_a_train_pipeline_does_not_move():
     assert train.movable.counter.place() == place
 
 
+@pytest.mark.exhaustive
 @pytest.mark.tensorflow
 def test_replicas_are_measured_together():
     from kdpkit import strategies
@@ -411,6 +418,7 @@ def test_replicas_are_measured_together():
         np.testing.assert_array_equal(array, former)
 
 
+@pytest.mark.slow
 def test_callbacks_that_save_are_left_out_and_noted_and_none_of_the_users_is_changed(tmp_path):
     class Noting(keras.callbacks.Callback):
         seen = 0

@@ -58,6 +58,7 @@ def in_a_condition(x):
     return tf.cond(tf.reduce_sum(x) > 0, lambda: x + count(tf.where(x)), lambda: x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "rule", "level"),
     [
@@ -79,6 +80,7 @@ def test_a_dynamic_shape_inside_a_condition_is_found():
     assert "dynamic-shape" in {rule for rule, *_ in found(with_layer(in_a_condition))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "function",
     [
@@ -197,6 +199,7 @@ class Masking(training.TrainingLoop):
         return losses + tf.reduce_sum(tf.boolean_mask(losses, losses > 0)), predictions
 
 
+@pytest.mark.slow
 def test_the_step_of_a_loop_is_checked():
     for kind, expected in ((training.TrainingLoop, set()), (Masking, {"dynamic-shape"})):
         loop = kind(testing.tiny_classifier(features=8), optimizer="adam", loss=LOSS)

@@ -27,6 +27,7 @@ def weights_after_fit(dataset, replicas, **fit_arguments):
     return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
+@pytest.mark.slow
 @FEW
 @given(
     examples=st.integers(4, 60),

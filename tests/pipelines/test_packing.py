@@ -21,6 +21,7 @@ def packed(documents, length):
     return [row.numpy() for row in vectors(documents).apply(stage)]
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(documents=documents_of_tokens, length=st.integers(3, 10))
 def test_packed_rows_hold_every_token_in_order_and_only_the_last_has_padding(documents, length):
@@ -38,6 +39,7 @@ def test_packed_rows_hold_every_token_in_order_and_only_the_last_has_padding(doc
     assert stream == wanted[:-1]
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(documents=documents_of_tokens, length=st.integers(3, 10))
 def test_packing_is_the_same_wherever_documents_are_read_in_batches(documents, length):
@@ -59,6 +61,7 @@ def test_documents_of_one_known_length_are_packed_too():
     assert [row.numpy().tolist() for row in rows] == [[2, 5, 6, 3, 3], [2, 7, 8, 3, 0]]
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(
     rows=st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=30),

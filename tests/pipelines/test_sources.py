@@ -120,6 +120,7 @@ arrays = st.sampled_from(["uint8", "int32", "int64", "float32", "bool"]).flatmap
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=20)
 @given(array=arrays, text=st.text())
 def test_features_keep_shape_dtype_and_value(tmp_path_factory, array, text):

@@ -48,11 +48,12 @@ def test_replicas_train_what_one_device_trains(name):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     ("name", "column"), exactness.cells(SETTINGS, ["replica_exact", "TrainingLoop"])
 )
-def test_every_setting_keeps_its_promise(name, column):
-    outcome = exactness.measure(SETTINGS[name], column, 4, rows=exactness.UNEVEN)
+def test_every_setting_keeps_its_promise(name, column, replicas):
+    outcome = exactness.measure(SETTINGS[name], column, replicas, rows=exactness.UNEVEN)
     assert outcome.verdict == SETTINGS[name].promise_in(column), outcome
 
 
@@ -189,6 +190,7 @@ def with_batch_norm():
     )
 
 
+@pytest.mark.slow
 def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
     model = replica_exact(compiled_on(mirrored(4), with_batch_norm, metrics=["accuracy"]))
     x, y = data()

@@ -200,6 +200,7 @@ def trained(replicas):
     return model.get_weights(), history.history
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_replicas_train_with_it_what_one_device_trains():
     (one, history), (three, histories) = trained(1), trained(3)

@@ -273,6 +273,7 @@ def test_many_steps_in_a_call_train_the_same_and_compile_once():
     assert_same((many, history), trained(2, data))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"accumulation": 3}, {"jit": True}, {"jit": False}])
 def test_micro_batches_and_xla_train_the_same(settings):
     weights = np.arange(11, dtype="float32")
@@ -287,6 +288,7 @@ def test_micro_batches_of_one_row_train_the_same():
     assert_same(one, trained(4, optimizer=keras.optimizers.SGD(0.5), accumulation=4))
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_xla_is_tried_while_training_goes_on_and_the_choice_is_said_once(capsys):
     data = batches(4, 48).repeat()
@@ -766,6 +768,7 @@ def mean_size(_, predictions):
     return keras.ops.mean(keras.ops.abs(predictions))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("train", ["fit", "loop"])
 def test_moving_state_and_scalar_metrics_are_those_of_the_whole_batch(train, replicas):
@@ -860,7 +863,7 @@ OPTIMIZERS = {
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("replicas", [1, 3])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_updates_that_xla_compiles_are_those_without_it(name, replicas):
     words = np.random.default_rng(0).integers(0, 9, (10, 6))

@@ -359,6 +359,7 @@ def sums_of(loop):
     return ops.convert_to_numpy(loop.noise_sums.variables[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("settings", "tolerance"),
     [
@@ -376,8 +377,9 @@ def test_the_scale_of_a_loss_is_no_part_of_its_gradient(settings, tolerance):
 # What it leaves as it was.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "accumulation"), CUTS)
-@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_the_weights_are_those_of_training_without_it(replicas, accumulation, jit):
     rows = data(*testing.toy_classification(23), size=10)
     weights = []

@@ -207,6 +207,7 @@ def test_gradients_of_several_optimizers_are_compared():
     assert report.equal, report
 
 
+@pytest.mark.slow
 def test_an_uneven_first_batch_is_a_finding_with_its_remedy():
     report = check_parity(builder(), testing.toy_classification(9), replicas=2)
     assert not report.equal
