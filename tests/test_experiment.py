@@ -200,6 +200,7 @@ for replicas in (4, 2):
     assert two == "MirroredStrategy: 2 replicas on CPU:0, CPU:1"
 
 
+@pytest.mark.slow
 def test_on_jax_the_strategy_is_a_distribution_over_as_many_devices():
     code = """
 from argparse import Namespace

@@ -410,6 +410,7 @@ def test_nothing_outlives_the_launcher(start, mark, number):
     assert left_of(mark) == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not _children.marked(""), reason="finds strays in /proc")
 @pytest.mark.parametrize("code", [0, 1])
 def test_nothing_outlives_programs_that_end(start, mark, code):
@@ -480,6 +481,7 @@ def test_a_lost_worker_without_restarts_ends_all(start):
     assert "worker 1 failed with exit code 8" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", ["ps 0", "chief 0"])
 def test_a_lost_server_or_chief_starts_all_again(start, lost):
     program = f"""

@@ -110,6 +110,7 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), SETTINGS)
 def test_names_lines_and_choice_are_those_of_keras(tmp_path, capsys, name, settings):
     printed, callbacks = [], []

@@ -623,6 +623,7 @@ def test_after_training_has_failed_a_signal_does_what_it_always_does(
     assert signal.getsignal(number) is former
 
 
+@pytest.mark.slow
 def test_a_handler_that_calls_the_one_before_it_hears_of_a_signal_once(tmp_path):
     came = []
     signal.signal(signal.SIGTERM, lambda *_: came.append("first"))

@@ -81,6 +81,7 @@ def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path):
         assert written == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps_per_execution", "steps"), [(1, [2, 4, 6, 8, 10]), (3, [3, 5, 8, 10])]
 )
@@ -113,6 +114,7 @@ def test_evaluate_alone_writes_and_closes_its_file(tmp_path):
     assert written == {5: pytest.approx(loss)}
 
 
+@pytest.mark.slow
 @needs_tensorflow
 def test_two_replicas_write_once(tmp_path):
     from kdpkit.strategies import select_strategy
@@ -139,6 +141,7 @@ def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path
     assert scalars(tmp_path / "train") == {"epoch_own": {0: 2.0}}
 
 
+@pytest.mark.slow
 @needs_tensorflow
 def test_histograms_are_drawn_by_keras_as_a_run_of_their_own(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -274,6 +277,7 @@ def test_bad_arguments_get_one_sentence(tmp_path, arguments, sentence):
         TensorBoard(**{"log_dir": tmp_path, **arguments})
 
 
+@pytest.mark.slow
 def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
     usual = training_callbacks(tmp_path / "usual", global_batch_size=2, tokens_per_example=3)
     measuring = [LearningRateLogger, Throughput, DeviceMonitor]

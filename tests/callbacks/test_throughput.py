@@ -106,6 +106,7 @@ def test_examples_tokens_and_replicas_are_multiples_of_the_steps():
     assert history["tokens_per_second"] == [pytest.approx(10 * steps)]
 
 
+@pytest.mark.slow
 @needs_tensorflow
 def test_replicas_share_the_measured_batch():
     from kdpkit.strategies import select_strategy

@@ -169,6 +169,7 @@ def test_a_plan_fits_80_columns_and_survives_json(made):
     assert str(made).count("Remedy:") == len(made.findings)
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("remainder", _plan.REMAINDERS)
 @pytest.mark.parametrize("examples", [24, 26])

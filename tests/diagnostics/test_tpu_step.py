@@ -152,6 +152,7 @@ def test_nothing_is_trained():
     assert int(model.optimizer.iterations) == 0
 
 
+@pytest.mark.slow
 def test_the_history_of_an_earlier_fit_is_kept():
     model = with_layer(lambda x: x)
     check_tpu(data(), model=model)
@@ -177,6 +178,7 @@ def test_a_model_that_is_not_built_yet_is_built_and_its_head_known():
     assert found(model) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True], ids=["keras", "replica_exact"])
 def test_a_model_of_a_strategy_with_one_replica_is_checked(exact):
     with strategies.select_strategy("mirrored", devices=1).scope():
@@ -208,6 +210,7 @@ def test_the_step_of_a_loop_is_checked():
         assert {rule for rule, *_ in found(loop, data().repeat())} == expected
 
 
+@pytest.mark.slow
 def test_training_after_a_check_is_what_it_would_have_been():
     weights = []
     for is_checked in (False, True):

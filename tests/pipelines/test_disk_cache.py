@@ -52,6 +52,7 @@ def test_a_second_program_reads_the_cache_and_not_the_source(tmp_path):
     assert printed[1][-2:] == ["[0, 1, 2]", ""]
 
 
+@pytest.mark.slow
 @settings(max_examples=10)
 @given(data=st.data())
 def test_a_damaged_cache_is_filled_again(tmp_path_factory, data):

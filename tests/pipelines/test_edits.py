@@ -51,6 +51,7 @@ def counted(dataset, batches):
     return collections.Counter(number for array in arrays for number in array.tolist())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PIPELINES)
 def test_an_edit_changes_neither_the_examples_nor_their_form(name):
     dataset = PIPELINES[name]

@@ -284,6 +284,7 @@ def test_validation_data_need_no_new_order_or_length():
     assert faults(numbers().repeat().cache(), training=False) == {"repeat-before-cache"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("remainder", ["drop", "pad", "keep"])
 @pytest.mark.parametrize("cache", ["memory", "disk", None])
 def test_our_own_pipelines_are_clean(cache, remainder, tmp_path):

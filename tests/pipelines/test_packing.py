@@ -50,6 +50,7 @@ def test_packing_is_the_same_wherever_documents_are_read_in_batches(documents, l
     assert len(once) == -(-tokens // (length - 2))
 
 
+@pytest.mark.slow
 def test_nothing_gives_no_rows():
     assert packed([], 5) == []
     assert packed([[]], 5) == []

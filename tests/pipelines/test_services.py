@@ -121,6 +121,7 @@ def test_a_pipeline_gives_the_same_epochs_with_and_without_services(services, ca
     assert epochs(services[:2]) == epochs(())
 
 
+@pytest.mark.slow
 def test_evaluation_takes_services_too(services):
     pairs = tf.data.Dataset.range(5).map(lambda number: (number, number))
 
@@ -131,6 +132,7 @@ def test_evaluation_takes_services_too(services):
     assert batches(services) == batches(())
 
 
+@pytest.mark.slow
 def test_a_whole_cache_on_disk_needs_no_service(tmp_path):
     def build(given):
         config = PipelineConfig(cache=tmp_path)

@@ -141,6 +141,7 @@ def test_it_may_be_called_anywhere_and_the_model_compiled_anywhere(in_scope, com
         np.testing.assert_allclose(two, one, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_compiled_anew_stays_exact():
     strategy = mirrored(2)
     model = replica_exact(compiled_on(strategy))

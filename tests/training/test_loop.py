@@ -250,6 +250,7 @@ def test_a_float16_model_gets_its_loss_scaled():
 # The ways to run a step.
 
 
+@pytest.mark.slow
 def test_many_steps_in_a_call_train_the_same_and_compile_once():
     traces = []
 
@@ -542,6 +543,7 @@ def saved(tmp_path_factory):
     return directory, predictions, continued(loop)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas",
     [1, pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)],

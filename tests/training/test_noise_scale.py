@@ -295,6 +295,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "accumulation"), [CUTS[0], pytest.param(*CUTS[-1], marks=pytest.mark.slow)]
 )
@@ -402,6 +403,7 @@ def test_the_weights_are_those_of_training_without_it(replicas, accumulation, ji
             np.testing.assert_array_equal(noted, plain)
 
 
+@pytest.mark.slow
 def test_steps_in_a_call_validation_and_evaluation_do_not_change_it():
     rows, found = data(*testing.toy_classification(40), size=8), []
     for steps in (1, 4):
