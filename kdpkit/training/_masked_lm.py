@@ -22,15 +22,15 @@ class MaskedLMLoop(TrainingLoop):
     dtype policy logits are products of halved numbers, summed and compared in float32. Metrics see
     the predicted pieces, not logits: `keras.metrics.Accuracy` is the masked accuracy.
 
+    KerasHub's models are not compiled when they are loaded as they were when they were saved: the
+    optimizer of a loaded one is KerasHub's. To go on where training stopped give the optimizer
+    anew, and restore it with `tf.train.Checkpoint` or `kdpkit.callbacks.Resume`.
+
     Args:
         model: A KerasHub masked language model, such as `keras_hub.models.BertMaskedLM`, without
             a preprocessor: data come as `kdpkit.pipelines.mask_tokens` gives them.
         optimizer: As in `TrainingLoop`; so is what follows but for `chunk_size`.
         chunk_size: Pieces of the vocabulary whose logits are held at a time.
-
-    KerasHub's models are not compiled when they are loaded as they were when they were saved: the
-    optimizer of a loaded one is KerasHub's. To go on where training stopped give the optimizer
-    anew, and restore it with `tf.train.Checkpoint` or `kdpkit.callbacks.Resume`.
 
     Raises:
         ValueError: The model has no masked-language-model head that is known, and what
