@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from kdpkit import _checks, schedules
+from kdpkit import _checks
 from kdpkit._pyplot import pyplot_for, saved
 
 _SPEEDS = {"tokens_per_second": "real tokens", "examples_per_second": "examples"}
@@ -79,6 +79,8 @@ def _draw_rate(axes: Any, results: Mapping[str, Any]) -> None:
     steps = results.get("steps") or len(applied)
     schedule = _schedule_of(results)
     if schedule is not None and steps:
+        from kdpkit import schedules
+
         schedules.plot(schedule, steps, axes=axes)
     last_steps = np.arange(1, len(applied) + 1) * steps / max(1, len(applied)) - 1
     axes.plot(last_steps, applied, "o", label="applied, at epochs' ends")

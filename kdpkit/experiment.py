@@ -21,6 +21,7 @@ A recipe reads:
 
 import argparse
 import contextlib
+import gc
 import json
 import math
 import os
@@ -38,7 +39,7 @@ from typing import Any, NoReturn, TypeVar
 import numpy as np
 
 import kdpkit
-from kdpkit import _checks, _cpu_threads, _files, _storage, scaling
+from kdpkit import _checks, _cpu_threads, _files, _garbage, _storage, scaling
 from kdpkit._checks import InputError
 from kdpkit._figures import plot_results
 from kdpkit._precision import PRECISIONS, set_precision
@@ -59,6 +60,7 @@ __all__ = [
     "positive_integer",
     "positive_number",
     "prepared",
+    "quick_imports",
     "reading",
     "results_of",
     "resuming",
@@ -74,6 +76,26 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import Keras and its backend in a fifth less time, at the top of a program.
+
+    Imports make more than a million objects and no garbage, and Python's collector walks over them
+    again and again. It rests meanwhile, and then leaves out for good what was imported, which makes
+    the program's collections cheap too (`gc.freeze`). Where Keras is loaded already, as in a
+    notebook, nothing is changed.
+
+    >>> with quick_imports():
+    ...     import keras
+    """
+    if "keras" in sys.modules:
+        yield
+        return
+    with _garbage.uncollected():
+        yield
+    gc.freeze()
 
 
 def argument_parser(

@@ -16,11 +16,14 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras
-import keras_hub
-import tensorflow as tf
+from kdpkit import experiment
 
-from kdpkit import callbacks, corpora, experiment, pipelines, schedules, training
+with experiment.quick_imports():
+    import keras
+    import keras_hub
+    import tensorflow as tf
+
+    from kdpkit import callbacks, corpora, pipelines, schedules, training
 
 MIN_BYTES = 100  # shorter lines, headings and the like, are left out
 JIT = {"measure": "measure", "on": True, "off": False}

@@ -19,12 +19,15 @@ import argparse
 import math
 import zipfile
 
-import keras
-import tensorflow as tf
-from keras import ops
-from matplotlib.figure import Figure
+from kdpkit import experiment
 
-from kdpkit import callbacks, corpora, experiment, pipelines, training
+with experiment.quick_imports():
+    import keras
+    import tensorflow as tf
+    from keras import ops
+    from matplotlib.figure import Figure
+
+    from kdpkit import callbacks, corpora, pipelines, training
 
 FASHION = (
     *("T-shirt", "Trouser", "Pullover", "Dress", "Coat"),

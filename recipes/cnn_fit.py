@@ -14,10 +14,13 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import zlib
 
-import keras
-import tensorflow as tf
+from kdpkit import experiment
 
-from kdpkit import callbacks, corpora, experiment, pipelines, schedules, training
+with experiment.quick_imports():
+    import keras
+    import tensorflow as tf
+
+    from kdpkit import callbacks, corpora, pipelines, schedules, training
 
 FILES = 4  # TFRecord files, read in parallel
 

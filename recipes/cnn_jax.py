@@ -23,19 +23,13 @@ import os
 os.environ["KERAS_BACKEND"] = "jax"
 
 
-import jax
-import keras
+from kdpkit import experiment
 
-from kdpkit import (
-    batches,
-    callbacks,
-    cluster,
-    corpora,
-    experiment,
-    schedules,
-    sharding,
-    training,
-)
+with experiment.quick_imports():
+    import jax
+    import keras
+
+    from kdpkit import batches, callbacks, cluster, corpora, schedules, sharding, training
 
 
 def parse(argv):

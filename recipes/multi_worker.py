@@ -23,10 +23,13 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras
-import tensorflow as tf
+from kdpkit import experiment
 
-from kdpkit import callbacks, corpora, experiment, pipelines, schedules, strategies, training
+with experiment.quick_imports():
+    import keras
+    import tensorflow as tf
+
+    from kdpkit import callbacks, corpora, pipelines, schedules, strategies, training
 
 
 def parse(argv):

@@ -1,7 +1,9 @@
 """Eight logical CPUs for every test process, on the backend that KERAS_BACKEND names."""
 
 import atexit
+import gc
 import os
+import pathlib
 import shutil
 import signal
 import tempfile
@@ -12,6 +14,10 @@ from packaging.version import Version
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+# Processes of tests collect garbage rarely, this one when all is imported.
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    [str(pathlib.Path(__file__).parent / "quick_start"), os.environ.get("PYTHONPATH", "")]
+)
 
 # What XLA compiles for one test serves all others, in processes that tests start too. Not on JAX
 # 0.5: with programs that it read back it computed other numbers, NaN among them, and crashed.
@@ -41,6 +47,13 @@ for number, handler in (
 # The examples are the law's, the same on every run; a shared machine's pauses are no failure.
 hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("kdpkit")
+
+
+def pytest_collection_finish():
+    """Leave out of the tests' collections all that was imported."""
+    gc.freeze()
+    gc.set_threshold(700, 10, 10)
+    gc.enable()
 
 
 def pytest_addoption(parser):

@@ -32,6 +32,7 @@ ALLOWED = {
     "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "_waiting", "cluster"}),
     "_tpu": (PURE, set()),
     "_tpu_connection": (TENSORFLOW, {"_checks", "_tpu", "_waiting"}),
+    "_garbage": (PURE, set()),
     "_prepared": (KERAS, {"_checks", "_files", "_storage"}),
     "_presets": (PURE, {"_checks"}),
     "_cluster_sources": (PURE, {"_checks"}),
@@ -47,7 +48,7 @@ ALLOWED = {
     "batches": (KERAS, {"_checks", "scaling"}),
     "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_tpu", "batches"}),
     "_pyplot": (PURE, {"_checks", "_files", "_storage"}),
-    "_figures": (KERAS, {"_checks", "_pyplot", "schedules"}),
+    "_figures": (PURE | {"numpy"}, {"_checks", "_pyplot"}),
     "schedules": (KERAS, {"_checks", "_pyplot", "scaling"}),
     "checkpoints": (KERAS, {"_checks", "_files", "_storage"}),
     "callbacks": (
@@ -67,6 +68,7 @@ ALLOWED = {
         TENSORFLOW | {"jax"},
         {
             "_checks",
+            "_garbage",
             "_processes",
             "_servers",
             "_tuning",
@@ -85,7 +87,8 @@ ALLOWED = {
     ),
     "experiment": (
         KERAS,
-        {"_checks", "_cpu_threads", "_figures", "_files", "_precision", "_prepared", "_presets"}
+        {"_checks", "_cpu_threads", "_figures", "_files", "_garbage", "_precision", "_prepared"}
+        | {"_presets"}
         | {"_processes", "_storage"}
         | {"scaling"},
     ),
@@ -151,6 +154,11 @@ def test_importing_kdpkit_loads_no_framework():
 def test_pure_parts_load_no_framework(part):
     loaded = run(f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})")
     assert not FRAMEWORKS & set(loaded.split())
+
+
+def test_experiment_leaves_the_frameworks_to_the_program():
+    loaded = run("import sys, kdpkit.experiment; print(*{m.split('.')[0] for m in sys.modules})")
+    assert FRAMEWORKS & set(loaded.split()) == {"numpy"}
 
 
 def test_importing_kdpkit_takes_under_50_ms():

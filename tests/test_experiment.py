@@ -23,6 +23,53 @@ def parser(**arguments):
     return experiment.argument_parser("Trains.", **(defaults | arguments))
 
 
+# Imports
+
+
+QUICK = """
+import gc, sys
+from kdpkit import experiment
+{first}
+gc.set_threshold(700, 10, 10)
+frozen = gc.get_freeze_count()
+with experiment.quick_imports():
+    print(gc.isenabled())
+    import keras
+print(gc.isenabled(), gc.get_freeze_count() - frozen > 100_000)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("first", "said"),
+    [
+        ("", ["False", "True True"]),
+        ("import keras", ["True", "True False"]),
+        ("gc.disable()", ["False", "False True"]),
+    ],
+    ids=["Keras comes with it", "Keras is there", "nothing is collected"],
+)
+def test_quick_imports_collect_nothing_and_leave_the_collector_as_it_was(first, said):
+    code = [sys.executable, "-c", QUICK.format(first=first)]
+    printed = subprocess.run(code, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert printed.splitlines() == said
+
+
+def test_quick_imports_that_fail_leave_the_collector_as_it_was():
+    failing = """
+import gc
+from kdpkit import experiment
+try:
+    with experiment.quick_imports():
+        import keras_and_tensorflow
+except ImportError:
+    print(gc.isenabled())
+"""
+    code = [sys.executable, "-c", failing]
+    printed = subprocess.run(code, capture_output=True, text=True, timeout=300, check=True).stdout
+    assert printed == "True\n"
+
+
 # Flags
 
 

@@ -215,6 +215,24 @@ def move_into_scope(variable: Any) -> None:
 
 
 @contextlib.contextmanager
+def one_learning_rate(optimizer: Any) -> Iterator[None]:
+    """Have a schedule compute the rate of an update once, while it is traced.
+
+    Keras asks it anew for every variable, and with weight decay once more: of BERT's step those are
+    a fifth of all operations, which every start of a training traces, optimizes and compiles.
+    """
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not hasattr(inner, "_get_current_learning_rate"):
+        _versions.refuse_unknown("_get_current_learning_rate", tensorflow=tf.__version__)
+    rate = inner._get_current_learning_rate()
+    inner._get_current_learning_rate = lambda: rate
+    try:
+        yield
+    finally:
+        del inner._get_current_learning_rate
+
+
+@contextlib.contextmanager
 def numbered_update(optimizer: Any, after: Any) -> Iterator[None]:
     """Apply an optimizer's update under a number of its own, where several workers apply theirs.
 

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec, set_keras_mask
 
-from kdpkit import _checks, _processes, _versions
+from kdpkit import _checks, _garbage, _processes, _versions
 from kdpkit._tuning import untuned
 from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state, _workers
 from kdpkit.training._feed import Feed
@@ -261,6 +261,9 @@ class TensorFlowSteps:
         fresh_keys = self._spans_processes
         keys = _keras_internals.constant_collective_keys
         with contextlib.nullcontext() if fresh_keys else keys():
+            if not function.experimental_get_tracing_count():
+                with _garbage.uncollected():
+                    function.get_concrete_function(iterator, tf.constant(steps))
             done, logs = function(iterator, tf.constant(steps))
         _workers.refuse_differences()
         return int(done), logs
@@ -297,7 +300,8 @@ class TensorFlowSteps:
             self._note_noise(of_noise, whole)
 
         def update(gradients: Any) -> None:
-            self.model.optimizer.apply(gradients, variables)
+            with _keras_internals.one_learning_rate(self.model.optimizer):
+                self.model.optimizer.apply(gradients, variables)
 
         replicas = self.strategy.num_replicas_in_sync
         if jit and replicas == 1 and variables:

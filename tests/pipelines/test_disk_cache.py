@@ -79,9 +79,10 @@ def test_each_pipeline_has_a_cache_of_its_own(tmp_path):
     assert numbers(tripled) == [0, 3, 6, 9, 12]
 
 
-def generated():
-    return tf.data.Dataset.from_generator(
-        lambda: range(3), output_signature=tf.TensorSpec([], tf.int64)
+def computed():
+    # Of a `from_generator` TensorFlow itself gives now this fingerprint, now that.
+    return tf.data.Dataset.range(3).map(
+        lambda number: tf.numpy_function(lambda n: n, [number], tf.int64)
     )
 
 
@@ -93,7 +94,7 @@ def looked_up():
 
 
 @pytest.mark.parametrize(
-    ("make", "what"), [(generated, "Python functions"), (looked_up, "variables or lookup tables")]
+    ("make", "what"), [(computed, "Python functions"), (looked_up, "variables or lookup tables")]
 )
 def test_it_says_that_it_cannot_know_whether_a_pipeline_is_the_same(tmp_path, make, what):
     source = make()

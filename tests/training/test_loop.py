@@ -883,6 +883,45 @@ def test_updates_that_xla_compiles_are_those_without_it(name, replicas):
 
 
 @pytest.mark.slow
+class Counted(keras.optimizers.schedules.LearningRateSchedule):
+    """Falls from step to step, and counts how often it is asked."""
+
+    calls = 0
+
+    def __call__(self, step):
+        self.calls += 1
+        return 0.1 / (1 + keras.ops.cast(step, "float32"))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize(
+    "made",
+    [
+        pytest.param(lambda inner: inner, id="plain"),
+        pytest.param(keras.optimizers.LossScaleOptimizer, id="scaled", marks=pytest.mark.slow),
+    ],
+)
+def test_a_schedule_is_asked_once_a_step_and_trains_what_fit_trains(made, replicas, jit):
+    def decaying(schedule):
+        return made(keras.optimizers.AdamW(schedule, weight_decay=0.1))
+
+    schedule = Counted()
+    strategy = strategy_of(replicas)
+    with scope_of(strategy):
+        settings = {"optimizer": decaying(schedule), "loss": crossentropy(), "jit": jit}
+        loop = TrainingLoop(testing.tiny_classifier(), strategy=strategy, **settings)
+    loop.fit(batches(), epochs=2, verbose=0)
+    assert schedule.calls == 1  # for six steps of four weights each, that are traced once
+    keras.utils.set_random_seed(0)
+    model = testing.tiny_classifier()
+    model.compile(decaying(Counted()), crossentropy())
+    model.fit(batches(), epochs=2, verbose=0)
+    for one, other in zip(loop.model.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
 @pytest.mark.tensorflow
 def test_xla_compiles_the_update_under_a_strategy_of_one_replica_too():
     words = np.random.default_rng(0).integers(0, 9, (10, 6))
