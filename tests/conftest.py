@@ -16,7 +16,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # Processes of tests collect garbage rarely, this one when all is imported.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [str(pathlib.Path(__file__).parent / "quick_start"), os.environ.get("PYTHONPATH", "")]
+    filter(None, [str(pathlib.Path(__file__).parent / "quick_start"), os.getenv("PYTHONPATH")])
 )
 
 # What XLA compiles for one test serves all others, in processes that tests start too. Not on JAX

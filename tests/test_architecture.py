@@ -81,7 +81,8 @@ ALLOWED = {
     ),
     "diagnostics": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_files", "_findings", "_lazy", "_pyplot", "_versions", "batches"}
+        {"_checks", "_files", "_findings", "_garbage", "_lazy", "_pyplot", "_versions"}
+        | {"batches"}
         | {"_children", "_cpu_threads", "_processes", "_tpu", "checkpoints", "cluster"}
         | {"diagnostics", "scaling", "schedules"},
     ),

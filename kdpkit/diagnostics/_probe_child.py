@@ -13,7 +13,7 @@ import sys
 import traceback
 from typing import Any
 
-from kdpkit import _checks
+from kdpkit import _checks, _garbage
 
 SIGN = "kdpkit-probe "  # begins the line that says what came out
 WORKED, FAILED, CANNOT = 0, 1, 2  # exit codes
@@ -111,7 +111,8 @@ def _problem(found: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    exit_code = run(sys.argv[1])
+    with _garbage.uncollected():  # it imports the frameworks, and is over soon
+        exit_code = run(sys.argv[1])
     if exit_code:  # without a wait for others, which would not end
         sys.stderr.flush()
         os._exit(exit_code)

@@ -81,7 +81,9 @@ def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     is damaged or half written is filled again. It knows the pipeline, not the content of the files
     behind it: give another directory when those change. Nor does it know what generators and other
     Python functions compute, or what variables and lookup tables hold, as those of Keras'
-    preprocessing layers: a warning says so whenever such a pipeline is read from its cache.
+    preprocessing layers: a warning says so whenever such a pipeline is read from its cache. One
+    with a generator may be filled again each time: TensorFlow gives it now this fingerprint, now
+    that.
 
     Args:
         where: `"memory"`, or the path of a directory. In object storage, `gs://bucket/cache` say,

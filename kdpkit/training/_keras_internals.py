@@ -219,17 +219,31 @@ def one_learning_rate(optimizer: Any) -> Iterator[None]:
     """Have a schedule compute the rate of an update once, while it is traced.
 
     Keras asks it anew for every variable, and with weight decay once more: of BERT's step those are
-    a fifth of all operations, which every start of a training traces, optimizes and compiles.
+    a fifth of all operations, which every start of a training traces, optimizes and compiles. A
+    user's own optimizer may mean another rate each time it asks, and is left alone.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if not hasattr(inner, "_get_current_learning_rate"):
-        _versions.refuse_unknown("_get_current_learning_rate", tensorflow=tf.__version__)
+    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    inner = optimizer.inner_optimizer if is_scaled else optimizer
+    if not _asks_for_the_same_rate(inner):
+        yield
+        return
     rate = inner._get_current_learning_rate()
     inner._get_current_learning_rate = lambda: rate
     try:
         yield
     finally:
         del inner._get_current_learning_rate
+
+
+def _asks_for_the_same_rate(optimizer: Any) -> bool:
+    """Tell Keras' own optimizers with a schedule, as they were made."""
+    name = "_get_current_learning_rate"
+    return (
+        type(optimizer).__module__.partition(".")[0] == "keras"
+        and isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+        and hasattr(optimizer, name)
+        and name not in vars(optimizer)
+    )
 
 
 @contextlib.contextmanager

@@ -261,7 +261,8 @@ class TensorFlowSteps:
         fresh_keys = self._spans_processes
         keys = _keras_internals.constant_collective_keys
         with contextlib.nullcontext() if fresh_keys else keys():
-            if not function.experimental_get_tracing_count():
+            is_traced = function.experimental_get_tracing_count() > 0
+            if not is_traced and not tf.config.functions_run_eagerly():
                 with _garbage.uncollected():
                     function.get_concrete_function(iterator, tf.constant(steps))
             done, logs = function(iterator, tf.constant(steps))

@@ -922,6 +922,77 @@ def test_a_schedule_is_asked_once_a_step_and_trains_what_fit_trains(made, replic
         np.testing.assert_allclose(one, other, atol=1e-6)
 
 
+class RateOfEach(keras.optimizers.SGD):
+    """Halves the rate with every variable, which it asks for itself."""
+
+    asked = 0
+
+    def _get_current_learning_rate(self):
+        return super()._get_current_learning_rate() * 0.5**self.asked
+
+    def update_step(self, gradient, variable, learning_rate):  # noqa: ARG002
+        self.asked = self._get_variable_index(variable)
+        super().update_step(gradient, variable, self.learning_rate)
+        self.asked = 0
+
+
+class TwoRates(keras.optimizers.SGD):
+    """Trains the last two variables at a tenth of the rate, which it sets."""
+
+    def apply(self, gradients, trainable_variables=None):
+        variables = [*trainable_variables]
+        schedule = self._learning_rate
+        super().apply(gradients[:-2], variables[:-2])
+        self._iterations.assign_sub(1)
+        self.learning_rate = lambda: 0.1 * schedule(self._iterations)
+        super().apply(gradients[-2:], variables[-2:])
+        self.learning_rate = schedule
+
+
+class Named(keras.optimizers.SGD):
+    """Has an attribute of the name that `LossScaleOptimizer` gives what it wraps."""
+
+    inner_optimizer = None
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("kind", [RateOfEach, TwoRates, Named])
+def test_an_optimizer_that_asks_for_other_rates_gets_them(kind):
+    def train_with(optimizer):
+        keras.utils.set_random_seed(0)
+        model = testing.tiny_classifier()
+        optimizer.build(model.trainable_variables)
+        return model, optimizer
+
+    model, optimizer = train_with(kind(Counted()))
+    model.compile(optimizer, crossentropy())
+    model.fit(batches(), epochs=2, verbose=0)
+    ours, optimizer = train_with(kind(Counted()))
+    loop = TrainingLoop(ours, optimizer=optimizer, loss=crossentropy(), jit=False)
+    loop.fit(batches(), epochs=2, verbose=0)
+    for one, other in zip(ours.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)
+
+
+class Looked(TrainingLoop):
+    """Looks at the numbers of a batch, as one does to find a mistake."""
+
+    def per_example_loss(self, x, y, *, training):
+        assert not training or np.isfinite(x.numpy()).all()
+        return super().per_example_loss(x, y, training=training)
+
+
+@pytest.mark.tensorflow
+def test_functions_that_run_eagerly_are_not_traced():
+    loop = loop_on(1, loop=Looked, jit=False)
+    tf.config.run_functions_eagerly(True)
+    try:
+        losses = loop.fit(batches(), epochs=1, verbose=0).history["loss"]
+    finally:
+        tf.config.run_functions_eagerly(False)
+    assert losses == pytest.approx(trained(1, epochs=1)[1]["loss"])
+
+
 @pytest.mark.tensorflow
 def test_xla_compiles_the_update_under_a_strategy_of_one_replica_too():
     words = np.random.default_rng(0).integers(0, 9, (10, 6))
