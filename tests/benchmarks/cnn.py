@@ -142,8 +142,8 @@ def convolutions(images, classes):
             with tf.GradientTape() as tape:
                 tape.watch((x, kernel))
                 y = tf.nn.conv2d(x, kernel, layer.strides, layer.padding.upper())
-            # Nothing asks for the gradient of the images.
-            found.append(tape.gradient(y, (x, kernel) if number else kernel, tf.ones_like(y)))
+            # Nothing asks for the gradient of the images. What is returned is computed.
+            found += [y, tape.gradient(y, (x, kernel) if number else kernel, tf.ones_like(y))]
         return found
 
     def epoch():
