@@ -1,4 +1,4 @@
-"""Python's garbage collector, kept out of work that makes a million objects and no garbage."""
+"""Python's garbage collector, kept out of work that makes many objects and no garbage."""
 
 import contextlib
 import gc

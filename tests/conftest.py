@@ -14,7 +14,7 @@ from packaging.version import Version
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-# Processes of tests collect garbage rarely, this one when all is imported.
+# Processes that start from here on, those that run the tests among them, collect garbage rarely.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     filter(None, [str(pathlib.Path(__file__).parent / "quick_start"), os.getenv("PYTHONPATH")])
 )
@@ -50,10 +50,9 @@ hypothesis.settings.load_profile("kdpkit")
 
 
 def pytest_collection_finish():
-    """Leave out of the tests' collections all that was imported."""
+    """Collect garbage as Python does, but leave out all that was imported."""
     gc.freeze()
     gc.set_threshold(700, 10, 10)
-    gc.enable()
 
 
 def pytest_addoption(parser):

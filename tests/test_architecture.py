@@ -82,16 +82,13 @@ ALLOWED = {
     "diagnostics": (
         TENSORFLOW | {"jax"},
         {"_checks", "_files", "_findings", "_garbage", "_lazy", "_pyplot", "_versions"}
-        | {"batches"}
-        | {"_children", "_cpu_threads", "_processes", "_tpu", "checkpoints", "cluster"}
+        | {"batches", "_children", "_cpu_threads", "_processes", "_tpu", "checkpoints", "cluster"}
         | {"diagnostics", "scaling", "schedules"},
     ),
     "experiment": (
         KERAS,
         {"_checks", "_cpu_threads", "_figures", "_files", "_garbage", "_precision", "_prepared"}
-        | {"_presets"}
-        | {"_processes", "_storage"}
-        | {"scaling"},
+        | {"_presets", "_processes", "_storage", "scaling"},
     ),
     "testing": (KERAS, {"_checks", "_cpu_threads", "scaling"}),
 }

@@ -219,7 +219,7 @@ def one_learning_rate(optimizer: Any) -> Iterator[None]:
     """Have a schedule compute the rate of an update once, while it is traced.
 
     Keras asks it anew for every variable, and with weight decay once more: of BERT's step those are
-    a fifth of all operations, which every start of a training traces, optimizes and compiles. A
+    an eighth of all operations, which every start of a training traces, optimizes and compiles. A
     user's own optimizer may mean another rate each time it asks, and is left alone.
     """
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

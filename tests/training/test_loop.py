@@ -4,6 +4,7 @@ On both backends: tests/test_environments.py runs this file again on JAX.
 """
 
 import contextlib
+import gc
 import re
 
 import jax
@@ -882,7 +883,6 @@ def test_updates_that_xla_compiles_are_those_without_it(name, replicas):
     assert int(compiled.optimizer.iterations) == int(plain.optimizer.iterations)
 
 
-@pytest.mark.slow
 class Counted(keras.optimizers.schedules.LearningRateSchedule):
     """Falls from step to step, and counts how often it is asked."""
 
@@ -993,6 +993,23 @@ def test_functions_that_run_eagerly_are_not_traced():
     assert losses == pytest.approx(trained(1, epochs=1)[1]["loss"])
 
 
+class Collecting(TrainingLoop):
+    """Notes whether Python collects garbage while a step is traced."""
+
+    def per_example_loss(self, x, y, *, training):
+        if training:
+            self.collects = gc.isenabled()
+        return super().per_example_loss(x, y, training=training)
+
+
+@pytest.mark.tensorflow
+def test_nothing_is_collected_while_a_step_is_traced_and_garbage_is_afterwards():
+    loop, _ = trained(1, loop=Collecting, epochs=1, jit=False)
+    assert not loop.collects
+    assert gc.isenabled()
+
+
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_xla_compiles_the_update_under_a_strategy_of_one_replica_too():
     words = np.random.default_rng(0).integers(0, 9, (10, 6))
