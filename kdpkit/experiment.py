@@ -83,8 +83,8 @@ def quick_imports() -> Iterator[None]:
     """Import Keras and its backend in a fifth less time, at the top of a program.
 
     Imports make half a million objects that stay, and no garbage, and Python's collector walks over
-    them again and again. It rests meanwhile, and then leaves out for good what was imported, which makes
-    the program's collections cheap too (`gc.freeze`). Where Keras is loaded already, as in a
+    them again and again. It rests meanwhile, and then leaves out for good what was imported, which
+    makes the program's collections cheap too (`gc.freeze`). Where Keras is loaded already, as in a
     notebook, nothing is changed.
 
     >>> with quick_imports():
