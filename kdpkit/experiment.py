@@ -530,8 +530,9 @@ def results_of(
 
 def _schedule_of(optimizer: Any) -> Any:
     """Give the learning-rate schedule as Keras writes it into files; None for a plain rate."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)  # of loss scaling
-    rate = inner.get_config().get("learning_rate")
+    from kdpkit import _optimizers
+
+    rate = _optimizers.unscaled(optimizer).get_config().get("learning_rate")
     return rate if isinstance(rate, Mapping) else None
 
 

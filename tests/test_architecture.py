@@ -21,6 +21,7 @@ ALLOWED = {
     "_checks": (PURE, set()),
     "_cpu_threads": (PURE, set()),
     "_lazy": (PURE, set()),
+    "_optimizers": (KERAS, set()),
     "_precision": (PURE, {"_checks"}),
     "_tuning": (TENSORFLOW, set()),
     "_storage": (PURE, {"_checks"}),
@@ -53,7 +54,7 @@ ALLOWED = {
     "checkpoints": (KERAS, {"_checks", "_files", "_storage"}),
     "callbacks": (
         KERAS,
-        {"_checks", "_cpu_threads", "_files", "_processes", "_storage", "_versions"}
+        {"_checks", "_cpu_threads", "_files", "_optimizers", "_processes", "_storage", "_versions"}
         | {"checkpoints", "scaling"},
     ),
     "corpora": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
@@ -69,6 +70,7 @@ ALLOWED = {
         {
             "_checks",
             "_garbage",
+            "_optimizers",
             "_processes",
             "_servers",
             "_tuning",

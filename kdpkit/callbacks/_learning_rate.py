@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _processes, _versions
+from kdpkit import _checks, _optimizers, _processes, _versions
 
 
 def applied_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
@@ -54,8 +54,8 @@ def is_keras_optimizer(optimizer: Any) -> bool:
 
 
 def inner_optimizer(optimizer: Any) -> Any:
-    """Unwrap a `LossScaleOptimizer`, whose own rate and step count are dummies."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    """Unwrap an optimizer whose rate and step count are asked for."""
+    inner = _optimizers.unscaled(optimizer)
     if not is_keras_optimizer(inner):
         _checks.refuse(
             "The learning rate is read from a Keras optimizer.",

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit import _checks, _optimizers
 from kdpkit.training._step import ReplicaStep, current_step, dense_if_unique
 
 
@@ -89,7 +89,7 @@ def compiled_updates(optimizer: Any) -> Iterator[None]:
 
     The whole of `apply` cannot be compiled: it goes from copy to copy, over the devices.
     """
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = _optimizers.unscaled(optimizer)
     stock_update = inner.update_step
 
     def update_step(gradient: Any, variable: Any, learning_rate: Any) -> None:

@@ -23,7 +23,7 @@ from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLau
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
 
-from kdpkit import _checks, _versions
+from kdpkit import _checks, _optimizers, _versions
 from kdpkit._tuning import untuned
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._step import current_step
@@ -222,8 +222,7 @@ def one_learning_rate(optimizer: Any) -> Iterator[None]:
     an eighth of all operations, which every start of a training traces, optimizes and compiles. A
     user's own optimizer may mean another rate each time it asks, and is left alone.
     """
-    is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
-    inner = optimizer.inner_optimizer if is_scaled else optimizer
+    inner = _optimizers.unscaled(optimizer)
     if not _asks_for_the_same_rate(inner):
         yield
         return

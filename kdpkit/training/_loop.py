@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit import _checks
+from kdpkit import _checks, _optimizers
 from kdpkit.training import _callbacks
 from kdpkit.training._feed import Feed
 from kdpkit.training._noise_scale import NoiseScale
@@ -208,10 +208,8 @@ class TrainingLoop:
         """The gradient noise scale of the last epoch, as far as it went; None if not asked for."""
         if self.noise_sums is None:
             return None
-        batches = getattr(self.optimizer, "inner_optimizer", self.optimizer)
-        return self.noise_sums.estimate(
-            batches_in_an_update=batches.gradient_accumulation_steps or 1
-        )
+        accumulated = _optimizers.unscaled(self.optimizer).gradient_accumulation_steps
+        return self.noise_sums.estimate(batches_in_an_update=accumulated or 1)
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Compute the loss of each row, and what the model predicts: the method to override.

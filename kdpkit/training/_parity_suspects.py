@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from kdpkit import _optimizers
 from kdpkit.training._parity_runs import FLOAT32_EPSILON, GradientRecorder
 
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
@@ -43,7 +44,7 @@ def record_unclipped(model: Any) -> None:
 def _replace_optimizers(model: Any, kept: tuple[str, ...]) -> None:
     for name, value in [*vars(model).items()]:
         if isinstance(value, keras.optimizers.Optimizer):
-            inner = getattr(value, "inner_optimizer", value)
+            inner = _optimizers.unscaled(value)
             settings = {setting: getattr(inner, setting) for setting in kept}
             setattr(model, name, GradientRecorder(**settings))
 

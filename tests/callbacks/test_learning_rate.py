@@ -56,6 +56,18 @@ def test_the_applied_rate_is_what_the_last_update_moved_the_weight_by(
     assert applied_learning_rate(optimizer) == pytest.approx(moved, abs=1e-6)
 
 
+class Named(keras.optimizers.SGD):
+    """Has an attribute of the name that `LossScaleOptimizer` gives what it wraps."""
+
+    inner_optimizer = None
+
+
+def test_an_attribute_inner_optimizer_of_another_optimizer_is_its_own():
+    optimizer = Named(straight_decay(4))
+    optimizer.apply([keras.ops.ones(())], [keras.Variable(0.0)])
+    assert applied_learning_rate(optimizer) == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("steps_per_execution", [1, 3, 8])
 def test_history_has_the_schedules_rate_of_each_epochs_last_step(steps_per_execution):
     schedule = straight_decay()
