@@ -1,3 +1,4 @@
+import contextlib
 import functools
 import json
 import zipfile
@@ -99,11 +100,38 @@ def test_class_config_and_saved_file_stay_the_users(tmp_path):
     assert "train_step" not in vars(loaded)
 
 
-def test_a_model_for_one_device_stays_untouched():
+def test_a_model_for_one_device_keeps_its_steps():
     model = testing.tiny_classifier()
     before = set(vars(model))
     assert replica_exact(model) is model
-    assert set(vars(model)) == before
+    assert set(vars(model)) - before == {"_maybe_symbolic_build"}
+
+
+@pytest.mark.skipif(
+    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras does not have it"
+)
+@pytest.mark.parametrize(
+    ("built", "scaled"), [(True, False), pytest.param(False, True, marks=pytest.mark.slow)]
+)
+def test_schedule_free_averages_start_from_the_weights(built, scaled):
+    """For one device Keras compiles a start from zeros, which it does not make step by step."""
+
+    def trained(*, exact=False, replicas=None, **settings):
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3)]
+        with mirrored(replicas).scope() if replicas else contextlib.nullcontext():
+            model = keras.Sequential([keras.Input(data()[0].shape[1:])] * built + layers)
+            optimizer = keras.optimizers.ScheduleFreeAdamW(0.01)
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer
+            model = replica_exact(model) if exact else model
+            model.compile(optimizer, cross_entropy(), **settings)
+        model.fit(*data(), batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+    by_steps = trained(run_eagerly=True)
+    assert abs(trained() - by_steps).max() > 0.1
+    for replicas in (None, 2):
+        np.testing.assert_allclose(trained(exact=True, replicas=replicas), by_steps, atol=1e-5)
 
 
 def test_calling_it_twice_changes_nothing_more():
