@@ -14,9 +14,13 @@ from packaging.version import Version
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.setdefault("KERAS_BACKEND", "tensorflow")
-# Processes that start from here on, those that run the tests among them, collect garbage rarely.
+# Processes that start from here on, those that run the tests among them, start sooner.
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    filter(None, [str(pathlib.Path(__file__).parent / "quick_start"), os.getenv("PYTHONPATH")])
+    [
+        str(pathlib.Path(__file__).parent / "quick_start"),
+        str(pathlib.Path(__file__).parent.parent),
+        *filter(None, [os.getenv("PYTHONPATH")]),
+    ]
 )
 
 # What XLA compiles for one test serves all others, in processes that tests start too. Not on JAX
@@ -29,11 +33,18 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ and not version("jax").startswi
 import hypothesis
 import keras
 import pytest
+import tensorflow as tf
 
-from kdpkit import _children, testing
+from kdpkit import _children, _tuning, testing
 from tests import processes
 
 testing.use_logical_cpus(8)
+
+# XLA as it compiles soonest, for JAX: tests are about what is computed, and each runs a few steps.
+SOON_COMPILED = (
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
+    "--xla_cpu_use_fusion_emitters=false"
+)
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and `nohup` the end of the
 # terminal; some tests send both.
@@ -47,6 +58,21 @@ for number, handler in (
 # The examples are the law's, the same on every run; a shared machine's pauses are no failure.
 hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, print_blob=True)
 hypothesis.settings.load_profile("kdpkit")
+
+
+def _iterate_untuned(dataset):
+    return _iterate(_tuning.untuned(dataset))
+
+
+# Keras' own `fit` has its datasets tuned, and may wait a minute for the end of that.
+_iterate = tf.data.Dataset.__iter__
+tf.data.Dataset.__iter__ = _iterate_untuned
+
+
+def pytest_configure(config):
+    """Have JAX compile quickly; an older one does not know these settings of XLA."""
+    if not config.getoption("exhaustive") and Version(version("jax")) >= Version("0.10"):
+        os.environ["KDPKIT_TESTS_XLA_FLAGS"] = SOON_COMPILED
 
 
 def pytest_collection_finish():
@@ -103,6 +129,12 @@ def mark(monkeypatch):
     left = processes.left_of(own)
     _children.end_marked(own, grace_seconds=0)
     assert left == []
+
+
+@pytest.fixture
+def tuned(monkeypatch):
+    """Have TensorFlow tune all datasets, as it does outside of the tests."""
+    monkeypatch.setattr(tf.data.Dataset, "__iter__", _iterate)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,9 @@ import time
 SETTINGS = json.loads(sys.argv[1])
 PROCESSES, INDEX = SETTINGS["processes"], SETTINGS["index"]
 os.environ["KERAS_BACKEND"] = "jax"
-os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={4 // PROCESSES}"
+os.environ["XLA_FLAGS"] = " ".join(
+    [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={4 // PROCESSES}"]
+)
 
 import jax
 import keras

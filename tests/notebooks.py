@@ -88,8 +88,9 @@ def _kernels(directory, python):
     environment = {
         "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PYTHONPATH": "",
+        "PYTHONPATH": str(CHECKOUT / "tests" / "quick_start"),
         "TMPDIR": str(directory / "tmp"),
+        "XLA_FLAGS": os.getenv("KDPKIT_TESTS_XLA_FLAGS", ""),
     }
     command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (kernel / "kernel.json").write_text(

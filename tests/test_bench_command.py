@@ -6,20 +6,17 @@ TensorFlow or JAX in the processes that it starts.
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
-import kdpkit
 from kdpkit import _children, cli
 from tests.processes import SOON, wait_for_file
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("mark")]
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 QUICK = ("--seconds", "0.2", "--rounds", "2", "--timeout", str(SOON))
 TRAINS = """
 import keras, numpy as np
@@ -90,7 +87,9 @@ def test_the_choice_of_xla_is_made_before_anything_is_timed(capsys):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+@pytest.mark.parametrize(
+    "backend", ["tensorflow", pytest.param("jax", marks=pytest.mark.exhaustive)]
+)
 def test_a_target_is_trained_with_its_own_batches_or_others(train, capsys, backend):
     words = (f"{train}:make", "--replicas", 1, 2, "--backend", backend, *QUICK)
     code, report = benched(capsys, *words)
@@ -138,7 +137,7 @@ def planted(tmp_path, monkeypatch):
     def put(program):
         for name in ("tensorflow", "jax"):
             (tmp_path / f"{name}.py").write_text(program)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
 
     return put
 

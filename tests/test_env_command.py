@@ -2,21 +2,17 @@
 
 import json
 import os
-import pathlib
 import signal
 import subprocess
 import sys
 
 import pytest
 
-import kdpkit
 from kdpkit import _children, cli
 from tests.processes import SOON, wait_for_file
 from tests.python_without import python_without
 
 pytestmark = pytest.mark.timeout(600)
-
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 
 
 def env(*words, python=sys.executable, **environment):
@@ -26,7 +22,7 @@ def env(*words, python=sys.executable, **environment):
         capture_output=True,
         text=True,
         timeout=SOON,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        env={**os.environ, **environment},
         check=False,
     )
 
@@ -114,7 +110,7 @@ def test_ctrl_c_is_one_sentence_and_leaves_no_process(tmp_path, mark):
         f"import pathlib, time; pathlib.Path({str(tmp_path / 'began')!r}).touch(); time.sleep(600)"
     )
     (tmp_path / "tensorflow.py").write_text("")
-    paths = os.pathsep.join([str(tmp_path), str(ROOT)])
+    paths = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     with subprocess.Popen(
         [sys.executable, "-m", "kdpkit", "env"],
         stderr=subprocess.PIPE,

@@ -308,7 +308,7 @@ def test_ctrl_c_saves_what_was_learned(recipe, text, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
-    whole = bert("--epochs", "12", "--resume", tmp_path / "whole")
+    whole = bert("--epochs", "6", "--resume", tmp_path / "whole")
     flags = {
         "--strategy": "mirrored",
         "--replicas": 2,
@@ -316,7 +316,7 @@ def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
         "--per-replica-batch-size": 4,
         "--sequence-length": 16,
         "--vocabulary-size": 60,
-        "--epochs": 12,
+        "--epochs": 6,
         "--steps-per-epoch": 5,
         "--warmup-steps": 2,
         "--jit": "off",
@@ -329,7 +329,7 @@ def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     with subprocess.Popen(command, **pipes) as stopped:
         for line in stopped.stdout:
-            if "Epoch 2/12" in line:
+            if "Epoch 2/6" in line:
                 break
         stopped.send_signal(signal.SIGTERM)
         said = stopped.communicate(timeout=300)[0]
@@ -337,9 +337,9 @@ def test_after_sigterm_the_same_command_goes_on(bert, text, tmp_path):
     assert "Traceback" not in said
     resumed = subprocess.run(command, **pipes, timeout=200, check=False)
     assert resumed.returncode == 0, resumed.stdout
-    assert "Epoch 1/12" not in resumed.stdout
+    assert "Epoch 1/6" not in resumed.stdout
     results = json.loads((tmp_path / "results.json").read_text())
-    assert results["steps"] == whole["steps"] == 60
+    assert results["steps"] == whole["steps"] == 30
     assert results["test"] == pytest.approx(whole["test"], rel=1e-5)
     for name in ("loss", "val_loss", "masked_accuracy", "learning_rate"):
         assert results["history"][name] == pytest.approx(whole["history"][name], rel=1e-5)

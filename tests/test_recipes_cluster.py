@@ -46,7 +46,6 @@ def sbatch(directory, *command, timeout=300):
         "PATH": f"{commands}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
         "SLURM_JOB_ID": str(os.getpid()),
         "STATE_DIRECTORY": str(directory / "state"),
-        "PYTHONPATH": str(ROOT),
     }
     return subprocess.run(
         ["bash", CLUSTER / "slurm.sh", *map(str, command)],

@@ -57,7 +57,7 @@ class Workers:
                 cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=os.environ | {"TF_CONFIG": json.dumps(config), "PYTHONPATH": str(ROOT)},
+                env=os.environ | {"TF_CONFIG": json.dumps(config)},
             )
 
     def __enter__(self):

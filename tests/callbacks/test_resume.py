@@ -728,7 +728,6 @@ def start(directory, train, program=PROGRAM):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
     )
 
 

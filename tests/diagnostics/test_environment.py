@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-import kdpkit
 from kdpkit import diagnostics
 from kdpkit.diagnostics import (
     _cgroups,
@@ -24,7 +23,6 @@ from kdpkit.diagnostics import (
     _usable,
 )
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 MACHINE = _machine.Machine(
     cpu="a processor",
     cores=8,
@@ -479,7 +477,7 @@ def frameworks(tmp_path, monkeypatch):
         for name, program in programs.items():
             (tmp_path / name).mkdir()
             (tmp_path / name / "__init__.py").write_text(program)
-        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), str(ROOT)]))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
 
     return put
 

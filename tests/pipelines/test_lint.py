@@ -159,6 +159,7 @@ def test_what_runs_once_or_is_mended_by_tensorflow_is_a_note():
     assert ("no-prefetch", "slow") in found(late)
 
 
+@pytest.mark.usefixtures("tuned")
 def test_what_tensorflow_mends_is_what_it_does_mend():
     """The rules say so; here its own optimizer is asked which transformation follows."""
     from tensorflow.python.data.experimental.ops import testing

@@ -1,3 +1,5 @@
+import functools
+
 import keras
 import keras_hub
 import numpy as np
@@ -75,6 +77,11 @@ def trained(count, kind=training.MaskedLMLoop, of="Bert", **arguments):
 
 
 def with_all_logits(of="Bert"):
+    return _with_all_logits(of, keras.config.dtype_policy().name)
+
+
+@functools.cache
+def _with_all_logits(of, policy):  # noqa: ARG001 the same model computes otherwise under another
     return trained(
         1,
         training.TrainingLoop,
@@ -86,7 +93,12 @@ def with_all_logits(of="Bert"):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("replicas", "jit", "chunk_size"), [(1, None, 10), (1, True, 53), (3, None, 10)]
+    ("replicas", "jit", "chunk_size"),
+    [
+        (1, True, 53),
+        (3, None, 10),
+        pytest.param(1, None, 10, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size):
     expected, history = with_all_logits()
