@@ -54,10 +54,9 @@ def replica_exact(model: Any) -> Any:
             is the one whose scope it was built in.
 
     Returns:
-        The same model. On TensorFlow one that was built outside any strategy, for one device,
-        trains as Keras alone has it, but for `ScheduleFreeAdamW`: its averages start from the
-        weights, as under a strategy and as its paper has it (Defazio et al. 2024), where Keras
-        compiles a start from zeros.
+        The same model; on TensorFlow untouched if it was built outside any strategy, for one
+        device. There Keras 3.15 compiles a `ScheduleFreeAdamW` whose averages start from zeros, and
+        not from the weights: call `optimizer.build(model.trainable_variables)` before `fit`.
 
     Raises:
         ValueError: There is no such model or its strategy is none that Keras can fit with. Raised

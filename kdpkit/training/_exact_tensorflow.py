@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks, _optimizers, _processes, _versions, scaling
+from kdpkit import _checks, _processes, _versions, scaling
 from kdpkit.training import (
     _attachments,
     _batch_norm,
@@ -26,18 +26,13 @@ _STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
 )
-_COPYING_WEIGHTS = tuple(  # which older Keras do not have
-    filter(None, [getattr(keras.optimizers, "ScheduleFreeAdamW", None)])
-)
 _INSTEAD = "write the step as `TrainingLoop.per_example_loss`"
 
 
 def attach(model: Any) -> None:
-    """Make a model exact under the strategy that it was built in; without one, its start alone."""
+    """Make a model exact under the strategy that it was built in; without one, leave it."""
     strategy = _strategy_of(model)
-    if strategy is None:
-        model._maybe_symbolic_build = functools.partial(_build_copy_of_weights, model)
-    elif not isinstance(_owner(model.train_step), _ExactSteps):
+    if strategy is not None and not isinstance(_owner(model.train_step), _ExactSteps):
         _keras_internals.install()
         _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
@@ -199,21 +194,6 @@ class _ExactSteps:
         if not self.warned:
             self.warned = True
             _batch_norm.warn_of_local_statistics(self.batch_norms, replicas)
-
-
-def _build_copy_of_weights(model: Any, iterator: Any = None, data_batch: Any = None) -> None:
-    """Build an optimizer that starts from a copy of the weights before a step is traced.
-
-    On one device Keras builds it within the first trace, where the copy is lost and zeros are taken
-    instead; under a strategy it builds before.
-    """
-    optimizer = _optimizers.unscaled(model.optimizer)
-    if isinstance(optimizer, _COPYING_WEIGHTS) and not optimizer.built:
-        if iterator is not None:
-            data_batch = tf.nest.map_structure(
-                _symbolic, iterator._distributed_dataset.element_spec
-            )
-        model._symbolic_build(data_batch=data_batch)
 
 
 def _owner(method: Any) -> Any:
