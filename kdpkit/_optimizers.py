@@ -1,4 +1,4 @@
-"""Optimizers as their users made them, behind what Keras puts around them."""
+"""Optimizers that work with another one."""
 
 from typing import Any
 
@@ -6,13 +6,23 @@ import keras
 
 
 def unscaled(optimizer: Any) -> Any:
-    """Give the optimizer that a `LossScaleOptimizer` works with; any other as it is.
+    """Give the optimizer that a `LossScaleOptimizer` updates variables with; any other as it is.
 
-    Keras puts that one around another in mixed_float16, and its own rate, step count and settings
-    are dummies. An attribute `inner_optimizer` of anything else means what its author meant.
+    Keras puts that one around another in mixed_float16. What an optimizer of a user's own does with
+    an attribute `inner_optimizer`, nobody knows.
 
     >>> unscaled(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1))).name
     'sgd'
     """
     is_scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     return optimizer.inner_optimizer if is_scaled else optimizer
+
+
+def wrapped(optimizer: Any) -> Any:
+    """Give the optimizer whose settings count: the one in the attribute `inner_optimizer`, if any.
+
+    The rate and the clipping that a `LossScaleOptimizer` has of its own are dummies, and a user who
+    puts an optimizer around another names it as Keras does.
+    """
+    inner = getattr(optimizer, "inner_optimizer", None)
+    return inner if isinstance(inner, keras.optimizers.Optimizer) else optimizer

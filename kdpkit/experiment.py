@@ -532,7 +532,7 @@ def _schedule_of(optimizer: Any) -> Any:
     """Give the learning-rate schedule as Keras writes it into files; None for a plain rate."""
     from kdpkit import _optimizers
 
-    rate = _optimizers.unscaled(optimizer).get_config().get("learning_rate")
+    rate = _optimizers.wrapped(optimizer).get_config().get("learning_rate")
     return rate if isinstance(rate, Mapping) else None
 
 

@@ -55,7 +55,7 @@ def is_keras_optimizer(optimizer: Any) -> bool:
 
 def inner_optimizer(optimizer: Any) -> Any:
     """Unwrap an optimizer whose rate and step count are asked for."""
-    inner = _optimizers.unscaled(optimizer)
+    inner = _optimizers.wrapped(optimizer)
     if not is_keras_optimizer(inner):
         _checks.refuse(
             "The learning rate is read from a Keras optimizer.",

@@ -208,7 +208,7 @@ class TrainingLoop:
         """The gradient noise scale of the last epoch, as far as it went; None if not asked for."""
         if self.noise_sums is None:
             return None
-        accumulated = _optimizers.unscaled(self.optimizer).gradient_accumulation_steps
+        accumulated = _optimizers.wrapped(self.optimizer).gradient_accumulation_steps
         return self.noise_sums.estimate(batches_in_an_update=accumulated or 1)
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:

@@ -44,7 +44,7 @@ def record_unclipped(model: Any) -> None:
 def _replace_optimizers(model: Any, kept: tuple[str, ...]) -> None:
     for name, value in [*vars(model).items()]:
         if isinstance(value, keras.optimizers.Optimizer):
-            inner = _optimizers.unscaled(value)
+            inner = _optimizers.wrapped(value)
             settings = {setting: getattr(inner, setting) for setting in kept}
             setattr(model, name, GradientRecorder(**settings))
 

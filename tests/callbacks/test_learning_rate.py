@@ -56,16 +56,23 @@ def test_the_applied_rate_is_what_the_last_update_moved_the_weight_by(
     assert applied_learning_rate(optimizer) == pytest.approx(moved, abs=1e-6)
 
 
-class Named(keras.optimizers.SGD):
+class Around(keras.optimizers.SGD):
     """Has an attribute of the name that `LossScaleOptimizer` gives what it wraps."""
 
-    inner_optimizer = None
+    def __init__(self, rate, inner_optimizer):
+        super().__init__(rate)
+        self.inner_optimizer = inner_optimizer
+
+    def apply(self, gradients, variables):
+        (self.inner_optimizer or super()).apply(gradients, variables)
 
 
-def test_an_attribute_inner_optimizer_of_another_optimizer_is_its_own():
-    optimizer = Named(straight_decay(4))
-    optimizer.apply([keras.ops.ones(())], [keras.Variable(0.0)])
-    assert applied_learning_rate(optimizer) == pytest.approx(1.0)
+@pytest.mark.parametrize("inner_rate", [None, 0.5])
+def test_an_optimizer_around_another_has_the_rate_of_that_one(inner_rate):
+    inner = None if inner_rate is None else keras.optimizers.SGD(inner_rate)
+    optimizer, weight = Around(0.25, inner), keras.Variable(0.0)
+    optimizer.apply([keras.ops.ones(())], [weight])
+    assert applied_learning_rate(optimizer) == pytest.approx(-float(weight))
 
 
 @pytest.mark.parametrize("steps_per_execution", [1, 3, 8])
