@@ -2,6 +2,7 @@
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
+import fnmatch
 import functools
 import gc
 import json
@@ -50,13 +51,15 @@ class Clock(keras.callbacks.Callback):
 
 
 def diagnosed(*arguments, verdict, edit, **settings):
-    """Give a report with this verdict that names this edit first.
+    """Give a report with this verdict that names this edit first; `*` stands for any text.
 
     It is measured anew where another comes: other work may have had the cores meanwhile.
     """
     for _ in range(3):
         report = check_speed(*arguments, **settings)
-        if report.verdict == verdict and any(edit in first.text for first in report.edits[:1]):
+        if report.verdict == verdict and any(
+            fnmatch.fnmatchcase(first.text, edit) for first in report.edits[:1]
+        ):
             return report
     raise AssertionError(f"{report.verdict}, not {verdict}: {report.evidence}, {report.edits}")
 
@@ -126,7 +129,7 @@ def test_a_slow_map_is_input_bound_and_the_cache_it_names_helps():
         model=small(),
         seconds=6,
         verdict="input-bound",
-        edit="Put `.cache()` behind `map(decode)`.",
+        edit="Put `.cache()` behind `map(decode)`.*",
     )
     assert report.shares["waiting"] > 0.5
     assert report.edits[0].speedup > 2
@@ -167,7 +170,7 @@ def test_a_slow_disk_is_input_bound_and_reading_files_at_once_helps(tmp_path):
         options.threading.private_threadpool_size = 16  # calls of Python wait in them
         return untuned(read_all.prefetch(2)).with_options(options)
 
-    report = diagnosed(pipeline(), model=small(), seconds=6, verdict="input-bound", edit="")
+    report = diagnosed(pipeline(), model=small(), seconds=6, verdict="input-bound", edit="*")
     (parallel,) = [edit for edit in report.edits if "num_parallel_calls=8" in edit.text]
     assert parallel.text == ("Write `.interleave(records, cycle_length=8, num_parallel_calls=8)`.")
     assert parallel.speedup > 2
@@ -207,8 +210,8 @@ def test_a_slow_py_dataset_is_input_bound_and_workers_help():
 
 
 def recurrent(**settings):
-    layers = [keras.layers.LSTM(32), keras.layers.Dense(3)]
-    return compiled(keras.Sequential([keras.Input((100, 16)), *layers]), **settings)
+    layers = [keras.layers.LSTM(8), keras.layers.Dense(3)]
+    return compiled(keras.Sequential([keras.Input((200, 16)), *layers]), **settings)
 
 
 @pytest.mark.slow
@@ -216,7 +219,7 @@ def recurrent(**settings):
 def test_a_heavy_model_is_compute_bound_and_xla_helps_a_recurrent_one():
     import tensorflow as tf
 
-    rows = (np.ones((ROWS, 100, 16), "float32"), Y[:ROWS])
+    rows = (np.ones((ROWS, 200, 16), "float32"), Y[:ROWS])
     dataset = untuned(tf.data.Dataset.from_tensors(rows).repeat())
     report = diagnosed(
         dataset,
@@ -225,9 +228,10 @@ def test_a_heavy_model_is_compute_bound_and_xla_helps_a_recurrent_one():
         verdict="compute-bound",
         edit="Compile the model with `jit_compile=True`.",
     )
+    assert report.shares["computing"] > 0.7
     assert not report.clean
     before, after = (recurrent(jit_compile=jit) for jit in (False, True))
-    assert_faster((before, dataset, ()), (after, dataset, ()), times=1.3)
+    assert_faster((before, dataset, ()), (after, dataset, ()), times=2)
 
 
 @pytest.mark.tensorflow
@@ -296,7 +300,7 @@ def test_a_slow_callback_is_host_bound_and_is_named():
         callbacks=[Quick(), Counting()],
         seconds=4,
         verdict="host-bound",
-        edit="Leave `Counting` out",
+        edit="Leave `Counting` out*",
     )
     assert any("Without `Quick`, `Counting`" in said for said in report.evidence)
     before = (model, IN_MEMORY, [Quick(), Counting()])
@@ -369,7 +373,11 @@ def test_python_within_a_step_is_host_bound_and_the_function_is_named():
     layers = [Asking(), keras.layers.Dense(3)]
     model = compiled(keras.Sequential([keras.Input((FEATURES,)), *layers]), jit_compile=False)
     report = diagnosed(
-        in_memory(), model=model, seconds=4, verdict="host-bound", edit="Write ask (test_speed.py:"
+        in_memory(),
+        model=model,
+        seconds=4,
+        verdict="host-bound",
+        edit="*Write ask (test_speed.py:*",
     )
     assert not report.edits[0].tried
     assert any("Python of yours runs in" in said for said in report.evidence)
