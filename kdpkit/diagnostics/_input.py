@@ -68,5 +68,11 @@ def check_input(
             epochs=epochs,
             steps_per_epoch=steps_per_epoch,
         )
+        if not (finding.rule == "overwritten-arrays" and _is_exact(model))
     ]
     return InputReport(_findings.in_order(found), tuple(read))
+
+
+def _is_exact(model: Any) -> bool:
+    """Tell a model of `replica_exact`, which copies what Python gives."""
+    return "fit" in vars(model)

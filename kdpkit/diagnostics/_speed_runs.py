@@ -130,7 +130,7 @@ class Trainer:
         elif _batch.is_tf_dataset(data):
             arguments["shuffle"] = False  # Keras cannot, and would warn
         fit = self.trainer.fit if self.is_loop else _tpu_step.fit_of(self.model)
-        with _tpu_step.history_kept(self.model):
+        with _tpu_step.history_kept(self.model), self._arrays_kept():
             fit(**arguments, callbacks=[*map(copy.copy, callbacks), clock], verbose=0)
         if data is not self.held:
             # Its iterator would read on into the next run. And if a thread of tf.data collects it
@@ -138,6 +138,14 @@ class Trainer:
             del arguments
             gc.collect()
         return clock.seconds_per_step
+
+    def _arrays_kept(self) -> Any:
+        """Have plain Keras on several replicas write into no array of the user's."""
+        if self.replicas == 1 or self.is_loop or "fit" in vars(self.model):
+            return contextlib.nullcontext()
+        from kdpkit._private_copies import private_batches  # TensorFlow is there
+
+        return private_batches(self.model.distribute_strategy)
 
     @contextlib.contextmanager
     def changed(self, owner: Any, **settings: Any) -> Iterator[None]:

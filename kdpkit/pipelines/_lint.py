@@ -39,6 +39,7 @@ def lint(
       have no end. `repeat-before-batch` (a note): epochs whose examples mix.
     - `repeat` (a note, or wrong where the `fit` is known): data that never end, or that each epoch
       gives several times. `runs-out` (wrong): fewer batches than `fit` is to take.
+    - `overwritten-arrays` (wrong): several replicas of plain Keras write into what Python gave.
     - `python` (slow): `py_function`, `numpy_function`, `from_generator`.
     - `serial-map`, `serial-interleave`, `no-prefetch` (slow, or a note where TensorFlow mends it by
       itself, as it does with stateless maps and a missing prefetch while its autotune is on).
@@ -82,6 +83,8 @@ def lint(
         rules += [_frozen, _batches_shuffled, _small_shuffle]
         rules.append(lambda pipeline: _lint_epochs.findings(pipeline, fit, replicas))
     rules += [_repeats_kept, lambda pipeline: _shards(pipeline, workers)]
+    if replicas > 1:
+        rules.append(_overwritten)
     return [*in_order(finding for rule in rules for finding in rule(pipeline))]
 
 
@@ -209,7 +212,7 @@ def _repeats_kept(pipeline: Pipeline) -> Iterator[Finding]:
 
 def _python(pipeline: Pipeline) -> Iterator[Finding]:
     for stage, after in pipeline.stages:
-        if stage.kind != "from_generator" and not any(f.calls_python for f in stage.functions):
+        if not _is_python(stage):
             continue
         once = is_kept(after)
         yield Finding(
@@ -221,6 +224,26 @@ def _python(pipeline: Pipeline) -> Iterator[Finding]:
             "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), or "
             "cache its result.",
         )
+
+
+def _is_python(stage: Stage) -> bool:
+    return stage.kind == "from_generator" or any(one.calls_python for one in stage.functions)
+
+
+def _overwritten(pipeline: Pipeline) -> Iterator[Finding]:
+    """Look for batches that lie in arrays of Python's when replicas cut them."""
+    for stage, after in pipeline.stages:
+        if _is_python(stage) and not any(one.kind in ("batch", "padded_batch") for one in after):
+            yield Finding(
+                "overwritten-arrays",
+                "wrong",
+                pipeline.where(stage),
+                "It gives whole batches from Python. TensorFlow does not copy them, and plain "
+                "Keras on several replicas writes into them: if they are views of your arrays, "
+                "these hold other labels after the first epoch.",
+                "Give single examples and `.batch(...)` them here; or have Python give copies "
+                "(`y[i:j].copy()`); or train with `kdpkit.training.replica_exact(model)`.",
+            )
 
 
 def _serial(pipeline: Pipeline) -> Iterator[Finding]:

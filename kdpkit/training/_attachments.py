@@ -11,7 +11,9 @@ import keras
 import tensorflow as tf
 
 from kdpkit import _checks, _optimizers
+from kdpkit.training import _keras_internals
 from kdpkit.training._step import ReplicaStep, current_step, dense_if_unique
+from kdpkit.training._verification_report import Kind
 
 
 def optimizers_of(model: Any) -> list[Any]:
@@ -44,39 +46,74 @@ def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
     kind = type(optimizer)
 
     def apply(grads: Any, trainable_variables: Any = None) -> Any:
-        step = current_step()
-        if step is None or tf.distribute.in_cross_replica_context():
-            return kind.apply(optimizer, grads, trainable_variables)
-        step.applied_gradients = True
-        weigh = step.if_rows if carries_share(step) else step.weigh
-        grads = [None if grad is None else weigh(dense_if_unique(grad)) for grad in grads]
-        variables = None if trainable_variables is None else list(trainable_variables)
-        return step.merge(lambda strategy, grads: apply_whole(strategy, grads, variables), grads)
+        return reduced(kind.apply, grads, trainable_variables)
 
-    def apply_whole(strategy: Any, grads: list[Any], variables: list[Any] | None) -> None:
+    def apply_gradients(grads_and_vars: Any) -> Any:
+        grads, variables = zip(*grads_and_vars, strict=True)
+        return reduced(
+            lambda optimizer, *both: kind.apply_gradients(optimizer, zip(*both, strict=True)),
+            grads,
+            variables,
+        )
+
+    def reduced(method: Callable, grads: Any, trainable_variables: Any) -> Any:
+        """Call a method that applies gradients once, outside of the replicas, with their sums."""
+        step = current_step()
+        if tf.distribute.in_cross_replica_context():
+            with _keras_internals.updates_without_merging(strategy):
+                return method(optimizer, grads, trainable_variables)
+        if step is None:
+            return method(optimizer, grads, trainable_variables)
+        weigh = step.if_rows if carries_share(step) else step.weigh
+        grads = [None if grad is None else dense_if_unique(grad) for grad in grads]
+        variables = None if trainable_variables is None else list(trainable_variables)
+        if step.trial is not None and step.trial.detailed:
+            plain = [None if grad is None else step.if_rows(grad) for grad in grads]
+            step.merge(
+                lambda strategy, grads: note_without_shares(strategy, step.trial, grads, variables),
+                plain,
+            )
+        grads = [None if grad is None else weigh(grad) for grad in grads]
+        return step.merge(
+            lambda strategy, grads: apply_whole(strategy, step.trial, method, grads, variables),
+            grads,
+        )
+
+    def apply_whole(
+        strategy: Any, trial: Any, method: Callable, grads: list[Any], variables: Any
+    ) -> None:
         if not optimizer.built:
             with tf.init_scope():  # out of the function, which may be running in a loop
                 optimizer.build(variables)
         owners = optimizer._trainable_variables if variables is None else variables
         _refuse_gradients_that_are_values(owners)
         grads = sum_gradients(strategy, grads, owners)
-        kind.apply(optimizer, grads, variables)
+        if trial is None:
+            with _keras_internals.updates_without_merging(strategy):
+                method(optimizer, grads, variables)
+        else:
+            trial.note_gradients(optimizer, owners, grads)
+
+    def note_without_shares(strategy: Any, trial: Any, grads: list[Any], variables: Any) -> int:
+        owners = optimizer._trainable_variables if variables is None else variables
+        sums = sum_gradients(strategy, grads, owners)
+        trial.note_gradients(optimizer, owners, sums, Kind.SUMMED_GRADIENT)
+        return 0
 
     def scale_loss(loss: Any) -> Any:
         step = current_step()
         scaled = kind.scale_loss(optimizer, loss)
         if step is None or not carries_share(step):
             return scaled
-        if loss.shape.rank == 0:
-            return step.weigh(scaled)
-        step.saw_a_loss = True  # losses that nobody reduced: the gradient is that of their sum
-        return step.if_rows(scaled)
+        # Losses that nobody reduced: the gradient is that of their sum.
+        return step.weigh(scaled) if loss.shape.rank == 0 else step.if_rows(scaled)
 
     def carries_share(step: ReplicaStep) -> bool:
         # Half precision overflows where one device's does only if the share is there already.
         return step.share_in_loss or scales_loss(optimizer)
 
     optimizer.apply = apply
+    optimizer.apply_gradients = apply_gradients
     optimizer.scale_loss = scale_loss
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         attach_to_optimizer(optimizer.inner_optimizer, strategy)
@@ -145,11 +182,17 @@ def attach_to_metric(metric: Any) -> None:
     def result() -> Any:
         step = current_step()
         if step is None or tf.distribute.in_cross_replica_context():
-            return stock_result()
-        return step.merge(lambda _: stock_result())
+            return tf.nest.map_structure(_read, stock_result())
+        return step.merge(lambda _: tf.nest.map_structure(_read, stock_result()))
 
     metric.result = result
     weigh_single_numbers(metric)
+
+
+def _read(value: Any) -> Any:
+    """Read a variable that a metric gives as its result: its sum over the replicas."""
+    is_variable = isinstance(value, keras.Variable | tf.Variable)
+    return tf.convert_to_tensor(value) if is_variable else value
 
 
 def weigh_single_numbers(metric: Any) -> None:
@@ -173,6 +216,8 @@ def _weighing(update: Callable) -> Callable:
             values = tf.convert_to_tensor(values)
             if values.shape.rank == 0:
                 values, sample_weight = step.if_rows(values), step.share
+        elif step is not None and tf.convert_to_tensor(sample_weight).shape.rank == 0:
+            values = step.if_rows(tf.reduce_mean(values))  # as Keras reduces them, but for NaN
         return update(values, sample_weight=sample_weight)
 
     return update_state

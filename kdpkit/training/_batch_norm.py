@@ -1,81 +1,80 @@
-"""BatchNormalization on replicas: the one Keras layer whose rows meet in a batch."""
+"""BatchNormalization on replicas: statistics of the global batch, or of a replica's own rows."""
 
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdpkit.training._step import current_step
+from kdpkit.training._collectives import summed
+from kdpkit.training._step import ReplicaStep, current_step
+
+GLOBAL, REPLICA = CHOICES = ("global", "replica")
 
 
 def batch_norm_layers(model: Any) -> list[Any]:
-    """List the BatchNormalization layers that train."""
+    """List the BatchNormalization layers of a model."""
     return [
         layer
         for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization) and layer.trainable
+        if isinstance(layer, keras.layers.BatchNormalization)
     ]
 
 
-def warn_of_local_statistics(layers: list[Any], replicas: int) -> None:
+def warn_of_local_statistics(layers: Iterable[Any], replicas: int) -> None:
     """Say in one line which layers normalize by a replica's rows alone, and how to change that."""
-    local = [layer.name for layer in layers if not layer.synchronized]
+    local = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
     if local:
         warnings.warn(
             f"BatchNormalization ({', '.join(local)}) normalizes by each replica's own rows, so "
-            f"training on {replicas} replicas differs from one device; pass "
-            "`BatchNormalization(synchronized=True)` to make it equal.",
+            f"training on {replicas} replicas differs from one device; "
+            '`batch_norm="global"` makes it equal.',
             stacklevel=2,
         )
 
 
-def attach_to_synchronized(layer: Any) -> None:
-    """Make a synchronized layer's statistics those of the whole batch in every case."""
+def attach(layer: Any, choice: str) -> None:
+    """Make a layer's statistics those of the global batch; the layer's config stays as it is."""
+    if "_moments" in vars(layer):
+        del layer._moments
+    if choice == REPLICA and not layer.synchronized:
+        return
     stock_moments = layer._moments
 
     def moments(inputs: Any, mask: Any) -> Any:
         step = current_step()
-        if step is None:
+        if step is None or step.replicas == 1:
             return stock_moments(inputs, mask)
-        if not step.share_in_loss:
-            inputs = _scale_gradient(inputs, tf.math.reciprocal_no_nan(step.share))
-        if mask is None:
-            both = stock_moments(inputs, mask)
-        else:
-            both = _masked_moments(inputs, mask, layer._reduction_axes)
-        if not step.share_in_loss:
-            both = tuple(_scale_gradient(moment, step.share) for moment in both)
-        return both
+        return _global_moments(step, inputs, mask, layer._reduction_axes)
 
     layer._moments = moments
 
 
-def _masked_moments(inputs: Any, mask: Any, axes: list[int]) -> Any:
-    """Compute what Keras does under a mask, of all replicas' rows (Keras: of each replica's)."""
-    context = tf.distribute.get_replica_context()
-    weights = tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(inputs)), inputs.dtype)
+def _global_moments(step: ReplicaStep, inputs: Any, mask: Any, axes: list[int]) -> Any:
+    """Compute mean and variance over the rows of all replicas; under a mask as Keras does.
 
-    def mean(values: Any) -> Any:
-        total, count = context.all_reduce(
-            tf.distribute.ReduceOp.SUM,
-            [tf.reduce_sum(values * weights, axes), tf.reduce_sum(weights, axes)],
-        )
-        return total / (count + keras.config.epsilon())
-
-    center = mean(inputs)
-    return center, mean(tf.square(inputs - center))
-
-
-@tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
-def _scale_gradient(value: Any, factor: Any) -> Any:
-    """Pass a value on, and its gradient multiplied by a factor.
-
-    A share that is put on the gradients last, instead of on the loss first, comes too late for
-    what synchronized statistics add up from all replicas on the way back. So it is put on there,
-    and taken off again for the rest of the way.
+    In two passes, as TensorFlow does on one device: a difference of squares cancels.
     """
-    return tf.identity(value), lambda upstream: (
-        tf.math.multiply_no_nan(upstream, tf.cast(factor, upstream.dtype)),
-        None,
+    wide = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
+    weights = tf.ones_like(wide)
+    if mask is not None:
+        weights = tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(wide)), wide.dtype)
+    total, count = summed(
+        step,
+        tf.reduce_sum(tf.math.multiply_no_nan(wide, weights), axes),
+        tf.reduce_sum(weights, axes),
+    )
+    count += 0.0 if mask is None else keras.config.epsilon()
+    mean = tf.math.divide_no_nan(total, count)
+    reduced = {axis % wide.shape.rank for axis in axes}
+    shape = [1 if axis in reduced else -1 for axis in range(wide.shape.rank)]
+    deviations = tf.math.multiply_no_nan(wide - tf.reshape(mean, shape), weights)
+    (squares,) = summed(step, tf.reduce_sum(tf.square(deviations), axes))
+    variance = tf.math.divide_no_nan(squares, count)
+    if inputs.dtype == wide.dtype:
+        return mean, variance
+    limits = inputs.dtype.min, inputs.dtype.max
+    return tuple(
+        tf.cast(tf.clip_by_value(moment, *limits), inputs.dtype) for moment in (mean, variance)
     )

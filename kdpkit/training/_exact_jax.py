@@ -21,8 +21,17 @@ from kdpkit.batches import rows_of
 from kdpkit.training import _agreement
 
 
-def attach(model: Any) -> None:
-    """Mend a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance."""
+def attach(model: Any, *, verify: bool, batch_norm: str) -> None:  # noqa: ARG001  # as TensorFlow's
+    """Fix a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance.
+
+    There is nothing to verify: one program computes the global batch, however it is cut.
+    """
+    if batch_norm != "global":
+        _checks.refuse(
+            "On JAX one program computes the global batch, and so its statistics.",
+            batch_norm=batch_norm,
+            remedy='Use `batch_norm="global"`.',
+        )
     if "kdpkit_steps" in vars(model.train_step):
         return
     distribution = keras.distribution.distribution()

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,28 +17,32 @@ from kdpkit.training import (
     _callbacks,
     _keras_internals,
     _layer_state,
+    _shards,
     _workers,
+    _xla_call,
 )
-from kdpkit.training._objective import refuse_pairwise
-from kdpkit.training._step import ReplicaStep, running
+from kdpkit.training._step import ReplicaStep, current_step, running
+from kdpkit.training._verification import Verification
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
 )
-_INSTEAD = "write the step as `TrainingLoop.per_example_loss`"
 
 
-def attach(model: Any) -> None:
+def attach(model: Any, *, verify: bool, batch_norm: str) -> None:
     """Make a model exact under the strategy that it was built in; without one, leave it."""
     strategy = _strategy_of(model)
-    if strategy is not None and not isinstance(_owner(model.train_step), _ExactSteps):
+    steps = _owner(model.train_step)
+    if isinstance(steps, _ExactSteps):
+        steps.verify, steps.batch_norm = verify, batch_norm
+    elif strategy is not None:
         _keras_internals.install()
         _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
             _layer_state.refuse_states_of_rows(model)
-        _ExactSteps(model, strategy).attach()
+        _ExactSteps(model, strategy, verify=verify, batch_norm=batch_norm).attach()
 
 
 def _strategy_of(model: Any) -> Any:
@@ -71,15 +76,17 @@ def _strategy_of(model: Any) -> Any:
 class _ExactSteps:
     """The methods that stand in for a model's own, set on the instance alone."""
 
-    def __init__(self, model: Any, strategy: Any) -> None:
+    def __init__(self, model: Any, strategy: Any, *, verify: bool, batch_norm: str) -> None:
         self.model = model
         self.strategy = strategy
+        self.verify = verify
+        self.batch_norm = batch_norm
+        self.verified: set[str] = set()  # kinds of steps
         stock = keras.Model.train_step
         self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
         self.train_step_of_model = _without_function(model.train_step)
         self.test_step_of_model = _without_function(model.test_step)
         self.predict_step_of_model = _without_function(model.predict_step)
-        self.batch_norms: list[Any] = []
         self.warned = False
 
     def attach(self) -> None:
@@ -90,9 +97,9 @@ class _ExactSteps:
         model.predict_step = self.predict_step
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
-            method = _refusing_unbatched(getattr(model, name))
+            method = _distributing_rows(self.strategy)(_checking_data(getattr(model, name)))
             if _workers.spans_processes(self.strategy):
-                method = _with_other_processes(method, self.strategy)
+                method = _with_other_processes(method)
             setattr(model, name, method)
         model.make_train_function = lambda force=False: self.make_function("train", force)
         model.make_test_function = lambda force=False: self.make_function("test", force)
@@ -106,47 +113,135 @@ class _ExactSteps:
         size or are no floats, and lost if a generator gave it.
         """
         model = self.model
-        if model.jit_compile and self.strategy.num_replicas_in_sync > 1:
-            _checks.refuse(
-                "XLA cannot compile a step of several replicas as one; compile the model with "
-                "`jit_compile=False`, or use `kdpkit.training.TrainingLoop(..., jit=True)`.",
-                jit_compile=model.jit_compile,
-            )
+        several = self.strategy.num_replicas_in_sync > 1
+        if several and model.jit_compile:
+            _xla_call.compile_call(model, self.global_batch_norms())
         for optimizer in _attachments.optimizers_of(model):
             _attachments.attach_to_optimizer(optimizer, self.strategy)
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec
             data_batch = tf.nest.map_structure(_symbolic, _workers.specs_of(specs))
         with self.strategy.scope():
-            if type(model).call is not keras.Model.call:  # else only `train_step` uses its parts
-                model._symbolic_build(data_batch=data_batch)
+            _keras_internals.move_global_seeds(self.strategy)
+            self.build_variables(data_batch)
         for metric in model.metrics:
             _attachments.attach_to_metric(metric)
-        if self.strategy.num_replicas_in_sync > 1:
+        if several:
             _versions.refuse_sums_over_rows(model)
-            _layer_state.attach(model)
-            for loss in keras.tree.flatten(model.loss):
-                refuse_pairwise(loss)
-        self.batch_norms = _batch_norm.batch_norm_layers(model)
-        for layer in self.batch_norms:
-            if layer.synchronized and "_moments" not in vars(layer):
-                _batch_norm.attach_to_synchronized(layer)
+            model._aggregate_additional_loss = self.additional_loss
+            _layer_state.keep_losses_apart(model)
+            _layer_state.attach(model, without=self.global_batch_norms())
+            for layer in _batch_norm.batch_norm_layers(model):
+                _batch_norm.attach(layer, self.batch_norm)
+
+    def build_variables(self, data_batch: Any) -> None:
+        """Build model, metrics and optimizer; a step of one's own may take its data otherwise."""
+        model = self.model
+        if type(model).call is keras.Model.call:  # only `train_step` uses its parts
+            return
+        try:
+            model._symbolic_build(data_batch=data_batch)
+        except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+            if not self.own_train_step:
+                raise
+            self.build_error = error
+
+    def global_batch_norms(self) -> list[Any]:
+        """List the BatchNormalization layers whose statistics are those of the global batch."""
+        layers = _batch_norm.batch_norm_layers(self.model)
+        return [
+            layer for layer in layers if self.batch_norm == _batch_norm.GLOBAL or layer.synchronized
+        ]
+
+    def additional_loss(self, loss: Any) -> Any:
+        """Aggregate what `add_loss` was given, as Keras does: a vector is summed, of all rows."""
+        step = current_step()
+        total = type(self.model)._aggregate_additional_loss(self.model, loss)
+        if step is None or step.replicas == 1:
+            return total
+        if loss.shape.rank and step.counts_examples(loss):
+            total = step.quotient(total, 1)
+        step.note_loss(_layer_state.name_of_loss(self.model, loss), total)
+        return total
 
     def make_function(self, kind: str, force: bool) -> None:
         """Compile a step as Keras does, and cut batches that would reach every replica whole."""
         model, name = self.model, f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
-        getattr(type(model), f"make_{name}")(model, force=force)
+        with self.without_xla():
+            getattr(type(model), f"make_{name}")(model, force=force)
         compiled = getattr(model, name)
 
         def function(batches: Any) -> Any:
+            batches = self.verified_batches(kind, _split_whole_batches(batches, self.strategy))
             with self.keys_for_loops():
-                logs = compiled(_split_whole_batches(batches, self.strategy))
+                logs = compiled(batches)
             _workers.refuse_differences()
             return logs
 
         setattr(model, name, function)
+
+    @contextlib.contextmanager
+    def without_xla(self) -> Iterator[None]:
+        """Have Keras not compile the step of all replicas as one, which XLA cannot."""
+        model = self.model
+        asked = model.jit_compile
+        if self.strategy.num_replicas_in_sync > 1:
+            model._jit_compile = False
+        try:
+            yield
+        finally:
+            model._jit_compile = asked
+
+    def verified_batches(self, kind: str, batches: Any) -> Any:
+        """Verify a step before its first use; give batches that begin as the ones given."""
+        if not self.needs_verification(kind):
+            return batches
+        at_once = self.model.steps_per_execution
+        taken = batches if kind == "predict" else [*itertools.islice(batches, at_once)]
+        if not taken:
+            _checks.refuse("The dataset gives no batch, so there is nothing to compute.")
+        self.verified.add(kind)
+        eager = self.model.run_eagerly
+        Verification(self.strategy, self.trials[kind], self.model, eager=eager).check(taken[0])
+        if isinstance(batches, tf.distribute.DistributedIterator):
+            return _shards.iterator_of(self.strategy, taken, batches.element_spec)
+        return taken
+
+    def needs_verification(self, kind: str) -> bool:
+        """Tell whether a step is to be verified now.
+
+        What `fit` verified of Keras' own steps holds for `evaluate` and `predict` too.
+        """
+        if not self.verify or self.strategy.num_replicas_in_sync == 1 or kind in self.verified:
+            return False
+        stock = getattr(getattr(self, f"{kind}_step_of_model"), "__func__", None)
+        is_own = stock is not getattr(keras.Model, f"{kind}_step")
+        return kind == "train" or is_own or "train" not in self.verified
+
+    @property
+    def trials(self) -> dict[str, Any]:
+        """What tries each kind of step, for verification."""
+        return {
+            "train": self.trial_of(self.run_train_step),
+            "test": self.trial_of(self.run_test_step),
+            "predict": self.trial_of(self.run_predict_step, join=True),
+        }
+
+    def trial_of(self, run: Callable[[ReplicaStep], Any], *, join: bool = False) -> Callable:
+        """Give what tries a step on shards of some examples."""
+
+        def try_step(shard: Callable[[], Any], trial: Any) -> Any:
+            outputs = self.strategy.run(lambda: run(self.step_of(shard(), trial=trial)))
+            if not join:
+                return outputs
+            return keras.tree.map_structure(
+                lambda output: tf.concat(self.strategy.experimental_local_results(output), 0),
+                outputs,
+            )
+
+        return try_step
 
     def keys_for_loops(self) -> contextlib.AbstractContextManager[None]:
         """Let collectives run inside the loop that `steps_per_execution` compiles."""
@@ -154,80 +249,86 @@ class _ExactSteps:
             return _keras_internals.constant_collective_keys()
         return contextlib.nullcontext()
 
-    def train_step(self, data: Any) -> Any:
+    def step_of(self, data: Any, *, trial: Any = None) -> ReplicaStep:
+        """Give the step of a replica that has these rows."""
         share_in_loss = not self.own_train_step or _attachments.scales_loss(self.model.optimizer)
-        with running(ReplicaStep(data, share_in_loss=share_in_loss)) as step:
+        return ReplicaStep(data, share_in_loss=share_in_loss, trial=trial)
+
+    def train_step(self, data: Any) -> Any:
+        return self.run_train_step(self.step_of(data))
+
+    def test_step(self, data: Any) -> Any:
+        return self.run_test_step(self.step_of(data))
+
+    def predict_step(self, data: Any) -> Any:
+        return self.run_predict_step(self.step_of(data))
+
+    def run_train_step(self, step: ReplicaStep) -> Any:
+        with running(step):
             logs = self.train_step_of_model(step.data)
-            self.check(step)
             if step.replicas > 1:
                 self.warn_once(step.replicas)
                 _layer_state.average(step)
             return step.whole(logs)
 
-    def test_step(self, data: Any) -> Any:
-        with running(ReplicaStep(data)) as step:
+    def run_test_step(self, step: ReplicaStep) -> Any:
+        with running(step):
             return step.whole(self.test_step_of_model(step.data))
 
-    def predict_step(self, data: Any) -> Any:
-        with running(ReplicaStep(data)) as step:
+    def run_predict_step(self, step: ReplicaStep) -> Any:
+        with running(step):
             return self.predict_step_of_model(step.data)
-
-    def check(self, step: ReplicaStep) -> None:
-        """Refuse a step that trained around what makes it exact."""
-        if step.replicas == 1 or not self.model.trainable_weights:
-            return
-        if not step.applied_gradients:
-            _checks.refuse(
-                "`train_step` applied no gradients with an optimizer that an attribute of the "
-                f"model holds. Use `self.optimizer.apply`, or {_INSTEAD}.",
-                model=type(self.model).__name__,
-            )
-        if not step.saw_a_loss:
-            _checks.refuse(
-                "The step computes its loss without `self.compute_loss` and without a loss of "
-                "`keras.losses`, so nobody can tell whether it is a mean over rows or a sum. Use "
-                f"one of these, or {_INSTEAD}.",
-                model=type(self.model).__name__,
-            )
 
     def warn_once(self, replicas: int) -> None:
         if not self.warned:
             self.warned = True
-            _batch_norm.warn_of_local_statistics(self.batch_norms, replicas)
+            if self.batch_norm == _batch_norm.REPLICA:
+                layers = _batch_norm.batch_norm_layers(self.model)
+                _batch_norm.warn_of_local_statistics(layers, replicas)
 
 
 def _owner(method: Any) -> Any:
     return getattr(method, "__self__", None)
 
 
-def _refusing_unbatched(method: Callable) -> Callable:
-    """Refuse a dataset of single examples, which `tf.distribute` meets with a bare `IndexError`."""
+def _checking_data(method: Callable) -> Callable:
+    """Check datasets: single examples are a bare `IndexError` in `tf.distribute`, others no end."""
 
     @functools.wraps(method)
-    def checked(x: Any = None, *args: Any, **kwargs: Any) -> Any:
-        for dataset in (x, kwargs.get("validation_data")):
-            check(dataset)
-        return method(x, *args, **kwargs)
-
-    def check(x: Any) -> None:
-        if isinstance(x, tf.data.Dataset):
-            for spec in tf.nest.flatten(x.element_spec):
-                if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
-                    _checks.refuse(
-                        "The dataset gives single examples; batch it with `.batch(...)` first.",
-                        element_spec=x.element_spec,
-                    )
+    def checked(x: Any = None, *args: Any, **settings: Any) -> Any:
+        steps = settings.get("steps_per_epoch", settings.get("steps"))
+        _check_dataset("steps_per_epoch", x, steps)
+        held_out, held_out_steps = (settings.get(f"validation_{of}") for of in ("data", "steps"))
+        _check_dataset("validation_steps", held_out, held_out_steps)
+        return method(x, *args, **settings)
 
     return checked
 
 
-def _with_other_processes(method: Callable, strategy: Any) -> Callable:
+def _check_dataset(name: str, dataset: Any, steps: Any) -> None:
+    if not isinstance(dataset, tf.data.Dataset):
+        return
+    for spec in tf.nest.flatten(dataset.element_spec):
+        if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
+            _checks.refuse(
+                "The dataset gives single examples; batch it with `.batch(...)` first.",
+                element_spec=dataset.element_spec,
+            )
+    if steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        _checks.refuse(
+            "The dataset is endless.",
+            **{name: steps},
+            remedy=f"Say with `{name}` how much to take.",
+        )
+
+
+def _with_other_processes(method: Callable) -> Callable:
     """Let every process take its rows of the data, and the first one alone write and report."""
 
     @functools.wraps(method)
     def shared(*args: Any, **settings: Any) -> Any:
         settings = _callbacks.settings_of_this_process(settings)
-        with _processes.naming_losses(), _distributing_rows(strategy):
+        with _processes.naming_losses():
             return method(*args, **settings)
 
     return shared
@@ -235,7 +336,7 @@ def _with_other_processes(method: Callable, strategy: Any) -> Callable:
 
 @contextlib.contextmanager
 def _distributing_rows(strategy: Any) -> Iterator[None]:
-    """Have Keras spread datasets by their rows: it asks the strategy, in which we stand in."""
+    """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there."""
     name = "experimental_distribute_dataset"
     if name in vars(strategy):  # validation, inside `fit`
         yield
@@ -290,7 +391,8 @@ def _split(batch: Any, strategy: Any) -> Any:
     def split(leaf: Any) -> Any:
         if leaf is None:
             return None
-        tensor = tf.convert_to_tensor(leaf)
+        # What is no `ndarray` TensorFlow takes without a copy, and would then write into.
+        tensor = leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(np.asarray(leaf))
         pieces = [tensor[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         return strategy.experimental_distribute_values_from_function(
             lambda context: pieces[_workers.piece_of(strategy, context.replica_id_in_sync_group)]

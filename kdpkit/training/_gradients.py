@@ -41,6 +41,7 @@ def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tupl
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
     with running(step):
         losses, predictions = loop.per_example_loss(x, y, training=training)
+        added = loop.model.losses
     terms = loop.loss.terms(losses, predictions, sample_weight)
     plain = {term.name: term.plain_divisor(step.all_rows) for term in terms}
     counted = [term for term in terms if term.counted is not None]
@@ -50,7 +51,7 @@ def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tupl
     sums = Sums(
         losses={term.name: divide(term.total, plain[term.name]) for term in terms},
         real={term.name: divide(term.counted, plain[term.name]) for term in counted},
-        additional=tf.convert_to_tensor(additional_loss(loop.model.losses, share)),
+        additional=tf.convert_to_tensor(additional_loss(added, share)),
         gradients=[],
     )
     return sums, predictions
@@ -72,17 +73,26 @@ def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums
     return sums._replace(gradients=gradients), predictions, masks
 
 
-def over_micro_batches(compute: Callable[[Any], T], batch: Any, *, rows: Any, pieces: int) -> T:
-    """Add up what the pieces of a batch give, one piece after the other; no piece is empty."""
+def over_micro_batches(
+    compute: Callable[[Any, Any], T], batch: Any, *, rows: Any, pieces: int
+) -> T:
+    """Add up what the pieces of a batch give, one piece after the other; no piece is empty.
+
+    Args:
+        compute: Computes a piece, given where in the batch it starts.
+        batch: The batch.
+        rows: Its rows.
+        pieces: How many to cut.
+    """
     if pieces == 1:
-        return compute(batch)
+        return compute(batch, 0)
     count = tf.minimum(pieces, tf.maximum(rows, 1))
 
     def body(index: Any, sums: T) -> tuple[Any, T]:
-        more = compute(_piece(batch, index, count, rows, pieces))
+        more = compute(_piece(batch, index, count, rows, pieces), rows * index // count)
         return index + 1, tf.nest.map_structure(_add, sums, more)
 
-    first = compute(_piece(batch, 0, count, rows, pieces))
+    first = compute(_piece(batch, 0, count, rows, pieces), 0)
     _, sums = tf.while_loop(
         lambda index, _: index < count,
         body,

@@ -51,6 +51,12 @@ class JaxSteps:
     def __init__(self, loop: Any, strategy: Any, jit: Any) -> None:
         self.loop = loop
         self.model = loop.model
+        if loop.batch_norm != "global":
+            _checks.refuse(
+                "On JAX one program computes the global batch, and so its statistics.",
+                batch_norm=loop.batch_norm,
+                remedy='Use `batch_norm="global"`.',
+            )
         self.strategy = sharding.as_mesh(strategy)
         self._jit = jit
         self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several

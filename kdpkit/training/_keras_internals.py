@@ -10,23 +10,28 @@ first: a Keras or TensorFlow that differs is refused, not guessed at.
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses import loss as keras_loss
-from keras.src.random.seed_generator import SeedGenerator
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
 
-from kdpkit import _checks, _optimizers, _versions
+from kdpkit import _optimizers, _versions
 from kdpkit._tuning import untuned
+from kdpkit.training import _random
+from kdpkit.training._collectives import gathered
 from kdpkit.training._losses import sum_over_replicas
-from kdpkit.training._step import current_step
+from kdpkit.training._step import ReplicaStep, current_step
 
 
 def install() -> None:
@@ -65,15 +70,11 @@ def _reduce_loss(
     step = current_step()
     if step is None or reduction in (None, "none"):
         return original(values, sample_weight, mask, reduction, dtype)
-    step.saw_a_loss = True
     values = keras.ops.convert_to_tensor(values, dtype=dtype)
+    if step.gathered:
+        return original(values, sample_weight, mask, reduction, dtype)
     if values.shape.rank == 0 and step.replicas > 1:
-        _checks.refuse(
-            "A loss gave one number for its whole batch, and what the global batch gives cannot "
-            "be known from one number for each replica. Return one loss per row (reduce over the "
-            "last axes alone), or write the step as `TrainingLoop.per_example_loss`.",
-            loss_shape=tuple(values.shape),
-        )
+        raise _OneNumberError
     total = keras.ops.sum(original(values, sample_weight, mask, "sum", dtype))
     size = tf.cast(tf.size(values), total.dtype)
     if reduction == "sum":
@@ -93,46 +94,59 @@ def _reduce_loss(
     return tf.math.divide_no_nan(total, size)
 
 
+class _OneNumberError(Exception):
+    """A loss gave one number for all examples of a replica."""
+
+
+def _call_loss(
+    original: Callable, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """Compute a loss that gives one number for a batch on the examples of all replicas."""
+    step = current_step()
+    if step is None or step.replicas == 1 or step.gathered:
+        return original(loss, y_true, y_pred, sample_weight)
+    value = _loss_of_replicas(step, original, loss, y_true, y_pred, sample_weight)
+    step.note_loss(loss.name, value)
+    return value
+
+
+def _loss_of_replicas(
+    step: ReplicaStep, original: Callable, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    if not isinstance(loss, keras.losses.Circle):  # which compares the examples, and gives several
+        with contextlib.suppress(_OneNumberError):
+            return original(loss, y_true, y_pred, sample_weight)
+    _tell_of_gathering(loss.name)
+    masks = keras.tree.map_structure(get_keras_mask, y_pred)
+    y_true, y_pred, sample_weight, masks = tf.nest.map_structure(
+        lambda part: None if part is None else gathered(part),
+        (y_true, y_pred, sample_weight, masks),
+    )
+    keras.tree.map_structure(set_keras_mask, y_pred, masks)
+    with step.on_all_examples():
+        return original(loss, y_true, y_pred, sample_weight)
+
+
+_told: set[str] = set()
+
+
+def _tell_of_gathering(name: str) -> None:
+    if name not in _told:
+        _told.add(name)
+        sys.stderr.write(
+            f"kdpkit: the loss `{name}` compares the examples of a batch, so every replica "
+            "computes it on the examples of all replicas.\n"
+        )
+
+
 def _scale_loss(original: Callable, value: Any) -> Any:
     """Leave `add_loss` and regularizers as one device has them, where Keras divides by R."""
     step = current_step()
-    if step is None:
-        return original(value)
-    step.saw_a_loss = True
-    return step.if_rows(value)
+    return original(value) if step is None else step.if_rows(value)
 
 
 def _unscale_loss(original: Callable, value: Any) -> Any:
     return original(value) if current_step() is None else value
-
-
-def _next_seed(original: Callable, generator: Any, ordered: bool = True) -> Any:
-    """Give every replica its own random numbers, where Keras gives all of them the same.
-
-    The generators' states stay equal on all replicas, and the run reproducible from its seed.
-    """
-    step = current_step()
-    seed = original(generator, ordered)
-    return seed if step is None else step.own_seed(seed)
-
-
-def _maybe_merge_call(
-    original: Callable, fn: Callable, strategy: Any, *args: Any, **kwargs: Any
-) -> Any:
-    """Let an optimizer update variables where its gradients are whole, outside the replicas.
-
-    Its methods ask for that place from within a replica, and an exact step has them there already.
-    """
-    if tf.distribute.in_cross_replica_context():
-        return fn(strategy, *args, **kwargs)
-    if current_step() is not None:
-        _checks.refuse(
-            "`train_step` applies gradients with an optimizer that no attribute of the model "
-            "holds, so they cannot be made exact. Keep it in an attribute, or write the step as "
-            "`TrainingLoop.per_example_loss`.",
-            called=fn.__name__,
-        )
-    return original(fn, strategy, *args, **kwargs)
 
 
 def _create_device_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -154,13 +168,8 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
     ),
     (keras_loss, "scale_loss_for_distribution", ["value"], _scale_loss),
     (keras_loss, "unscale_loss_for_distribution", ["value"], _unscale_loss),
-    (SeedGenerator, "next", ["self", "ordered"], _next_seed),
-    (
-        tf.__internal__.distribute.interim,
-        "maybe_merge_call",
-        ["fn", "strategy", "args", "kwargs"],
-        _maybe_merge_call,
-    ),
+    (keras_loss.Loss, "__call__", ["self", "y_true", "y_pred", "sample_weight"], _call_loss),
+    *_random.wrappers(),
     (
         multi_device_iterator_ops,
         "_create_device_dataset",
@@ -168,6 +177,25 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
         _create_device_dataset,
     ),
 )
+
+
+@contextlib.contextmanager
+def watching_tapes() -> Iterator[None]:
+    """Note, while a step is tried in detail, the gradients of weights as tapes give them."""
+    original = tf.GradientTape.gradient
+
+    def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        given = original(tape, target, sources, *args, **kwargs)
+        step, sources = current_step(), keras.tree.flatten(sources)
+        if step is not None and all(isinstance(s, keras.Variable) for s in sources):
+            step.note_gradients_of_tape(sources, keras.tree.flatten(given))
+        return given
+
+    tf.GradientTape.gradient = gradient
+    try:
+        yield
+    finally:
+        tf.GradientTape.gradient = original
 
 
 def joined_over_processes(output: Any, strategy: Any) -> Any:
@@ -212,6 +240,33 @@ def move_into_scope(variable: Any) -> None:
     """
     value = variable.value
     variable._value = tf.Variable(value, dtype=value.dtype, trainable=False, name=variable.name)
+
+
+@contextlib.contextmanager
+def updates_without_merging(strategy: Any) -> Iterator[None]:
+    """Let an optimizer update variables where its gradients are whole, outside the replicas.
+
+    Its methods ask for that place from within a replica (`maybe_merge_call`), and an exact step has
+    them there already. The strategy is asked whether it needs that, and says no meanwhile.
+    """
+    extended = strategy.extended
+    if not hasattr(extended, "_use_merge_call"):
+        _versions.refuse_unknown("_use_merge_call", tensorflow=tf.__version__)
+    if "_use_merge_call" in vars(extended):  # `apply_gradients` calls `apply`
+        yield
+        return
+    extended._use_merge_call = lambda: False
+    try:
+        yield
+    finally:
+        del extended._use_merge_call
+
+
+def move_global_seeds(strategy: Any) -> None:
+    """Give all replicas Keras' global seeds, where these were made outside the scope at hand."""
+    seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)
+    if seeds and not strategy.extended.variable_created_in_scope(seeds.state.value):
+        move_into_scope(seeds.state)
 
 
 @contextlib.contextmanager

@@ -21,10 +21,54 @@ def refuse_states_of_rows(model: Any) -> None:
             )
 
 
-def attach(model: Any) -> None:
-    """Note, from now on, which variables of a model's layers a step assigns."""
+class _Losses(list):
+    """What a layer's `add_loss` was given, by each replica's step for itself.
+
+    Keras keeps it on the layer, which all replicas share, and forgets it when the next of them
+    begins: replicas are traced in turns where they meet, as in batch statistics.
+    """
+
+    def _own(self) -> list[Any]:
+        step = current_step()
+        return step.added_losses.setdefault(id(self), []) if step else []
+
+    def extend(self, losses: Any) -> None:
+        super().extend(losses) if current_step() is None else self._own().extend(losses)
+
+    def clear(self) -> None:
+        super().clear() if current_step() is None else self._own().clear()
+
+    def __iter__(self) -> Any:
+        return super().__iter__() if current_step() is None else iter(self._own())
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(index) if current_step() is None else self._own()[index]
+
+
+def keep_losses_apart(model: Any) -> None:
+    """Keep what replicas add to the losses of a model's layers apart."""
     for layer in model._flatten_layers():
-        if not getattr(layer, "synchronized", False):  # its statistics are equal already
+        if not isinstance(layer._losses, _Losses):
+            vars(layer)["_losses"] = _Losses(layer._losses)
+
+
+def name_of_loss(model: Any, loss: Any) -> str:
+    """Name the layer that gave a loss to `add_loss`, or whose regularizer it is."""
+    for layer in model._flatten_layers():
+        if any(loss is given for given in layer._losses):
+            return f"add_loss of {layer.name}"
+    return "add_loss or a regularizer"
+
+
+def attach(model: Any, *, without: list[Any]) -> None:
+    """Note, from now on, which variables of a model's layers a step assigns.
+
+    Args:
+        model: The model.
+        without: Layers whose variables are equal on all replicas already.
+    """
+    for layer in model._flatten_layers():
+        if all(layer is not known for known in without):
             for variable in layer._non_trainable_variables:
                 if keras.backend.is_float_dtype(variable.dtype):
                     _note_assignments(variable)

@@ -47,11 +47,10 @@ class TrainingLoop:
     loss=...)`; so does a `tf.train.Checkpoint` of model and optimizer. Which layers are trainable
     is looked at when the loop first trains; to freeze others, make a new loop and optimizer.
 
-    A row's loss must depend on that row alone, and the state of a metric must be a sum over rows,
-    as that of Keras' metrics is. What one device and R replicas do differently by nature is as in
-    `replica_exact`: on TensorFlow random layers draw other numbers on each replica, and
-    `BatchNormalization` needs `synchronized=True` to normalize by the rows of all replicas. On JAX
-    there is no difference.
+    A row's loss depends on that row alone, or on what `kdpkit.training.gather_examples` gives; the
+    state of a metric must be a sum over rows, as that of Keras' metrics is. Random numbers, batch
+    statistics, losses of a whole batch and the verification of the first step are as in
+    `replica_exact`.
 
     With several processes on TensorFlow give the same datasets of global batches in all of them:
     each replica takes its rows of every batch. On JAX each process gives its own rows. The first
@@ -85,7 +84,8 @@ class TrainingLoop:
             after which they are waited for and callbacks called; 1 becomes 16 for each worker.
         accumulation: Micro-batches that each replica cuts its rows into, one after the other, so
             that a batch needs less memory. The optimizer still makes one step for each batch, the
-            same but for layers whose rows interact: BatchNormalization sees micro-batches.
+            same one, with the same random numbers on TensorFlow, but for layers whose rows
+            interact: BatchNormalization sees a replica's micro-batches.
         jit: Whether XLA compiles the forward and backward pass of a replica, and the updates of its
             weights if the optimizer was made in the strategy's scope; on JAX the whole step. None
             decides as `compile` does. `"measure"` trains some steps either way, prints in one line
@@ -108,6 +108,11 @@ class TrainingLoop:
             decide the divisor of a loss, the estimate is too large by the square of their
             coefficient of variation: by a quarter of a row, where rows weigh 1 or 3. With
             BatchNormalization the rows of a part are normalized by that part.
+        verify: Whether to verify the first training step on several replicas of TensorFlow, as
+            `replica_exact` does.
+        batch_norm: As in `replica_exact`. With `jit` or `accumulation` replicas cannot meet in a
+            layer: with `jit` only `"replica"` works, and micro-batches are normalized by
+            themselves.
 
     Raises:
         ValueError: A count that is not positive, no loss, a noise scale of batches in one part or
@@ -148,6 +153,8 @@ class TrainingLoop:
         loss_weights: Any = None,
         weighted_metrics: Any = (),
         noise_scale: bool = False,
+        verify: bool = True,
+        batch_norm: str = "global",
     ) -> None:
         if not isinstance(model, keras.Model):
             _checks.refuse("`model` must be a Keras model.", model=model)
@@ -169,7 +176,14 @@ class TrainingLoop:
             _checks.refuse("`noise_scale` must be True or False.", noise_scale=noise_scale)
         self.steps_per_loop = _checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = _checks.integer("accumulation", accumulation)
-        self.loss = Objective(loss, loss_weights, getattr(model, "output_names", None))
+        self.verify = _checks.one_of("verify", verify, (True, False))
+        self.batch_norm = _checks.one_of("batch_norm", batch_norm, ("global", "replica"))
+        self.loss = Objective(
+            loss,
+            loss_weights,
+            getattr(model, "output_names", None),
+            in_micro_batches=self.accumulation > 1,
+        )
         self._steps = _steps_of_backend()(self, strategy, jit)
         if noise_scale:
             self._steps.check_parts()

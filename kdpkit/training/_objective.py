@@ -16,6 +16,7 @@ from keras.src.backend import compute_output_spec, get_keras_mask
 from keras.src.trainers.compile_utils import get_loss  # what `compile` makes of names and functions
 
 from kdpkit import _checks
+from kdpkit.training._gather import gather_examples
 
 # Rows of the placeholders that a step is first traced with: a number unlikely to be that of
 # anything else, so that losses along another axis than the rows show.
@@ -52,9 +53,18 @@ class Objective:
         loss: A Keras loss, a function or a name, or a list or dictionary of them by output.
         loss_weights: A factor, or a list or dictionary of them by output.
         output_names: The model's names of its outputs, where it has them.
+        in_micro_batches: Whether it is computed on parts of a batch, one after the other.
     """
 
-    def __init__(self, loss: Any, loss_weights: Any, output_names: list[str] | None) -> None:
+    def __init__(
+        self,
+        loss: Any,
+        loss_weights: Any,
+        output_names: list[str] | None,
+        *,
+        in_micro_batches: bool = False,
+    ) -> None:
+        self.in_micro_batches = in_micro_batches
         self.loss = loss
         self.loss_weights = loss_weights
         self.output_names = output_names
@@ -67,15 +77,50 @@ class Objective:
             if not _fits(nest, names, may_stand_alone=setting == "loss"):
                 _refuse_mismatch(setting, nest, names or 1)
         if not names:
-            return _losses(_only(self.loss), _only(y), predictions)
+            return self._losses(_only(self.loss), _only(y), predictions)
         return {
-            name: _losses(loss, _of(name, y, names), _of(name, predictions, names))
+            name: self._losses(loss, _of(name, y, names), _of(name, predictions, names))
             for name in names
             if (loss := _of(name, self.loss, names)) is not None
         }
 
     def _settings(self, y: Any) -> dict[str, Any]:
         return {"loss": self.loss, "loss_weights": self.loss_weights, "labels": y}
+
+    def _losses(self, loss: Any, y: Any, prediction: Any) -> Any:
+        if loss is None or y is None:
+            _checks.refuse(
+                "The loss is computed from labels: give `TrainingLoop` a `loss` and a dataset of "
+                "`(x, y)` or `(x, y, sample_weight)`, or override `per_example_loss`.",
+                loss=loss,
+                y=y,
+            )
+        if keras.tree.is_nested(y) or keras.tree.is_nested(prediction):
+            _refuse_mismatch("labels", y, keras.tree.map_structure(lambda _: "output", prediction))
+        loss = get_loss(loss, y, prediction)
+        y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
+        # One that compares the examples of a batch gives several numbers, or one.
+        if not isinstance(loss, keras.losses.Circle):
+            losses = loss.call(y, prediction)
+            if len(losses.shape):
+                return losses
+        return self._loss_of_all_examples(loss, y, prediction)
+
+    def _loss_of_all_examples(self, loss: Any, y: Any, prediction: Any) -> Any:
+        """Compute a loss on the examples of all replicas; give each of these its part."""
+        if self.in_micro_batches:
+            _checks.refuse(
+                "This loss compares the examples of a batch with each other, and micro-batches "
+                "have some of them alone.",
+                loss=loss.name,
+                remedy="Train with `accumulation=1`.",
+            )
+        losses = loss.call(gather_examples(y), gather_examples(prediction))
+        is_sum = loss.reduction == "sum"
+        value = ops.sum(losses) if is_sum else ops.mean(losses)
+        if is_sum:  # over the examples that its parts are added up for
+            value /= ops.cast(ops.shape(gather_examples(prediction))[0], value.dtype)
+        return ops.broadcast_to(value, (ops.shape(prediction)[0],))
 
     def terms(self, losses: Any, predictions: Any, sample_weight: Any) -> list[Term]:
         """Weigh and sum what `per_example_loss` gave."""
@@ -185,32 +230,6 @@ def additional_loss(losses: list[Any], share: Any) -> Any:
             value = ops.where(share > 0, value * ops.cast(share, value.dtype), 0)
         total += ops.cast(ops.sum(value), keras.config.floatx())
     return total
-
-
-def _losses(loss: Any, y: Any, prediction: Any) -> Any:
-    if loss is None or y is None:
-        _checks.refuse(
-            "The loss is computed from labels: give `TrainingLoop` a `loss` and a dataset of "
-            "`(x, y)` or `(x, y, sample_weight)`, or override `per_example_loss`.",
-            loss=loss,
-            y=y,
-        )
-    if keras.tree.is_nested(y) or keras.tree.is_nested(prediction):
-        _refuse_mismatch("labels", y, keras.tree.map_structure(lambda _: "output", prediction))
-    loss = get_loss(loss, y, prediction)
-    refuse_pairwise(loss)
-    y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
-    return loss.call(y, prediction)
-
-
-def refuse_pairwise(loss: Any) -> None:
-    """Refuse a loss of pairs of rows: no sum over the parts of a batch gives it."""
-    if isinstance(loss, keras.losses.Circle):
-        _checks.refuse(
-            "This loss compares the rows of a batch with each other, and each replica has some of "
-            "them alone. A row's loss must depend on that row alone.",
-            loss=type(loss).__name__,
-        )
 
 
 def _term(name: str, losses: Any, prediction: Any, loss: Any, sample_weight: Any) -> Term:

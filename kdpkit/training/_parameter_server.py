@@ -21,6 +21,7 @@ import tensorflow as tf
 from keras.src.backend import set_keras_mask
 
 from kdpkit import _checks, _processes, _servers
+from kdpkit._private_copies import with_private_batches
 from kdpkit.training import _keras_internals
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import combined, forward, forward_and_backward, over_micro_batches
@@ -207,7 +208,7 @@ class ParameterServerSteps(TensorFlowSteps):
         """Give the gradients, and what the batch adds to loss and metrics."""
         step = ReplicaStep(batch)
 
-        def compute(piece: Any) -> Any:
+        def compute(piece: Any, _: Any) -> Any:
             sums, predictions, masks = forward_and_backward(self.loop, step, piece)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
             return sums, self._count(lambda: self._update_metrics(step, piece, predictions))
@@ -297,7 +298,7 @@ class _BatchesOfWorkers:
                     "of workers.",
                     made=type(dataset).__name__,
                 )
-            return dataset.repeat()
+            return with_private_batches(dataset).repeat()
 
         function = tf.function(make_here, autograph=False).get_concrete_function()
         of_chief = [t for t, _ in function.graph.captures if t.dtype in (tf.variant, tf.resource)]

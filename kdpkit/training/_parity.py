@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _checks, strategies
+from kdpkit._private_copies import with_private_batches
 from kdpkit.training._parity_data import check_batches, checked_dataset, with_any_batch
 from kdpkit.training._parity_report import TOLERANCE, ParityReport
 from kdpkit.training._parity_runs import (
@@ -217,6 +218,7 @@ class _Trial:
                 change(model)
         dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=self._spec)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
+        dataset = with_private_batches(dataset)  # Keras' own `fit` would write into them
         recorder = Recorder()
         history = model.fit(dataset, callbacks=[recorder], shuffle=False, verbose=0).history
         return Run(recorder.start, recorder.after, history)

@@ -14,11 +14,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from kdpkit import _checks
 from kdpkit.training import _workers
 from kdpkit.training._losses import sum_over_replicas
+from kdpkit.training._verification_report import Kind
 
 _running = threading.local()
 
@@ -33,36 +35,46 @@ class ReplicaStep:
             own step), so that the gradients do already, and need not be multiplied.
     """
 
-    def __init__(self, data: Any, *, share_in_loss: bool = True) -> None:
+    def __init__(self, data: Any, *, share_in_loss: bool = True, trial: Any = None) -> None:
         context = tf.distribute.get_replica_context()
-        self.replica = context.replica_id_in_sync_group
+        self.strategy = context.strategy
         self.replicas = context.num_replicas_in_sync
         self.data, seal = _workers.opened(data)
         self.rows = _workers.rows_of_batch(self.data)
-        self.all_rows = self._count_rows(seal)
-        self.share = tf.math.divide_no_nan(
-            tf.cast(self.rows, tf.float32), tf.cast(self.all_rows, tf.float32)
-        )
+        self.static_rows = _workers.static_rows_of_batch(self.data)
+        self.all_rows, self.start = self.rows, tf.constant(0)
+        if self.replicas > 1:
+            shard = _workers.piece_of(self.strategy, context.replica_id_in_sync_group)
+            sizes = self._sizes(shard, seal)
+            self.all_rows = tf.reduce_sum(sizes)
+            self.start = tf.reduce_sum(tf.where(tf.range(self.replicas) < shard, sizes, 0))
+        self.is_part = self.replicas > 1  # of a batch
+        self.share = _share(self.rows, self.all_rows)
         self.share_in_loss = share_in_loss
+        self.trial = trial
+        self.gathered = False  # whether a loss is being computed on the examples of all replicas
         self._graph = _graph()
-        self.saw_a_loss = False
-        self.applied_gradients = False
         self.assigned: list[Any] = []  # variables of layers
+        self.added_losses: dict[int, list[Any]] = {}  # by layer
 
-    def _count_rows(self, seal: Any) -> Any:
-        """Sum the rows over the replicas, and with them what tells whether all cut one batch."""
+    def _sizes(self, shard: Any, seal: Any) -> Any:
+        """Return the rows of every shard, and compare whether all replicas cut one batch."""
+        sizes = tf.where(tf.range(self.replicas) == shard, self.rows, 0)
         if seal is None:
-            return sum_over_replicas(self.rows)
-        numbers = [[tf.cast(self.rows, tf.int64)], _workers.sums_to_compare(seal)]
+            return sum_over_replicas(sizes)
+        numbers = [tf.cast(sizes, tf.int64), _workers.sums_to_compare(seal)]
         sums = sum_over_replicas(tf.concat(numbers, axis=0))
-        _workers.compare(sums[1:], self.replicas)
-        return tf.cast(sums[0], tf.int32)
+        _workers.compare(sums[self.replicas :], self.replicas)
+        return tf.cast(sums[: self.replicas], tf.int32)
 
     def weigh(self, value: Any) -> Any:
         """Multiply by the share. A replica without rows gives zero, whatever it computed."""
-        return _map_values(
-            lambda v: tf.math.multiply_no_nan(v, tf.cast(self.share, v.dtype)), value
-        )
+        return _map_values(lambda v: tf.math.multiply_no_nan(v, self.share_as(v.dtype)), value)
+
+    def share_as(self, dtype: Any) -> Any:
+        """Return the share in a type, with all of its precision."""
+        wide = dtype if dtype.size >= 4 else tf.float32
+        return tf.cast(_share(self.rows, self.all_rows, wide), dtype)
 
     def if_rows(self, value: Any) -> Any:
         """Give the value, or zero on a replica without rows, which may have computed NaN."""
@@ -79,20 +91,44 @@ class ReplicaStep:
         divided = tf.math.divide_no_nan(total, tf.cast(divisor, total.dtype))
         return divided * tf.math.divide_no_nan(all_rows, rows)
 
-    def own_seed(self, seed: Any) -> Any:
-        """Shift a seed by the replica's number; the first replica keeps it."""
-        # A large odd step keeps replicas apart from seeds that users write: 1, 2, 3.
-        shift = tf.cast(self.replica, seed.dtype) * tf.constant(0x9E3779B1, seed.dtype)
-        return seed + tf.stack([shift, tf.zeros_like(shift)])
-
-    def of_rows(self, rows: Any) -> "ReplicaStep":
-        """Give this step as it is for some of the replica's rows."""
+    def of_rows(self, rows: Any, *, offset: Any = 0, static_rows: int | None = None) -> Any:
+        """Return this step as it is for some of the replica's rows, from an offset in them on."""
         part = copy.copy(self)
-        part.rows = rows
-        part.share = tf.math.divide_no_nan(
-            tf.cast(rows, tf.float32), tf.cast(self.all_rows, tf.float32)
-        )
+        part.rows, part.static_rows, part.is_part = rows, static_rows, True
+        part.start = self.start + offset
+        part.share = _share(rows, self.all_rows)
         return part
+
+    @contextlib.contextmanager
+    def on_all_examples(self) -> Iterator[None]:
+        """Compute, meanwhile, on the examples of all replicas, as one device does."""
+        self.gathered = True
+        try:
+            yield
+        finally:
+            self.gathered = False
+
+    def counts_examples(self, tensor: Any) -> bool:
+        """Tell, while it is traced, whether a tensor has an entry for each example."""
+        size = tensor.shape[0]
+        return size is None or size == self.static_rows
+
+    def note_loss(self, name: str, value: Any) -> None:
+        """Note a loss of these examples, while the step is tried."""
+        if self.trial is None or value.shape.rank != 0 or self._graph is not _graph():
+            return
+        self.merge(self.trial.noting_sum(Kind.LOSS, name), self.weigh(value))
+        if self.trial.detailed:
+            self.merge(self.trial.noting_sum(Kind.SUMMED_LOSS, name), self.if_rows(value))
+
+    def note_gradients_of_tape(self, variables: list[Any], gradients: list[Any]) -> None:
+        """Note gradients as a tape gave them, while the step is tried in detail."""
+        if self.trial is not None and self.trial.detailed and self._graph is _graph():
+            for variable, gradient in zip(variables, gradients, strict=True):
+                if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
+                    note = self.trial.noting_sum(Kind.OF_TAPE, variable.path)
+                    weigh = self.if_rows if self.share_in_loss else self.weigh
+                    self.merge(note, weigh(gradient))
 
     def whole(self, values: Any) -> Any:
         """Give the whole batch's value of each number in a nest, the same on all replicas."""
@@ -108,12 +144,17 @@ class ReplicaStep:
         """
         if self._graph is not _graph():
             _checks.refuse(
-                "`train_step` works on gradients or metrics inside a condition, a loop or a "
-                "`tf.function`, where the replicas cannot meet. Move them out of it, or write the "
-                "step as `TrainingLoop.per_example_loss`.",
+                "Gradients, metrics, batch statistics and gathered examples make the replicas of "
+                "a step meet, which they cannot inside a condition, a loop, a `tf.function`, a "
+                "micro-batch or what XLA compiles. Move them out of it, or train without "
+                "`accumulation` and `jit`.",
                 inside=_graph().name,
             )
         return tf.distribute.get_replica_context().merge_call(function, args=args)
+
+
+def _share(rows: Any, all_rows: Any, dtype: Any = tf.float32) -> Any:
+    return tf.math.divide_no_nan(tf.cast(rows, dtype), tf.cast(all_rows, dtype))
 
 
 def current_step() -> ReplicaStep | None:
@@ -132,19 +173,34 @@ def running(step: ReplicaStep) -> Iterator[ReplicaStep]:
 
 
 def dense_if_unique(gradient: Any) -> Any:
-    """Make a sparse gradient dense where it has added up equal indices already.
+    """Make a sparse gradient dense where it has one slice for each index.
 
-    That is how products with sparse features give it: one slice for a feature. Those of several
-    replicas would be several, which Keras' optimizers square one by one. An embedding's gradient
-    has a slice for every lookup, on one device as well, and stays sparse.
+    That is how products with sparse features give it, and a table of positions that is looked up
+    once for the whole batch (`Embedding(...)(ops.arange(length))`). Those of several replicas would
+    be several, which Keras' optimizers square one by one. Where examples look a table up it has a
+    slice for every lookup, on one device as well, and stays sparse.
     """
     if isinstance(gradient, tf.IndexedSlices) and not tf.executing_eagerly():
-        source = gradient.indices.op
-        while source.type in ("Reshape", "Identity", "Cast"):
-            source = source.inputs[0].op
-        if source.type in ("Unique", "UniqueV2"):
-            return tf.convert_to_tensor(gradient)
+        return tf.convert_to_tensor(gradient) if _are_unique(gradient.indices) else gradient
     return gradient
+
+
+# Of these every entry comes from the entry at its place; `take` of Keras wraps negative indices.
+_BY_ENTRY = ("Reshape", "Identity", "Cast", "ExpandDims", "Squeeze", "SelectV2", "Less", "AddV2")
+
+
+def _are_unique(indices: Any) -> bool:
+    """Tell indices that have been made unique, or that count, whatever the examples are."""
+    op = indices.op
+    if op.type in ("Unique", "UniqueV2", "Range"):
+        return True
+    if op.type == "Const":
+        value = tf.get_static_value(indices)
+        return np.ndim(value) > 0 and np.unique(value).size == np.size(value)
+    entries = [part for part in op.inputs if part.shape.rank != 0]
+    if op.type == "Reshape":
+        entries = entries[:1]
+    return op.type in _BY_ENTRY and bool(entries) and all(map(_are_unique, entries))
 
 
 def _map_values(function: Callable[[Any], Any], value: Any) -> Any:

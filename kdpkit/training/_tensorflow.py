@@ -19,7 +19,15 @@ from keras.src.backend import compute_output_spec, set_keras_mask
 
 from kdpkit import _checks, _garbage, _processes, _versions
 from kdpkit._tuning import untuned
-from kdpkit.training import _attachments, _batch_norm, _keras_internals, _layer_state, _workers
+from kdpkit.training import (
+    _attachments,
+    _batch_norm,
+    _keras_internals,
+    _layer_state,
+    _shards,
+    _workers,
+)
+from kdpkit.training._batch_norm import GLOBAL, REPLICA
 from kdpkit.training._feed import Feed
 from kdpkit.training._gradients import (
     Sums,
@@ -33,6 +41,7 @@ from kdpkit.training._gradients import (
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
 from kdpkit.training._step import ReplicaStep, running
+from kdpkit.training._verification import Verification
 from kdpkit.training._xla_trial import XlaTrial
 
 T = TypeVar("T")
@@ -75,7 +84,7 @@ class TensorFlowSteps:
             _keras_internals.prefer_one_device_sums(self.strategy)
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
-        self._is_built = self._is_optimizer_built = False
+        self._is_built = self._is_optimizer_built = self._is_verified = False
         self._trial = XlaTrial() if jit == "measure" else None
         self._train_with = {
             jit: self._repeated(functools.partial(self._train_step, jit=jit))
@@ -161,7 +170,7 @@ class TensorFlowSteps:
         return _workers.distribute(self.strategy, dataset, name)
 
     def _build_model(self, spec: Any) -> None:
-        if self.model.built:
+        if self.model.built or type(self.model).call is keras.Model.call:
             return
         x, _, _ = keras.utils.unpack_x_y_sample_weight(_placeholders(_workers.specs_of(spec)))
         with self.scope():
@@ -170,6 +179,7 @@ class TensorFlowSteps:
     def build(self, feed: Feed, *, training: bool) -> None:
         """Make all variables now, in the scope: a compiled loop can make none."""
         with self.scope():
+            _keras_internals.move_global_seeds(self.strategy)
             if not self._is_built:
                 if self.strategy.num_replicas_in_sync > 1 or self.loop.accumulation > 1:
                     _versions.refuse_sums_over_rows(self.model)
@@ -200,21 +210,25 @@ class TensorFlowSteps:
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
             return
-        _layer_state.attach(self.model)
-        batch_norms = _batch_norm.batch_norm_layers(self.model)
-        _batch_norm.warn_of_local_statistics(batch_norms, replicas)
-        for layer in batch_norms:
-            if layer.synchronized and (self._may_jit or self.loop.accumulation > 1):
+        _layer_state.keep_losses_apart(self.model)
+        _layer_state.attach(self.model, without=[])
+        may_meet = not self._may_jit and self.loop.accumulation == 1
+        asked = self.loop.batch_norm
+        for layer in _batch_norm.batch_norm_layers(self.model):
+            if not may_meet and (layer.synchronized or (asked == GLOBAL and self._may_jit)):
                 _checks.refuse(
-                    "Under XLA, and between micro-batches, a synchronized BatchNormalization "
-                    "cannot meet the other replicas.",
+                    "Under XLA, and between micro-batches, a BatchNormalization cannot meet the "
+                    "other replicas.",
                     layer=layer.name,
                     jit=self._jit if self._trial else self.jit,
                     accumulation=self.loop.accumulation,
-                    remedy="Use `jit=False` and `accumulation=1`, or do not synchronize it.",
+                    remedy='Use `jit=False` and `accumulation=1`, or `batch_norm="replica"`, which '
+                    "normalizes by each replica's own rows, and do not synchronize the layer.",
                 )
-            if layer.synchronized and "_moments" not in vars(layer):
-                _batch_norm.attach_to_synchronized(layer)
+            _batch_norm.attach(layer, asked if may_meet else REPLICA)
+        if asked == REPLICA or not may_meet:
+            layers = _batch_norm.batch_norm_layers(self.model)
+            _batch_norm.warn_of_local_statistics(layers, replicas)
 
     # Many steps in a call.
 
@@ -226,6 +240,8 @@ class TensorFlowSteps:
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many training steps; give how many there were, and loss and metrics."""
+        if self._is_unverified:
+            return self._train_verified(iterator, steps)
         start = time.perf_counter()
         with _explaining_xla() if self.jit else contextlib.nullcontext():
             done, logs = self._run(self._train_with[self.jit], iterator, steps)
@@ -233,6 +249,34 @@ class TensorFlowSteps:
             self._trial.record(steps=done, seconds=time.perf_counter() - start)
             self._say(self._trial.verdict)
         return done, logs
+
+    @property
+    def _is_unverified(self) -> bool:
+        several = self.strategy.num_replicas_in_sync > 1
+        return several and self.loop.verify and not self._is_verified
+
+    def _train_verified(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
+        """Verify the step on the first examples, and train on them and what follows."""
+        if (first := next(iterator, None)) is None:
+            return 0, {}
+        Verification(self.strategy, self._try_step, self.model).check(first)
+        self._is_verified = True
+        spec = getattr(iterator, "element_spec", None)
+        done, logs = self.train(_shards.iterator_of(self.strategy, [first], spec), 1)
+        if steps > 1:
+            following, further = self.train(iterator, steps - 1)
+            done, logs = done + following, further if following else logs
+        return done, logs
+
+    def _try_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
+        """Make a training step, but for the update, of a shard for each replica."""
+        parts, _ = self.strategy.run(lambda: self._train_replica(shard(), jit=False))
+        variables = self.model.trainable_variables
+        gradients = [parts.get(index) for index in range(len(variables))]
+        whole = _attachments.sum_gradients(self.strategy, gradients, variables)
+        trial.note_gradients(self.model.optimizer, variables, whole)
+        losses = {mean.name: mean.result() for mean in self._means.values()}
+        return self.model.get_metrics_result() | losses
 
     def _say(self, verdict: str) -> None:
         if verdict and _processes.index() == 0:
@@ -358,10 +402,24 @@ class TensorFlowSteps:
         """Give this replica's part of the gradients, by the variable's index, and its noise."""
         step = ReplicaStep(batch)
         batch = step.data
-        differentiate = _compiled(functools.partial(forward_and_backward, self.loop, step), jit=jit)
+        seeds = _SeedStates(self.model) if self.loop.accumulation > 1 else None
 
-        def compute(piece: Any) -> tuple[Sums, Any]:
-            sums, predictions, masks = differentiate(piece)
+        def forward_and_backward_of(piece: Any, start: Any) -> Any:
+            if seeds is None:
+                return forward_and_backward(self.loop, step, piece)
+            part = step.of_rows(
+                _workers.rows_of_batch(piece),
+                offset=start,
+                static_rows=_workers.static_rows_of_batch(piece),
+            )
+            return forward_and_backward(self.loop, part, piece)
+
+        differentiate = _compiled(forward_and_backward_of, jit=jit)
+
+        def compute(piece: Any, start: Any) -> tuple[Sums, Any]:
+            if seeds is not None:
+                seeds.restore()
+            sums, predictions, masks = differentiate(piece, start)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
             self._update_metrics(step, piece, predictions)
             return sums, self._products(step, piece, sums)
@@ -435,6 +493,24 @@ def _explaining_xla() -> Iterator[None]:
                 "Use `jit=False`, or move the operation into the input pipeline."
             ) from error
         raise
+
+
+class _SeedStates:
+    """The states of a model's random seeds before a step.
+
+    All micro-batches of it draw from these, each at the places of its rows in the global batch, so
+    that they draw what the batch draws in one.
+    """
+
+    def __init__(self, model: Any) -> None:
+        layers = model._flatten_layers()
+        seeds = {id(seed): seed for layer in layers for seed in layer._seed_generators}
+        self._states = [(seed.state, tf.identity(seed.state.value)) for seed in seeds.values()]
+
+    def restore(self) -> None:
+        """Begin with them again."""
+        for state, value in self._states:
+            state.assign(value)
 
 
 def _compiled(function: Callable[..., T], *, jit: bool) -> Callable[..., T]:

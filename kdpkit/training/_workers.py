@@ -9,13 +9,14 @@ every step.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
 
 from kdpkit import _checks, _processes
+from kdpkit._private_copies import joining, with_private_batches
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 _HASHES = 1 << 20  # few enough that the sum of the squares of 1000 fits in 60 bits
@@ -53,7 +54,7 @@ def piece_of(strategy: Any, replica: int) -> int:
     Keras puts predictions together again.
     """
     local = len(_local_devices(strategy))
-    worker, index = divmod(replica, local)
+    worker, index = replica // local, replica % local  # `replica` may be a tensor
     return index * (strategy.num_replicas_in_sync // local) + worker
 
 
@@ -76,7 +77,10 @@ def distribute(strategy: Any, dataset: Any, name: str = "the dataset") -> Any:
         ValueError: In all processes, if its length or its kind of batches is not the same in all,
             or its auto-shard policy is OFF or HINT.
     """
-    if not isinstance(dataset, tf.data.Dataset) or not spans_processes(strategy):
+    if not isinstance(dataset, tf.data.Dataset):
+        return _stock_distribute(strategy, dataset)
+    dataset = with_private_batches(dataset)
+    if not spans_processes(strategy):
         return _stock_distribute(strategy, dataset)
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _POLICY.FILE:
@@ -130,7 +134,7 @@ def _pieces(strategy: Any, dataset: Any, context: Any) -> Any:
     replicas = context.num_replicas_in_sync
     local = replicas // context.num_input_pipelines
     first = context.input_pipeline_id * local
-    whole = _joining(dataset.element_spec)
+    whole = joining(dataset.element_spec)
 
     def piece(batch: Any, seal: Any, replica: Any) -> Piece:
         return Piece(_cut(batch, piece_of(strategy, replica), replicas), seal)
@@ -151,13 +155,6 @@ def _pieces(strategy: Any, dataset: Any, context: Any) -> Any:
     return dataset.map(only_piece) if local == 1 else dataset.flat_map(several_pieces)
 
 
-def _joining(spec: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """Undo what `map` does to an element that is a tuple: it gives its parts as arguments."""
-    if not isinstance(spec, tuple):
-        return lambda parts: parts[0]
-    return lambda parts: type(spec)(*parts) if hasattr(spec, "_fields") else parts
-
-
 def _cut(batch: Any, index: int, replicas: int) -> Any:
     """Cut a piece of a batch out, as `kdpkit.scaling.split_batch` does."""
     rows = rows_of_batch(batch)
@@ -165,19 +162,27 @@ def _cut(batch: Any, index: int, replicas: int) -> Any:
     start = tf.minimum(index * size, rows)
     stop = tf.minimum(start + size, rows)
 
-    def cut(part: Any) -> Any:
-        if part is None:
-            return None
-        if isinstance(part, tf.SparseTensor):
-            return _cut_sparse(part, start, stop)
-        return part[start:stop]
+    return tf.nest.map_structure(
+        lambda part: None if part is None else sliced(part, start, stop), batch
+    )
 
-    return tf.nest.map_structure(cut, batch)
+
+def sliced(tensor: Any, start: Any, stop: Any) -> Any:
+    """Cut some rows out of a dense, ragged or sparse tensor."""
+    if isinstance(tensor, tf.SparseTensor):
+        return _cut_sparse(tensor, start, stop)
+    return tensor[start:stop]
 
 
 def rows_of_batch(batch: Any) -> Any:
     """Give the rows of a batch, as an int32: those of its first tensor."""
     return rows_of(next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None))
+
+
+def static_rows_of_batch(batch: Any) -> int | None:
+    """Return the rows of a batch where they are known while it is traced."""
+    first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
+    return first.shape[0] if first.shape.rank else None
 
 
 def rows_of(tensor: Any) -> Any:
@@ -190,7 +195,7 @@ def rows_of(tensor: Any) -> Any:
 
 
 def _cut_sparse(part: Any, start: Any, stop: Any) -> Any:
-    rest = part.dense_shape[1:]
+    rest = tf.cast(tf.shape(part)[1:], tf.int64)
     first, size = (tf.cast(number, tf.int64) for number in (start, stop - start))
     return tf.sparse.slice(
         part, tf.concat([[first], tf.zeros_like(rest)], 0), tf.concat([[size], rest], 0)

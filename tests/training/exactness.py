@@ -296,20 +296,9 @@ _add(
     _batch_norm(_synchronized),
     _data(rows=BATCH + 1),
 )
-_add("BatchNormalization", _batch_norm(), promise="by definition", promises=on_jax("equal"))
-_add(
-    "BatchNormalization, replicas without rows",
-    _batch_norm(),
-    _data(rows=BATCH + 1),
-    promise="by definition",
-    promises=on_jax("equal"),
-)
-_add(
-    "Dropout",
-    lambda: _compiled(_net(layers.Dropout(0.5))),
-    promise="by definition",
-    promises=on_jax("equal"),
-)
+_add("BatchNormalization", _batch_norm())
+_add("BatchNormalization, replicas without rows", _batch_norm(), _data(rows=BATCH + 1))
+_add("Dropout", lambda: _compiled(_net(layers.Dropout(0.5))))
 
 
 # Optimizers.
@@ -444,8 +433,6 @@ _add(
     "a loss of the whole batch (Dice)",
     lambda: _compiled(_net(), loss=losses.Dice()),
     _data(y=ONE_HOT),
-    promise="refused",
-    promises={"stock Keras on JAX": "equal", "replica_exact on JAX": "equal"},
 )
 _add(
     "regularizers of weights, biases and activities",
@@ -656,12 +643,7 @@ _add(
     ),
 )
 _add("run_eagerly=True", lambda: _compiled(_net(), run_eagerly=True))
-_add(
-    "jit_compile=True",
-    lambda: _compiled(_net(), jit_compile=True),
-    promise="refused",
-    promises={"TrainingLoop": "equal"} | on_jax("equal"),
-)
+_add("jit_compile=True", lambda: _compiled(_net(), jit_compile=True))
 
 
 def _typed_inputs() -> keras.Model:
@@ -837,8 +819,8 @@ _add(
 _add(
     "train_step: a plain mean as loss",
     lambda: _compiled(PlainMean(), metrics=None),
-    promise="refused",
-    promises=on_jax("-"),  # a step on JAX is a function of the state
+    # A step on JAX is a function of the state.
+    promises={"TrainingLoop": "refused"} | on_jax("-"),
 )
 
 

@@ -712,14 +712,22 @@ def test_a_list_of_losses_follows_the_order_of_keras():
     ("settings", "sentence"),
     [
         (
-            {"loss": keras.losses.Circle()},
-            r"rows of a batch with each other.*Received: loss='Circle'",
+            {"loss": keras.losses.Circle(), "accumulation": 2},
+            r"examples of a batch with each other.*Received: loss='circle'.*accumulation=1",
         ),
-        ({"loss": scalar_loss}, r"a loss for each row.*Received: losses_shape=\(\)"),
+        (
+            {"loss": scalar_loss, "accumulation": 2},
+            r"examples of a batch with each other.*Received: loss='scalar_loss'",
+        ),
         ({"loop": ByColumn}, r"a loss for each row.*Received: losses_shape=\(3,\), rows=13"),
         pytest.param(
             {"build": with_batch_norm, "accumulation": 2},
-            "synchronized BatchNormalization.*accumulation=2",
+            "BatchNormalization cannot meet.*accumulation=2",
+            marks=pytest.mark.tensorflow,
+        ),
+        pytest.param(
+            {"build": with_batch_norm, "jit": True},
+            'BatchNormalization cannot meet.*jit=True.*batch_norm="replica"',
             marks=pytest.mark.tensorflow,
         ),
     ],
@@ -736,8 +744,10 @@ def test_batch_normalization_by_replica_is_warned_about_and_stays_finite(accumul
     def build():
         return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(3)])
 
-    with pytest.warns(UserWarning, match="synchronized=True"):
-        loop, history = trained(4, build=build, accumulation=accumulation)
+    with pytest.warns(UserWarning, match="normalizes by each replica's own rows"):
+        loop, history = trained(
+            4, build=build, accumulation=accumulation, batch_norm="replica", verify=False
+        )
     assert np.isfinite(history["loss"]).all()
     assert all(np.isfinite(weight).all() for weight in loop.model.get_weights())
     for statistics in loop.model.non_trainable_variables:
@@ -838,7 +848,7 @@ def test_the_buffers_that_feed_replicas_are_not_tuned(monkeypatch):
         _keras_internals, "untuned", lambda dataset: made.append(untuned(dataset)) or made[-1]
     )
     trained(2, epochs=2)
-    assert len(made) == 4  # of two replicas in two epochs
+    assert len(made) == 6  # of two replicas in two epochs, and of the batch that was verified
     assert not any(dataset.options().autotune.enabled for dataset in made)
 
 

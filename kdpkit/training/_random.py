@@ -1,0 +1,267 @@
+"""Random numbers by position: a replica draws its examples' part of what one device would draw.
+
+Keras' random functions on TensorFlow draw from a counter, Philox' (Salmon et al. 2011): four
+numbers for each value of it, two of float64. So the numbers of examples in the middle of a batch
+are drawn by starting at their place, at no more cost. What rejects numbers or counts otherwise is
+drawn for the whole batch, and sliced.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import random as keras_random
+from keras.src.random import seed_generator
+
+from kdpkit.training._collectives import gathered
+from kdpkit.training._step import ReplicaStep, current_step
+
+_PHILOX = 1
+
+
+class Part(NamedTuple):
+    """Which of a tensor's entries along its first axis, on one device, a replica has.
+
+    Args:
+        start: The first of them.
+        count: How many.
+        total: How many there are on one device.
+    """
+
+    start: Any
+    count: Any
+    total: Any
+
+
+def wrappers() -> list[tuple[Any, str, list[str], Callable]]:
+    """List the functions of Keras to wrap, with their arguments, for `_keras_internals`."""
+    shape_first = {
+        "randint": ["shape", "minval", "maxval", "dtype", "seed"],
+        "truncated_normal": ["shape", "mean", "stddev", "dtype", "seed"],
+        "gamma": ["shape", "alpha", "dtype", "seed"],
+        "binomial": ["shape", "counts", "probabilities", "dtype", "seed"],
+        "beta": ["shape", "alpha", "beta", "dtype", "seed"],
+    }
+    return [
+        (keras_random, "uniform", ["shape", "minval", "maxval", "dtype", "seed"], _uniform),
+        (keras_random, "normal", ["shape", "mean", "stddev", "dtype", "seed"], _normal),
+        (keras_random, "dropout", ["inputs", "rate", "noise_shape", "seed"], _dropout),
+        (keras_random, "shuffle", ["x", "axis", "seed"], _shuffle),
+        (keras_random, "categorical", ["logits", "num_samples", "dtype", "seed"], _categorical),
+        *((keras_random, name, named, _drawn_whole) for name, named in shape_first.items()),
+    ]
+
+
+def _uniform(
+    original: Callable,
+    shape: Any,
+    minval: Any = 0.0,
+    maxval: Any = 1.0,
+    dtype: Any = None,
+    seed: Any = None,
+) -> Any:
+    step, dims, part = _located(shape, seed)
+    if part is None:
+        return original(shape, minval, maxval, dtype, seed)
+    dtype = tf.as_dtype(dtype or keras.config.floatx())
+    low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
+    op = tf.raw_ops.StatelessRandomUniformV2
+    return _numbers(op, step, dims, part, dtype, _cast(seed)) * (high - low) + low
+
+
+def _normal(
+    original: Callable,
+    shape: Any,
+    mean: Any = 0.0,
+    stddev: Any = 1.0,
+    dtype: Any = None,
+    seed: Any = None,
+) -> Any:
+    step, dims, part = _located(shape, seed)
+    if part is None:
+        return original(shape, mean, stddev, dtype, seed)
+    dtype = tf.as_dtype(dtype or keras.config.floatx())
+    mean, stddev = (tf.convert_to_tensor(moment, dtype) for moment in (mean, stddev))
+    op = tf.raw_ops.StatelessRandomNormalV2
+    return _numbers(op, step, dims, part, dtype, _cast(seed)) * stddev + mean
+
+
+def _dropout(
+    original: Callable, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
+) -> Any:
+    if rate in (0.0, 1.0):
+        return original(inputs, rate, noise_shape, seed)
+    inputs = tf.convert_to_tensor(inputs)
+    own = _dims(inputs)
+    noise = own if noise_shape is None else noise_shape
+    noise = [mine if wanted is None else wanted for wanted, mine in zip(noise, own, strict=True)]
+    step, dims, part = _located(noise, seed)
+    if part is None:
+        return original(inputs, rate, noise_shape, seed)
+    seed = _cast(seed)
+
+    def sample(shape: Any, dtype: Any) -> Any:  # noqa: ARG001  # it is `noise`
+        op = tf.raw_ops.StatelessRandomUniformV2
+        return _numbers(op, step, dims, part, dtype, seed)
+
+    return tf.nn.experimental.general_dropout(inputs, rate, sample, noise_shape=tf.stack(noise))
+
+
+def _shuffle(original: Callable, x: Any, axis: int = 0, seed: Any = None) -> Any:
+    """Shuffle along an axis; along the examples, those of all replicas with each other."""
+    x = tf.convert_to_tensor(x)
+    _, _, part = _located(_dims(x), seed)
+    if part is None or axis not in (0, -x.shape.rank):
+        return original(x, axis, seed)
+    return _sliced(original(gathered(x), axis, seed), part)
+
+
+def _categorical(
+    original: Callable, logits: Any, num_samples: Any, dtype: Any = "int64", seed: Any = None
+) -> Any:
+    logits = tf.convert_to_tensor(logits)
+    _, dims, part = _located(_dims(logits), seed)
+    if part is None:
+        return original(logits, num_samples, dtype, seed)
+    return _sliced(original(_spread(logits, dims, part), num_samples, dtype, seed), part)
+
+
+def _drawn_whole(original: Callable, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Draw what one device draws, with the parameters of this replica's examples, and slice it."""
+    seed = kwargs.get("seed", args[-1] if args else None)
+    _, dims, part = _located(shape, seed if not isinstance(seed, str) else None)
+    if part is None:
+        return original(shape, *args, **kwargs)
+    args = tuple(_spread(value, dims, part) for value in args)
+    kwargs = {name: _spread(value, dims, part) for name, value in kwargs.items()}
+    return _sliced(original(tf.stack([part.total, *dims[1:]]), *args, **kwargs), part)
+
+
+def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Part | None]:
+    """Return the step, a shape's dimensions, and which part they are; None if not a part."""
+    step = current_step()
+    if step is not None and seed is None:
+        _have_global_seeds(step)
+    if step is None or not step.is_part:
+        return step, [], None
+    dims = _dims_of_shape(shape)
+    return step, dims, _part(step, dims) if dims else None
+
+
+def _part(step: ReplicaStep, dims: list[Any]) -> Part | None:
+    """Tell whether the first axis is that of the examples, or several entries for each."""
+    count = dims[0]
+    if tf.executing_eagerly():
+        step_rows = int(step.rows)
+        is_of_examples = step_rows > 0 and int(count) % step_rows == 0
+        is_of_examples = is_of_examples or int(count) == step_rows
+    elif tf.is_tensor(count):
+        is_of_examples = _may_count_examples(count)
+    else:
+        is_of_examples = bool(step.static_rows) and count % step.static_rows == 0
+    if not is_of_examples:
+        return None
+    count = tf.cast(count, tf.int32)
+    of_each = tf.maximum(count // tf.maximum(step.rows, 1), 1)
+    fits = (of_each * step.rows == count) | (step.rows == 0)
+    return Part(
+        start=tf.where(fits, step.start * of_each, 0),
+        count=count,
+        total=tf.where(fits, step.all_rows * of_each, count),
+    )
+
+
+def _may_count_examples(dimension: Any) -> bool:
+    """Tell a dimension that some tensor has along another axis than its first."""
+    op = dimension.op
+    while op.type in ("Cast", "Identity", "Reshape", "Squeeze"):
+        op = op.inputs[0].op
+    if op.type == "StridedSlice" and op.inputs[0].op.type == "Shape":
+        begin = tf.get_static_value(op.inputs[1])
+        return begin is None or not any(begin)
+    return True
+
+
+def _numbers(op: Any, step: ReplicaStep, dims: list[Any], part: Part, dtype: Any, seed: Any) -> Any:
+    """Draw the numbers of a part of the first axis, bit by bit as one device draws them."""
+    shape = tf.stack(dims)
+    if isinstance(step.strategy, tf.distribute.TPUStrategy):  # which counts otherwise
+        whole = {
+            tf.raw_ops.StatelessRandomUniformV2: tf.random.stateless_uniform,
+            tf.raw_ops.StatelessRandomNormalV2: tf.random.stateless_normal,
+        }[op]([part.total, *dims[1:]], seed=seed, dtype=dtype)
+        return _sliced(whole, part)
+    of_each = functools.reduce(
+        lambda a, b: a * tf.cast(b, tf.int64), dims[1:], tf.constant(1, tf.int64)
+    )
+    first = tf.cast(part.start, tf.int64) * of_each
+    in_a_block = 2 if dtype == tf.float64 else 4
+    key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    counter += tf.cast(tf.stack([first // in_a_block, 0]), tf.uint64)
+    draw = functools.partial(op, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
+    if any(isinstance(size, int) and size % in_a_block == 0 for size in dims[1:]):
+        return draw(shape=shape)  # every example begins with a block
+    # XLA needs a shape that does not depend on the place.
+    count = tf.reduce_prod(tf.cast(shape, tf.int64))
+    drawn = draw(shape=[count + in_a_block - 1])
+    return tf.reshape(tf.slice(drawn, [first % in_a_block], [count]), shape)
+
+
+def _sliced(whole: Any, part: Part) -> Any:
+    begin = tf.concat([[part.start], tf.zeros(tf.rank(whole) - 1, tf.int32)], 0)
+    size = tf.concat([[part.count], tf.shape(whole)[1:]], 0)
+    return tf.slice(whole, begin, size)
+
+
+def _spread(value: Any, dims: list[Any], part: Part) -> Any:
+    """Put a parameter that has an entry for each example where one device has them."""
+    if not tf.is_tensor(value) or value.shape.rank != len(dims) or value.shape[0] == 1:
+        return value
+    around = [[part.start, part.total - part.start - part.count]] + [[0, 0]] * (len(dims) - 1)
+    return tf.pad(value, around, constant_values=tf.ones((), value.dtype))
+
+
+def _dims_of_shape(shape: Any) -> list[Any]:
+    if tf.is_tensor(shape):
+        if not tf.executing_eagerly() and shape.op.type == "Shape":
+            return _dims(shape.op.inputs[0])
+        if shape.shape.rank != 1 or shape.shape[0] is None:
+            return []
+        shape = tf.unstack(shape)
+    return [_static(dimension) for dimension in _sequence(shape)]
+
+
+def _sequence(shape: Any) -> Sequence[Any]:
+    return [shape] if isinstance(shape, int) else list(shape)
+
+
+def _static(dimension: Any) -> Any:
+    value = tf.get_static_value(dimension) if tf.is_tensor(dimension) else dimension
+    return dimension if value is None else int(value)
+
+
+def _dims(tensor: Any) -> list[Any]:
+    shape = tf.shape(tensor)
+    return [shape[i] if size is None else size for i, size in enumerate(tensor.shape)]
+
+
+def _cast(seed: Any) -> Any:
+    return keras_random._cast_seed(seed_generator.draw_seed(seed))
+
+
+def _have_global_seeds(step: ReplicaStep) -> None:
+    """Give the thread that traces a replica Keras' global seeds, which Keras keeps by thread.
+
+    Where there are none yet they are made now, as on one device, where all replicas have them.
+    """
+    name = seed_generator.GLOBAL_SEED_GENERATOR
+    if global_state.get_global_attribute(name) is None:
+        global_state.set_global_attribute(name, step.merge(_global_seeds))
+
+
+def _global_seeds(strategy: Any) -> Any:
+    with tf.init_scope(), strategy.scope():
+        return seed_generator.global_seed_generator()

@@ -1,0 +1,340 @@
+"""Verification before training: what a step gives must not depend on how its batch is cut.
+
+A few examples go through the user's own step twice, before anything is trained: split unevenly over
+the replicas, and all on the first one, as on one device. Gradients as the optimizers get them, logs
+and the variables that the step assigns must agree to rounding. Whatever was assigned is put back.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from kdpkit import _checks, _processes
+from kdpkit.training import _shards, _verification_report, _workers
+from kdpkit.training._keras_internals import watching_tapes
+from kdpkit.training._verification_report import Item, Kind
+
+# A step of some examples: from what gives a replica its shard, and the trial, to the logs.
+Step = Callable[[Callable[[], Any], "Trial"], Any]
+
+_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+_ROUNDING = 1e-5  # of a tensor's largest entry, in float32
+_FLOOR = 2e-7  # of the largest gradient of all
+# What draws other numbers every time that it runs, whatever the seeds of Keras are.
+_RANDOM_OPS = frozenset(
+    {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma"}
+    | {"RandomShuffle", "Multinomial", "StatefulUniform", "StatefulStandardNormalV2"}
+)
+_AMPLIFIED = 8.0  # times what rounding the weights changes is still called rounding
+
+
+class Trial:
+    """What a step does while it is tried: its optimizers note their gradients, and do not train.
+
+    Args:
+        detailed: Whether to note what explains a difference, too.
+    """
+
+    def __init__(self, *, detailed: bool = False) -> None:
+        self.detailed = detailed
+        self.noted: dict[str, tuple[Kind, str, Any]] = {}
+
+    def note(self, kind: Kind, name: str, value: Any) -> None:
+        """Note a value that all replicas together give."""
+        numbered = f"{kind.value} {name} {len(self.noted)}"
+        self.noted[numbered] = (kind, name, _dense(value))
+
+    def noting_sum(self, kind: Kind, name: str) -> Callable[[Any, Any], int]:
+        """Return what notes, outside of the replicas, the sum of what each of them has."""
+
+        def note(strategy: Any, value: Any) -> int:
+            self.note(kind, name, strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None))
+            return 0
+
+        return note
+
+    def note_gradients(
+        self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any], kind: Any = None
+    ) -> None:
+        """Note the gradients that an optimizer gets for the global batch."""
+        for variable, gradient in zip(variables, gradients, strict=True):
+            if gradient is not None:
+                local = tf.distribute.get_strategy().experimental_local_results(gradient)[0]
+                path = getattr(variable, "path", variable.name)
+                self.note(kind or Kind.GRADIENT, f"{optimizer.name}: {path}", local)
+
+
+@dataclasses.dataclass
+class Verification:
+    """Tries a step on some examples, cut in two ways.
+
+    Args:
+        strategy: The strategy of several replicas.
+        step: The step, which calls what it is given, in a replica, for the replica's shard.
+        owner: The model, whose weights are nudged to tell rounding from a difference.
+        eager: Whether the step must run eagerly.
+    """
+
+    strategy: Any
+    step: Step
+    owner: Any
+    eager: bool = False
+
+    def check(self, batch: Any) -> None:
+        """Raise an error if the step depends on how the batch is cut.
+
+        Args:
+            batch: A batch of several replicas, or of one.
+
+        Raises:
+            ValueError: It does; the sentence names what, by how much, and what to write instead.
+        """
+        replicas = self.strategy.num_replicas_in_sync
+        _shards.check_same_lengths(self.strategy, batch)
+        if not _shards.can_be_gathered(self.strategy, batch):
+            _tell_unverified()
+            return
+        examples = _shards.first_examples(self.strategy, batch, 2 * replicas)
+        cuts = _Cuts(self, examples, detailed=False)
+        split, alone = cuts.both()
+        if not self._found(_differing(split, alone)):
+            return
+        noise = cuts.nudged()
+        if self._found(differing := _differing(split, alone, noise)):
+            detailed = _Cuts(self, examples, detailed=True)
+            split, alone = detailed.both()
+            names = [item.name for item in differing]
+            _verification_report.refuse(split, alone, names, random=detailed.random_ops)
+
+    def _found(self, differing: list[Item]) -> bool:
+        """Tell whether something differs in any process: all must go on alike."""
+        found = int(bool(differing))
+        if _workers.spans_processes(self.strategy):
+            return bool(_processes.gathered([found], self.strategy).any())
+        return bool(found)
+
+
+def _tell_unverified() -> None:
+    if _processes.index() == 0:
+        sys.stderr.write(
+            "kdpkit: steps on strings, sparse or ragged tensors are not verified in several "
+            "processes; train some steps in one process first.\n"
+        )
+
+
+class _Cuts:
+    """A step, compiled once, and what it gives for some examples cut in several ways."""
+
+    def __init__(self, of: Verification, examples: Any, *, detailed: bool) -> None:
+        self.strategy, self.step, self.owner = of.strategy, of.step, of.owner
+        self.detailed = detailed
+        self.leaves = [leaf for leaf in tf.nest.flatten(examples) if leaf is not None]
+        self.structure = examples
+        self.kinds: dict[str, tuple[Kind, str]] = {}
+        self.variables: list[Any] = []
+        self.random_ops: list[str] = []
+        self.run = self._run if of.eager else self._compiled()
+        if of.eager:
+            self.variables = _all_variables(self.owner, [])
+        replicas = self.strategy.num_replicas_in_sync
+        self.split = [2] * (replicas - 1) + [1]
+        self.alone = [2 * replicas - 1] + [0] * (replicas - 1)
+
+    def both(self) -> tuple[dict[str, Item], dict[str, Item]]:
+        """Give what the step gives, split over the replicas and all on the first one."""
+        try:
+            alone = self.given(self.alone)
+        except tf.errors.OpError:  # a step that needs an example in every replica
+            replicas = len(self.split)
+            self.split = [2] * replicas
+            self.alone = [replicas + 1, *[1] * (replicas - 1)]
+            return self._given_split(), self.given(self.alone)
+        return self._given_split(), alone
+
+    def _given_split(self) -> dict[str, Item]:
+        try:
+            return self.given(self.split)
+        except tf.errors.OpError as error:
+            shapes = [tuple(leaf.shape) for leaf in self.leaves]
+            raise _checks.InputError(
+                "The step fails on replicas that have some of a batch's examples each: "
+                f"{_first_line(error)}. Examples must lie along the first axis of everything in a "
+                f"batch, and there may be any number of them. Received: shapes={shapes}, "
+                f"examples_of_replicas={self.split}. Write the step for any number of examples "
+                "(`ops.shape(x)[0]`), and put other axes behind them."
+            ) from error
+
+    def nudged(self) -> dict[str, Item]:
+        """Give what the step gives on the first replica, with weights that rounding has changed."""
+        saved = _values([weight.value for weight in self.owner.trainable_weights])
+        random = np.random.default_rng(0)
+        epsilon = max(
+            _EPSILON.get(layer.compute_dtype, 2.0**-23) for layer in self.owner._flatten_layers()
+        )
+        for weight in self.owner.trainable_weights:
+            value = np.asarray(weight.numpy(), "float64")
+            size = np.max(np.abs(value), initial=0.0) or 1.0
+            weight.assign(value + epsilon * size * random.standard_normal(value.shape))
+        try:
+            return self.given(self.alone)
+        finally:
+            _restore(saved)
+
+    def given(self, sizes: list[int]) -> dict[str, Item]:
+        """Run the step on shards of these sizes, and put back what it assigned."""
+        saved = _values(self.variables)
+        try:
+            noted = self.run(*self.leaves, tf.constant(sizes))
+            items = {
+                label: Item(label, *self.kinds[label], np.asarray(value).astype("float64"))
+                for label, value in noted.items()
+                if value.dtype != tf.string
+            }
+            return items | self._assigned(saved)
+        finally:
+            _restore(saved)
+
+    def _compiled(self) -> Callable:
+        signature = [*map(_shards.of_any_length, self.leaves), tf.TensorSpec([None], tf.int32)]
+        function = tf.function(self._run, autograph=False, input_signature=signature)
+        with self.strategy.scope():
+            concrete = function.get_concrete_function()
+        self.variables = _all_variables(self.owner, concrete.graph.variables)
+        self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(concrete.graph))]
+        return function
+
+    def _run(self, *leaves_and_sizes: Any) -> dict[str, Any]:
+        *leaves, sizes = leaves_and_sizes
+        following = iter(leaves)
+        examples = tf.nest.map_structure(
+            lambda leaf: None if leaf is None else next(following), self.structure
+        )
+        trial = Trial(detailed=self.detailed)
+        with self.strategy.scope():
+            with watching_tapes() if self.detailed else contextlib.nullcontext():
+                shard = functools.partial(_shards.shard_of_replica, examples, sizes)
+                logs = self.step(shard, trial)
+            for name, value in _named(logs):
+                trial.note(Kind.LOG, name, self.strategy.experimental_local_results(value)[0])
+        self.kinds = {label: (kind, name) for label, (kind, name, _) in trial.noted.items()}
+        return {label: value for label, (_, _, value) in trial.noted.items()}
+
+    def _assigned(self, saved: list[Any]) -> dict[str, Item]:
+        """Give the variables that the step assigned, but for the states of metrics."""
+        names = _names(self.owner)
+        items = {}
+        for number, (variable, before) in enumerate(saved):
+            if id(variable) not in names or not variable.dtype.is_floating:
+                continue
+            now = [part.numpy() for part in _parts(variable)]
+            changed = any(
+                not np.array_equal(value, old.numpy(), equal_nan=True)
+                for value, old in zip(now, before, strict=True)
+            )
+            if changed:
+                if variable.synchronization == tf.VariableSynchronization.ON_READ:
+                    now = [variable.read_value().numpy()]
+                label = f"variable {number}"
+                stacked = np.stack(now).astype("float64")
+                items[label] = Item(label, Kind.VARIABLE, names[id(variable)], stacked)
+        return items
+
+
+def _types_of_ops(graph: Any) -> Iterator[str]:
+    definition = graph.as_graph_def()
+    yield from (node.op for node in definition.node)
+    yield from (node.op for inner in definition.library.function for node in inner.node_def)
+
+
+def _all_variables(model: Any, components: Any) -> list[Any]:
+    """List the variables of a model and its metrics, and others that a step's graph has, once."""
+    kept = {id(v.value): v.value for v in (*model.variables, *model.metrics_variables)}
+    known = {id(part) for variable in kept.values() for part in _parts(variable)}
+    for component in components:
+        of = getattr(component, "_distributed_container", None)
+        variable = (of and of()) or component
+        if id(component) not in known:
+            kept[id(variable)] = variable
+    return [*kept.values()]
+
+
+def _parts(variable: Any) -> Sequence[Any]:
+    return getattr(variable, "_values", None) or [variable]
+
+
+def _values(variables: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    return [(v, [tf.identity(part) for part in _parts(v)]) for v in variables]
+
+
+def _restore(saved: list[tuple[Any, list[Any]]]) -> None:
+    for variable, values in saved:
+        for part, value in zip(_parts(variable), values, strict=True):
+            part.assign(value)
+
+
+def _names(model: Any) -> dict[int, str]:
+    """Name the variables of a model's layers, by identity."""
+    of_metrics = {id(v.value) for v in model.metrics_variables}
+    names = {id(v.value): v.path for v in model.variables if id(v.value) not in of_metrics}
+    for layer in model._flatten_layers():
+        for name, value in vars(layer).items():
+            if isinstance(value, tf.Variable):
+                names[id(value)] = f"{layer.name}.{name}"
+    return names
+
+
+def _named(logs: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(logs, dict):
+        for name, value in logs.items():
+            yield from ((f"{name}", part) for part in tf.nest.flatten(value))
+    else:
+        yield from (("output", part) for part in tf.nest.flatten(logs))
+
+
+def _dense(value: Any) -> Any:
+    """Describe a sparse gradient by sums over its slices: it may be too large as a table.
+
+    One is of squares, because that is what optimizers add up of slices one by one.
+    """
+    if not isinstance(value, tf.IndexedSlices):
+        return tf.convert_to_tensor(value)
+    weights = tf.sin(tf.cast(value.indices, tf.float64)) + 2.0
+    weights = tf.cast(weights, value.values.dtype)
+    flat = tf.reshape(value.values, [tf.shape(weights)[0], -1])
+    weighted = tf.linalg.matvec(flat, weights, transpose_a=True)
+    return tf.stack([tf.reduce_sum(flat, 0), weighted, tf.reduce_sum(tf.square(flat), 0)])
+
+
+def _differing(
+    split: dict[str, Item], alone: dict[str, Item], noise: dict[str, Item] | None = None
+) -> list[Item]:
+    """List what differs by more than rounding, and than what rounding the weights changes."""
+    largest = max((item.size for item in alone.values() if item.kind is Kind.GRADIENT), default=0.0)
+    differing = []
+    for label in split.keys() | alone.keys():
+        if label not in split or label not in alone:
+            differing.append(split.get(label) or alone[label])
+            continue
+        one, other = split[label], alone[label]
+        allowed = _ROUNDING * other.size
+        if one.kind is Kind.GRADIENT:
+            allowed = max(allowed, _FLOOR * largest)
+        if noise and label in noise:
+            allowed = max(allowed, _AMPLIFIED * noise[label].difference(other))
+        if not one.difference(other) <= allowed:
+            differing.append(other)
+    return differing
+
+
+def _first_line(error: Any) -> str:
+    """Return what went wrong, of a message that begins with where it did."""
+    lines = [line for line in str(error.message).splitlines() if line.strip()]
+    passed = ("Graph execution error", "Detected at", "<stack", "  File", "\t", " \t")
+    said = [line.strip() for line in lines if not line.startswith(passed)]
+    return (said or lines or [type(error).__name__])[0].rstrip(".")

@@ -1,0 +1,176 @@
+"""What verification says of a step that depends on how its batch is cut: which part, and why."""
+
+import dataclasses
+import enum
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import numpy as np
+
+from kdpkit import _checks
+
+_ALIKE = 1e-3  # of the largest entry, for a factor or an explanation to hold
+_SHOWN = 4
+
+
+class Kind(enum.Enum):
+    """What a noted value is; the values up to `LOG` are compared, the others explain."""
+
+    LOSS = "loss"
+    GRADIENT = "gradient"
+    VARIABLE = "variable"
+    LOG = "log"
+    SUMMED_LOSS = "loss without shares"
+    SUMMED_GRADIENT = "gradient without shares"
+    OF_TAPE = "gradient of the tape"
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """A value that a step gave.
+
+    Args:
+        label: The same in both cuts.
+        kind: What it is.
+        name: Whose it is.
+        value: The value in float64.
+    """
+
+    label: str
+    kind: Kind
+    name: str
+    value: Any
+
+    @property
+    def size(self) -> float:
+        """The largest finite entry."""
+        return float(np.max(np.abs(_finite(self.value)), initial=0.0))
+
+    def difference(self, other: "Item") -> float:
+        """Return the largest difference of any entry; infinite if others are not finite."""
+        if self.value.shape != other.value.shape:
+            return np.inf
+        if not np.array_equal(np.isfinite(self.value), np.isfinite(other.value)):
+            return np.inf
+        return float(np.max(np.abs(_finite(self.value) - _finite(other.value)), initial=0.0))
+
+    def factor_of(self, other: "Item") -> float | None:
+        """Return what this is times another; None if it is no multiple."""
+        mine, its = (np.ravel(_finite(item.value)) for item in (self, other))
+        if mine.shape != its.shape or not np.any(its):
+            return None
+        factor = float(mine @ its / (its @ its))
+        rest = np.max(np.abs(mine - factor * its), initial=0.0)
+        return factor if rest <= _ALIKE * np.max(np.abs(mine), initial=0.0) else None
+
+
+def _finite(value: Any) -> Any:
+    return np.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def refuse(
+    split: dict[str, Item], alone: dict[str, Item], names: Iterable[str], *, random: list[str]
+) -> NoReturn:
+    """Raise an error that names what differs between the cuts.
+
+    Args:
+        split: What the step gives, detailed, with the examples split over the replicas.
+        alone: The same with all of them on the first replica.
+        names: What differs in the step as it trains.
+        random: Operations of the step that draw other numbers every time.
+    """
+    if random:
+        _checks.refuse(
+            f"{_START} It draws random numbers that replicas cannot share.",
+            operations=sorted(random),
+            remedy="Draw them with `keras.random`, such as `keras.random.normal(ops.shape(x), "
+            "seed=keras.random.SeedGenerator(1))` with the generator in an attribute.",
+        )
+    differing = [
+        (split[label], alone[label])
+        for label in split.keys() & alone.keys()
+        if split[label].kind in _PROBLEMS
+        and not split[label].difference(alone[label]) <= 5e-6 * alone[label].size
+    ]
+    kinds = [kind for kind in _PROBLEMS if any(one.kind is kind for one, _ in differing)]
+    if not kinds:  # only in the step without details
+        _checks.refuse(_START, differing=sorted(names)[:_SHOWN], remedy=_REMEDIES["meet"])
+    kind = kinds[0]
+    pairs = [(one, other) for one, other in differing if one.kind is kind]
+    reason = _reason(kind, pairs, split, alone)
+    names = [*dict.fromkeys(one.name for one, _ in pairs)]
+    received: dict[str, Any] = {kind.value: names[:_SHOWN]}
+    if len(names) > _SHOWN:
+        received["and"] = f"{len(names) - _SHOWN} more"
+    if (factor := _common_factor(pairs)) is not None:
+        received["factor"] = round(factor, 4)
+    _checks.refuse(f"{_START} {_PROBLEMS[kind]}", **received, remedy=_REMEDIES[reason])
+
+
+_START = "On replicas this step would train something else than on one device."
+_PROBLEMS = {
+    Kind.LOSS: "A loss depends on how a batch is cut.",
+    Kind.VARIABLE: "What the step assigns to a variable depends on how a batch is cut.",
+    Kind.GRADIENT: "The gradients that the optimizer gets depend on how a batch is cut.",
+    Kind.LOG: "What is logged depends on how a batch is cut.",
+}
+_REMEDIES = {
+    "sum": "It is a sum over each replica's examples: make it a mean over them, or take the sum "
+    "over all of them, `ops.sum(kdpkit.training.gather_examples(values))`.",
+    "changed": "The gradients are changed between `tape.gradient` and `optimizer.apply`, by a norm "
+    "of each replica's own: let the optimizer do it (`clipnorm`, `global_clipnorm`, `clipvalue`), "
+    "or do it in the optimizer's `apply`.",
+    "meet": "Where the examples of a batch are compared or normalized with each other, do it on "
+    "`kdpkit.training.gather_examples(x)`, the examples of all replicas; what is added up over "
+    "examples must be a mean over them.",
+    "assigned": "Train variables with an optimizer that the model holds in an attribute "
+    "(`self.optimizer.apply`), and assign means over the examples, or what "
+    "`kdpkit.training.gather_examples(x)` gives.",
+    "logged": "Log means over the examples, and let the state of a metric be a sum over them.",
+}
+
+
+def _reason(
+    kind: Kind, pairs: list[tuple[Item, Item]], split: dict[str, Item], alone: dict[str, Item]
+) -> str:
+    if kind is Kind.VARIABLE:
+        return "assigned"
+    if kind is Kind.LOG:
+        return "logged"
+    without_shares = {
+        Kind.LOSS: Kind.SUMMED_LOSS,
+        Kind.GRADIENT: Kind.SUMMED_GRADIENT,
+    }[kind]
+    if _explains(without_shares, pairs, split):
+        return "sum"
+    of_tape = [label for label in split if split[label].kind is Kind.OF_TAPE]
+    if (
+        kind is Kind.GRADIENT
+        and of_tape
+        and all(
+            split[label].difference(alone[label]) <= _ALIKE * alone[label].size for label in of_tape
+        )
+    ):
+        return "changed"
+    return "meet"
+
+
+def _explains(kind: Kind, pairs: list[tuple[Item, Item]], split: dict[str, Item]) -> bool:
+    """Tell whether the values without shares are what one device gives."""
+    of_kind = [item for item in split.values() if item.kind is kind]
+    by_name: dict[str, list[Item]] = {}
+    for item in of_kind:
+        by_name.setdefault(item.name, []).append(item)
+    return bool(pairs) and all(
+        any(item.difference(other) <= _ALIKE * other.size for item in by_name.get(other.name, []))
+        for _, other in pairs
+    )
+
+
+def _common_factor(pairs: list[tuple[Item, Item]]) -> float | None:
+    factors = [one.factor_of(other) for one, other in pairs]
+    first = factors[0]
+    alike = first is not None and all(
+        factor is not None and abs(factor - first) <= _ALIKE * abs(first) for factor in factors
+    )
+    return first if alike else None

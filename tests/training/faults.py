@@ -1,0 +1,313 @@
+"""Steps and layers that are wrong on replicas, each in one way, as strangers write them."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers, ops
+
+from kdpkit.training import gather_examples
+
+
+@dataclasses.dataclass(frozen=True)
+class Fault:
+    """A model that trains something else on replicas.
+
+    Attributes:
+        name: What is wrong with it.
+        build: Builds and compiles it.
+        named: Words that the error must have: whose fault it is, and the kind of fix.
+        fixed: Builds it with that fix.
+        labels: The kind of its labels: classes or numbers.
+    """
+
+    name: str
+    build: Callable[[], Any]
+    named: tuple[str, ...]
+    fixed: Callable[[], Any] | None = None
+    labels: str = "classes"
+
+    def data(self) -> dict[str, Any]:
+        random = np.random.default_rng(0)
+        x = random.normal(size=(17, 6)).astype("float32")
+        y = random.integers(0, 3, 17) if self.labels == "classes" else x[:, :1] ** 2 + x[:, 1:2]
+        return {"x": x, "y": y, "batch_size": 7, "shuffle": False, "verbose": 0}
+
+
+class Stepping(keras.Model):
+    """A classifier with a step to override in parts."""
+
+    def __init__(self, **parts):
+        super().__init__()
+        self.net = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8, activation="tanh"), layers.Dense(3)]
+        )
+        self.parts = parts
+
+    def call(self, x, training=False):
+        return self.net(x, training=training)
+
+    def losses_of(self, y, logits):
+        return keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            loss = self.parts.get("loss", mean_loss)(self, x, y, logits)
+        weights = self.trainable_variables
+        gradients = tape.gradient(loss, weights)
+        gradients = self.parts.get("change", lambda gradients: gradients)(gradients)
+        self.parts.get("apply", apply)(self, gradients, weights)
+        logs = self.parts.get("logs", lambda *_: {})(self, x, y, logits)
+        return {"loss": ops.mean(loss), **logs}
+
+
+def mean_loss(model, x, y, logits):  # noqa: ARG001  # as its like
+    return ops.mean(model.losses_of(y, logits))
+
+
+def apply(model, gradients, weights):
+    model.optimizer.apply(gradients, weights)
+
+
+def step(**parts):
+    def build():
+        model = Stepping(**parts)
+        model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    return build
+
+
+def net(*middle, loss=None, **settings):
+    def build():
+        model = keras.Sequential(
+            [keras.Input((6,)), layers.Dense(8), *(make() for make in middle), layers.Dense(3)]
+        )
+        loss_fn = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.SGD(0.1), loss_fn, **settings)
+        return model
+
+    return build
+
+
+class SummedActivity(layers.Layer):
+    def call(self, x):
+        self.add_loss(1e-2 * ops.sum(ops.square(x)))
+        return x
+
+
+class GatheredActivity(layers.Layer):
+    def call(self, x):
+        self.add_loss(1e-2 * ops.sum(ops.square(gather_examples(x))))
+        return x
+
+
+class Whitening(layers.Layer):
+    """Batch statistics by hand."""
+
+    def call(self, x):
+        return (x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 1e-3)
+
+
+class GatheredWhitening(layers.Layer):
+    def call(self, x):
+        of_all = gather_examples(x)
+        return (x - ops.mean(of_all, axis=0)) / (ops.std(of_all, axis=0) + 1e-3)
+
+
+class Counting(layers.Layer):
+    """Adds up what it has seen, in a variable that it reads."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(shape=(shape[-1],), initializer="ones", trainable=False)
+
+    def call(self, x):
+        self.seen.assign_add(ops.sum(ops.abs(x), axis=0))
+        return x
+
+
+class OverTheBatch(layers.Layer):
+    def call(self, x):
+        return x * ops.softmax(x, axis=0)
+
+
+class Calls(keras.metrics.Metric):
+    """Counts how often it is called."""
+
+    def __init__(self):
+        super().__init__(name="calls")
+        self.count = self.add_variable(shape=(), initializer="zeros", name="count")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):  # noqa: ARG002  # Keras'
+        self.count.assign_add(1.0)
+
+    def result(self):
+        return ops.convert_to_tensor(self.count)
+
+
+HIDDEN = {}
+
+
+def apply_hidden(model, gradients, weights):  # noqa: ARG001  # as its like
+    if "optimizer" not in HIDDEN or HIDDEN["optimizer"][0] is not weights[0]:
+        HIDDEN["optimizer"] = weights[0], keras.optimizers.SGD(0.1)
+    HIDDEN["optimizer"][1].apply(gradients, weights)
+
+
+def assign_by_hand(model, gradients, weights):  # noqa: ARG001  # as its like
+    for weight, gradient in zip(weights, gradients, strict=True):
+        weight.assign_sub(0.1 * gradient)
+
+
+def in_batch_negatives(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
+    logits, x = gather(ops.normalize(logits, axis=1)), gather(x)
+    similarities = ops.matmul(logits, ops.transpose(ops.normalize(x[:, :3], axis=1)))
+    labels = ops.arange(ops.shape(logits)[0])
+    return ops.mean(
+        keras.losses.sparse_categorical_crossentropy(labels, similarities, from_logits=True)
+    )
+
+
+def ranking(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
+    scores, wanted = gather(logits[:, 0]), gather(ops.cast(y, logits.dtype))
+    margins = ops.relu(1.0 - (scores[:, None] - scores[None]))
+    better = ops.cast(wanted[:, None] > wanted[None], margins.dtype)
+    return ops.sum(margins * better) / (ops.sum(better) + 1.0)
+
+
+def by_positives(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
+    positive = gather(ops.cast(ops.equal(y, 1), logits.dtype))
+    losses = gather(model.losses_of(y, logits))
+    return ops.sum(losses) / (ops.sum(positive) + 1.0)
+
+
+def decorrelation(model, x, y, logits):
+    centered = logits - ops.mean(logits, axis=0)
+    covariance = ops.matmul(ops.transpose(centered), centered) / 7.0
+    return mean_loss(model, x, y, logits) + ops.mean(ops.square(covariance - ops.eye(3)))
+
+
+def clip_all(gradients):
+    return tf.clip_by_global_norm(gradients, 0.1)[0]
+
+
+FAULTS = [
+    Fault(
+        "a loss summed by hand",
+        step(loss=lambda m, x, y, z: ops.sum(m.losses_of(y, z))),
+        ("gradient=", "sgd", "sum", "gather_examples"),
+        step(loss=lambda m, x, y, z: ops.sum(gather_examples(m.losses_of(y, z)))),
+    ),
+    Fault(
+        "a loss that nobody reduces",
+        step(loss=lambda m, x, y, z: m.losses_of(y, z)),
+        ("gradient=", "sum", "mean"),
+        step(loss=mean_loss),
+    ),
+    Fault(
+        "one of two losses is summed",
+        step(loss=lambda m, x, y, z: mean_loss(m, x, y, z) + 0.01 * ops.sum(ops.square(z))),
+        ("gradient=", "gather_examples"),
+    ),
+    Fault(
+        "add_loss of a sum",
+        net(SummedActivity),
+        ("add_loss of summed_activity", "sum", "gather_examples"),
+        net(GatheredActivity),
+    ),
+    Fault(
+        "gradients clipped by their global norm in the step",
+        step(change=clip_all),
+        ("gradient=", "tape.gradient", "global_clipnorm"),
+    ),
+    Fault(
+        "gradients divided by their norms",
+        step(change=lambda gradients: [g / (tf.norm(g) + 1e-6) for g in gradients]),
+        ("gradient=", "tape.gradient", "clipnorm"),
+    ),
+    Fault(
+        "batch statistics by hand",
+        net(Whitening),
+        ("gather_examples",),
+        net(GatheredWhitening),
+    ),
+    Fault(
+        "negatives of the batch",
+        step(loss=in_batch_negatives),
+        ("gradient=", "gather_examples"),
+        step(loss=lambda *parts: in_batch_negatives(*parts, gather=gather_examples)),
+    ),
+    Fault(
+        "the batch's largest logit",
+        step(loss=lambda m, x, y, z: mean_loss(m, x, y, z / ops.max(ops.abs(z)))),
+        ("gradient=", "gather_examples"),
+    ),
+    Fault(
+        "normalization by the batch's mean",
+        step(loss=lambda m, x, y, z: mean_loss(m, x, y, z / (1e-3 + ops.mean(ops.square(z))))),
+        ("gradient=", "gather_examples"),
+    ),
+    Fault("a softmax over the batch", net(OverTheBatch), ("gather_examples",)),
+    Fault(
+        "a metric that counts calls",
+        lambda: net(metrics=[Calls()])(),
+        ("calls", "sum over them"),
+    ),
+    Fault(
+        "a log that is a sum",
+        step(
+            logs=lambda m, x, y, z: {"right": ops.sum(ops.cast(ops.argmax(z, -1) == y, "float32"))}
+        ),
+        ("right", "Log means"),
+    ),
+    Fault("an optimizer that no attribute holds", step(apply=apply_hidden), ("dense", "optimizer")),
+    Fault("weights assigned by hand", step(apply=assign_by_hand), ("dense", "optimizer")),
+    Fault(
+        "labels in the reverse order of the batch",
+        step(loss=lambda m, x, y, z: mean_loss(m, x, tf.reverse(y, [0]), z)),
+        ("gradient=", "gather_examples"),
+    ),
+    Fault(
+        "labels of the neighbour",
+        step(loss=lambda m, x, y, z: mean_loss(m, x, tf.roll(y, 1, 0), z)),
+        ("gradient=", "gather_examples"),
+    ),
+    Fault(
+        "pairs of the batch are ranked",
+        step(loss=ranking),
+        ("gradient=", "gather_examples"),
+        step(loss=lambda *parts: ranking(*parts, gather=gather_examples)),
+    ),
+    Fault(
+        "a variable that adds up the batch",
+        net(Counting),
+        ("counting", "mean"),
+    ),
+    Fault(
+        "a loss over the number of positives",
+        step(loss=by_positives),
+        ("gradient=", "gather_examples"),
+        step(loss=lambda *parts: by_positives(*parts, gather=gather_examples)),
+    ),
+    Fault("the batch's covariance", step(loss=decorrelation), ("gradient=", "gather_examples")),
+    Fault(
+        "a sum over a constant batch size",
+        step(
+            loss=lambda m, x, y, z: tf.nn.compute_average_loss(
+                m.losses_of(y, z), global_batch_size=7
+            )
+        ),
+        ("gradient=", "sum"),
+    ),
+    Fault(
+        "random numbers that Keras does not draw",
+        step(loss=lambda m, x, y, z: mean_loss(m, x, y, z + tf.random.normal(tf.shape(z)))),
+        ("keras.random",),
+        step(loss=lambda m, x, y, z: mean_loss(m, x, y, z + keras.random.normal(ops.shape(z)))),
+    ),
+]

@@ -1,0 +1,98 @@
+"""What becomes of a program on replicas: equal to one device, stopped with a sentence, or worse."""
+
+import contextlib
+import os
+import warnings
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from kdpkit.training import replica_exact
+from tests.training.exactness import Outcome
+
+ROUNDING = 1e-12  # of float64, which Adam may enlarge by a few orders
+ON_JAX = keras.backend.backend() == "jax"
+
+
+def outcome(program, replicas):
+    """Train a program on one device as its author does, and on replicas, and compare.
+
+    An optimizer such as Adam enlarges the rounding of gradients near zero. So where float32 differs
+    by more than the tolerance, float64 decides: it differs by as much as before if the replicas do
+    something else, and by nearly nothing if it was rounding.
+    """
+    try:
+        found = compared(program, replicas)
+    except Exception as error:  # whatever it is, it is the outcome
+        message = str(error).strip()
+        stopped = isinstance(error, ValueError) and "Received: " in message
+        return Outcome("refused" if stopped else "crash", message=f"{type(error)}: {message}")
+    if found <= program.tolerance:
+        return Outcome("equal", found)
+    with floatx("float64"):
+        exact = compared(program, replicas)
+    return Outcome("equal" if exact <= 1e4 * ROUNDING else "wrong", max(found, exact))
+
+
+def compared(program, replicas):
+    """Give the largest difference of any weight or log, over the largest change of any weight."""
+    before, one, logs = trained(program, None)
+    _, many, logs_of_many = trained(program, replicas)
+    before = before if len(before) == len(one) else [0.0] * len(one)  # its first batch built it
+    change = max(np.abs(a - b).max(initial=0) for a, b in zip(one, before, strict=True))
+    of_weights = max(np.abs(a - b).max(initial=0) for a, b in zip(many, one, strict=True))
+    assert change > 0, "the program trains nothing"
+    assert logs_of_many.keys() == logs.keys()
+    of_logs = max(
+        np.abs(np.subtract(logs_of_many[name], logs[name])).max() / max(np.abs(logs[name]).max(), 1)
+        for name in logs
+    )
+    return float(max(of_weights / change, of_logs / 10))
+
+
+def trained(program, replicas):
+    """Train a program; without a number of replicas as its author does, by stock Keras."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    building, training = _scopes(replicas)
+    with training:
+        with building:
+            model = program.build()
+        if replicas:
+            model = replica_exact(model, verify=not os.environ.get("NOVERIFY"))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what is gathered, and Keras' own
+            data = {"shuffle": False, "verbose": 0, "epochs": 2} | program.data()
+            before = model.get_weights() if model.built else []
+            logs = model.fit(**data).history
+        return before, model.get_weights(), logs
+
+
+def _scopes(replicas):
+    nothing = contextlib.nullcontext()
+    if replicas is None:
+        return nothing, nothing
+    if ON_JAX:
+        devices = [f"cpu:{i}" for i in range(replicas)]
+        return nothing, keras.distribution.DataParallel(devices=devices).scope()
+    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope(), nothing
+
+
+@contextlib.contextmanager
+def floatx(name):
+    """Have Keras compute in this type."""
+    before = keras.config.floatx(), keras.config.dtype_policy()
+    if ON_JAX:
+        import jax
+
+        jax.config.update("jax_enable_x64", name == "float64")
+    keras.config.set_floatx(name)
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(before[0])
+        keras.config.set_dtype_policy(before[1])
+        if ON_JAX:
+            jax.config.update("jax_enable_x64", False)

@@ -1,0 +1,295 @@
+"""A step that depends on how its batch is cut is not trained; others are, as if unverified."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+
+from kdpkit import strategies, testing
+from kdpkit.training import TrainingLoop, replica_exact
+from tests.training import faults
+from tests.training.programs import Program, outcomes
+
+pytestmark = pytest.mark.tensorflow
+MORE = [pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 4, 8)]
+QUICK = (
+    "a loss summed by hand",
+    "an optimizer that no attribute holds",
+    "a metric that counts calls",
+)
+
+
+def each(items, quick):
+    return [
+        pytest.param(item, id=item.name, marks=[] if item.name in quick else pytest.mark.slow)
+        for item in items
+    ]
+
+
+def scope(replicas):
+    return strategies.select_strategy("mirrored", devices=replicas).scope()
+
+
+def state(model):
+    optimizers = [model.optimizer] if model.optimizer else []
+    owners = [*model.variables, *model.metrics_variables, *(o.iterations for o in optimizers)]
+    return [np.array(variable.numpy()) for variable in owners]
+
+
+def assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("replicas", [2, *MORE])
+@pytest.mark.parametrize("fault", each(faults.FAULTS, QUICK))
+def test_a_planted_fault_is_named_before_the_first_step(fault, replicas):
+    keras.utils.set_random_seed(0)
+    with scope(replicas):
+        model = replica_exact(fault.build())
+    model.build((None, 6))
+    before = state(model)
+    with pytest.raises(ValueError, match="Received: ") as caught:
+        model.fit(**fault.data())
+    for words in fault.named:
+        assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert_same(state(model)[: len(before)], before)
+
+
+@pytest.mark.parametrize(
+    "fault", each([f for f in faults.FAULTS if f.fixed], ["add_loss of a sum"])
+)
+def test_what_the_sentence_suggests_trains_as_one_device_does(fault):
+    found = outcomes.outcome(Program(fault.name, fault.fixed, fault.data), 2)
+    assert found.verdict == "equal", found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fault", each([f for f in faults.FAULTS if "random" not in f.name], ["a loss summed by hand"])
+)
+def test_a_planted_fault_is_one(fault):
+    """Without verification the replicas train, or log, something else than one device."""
+
+    def trained(replicas):
+        keras.utils.set_random_seed(0)
+        if replicas:
+            with scope(replicas):
+                model = replica_exact(fault.build(), verify=False)
+        else:
+            model = fault.build()
+        logs = model.fit(**fault.data()).history
+        return [*model.get_weights(), *map(np.asarray, logs.values())]
+
+    differences = [
+        np.max(np.abs(one - two), initial=0)
+        for one, two in zip(trained(None), trained(2), strict=True)
+    ]
+    assert not max(differences) <= 1e-5  # which NaN is not, either
+
+
+# What is right is trained as if it had not been verified.
+
+
+def dropout_and_statistics():
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5),
+            layers.Dense(3),
+        ]
+    )
+
+
+def compiled(model, optimizer="adam", **settings):
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **settings)
+    return model
+
+
+def in_policy(policy):
+    def build():
+        before = keras.config.dtype_policy()
+        keras.config.set_dtype_policy(policy)
+        try:
+            return compiled(dropout_and_statistics())
+        finally:
+            keras.config.set_dtype_policy(before)
+
+    return build
+
+
+RIGHT = {
+    "dropout and batch statistics": lambda: compiled(dropout_and_statistics()),
+    "mixed_bfloat16": in_policy("mixed_bfloat16"),
+    "mixed_float16": in_policy("mixed_float16"),
+    "three steps in a call": lambda: compiled(dropout_and_statistics(), steps_per_execution=3),
+    "eager": lambda: compiled(dropout_and_statistics(), run_eagerly=True),
+}
+
+
+@pytest.mark.parametrize("replicas", [2, *MORE])
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if i == 0 else pytest.param(name, marks=pytest.mark.slow)
+        for i, name in enumerate(RIGHT)
+    ],
+)
+def test_a_verified_training_is_bit_for_bit_the_one_without(name, replicas):
+    def trained(verify):
+        keras.utils.set_random_seed(0)
+        with scope(replicas):
+            model = replica_exact(RIGHT[name](), verify=verify)
+        x, y = testing.toy_classification(17)
+        data = (x, y)
+        logs = model.fit(*data, batch_size=7, epochs=2, shuffle=False, verbose=0).history
+        return [*state(model), *map(np.asarray, logs.values())]
+
+    assert_same(trained(True), trained(False))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 17])
+def test_every_batch_of_a_generator_is_trained_on_once(rows):
+    x, y = testing.toy_classification(rows)
+    taken = []
+
+    def batches():
+        for start in range(0, rows, 7):
+            taken.append(start)
+            yield x[start : start + 7], y[start : start + 7]
+
+    with scope(2):
+        model = replica_exact(compiled(testing.tiny_classifier()))
+    model.fit(batches(), verbose=0)
+    assert taken == [*range(0, rows, 7)]
+    assert int(model.optimizer.iterations) == len(taken)
+
+
+def typed():
+    numbers = keras.Input((4,), name="numbers")
+    flags = keras.Input((1,), dtype="bool", name="flags")
+    words = keras.Input((), dtype="string", name="words")
+    looked_up = layers.StringLookup(vocabulary=["0", "1", "2"])(words)
+    hidden = layers.Dense(3)(numbers) * keras.ops.cast(flags, "float32")
+    outputs = hidden + layers.Embedding(4, 3)(looked_up)
+    return keras.Model({"numbers": numbers, "flags": flags, "words": words}, outputs)
+
+
+def test_bool_string_and_sparse_features_are_verified():
+    x, y = testing.toy_classification(9)
+    features = {"numbers": x, "flags": x[:, :1] > 0, "words": np.array([str(n) for n in y])}
+    with scope(2):
+        model = replica_exact(compiled(typed()))
+    model.fit(tf.data.Dataset.from_tensor_slices((features, y)).batch(5), verbose=0)
+    inputs = keras.Input((4,), sparse=True)
+    with scope(2):
+        model = replica_exact(compiled(keras.Model(inputs, layers.Dense(3)(inputs))))
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    model.fit(dataset.map(lambda x, y: (tf.sparse.from_dense(x), y)), verbose=0)
+    assert int(model.optimizer.iterations) == 2
+
+
+class PerExample(TrainingLoop):
+    def per_example_loss(self, x, y, *, training):
+        logits = self.model(x, training=training)
+        losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        return losses, logits
+
+
+class Normalizing(PerExample):
+    """Divides by the batch's mean, which each replica has its own of."""
+
+    def per_example_loss(self, x, y, *, training):
+        losses, logits = super().per_example_loss(x, y, training=training)
+        return losses / keras.ops.mean(losses), logits
+
+
+def test_a_loop_verifies_its_step_too():
+    x, y = testing.toy_classification(17)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(7)
+
+    def weights(kind, verify):
+        keras.utils.set_random_seed(0)
+        with scope(2):
+            model = dropout_and_statistics()
+        loop = kind(model, optimizer="adam", loss=None, verify=verify, steps_per_loop=2)
+        history = loop.fit(data, epochs=2, verbose=0).history
+        return [*state(model), *map(np.asarray, history.values())]
+
+    assert_same(weights(PerExample, True), weights(PerExample, False))
+    with pytest.raises(ValueError, match=r"gradient=.*gather_examples"):
+        weights(Normalizing, True)
+
+
+# Data that cannot be trained on.
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda data: data.batch(4).repeat(), "endless.*steps_per_epoch"),
+        (lambda data: data, "single examples; batch it"),
+        (lambda data: data.batch(4).take(0), "no batch"),
+        (
+            lambda data: data.batch(4).map(lambda x, y: (x, y[1:])),
+            r"equally many examples.*Received: shapes=",
+        ),
+    ],
+)
+def test_data_that_cannot_be_trained_on_are_named_in_a_sentence(change, sentence):
+    with scope(2):
+        model = replica_exact(compiled(testing.tiny_classifier()))
+    before = state(model)
+    data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(9))
+    with pytest.raises(ValueError, match=sentence):
+        model.fit(change(data), verbose=0)
+    assert_same(state(model)[: len(before)], before)
+
+
+def test_examples_along_another_axis_are_named_in_a_sentence():
+    class Pairs(keras.Model):
+        """Takes anchors and positives along the first axis, and examples along the second."""
+
+        def __init__(self):
+            super().__init__()
+            self.inner = layers.Dense(3)
+            self.inner.build((None, 4))
+
+        def train_step(self, data):
+            with tf.GradientTape() as tape:
+                anchors, positives = self.inner(data[0]), self.inner(data[1])
+                loss = keras.ops.mean(keras.ops.square(anchors - positives))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    with scope(2):
+        model = replica_exact(Pairs())
+        model.compile("sgd")
+    pairs = np.random.default_rng(0).normal(size=(1, 2, 5, 4)).astype("float32")
+    with pytest.raises(ValueError, match="first axis.*Received: shapes="):
+        model.fit(tf.data.Dataset.from_tensor_slices(pairs), verbose=0)
+
+
+def test_evaluate_and_predict_are_verified_where_fit_was_not():
+    over_the_batch = faults.net(faults.OverTheBatch)
+    data = faults.FAULTS[0].data()
+    with scope(2):
+        model = replica_exact(over_the_batch())
+    with pytest.raises(ValueError, match="gather_examples|Log means"):
+        model.evaluate(data["x"], data["y"], batch_size=7, verbose=0)
+    with scope(2):
+        model = replica_exact(over_the_batch())
+    with pytest.raises(ValueError, match="log=.*output"):
+        model.predict(data["x"], batch_size=7, verbose=0)
+
+
+@pytest.mark.parametrize("settings", [{"verify": "yes"}, {"batch_norm": "local"}])
+def test_other_choices_are_named_in_a_sentence(settings):
+    with pytest.raises(ValueError, match="must be one of"):
+        replica_exact(testing.tiny_classifier(), **settings)
