@@ -40,7 +40,11 @@ ON_JAX = {
         "tests/diagnostics/test_tpu_step_jax.py",
         "tests/diagnostics/test_tpu_widths.py",
     ],
-    "exact": ["tests/training/test_exact_jax.py", "tests/training/test_jax_inputs.py"],
+    "exact": [
+        "tests/training/test_exact_jax.py",
+        "tests/training/test_jax_inputs.py",
+        "tests/training/test_users_arrays.py",
+    ],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_masked_lm.py",

@@ -30,12 +30,13 @@ def check_same_lengths(strategy: Any, batch: Any) -> None:
     """Raise an error if the parts of a batch have other numbers of examples."""
     batch = _workers.opened(batch)[0]
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
-    first = [strategy.experimental_local_results(leaf)[0] for leaf in leaves]
-    first = [leaf for leaf in first if hasattr(leaf, "shape")]
-    if len({int(_workers.rows_of(leaf)) for leaf in first}) > 1:
+    shards = [strategy.experimental_local_results(leaf) for leaf in leaves]
+    shards = [of_leaf for of_leaf in shards if hasattr(of_leaf[0], "shape")]
+    rows = [sum(int(_workers.rows_of(shard)) for shard in of_leaf) for of_leaf in shards]
+    if len(set(rows)) > 1:
         _checks.refuse(
             "The parts of a batch must have equally many examples, along their first axis.",
-            shapes=[tuple(leaf.shape) for leaf in first],
+            shapes=[(n, *of_leaf[0].shape[1:]) for n, of_leaf in zip(rows, shards, strict=True)],
             remedy="Put the axis of the examples first in each of them.",
         )
 

@@ -105,12 +105,12 @@ class Verification:
         split, alone = cuts.both()
         if not self._found(_differing(split, alone)):
             return
+        if self._found(_differing(cuts.given(cuts.alone), alone)):
+            _verification_report.refuse_random(cuts.random_ops)
         noise = cuts.nudged()
         if self._found(differing := _differing(split, alone, noise)):
-            detailed = _Cuts(self, examples, detailed=True)
-            split, alone = detailed.both()
-            names = [item.name for item in differing]
-            _verification_report.refuse(split, alone, names, random=detailed.random_ops)
+            split, alone = _Cuts(self, examples, detailed=True).both()
+            _verification_report.refuse(split, alone, [item.name for item in differing])
 
     def _found(self, differing: list[Item]) -> bool:
         """Tell whether something differs in any process: all must go on alike."""
@@ -148,25 +148,24 @@ class _Cuts:
 
     def both(self) -> tuple[dict[str, Item], dict[str, Item]]:
         """Give what the step gives, split over the replicas and all on the first one."""
+        replicas = len(self.split)
         try:
             alone = self.given(self.alone)
         except tf.errors.OpError:  # a step that needs an example in every replica
-            replicas = len(self.split)
-            self.split = [2] * replicas
-            self.alone = [replicas + 1, *[1] * (replicas - 1)]
-            return self._given_split(), self.given(self.alone)
-        return self._given_split(), alone
+            self.split, self.alone = [2] * replicas, [replicas + 1, *[1] * (replicas - 1)]
+            alone = self._given_or_explained(self.alone)
+        return self._given_or_explained(self.split), alone
 
-    def _given_split(self) -> dict[str, Item]:
+    def _given_or_explained(self, sizes: list[int]) -> dict[str, Item]:
         try:
-            return self.given(self.split)
+            return self.given(sizes)
         except tf.errors.OpError as error:
             shapes = [tuple(leaf.shape) for leaf in self.leaves]
             raise _checks.InputError(
                 "The step fails on replicas that have some of a batch's examples each: "
                 f"{_first_line(error)}. Examples must lie along the first axis of everything in a "
                 f"batch, and there may be any number of them. Received: shapes={shapes}, "
-                f"examples_of_replicas={self.split}. Write the step for any number of examples "
+                f"examples_of_replicas={sizes}. Write the step for any number of examples "
                 "(`ops.shape(x)[0]`), and put other axes behind them."
             ) from error
 
@@ -196,7 +195,7 @@ class _Cuts:
                 for label, value in noted.items()
                 if value.dtype != tf.string
             }
-            return items | self._assigned(saved)
+            return items | self._assigned(saved) | self._counted_without_examples(saved, sizes)
         finally:
             _restore(saved)
 
@@ -243,6 +242,23 @@ class _Cuts:
                 label = f"variable {number}"
                 stacked = np.stack(now).astype("float64")
                 items[label] = Item(label, Kind.VARIABLE, names[id(variable)], stacked)
+        return items
+
+    def _counted_without_examples(self, saved: list[Any], sizes: list[int]) -> dict[str, Item]:
+        """Give by how much metrics change on replicas that have no examples: not at all."""
+        names = {id(v.value): v.path for v in self.owner.metrics_variables}
+        items = {}
+        for number, (variable, before) in enumerate(saved):
+            if id(variable) not in names:
+                continue
+            changes = [
+                np.max(np.abs(part.numpy() - old.numpy()), initial=0.0)
+                for part, old, size in zip(_parts(variable), before, sizes, strict=False)
+                if size == 0
+            ]
+            label = f"metric {number}"
+            change = np.array(max(changes, default=0.0), "float64")
+            items[label] = Item(label, Kind.LOG, names[id(variable)], change)
         return items
 
 

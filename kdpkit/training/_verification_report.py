@@ -68,24 +68,25 @@ def _finite(value: Any) -> Any:
     return np.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def refuse(
-    split: dict[str, Item], alone: dict[str, Item], names: Iterable[str], *, random: list[str]
-) -> NoReturn:
+def refuse_random(operations: list[str]) -> NoReturn:
+    """Raise an error that says that a step gives something else every time."""
+    _checks.refuse(
+        f"{_START} It gives something else every time that it runs on the same examples, and draws "
+        "random numbers that replicas cannot share.",
+        operations=sorted(operations),
+        remedy="Draw them with `keras.random`, such as `keras.random.normal(ops.shape(x), "
+        "seed=keras.random.SeedGenerator(1))` with the generator in an attribute.",
+    )
+
+
+def refuse(split: dict[str, Item], alone: dict[str, Item], names: Iterable[str]) -> NoReturn:
     """Raise an error that names what differs between the cuts.
 
     Args:
         split: What the step gives, detailed, with the examples split over the replicas.
         alone: The same with all of them on the first replica.
         names: What differs in the step as it trains.
-        random: Operations of the step that draw other numbers every time.
     """
-    if random:
-        _checks.refuse(
-            f"{_START} It draws random numbers that replicas cannot share.",
-            operations=sorted(random),
-            remedy="Draw them with `keras.random`, such as `keras.random.normal(ops.shape(x), "
-            "seed=keras.random.SeedGenerator(1))` with the generator in an attribute.",
-        )
     differing = [
         (split[label], alone[label])
         for label in split.keys() & alone.keys()
