@@ -32,7 +32,9 @@ def replica_exact(model: Any, *, verify: bool = True, batch_norm: str = "global"
     on how a batch is cut, and what to write instead. It costs one more trace of the step.
 
     - Random numbers of Keras (`Dropout`, noise, augmentation, `keras.random`) are drawn by
-      position: a replica draws its examples' part of what one device draws for the batch.
+      position: a replica draws its examples' part of what one device draws for the batch. With
+      `jit_compile=True` any number of replicas from two on draws the same, but one device in stock
+      Keras, where XLA orders its numbers by the shape of the batch, draws others.
     - `BatchNormalization` normalizes by the global batch, `synchronized` or not.
     - A loss that gives one number for a batch (Dice, contrastive losses) is computed on the
       examples of all replicas. In a step, `kdpkit.training.gather_examples` gives these.

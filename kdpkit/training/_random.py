@@ -202,10 +202,10 @@ def _numbers(op: Any, step: ReplicaStep, dims: list[Any], part: Part, dtype: Any
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter += tf.cast(tf.stack([first // in_a_block, 0]), tf.uint64)
     draw = functools.partial(op, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
-    if any(isinstance(size, int) and size % in_a_block == 0 for size in dims[1:]):
-        return draw(shape=shape)  # every example begins with a block
-    # XLA needs a shape that does not depend on the place.
+    # In one dimension: XLA draws several in another order, and needs a size known from the shape.
     count = tf.reduce_prod(tf.cast(shape, tf.int64))
+    if any(isinstance(size, int) and size % in_a_block == 0 for size in dims[1:]):
+        return tf.reshape(draw(shape=[count]), shape)  # every example begins with a block
     drawn = draw(shape=[count + in_a_block - 1])
     return tf.reshape(tf.slice(drawn, [first % in_a_block], [count]), shape)
 

@@ -401,6 +401,9 @@ class TensorFlowSteps:
     def _train_replica(self, batch: Any, jit: bool) -> tuple[dict[int, Any], Any]:
         """Give this replica's part of the gradients, by the variable's index, and its noise."""
         step = ReplicaStep(batch)
+        step.is_part |= (
+            jit  # under XLA by position on one replica too: it draws whole ones otherwise
+        )
         batch = step.data
         seeds = _SeedStates(self.model) if self.loop.accumulation > 1 else None
 

@@ -228,12 +228,14 @@ PROGRAMS = [
         _masked_autoencoder,
         lambda: {"x": _labeled_images()["x"], "batch_size": 7},
         _TENSORFLOW,
+        stopped="gradient=",
     ),
     Program(
         "masked language model with an unreduced loss in its own step",
         _masked_language_model,
         _masked_tokens,
         _TENSORFLOW,
+        stopped="sum over each replica",
         fixed=Program(
             "masked language model with the mean loss in its own step",
             lambda: _masked_language_model(MeanMaskedLanguageModel),

@@ -505,7 +505,7 @@ PROGRAMS = [
         "add_loss of a sum",
         _penalized(lambda x: 1e-2 * ops.sum(x)),
         _digits,
-        stopped="",
+        stopped="add_loss of activity_regularization",
         fixed=Program(
             "add_loss of a sum for each example",
             _penalized(lambda x: 1e-2 * ops.mean(ops.sum(x, axis=-1))),
@@ -523,7 +523,7 @@ PROGRAMS = [
         _regression(GlobalNormClippedModel, _momentum()),
         _numbers,
         TAPE,
-        stopped="",
+        stopped="global_clipnorm",
         fixed=Program(
             "an optimizer that clips by the global norm",
             _regression(PlainModel, _momentum(global_clipnorm=0.5)),
@@ -536,7 +536,7 @@ PROGRAMS = [
         _regression(NormClippedModel, _momentum()),
         _numbers,
         TAPE,
-        stopped="",
+        stopped="clipnorm",
         fixed=Program(
             "an optimizer that clips each gradient by its norm",
             _regression(PlainModel, _momentum(clipnorm=0.2)),
@@ -549,7 +549,7 @@ PROGRAMS = [
         "a metric that compares every label with every prediction",
         _counting_classifier,
         _digits,  # labels without a second axis, as in the guide: they are broadcast
-        stopped="",
+        stopped="categorical_true_positives",
         fixed=Program(
             "a metric that compares labels with predictions one by one",
             _counting_classifier,

@@ -518,19 +518,26 @@ PROGRAMS = [
         _simclr,
         _labeled,
         _TENSORFLOW,
+        stopped="gather_examples",
         fixed=Program(
             "SimCLR on gathered examples", lambda: _simclr(GatheredSimCLR), _labeled, _TENSORFLOW
         ),
     ),
     Program("SimSiam", _simsiam, _unlabeled, _TENSORFLOW),
     Program("Barlow Twins", _barlow, _two_views, _TENSORFLOW),
-    Program("supervised contrastive learning", _supervised_contrastive, _labeled),
+    Program(
+        "supervised contrastive learning",
+        _supervised_contrastive,
+        _labeled,
+        stopped="gather_examples",
+    ),
     Program("siamese network with contrastive loss", _siamese, _pairs),
     Program(
         "siamese network with triplets in its own step",
         _triplets,
         _triplet_data,
         _TENSORFLOW,
+        stopped="sum over each replica",
         fixed=Program(
             "siamese network with the mean of its triplets",
             lambda: _triplets(MeanSiameseModel),
@@ -544,6 +551,7 @@ PROGRAMS = [
         _clip,
         _captioned,
         _TENSORFLOW,
+        stopped="gather_examples",
         fixed=Program(
             "dual encoder on gathered examples",
             lambda: _clip(GatheredDualEncoder),
@@ -556,6 +564,7 @@ PROGRAMS = [
         _metric_learning,
         lambda: {"x": AnchorPositivePairs()},
         _TENSORFLOW,
+        stopped="first axis",
         fixed=Program(
             "metric learning from a tuple of anchors and positives",
             lambda: _metric_learning(GatheredEmbeddingModel),

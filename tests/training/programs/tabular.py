@@ -248,6 +248,7 @@ PROGRAMS = [
         "recommender with a product over the batch",
         _recommender,
         _ratings,
+        stopped="gather_examples",
         fixed=Program(
             "recommender with a product over gathered examples",
             lambda: _recommender(GatheredRecommenderNet),

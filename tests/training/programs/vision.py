@@ -353,12 +353,20 @@ _TENSORFLOW = ("tensorflow",)
 PROGRAMS = [
     Program("U-Net with a Dice loss", _unet_of_dice, _organs),
     Program("U-Net with cross-entropy", _unet, _pets),
-    Program("vision transformer with augmentation", _vision_transformer, _pictures),
+    Program(
+        "vision transformer with augmentation",
+        _vision_transformer,
+        _pictures,
+        # Keras' augmentation computes in float32 alone, and the bias of attention's keys has no
+        # gradient but rounding, which AdamW scales up to whole steps.
+        tolerance=2e-2,
+    ),
     Program(
         "mixup in the step",
         lambda: _compiled(_convnet(MixupModel)),
         _one_hot_pictures,
         _TENSORFLOW,
+        stopped="gather_examples",
         fixed=Program("mixup in the data", lambda: _compiled(_convnet()), _mixed_batches),
     ),
     Program("CutMix in the data", lambda: _compiled(_convnet()), _cut_images),

@@ -1,0 +1,240 @@
+"""Replicas draw, bit for bit, their examples' part of what one device draws for the batch."""
+
+import hypothesis
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import strategies as st
+from keras import layers
+
+from kdpkit import scaling, strategies
+from kdpkit.training import TrainingLoop, gather_examples, replica_exact
+from kdpkit.training._keras_internals import install
+from kdpkit.training._step import ReplicaStep, running
+
+pytestmark = pytest.mark.tensorflow
+install()
+
+
+def drawn(replicas, draw, rows, *, jit=False):
+    """Draw for a batch on replicas, in the order of its examples; None is stock Keras."""
+    x = tf.random.stateless_uniform((rows, 2), seed=[1, 2])
+    if replicas is None:
+        return tf.function(draw, jit_compile=jit)(x).numpy()
+    strategy = strategies.select_strategy("mirrored", devices=replicas)
+    sizes = scaling.split_batch(rows, replicas)
+    starts = [sum(sizes[:i]) for i in range(replicas)]
+
+    def in_replica(starts, sizes):
+        context = tf.distribute.get_replica_context()
+        index = int(tf.get_static_value(context.replica_id_in_sync_group))
+        shard = x[starts[index] : starts[index] + sizes[index]]
+        with running(ReplicaStep(shard)):
+            return tf.function(draw, jit_compile=True)(shard) if jit else draw(shard)
+
+    @tf.function
+    def run(starts, sizes):
+        parts = strategy.run(in_replica, args=(starts, sizes))
+        return strategy.experimental_local_results(parts)
+
+    return np.concatenate([part.numpy() for part in run(tf.constant(starts), tf.constant(sizes))])
+
+
+def of(function, *shape, **settings):
+    def draw(x):
+        size = keras.ops.shape(x)[0]
+        return getattr(keras.random, function)((size, *shape), seed=11, **settings)
+
+    return draw
+
+
+@hypothesis.settings(max_examples=40)
+@hypothesis.given(
+    replicas=st.sampled_from([1, 2, 3, 4, 8]),
+    rows=st.integers(1, 20),
+    width=st.integers(1, 70),
+    function=st.sampled_from(["uniform", "normal"]),
+    dtype=st.sampled_from(["float32", "float64", "bfloat16", "float16"]),
+)
+def test_numbers_are_those_of_one_device(replicas, rows, width, function, dtype):
+    draw = of(function, width, dtype=dtype)
+    np.testing.assert_array_equal(drawn(replicas, draw, rows), drawn(None, draw, rows))
+
+
+@pytest.mark.parametrize("width", [3, 4])
+def test_xla_draws_the_same_for_any_number_of_replicas(width):
+    draw = of("normal", width)
+    two = drawn(2, draw, 7, jit=True)
+    np.testing.assert_array_equal(drawn(4, draw, 7, jit=True), two)
+    assert np.unique(two).size == two.size
+
+
+DRAWINGS = {
+    "truncated_normal": of("truncated_normal", 5),
+    "randint": of("randint", 5, minval=0, maxval=100),
+    "gamma": of("gamma", 5, alpha=2.0),
+    "beta": of("beta", 1, alpha=0.4, beta=0.4),
+    "several entries for each example": lambda x: keras.random.uniform(
+        (3 * keras.ops.shape(x)[0], 5), seed=3
+    ),
+    "dropout": lambda x: keras.random.dropout(
+        keras.ops.ones((keras.ops.shape(x)[0], 9)), 0.5, seed=3
+    ),
+    "shuffle": lambda x: keras.random.shuffle(x, seed=5),
+    "categorical": lambda x: keras.random.categorical(x, 3, seed=5),
+    "without a seed": lambda x: keras.random.uniform((keras.ops.shape(x)[0], 3)),
+}
+
+
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", DRAWINGS)
+def test_every_random_function_draws_the_part_of_the_examples(name, replicas):
+    def start_again():
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+
+    start_again()
+    one = drawn(None, DRAWINGS[name], 7)
+    start_again()
+    np.testing.assert_array_equal(drawn(replicas, DRAWINGS[name], 7), one)
+
+
+def test_a_shape_without_examples_is_the_same_on_all_replicas():
+    def draw(_):
+        return keras.random.normal((1, 5), seed=3)
+
+    one = drawn(None, draw, 6)
+    np.testing.assert_array_equal(drawn(3, draw, 6), np.repeat(one, 3, axis=0))
+
+
+LAYERS = {
+    "dropout": lambda: [layers.Dropout(0.5)],
+    "noise": lambda: [layers.GaussianNoise(0.3), layers.GaussianDropout(0.2)],
+    "alpha dropout": lambda: [layers.AlphaDropout(0.3)],
+    "recurrent dropout": lambda: [
+        layers.Reshape((3, 2)),
+        layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3),
+    ],
+    "spatial dropout": lambda: [
+        layers.Reshape((3, 2)),
+        layers.SpatialDropout1D(0.4),
+        layers.Flatten(),
+    ],
+    "augmentation": lambda: [
+        layers.Reshape((3, 2, 1)),
+        layers.RandomFlip(),
+        layers.RandomRotation(0.2),
+        layers.RandomTranslation(0.2, 0.2),
+        layers.RandomContrast(0.3),
+        layers.Flatten(),
+    ],
+}
+
+
+def classifier(name):
+    model = keras.Sequential([keras.Input((6,)), *LAYERS[name](), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.5), loss)
+    return model
+
+
+def weights(model):
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+def data():
+    random = np.random.default_rng(0)
+    return random.normal(size=(17, 6)).astype("float32"), random.integers(0, 3, 17)
+
+
+@pytest.mark.parametrize(
+    "replicas", [2, *(pytest.param(r, marks=pytest.mark.slow) for r in (3, 8))]
+)
+@pytest.mark.parametrize(
+    "name", ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in [*LAYERS][1:])]
+)
+def test_random_layers_train_what_one_device_trains(name, replicas):
+    def trained(replicas):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        if replicas:
+            with strategies.select_strategy("mirrored", devices=replicas).scope():
+                model = replica_exact(classifier(name))
+        else:
+            model = classifier(name)
+        model.fit(*data(), batch_size=7, epochs=2, shuffle=False, verbose=0)
+        return weights(model)
+
+    np.testing.assert_allclose(trained(replicas), trained(None), atol=3e-6)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_micro_batches_draw_what_the_batch_draws(replicas):
+    def trained(replicas, accumulation):
+        keras.utils.set_random_seed(0)
+        strategy = strategies.select_strategy("mirrored", devices=replicas)
+        with strategy.scope():
+            model = classifier("dropout")
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        optimizer = keras.optimizers.SGD(0.5)
+        loop = TrainingLoop(model, optimizer=optimizer, loss=loss, accumulation=accumulation)
+        loop.fit(tf.data.Dataset.from_tensor_slices(data()).batch(7), epochs=2, verbose=0)
+        return weights(model)
+
+    np.testing.assert_allclose(trained(replicas, 3), trained(1, 1), atol=3e-6)
+
+
+# Examples of all replicas.
+
+
+@pytest.mark.parametrize("share_in_loss", [True, False])
+@pytest.mark.parametrize(("rows", "replicas"), [(7, 2), (5, 4), (1, 2)])
+def test_gathered_examples_have_the_gradients_of_one_device(rows, replicas, share_in_loss):
+    strategy = strategies.select_strategy("mirrored", devices=replicas)
+    x = tf.random.stateless_normal((rows, 3), seed=[1, 2])
+    sizes = scaling.split_batch(rows, replicas)
+    starts = [sum(sizes[:i]) for i in range(replicas)]
+
+    def loss_of(examples, kernel, gather):
+        hidden = gather(tf.tanh(tf.matmul(examples, kernel)))
+        return tf.reduce_logsumexp(tf.matmul(hidden, hidden, transpose_b=True))
+
+    def in_replica(kernel, starts, sizes):
+        context = tf.distribute.get_replica_context()
+        index = int(tf.get_static_value(context.replica_id_in_sync_group))
+        shard = x[starts[index] : starts[index] + sizes[index]]
+        with running(ReplicaStep(shard, share_in_loss=share_in_loss)) as step:
+            with tf.GradientTape() as tape:
+                tape.watch(kernel)
+                loss = loss_of(shard, kernel, gather_examples)
+                weighed = step.weigh(loss) if share_in_loss else loss
+            gradient = tape.gradient(weighed, kernel)
+            return loss, gradient if share_in_loss else step.weigh(gradient)
+
+    kernel = tf.random.stateless_normal((3, 2), seed=[3, 4])
+
+    @tf.function
+    def run(starts, sizes):
+        losses, gradients = strategy.run(in_replica, args=(kernel, starts, sizes))
+        total = strategy.reduce(tf.distribute.ReduceOp.SUM, gradients, axis=None)
+        return strategy.experimental_local_results(losses), total
+
+    losses, gradient = run(tf.constant(starts), tf.constant(sizes))
+    with tf.GradientTape() as tape:
+        tape.watch(kernel)
+        wanted = loss_of(x, kernel, gather_examples)
+    for loss in losses:
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+    np.testing.assert_allclose(gradient, tape.gradient(wanted, kernel), rtol=1e-4, atol=1e-6)
+
+
+def test_one_number_has_no_examples_to_gather():
+    strategy = strategies.select_strategy("mirrored", devices=2)
+
+    def gather():
+        with running(ReplicaStep(tf.zeros((2, 1)))):
+            return gather_examples(tf.constant(1.0))
+
+    with pytest.raises(ValueError, match="this is one number.*Received: x="):
+        tf.function(lambda: strategy.run(gather), autograph=False)()
