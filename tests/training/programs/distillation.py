@@ -44,7 +44,14 @@ class Distiller(keras.Model):
         self.alpha = alpha
         self.temperature = temperature
 
-    def compute_loss(self, x=None, y=None, y_pred=None, **kwargs):  # noqa: ARG002 as published
+    def compute_loss(
+        self,
+        x=None,
+        y=None,
+        y_pred=None,
+        sample_weight=None,  # noqa: ARG002
+        training=True,  # noqa: ARG002
+    ):
         teacher_pred = self.teacher(x, training=False)
         student_loss = self.student_loss_fn(y, y_pred)
         distillation_loss = self.distillation_loss_fn(
@@ -157,8 +164,12 @@ class MaskedAutoencoder(keras.Model):
             total_loss = self.compute_loss(y=patches, y_pred=decoded)
         gradients = tape.gradient(total_loss, self.trainable_variables)
         self.optimizer.apply(gradients, self.trainable_variables)
-        self.compute_metrics(images, patches, decoded, None)
-        return self.get_metrics_result() | {"loss": total_loss}
+        for metric in self.metrics:
+            if metric.name == "loss":
+                metric.update_state(total_loss)
+            else:
+                metric.update_state(patches, decoded)
+        return {metric.name: metric.result() for metric in self.metrics}
 
 
 def _masked_autoencoder():
