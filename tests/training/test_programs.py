@@ -21,7 +21,7 @@ QUICK = ("train_step with its own loss and trackers", "a layer that computes los
 
 def each(items):
     return [
-        pytest.param(item, id=item.name, marks=[] if item.name in QUICK else pytest.mark.slow)
+        pytest.param(item, id=item.name, marks=[] if item.name in QUICK else pytest.mark.exhaustive)
         for item in items
     ]
 

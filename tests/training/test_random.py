@@ -87,7 +87,7 @@ DRAWINGS = {
 }
 
 
-@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("replicas", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", DRAWINGS)
 def test_every_random_function_draws_the_part_of_the_examples(name, replicas):
     def start_again():
@@ -149,10 +149,10 @@ def data():
 
 
 @pytest.mark.parametrize(
-    "replicas", [2, *(pytest.param(r, marks=pytest.mark.slow) for r in (3, 8))]
+    "replicas", [2, *(pytest.param(r, marks=pytest.mark.exhaustive) for r in (3, 8))]
 )
 @pytest.mark.parametrize(
-    "name", ["dropout", *(pytest.param(n, marks=pytest.mark.slow) for n in [*LAYERS][1:])]
+    "name", ["dropout", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in [*LAYERS][1:])]
 )
 def test_random_layers_train_what_one_device_trains(name, replicas):
     def trained(replicas):

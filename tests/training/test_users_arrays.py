@@ -98,7 +98,7 @@ def test_nothing_is_written_into_what_fit_takes(kind):
 
 
 @pytest.mark.tensorflow
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @hypothesis.settings(max_examples=25)
 @hypothesis.given(
     offset=st.sampled_from([0, 4, 32, 64]),

@@ -66,7 +66,7 @@ def test_what_the_sentence_suggests_trains_as_one_device_does(fault):
     assert found.verdict == "equal", found
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "fault", each([f for f in faults.FAULTS if "random" not in f.name], ["a loss summed by hand"])
 )
