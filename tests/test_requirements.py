@@ -25,7 +25,9 @@ def lower_bounds():
     wanted = [*project["dependencies"], *(bound for name in FOR_USERS for bound in extras[name])]
     found = {}
     for requirement in wanted:
-        name, bound = re.fullmatch(r"([\w-]+(?:\[[\w-]+\])?)(?:>=([\d.]+))?", requirement).groups()
+        name, bound = re.fullmatch(
+            r"([\w-]+(?:\[[\w-]+\])?)(?:>=([\d.]+)(?:,<[\d.]+)?)?", requirement
+        ).groups()
         package = name.partition("[")[0]
         if package != "kdpkit":
             found.setdefault(package, set()).add(bound)

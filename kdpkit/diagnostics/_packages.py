@@ -104,7 +104,7 @@ def findings() -> Iterator[_findings.Finding]:
     for package, text in _wanted().items():
         if (installed := version(package)) and not _is_met(Requirement(text)):
             yield _findings.Finding(
-                "old-version",
+                "untested-version" if _is_newer(installed, text) else "old-version",
                 "refused",
                 package,
                 f"Version {installed} is installed, and kdpkit works with {text}.",
@@ -179,6 +179,11 @@ def _is_met(requirement: Requirement) -> bool:
     if not installed or not requirement.specifier.contains(installed, prereleases=True):
         return False
     return not any(_unmet(_requirements(requirement.name, name)) for name in requirement.extras)
+
+
+def _is_newer(installed: str, text: str) -> bool:
+    bounds = Requirement(text).specifier
+    return any(bound.operator == "<" and not bound.contains(installed) for bound in bounds)
 
 
 def _text(requirement: Requirement) -> str:

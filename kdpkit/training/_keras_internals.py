@@ -199,8 +199,21 @@ def watching_tapes() -> Iterator[None]:
 
 
 def joined_over_processes(output: Any, strategy: Any) -> Any:
-    """Put the rows of all replicas in all processes together, in every process, as `predict`."""
-    return reduce_per_replica(output, strategy, reduction="concat")
+    """Put the rows of all replicas in all processes together, in every process, as `predict`.
+
+    Processes send each other no other types of numbers than these.
+    """
+    first = strategy.experimental_local_results(output)[0]
+    sent = _sent_as(first.dtype)
+    cast = strategy.run(lambda part: tf.cast(part, sent), args=(output,))
+    return tf.cast(reduce_per_replica(cast, strategy, reduction="concat"), first.dtype)
+
+
+def _sent_as(dtype: tf.DType) -> tf.DType:
+    """Give the type that processes can send each other, for one that they perhaps cannot."""
+    if dtype.is_floating or dtype.is_complex:
+        return tf.float32 if dtype == tf.bfloat16 else dtype
+    return tf.int64 if dtype.size >= 4 else tf.int32
 
 
 def prefer_one_device_sums(strategy: Any) -> None:

@@ -202,11 +202,10 @@ class _Cuts:
     def _compiled(self) -> Callable:
         signature = [*map(_shards.of_any_length, self.leaves), tf.TensorSpec([None], tf.int32)]
         function = tf.function(self._run, autograph=False, input_signature=signature)
-        with self.strategy.scope():
-            concrete = function.get_concrete_function()
-        self.variables = _all_variables(self.owner, concrete.graph.variables)
-        self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(concrete.graph))]
-        return function
+        compiled = function.get_concrete_function()
+        self.variables = _all_variables(self.owner, compiled.graph.variables)
+        self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
+        return compiled
 
     def _run(self, *leaves_and_sizes: Any) -> dict[str, Any]:
         *leaves, sizes = leaves_and_sizes

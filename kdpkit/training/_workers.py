@@ -152,7 +152,10 @@ def _pieces(strategy: Any, dataset: Any, context: Any) -> Any:
             joined = joined.concatenate(following)
         return joined
 
-    return dataset.map(only_piece) if local == 1 else dataset.flat_map(several_pieces)
+    as_it_is = tf.autograph.experimental.do_not_convert
+    if local == 1:
+        return dataset.map(as_it_is(only_piece))
+    return dataset.flat_map(as_it_is(several_pieces))
 
 
 def _cut(batch: Any, index: int, replicas: int) -> Any:

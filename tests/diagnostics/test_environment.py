@@ -241,8 +241,17 @@ def test_a_version_below_the_minimum_is_found_with_the_command_that_mends_it(pla
     installed(planted, "keras", "3.9.2")
     (finding,) = [finding for finding in _packages.findings() if finding.rule == "old-version"]
     assert (finding.rule, finding.level, finding.where) == ("old-version", "refused", "keras")
-    assert finding.problem == "Version 3.9.2 is installed, and kdpkit works with keras>=3.10.0."
-    assert finding.remedy == 'Run `python -m pip install "keras>=3.10.0"`.'
+    assert (
+        finding.problem == "Version 3.9.2 is installed, and kdpkit works with keras<3.16,>=3.10.0."
+    )
+    assert finding.remedy == 'Run `python -m pip install "keras<3.16,>=3.10.0"`.'
+
+
+def test_a_version_that_was_not_tried_yet_is_found(planted):
+    installed(planted, "keras", "3.16.0")
+    (finding,) = [finding for finding in _packages.findings() if finding.where == "keras"]
+    assert finding.rule == "untested-version"
+    assert "keras<3.16" in finding.remedy
 
 
 def test_packages_that_do_not_fit_each_other_are_found(planted):
