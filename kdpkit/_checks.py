@@ -35,10 +35,11 @@ def refuse(problem: str, *, remedy: str = "", **received: Any) -> NoReturn:
     ...
     kdpkit._checks.InputError: `replicas` must be positive. Received: replicas=0. Use at least 1.
     """
-    raise InputError(_sentence(problem, received, remedy))
+    raise InputError(sentence(problem, received, remedy))
 
 
-def _sentence(problem: str, received: dict[str, Any], remedy: str) -> str:
+def sentence(problem: str, received: dict[str, Any], remedy: str) -> str:
+    """Put a problem, the values received and the remedy into one message."""
     shown = ", ".join(f"{name}={value!r}" for name, value in received.items())
     parts = [problem, f"Received: {shown}." if shown else "", remedy]
     return " ".join(part for part in parts if part)

@@ -4,6 +4,7 @@ Both are changed on the instance alone, and do what they always did outside of a
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit import _checks, _optimizers
-from kdpkit.training import _keras_internals
+from kdpkit.training import _keras_internals, _whole_batch
 from kdpkit.training._step import ReplicaStep, current_step, dense_if_unique
 from kdpkit.training._verification_report import Kind
 
@@ -65,6 +66,8 @@ def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
         if step is None:
             return method(optimizer, grads, trainable_variables)
         weigh = step.if_rows if carries_share(step) else step.weigh
+        if step.own is not None:
+            weigh = functools.partial(_whole_batch.share_of_gradient, step)
         grads = [None if grad is None else dense_if_unique(grad) for grad in grads]
         variables = None if trainable_variables is None else list(trainable_variables)
         if step.trial is not None and step.trial.detailed:
@@ -110,7 +113,7 @@ def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
 
     def carries_share(step: ReplicaStep) -> bool:
         # Half precision overflows where one device's does only if the share is there already.
-        return step.share_in_loss or scales_loss(optimizer)
+        return step.own is None and (step.share_in_loss or scales_loss(optimizer))
 
     optimizer.apply = apply
     optimizer.apply_gradients = apply_gradients
@@ -187,6 +190,19 @@ def attach_to_metric(metric: Any) -> None:
 
     metric.result = result
     weigh_single_numbers(metric)
+    metric.update_state = _counting_once(metric.update_state)
+
+
+def _counting_once(update: Callable) -> Callable:
+    """Have the first replica alone count the whole batch, where each replica has that."""
+
+    @functools.wraps(update)
+    def update_state(*args: Any, **kwargs: Any) -> Any:
+        step = current_step()
+        is_counted = step is not None and step.own is not None and not _whole_batch.is_first()
+        return None if is_counted else update(*args, **kwargs)
+
+    return update_state
 
 
 def _read(value: Any) -> Any:
@@ -209,9 +225,14 @@ def weigh_single_numbers(metric: Any) -> None:
             part.update_state = _weighing_of_function(part)
 
 
+def _step_of_part() -> ReplicaStep | None:
+    step = current_step()
+    return None if step is None or step.own is not None else step
+
+
 def _weighing(update: Callable) -> Callable:
     def update_state(values: Any, sample_weight: Any = None) -> Any:
-        step = current_step()
+        step = _step_of_part()
         if step is not None and sample_weight is None:
             values = tf.convert_to_tensor(values)
             if values.shape.rank == 0:
@@ -228,7 +249,7 @@ def _weighing_of_function(metric: Any) -> Callable:
     stock_update = metric.update_state
 
     def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        step = current_step()
+        step = _step_of_part()
         if step is None:
             return stock_update(y_true, y_pred, sample_weight)
         value = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))

@@ -16,9 +16,9 @@ from kdpkit.training._step import ReplicaStep, current_step
 
 
 def gathered(x: Any) -> Any:
-    """Return the examples of all replicas; `x` itself outside of a step and on one replica."""
+    """Return the examples of all replicas; `x` itself where they are these already."""
     step = current_step()
-    if step is None or step.replicas == 1:
+    if step is None or step.replicas == 1 or step.own is not None:
         return x
     x = tf.convert_to_tensor(x)
     if x.shape.rank == 0:
@@ -37,7 +37,7 @@ def gathered(x: Any) -> Any:
             (own,) = _gradients_of_all(step, [upstream])
             return own[start : start + count]
 
-        return step.merge(_concatenated, x), gradient
+        return step.merge(concatenated, x), gradient
 
     return gather(x)
 
@@ -47,7 +47,7 @@ def summed(step: ReplicaStep, *values: Any) -> list[Any]:
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
     def add_up(*values: Any) -> tuple[Any, Callable]:
-        return step.merge(_sums, [*values]), lambda *upstreams: _gradients_of_all(step, upstreams)
+        return step.merge(sums, [*values]), lambda *upstreams: _gradients_of_all(step, upstreams)
 
     return list(add_up(*values))
 
@@ -55,16 +55,17 @@ def summed(step: ReplicaStep, *values: Any) -> list[Any]:
 def _gradients_of_all(step: ReplicaStep, upstreams: Any) -> list[Any]:
     """Add up what the losses of all replicas say of values that all of them have."""
     if step.share_in_loss:
-        return step.merge(_sums, [*upstreams])
-    sums = step.merge(_sums, [step.weigh(upstream) for upstream in upstreams])
-    return [total * tf.math.reciprocal_no_nan(step.share_as(total.dtype)) for total in sums]
+        return step.merge(sums, [*upstreams])
+    totals = step.merge(sums, [step.weigh(upstream) for upstream in upstreams])
+    return [total * tf.math.reciprocal_no_nan(step.share_as(total.dtype)) for total in totals]
 
 
-def _sums(strategy: Any, values: list[Any]) -> list[Any]:
+def sums(strategy: Any, values: list[Any]) -> list[Any]:
+    """Add up, outside of the replicas, what each of them has."""
     return [strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in values]
 
 
-def _concatenated(strategy: Any, value: Any) -> Any:
+def concatenated(strategy: Any, value: Any) -> Any:
     """Put the shards of all replicas together in the order of the global batch."""
     if not _workers.spans_processes(strategy):
         return tf.concat(strategy.experimental_local_results(value), axis=0)

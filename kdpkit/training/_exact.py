@@ -27,9 +27,12 @@ def replica_exact(model: Any, *, verify: bool = True, batch_norm: str = "global"
 
     Before the first step, the step is **verified** on TensorFlow: a few examples of the first batch
     go through it twice, split over the replicas and all on one. Gradients as the optimizers get
-    them, logs and the variables that are assigned must agree, and all is put back. If they do not
-    agree, nothing is trained, and an error names the loss, metric, layer or optimizer that depends
-    on how a batch is cut, and what to write instead. It costs one more trace of the step.
+    them, logs and the variables that are assigned must agree, and all is put back. It costs one
+    more trace of the step. If they do not agree, because a step treats its batch as a whole (a loss
+    that compares examples, mixup, a sum, clipping by the norm of the gradient), every replica runs
+    it on the whole batch and computes its share of each layer that it calls, and one line says so.
+    If that does not agree either, nothing is trained, and an error names the loss, metric, layer or
+    optimizer that depends on how a batch is cut, and what to write instead.
 
     - Random numbers of Keras (`Dropout`, noise, augmentation, `keras.random`) are drawn by
       position: a replica draws its examples' part of what one device draws for the batch. With
@@ -38,8 +41,6 @@ def replica_exact(model: Any, *, verify: bool = True, batch_norm: str = "global"
     - `BatchNormalization` normalizes by the global batch, `synchronized` or not.
     - A loss that gives one number for a batch (Dice, contrastive losses) is computed on the
       examples of all replicas. In a step, `kdpkit.training.gather_examples` gives these.
-    - A scalar from `add_loss`, and a number that a step logs, is a mean over the examples or
-      independent of them; a vector of one number for each example is summed, as Keras does.
 
     On JAX one program computes the whole batch, so that there is nothing to verify. There batches
     of any size work, and `evaluate` and `predict` leave the model its weights when they fail.

@@ -18,11 +18,13 @@ from kdpkit.training import (
     _keras_internals,
     _layer_state,
     _shards,
+    _whole_batch,
     _workers,
     _xla_call,
 )
 from kdpkit.training._step import ReplicaStep, current_step, running
 from kdpkit.training._verification import Verification
+from kdpkit.training._verification_report import DependsOnCutError
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
@@ -82,6 +84,7 @@ class _ExactSteps:
         self.verify = verify
         self.batch_norm = batch_norm
         self.verified: set[str] = set()  # kinds of steps
+        self.divides: dict[str, Callable] = {}  # layers, in steps that run on the whole batch
         stock = keras.Model.train_step
         self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
         self.train_step_of_model = _without_function(model.train_step)
@@ -157,7 +160,7 @@ class _ExactSteps:
         """Aggregate what `add_loss` was given, as Keras does: a vector is summed, of all rows."""
         step = current_step()
         total = type(self.model)._aggregate_additional_loss(self.model, loss)
-        if step is None or step.replicas == 1:
+        if step is None or step.replicas == 1 or step.own is not None:
             return total
         if loss.shape.rank and step.counts_examples(loss):
             total = step.quotient(total, 1)
@@ -175,7 +178,7 @@ class _ExactSteps:
 
         def function(batches: Any) -> Any:
             batches = self.verified_batches(kind, _split_whole_batches(batches, self.strategy))
-            with self.keys_for_loops():
+            with self.keys_for_loops(), self.gradients_of(kind):
                 logs = compiled(batches)
             _workers.refuse_differences()
             return logs
@@ -202,12 +205,41 @@ class _ExactSteps:
         taken = batches if kind == "predict" else [*itertools.islice(batches, at_once)]
         if not taken:
             _checks.refuse("The dataset gives no batch, so there is nothing to compute.")
+        self.verify_step(kind, taken[0])
         self.verified.add(kind)
-        eager = self.model.run_eagerly
-        Verification(self.strategy, self.trials[kind], self.model, eager=eager).check(taken[0])
         if isinstance(batches, tf.distribute.DistributedIterator):
             return _shards.iterator_of(self.strategy, taken, batches.element_spec)
         return taken
+
+    def verify_step(self, kind: str, batch: Any) -> None:
+        """Verify a step; have it run on the whole batch if that makes it exact."""
+        run, eager = self.trials[kind], self.model.run_eagerly
+        verification = Verification(self.strategy, run, self.model, eager=eager)
+        try:
+            verification.check(batch)
+        except DependsOnCutError as error:
+            if kind == "predict" or not self.is_exact_on_whole_batch(kind, verification, batch):
+                raise
+            _whole_batch.tell(error.problem)
+
+    def is_exact_on_whole_batch(self, kind: str, verification: Verification, batch: Any) -> bool:
+        """Have a step run on the whole batch, and tell whether it is exact then."""
+        _whole_batch.attach(self.model)
+        for self.divides[kind] in _whole_batch.DIVISIONS:
+            with (
+                contextlib.suppress(ValueError, TypeError, tf.errors.OpError),
+                self.gradients_of(kind),
+            ):
+                if not verification.differences(batch):
+                    return True
+        self.divides.pop(kind, None)
+        return False
+
+    def gradients_of(self, kind: str) -> contextlib.AbstractContextManager[None]:
+        """Have tapes give a step on the whole batch the gradients of that."""
+        if kind in self.divides:
+            return _keras_internals.gradients_of_steps()
+        return contextlib.nullcontext()
 
     def needs_verification(self, kind: str) -> bool:
         """Tell whether a step is to be verified now.
@@ -224,16 +256,18 @@ class _ExactSteps:
     def trials(self) -> dict[str, Any]:
         """What tries each kind of step, for verification."""
         return {
-            "train": self.trial_of(self.run_train_step),
-            "test": self.trial_of(self.run_test_step),
-            "predict": self.trial_of(self.run_predict_step, join=True),
+            "train": self.trial_of("train", self.run_train_step),
+            "test": self.trial_of("test", self.run_test_step),
+            "predict": self.trial_of("predict", self.run_predict_step, join=True),
         }
 
-    def trial_of(self, run: Callable[[ReplicaStep], Any], *, join: bool = False) -> Callable:
+    def trial_of(
+        self, kind: str, run: Callable[[ReplicaStep], Any], *, join: bool = False
+    ) -> Callable:
         """Give what tries a step on shards of some examples."""
 
         def try_step(shard: Callable[[], Any], trial: Any) -> Any:
-            outputs = self.strategy.run(lambda: run(self.step_of(shard(), trial=trial)))
+            outputs = self.strategy.run(lambda: run(self.step_of(shard(), kind, trial=trial)))
             if not join:
                 return outputs
             return keras.tree.map_structure(
@@ -249,19 +283,22 @@ class _ExactSteps:
             return _keras_internals.constant_collective_keys()
         return contextlib.nullcontext()
 
-    def step_of(self, data: Any, *, trial: Any = None) -> ReplicaStep:
+    def step_of(self, data: Any, kind: str, *, trial: Any = None) -> ReplicaStep:
         """Give the step of a replica that has these rows."""
         share_in_loss = not self.own_train_step or _attachments.scales_loss(self.model.optimizer)
-        return ReplicaStep(data, share_in_loss=share_in_loss, trial=trial)
+        step = ReplicaStep(data, share_in_loss=share_in_loss, trial=trial)
+        if kind in self.divides:
+            return _whole_batch.step_on_whole_batch(step, self.divides[kind])
+        return step
 
     def train_step(self, data: Any) -> Any:
-        return self.run_train_step(self.step_of(data))
+        return self.run_train_step(self.step_of(data, "train"))
 
     def test_step(self, data: Any) -> Any:
-        return self.run_test_step(self.step_of(data))
+        return self.run_test_step(self.step_of(data, "test"))
 
     def predict_step(self, data: Any) -> Any:
-        return self.run_predict_step(self.step_of(data))
+        return self.run_predict_step(self.step_of(data, "predict"))
 
     def run_train_step(self, step: ReplicaStep) -> Any:
         with running(step):

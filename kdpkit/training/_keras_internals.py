@@ -28,7 +28,7 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit import _optimizers, _versions
 from kdpkit._tuning import untuned
-from kdpkit.training import _random
+from kdpkit.training import _random, _whole_batch
 from kdpkit.training._collectives import gathered
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._step import ReplicaStep, current_step
@@ -180,16 +180,26 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
 
 
 @contextlib.contextmanager
-def watching_tapes() -> Iterator[None]:
-    """Note, while a step is tried in detail, the gradients of weights as tapes give them."""
+def gradients_of_steps() -> Iterator[None]:
+    """Let steps note, and steps on the whole batch add up, the gradients that tapes give them."""
     original = tf.GradientTape.gradient
 
     def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         given = original(tape, target, sources, *args, **kwargs)
-        step, sources = current_step(), keras.tree.flatten(sources)
-        if step is not None and all(isinstance(s, keras.Variable) for s in sources):
-            step.note_gradients_of_tape(sources, keras.tree.flatten(given))
-        return given
+        step = current_step()
+        if step is None:
+            return given
+        of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
+        if step.own is not None:
+            gradients = [
+                _whole_batch.gradient_of_variable(step, gradient)
+                if gradient is not None and isinstance(source, keras.Variable | tf.Variable)
+                else gradient
+                for source, gradient in zip(of, gradients, strict=True)
+            ]
+        elif all(isinstance(source, keras.Variable) for source in of):
+            step.note_gradients_of_tape(of, gradients)
+        return tf.nest.pack_sequence_as(given, gradients)
 
     tf.GradientTape.gradient = gradient
     try:
@@ -203,10 +213,11 @@ def joined_over_processes(output: Any, strategy: Any) -> Any:
 
     Processes send each other no other types of numbers than these.
     """
-    first = strategy.experimental_local_results(output)[0]
-    sent = _sent_as(first.dtype)
-    cast = strategy.run(lambda part: tf.cast(part, sent), args=(output,))
-    return tf.cast(reduce_per_replica(cast, strategy, reduction="concat"), first.dtype)
+    dtype = strategy.experimental_local_results(output)[0].dtype
+    cast = tf.nest.map_structure(
+        lambda part: tf.cast(part, _sent_as(dtype)), output, expand_composites=True
+    )
+    return tf.cast(reduce_per_replica(cast, strategy, reduction="concat"), dtype)
 
 
 def _sent_as(dtype: tf.DType) -> tf.DType:

@@ -97,7 +97,7 @@ def average(step: ReplicaStep) -> None:
     if not step.assigned:
         return
     variables = [*step.assigned]
-    weighed = [step.weigh(tf.convert_to_tensor(variable)) for variable in variables]
+    weighed = [(step.own or step).weigh(tf.convert_to_tensor(variable)) for variable in variables]
     tf.distribute.get_replica_context().merge_call(
         lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
     )

@@ -53,6 +53,9 @@ class ReplicaStep:
         self.share_in_loss = share_in_loss
         self.trial = trial
         self.gathered = False  # whether a loss is being computed on the examples of all replicas
+        # Of a step on the whole batch: that of the replica's examples, and the layers it divides.
+        self.own: ReplicaStep | None = None
+        self.divides: Callable[[Any], bool] | None = None
         self._graph = _graph()
         self.assigned: list[Any] = []  # variables of layers
         self.added_losses: dict[int, list[Any]] = {}  # by layer
@@ -165,11 +168,12 @@ def current_step() -> ReplicaStep | None:
 @contextlib.contextmanager
 def running(step: ReplicaStep) -> Iterator[ReplicaStep]:
     """Make a step this thread's current one. Every replica is traced in a thread of its own."""
+    previous = current_step()
     _running.step = step
     try:
         yield step
     finally:
-        _running.step = None
+        _running.step = previous
 
 
 def dense_if_unique(gradient: Any) -> Any:
@@ -198,9 +202,11 @@ def _are_unique(indices: Any) -> bool:
         value = tf.get_static_value(indices)
         return np.ndim(value) > 0 and np.unique(value).size == np.size(value)
     entries = [part for part in op.inputs if part.shape.rank != 0]
-    if op.type == "Reshape":
+    if op.type in ("Reshape", "StridedSlice"):  # which keep the entries, or leave some out
         entries = entries[:1]
-    return op.type in _BY_ENTRY and bool(entries) and all(map(_are_unique, entries))
+    return (
+        op.type in (*_BY_ENTRY, "StridedSlice") and bool(entries) and all(map(_are_unique, entries))
+    )
 
 
 def _map_values(function: Callable[[Any], Any], value: Any) -> Any:

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks, _processes
+from kdpkit import _processes
 from kdpkit.training import _shards, _verification_report, _workers
-from kdpkit.training._keras_internals import watching_tapes
+from kdpkit.training._keras_internals import gradients_of_steps
 from kdpkit.training._verification_report import Item, Kind
 
 # A step of some examples: from what gives a replica its shard, and the trial, to the logs.
@@ -47,7 +47,7 @@ class Trial:
 
     def note(self, kind: Kind, name: str, value: Any) -> None:
         """Note a value that all replicas together give."""
-        numbered = f"{kind.value} {name} {len(self.noted)}"
+        numbered = f"{kind.value} {name} {sum(kind is of for of, _, _ in self.noted.values())}"
         self.noted[numbered] = (kind, name, _dense(value))
 
     def noting_sum(self, kind: Kind, name: str) -> Callable[[Any, Any], int]:
@@ -85,6 +85,7 @@ class Verification:
     step: Step
     owner: Any
     eager: bool = False
+    on_one: dict[str, Item] | None = None  # what the first step gave that was tried, on one replica
 
     def check(self, batch: Any) -> None:
         """Raise an error if the step depends on how the batch is cut.
@@ -95,22 +96,40 @@ class Verification:
         Raises:
             ValueError: It does; the sentence names what, by how much, and what to write instead.
         """
-        replicas = self.strategy.num_replicas_in_sync
         _shards.check_same_lengths(self.strategy, batch)
         if not _shards.can_be_gathered(self.strategy, batch):
             _tell_unverified()
-            return
-        examples = _shards.first_examples(self.strategy, batch, 2 * replicas)
-        cuts = _Cuts(self, examples, detailed=False)
+        elif differing := self.differences(batch):
+            split, alone = _Cuts(self, self._examples_of(batch), detailed=True).both()
+            _verification_report.refuse(split, alone, differing)
+
+    def differences(self, batch: Any) -> list[str]:
+        """Name what depends on how the batch is cut, by more than rounding."""
+        cuts = _Cuts(self, self._examples_of(batch), detailed=False)
         split, alone = cuts.both()
-        if not self._found(_differing(split, alone)):
-            return
+        if not self._found(_differing(split, alone) or self._unlike_the_first(alone)):
+            return []
         if self._found(_differing(cuts.given(cuts.alone), alone)):
             _verification_report.refuse_random(cuts.random_ops)
-        noise = cuts.nudged()
-        if self._found(differing := _differing(split, alone, noise)):
-            split, alone = _Cuts(self, examples, detailed=True).both()
-            _verification_report.refuse(split, alone, [item.name for item in differing])
+        nudged = cuts.nudged()
+        noise = {label: nudged[label].difference(alone[label]) for label in alone.keys() & nudged}
+        differing = _differing(split, alone, noise) + self._unlike_the_first(alone, noise)
+        if self.on_one is None and not any(cuts.alone[1:]):
+            self.on_one = alone
+        return [item.name for item in differing] or ["in another process"] * self._found(differing)
+
+    def _unlike_the_first(
+        self, alone: dict[str, Item], noise: dict[str, float] | None = None
+    ) -> list[Item]:
+        """List what a way to run the step gives on one replica that the first way did not."""
+        if self.on_one is None:
+            return []
+        first = _of_first_replica(self.on_one)
+        here = {label: item for label, item in _of_first_replica(alone).items() if label in first}
+        return _differing(here, first, noise)
+
+    def _examples_of(self, batch: Any) -> Any:
+        return _shards.first_examples(self.strategy, batch, 2 * self.strategy.num_replicas_in_sync)
 
     def _found(self, differing: list[Item]) -> bool:
         """Tell whether something differs in any process: all must go on alike."""
@@ -161,7 +180,7 @@ class _Cuts:
             return self.given(sizes)
         except tf.errors.OpError as error:
             shapes = [tuple(leaf.shape) for leaf in self.leaves]
-            raise _checks.InputError(
+            raise _verification_report.DependsOnCutError(
                 "The step fails on replicas that have some of a batch's examples each: "
                 f"{_first_line(error)}. Examples must lie along the first axis of everything in a "
                 f"batch, and there may be any number of them. Received: shapes={shapes}, "
@@ -215,7 +234,7 @@ class _Cuts:
         )
         trial = Trial(detailed=self.detailed)
         with self.strategy.scope():
-            with watching_tapes() if self.detailed else contextlib.nullcontext():
+            with gradients_of_steps() if self.detailed else contextlib.nullcontext():
                 shard = functools.partial(_shards.shard_of_replica, examples, sizes)
                 logs = self.step(shard, trial)
             for name, value in _named(logs):
@@ -326,8 +345,19 @@ def _dense(value: Any) -> Any:
     return tf.stack([tf.reduce_sum(flat, 0), weighted, tf.reduce_sum(tf.square(flat), 0)])
 
 
+def _of_first_replica(items: dict[str, Item]) -> dict[str, Item]:
+    """Return the gradients, and the first replica's variables: metrics may count the others too."""
+    return {
+        label: dataclasses.replace(item, value=item.value[:1])
+        if item.kind is Kind.VARIABLE
+        else item
+        for label, item in items.items()
+        if item.kind in (Kind.GRADIENT, Kind.VARIABLE)
+    }
+
+
 def _differing(
-    split: dict[str, Item], alone: dict[str, Item], noise: dict[str, Item] | None = None
+    split: dict[str, Item], alone: dict[str, Item], noise: dict[str, float] | None = None
 ) -> list[Item]:
     """List what differs by more than rounding, and than what rounding the weights changes."""
     largest = max((item.size for item in alone.values() if item.kind is Kind.GRADIENT), default=0.0)
@@ -341,7 +371,7 @@ def _differing(
         if one.kind is Kind.GRADIENT:
             allowed = max(allowed, _FLOOR * largest)
         if noise and label in noise:
-            allowed = max(allowed, _AMPLIFIED * noise[label].difference(other))
+            allowed = max(allowed, _AMPLIFIED * noise[label])
         if not one.difference(other) <= allowed:
             differing.append(other)
     return differing

@@ -79,6 +79,15 @@ def refuse_random(operations: list[str]) -> NoReturn:
     )
 
 
+class DependsOnCutError(_checks.InputError):
+    """A step depends on how its batch is cut."""
+
+    @property
+    def problem(self) -> str:
+        """Which part of it does, in a sentence."""
+        return str(self).removeprefix(_START).strip().partition(". ")[0]
+
+
 def refuse(split: dict[str, Item], alone: dict[str, Item], names: Iterable[str]) -> NoReturn:
     """Raise an error that names what differs between the cuts.
 
@@ -93,19 +102,23 @@ def refuse(split: dict[str, Item], alone: dict[str, Item], names: Iterable[str])
         if split[label].kind in _PROBLEMS
         and not split[label].difference(alone[label]) <= 5e-6 * alone[label].size
     ]
+    received: dict[str, Any]
     kinds = [kind for kind in _PROBLEMS if any(one.kind is kind for one, _ in differing)]
     if not kinds:  # only in the step without details
-        _checks.refuse(_START, differing=sorted(names)[:_SHOWN], remedy=_REMEDIES["meet"])
+        problem = f"{_START} What it gives depends on how a batch is cut."
+        received = {"differing": sorted(names)[:_SHOWN]}
+        raise DependsOnCutError(_checks.sentence(problem, received, _REMEDIES["meet"]))
     kind = kinds[0]
     pairs = [(one, other) for one, other in differing if one.kind is kind]
     reason = _reason(kind, pairs, split, alone)
     names = [*dict.fromkeys(one.name for one, _ in pairs)]
-    received: dict[str, Any] = {kind.value: names[:_SHOWN]}
+    received = {kind.value: names[:_SHOWN]}
     if len(names) > _SHOWN:
         received["and"] = f"{len(names) - _SHOWN} more"
     if (factor := _common_factor(pairs)) is not None:
         received["factor"] = round(factor, 4)
-    _checks.refuse(f"{_START} {_PROBLEMS[kind]}", **received, remedy=_REMEDIES[reason])
+    problem = f"{_START} {_PROBLEMS[kind]}"
+    raise DependsOnCutError(_checks.sentence(problem, received, _REMEDIES[reason]))
 
 
 _START = "On replicas this step would train something else than on one device."

@@ -193,6 +193,8 @@ def clip_all(gradients):
     return tf.clip_by_global_norm(gradients, 0.1)[0]
 
 
+# What no replica can have of another: these are stopped.
+UNSHARED = ("an optimizer that no attribute holds", "random numbers that Keras does not draw")
 FAULTS = [
     Fault(
         "a loss summed by hand",

@@ -269,8 +269,8 @@ def test_many_steps_in_a_call_train_the_same_and_compile_once():
     )
     history = many.fit(data, epochs=2, callbacks=watch, verbose=0).history
     assert ends[:8] == [(0, 0), (3, 2), (4, 0), (7, 2), (8, 0), (11, 2), (12, 0), (13, 2)]
-    # On JAX once for each length of a call, of which a scan takes the types first; on TensorFlow once
-    # for each replica, and once more for verification.
+    # On JAX once for each length of a call, of which a scan takes the types first; on TensorFlow
+    # once for each replica, and once more for verification.
     assert traces.count(True) == 4
     assert steps_of(many) == 28
     assert_same((many, history), trained(2, data))

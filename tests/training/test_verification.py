@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 
 from kdpkit import strategies, testing
-from kdpkit.training import TrainingLoop, replica_exact
+from kdpkit.training import TrainingLoop, _whole_batch, replica_exact
 from tests.training import faults
 from tests.training.programs import Program, outcomes
 
@@ -44,7 +44,8 @@ def assert_same(one, other):
 
 @pytest.mark.parametrize("replicas", [2, *MORE])
 @pytest.mark.parametrize("fault", each(faults.FAULTS, QUICK))
-def test_a_planted_fault_is_named_before_the_first_step(fault, replicas):
+def test_a_planted_fault_is_named_before_the_first_step(fault, replicas, monkeypatch):
+    monkeypatch.setattr(_whole_batch, "DIVISIONS", ())  # which are right for most of them
     keras.utils.set_random_seed(0)
     with scope(replicas):
         model = replica_exact(fault.build())
@@ -56,6 +57,18 @@ def test_a_planted_fault_is_named_before_the_first_step(fault, replicas):
         assert words in str(caught.value)
     assert "\n" not in str(caught.value)
     assert_same(state(model)[: len(before)], before)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("replicas", [2, 3, 4, 8])
+@pytest.mark.parametrize("fault", each(faults.FAULTS, ()))
+def test_a_planted_fault_is_trained_on_the_whole_batch_or_named(fault, replicas, capfd):
+    found = outcomes.outcome(Program(fault.name, fault.build, fault.data), replicas)
+    if fault.name in faults.UNSHARED:
+        assert found.verdict == "refused", found
+    else:
+        assert found.verdict == "equal", found
+        assert "runs this step on the whole batch" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -251,7 +264,7 @@ def test_data_that_cannot_be_trained_on_are_named_in_a_sentence(change, sentence
     assert_same(state(model)[: len(before)], before)
 
 
-def test_examples_along_another_axis_are_named_in_a_sentence():
+def test_examples_along_another_axis_are_named_in_a_sentence(monkeypatch):
     class Pairs(keras.Model):
         """Takes anchors and positives along the first axis, and examples along the second."""
 
@@ -268,6 +281,7 @@ def test_examples_along_another_axis_are_named_in_a_sentence():
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"loss": loss}
 
+    monkeypatch.setattr(_whole_batch, "DIVISIONS", ())
     with scope(2):
         model = replica_exact(Pairs())
         model.compile("sgd")
@@ -279,10 +293,15 @@ def test_examples_along_another_axis_are_named_in_a_sentence():
 def test_evaluate_and_predict_are_verified_where_fit_was_not():
     over_the_batch = faults.net(faults.OverTheBatch)
     data = faults.FAULTS[0].data()
+    keras.utils.set_random_seed(0)
     with scope(2):
         model = replica_exact(over_the_batch())
-    with pytest.raises(ValueError, match="gather_examples|Log means"):
-        model.evaluate(data["x"], data["y"], batch_size=7, verbose=0)
+    logs = model.evaluate(data["x"], data["y"], batch_size=7, verbose=0)
+    keras.utils.set_random_seed(0)
+    assert logs == pytest.approx(
+        faults.net(faults.OverTheBatch)().evaluate(data["x"], data["y"], batch_size=7, verbose=0),
+        rel=1e-5,
+    )
     with scope(2):
         model = replica_exact(over_the_batch())
     with pytest.raises(ValueError, match="log=.*output"):

@@ -19,8 +19,6 @@ class Program:
         build: Builds and compiles the model; runs in the strategy's scope.
         data: Gives the arguments of `fit`: an uneven first batch, and an uneven last one.
         backends: Where it runs; a step of its own with `tf.GradientTape` runs on TensorFlow alone.
-        stopped: A part of the sentence that stops it on replicas; None if it trains as one device.
-        fixed: The same program with what that sentence suggests, which trains as one device.
         tolerance: The largest difference of any weight over the largest change of any weight.
     """
 
@@ -28,6 +26,4 @@ class Program:
     build: Callable[[], Any]
     data: Callable[[], dict[str, Any]]
     backends: tuple[str, ...] = ("tensorflow", "jax")
-    stopped: str | None = None
-    fixed: "Program | None" = None
     tolerance: float = 1e-5

@@ -251,12 +251,11 @@ PROGRAMS = [
         _masked_language_model,
         _masked_tokens,
         _TENSORFLOW,
-        stopped="sum over each replica",
-        fixed=Program(
-            "masked language model with the mean loss in its own step",
-            lambda: _masked_language_model(MeanMaskedLanguageModel),
-            _masked_tokens,
-            _TENSORFLOW,
-        ),
+    ),
+    Program(
+        "masked language model with the mean loss in its own step",
+        lambda: _masked_language_model(MeanMaskedLanguageModel),
+        _masked_tokens,
+        _TENSORFLOW,
     ),
 ]

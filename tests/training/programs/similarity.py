@@ -518,18 +518,14 @@ PROGRAMS = [
         _simclr,
         _labeled,
         _TENSORFLOW,
-        stopped="gather_examples",
-        fixed=Program(
-            "SimCLR on gathered examples", lambda: _simclr(GatheredSimCLR), _labeled, _TENSORFLOW
-        ),
     ),
+    Program("SimCLR on gathered examples", lambda: _simclr(GatheredSimCLR), _labeled, _TENSORFLOW),
     Program("SimSiam", _simsiam, _unlabeled, _TENSORFLOW),
     Program("Barlow Twins", _barlow, _two_views, _TENSORFLOW),
     Program(
         "supervised contrastive learning",
         _supervised_contrastive,
         _labeled,
-        stopped="gather_examples",
     ),
     Program("siamese network with contrastive loss", _siamese, _pairs),
     Program(
@@ -537,13 +533,12 @@ PROGRAMS = [
         _triplets,
         _triplet_data,
         _TENSORFLOW,
-        stopped="sum over each replica",
-        fixed=Program(
-            "siamese network with the mean of its triplets",
-            lambda: _triplets(MeanSiameseModel),
-            _triplet_data,
-            _TENSORFLOW,
-        ),
+    ),
+    Program(
+        "siamese network with the mean of its triplets",
+        lambda: _triplets(MeanSiameseModel),
+        _triplet_data,
+        _TENSORFLOW,
     ),
     Program("semi-hard triplet loss", _semihard, _labeled),
     Program(
@@ -551,25 +546,23 @@ PROGRAMS = [
         _clip,
         _captioned,
         _TENSORFLOW,
-        stopped="gather_examples",
-        fixed=Program(
-            "dual encoder on gathered examples",
-            lambda: _clip(GatheredDualEncoder),
-            _captioned,
-            _TENSORFLOW,
-        ),
+    ),
+    Program(
+        "dual encoder on gathered examples",
+        lambda: _clip(GatheredDualEncoder),
+        _captioned,
+        _TENSORFLOW,
     ),
     Program(
         "metric learning from anchors and positives",
         _metric_learning,
         lambda: {"x": AnchorPositivePairs()},
         _TENSORFLOW,
-        stopped="first axis",
-        fixed=Program(
-            "metric learning from a tuple of anchors and positives",
-            lambda: _metric_learning(GatheredEmbeddingModel),
-            lambda: {"x": PairsAsTuple()},
-            _TENSORFLOW,
-        ),
+    ),
+    Program(
+        "metric learning from a tuple of anchors and positives",
+        lambda: _metric_learning(GatheredEmbeddingModel),
+        lambda: {"x": PairsAsTuple()},
+        _TENSORFLOW,
     ),
 ]

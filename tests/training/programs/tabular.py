@@ -248,12 +248,11 @@ PROGRAMS = [
         "recommender with a product over the batch",
         _recommender,
         _ratings,
-        stopped="gather_examples",
-        fixed=Program(
-            "recommender with a product over gathered examples",
-            lambda: _recommender(GatheredRecommenderNet),
-            _ratings,
-        ),
+    ),
+    Program(
+        "recommender with a product over gathered examples",
+        lambda: _recommender(GatheredRecommenderNet),
+        _ratings,
     ),
     Program("matrix factorization", _factorization, _users_and_movies),
     Program("feature space in the model", _feature_space, _heart_dataset, _TENSORFLOW),
