@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from kdpkit import _checks, strategies
 from kdpkit._private_copies import with_private_batches
+from kdpkit._tuning import untuned
 from kdpkit.training._parity_data import check_batches, checked_dataset, with_any_batch
 from kdpkit.training._parity_report import TOLERANCE, ParityReport
 from kdpkit.training._parity_runs import (
@@ -24,16 +25,16 @@ from kdpkit.training._parity_runs import (
     with_start,
 )
 from kdpkit.training._parity_suspects import (
+    CLIPPING,
     SUSPECTS,
+    Suspect,
     even,
-    nothing,
+    lent_losses,
     nudge_weights,
     record_gradients,
-    record_unclipped,
 )
 
 _LOOSEST = 0.05  # of the largest gradient: a model that is random in itself proves nothing
-_CLIPPING = "clipping before the reduction: each replica clips its own gradient"
 _UNEVEN_START = (
     "uneven batch: Keras cannot build a model on replicas from a first batch that they do not "
     "divide; use `replica_exact`, or batches that the replicas divide"
@@ -48,8 +49,9 @@ def check_parity(build: Callable[[], Any], data: Any, *, replicas: int) -> Parit
     change are equal. Where they differ more, rounding is told from a true difference: the gradients
     of every batch are compared, and one device is run a second time with weights changed by as much
     as rounding does. So small learning rates, and optimizers such as Adam that enlarge the rounding
-    of gradients near zero, raise no false alarm. Where the replicas do differ, one thing at a time
-    is taken away until they agree, which names the cause; that trains some more models.
+    of gradients near zero, raise no false alarm. Where the replicas do differ, one thing after
+    the other is taken away until they agree, and what can be put back without a difference is no
+    cause; that trains some more models.
 
     Args:
         build: Gives a new, compiled model; it is called in the strategy's scope. Call
@@ -163,22 +165,44 @@ class _Trial:
         )
 
     def _explain(self, guilty: int, tolerance: float) -> tuple[float | None, str]:
-        """Give the factor of the gradients of a batch, and the cause of their difference."""
-        *before, batch = self._batches[: guilty + 1]  # Keras cannot begin with an uneven one
+        """Give the factor of the gradients of a batch, and the causes of their difference."""
+        batch = self._batches[guilty]
+        suspects = [suspect for suspect in SUSPECTS if self._is_there(suspect, batch)]
 
-        def compare(batch: Any, change: Callable[[Any], Any]) -> Comparison:
-            return Comparison(*self._on_both([*before, batch], record_unclipped, change))
+        def compare(taken_away: list[Suspect]) -> Comparison:
+            changed = batch
+            for suspect in taken_away:
+                changed = suspect.change_batch(changed, self._replicas)
+            # Gradients are those at the start, and Keras cannot begin with an uneven batch.
+            batches = [*self._batches[: min(guilty, 1)], changed]
+            changes = [suspect.change_model for suspect in taken_away]
+            return Comparison(*self._on_both(batches, record_gradients, *changes))
 
-        whole = compare(batch, nothing)
-        if whole.first_beyond(tolerance) is None:
-            return whole.factor, _CLIPPING
-        for cause, change_batch, change_model in SUSPECTS:
-            changed = change_batch(batch, self._replicas)
-            if changed is batch and not change_model(self._build()):
-                continue  # there is no such thing to take away
-            if compare(changed, change_model).first_beyond(tolerance) is None:
-                return whole.factor, cause
-        return whole.factor, ""
+        def agree(found: Comparison) -> bool:
+            return found.first_beyond(tolerance) is None
+
+        taken_away = [suspect for suspect in suspects if suspect is CLIPPING]
+        found = unclipped = compare(taken_away)
+        while not agree(found) and len(taken_away) < len(suspects):
+            taken_away = suspects[: len(taken_away) + 1]
+            found = compare(taken_away)
+        if not agree(found):
+            return unclipped.factor, ""
+        *earlier, last = taken_away
+        needed = [
+            suspect
+            for suspect in earlier
+            if not agree(compare([other for other in taken_away if other is not suspect]))
+        ]
+        return unclipped.factor, "; ".join(suspect.cause for suspect in [*needed, last])
+
+    def _is_there(self, suspect: Suspect, batch: Any) -> bool:
+        """Tell whether there is such a thing to take away."""
+        model = self._build()
+        record_gradients(model)
+        with lent_losses(model):
+            changed = suspect.change_batch(batch, self._replicas)
+            return changed is not batch or suspect.change_model(model)
 
     def _report_failure(self, error: Exception) -> ParityReport:
         first, *rest = self._batches
@@ -214,13 +238,16 @@ class _Trial:
     def _train(self, strategy: Any, batches: list[Any], changes: Any) -> Run:
         with strategy.scope():
             model = self._build()
-            for change in changes:
-                change(model)
         dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=self._spec)
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(len(batches)))
-        dataset = with_private_batches(dataset)  # Keras' own `fit` would write into them
+        # Keras' own `fit` would write into the batches, and wait for tuning at an end.
+        dataset = untuned(with_private_batches(dataset))
         recorder = Recorder()
-        history = model.fit(dataset, callbacks=[recorder], shuffle=False, verbose=0).history
+        with lent_losses(model):
+            with strategy.scope():
+                for change in changes:
+                    change(model)
+            history = model.fit(dataset, callbacks=[recorder], shuffle=False, verbose=0).history
         return Run(recorder.start, recorder.after, history)
 
     def _build(self) -> Any:

@@ -20,7 +20,8 @@ class ParityReport:
         batch: The first batch on which they differ, counted from 0; None if they agree.
         factor: What the gradient of the replicas is one device's times, both without clipping;
             None if it is no multiple.
-        cause: The likely cause, or "" where none of those known explains the difference.
+        cause: The likely cause, several with "; " between them, or "" where none of those known
+            explains the difference.
         gradients: The largest difference of any gradient of that batch, over the largest gradient;
             None where weights and logs told enough.
         error: What training on replicas raised, where training on one device did not.

@@ -1,11 +1,8 @@
-"""What replicas may do otherwise than one device, and how to be rid of it.
+"""What replicas may do otherwise than one device, and how to be rid of it."""
 
-A suspect is a cause, and what to take away of the batch and of the model so that it is gone. What
-changes a model tells whether there was something to change.
-"""
-
-from collections.abc import Callable
-from typing import Any
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -17,7 +14,21 @@ from kdpkit.training._parity_runs import FLOAT32_EPSILON, GradientRecorder
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
-def nothing(model: Any) -> bool:  # noqa: ARG001  # as its like
+class Suspect(NamedTuple):
+    """A possible cause, and how to take it away.
+
+    Attributes:
+        cause: It in words.
+        change_batch: Gives the batch without it, for so many replicas; the same if it has none.
+        change_model: Takes it from a model; tells whether there was something to take.
+    """
+
+    cause: str
+    change_batch: Callable[[Any, int], Any]
+    change_model: Callable[[Any], bool]
+
+
+def _nothing(model: Any) -> bool:  # noqa: ARG001  # as its like
     return False
 
 
@@ -34,19 +45,29 @@ def even(batch: Any, replicas: int) -> Any:
 
 
 def record_gradients(model: Any) -> None:
-    _replace_optimizers(model, ("clipnorm", "global_clipnorm", "clipvalue"))
-
-
-def record_unclipped(model: Any) -> None:
-    _replace_optimizers(model, ())
-
-
-def _replace_optimizers(model: Any, kept: tuple[str, ...]) -> None:
+    """Have a model record the gradients that its optimizers would apply, and train nothing."""
     for name, value in [*vars(model).items()]:
         if isinstance(value, keras.optimizers.Optimizer):
+            model.run_eagerly = True  # sooner than traced, for so few steps
             inner = _optimizers.wrapped(value)
-            settings = {setting: getattr(inner, setting) for setting in kept}
+            settings = {setting: getattr(inner, setting) for setting in _CLIPPING}
             setattr(model, name, GradientRecorder(**settings))
+
+
+_CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
+
+
+def _stop_clipping(model: Any) -> bool:
+    clipped = [
+        (recorder, setting)
+        for recorder in vars(model).values()
+        if isinstance(recorder, GradientRecorder)
+        for setting in _CLIPPING
+        if getattr(recorder, setting) is not None
+    ]
+    for recorder, setting in clipped:
+        setattr(recorder, setting, None)
+    return bool(clipped)
 
 
 def nudge_weights(model: Any, batch: Any) -> None:
@@ -87,21 +108,43 @@ def _stop_dropping(model: Any) -> bool:
 
 
 def _sum_losses(model: Any) -> bool:
-    losses = [loss for loss in keras.tree.flatten(model.loss) if isinstance(loss, keras.Loss)]
-    for loss in losses:
+    for loss in _losses(model):
         loss.reduction = "sum"
-    return bool(losses)
+    return bool(_losses(model))
 
 
-SUSPECTS: tuple[tuple[str, Callable[[Any, int], Any], Callable[[Any], bool]], ...] = (
-    ("uneven batch: a replica with fewer rows counts as much as the others", even, nothing),
-    (
+def _losses(model: Any) -> list[Any]:
+    return [loss for loss in keras.tree.flatten(model.loss) if isinstance(loss, keras.Loss)]
+
+
+@contextlib.contextmanager
+def lent_losses(model: Any) -> Iterator[None]:
+    """Give a model's losses their reductions back: all models that are built may share them."""
+    before = [(loss, loss.reduction) for loss in _losses(model)]
+    try:
+        yield
+    finally:
+        for loss, reduction in before:
+            loss.reduction = reduction
+
+
+CLIPPING = Suspect(
+    "clipping before the reduction: each replica clips its own gradient",
+    _same_batch,
+    _stop_clipping,
+)
+SUSPECTS = (
+    CLIPPING,
+    Suspect("uneven batch: a replica with fewer rows counts as much as the others", even, _nothing),
+    Suspect(
         "batch statistics: BatchNormalization normalizes by each replica's own rows",
         _same_batch,
         _synchronize_statistics,
     ),
-    ("random layers: replicas draw other numbers than one device", _same_batch, _stop_dropping),
-    (
+    Suspect(
+        "random layers: replicas draw other numbers than one device", _same_batch, _stop_dropping
+    ),
+    Suspect(
         "the loss divides by each replica's own weights or unmasked entries",
         _same_batch,
         _sum_losses,

@@ -69,6 +69,24 @@ def test_an_uneven_last_batch_is_found_where_it_stands():
 
 
 @pytest.mark.slow
+def test_several_causes_at_once_are_all_named():
+    dropping = builder(keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5))
+    batches = tf.data.Dataset.from_tensor_slices(testing.toy_classification(11)).batch(8)
+    found = check_parity(dropping, batches, replicas=2).cause
+    assert [cause.partition(":")[0] for cause in found.split("; ")] == [
+        "batch statistics",
+        "random layers",
+    ]
+    uneven = check_parity(builder(clipnorm=0.01), batches.skip(1), replicas=2)
+    assert uneven.error is not None
+    batches = batches.take(1).concatenate(batches.skip(1))
+    clipped = builder(clipvalue=1e-3, optimizer=keras.optimizers.Adam)
+    found = check_parity(clipped, batches, replicas=2)
+    assert found.batch == 0
+    assert found.cause.startswith("clipping before")
+
+
+@pytest.mark.slow
 def test_a_loss_divided_by_each_replicas_weights_is_found():
     x, y = testing.toy_classification(8)
     weights = np.arange(8, dtype="float32")
