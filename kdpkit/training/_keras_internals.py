@@ -1,10 +1,11 @@
 """The places inside Keras and TensorFlow that no public override point reaches, in one file.
 
-Keras divides a loss by the number of replicas where it should count rows, gives every replica the
-same dropout mask, and its optimizers ask to be in a replica. Five functions are wrapped for this,
-once in the process; these wrappers call what they wrapped, unless their thread runs a step of a
-`replica_exact` model. A sixth wrapper lets epochs end in time. The names and arguments are checked
-first: a Keras or TensorFlow that differs is refused, not guessed at.
+Keras reduces a loss by one replica's divisor, divides by the number of replicas where it should
+count rows, and gives every replica the same random numbers. What is wrapped for this once in the
+process stands in `install`: losses, random functions and the number of replicas. These wrappers
+call what they wrapped, unless their thread runs a step of an exact model. A fourth lets epochs end
+in time. The names and arguments are checked first: a Keras or TensorFlow that differs is refused,
+not guessed at.
 """
 
 import contextlib
@@ -22,6 +23,7 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.losses import loss as keras_loss
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
@@ -47,6 +49,7 @@ def install() -> None:
         if original is None or [*inspect.signature(original).parameters] != arguments:
             _versions.refuse_unknown(name, tensorflow=tf.__version__)
         setattr(owner, name, _wrap(original, wrapper))
+    _install_one_device_in_steps()
 
 
 def _wrap(original: Callable, wrapper: Callable) -> Callable:
@@ -139,14 +142,35 @@ def _tell_of_gathering(name: str) -> None:
         )
 
 
-def _scale_loss(original: Callable, value: Any) -> Any:
-    """Leave `add_loss` and regularizers as one device has them, where Keras divides by R."""
-    step = current_step()
-    return original(value) if step is None else step.if_rows(value)
+class _OneDeviceInSteps:
+    """`Strategy.num_replicas_in_sync`, which is one for the code of a step.
+
+    What divides by it there, in a user's step, in Keras' losses and regularizers and in
+    `tf.nn.compute_average_loss`, expects that what the replicas have is added up as it is. In an
+    exact step it is added up by shares, and one device divides by one.
+    """
+
+    def __init__(self, original: property) -> None:
+        self.original = original
+
+    def __get__(self, strategy: Any, owner: Any = None) -> Any:
+        if strategy is None:
+            return self
+        reader = sys._getframe(1).f_globals.get("__name__", "")
+        if current_step() is None or reader.startswith(_KNOWING_REPLICAS):
+            return self.original.__get__(strategy)
+        return 1
 
 
-def _unscale_loss(original: Callable, value: Any) -> Any:
-    return original(value) if current_step() is None else value
+_KNOWING_REPLICAS = ("tensorflow.python.distribute", "tensorflow.python.tpu", "kdpkit.")
+
+
+def _install_one_device_in_steps() -> None:
+    original = vars(distribute_lib.StrategyBase)["num_replicas_in_sync"]
+    if isinstance(original, property):
+        distribute_lib.StrategyBase.num_replicas_in_sync = _OneDeviceInSteps(original)
+    elif not isinstance(original, _OneDeviceInSteps):
+        _versions.refuse_unknown("num_replicas_in_sync", tensorflow=tf.__version__)
 
 
 def _create_device_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -166,8 +190,6 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
         ["values", "sample_weight", "mask", "reduction", "dtype"],
         _reduce_loss,
     ),
-    (keras_loss, "scale_loss_for_distribution", ["value"], _scale_loss),
-    (keras_loss, "unscale_loss_for_distribution", ["value"], _unscale_loss),
     (keras_loss.Loss, "__call__", ["self", "y_true", "y_pred", "sample_weight"], _call_loss),
     *_random.wrappers(),
     (

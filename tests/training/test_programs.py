@@ -19,6 +19,7 @@ QUICK = ("train_step with its own loss and trackers", "a layer that computes los
 SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "SimCLR with a linear probe",
     "train_step that clips by the global norm",
+    "train_step that divides by the number of replicas",
     "mixup in the step",
     "denoising diffusion",
     "adversaries",

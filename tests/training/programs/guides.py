@@ -266,6 +266,33 @@ class LowLevelModel(keras.Model):
         return [self.loss_tracker, self.mae_metric]
 
 
+class AverageLossModel(keras.Model):
+    """As the guides to distributed custom loops compute a loss."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            losses = keras.losses.mean_squared_error(y, y_pred)
+            loss = tf.nn.compute_average_loss(losses)
+            loss += tf.nn.scale_regularization_loss(1e-3 * ops.sum(self.layers[-1].kernel ** 2))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.compute_metrics(x, y, y_pred)
+
+
+class DividedLossModel(keras.Model):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = ops.mean(keras.losses.mean_squared_error(y, y_pred))
+            loss = loss / tf.distribute.get_strategy().num_replicas_in_sync
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return self.compute_metrics(x, y, y_pred)
+
+
 class GlobalNormClippedModel(keras.Model):
     def train_step(self, data):
         x, y = data
@@ -516,6 +543,13 @@ PROGRAMS = [
     Program("train_step with its own loss and trackers", _low_level, _numbers, TAPE),
     Program(
         "train_step with sample_weight", _regression(WeightedModel), _numbers_with_weights, TAPE
+    ),
+    Program("train_step with compute_average_loss", _regression(AverageLossModel), _numbers, TAPE),
+    Program(
+        "train_step that divides by the number of replicas",
+        _regression(DividedLossModel),
+        _numbers,
+        TAPE,
     ),
     Program(
         "train_step that clips by the global norm",
