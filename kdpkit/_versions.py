@@ -1,6 +1,7 @@
 """What Keras and JAX do differently in the versions that kdpkit works with, in one file.
 
-Private places inside Keras that training needs are in `kdpkit.training._keras_internals`.
+Private places inside Keras that training needs are in
+`kdpkit.training.tensorflow._keras_internals`.
 """
 
 from collections.abc import Callable

@@ -8,8 +8,8 @@ import keras
 from kdpkit import _checks
 
 _ATTACHING = {
-    "tensorflow": "kdpkit.training._exact_tensorflow",
-    "jax": "kdpkit.training._exact_jax",
+    "tensorflow": "kdpkit.training.tensorflow._fit",
+    "jax": "kdpkit.training.jax._fit",
 }
 
 

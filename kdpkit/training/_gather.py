@@ -34,6 +34,6 @@ def gather_examples(x: Any) -> Any:
     """
     if keras.backend.backend() != "tensorflow":
         return x
-    from kdpkit.training._collectives import gathered
+    from kdpkit.training.tensorflow._collectives import gathered
 
     return gathered(x)

@@ -16,8 +16,8 @@ from kdpkit.training._noise_sums import NoiseSums
 from kdpkit.training._objective import Objective
 
 _STEPS = {
-    "tensorflow": ("kdpkit.training._tensorflow", "steps_of"),
-    "jax": ("kdpkit.training._jax", "JaxSteps"),
+    "tensorflow": ("kdpkit.training.tensorflow._loop", "steps_of"),
+    "jax": ("kdpkit.training.jax._loop", "JaxSteps"),
 }
 
 

@@ -841,7 +841,7 @@ def test_a_layer_with_a_state_for_each_row_is_refused():
 
 @pytest.mark.tensorflow
 def test_the_buffers_that_feed_replicas_are_not_tuned(monkeypatch):
-    from kdpkit.training import _keras_internals
+    from kdpkit.training.tensorflow import _keras_internals
 
     made = []
     untuned = _keras_internals.untuned

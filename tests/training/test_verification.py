@@ -7,7 +7,8 @@ import tensorflow as tf
 from keras import layers
 
 from kdpkit import strategies, testing
-from kdpkit.training import TrainingLoop, _whole_batch, replica_exact
+from kdpkit.training import TrainingLoop, replica_exact
+from kdpkit.training.tensorflow import _whole_batch
 from tests.training import faults
 from tests.training.programs import Program, outcomes
 

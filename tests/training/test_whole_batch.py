@@ -6,7 +6,8 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from kdpkit.training import _whole_batch, gather_examples, replica_exact
+from kdpkit.training import gather_examples, replica_exact
+from kdpkit.training.tensorflow import _whole_batch
 from tests.training import faults
 from tests.training.programs import Program, outcomes
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit import scaling
-from kdpkit.training import _workers
+from kdpkit.training.tensorflow import _workers
 
 pytestmark = pytest.mark.tensorflow
 

@@ -6,7 +6,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.training import _workers
+from kdpkit.training.tensorflow import _workers
 
 
 def first_examples(strategy: Any, batch: Any, count: int) -> Any:
@@ -18,7 +18,7 @@ def first_examples(strategy: Any, batch: Any, count: int) -> Any:
         if shards[0] is None or isinstance(shards[0], tf.experimental.Optional):
             return None
         if _workers.spans_processes(strategy):
-            from kdpkit.training import _keras_internals
+            from kdpkit.training.tensorflow import _keras_internals
 
             return _repeated(_keras_internals.joined_over_processes(leaf, strategy), count)
         return _repeated(_concatenated([*shards]), count)

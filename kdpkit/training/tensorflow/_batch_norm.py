@@ -7,8 +7,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit.training._collectives import summed
-from kdpkit.training._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._collectives import summed
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 GLOBAL, REPLICA = CHOICES = ("global", "replica")
 

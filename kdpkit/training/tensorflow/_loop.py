@@ -19,7 +19,10 @@ from keras.src.backend import compute_output_spec, set_keras_mask
 
 from kdpkit import _checks, _garbage, _processes, _versions
 from kdpkit._tuning import untuned
-from kdpkit.training import (
+from kdpkit.training._feed import Feed
+from kdpkit.training._losses import sum_over_replicas
+from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
+from kdpkit.training.tensorflow import (
     _attachments,
     _batch_norm,
     _keras_internals,
@@ -27,9 +30,8 @@ from kdpkit.training import (
     _shards,
     _workers,
 )
-from kdpkit.training._batch_norm import GLOBAL, REPLICA
-from kdpkit.training._feed import Feed
-from kdpkit.training._gradients import (
+from kdpkit.training.tensorflow._batch_norm import GLOBAL, REPLICA
+from kdpkit.training.tensorflow._gradients import (
     Sums,
     combined,
     forward,
@@ -38,11 +40,9 @@ from kdpkit.training._gradients import (
     over_micro_batches,
     squared_norm,
 )
-from kdpkit.training._losses import sum_over_replicas
-from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
-from kdpkit.training._step import ReplicaStep, running
-from kdpkit.training._verification import Verification
-from kdpkit.training._xla_trial import XlaTrial
+from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._verification import Verification
+from kdpkit.training.tensorflow._xla_trial import XlaTrial
 
 T = TypeVar("T")
 
@@ -51,7 +51,9 @@ def steps_of(loop: Any, strategy: Any, jit: Any) -> Any:
     """Give what runs the steps of a loop under a strategy, in step or asynchronously."""
     of_model = loop.model.distribute_strategy if strategy is None else strategy
     if isinstance(of_model, tf.distribute.ParameterServerStrategy):
-        from kdpkit.training._parameter_server import ParameterServerSteps  # which needs this file
+        from kdpkit.training.tensorflow._parameter_server import (
+            ParameterServerSteps,  # which needs this file
+        )
 
         return ParameterServerSteps(loop, strategy, jit)
     return TensorFlowSteps(loop, strategy, jit)

@@ -16,9 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _processes
-from kdpkit.training import _shards, _verification_report, _workers
-from kdpkit.training._keras_internals import gradients_of_steps
-from kdpkit.training._verification_report import Item, Kind
+from kdpkit.training.tensorflow import _shards, _verification_report, _workers
+from kdpkit.training.tensorflow._keras_internals import gradients_of_steps
+from kdpkit.training.tensorflow._verification_report import Item, Kind
 
 # A step of some examples: from what gives a replica its shard, and the trial, to the logs.
 Step = Callable[[Callable[[], Any], "Trial"], Any]

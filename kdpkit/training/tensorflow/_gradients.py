@@ -13,7 +13,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask
 
 from kdpkit.training._objective import additional_loss
-from kdpkit.training._step import ReplicaStep, dense_if_unique, running
+from kdpkit.training.tensorflow._step import ReplicaStep, dense_if_unique, running
 
 T = TypeVar("T")  # `Sums`, or several things that add up
 

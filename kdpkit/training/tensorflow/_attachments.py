@@ -12,9 +12,9 @@ import keras
 import tensorflow as tf
 
 from kdpkit import _checks, _optimizers
-from kdpkit.training import _keras_internals, _whole_batch
-from kdpkit.training._step import ReplicaStep, current_step, dense_if_unique
-from kdpkit.training._verification_report import Kind
+from kdpkit.training.tensorflow import _keras_internals, _whole_batch
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, dense_if_unique
+from kdpkit.training.tensorflow._verification_report import Kind
 
 
 def optimizers_of(model: Any) -> list[Any]:

@@ -23,9 +23,9 @@ from keras.src.trainers.data_adapters import get_data_adapter  # what `fit` read
 
 from kdpkit import _checks, _processes, _versions, sharding
 from kdpkit.batches import rows_of
-from kdpkit.training import _agreement
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import PLACEHOLDER_ROWS, additional_loss, trace_metrics
+from kdpkit.training.jax import _agreement
 
 _CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from kdpkit import _checks
-from kdpkit.training._step import current_step
+from kdpkit.training.tensorflow._step import current_step
 
 
 def compile_call(model: Any, global_batch_norms: list[Any]) -> None:

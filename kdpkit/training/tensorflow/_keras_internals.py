@@ -30,10 +30,10 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit import _optimizers, _versions
 from kdpkit._tuning import untuned
-from kdpkit.training import _random, _whole_batch
-from kdpkit.training._collectives import gathered
 from kdpkit.training._losses import sum_over_replicas
-from kdpkit.training._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow import _random, _whole_batch
+from kdpkit.training.tensorflow._collectives import gathered
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
 def install() -> None:

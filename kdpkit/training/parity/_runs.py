@@ -7,7 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.training._parity_report import TOLERANCE
+from kdpkit.training.parity._report import TOLERANCE
 
 COMPARED = 4  # batches, the first ones
 AMPLIFIED = 4.0  # times what rounding changes on one device is still called rounding

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _optimizers
-from kdpkit.training._parity_runs import FLOAT32_EPSILON, GradientRecorder
+from kdpkit.training.parity._runs import FLOAT32_EPSILON, GradientRecorder
 
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 

@@ -18,9 +18,9 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.training import _workers
 from kdpkit.training._losses import sum_over_replicas
-from kdpkit.training._verification_report import Kind
+from kdpkit.training.tensorflow import _workers
+from kdpkit.training.tensorflow._verification_report import Kind
 
 _running = threading.local()
 

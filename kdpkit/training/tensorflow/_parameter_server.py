@@ -22,11 +22,16 @@ from keras.src.backend import set_keras_mask
 
 from kdpkit import _checks, _processes, _servers
 from kdpkit._private_copies import with_private_batches
-from kdpkit.training import _keras_internals
 from kdpkit.training._feed import Feed
-from kdpkit.training._gradients import combined, forward, forward_and_backward, over_micro_batches
-from kdpkit.training._step import ReplicaStep
-from kdpkit.training._tensorflow import TensorFlowSteps, check_batched
+from kdpkit.training.tensorflow import _keras_internals
+from kdpkit.training.tensorflow._gradients import (
+    combined,
+    forward,
+    forward_and_backward,
+    over_micro_batches,
+)
+from kdpkit.training.tensorflow._loop import TensorFlowSteps, check_batched
+from kdpkit.training.tensorflow._step import ReplicaStep
 
 _STEPS_OF_A_WORKER = 16  # between two times that all are waited for, unless the user says it
 _WAITING = 4  # batches for each worker that the chief hands out ahead

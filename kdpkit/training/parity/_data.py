@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.training._parity_report import first_line
+from kdpkit.training.parity._report import first_line
 
 _SPEC_OF_NONE = type(tf.type_spec_from_value(None))  # TensorFlow 2.19 has no name for it
 

@@ -22,8 +22,8 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
 from kdpkit import _processes
-from kdpkit.training._collectives import concatenated, sums
-from kdpkit.training._step import ReplicaStep, current_step, dense_if_unique, running
+from kdpkit.training.tensorflow._collectives import concatenated, sums
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, dense_if_unique, running
 
 _LIBRARIES = ("keras", "keras_hub", "keras_cv", "keras_rs")
 

@@ -16,8 +16,8 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.random import seed_generator
 
-from kdpkit.training._collectives import gathered
-from kdpkit.training._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._collectives import gathered
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 _PHILOX = 1
 

@@ -11,8 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.training import _workers
-from kdpkit.training._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow import _workers
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
 def gathered(x: Any) -> Any:
@@ -69,6 +69,6 @@ def concatenated(strategy: Any, value: Any) -> Any:
     """Put the shards of all replicas together in the order of the global batch."""
     if not _workers.spans_processes(strategy):
         return tf.concat(strategy.experimental_local_results(value), axis=0)
-    from kdpkit.training import _keras_internals  # which needs this file
+    from kdpkit.training.tensorflow import _keras_internals  # which needs this file
 
     return _keras_internals.joined_over_processes(value, strategy)

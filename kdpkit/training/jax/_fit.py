@@ -18,7 +18,7 @@ from keras.src.backend.jax import trainer as keras_trainer
 
 from kdpkit import _checks, _processes, _versions, sharding
 from kdpkit.batches import rows_of
-from kdpkit.training import _agreement
+from kdpkit.training.jax import _agreement
 
 
 def attach(model: Any, *, verify: bool, batch_norm: str) -> None:  # noqa: ARG001  # as TensorFlow's

@@ -11,10 +11,10 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _checks, _processes, _versions, scaling
-from kdpkit.training import (
+from kdpkit.training import _callbacks
+from kdpkit.training.tensorflow import (
     _attachments,
     _batch_norm,
-    _callbacks,
     _keras_internals,
     _layer_state,
     _shards,
@@ -22,9 +22,9 @@ from kdpkit.training import (
     _workers,
     _xla_call,
 )
-from kdpkit.training._step import ReplicaStep, current_step, running
-from kdpkit.training._verification import Verification
-from kdpkit.training._verification_report import DependsOnCutError
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
+from kdpkit.training.tensorflow._verification import Verification
+from kdpkit.training.tensorflow._verification_report import DependsOnCutError
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,

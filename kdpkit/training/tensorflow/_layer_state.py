@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit import _checks
-from kdpkit.training._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
 def refuse_states_of_rows(model: Any) -> None:

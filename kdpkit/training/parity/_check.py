@@ -11,9 +11,9 @@ import tensorflow as tf
 from kdpkit import _checks, strategies
 from kdpkit._private_copies import with_private_batches
 from kdpkit._tuning import untuned
-from kdpkit.training._parity_data import check_batches, checked_dataset, with_any_batch
-from kdpkit.training._parity_report import TOLERANCE, ParityReport
-from kdpkit.training._parity_runs import (
+from kdpkit.training.parity._data import check_batches, checked_dataset, with_any_batch
+from kdpkit.training.parity._report import TOLERANCE, ParityReport
+from kdpkit.training.parity._runs import (
     AMPLIFIED,
     COMPARED,
     Comparison,
@@ -24,7 +24,7 @@ from kdpkit.training._parity_runs import (
     refuse_what_is_not_finite,
     with_start,
 )
-from kdpkit.training._parity_suspects import (
+from kdpkit.training.parity._suspects import (
     CLIPPING,
     SUSPECTS,
     Suspect,
