@@ -14,6 +14,7 @@ from kdpkit.training._feed import Feed
 from kdpkit.training._noise_scale import NoiseScale
 from kdpkit.training._noise_sums import NoiseSums
 from kdpkit.training._objective import Objective
+from kdpkit.training._steps import Steps
 
 _STEPS = {
     "tensorflow": ("kdpkit.training.tensorflow._loop", "steps_of"),
@@ -184,7 +185,7 @@ class TrainingLoop:
             getattr(model, "output_names", None),
             in_micro_batches=self.accumulation > 1,
         )
-        self._steps = _steps_of_backend()(self, strategy, jit)
+        self._steps: Steps = _steps_of_backend()(self, strategy, jit)
         if noise_scale:
             self._steps.check_parts()
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
@@ -490,7 +491,7 @@ def _refuse_own_step(model: Any) -> None:
             )
 
 
-def _steps_of_backend() -> Any:
+def _steps_of_backend() -> Callable[..., Steps]:
     backend = keras.backend.backend()
     if backend not in _STEPS:
         _checks.refuse(

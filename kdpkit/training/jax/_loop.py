@@ -25,6 +25,7 @@ from kdpkit import _checks, _processes, _versions, sharding
 from kdpkit.batches import rows_of
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import PLACEHOLDER_ROWS, additional_loss, trace_metrics
+from kdpkit.training._steps import Steps
 from kdpkit.training.jax import _agreement
 
 _CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
@@ -39,7 +40,7 @@ class State(NamedTuple):
     optimizer: list[Any]
 
 
-class JaxSteps:
+class JaxSteps(Steps):
     """Runs the steps of a loop on a mesh.
 
     Args:

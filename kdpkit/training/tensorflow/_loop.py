@@ -22,6 +22,7 @@ from kdpkit._tuning import untuned
 from kdpkit.training._feed import Feed
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
+from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
     _attachments,
     _batch_norm,
@@ -47,7 +48,7 @@ from kdpkit.training.tensorflow._xla_trial import XlaTrial
 T = TypeVar("T")
 
 
-def steps_of(loop: Any, strategy: Any, jit: Any) -> Any:
+def steps_of(loop: Any, strategy: Any, jit: Any) -> Steps:
     """Give what runs the steps of a loop under a strategy, in step or asynchronously."""
     of_model = loop.model.distribute_strategy if strategy is None else strategy
     if isinstance(of_model, tf.distribute.ParameterServerStrategy):
@@ -64,7 +65,7 @@ def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return untuned(dataset) if dataset.options().autotune.enabled is None else dataset
 
 
-class TensorFlowSteps:
+class TensorFlowSteps(Steps):
     """Runs the steps of a loop under its strategy.
 
     Args:
