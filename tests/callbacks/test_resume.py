@@ -82,9 +82,8 @@ def by_fit(resume, data, validation, others):
 
 def by_loop(resume, data, validation, others, **settings):
     model = build()
-    loop = TrainingLoop(
-        model, optimizer=model.optimizer, loss=model.loss, metrics=["accuracy"], **settings
-    )
+    settings |= {"optimizer": model.optimizer, "loss": model.loss, "metrics": ["accuracy"]}
+    loop = TrainingLoop(model, verify=False, **settings)
     history = loop.fit(
         resume.track(data),
         validation,

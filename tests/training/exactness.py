@@ -120,6 +120,14 @@ def backend_of(column: str) -> str:
     return "JAX" if column.endswith("on JAX") else "TensorFlow"
 
 
+# Of the optimizers that both columns train alike, and that differ from others by a formula alone.
+_ALIKE = ("SGD", "RMSprop", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
+REPEATING = {
+    *((f"optimizer {name}", "replica_exact") for name in _ALIKE),
+    *((f"optimizer {name}", "TrainingLoop") for name in (*_ALIKE, "Adam", "Adafactor", "Lamb")),
+}
+
+
 def cells(names: Iterable[str], columns: Iterable[str]) -> list[Any]:
     """Give settings with columns as a test's parameters, left out where Keras is too old."""
     settings = {setting.name: setting for setting in SETTINGS}
@@ -127,6 +135,8 @@ def cells(names: Iterable[str], columns: Iterable[str]) -> list[Any]:
     for name, column in itertools.product(names, columns):
         since = settings[name].since.get(backend_of(column))
         marks = [pytest.mark.needs(keras=since, reason="Keras cannot train it so")] if since else []
+        if (name, column) in REPEATING:
+            marks.append(pytest.mark.exhaustive)
         parameters.append(pytest.param(name, column, marks=marks))
     return parameters
 

@@ -48,6 +48,7 @@ def loop_on(replicas, build=testing.tiny_classifier, loop=TrainingLoop, **settin
     with scope_of(strategy):
         model = build()
     settings = {"optimizer": "adam", "loss": crossentropy(), "metrics": ["accuracy"]} | settings
+    settings = {"verify": False} | settings  # that has tests of its own
     return loop(model, strategy=strategy, **settings)
 
 
@@ -262,7 +263,7 @@ def test_many_steps_in_a_call_train_the_same_and_compile_once():
 
     ends = []
     data = batches(2, 13).repeat(2)  # 14 batches: calls of 4, 4, 4 and 2
-    many = loop_on(2, loop=Counting, steps_per_loop=4)
+    many = loop_on(2, loop=Counting, steps_per_loop=4, verify=True)
     watch = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: ends.append((batch, len(logs or {}))),
         on_train_batch_end=lambda batch, logs: ends.append((batch, len(logs))),
