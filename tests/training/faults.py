@@ -150,12 +150,6 @@ class Calls(keras.metrics.Metric):
         return ops.convert_to_tensor(self.count)
 
 
-def by_hidden_optimizer():
-    """Build a model whose step applies gradients with an optimizer that is no attribute."""
-    optimizer = keras.optimizers.SGD(0.1)
-    return step(apply=lambda model, gradients, weights: optimizer.apply(gradients, weights))()
-
-
 def assign_by_hand(model, gradients, weights):  # noqa: ARG001  # as its like
     for weight, gradient in zip(weights, gradients, strict=True):
         weight.assign_sub(0.1 * gradient)
@@ -194,7 +188,7 @@ def clip_all(gradients):
 
 
 # What no replica can have of another: these are stopped.
-UNSHARED = ("an optimizer that no attribute holds", "random numbers that Keras does not draw")
+UNSHARED = ("random numbers that Keras does not draw",)
 FAULTS = [
     Fault(
         "a loss summed by hand",
@@ -262,7 +256,6 @@ FAULTS = [
         step(logs=lambda m, x, y, z: {"right": ops.sum(ops.relu(z))}),
         ("right", "Log means"),
     ),
-    Fault("an optimizer that no attribute holds", by_hidden_optimizer, ("dense", "optimizer")),
     Fault("weights assigned by hand", step(apply=assign_by_hand), ("dense", "optimizer")),
     Fault(
         "labels in the reverse order of the batch",

@@ -24,6 +24,10 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "denoising diffusion",
     "adversaries",
     "metric learning from anchors and positives",
+    "MoCo with a queue",
+    "gradients clipped by norms they reach later",
+    "free bits that the first batches have not",
+    "divergence that counts more by step",
 )
 MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
 REPLICAS = [2, *(pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 4, 8))]
@@ -39,6 +43,13 @@ def test_a_program_trains_as_on_one_device(program, replicas):
     assert found.verdict == "equal", found
 
 
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in HERE if p.name in QUICK])
+def test_means_over_examples_need_no_whole_batch(program, capfd):
+    assert outcomes.outcome(program, 2).verdict == "equal"
+    assert "whole batch" not in capfd.readouterr().err
+
+
 def test_the_programs_named_here_exist():
     assert set(MARKS) <= {program.name for program in ALL}
-    assert len(ALL) >= 60
+    assert len(ALL) >= 85

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.tensorflow
 MORE = [pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 4, 8)]
 QUICK = (
     "a loss summed by hand",
-    "an optimizer that no attribute holds",
     "a metric that counts calls",
 )
 

@@ -2,7 +2,8 @@
 
 1. `_workers` spreads the batches of a dataset over replicas and processes, and cuts uneven ones.
 2. `_verification` tries the step on the first examples, before anything is trained; `_shards` cuts
-   them, `_verification_report` says what depends on the cut.
+   them, `_verification_report` says what depends on the cut, and `_branches` finds in the step's
+   graph what depends on it for other examples.
 3. `_fit` (Keras' own `fit`) or `_loop` (`TrainingLoop`; `_parameter_server` where workers train
    each on their own) run the step. What a replica knows of the whole batch in it, above all its
    share, by which uneven batches are made exact, is the `ReplicaStep` in `_step`.

@@ -28,6 +28,47 @@ def optimizers_of(model: Any) -> list[Any]:
     return [*found.values()]
 
 
+class _FoundError(Exception):
+    """A step called an optimizer that no attribute of the model holds."""
+
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer.name)
+        self.optimizer = optimizer
+
+
+def finding_optimizers(strategy: Any, function: Callable[[], None]) -> None:
+    """Call what runs a step, again for each optimizer that the step finds elsewhere than in it."""
+    while True:
+        try:
+            with _finding():
+                return function()
+        except _FoundError as found:
+            attach_to_optimizer(found.optimizer, strategy)
+
+
+@contextlib.contextmanager
+def _finding() -> Iterator[None]:
+    kinds = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+    originals = [kind.apply for kind in kinds]
+
+    def finding(original: Callable) -> Callable:
+        @functools.wraps(original)
+        def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if current_step() is not None and "apply" not in vars(optimizer):
+                raise _FoundError(optimizer)
+            return original(optimizer, *args, **kwargs)
+
+        return apply
+
+    for kind, original in zip(kinds, originals, strict=True):
+        kind.apply = finding(original)
+    try:
+        yield
+    finally:
+        for kind, original in zip(kinds, originals, strict=True):
+            kind.apply = original
+
+
 def scales_loss(optimizer: Any) -> bool:
     """Tell whether an optimizer expects gradients of a loss that its `scale_loss` scaled."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or bool(
@@ -68,6 +109,8 @@ def attach_to_optimizer(optimizer: Any, strategy: Any) -> None:
         weigh = step.if_rows if carries_share(step) else step.weigh
         if step.own is not None:
             weigh = functools.partial(_whole_batch.share_of_gradient, step)
+        if step.trial is not None:
+            step.trial.applied += [grad for grad in grads if grad is not None]
         grads = [None if grad is None else dense_if_unique(grad) for grad in grads]
         variables = None if trainable_variables is None else list(trainable_variables)
         if step.trial is not None and step.trial.detailed:

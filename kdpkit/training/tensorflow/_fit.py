@@ -216,11 +216,18 @@ class _ExactSteps:
         run, eager = self.trials[kind], self.model.run_eagerly
         verification = Verification(self.strategy, run, self.model, eager=eager)
         try:
-            verification.check(batch)
+            _attachments.finding_optimizers(self.strategy, lambda: verification.check(batch))
         except DependsOnCutError as error:
             if kind == "predict" or not self.is_exact_on_whole_batch(kind, verification, batch):
                 raise
             _whole_batch.tell(error.problem)
+            return
+        hidden = verification.hidden
+        if kind != "predict" and hidden is not None:
+            if self.is_exact_on_whole_batch(kind, verification, batch):
+                _whole_batch.tell(hidden)
+            else:
+                _whole_batch.tell_of_doubt(hidden)
 
     def is_exact_on_whole_batch(self, kind: str, verification: Verification, batch: Any) -> bool:
         """Have a step run on the whole batch, and tell whether it is exact then."""

@@ -125,7 +125,9 @@ class ReplicaStep:
             self.merge(self.trial.noting_sum(Kind.SUMMED_LOSS, name), self.if_rows(value))
 
     def note_gradients_of_tape(self, variables: list[Any], gradients: list[Any]) -> None:
-        """Note gradients as a tape gave them, while the step is tried in detail."""
+        """Note gradients as a tape gave them, while the step is tried."""
+        if self.trial is not None:
+            self.trial.of_tape += [gradient for gradient in gradients if gradient is not None]
         if self.trial is not None and self.trial.detailed and self._graph is _graph():
             for variable, gradient in zip(variables, gradients, strict=True):
                 if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
@@ -149,11 +151,15 @@ class ReplicaStep:
             _checks.refuse(
                 "Gradients, metrics, batch statistics and gathered examples make the replicas of "
                 "a step meet, which they cannot inside a condition, a loop, a `tf.function`, a "
-                "micro-batch or what XLA compiles. Move them out of it, or train without "
-                "`accumulation` and `jit`.",
+                "micro-batch or what XLA compiles. Move them out of it, accumulate gradients with "
+                "the optimizer's `gradient_accumulation_steps`, or train without `accumulation` "
+                "and `jit`.",
                 inside=_graph().name,
             )
-        return tf.distribute.get_replica_context().merge_call(function, args=args)
+        merged = tf.distribute.get_replica_context().merge_call(function, args=args)
+        if self.trial is not None:
+            self.trial.shared += filter(tf.is_tensor, tf.nest.flatten(merged))
+        return merged
 
 
 def _share(rows: Any, all_rows: Any, dtype: Any = tf.float32) -> Any:

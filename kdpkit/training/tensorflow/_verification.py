@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _processes
-from kdpkit.training.tensorflow import _shards, _verification_report, _workers
+from kdpkit.training.tensorflow import _branches, _shards, _verification_report, _workers
 from kdpkit.training.tensorflow._keras_internals import gradients_of_steps
 from kdpkit.training.tensorflow._verification_report import Item, Kind
 
@@ -32,6 +32,8 @@ _RANDOM_OPS = frozenset(
     | {"RandomShuffle", "Multinomial", "StatefulUniform", "StatefulStandardNormalV2"}
 )
 _AMPLIFIED = 8.0  # times what rounding the weights changes is still called rounding
+_LATER = 10**6  # steps, after which what waits for a number of them is there
+_TAKEN_BACK = 5e-7  # of a variable's largest entry, which may be left of a change that was
 
 
 class Trial:
@@ -44,6 +46,9 @@ class Trial:
     def __init__(self, *, detailed: bool = False) -> None:
         self.detailed = detailed
         self.noted: dict[str, tuple[Kind, str, Any]] = {}
+        self.of_tape: list[Any] = []  # gradients as tapes gave them
+        self.applied: list[Any] = []  # and as optimizers got them, in each replica
+        self.shared: list[Any] = []  # what all replicas have alike
 
     def note(self, kind: Kind, name: str, value: Any) -> None:
         """Note a value that all replicas together give."""
@@ -85,7 +90,10 @@ class Verification:
     step: Step
     owner: Any
     eager: bool = False
-    on_one: dict[str, Item] | None = None  # what the first step gave that was tried, on one replica
+    # What the first step that was tried gave on one replica, at first and later.
+    on_one: dict[bool, dict[str, Item]] = dataclasses.field(default_factory=dict)
+    found_later: bool = False  # whether the difference shows only later
+    hidden: str | None = None  # what the step does that the examples may not show
 
     def check(self, batch: Any) -> None:
         """Raise an error if the step depends on how the batch is cut.
@@ -100,31 +108,41 @@ class Verification:
         if not _shards.can_be_gathered(self.strategy, batch):
             _tell_unverified()
         elif differing := self.differences(batch):
-            split, alone = _Cuts(self, self._examples_of(batch), detailed=True).both()
+            cuts = _Cuts(self, self._examples_of(batch), detailed=True)
+            cuts.are_later = self.found_later
+            split, alone = cuts.both()
             _verification_report.refuse(split, alone, differing)
 
     def differences(self, batch: Any) -> list[str]:
         """Name what depends on how the batch is cut, by more than rounding."""
         cuts = _Cuts(self, self._examples_of(batch), detailed=False)
+        differing = self._differences_of(cuts)
+        self.hidden, self.found_later = cuts.hidden, False
+        if not differing and cuts.counters:
+            cuts.are_later = self.found_later = True
+            with contextlib.suppress(tf.errors.OpError):  # a counter may be a place in a tensor
+                differing = self._differences_of(cuts)
+        return differing
+
+    def _differences_of(self, cuts: "_Cuts") -> list[str]:
         split, alone = cuts.both()
-        if not self._found(_differing(split, alone) or self._unlike_the_first(alone)):
+        if not any(cuts.alone[1:]):
+            self.on_one.setdefault(cuts.are_later, alone)
+        if not self._found(_differing(split, alone) or self._unlike_the_first(cuts, alone)):
             return []
         if self._found(_differing(cuts.given(cuts.alone), alone)):
             _verification_report.refuse_random(cuts.random_ops)
         nudged = cuts.nudged()
         noise = {label: nudged[label].difference(alone[label]) for label in alone.keys() & nudged}
-        differing = _differing(split, alone, noise) + self._unlike_the_first(alone, noise)
-        if self.on_one is None and not any(cuts.alone[1:]):
-            self.on_one = alone
+        differing = _differing(split, alone, noise) + self._unlike_the_first(cuts, alone, noise)
         return [item.name for item in differing] or ["in another process"] * self._found(differing)
 
     def _unlike_the_first(
-        self, alone: dict[str, Item], noise: dict[str, float] | None = None
+        self, cuts: "_Cuts", alone: dict[str, Item], noise: dict[str, float] | None = None
     ) -> list[Item]:
         """List what a way to run the step gives on one replica that the first way did not."""
-        if self.on_one is None:
-            return []
-        first = _of_first_replica(self.on_one)
+        first = _of_first_replica(self.on_one.get(cuts.are_later, {}))
+        first = {label: item for label, item in first.items() if np.isfinite(item.value).all()}
         here = {label: item for label, item in _of_first_replica(alone).items() if label in first}
         return _differing(here, first, noise)
 
@@ -158,6 +176,9 @@ class _Cuts:
         self.kinds: dict[str, tuple[Kind, str]] = {}
         self.variables: list[Any] = []
         self.random_ops: list[str] = []
+        self.hidden: str | None = None
+        self.counters: list[Any] = []
+        self.are_later = False  # whether counters stand where they will after many steps
         self.run = self._run if of.eager else self._compiled()
         if of.eager:
             self.variables = _all_variables(self.owner, [])
@@ -208,6 +229,9 @@ class _Cuts:
         """Run the step on shards of these sizes, and put back what it assigned."""
         saved = _values(self.variables)
         try:
+            for part in [part for counter in self.counters for part in _parts(counter)]:
+                if self.are_later:
+                    part.assign_add(tf.cast(_LATER if part.dtype.is_integer else 1, part.dtype))
             noted = self.run(*self.leaves, tf.constant(sizes))
             items = {
                 label: Item(label, *self.kinds[label], np.asarray(value).astype("float64"))
@@ -223,7 +247,12 @@ class _Cuts:
         function = tf.function(self._run, autograph=False, input_signature=signature)
         compiled = function.get_concrete_function()
         self.variables = _all_variables(self.owner, compiled.graph.variables)
+        self.counters = _counters(self.owner, self.variables, compiled.graph.variables)
         self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
+        trial = self.trial
+        examples = compiled.inputs[: len(tf.nest.flatten(self.leaves, expand_composites=True))]
+        graph = _branches.Graph(compiled.graph, examples, trial.shared)
+        self.hidden = _branches.problem(graph, trial.of_tape, trial.applied)
         return compiled
 
     def _run(self, *leaves_and_sizes: Any) -> dict[str, Any]:
@@ -232,9 +261,9 @@ class _Cuts:
         examples = tf.nest.map_structure(
             lambda leaf: None if leaf is None else next(following), self.structure
         )
-        trial = Trial(detailed=self.detailed)
+        self.trial = trial = Trial(detailed=self.detailed)
         with self.strategy.scope():
-            with gradients_of_steps() if self.detailed else contextlib.nullcontext():
+            with gradients_of_steps():
                 shard = functools.partial(_shards.shard_of_replica, examples, sizes)
                 logs = self.step(shard, trial)
             for name, value in _named(logs):
@@ -244,17 +273,13 @@ class _Cuts:
 
     def _assigned(self, saved: list[Any]) -> dict[str, Item]:
         """Give the variables that the step assigned, but for the states of metrics."""
-        names = _names(self.owner)
+        names = _names(self.owner, self.variables)
         items = {}
         for number, (variable, before) in enumerate(saved):
             if id(variable) not in names or not variable.dtype.is_floating:
                 continue
             now = [part.numpy() for part in _parts(variable)]
-            changed = any(
-                not np.array_equal(value, old.numpy(), equal_nan=True)
-                for value, old in zip(now, before, strict=True)
-            )
-            if changed:
+            if any(_has_changed(*values) for values in zip(now, before, strict=True)):
                 if variable.synchronization == tf.VariableSynchronization.ON_READ:
                     now = [variable.read_value().numpy()]
                 label = f"variable {number}"
@@ -286,16 +311,52 @@ def _types_of_ops(graph: Any) -> Iterator[str]:
     yield from (node.op for inner in definition.library.function for node in inner.node_def)
 
 
+def _counters(model: Any, variables: list[Any], read: Any) -> list[Any]:
+    """List the numbers that count steps, or that are zero until somebody switches on what they do.
+
+    Args:
+        model: The model.
+        variables: The variables to choose from.
+        read: Variables that a step reads, or their components.
+    """
+    read = {id(variable) for variable in read}
+    others = {id(v.value) for v in (*model.metrics_variables, *model.trainable_variables)}
+    return [
+        variable
+        for variable in variables
+        if variable.shape.rank == 0
+        and id(variable) not in others
+        and any(id(part) in read for part in _parts(variable))
+        and (variable.dtype.is_integer or (variable.dtype.is_floating and not variable.numpy()))
+    ]
+
+
+def _has_changed(now: Any, before: Any) -> bool:
+    """Tell whether a variable has another value, but for what is left of a change taken back."""
+    now, before = (np.asarray(value, "float64") for value in (now, before))
+    left = _TAKEN_BACK * np.max(np.abs(before), initial=0.0)
+    return not np.allclose(now, before, rtol=0.0, atol=left, equal_nan=True)
+
+
 def _all_variables(model: Any, components: Any) -> list[Any]:
     """List the variables of a model and its metrics, and others that a step's graph has, once."""
     kept = {id(v.value): v.value for v in (*model.variables, *model.metrics_variables)}
+    kept |= {id(v): v for _, v in _variables_in_attributes(model)}
     known = {id(part) for variable in kept.values() for part in _parts(variable)}
     for component in components:
-        of = getattr(component, "_distributed_container", None)
+        of = getattr(component.handle, "_distributed_container", None)
         variable = (of and of()) or component
         if id(component) not in known:
             kept[id(variable)] = variable
     return [*kept.values()]
+
+
+def _variables_in_attributes(model: Any) -> Iterator[tuple[str, Any]]:
+    """Give the variables of TensorFlow that layers hold, and what they are called there."""
+    for layer in model._flatten_layers():
+        for name, value in vars(layer).items():
+            if isinstance(value, tf.Variable):
+                yield f"{layer.name}.{name}", value
 
 
 def _parts(variable: Any) -> Sequence[Any]:
@@ -312,15 +373,15 @@ def _restore(saved: list[tuple[Any, list[Any]]]) -> None:
             part.assign(value)
 
 
-def _names(model: Any) -> dict[int, str]:
-    """Name the variables of a model's layers, by identity."""
+def _names(model: Any, variables: list[Any]) -> dict[int, str]:
+    """Name variables, by identity, but for the states of metrics, which add up."""
     of_metrics = {id(v.value) for v in model.metrics_variables}
-    names = {id(v.value): v.path for v in model.variables if id(v.value) not in of_metrics}
-    for layer in model._flatten_layers():
-        for name, value in vars(layer).items():
-            if isinstance(value, tf.Variable):
-                names[id(value)] = f"{layer.name}.{name}"
-    return names
+    names = {
+        id(v): v.name for v in variables if v.synchronization != tf.VariableSynchronization.ON_READ
+    }
+    names |= {id(v.value): v.path for v in model.variables}
+    names |= {id(v): name for name, v in _variables_in_attributes(model)}
+    return {key: name for key, name in names.items() if key not in of_metrics}
 
 
 def _named(logs: Any) -> Iterator[tuple[str, Any]]:

@@ -69,6 +69,15 @@ def tell(reason: str) -> None:
         )
 
 
+def tell_of_doubt(reason: str) -> None:
+    """Say in one line what a step does that verification cannot answer for."""
+    if _processes.index() == 0:
+        sys.stderr.write(
+            f"kdpkit: {reason}, which depends on how a batch is cut where not all replicas are on "
+            "one side; the verification's few examples do not show it.\n"
+        )
+
+
 def attach(model: Any) -> None:
     """Have the layers of a model divided when a step on the whole batch calls them."""
     for layer in _layers(model):
