@@ -43,6 +43,18 @@ def test_a_program_trains_as_on_one_device(program, replicas):
     assert found.verdict == "equal", found
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
+@pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in HERE])
+def test_rounding_in_half_precision_is_no_false_alarm(program, policy):
+    with outcomes.policy(policy):
+        try:
+            outcomes.trained(program, None)
+        except Exception as error:  # what is no program in this precision
+            pytest.skip(f"{type(error).__name__} on one device")
+        outcomes.trained(program, 2)
+
+
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in HERE if p.name in QUICK])
 def test_means_over_examples_need_no_whole_batch(program, capfd):

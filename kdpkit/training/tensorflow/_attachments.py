@@ -48,9 +48,6 @@ def finding_optimizers(strategy: Any, function: Callable[[], None]) -> None:
 
 @contextlib.contextmanager
 def _finding() -> Iterator[None]:
-    kinds = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
-    originals = [kind.apply for kind in kinds]
-
     def finding(original: Callable) -> Callable:
         @functools.wraps(original)
         def apply(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,13 +57,10 @@ def _finding() -> Iterator[None]:
 
         return apply
 
-    for kind, original in zip(kinds, originals, strict=True):
-        kind.apply = finding(original)
-    try:
+    with contextlib.ExitStack() as stack:
+        for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
+            stack.enter_context(_keras_internals.replaced(kind, "apply", finding(kind.apply)))
         yield
-    finally:
-        for kind, original in zip(kinds, originals, strict=True):
-            kind.apply = original
 
 
 def scales_loss(optimizer: Any) -> bool:

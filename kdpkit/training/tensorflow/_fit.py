@@ -387,7 +387,8 @@ def _distributing_rows(strategy: Any) -> Iterator[None]:
         return
     setattr(strategy, name, lambda dataset: _workers.distribute(strategy, dataset))
     try:
-        yield
+        with _keras_internals.untuned_buffers():
+            yield
     finally:
         delattr(strategy, name)
 

@@ -3,9 +3,9 @@
 Keras reduces a loss by one replica's divisor, divides by the number of replicas where it should
 count rows, and gives every replica the same random numbers. What is wrapped for this once in the
 process stands in `install`: losses, random functions and the number of replicas. These wrappers
-call what they wrapped, unless their thread runs a step of an exact model. A fourth lets epochs end
-in time. The names and arguments are checked first: a Keras or TensorFlow that differs is refused,
-not guessed at.
+call what they wrapped, unless their thread runs a step of an exact model. The names and arguments
+are checked first: a Keras or TensorFlow that differs is refused, not guessed at. What is replaced
+for the time of a training alone is a context manager.
 """
 
 import contextlib
@@ -173,16 +173,6 @@ def _install_one_device_in_steps() -> None:
         _versions.refuse_unknown("num_replicas_in_sync", tensorflow=tf.__version__)
 
 
-def _create_device_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Leave tf.data's tuning out of the buffer, of fixed size, that feeds a replica on a CPU.
-
-    It runs there whatever the dataset's options say, and epochs end seconds late for it. On a GPU
-    options cannot be attached: TensorFlow has no such operation there.
-    """
-    buffered = original(*args, **kwargs)
-    return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
-
-
 _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
     (
         keras_loss,
@@ -192,13 +182,42 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
     ),
     (keras_loss.Loss, "__call__", ["self", "y_true", "y_pred", "sample_weight"], _call_loss),
     *_random.wrappers(),
-    (
-        multi_device_iterator_ops,
-        "_create_device_dataset",
-        ["prototype_ds", "incarnation_id", "prefetch_buffer_size", "experimental_slack"],
-        _create_device_dataset,
-    ),
 )
+
+
+@contextlib.contextmanager
+def untuned_buffers() -> Iterator[None]:
+    """Leave tf.data's tuning out of the buffers, of fixed size, that feed replicas on CPUs.
+
+    It runs there whatever the dataset's options say, and epochs end seconds late for it. On a GPU
+    options cannot be attached: TensorFlow has no such operation there.
+    """
+    name = "_create_device_dataset"
+    original = getattr(multi_device_iterator_ops, name, None)
+    if original is None:
+        _versions.refuse_unknown(name, tensorflow=tf.__version__)
+
+    def create(*args: Any, **kwargs: Any) -> Any:
+        buffered = original(*args, **kwargs)
+        return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
+
+    with replaced(multi_device_iterator_ops, name, create):
+        yield
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
+    """Replace a function or a method for a while."""
+    is_inherited = name not in vars(owner)
+    original = getattr(owner, name)
+    setattr(owner, name, function)
+    try:
+        yield
+    finally:
+        if is_inherited:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 @contextlib.contextmanager
@@ -226,11 +245,8 @@ def gradients_of_steps() -> Iterator[None]:
             step.note_gradients_of_tape(of, gradients)
         return tf.nest.pack_sequence_as(given, gradients)
 
-    tf.GradientTape.gradient = gradient
-    try:
+    with replaced(tf.GradientTape, "gradient", gradient):
         yield
-    finally:
-        tf.GradientTape.gradient = original
 
 
 def joined_over_processes(output: Any, strategy: Any) -> Any:

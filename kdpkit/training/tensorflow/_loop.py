@@ -125,9 +125,11 @@ class TensorFlowSteps(Steps):
         """Enter the strategy's scope."""
         return self.strategy.scope()
 
-    def guard(self) -> Any:
-        """Enter what explains that another process is gone."""
-        return _processes.naming_losses()
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Enter what holds while the loop runs, and explains that another process is gone."""
+        with _processes.naming_losses(), _keras_internals.untuned_buffers():
+            yield
 
     def check_parts(self) -> None:
         """Refuse to compare the parts of a batch that is in one part.

@@ -3,9 +3,10 @@
 import functools
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit import _checks, _processes
 from kdpkit.training.tensorflow import _workers
 
 
@@ -17,13 +18,36 @@ def first_examples(strategy: Any, batch: Any, count: int) -> Any:
         shards = strategy.experimental_local_results(leaf)
         if shards[0] is None or isinstance(shards[0], tf.experimental.Optional):
             return None
+        examples = _concatenated([*shards])
         if _workers.spans_processes(strategy):
-            from kdpkit.training.tensorflow import _keras_internals
-
-            return _repeated(_keras_internals.joined_over_processes(leaf, strategy), count)
-        return _repeated(_concatenated([*shards]), count)
+            examples = _of_all_processes(strategy, _workers.sliced(examples, 0, count))
+        return _repeated(examples, count)
 
     return tf.nest.map_structure(first, batch)
+
+
+def _of_all_processes(strategy: Any, examples: Any) -> Any:
+    """Put examples of all processes together, of whatever type: their bytes are sent."""
+    parts = tf.nest.flatten(examples, expand_composites=True)
+    texts = [tf.io.serialize_tensor(part).numpy() for part in parts]
+    sizes = _processes.gathered([len(text) for text in texts], strategy)
+    words = -(-int(sizes.sum(axis=1).max()) // 8)
+    own = np.frombuffer(b"".join(texts).ljust(8 * words, b"\0"), np.int64)
+    return _concatenated(
+        [
+            _unpacked(examples, data.tobytes(), ends)
+            for data, ends in zip(
+                _processes.gathered(own, strategy), sizes.cumsum(axis=1), strict=True
+            )
+        ]
+    )
+
+
+def _unpacked(like: Any, data: bytes, ends: Any) -> Any:
+    parts = tf.nest.flatten(like, expand_composites=True)
+    places = zip(parts, [0, *ends[:-1]], ends, strict=True)
+    tensors = [tf.io.parse_tensor(data[start:end], part.dtype) for part, start, end in places]
+    return tf.nest.pack_sequence_as(like, tensors, expand_composites=True)
 
 
 def check_same_lengths(strategy: Any, batch: Any) -> None:
@@ -41,15 +65,6 @@ def check_same_lengths(strategy: Any, batch: Any) -> None:
         )
 
 
-def can_be_gathered(strategy: Any, batch: Any) -> bool:
-    """Tell whether examples can be put together: over processes, only numbers can."""
-    leaves = tf.nest.flatten(_workers.opened(batch)[0])
-    shards = [strategy.experimental_local_results(leaf)[0] for leaf in leaves if leaf is not None]
-    return not _workers.spans_processes(strategy) or all(
-        isinstance(shard, tf.Tensor) and shard.dtype != tf.string for shard in shards
-    )
-
-
 def _repeated(tensor: Any, count: int) -> Any:
     while _workers.rows_of(tensor) < count:
         if not _workers.rows_of(tensor):
@@ -60,7 +75,7 @@ def _repeated(tensor: Any, count: int) -> Any:
 
 def _concatenated(tensors: list[Any]) -> Any:
     if isinstance(tensors[0], tf.SparseTensor):
-        return tf.sparse.concat(0, tensors)
+        return tf.sparse.concat(0, tensors, expand_nonconcat_dims=True)
     return tf.concat(tensors, axis=0)
 
 

@@ -8,7 +8,6 @@ and the variables that the step assigns must agree to rounding. Whatever was ass
 import contextlib
 import dataclasses
 import functools
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -105,9 +104,7 @@ class Verification:
             ValueError: It does; the sentence names what, by how much, and what to write instead.
         """
         _shards.check_same_lengths(self.strategy, batch)
-        if not _shards.can_be_gathered(self.strategy, batch):
-            _tell_unverified()
-        elif differing := self.differences(batch):
+        if differing := self.differences(batch):
             cuts = _Cuts(self, self._examples_of(batch), detailed=True)
             cuts.are_later = self.found_later
             split, alone = cuts.both()
@@ -155,14 +152,6 @@ class Verification:
         if _workers.spans_processes(self.strategy):
             return bool(_processes.gathered([found], self.strategy).any())
         return bool(found)
-
-
-def _tell_unverified() -> None:
-    if _processes.index() == 0:
-        sys.stderr.write(
-            "kdpkit: steps on strings, sparse or ragged tensors are not verified in several "
-            "processes; train some steps in one process first.\n"
-        )
 
 
 class _Cuts:

@@ -82,6 +82,17 @@ def _scopes(replicas):
 
 
 @contextlib.contextmanager
+def policy(name):
+    """Have layers compute in this policy's type."""
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(name)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+@contextlib.contextmanager
 def floatx(name):
     """Have Keras compute in this type."""
     before = keras.config.floatx(), keras.config.dtype_policy()
