@@ -113,7 +113,7 @@ def require_different(what: str, fingerprint: int, *, remedy: str) -> None:
         _checks.refuse(f"{what} must differ between processes.", the_same_in=same, remedy=remedy)
 
 
-def gathered(numbers: Sequence[int], strategy: Any = None) -> np.ndarray:
+def gathered(numbers: Sequence[int] | np.ndarray, strategy: Any = None) -> np.ndarray:
     """Give the numbers of all processes, a row for each; on TensorFlow through their strategy."""
     if keras.backend.backend() == "jax":
         from jax.experimental import multihost_utils

@@ -15,7 +15,13 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import _processes
-from kdpkit.training.tensorflow import _branches, _shards, _verification_report, _workers
+from kdpkit.training.tensorflow import (
+    _branches,
+    _shards,
+    _variables,
+    _verification_report,
+    _workers,
+)
 from kdpkit.training.tensorflow._keras_internals import gradients_of_steps
 from kdpkit.training.tensorflow._verification_report import Item, Kind
 
@@ -32,7 +38,6 @@ _RANDOM_OPS = frozenset(
 )
 _AMPLIFIED = 8.0  # times what rounding the weights changes is still called rounding
 _LATER = 10**6  # steps, after which what waits for a number of them is there
-_TAKEN_BACK = 5e-7  # of a variable's largest entry, which may be left of a change that was
 
 
 class Trial:
@@ -170,7 +175,7 @@ class _Cuts:
         self.are_later = False  # whether counters stand where they will after many steps
         self.run = self._run if of.eager else self._compiled()
         if of.eager:
-            self.variables = _all_variables(self.owner, [])
+            self.variables = _variables.all_variables(self.owner, [])
         replicas = self.strategy.num_replicas_in_sync
         self.split = [2] * (replicas - 1) + [1]
         self.alone = [2 * replicas - 1] + [0] * (replicas - 1)
@@ -200,7 +205,7 @@ class _Cuts:
 
     def nudged(self) -> dict[str, Item]:
         """Give what the step gives on the first replica, with weights that rounding has changed."""
-        saved = _values([weight.value for weight in self.owner.trainable_weights])
+        saved = _variables.values([weight.value for weight in self.owner.trainable_weights])
         random = np.random.default_rng(0)
         epsilon = max(
             _EPSILON.get(layer.compute_dtype, 2.0**-23) for layer in self.owner._flatten_layers()
@@ -212,13 +217,13 @@ class _Cuts:
         try:
             return self.given(self.alone)
         finally:
-            _restore(saved)
+            _variables.restore(saved)
 
     def given(self, sizes: list[int]) -> dict[str, Item]:
         """Run the step on shards of these sizes, and put back what it assigned."""
-        saved = _values(self.variables)
+        saved = _variables.values(self.variables)
         try:
-            for part in [part for counter in self.counters for part in _parts(counter)]:
+            for part in [part for counter in self.counters for part in _variables.parts(counter)]:
                 if self.are_later:
                     part.assign_add(tf.cast(_LATER if part.dtype.is_integer else 1, part.dtype))
             noted = self.run(*self.leaves, tf.constant(sizes))
@@ -229,14 +234,14 @@ class _Cuts:
             }
             return items | self._assigned(saved) | self._counted_without_examples(saved, sizes)
         finally:
-            _restore(saved)
+            _variables.restore(saved)
 
     def _compiled(self) -> Callable:
         signature = [*map(_shards.of_any_length, self.leaves), tf.TensorSpec([None], tf.int32)]
         function = tf.function(self._run, autograph=False, input_signature=signature)
         compiled = function.get_concrete_function()
-        self.variables = _all_variables(self.owner, compiled.graph.variables)
-        self.counters = _counters(self.owner, self.variables, compiled.graph.variables)
+        self.variables = _variables.all_variables(self.owner, compiled.graph.variables)
+        self.counters = _variables.counters(self.owner, self.variables, compiled.graph.variables)
         self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
         trial = self.trial
         examples = compiled.inputs[: len(tf.nest.flatten(self.leaves, expand_composites=True))]
@@ -262,13 +267,13 @@ class _Cuts:
 
     def _assigned(self, saved: list[Any]) -> dict[str, Item]:
         """Give the variables that the step assigned, but for the states of metrics."""
-        names = _names(self.owner, self.variables)
+        names = _variables.names(self.owner, self.variables)
         items = {}
         for number, (variable, before) in enumerate(saved):
             if id(variable) not in names or not variable.dtype.is_floating:
                 continue
-            now = [part.numpy() for part in _parts(variable)]
-            if any(_has_changed(*values) for values in zip(now, before, strict=True)):
+            now = [part.numpy() for part in _variables.parts(variable)]
+            if any(_variables.has_changed(*values) for values in zip(now, before, strict=True)):
                 if variable.synchronization == tf.VariableSynchronization.ON_READ:
                     now = [variable.read_value().numpy()]
                 label = f"variable {number}"
@@ -285,7 +290,7 @@ class _Cuts:
                 continue
             changes = [
                 np.max(np.abs(part.numpy() - old.numpy()), initial=0.0)
-                for part, old, size in zip(_parts(variable), before, sizes, strict=False)
+                for part, old, size in zip(_variables.parts(variable), before, sizes, strict=False)
                 if size == 0
             ]
             label = f"metric {number}"
@@ -298,79 +303,6 @@ def _types_of_ops(graph: Any) -> Iterator[str]:
     definition = graph.as_graph_def()
     yield from (node.op for node in definition.node)
     yield from (node.op for inner in definition.library.function for node in inner.node_def)
-
-
-def _counters(model: Any, variables: list[Any], read: Any) -> list[Any]:
-    """List the numbers that count steps, or that are zero until somebody switches on what they do.
-
-    Args:
-        model: The model.
-        variables: The variables to choose from.
-        read: Variables that a step reads, or their components.
-    """
-    read = {id(variable) for variable in read}
-    others = {id(v.value) for v in (*model.metrics_variables, *model.trainable_variables)}
-    return [
-        variable
-        for variable in variables
-        if variable.shape.rank == 0
-        and id(variable) not in others
-        and any(id(part) in read for part in _parts(variable))
-        and (variable.dtype.is_integer or (variable.dtype.is_floating and not variable.numpy()))
-    ]
-
-
-def _has_changed(now: Any, before: Any) -> bool:
-    """Tell whether a variable has another value, but for what is left of a change taken back."""
-    now, before = (np.asarray(value, "float64") for value in (now, before))
-    left = _TAKEN_BACK * np.max(np.abs(before), initial=0.0)
-    return not np.allclose(now, before, rtol=0.0, atol=left, equal_nan=True)
-
-
-def _all_variables(model: Any, components: Any) -> list[Any]:
-    """List the variables of a model and its metrics, and others that a step's graph has, once."""
-    kept = {id(v.value): v.value for v in (*model.variables, *model.metrics_variables)}
-    kept |= {id(v): v for _, v in _variables_in_attributes(model)}
-    known = {id(part) for variable in kept.values() for part in _parts(variable)}
-    for component in components:
-        of = getattr(component.handle, "_distributed_container", None)
-        variable = (of and of()) or component
-        if id(component) not in known:
-            kept[id(variable)] = variable
-    return [*kept.values()]
-
-
-def _variables_in_attributes(model: Any) -> Iterator[tuple[str, Any]]:
-    """Give the variables of TensorFlow that layers hold, and what they are called there."""
-    for layer in model._flatten_layers():
-        for name, value in vars(layer).items():
-            if isinstance(value, tf.Variable):
-                yield f"{layer.name}.{name}", value
-
-
-def _parts(variable: Any) -> Sequence[Any]:
-    return getattr(variable, "_values", None) or [variable]
-
-
-def _values(variables: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
-    return [(v, [tf.identity(part) for part in _parts(v)]) for v in variables]
-
-
-def _restore(saved: list[tuple[Any, list[Any]]]) -> None:
-    for variable, values in saved:
-        for part, value in zip(_parts(variable), values, strict=True):
-            part.assign(value)
-
-
-def _names(model: Any, variables: list[Any]) -> dict[int, str]:
-    """Name variables, by identity, but for the states of metrics, which add up."""
-    of_metrics = {id(v.value) for v in model.metrics_variables}
-    names = {
-        id(v): v.name for v in variables if v.synchronization != tf.VariableSynchronization.ON_READ
-    }
-    names |= {id(v.value): v.path for v in model.variables}
-    names |= {id(v): name for name, v in _variables_in_attributes(model)}
-    return {key: name for key, name in names.items() if key not in of_metrics}
 
 
 def _named(logs: Any) -> Iterator[tuple[str, Any]]:

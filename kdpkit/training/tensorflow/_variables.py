@@ -1,0 +1,85 @@
+"""The variables that a step reads and assigns: what they are called, and how they are put back."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+_TAKEN_BACK = 5e-7  # of a variable's largest entry, which may be left of a change that was
+
+
+def all_variables(model: Any, components: Any) -> list[Any]:
+    """List the variables of a model and its metrics, and others that a step's graph has, once."""
+    kept = {id(v.value): v.value for v in (*model.variables, *model.metrics_variables)}
+    kept |= {id(v): v for _, v in variables_in_attributes(model)}
+    known = {id(part) for variable in kept.values() for part in parts(variable)}
+    for component in components:
+        of = getattr(component.handle, "_distributed_container", None)
+        variable = (of and of()) or component
+        if id(component) not in known:
+            kept[id(variable)] = variable
+    return [*kept.values()]
+
+
+def names(model: Any, variables: list[Any]) -> dict[int, str]:
+    """Name variables, by identity, but for the states of metrics, which add up."""
+    of_metrics = {id(v.value) for v in model.metrics_variables}
+    names = {
+        id(v): v.name for v in variables if v.synchronization != tf.VariableSynchronization.ON_READ
+    }
+    names |= {id(v.value): v.path for v in model.variables}
+    names |= {id(v): name for name, v in variables_in_attributes(model)}
+    return {key: name for key, name in names.items() if key not in of_metrics}
+
+
+def counters(model: Any, variables: list[Any], read: Any) -> list[Any]:
+    """List the numbers that count steps, or that are zero until somebody switches on what they do.
+
+    Args:
+        model: The model.
+        variables: The variables to choose from.
+        read: Variables that a step reads, or their components.
+    """
+    read = {id(variable) for variable in read}
+    others = {id(v.value) for v in (*model.metrics_variables, *model.trainable_variables)}
+    return [
+        variable
+        for variable in variables
+        if variable.shape.rank == 0
+        and id(variable) not in others
+        and any(id(part) in read for part in parts(variable))
+        and (variable.dtype.is_integer or (variable.dtype.is_floating and not variable.numpy()))
+    ]
+
+
+def variables_in_attributes(model: Any) -> Iterator[tuple[str, Any]]:
+    """Give the variables of TensorFlow that layers hold, and what they are called there."""
+    for layer in model._flatten_layers():
+        for name, value in vars(layer).items():
+            if isinstance(value, tf.Variable):
+                yield f"{layer.name}.{name}", value
+
+
+def values(variables: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
+    """Return the values of variables, for `restore`."""
+    return [(v, [tf.identity(part) for part in parts(v)]) for v in variables]
+
+
+def restore(saved: list[tuple[Any, list[Any]]]) -> None:
+    """Give variables the values again that they had."""
+    for variable, values in saved:
+        for part, value in zip(parts(variable), values, strict=True):
+            part.assign(value)
+
+
+def has_changed(now: Any, before: Any) -> bool:
+    """Tell whether a variable has another value, but for what is left of a change taken back."""
+    now, before = (np.asarray(value, "float64") for value in (now, before))
+    left = _TAKEN_BACK * np.max(np.abs(before), initial=0.0)
+    return not np.allclose(now, before, rtol=0.0, atol=left, equal_nan=True)
+
+
+def parts(variable: Any) -> Sequence[Any]:
+    """Return the replicas' copies of a variable; itself if it has none."""
+    return getattr(variable, "_values", None) or [variable]
