@@ -17,6 +17,7 @@ from kdpkit.training.tensorflow import (
     _batch_norm,
     _keras_internals,
     _layer_state,
+    _no_examples,
     _shards,
     _whole_batch,
     _workers,
@@ -172,14 +173,18 @@ class _ExactSteps:
         model, name = self.model, f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
+        self.verified.discard(kind)  # it may be compiled with another loss
+        self.divides.pop(kind, None)
         with self.without_xla():
             getattr(type(model), f"make_{name}")(model, force=force)
         compiled = getattr(model, name)
 
         def function(batches: Any) -> Any:
-            batches = self.verified_batches(kind, _split_whole_batches(batches, self.strategy))
-            with self.keys_for_loops(), self.gradients_of(kind):
-                logs = compiled(batches)
+            with _no_examples.guarded_operations():
+                batches = _split_whole_batches(batches, self.strategy)
+                batches = self.verified_batches(kind, batches)
+                with self.keys_for_loops(), self.gradients_of(kind):
+                    logs = compiled(batches)
             _workers.refuse_differences()
             return logs
 
@@ -218,12 +223,14 @@ class _ExactSteps:
         try:
             _attachments.finding_optimizers(self.strategy, lambda: verification.check(batch))
         except DependsOnCutError as error:
-            if kind == "predict" or not self.is_exact_on_whole_batch(kind, verification, batch):
+            if not self.is_exact_on_whole_batch(kind, verification, batch):
                 raise
             _whole_batch.tell(error.problem)
             return
         hidden = verification.hidden
-        if kind != "predict" and hidden is not None:
+        if eager and not self.is_stock(kind):
+            hidden = "The step runs eagerly, where no graph shows what it may do"
+        if hidden is not None:
             if self.is_exact_on_whole_batch(kind, verification, batch):
                 _whole_batch.tell(hidden)
             else:
@@ -251,13 +258,24 @@ class _ExactSteps:
     def needs_verification(self, kind: str) -> bool:
         """Tell whether a step is to be verified now.
 
-        What `fit` verified of Keras' own steps holds for `evaluate` and `predict` too.
+        What `fit` verified of Keras' own steps, layers and metrics holds for `evaluate` and
+        `predict` too, if it needed no whole batch.
         """
         if not self.verify or self.strategy.num_replicas_in_sync == 1 or kind in self.verified:
             return False
-        stock = getattr(getattr(self, f"{kind}_step_of_model"), "__func__", None)
-        is_own = stock is not getattr(keras.Model, f"{kind}_step")
-        return kind == "train" or is_own or "train" not in self.verified
+        is_own = not self.is_stock(kind)
+        is_seen = "train" in self.verified and "train" not in self.divides
+        return (
+            kind == "train"
+            or is_own
+            or not is_seen
+            or not _whole_batch.is_all_of_libraries(self.model)
+        )
+
+    def is_stock(self, kind: str) -> bool:
+        """Tell whether a step is Keras' own."""
+        function = getattr(getattr(self, f"{kind}_step_of_model"), "__func__", None)
+        return function is getattr(keras.Model, f"{kind}_step")
 
     @property
     def trials(self) -> dict[str, Any]:
@@ -321,7 +339,7 @@ class _ExactSteps:
 
     def run_predict_step(self, step: ReplicaStep) -> Any:
         with running(step):
-            return self.predict_step_of_model(step.data)
+            return _whole_batch.own_part(step, self.predict_step_of_model(step.data))
 
     def warn_once(self, replicas: int) -> None:
         if not self.warned:

@@ -28,6 +28,7 @@ from kdpkit.training.tensorflow import (
     _batch_norm,
     _keras_internals,
     _layer_state,
+    _no_examples,
     _shards,
     _workers,
 )
@@ -128,7 +129,11 @@ class TensorFlowSteps(Steps):
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Enter what holds while the loop runs, and explains that another process is gone."""
-        with _processes.naming_losses(), _keras_internals.untuned_buffers():
+        with (
+            _processes.naming_losses(),
+            _keras_internals.untuned_buffers(),
+            _no_examples.guarded_operations(),
+        ):
             yield
 
     def check_parts(self) -> None:

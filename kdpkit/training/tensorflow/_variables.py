@@ -33,8 +33,8 @@ def names(model: Any, variables: list[Any]) -> dict[int, str]:
     return {key: name for key, name in names.items() if key not in of_metrics}
 
 
-def counters(model: Any, variables: list[Any], read: Any) -> list[Any]:
-    """List the numbers that count steps, or that are zero until somebody switches on what they do.
+def switches(model: Any, variables: list[Any], read: Any) -> list[Any]:
+    """List what a step reads and does not learn: counts of steps, and weights of what it does.
 
     Args:
         model: The model.
@@ -46,19 +46,29 @@ def counters(model: Any, variables: list[Any], read: Any) -> list[Any]:
     return [
         variable
         for variable in variables
-        if variable.shape.rank == 0
-        and id(variable) not in others
+        if id(variable) not in others
         and any(id(part) in read for part in parts(variable))
-        and (variable.dtype.is_integer or (variable.dtype.is_floating and not variable.numpy()))
+        and (variable.dtype.is_floating or (variable.dtype.is_integer and not variable.shape.rank))
     ]
+
+
+def move(variables: list[Any], steps: int) -> None:
+    """Have variables stand where they may after some steps."""
+    for part in [part for variable in variables for part in parts(variable)]:
+        if part.dtype.is_integer:
+            part.assign_add(tf.cast(steps, part.dtype))
+        else:
+            part.assign(0.61 * part + 0.17)
 
 
 def variables_in_attributes(model: Any) -> Iterator[tuple[str, Any]]:
     """Give the variables of TensorFlow that layers hold, and what they are called there."""
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
-            if isinstance(value, tf.Variable):
-                yield f"{layer.name}.{name}", value
+            held = value.values() if isinstance(value, dict) else value
+            for part in held if isinstance(held, list | tuple | type({}.values())) else [value]:
+                if isinstance(part, tf.Variable):
+                    yield f"{layer.name}.{name}", part
 
 
 def values(variables: Sequence[Any]) -> list[tuple[Any, list[Any]]]:

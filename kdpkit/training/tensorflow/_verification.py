@@ -37,7 +37,7 @@ _RANDOM_OPS = frozenset(
     | {"RandomShuffle", "Multinomial", "StatefulUniform", "StatefulStandardNormalV2"}
 )
 _AMPLIFIED = 8.0  # times what rounding the weights changes is still called rounding
-_LATER = 10**6  # steps, after which what waits for a number of them is there
+_LATER = (0, 1, 999_983)  # steps, after which what counts them does something else, perhaps
 
 
 class Trial:
@@ -94,9 +94,9 @@ class Verification:
     step: Step
     owner: Any
     eager: bool = False
-    # What the first step that was tried gave on one replica, at first and later.
-    on_one: dict[bool, dict[str, Item]] = dataclasses.field(default_factory=dict)
-    found_later: bool = False  # whether the difference shows only later
+    # What the first step that was tried gave on one replica, by how many steps later.
+    on_one: dict[int, dict[str, Item]] = dataclasses.field(default_factory=dict)
+    found_later: int = 0  # after how many steps the difference shows
     hidden: str | None = None  # what the step does that the examples may not show
 
     def check(self, batch: Any) -> None:
@@ -111,25 +111,26 @@ class Verification:
         _shards.check_same_lengths(self.strategy, batch)
         if differing := self.differences(batch):
             cuts = _Cuts(self, self._examples_of(batch), detailed=True)
-            cuts.are_later = self.found_later
+            cuts.later = self.found_later
             split, alone = cuts.both()
             _verification_report.refuse(split, alone, differing)
 
     def differences(self, batch: Any) -> list[str]:
         """Name what depends on how the batch is cut, by more than rounding."""
         cuts = _Cuts(self, self._examples_of(batch), detailed=False)
-        differing = self._differences_of(cuts)
-        self.hidden, self.found_later = cuts.hidden, False
-        if not differing and cuts.counters:
-            cuts.are_later = self.found_later = True
-            with contextlib.suppress(tf.errors.OpError):  # a counter may be a place in a tensor
-                differing = self._differences_of(cuts)
+        self.found_later, differing = 0, self._differences_of(cuts)
+        self.hidden = cuts.hidden
+        for later in _LATER[1:] if cuts.switches else ():
+            if not differing:
+                cuts.later = self.found_later = later
+                with contextlib.suppress(tf.errors.OpError):  # a count may be a place in a tensor
+                    differing = self._differences_of(cuts)
         return differing
 
     def _differences_of(self, cuts: "_Cuts") -> list[str]:
         split, alone = cuts.both()
         if not any(cuts.alone[1:]):
-            self.on_one.setdefault(cuts.are_later, alone)
+            self.on_one.setdefault(cuts.later, alone)
         if not self._found(_differing(split, alone) or self._unlike_the_first(cuts, alone)):
             return []
         if self._found(_differing(cuts.given(cuts.alone), alone)):
@@ -143,7 +144,7 @@ class Verification:
         self, cuts: "_Cuts", alone: dict[str, Item], noise: dict[str, float] | None = None
     ) -> list[Item]:
         """List what a way to run the step gives on one replica that the first way did not."""
-        first = _of_first_replica(self.on_one.get(cuts.are_later, {}))
+        first = _of_first_replica(self.on_one.get(cuts.later, {}))
         first = {label: item for label, item in first.items() if np.isfinite(item.value).all()}
         here = {label: item for label, item in _of_first_replica(alone).items() if label in first}
         return _differing(here, first, noise)
@@ -171,8 +172,8 @@ class _Cuts:
         self.variables: list[Any] = []
         self.random_ops: list[str] = []
         self.hidden: str | None = None
-        self.counters: list[Any] = []
-        self.are_later = False  # whether counters stand where they will after many steps
+        self.switches: list[Any] = []
+        self.later = 0  # by how many steps the switches are moved on
         self.run = self._run if of.eager else self._compiled()
         if of.eager:
             self.variables = _variables.all_variables(self.owner, [])
@@ -186,6 +187,7 @@ class _Cuts:
         try:
             alone = self.given(self.alone)
         except tf.errors.OpError:  # a step that needs an example in every replica
+            self.hidden = "The step fails on replicas that have no examples of a batch"
             self.split, self.alone = [2] * replicas, [replicas + 1, *[1] * (replicas - 1)]
             alone = self._given_or_explained(self.alone)
         return self._given_or_explained(self.split), alone
@@ -223,9 +225,8 @@ class _Cuts:
         """Run the step on shards of these sizes, and put back what it assigned."""
         saved = _variables.values(self.variables)
         try:
-            for part in [part for counter in self.counters for part in _variables.parts(counter)]:
-                if self.are_later:
-                    part.assign_add(tf.cast(_LATER if part.dtype.is_integer else 1, part.dtype))
+            if self.later:
+                _variables.move(self.switches, self.later)
             noted = self.run(*self.leaves, tf.constant(sizes))
             items = {
                 label: Item(label, *self.kinds[label], np.asarray(value).astype("float64"))
@@ -241,7 +242,7 @@ class _Cuts:
         function = tf.function(self._run, autograph=False, input_signature=signature)
         compiled = function.get_concrete_function()
         self.variables = _variables.all_variables(self.owner, compiled.graph.variables)
-        self.counters = _variables.counters(self.owner, self.variables, compiled.graph.variables)
+        self.switches = _variables.switches(self.owner, self.variables, compiled.graph.variables)
         self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
         trial = self.trial
         examples = compiled.inputs[: len(tf.nest.flatten(self.leaves, expand_composites=True))]
@@ -270,7 +271,7 @@ class _Cuts:
         names = _variables.names(self.owner, self.variables)
         items = {}
         for number, (variable, before) in enumerate(saved):
-            if id(variable) not in names or not variable.dtype.is_floating:
+            if id(variable) not in names:
                 continue
             now = [part.numpy() for part in _variables.parts(variable)]
             if any(_variables.has_changed(*values) for values in zip(now, before, strict=True)):

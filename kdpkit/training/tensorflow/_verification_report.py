@@ -69,7 +69,19 @@ def _finite(value: Any) -> Any:
 
 
 def refuse_random(operations: list[str]) -> NoReturn:
-    """Raise an error that says that a step gives something else every time."""
+    """Raise an error that says that a step gives something else every time.
+
+    Args:
+        operations: What draws random numbers in it, as far as its graph shows.
+    """
+    if not operations:
+        _checks.refuse(
+            f"{_START} It gives something else every time that it runs on the same examples: it "
+            "draws random numbers in Python or NumPy, or keeps a state that is no variable.",
+            operations=operations,
+            remedy="Draw with `keras.random` and a `keras.random.SeedGenerator` in an attribute, "
+            "and keep states in variables that are attributes of the model.",
+        )
     _checks.refuse(
         f"{_START} It gives something else every time that it runs on the same examples, and draws "
         "random numbers that replicas cannot share.",

@@ -35,7 +35,18 @@ def is_any(layer: Any) -> bool:  # noqa: ARG001  # every layer that a step calls
 
 def is_of_a_library(layer: Any) -> bool:
     """Divide layers of Keras alone: a user's own may compare the examples that it is called on."""
-    return all(type(part).__module__.partition(".")[0] in _LIBRARIES for part in _layers(layer))
+    return all(map(_is_of_a_library, map(type, _layers(layer))))
+
+
+def _is_of_a_library(code: Any) -> bool:
+    return code.__module__.partition(".")[0] in _LIBRARIES
+
+
+def is_all_of_libraries(model: Any) -> bool:
+    """Tell whether a model's layers and metrics, and the functions in these, are of libraries."""
+    metrics = [part for of in model.metrics for part in getattr(of, "metrics", [of])]
+    functions = [getattr(metric, "_fn", type(metric)) for metric in metrics]
+    return is_of_a_library(model) and all(map(_is_of_a_library, functions))
 
 
 DIVISIONS = (is_any, is_of_a_library)  # which layers are divided; tried in this order
@@ -51,13 +62,29 @@ def step_on_whole_batch(own: ReplicaStep, divides: Callable[[Any], bool]) -> Rep
     step = copy.copy(own)
     step.own, step.divides = own, divides
     step.data = tf.nest.map_structure(
-        lambda leaf: None if leaf is None else own.merge(concatenated, leaf), own.data
+        lambda leaf: None if leaf is None else _of_any_length(own.merge(concatenated, leaf)),
+        own.data,
     )
     step.rows, step.start, step.static_rows = own.all_rows, tf.constant(0), None
     step.all_rows = own.all_rows * own.replicas  # each of the replicas has them all
     step.share = tf.constant(1.0 / own.replicas)
     step.is_part, step.gathered = False, True
     return step
+
+
+def _of_any_length(x: Any) -> Any:
+    """Hide how many examples a tensor has, by which they are told from other axes."""
+    if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
+        return x
+    return tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, *x.shape[1:]])
+
+
+def own_part(step: ReplicaStep, outputs: Any) -> Any:
+    """Return this replica's examples of what a step on the whole batch gives."""
+    own = step.own
+    if own is None:
+        return outputs
+    return tf.nest.map_structure(lambda x: x[own.start : own.start + own.rows], outputs)
 
 
 def tell(reason: str) -> None:
@@ -109,7 +136,8 @@ def _in_parts(
 ) -> Any:
     """Call a layer on this replica's part of its inputs, and put all outputs together."""
     part = _part_of(step, tf.shape(first)[0])
-    args, kwargs = tf.nest.map_structure(functools.partial(_cut, step, part), (args, kwargs))
+    of_examples = functools.partial(_cut, step, part, first.shape[0] is None)
+    args, kwargs = tf.nest.map_structure(of_examples, (args, kwargs))
     with running(part):
         outputs = call(*args, **kwargs)
         added = [(inner, [*inner._losses]) for inner in _layers(layer)]
@@ -139,9 +167,13 @@ def _part_of(step: ReplicaStep, rows: Any) -> ReplicaStep:
     return part
 
 
-def _cut(step: ReplicaStep, part: ReplicaStep, leaf: Any) -> Any:
-    """Return a replica's part of a tensor, if that has as many rows as the layer is called on."""
-    if not _has_examples(leaf):
+def _cut(step: ReplicaStep, part: ReplicaStep, is_any_length: bool, leaf: Any) -> Any:
+    """Return a replica's part of a tensor, if that has the rows that the layer is called on.
+
+    They are as many, and both numbers are known while it is traced, or none: a constant or a
+    variable may have as many rows as the batch has.
+    """
+    if not _has_examples(leaf) or (leaf.shape[0] is None) != is_any_length:
         return leaf
     rows = tf.shape(leaf)[0]
     is_cut = rows == part.all_rows
@@ -149,7 +181,7 @@ def _cut(step: ReplicaStep, part: ReplicaStep, leaf: Any) -> Any:
     stop = tf.where(is_cut, part.start + part.rows, rows)
     piece = _slice(step, start, stop, leaf)
     if (mask := get_keras_mask(leaf)) is not None:
-        set_keras_mask(piece, _cut(step, part, mask))
+        set_keras_mask(piece, _cut(step, part, is_any_length, mask))
     return piece
 
 

@@ -1,0 +1,100 @@
+"""Convolutions and poolings on replicas of a CPU that have no examples of a batch.
+
+Of no examples oneDNN's convolutions give the shape of their input, and the gradient of its
+max-pooling ends the process (docs/upstream/onednn-without-examples.md). While a step is traced
+these operations get one example of zeros where there is none, and it is taken off what they give.
+"""
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.ops import gen_nn_ops
+
+from kdpkit import _versions
+from kdpkit.training.tensorflow._step import current_step
+
+# Operations, with the place and the name of what has the examples along its first axis.
+_OPERATIONS = {
+    "conv2d": (0, "input"),
+    "conv3d": (0, "input"),
+    "depthwise_conv2d_native": (0, "input"),
+    "max_pool": (0, "input"),
+    "max_pool3d": (0, "input"),
+    "conv2d_backprop_input": (2, "out_backprop"),
+    "conv3d_backprop_input_v2": (2, "out_backprop"),
+}
+_OF_GRADIENTS = "tensorflow.python.ops.nn_grad"  # they get what operations had, which is not empty
+
+
+@contextlib.contextmanager
+def guarded_operations() -> Iterator[None]:
+    """Let steps call operations that oneDNN computes, on replicas without examples."""
+    originals = {name: getattr(gen_nn_ops, name, None) for name in _OPERATIONS}
+    for name, original in originals.items():
+        if original is None:
+            _versions.refuse_unknown(name, tensorflow=tf.__version__)
+        if not hasattr(original, "is_guarded"):  # as in an evaluation, inside of training
+            setattr(gen_nn_ops, name, _guarded(original, *_OPERATIONS[name]))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(gen_nn_ops, name, original)
+
+
+def _guarded(original: Callable, place: int, name: str) -> Callable:
+    @functools.wraps(original)
+    def operation(*args: Any, **kwargs: Any) -> Any:
+        given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
+        key = place if place in given else name
+        caller = sys._getframe(1).f_globals.get("__name__")
+        if caller == _OF_GRADIENTS or key not in given or not _may_lack_examples(given[key]):
+            return original(*args, **kwargs)
+        examples = tf.convert_to_tensor(given[key])
+        rows = tf.shape(examples)[0]
+        given[key] = _with_one(rows, examples)
+        if place:  # a transposed convolution, which is told the shape of what it gives
+            sizes = 0 if 0 in given else "input_sizes"
+            given[sizes] = tf.concat([tf.maximum(given[sizes][:1], 1), given[sizes][1:]], 0)
+        in_order = [given.pop(index) for index in range(len(args))]
+        return _without_one(rows, original(*in_order, **given))
+
+    operation.is_guarded = True  # type: ignore[attr-defined]  # marks what is guarded already
+    return operation
+
+
+def _may_lack_examples(tensor: Any) -> bool:
+    step = current_step()
+    return (
+        step is not None
+        and step.replicas > 1
+        and tensor.shape[0] is None
+        and any("CPU" in device.upper() for device in step.strategy.extended.worker_devices)
+    )
+
+
+def _with_one(rows: Any, x: Any) -> Any:
+    """Return a tensor, or one example of zeros in its place if it has no rows."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def with_one(x: Any) -> tuple[Any, Callable]:
+        zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
+        given = tf.cond(rows > 0, lambda: x, zeros)
+        given.set_shape(x.shape)
+        return given, functools.partial(_without_one, rows)
+
+    return with_one(x)
+
+
+def _without_one(rows: Any, y: Any) -> Any:
+    """Return the rows that a tensor has without that example."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
+    def without_one(y: Any) -> tuple[Any, Callable]:
+        return y[:rows], functools.partial(_with_one, rows)
+
+    return without_one(y)

@@ -1,0 +1,79 @@
+"""Convolutions and poolings on replicas that have no examples of a batch."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+from kdpkit import strategies
+from kdpkit.training import replica_exact
+from tests.training.programs import Program, outcomes
+
+pytestmark = pytest.mark.tensorflow
+SHAPE = (6, 6, 2)
+
+
+def network(*middle, shape=SHAPE):
+    def build():
+        parts = [make() for make in middle]
+        model = keras.Sequential([keras.Input(shape), *parts, layers.Flatten(), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(0.05), "mse")
+        return model
+
+    return build
+
+
+def images(shape=SHAPE):
+    """Give a batch of seven, and one of two, which leaves the third replica none."""
+    random = np.random.default_rng(0)
+    x = random.normal(size=(9, *shape)).astype("float32")
+    return {"x": x, "y": random.normal(size=(9, 1)).astype("float32"), "batch_size": 7}
+
+
+NETWORKS = {
+    "convolution": network(lambda: layers.Conv2D(3, 3, activation="relu")),
+    "convolution and max-pooling": network(lambda: layers.Conv2D(3, 3), layers.MaxPooling2D),
+    "max-pooling": network(layers.MaxPooling2D),
+    "depthwise": network(lambda: layers.DepthwiseConv2D(3, 2)),
+    "separable": network(lambda: layers.SeparableConv2D(3, 3)),
+    "transposed": network(
+        lambda: layers.Conv2DTranspose(3, 3), lambda: layers.Conv2DTranspose(2, 3)
+    ),
+    "along one axis": network(
+        lambda: layers.Conv1D(3, 3), lambda: layers.MaxPooling1D(2), shape=(8, 2)
+    ),
+    "along three axes": network(
+        lambda: layers.Conv3D(3, 2),
+        lambda: layers.Conv3DTranspose(2, 2),
+        lambda: layers.MaxPooling3D(2),
+        shape=(4, 4, 4, 2),
+    ),
+    "recurrent": network(lambda: layers.ConvLSTM2D(2, 2), shape=(2, 4, 4, 2)),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if i == 1 else pytest.param(name, marks=pytest.mark.slow)
+        for i, name in enumerate(NETWORKS)
+    ],
+)
+def test_a_replica_without_examples_trains_as_one_device(name):
+    shape = NETWORKS[name]().input_shape[1:]
+    found = outcomes.outcome(Program(name, NETWORKS[name], lambda: images(shape)), 3)
+    assert found.verdict == "equal", found
+
+
+def test_one_example_is_evaluated_and_predicted():
+    with strategies.select_strategy("mirrored", devices=3).scope():
+        model = replica_exact(NETWORKS["convolution and max-pooling"]())
+    x, y = images()["x"][:1], images()["y"][:1]
+    alone = NETWORKS["convolution and max-pooling"]()
+    alone.set_weights(model.get_weights())
+    np.testing.assert_allclose(
+        model.predict(x, verbose=0), alone.predict(x, verbose=0), rtol=1e-5, atol=1e-6
+    )
+    assert model.evaluate(x, y, verbose=0) == pytest.approx(
+        alone.evaluate(x, y, verbose=0), rel=1e-5
+    )
