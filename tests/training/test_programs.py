@@ -28,6 +28,13 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "gradients clipped by norms they reach later",
     "free bits that the first batches have not",
     "divergence that counts more by step",
+    "a mean over the labeled",
+    "free bits of every unit",
+    "a threshold of the step's own",
+    "a loss in three of four steps",
+    "experts of a constant capacity",
+    "a table of as many rows as a batch",
+    "eager, and another loss later",
 )
 MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
 REPLICAS = [2, *(pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 4, 8))]
@@ -64,4 +71,4 @@ def test_means_over_examples_need_no_whole_batch(program, capfd):
 
 def test_the_programs_named_here_exist():
     assert set(MARKS) <= {program.name for program in ALL}
-    assert len(ALL) >= 85
+    assert len(ALL) >= 95

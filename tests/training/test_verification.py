@@ -1,5 +1,7 @@
 """A step that depends on how its batch is cut is not trained; others are, as if unverified."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -302,10 +304,31 @@ def test_evaluate_and_predict_are_verified_where_fit_was_not():
         faults.net(faults.OverTheBatch)().evaluate(data["x"], data["y"], batch_size=7, verbose=0),
         rel=1e-5,
     )
+    keras.utils.set_random_seed(0)
     with scope(2):
         model = replica_exact(over_the_batch())
-    with pytest.raises(ValueError, match="log=.*output"):
-        model.predict(data["x"], batch_size=7, verbose=0)
+    predicted = model.predict(data["x"], batch_size=7, verbose=0)
+    keras.utils.set_random_seed(0)
+    expected = over_the_batch().predict(data["x"], batch_size=7, verbose=0)
+    np.testing.assert_allclose(predicted, expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_anew_is_verified_anew():
+    def trained(strategy_scope, exact):
+        keras.utils.set_random_seed(0)
+        with strategy_scope:
+            model = faults.net()()
+        model = exact(model)
+        model.fit(**faults.FAULTS[0].data())
+        with strategy_scope:
+            model.compile(keras.optimizers.SGD(0.1), lambda _, z: (z - keras.ops.mean(z, 0)) ** 2)
+        model.fit(**faults.FAULTS[0].data())
+        return model.get_weights()
+
+    expected = trained(contextlib.nullcontext(), lambda model: model)
+    for one, two in zip(expected, trained(scope(2), replica_exact), strict=True):
+        np.testing.assert_allclose(two, one, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"verify": "yes"}, {"batch_norm": "local"}])

@@ -237,6 +237,8 @@ def _counting_once(update: Callable) -> Callable:
     def update_state(*args: Any, **kwargs: Any) -> Any:
         step = current_step()
         is_counted = step is not None and step.own is not None and not _whole_batch.is_first()
+        if step is not None:
+            step.note_roots((args, kwargs))
         return None if is_counted else update(*args, **kwargs)
 
     return update_state
@@ -290,6 +292,7 @@ def _weighing_of_function(metric: Any) -> Callable:
         if step is None:
             return stock_update(y_true, y_pred, sample_weight)
         value = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
+        step.note_roots(value)
         if value.shape.rank != 0:
             return stock_update(y_true, y_pred, sample_weight)
         weight = 1.0 if sample_weight is None else tf.reduce_mean(sample_weight)

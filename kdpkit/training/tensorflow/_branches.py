@@ -1,75 +1,113 @@
 """What a step does that a few examples may not show, found in its graph.
 
-A number of a whole batch, such as a mean loss or a gradient, that a step compares, clips or takes
-the larger of, may lie on one side in the examples of the verification, and on the other later.
+What is a mean over the examples may be computed by each replica on its own. What is divided by a
+number of all examples, compared with one, or chosen by one may come out alike in the examples of
+the verification, and differ later: where all have a label first, where no norm is too large yet.
+So the way from the examples to the losses is read: a tensor that has no axis of examples any more,
+but depends on them, may only be added to others, and multiplied by what does not depend on them.
+
+The axis of examples is the one of unknown length. Layers of libraries are taken to compute
+examples one by one, and are not looked into.
 """
 
 from collections.abc import Iterable
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 _OF_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
-_COMPARING = frozenset(
-    {"Maximum", "Minimum", "Relu", "Relu6", "Abs", "Sign", "Floor", "Ceil", "Round", "ClipByValue"}
-    | {"Greater", "GreaterEqual", "Less", "LessEqual", "Equal", "NotEqual"}
-)
-_CHOOSING = frozenset({"Select", "SelectV2", "If", "StatelessIf", "Case", "StatelessCase"})
 # Linear in all of their inputs together, and linear in one of them.
 _ADDITIVE = frozenset(
-    {"Identity", "IdentityN", "Cast", "Neg", "AddV2", "AddN", "Add", "Sub", "Reshape", "Squeeze"}
+    {"Identity", "IdentityN", "Neg", "AddV2", "AddN", "Add", "Sub", "Reshape", "Squeeze", "Sum"}
     | {"ExpandDims", "Transpose", "ConcatV2", "Pack", "Unpack", "Split", "SplitV", "StridedSlice"}
-    | {"StopGradient", "BroadcastTo", "UnsortedSegmentSum", "Sum", "Mean", "GatherV2", "Pad"}
+    | {"StopGradient", "PreventGradient", "BroadcastTo", "Mean", "Pad", "Fill", "Tile", "Cast"}
+    | {"UnsortedSegmentSum", "GatherV2", "EnsureShape", "CheckNumerics", "Slice"}
 )
-_MULTIPLYING = frozenset({"Mul", "MatMul", "BatchMatMulV2", "MulNoNan"})
+_MULTIPLYING = frozenset({"Mul", "MatMul", "BatchMatMulV2", "BatchMatMulV3", "MulNoNan", "Einsum"})
 _DIVIDING = frozenset({"RealDiv", "DivNoNan", "Div"})
+_SUMMING = _MULTIPLYING | {"L2Loss", "SegmentSum", "SparseTensorDenseMatMul", "BiasAddGrad"}
+_MIXING = frozenset(
+    {"Where", "UniqueV2", "Unique", "DynamicPartition", "DenseBincount", "Bincount"}
+)
+_ELEMENTWISE = frozenset(
+    {"Mul", "AddV2", "Sub", "RealDiv", "Maximum", "Minimum", "Greater", "GreaterEqual", "Less"}
+    | {"LessEqual", "Equal", "NotEqual"}
+)
+# Along an axis, which is the input at this place.
+_ALONG = {"Cumsum": 1, "Cumprod": 1, "ReverseV2": 1, "GatherV2": 2, "SplitV": 2, "Split": 0}
 
 
 class Graph:
-    """The graph of a step, and which of its operations depend on the examples of a replica.
+    """The graph of a step, and which of its tensors depend on the examples of a replica.
 
     Args:
         graph: The graph.
-        examples: The tensors that the examples come in.
-        shared: Tensors that all replicas have alike.
+        trial: What the step noted while it was traced: its examples, what all replicas have alike,
+            and inputs and outputs of the layers that are not looked into.
     """
 
-    def __init__(self, graph: Any, examples: Iterable[Any], shared: Iterable[Any]) -> None:
+    def __init__(self, graph: Any, trial: Any) -> None:
         self.operations = graph.get_operations()
-        self.of_examples = set(map(_key, examples))
-        stopping = set(map(_key, shared))
+        self.inputs_of_layers = {_key(x): given for given, outputs in trial.layers for x in outputs}
+        self.of_examples = set(map(_key, trial.examples))
+        self.assigning = [op for op in self.operations if op.type.startswith("Assign")]
+        stopping = set(map(_key, trial.shared))
         for operation in self.operations:
             if operation.type in _OF_SHAPES:
                 continue
             given = [self.depends(x) for x in operation.inputs]
+            if operation in self.assigning and given[1]:
+                self.of_examples.add(_key(operation.inputs[0]))  # what is read from it later
             each = given if operation.type == "IdentityN" else [any(given)] * len(operation.outputs)
             keys = [_key(x) for x, depends in zip(operation.outputs, each, strict=True) if depends]
             self.of_examples.update(key for key in keys if key not in stopping)
-        assigning = [op for op in self.operations if op.type.startswith("Assign")]
-        self.used = _leading_to([*(x.op for x in graph.outputs), *assigning])
 
     def depends(self, tensor: Any) -> bool:
         """Tell whether a tensor depends on the values of examples."""
         return _key(tensor) in self.of_examples
 
-    def compares_single_numbers(self) -> bool:
-        """Tell whether an operation compares a single number that depends on the examples."""
-        return any(
-            self.depends(compared) and compared.shape.num_elements() == 1
-            for operation in self.operations
-            if operation.name in self.used
-            for compared in _compared(operation)
-        )
+    def is_whole(self, tensor: Any) -> bool:
+        """Tell whether a tensor depends on examples and has no axis of them."""
+        if not self.depends(tensor) or _key(tensor) in self.inputs_of_layers:
+            return False
+        return tensor.shape.rank == 0 or (bool(tensor.shape.rank) and tensor.shape[0] is not None)
+
+    def unfit(self, roots: Iterable[Any]) -> str | None:
+        """Name an operation on the way to some tensors that is not for each replica alone."""
+        waiting, seen = [*roots], set()
+        while waiting:
+            tensor = waiting.pop()
+            if _key(tensor) in seen or not self.depends(tensor):
+                continue
+            seen.add(_key(tensor))
+            of_layer = self.inputs_of_layers.get(_key(tensor))
+            if of_layer is None and not self.is_fit(tensor):
+                return tensor.op.type
+            waiting += _inputs(tensor) if of_layer is None else of_layer
+        return None
+
+    def is_fit(self, tensor: Any) -> bool:
+        """Tell whether what gives a tensor may be done by each replica on its own examples."""
+        kind = tensor.op.type
+        given = [x for x in _inputs(tensor) if self.depends(x)]
+        if not given:  # examples themselves
+            return True
+        if not any(map(self.is_whole, given)):
+            is_sum = kind in _ADDITIVE or kind in _SUMMING
+            return (is_sum or not self.is_whole(tensor)) and not _is_mixing(tensor.op, given)
+        if kind in _ADDITIVE:
+            is_rounded = tensor.dtype.is_integer and given[0].dtype.is_floating
+            return all(map(self.is_whole, given)) and not is_rounded
+        is_numerator = kind in _DIVIDING and not self.depends(tensor.op.inputs[1])
+        return len(given) == 1 and (kind in _MULTIPLYING or is_numerator)
 
     def is_linear(self, tensor: Any, of: frozenset[Any]) -> bool:
         """Tell whether a tensor is linear in some others, if it depends on examples."""
         if _key(tensor) in of or not self.depends(tensor):
             return True
         kind = tensor.op.type
-        inputs = tensor.op.inputs
-        if kind == "IdentityN":
-            inputs = [inputs[tensor.value_index]]
-        inputs = [x for x in inputs if not x.dtype.is_integer and self.depends(x)]
+        inputs = [x for x in _inputs(tensor) if not x.dtype.is_integer and self.depends(x)]
         if (kind in _MULTIPLYING and len(inputs) > 1) or (
             kind in _DIVIDING and self.depends(tensor.op.inputs[1])
         ):
@@ -78,38 +116,45 @@ class Graph:
         return linear and all(self.is_linear(x, of) for x in inputs)
 
 
-def _compared(operation: Any) -> list[Any]:
-    """List the inputs that an operation compares, with each other or with a constant."""
-    if operation.type in _COMPARING:
-        return [x for x in operation.inputs if x.dtype.is_floating]
-    return operation.inputs[:1] if operation.type in _CHOOSING else []
+def _is_mixing(operation: Any, given: list[Any]) -> bool:
+    """Tell whether an operation on tensors of examples takes one of them to another's place."""
+    kind = operation.type
+    if kind in _ELEMENTWISE:
+        return len({x.shape.rank for x in given}) > 1
+    if kind == "TopKV2":
+        return given[0].shape.rank == 1
+    if kind == "StridedSlice" and operation.inputs[0] is given[0]:
+        of_all = ("begin_mask", "end_mask", "ellipsis_mask", "new_axis_mask")
+        begins, ends, *others = (operation.get_attr(name) & 1 for name in of_all)
+        return not (begins and ends) and not any(others)
+    if kind in _ALONG and operation.inputs[0 if _ALONG[kind] else 1] is given[0]:
+        axes = tf.get_static_value(operation.inputs[_ALONG[kind]])
+        rank = given[0].shape.rank
+        return axes is None or rank is None or any(axis % rank == 0 for axis in np.ravel(axes))
+    return kind in _MIXING
 
 
-def _leading_to(operations: list[Any]) -> set[str]:
-    """Name the operations from which some others come, and these."""
-    used: set[str] = set()
-    while operations:
-        operation = operations.pop()
-        if operation.name not in used:
-            used.add(operation.name)
-            operations += [x.op for x in operation.inputs]
-    return used
-
-
-def problem(graph: Graph, of_tape: Iterable[Any], applied: Iterable[Any]) -> str | None:
+def problem(graph: Graph, trial: Any, foreign: Iterable[str]) -> str | None:
     """Say what a step does that depends on the cut for other examples, perhaps.
 
     Args:
         graph: The graph of the step.
-        of_tape: Gradients as tapes gave them.
-        applied: Gradients as optimizers got them.
+        trial: What the step noted while it was traced.
+        foreign: The names of the variables' handles that nobody but libraries assigns.
     """
-    of = frozenset(map(_key, map(_values, of_tape)))
-    if not all(graph.is_linear(tensor, of) for tensor in map(_values, applied)):
+    of = frozenset(map(_key, map(_values, trial.of_tape)))
+    if not all(graph.is_linear(tensor, of) for tensor in map(_values, trial.applied)):
         return "The step changes gradients before the optimizer gets them"
-    if graph.compares_single_numbers():
-        return "The step compares one number of all examples, such as a mean loss, with another"
+    foreign = set(foreign)
+    assigned = [op.inputs[1] for op in graph.assigning if op.inputs[0].name not in foreign]
+    if (operation := graph.unfit([*trial.roots, *assigned])) is not None:
+        return f"The step computes with one number of all examples, or chooses by it ({operation})"
     return None
+
+
+def _inputs(tensor: Any) -> list[Any]:
+    inputs = [*tensor.op.inputs]
+    return [inputs[tensor.value_index]] if tensor.op.type == "IdentityN" else inputs
 
 
 def _values(gradient: Any) -> Any:

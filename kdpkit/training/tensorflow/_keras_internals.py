@@ -30,7 +30,6 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit import _optimizers, _versions
 from kdpkit._tuning import untuned
-from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training.tensorflow import _random, _whole_batch
 from kdpkit.training.tensorflow._collectives import gathered
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
@@ -89,11 +88,11 @@ def _reduce_loss(
             total.dtype,
             reduction,
         )
-        return step.quotient(total, sum_over_replicas(tf.reduce_sum(weights)))
+        return step.quotient(total, step.total(tf.reduce_sum(weights)))
     if mask is not None:  # the mean is over the unmasked entries
         of_each = tf.math.divide_no_nan(size, tf.cast(tf.size(mask), size.dtype))
         unmasked = tf.reduce_sum(tf.cast(mask, size.dtype)) * of_each
-        return step.quotient(total, sum_over_replicas(unmasked))
+        return step.quotient(total, step.total(unmasked))
     return tf.math.divide_no_nan(total, size)
 
 
@@ -221,6 +220,25 @@ def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def noting_layers() -> Iterator[None]:
+    """Let steps note what layers of libraries are called on, and what they give."""
+    original = keras.layers.Layer.__call__
+
+    @functools.wraps(original)
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = original(layer, *args, **kwargs)
+        step = current_step()
+        if step is not None and step.trial is not None and _whole_batch.is_of_a_library(layer):
+            both = [tf.nest.flatten(of, expand_composites=True) for of in ((args, kwargs), outputs)]
+            tensors = [[x for x in of if isinstance(x, tf.Tensor)] for of in both]
+            step.trial.layers.append((tensors[0], tensors[1]))
+        return outputs
+
+    with replaced(keras.layers.Layer, "__call__", call):
+        yield
+
+
+@contextlib.contextmanager
 def gradients_of_steps() -> Iterator[None]:
     """Let steps note, and steps on the whole batch add up, the gradients that tapes give them."""
     original = tf.GradientTape.gradient
@@ -233,6 +251,7 @@ def gradients_of_steps() -> Iterator[None]:
         step = current_step()
         if step is None:
             return given
+        step.note_roots(target)
         of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
         if step.own is not None:
             gradients = [

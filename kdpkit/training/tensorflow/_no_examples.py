@@ -54,6 +54,7 @@ def _guarded(original: Callable, place: int, name: str) -> Callable:
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller == _OF_GRADIENTS or key not in given or not _may_lack_examples(given[key]):
             return original(*args, **kwargs)
+        tensors = [x for x in given.values() if isinstance(x, tf.Tensor)]
         examples = tf.convert_to_tensor(given[key])
         rows = tf.shape(examples)[0]
         given[key] = _with_one(rows, examples)
@@ -61,7 +62,11 @@ def _guarded(original: Callable, place: int, name: str) -> Callable:
             sizes = 0 if 0 in given else "input_sizes"
             given[sizes] = tf.concat([tf.maximum(given[sizes][:1], 1), given[sizes][1:]], 0)
         in_order = [given.pop(index) for index in range(len(args))]
-        return _without_one(rows, original(*in_order, **given))
+        outputs = _without_one(rows, original(*in_order, **given))
+        step: Any = current_step()
+        if step.trial is not None:  # what is added here is no part of the step
+            step.trial.layers.append((tensors, [outputs]))
+        return outputs
 
     operation.is_guarded = True  # type: ignore[attr-defined]  # marks what is guarded already
     return operation

@@ -138,8 +138,22 @@ class ReplicaStep:
     def whole(self, values: Any) -> Any:
         """Give the whole batch's value of each number in a nest, the same on all replicas."""
         values = tf.nest.map_structure(_as_tensor, values)
+        self.note_roots(values)
         weighed = tf.nest.map_structure(lambda v: self.weigh(v) if _is_float(v) else v, values)
         return self.merge(_add_up, values, weighed)
+
+    def total(self, value: Any) -> Any:
+        """Return the sum over the replicas; no gradient flows through it."""
+        total = sum_over_replicas(value)
+        if self.trial is not None:
+            self.trial.shared.append(total)
+        return total
+
+    def note_roots(self, values: Any) -> None:
+        """Note what the step is for, while it is tried: losses, logs, what metrics are given."""
+        if self.trial is not None:
+            tensors = [value for value in tf.nest.flatten(values) if isinstance(value, tf.Tensor)]
+            self.trial.roots += tensors
 
     def merge(self, function: Callable, *args: Any) -> Any:
         """Call `function(strategy, *args)` once for all replicas, outside of them.

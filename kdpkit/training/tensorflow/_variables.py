@@ -6,6 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from kdpkit.training.tensorflow import _whole_batch
+
 _TAKEN_BACK = 5e-7  # of a variable's largest entry, which may be left of a change that was
 
 
@@ -69,6 +71,17 @@ def variables_in_attributes(model: Any) -> Iterator[tuple[str, Any]]:
             for part in held if isinstance(held, list | tuple | type({}.values())) else [value]:
                 if isinstance(part, tf.Variable):
                     yield f"{layer.name}.{name}", part
+
+
+def handles_of_libraries(model: Any) -> set[int]:
+    """Identify the handles of variables that layers and metrics of libraries alone assign."""
+    metrics = [part for of in model.metrics for part in getattr(of, "metrics", [of])]
+    owners = [
+        *(metric for metric in metrics if _whole_batch.is_metric_of_a_library(metric)),
+        *(layer for layer in model._flatten_layers() if _whole_batch.is_of_a_library(layer)),
+    ]
+    variables = [variable.value for owner in owners for variable in owner.variables]
+    return {id(part.handle) for variable in variables for part in parts(variable)}
 
 
 def values(variables: Sequence[Any]) -> list[tuple[Any, list[Any]]]:

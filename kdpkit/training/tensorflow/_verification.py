@@ -7,7 +7,6 @@ and the variables that the step assigns must agree to rounding. Whatever was ass
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from kdpkit.training.tensorflow import (
     _verification_report,
     _workers,
 )
-from kdpkit.training.tensorflow._keras_internals import gradients_of_steps
+from kdpkit.training.tensorflow._keras_internals import gradients_of_steps, noting_layers
 from kdpkit.training.tensorflow._verification_report import Item, Kind
 
 # A step of some examples: from what gives a replica its shard, and the trial, to the logs.
@@ -53,6 +52,9 @@ class Trial:
         self.of_tape: list[Any] = []  # gradients as tapes gave them
         self.applied: list[Any] = []  # and as optimizers got them, in each replica
         self.shared: list[Any] = []  # what all replicas have alike
+        self.examples: list[Any] = []  # in each replica
+        self.roots: list[Any] = []  # losses, logs, and what metrics are given
+        self.layers: list[tuple[list[Any], list[Any]]] = []  # inputs and outputs of libraries' own
 
     def note(self, kind: Kind, name: str, value: Any) -> None:
         """Note a value that all replicas together give."""
@@ -119,7 +121,7 @@ class Verification:
         """Name what depends on how the batch is cut, by more than rounding."""
         cuts = _Cuts(self, self._examples_of(batch), detailed=False)
         self.found_later, differing = 0, self._differences_of(cuts)
-        self.hidden = cuts.hidden
+        self.hidden = self.hidden or cuts.hidden
         for later in _LATER[1:] if cuts.switches else ():
             if not differing:
                 cuts.later = self.found_later = later
@@ -244,10 +246,14 @@ class _Cuts:
         self.variables = _variables.all_variables(self.owner, compiled.graph.variables)
         self.switches = _variables.switches(self.owner, self.variables, compiled.graph.variables)
         self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
-        trial = self.trial
-        examples = compiled.inputs[: len(tf.nest.flatten(self.leaves, expand_composites=True))]
-        graph = _branches.Graph(compiled.graph, examples, trial.shared)
-        self.hidden = _branches.problem(graph, trial.of_tape, trial.applied)
+        graph = _branches.Graph(compiled.graph, self.trial)
+        handles = {id(inner): id(outer) for outer, inner in compiled.graph.captures}
+        foreign = _variables.handles_of_libraries(self.owner)
+        self.hidden = _branches.problem(
+            graph,
+            self.trial,
+            {x.op.name for x in compiled.graph.inputs if handles.get(id(x)) in foreign},
+        )
         return compiled
 
     def _run(self, *leaves_and_sizes: Any) -> dict[str, Any]:
@@ -258,8 +264,14 @@ class _Cuts:
         )
         self.trial = trial = Trial(detailed=self.detailed)
         with self.strategy.scope():
-            with gradients_of_steps():
-                shard = functools.partial(_shards.shard_of_replica, examples, sizes)
+            with gradients_of_steps(), noting_layers():
+
+                def shard() -> Any:
+                    of_replica = _shards.shard_of_replica(examples, sizes)
+                    parts = tf.nest.flatten(of_replica, expand_composites=True)
+                    trial.examples += [part for part in parts if part is not None]
+                    return of_replica
+
                 logs = self.step(shard, trial)
             for name, value in _named(logs):
                 trial.note(Kind.LOG, name, self.strategy.experimental_local_results(value)[0])

@@ -35,7 +35,12 @@ def is_any(layer: Any) -> bool:  # noqa: ARG001  # every layer that a step calls
 
 def is_of_a_library(layer: Any) -> bool:
     """Divide layers of Keras alone: a user's own may compare the examples that it is called on."""
-    return all(map(_is_of_a_library, map(type, _layers(layer))))
+    parts = _layers(layer)
+    operations = [op for part in parts for op in getattr(part, "operations", ())]
+    return all(map(_is_of_a_library, map(type, parts))) and all(
+        isinstance(part, keras.layers.Layer) and not isinstance(part, keras.layers.Lambda)
+        for part in (*parts, *operations)
+    )
 
 
 def _is_of_a_library(code: Any) -> bool:
@@ -45,8 +50,12 @@ def _is_of_a_library(code: Any) -> bool:
 def is_all_of_libraries(model: Any) -> bool:
     """Tell whether a model's layers and metrics, and the functions in these, are of libraries."""
     metrics = [part for of in model.metrics for part in getattr(of, "metrics", [of])]
-    functions = [getattr(metric, "_fn", type(metric)) for metric in metrics]
-    return is_of_a_library(model) and all(map(_is_of_a_library, functions))
+    return is_of_a_library(model) and all(map(is_metric_of_a_library, metrics))
+
+
+def is_metric_of_a_library(metric: Any) -> bool:
+    """Tell whether a metric, and the function that it may have, are of a library."""
+    return all(map(_is_of_a_library, (type(metric), getattr(metric, "_fn", type(metric)))))
 
 
 DIVISIONS = (is_any, is_of_a_library)  # which layers are divided; tried in this order
