@@ -1,7 +1,5 @@
 """A step that depends on how its batch is cut is not trained; others are, as if unverified."""
 
-import contextlib
-
 import keras
 import numpy as np
 import pytest
@@ -292,6 +290,49 @@ def test_examples_along_another_axis_are_named_in_a_sentence(monkeypatch):
         model.fit(tf.data.Dataset.from_tensor_slices(pairs), verbose=0)
 
 
+class MakingWeights(keras.Model):
+    """Has no `call`, so that its layer is built by the first step."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = layers.Dense(3, name="late")
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self.late(x), True)
+            loss = keras.ops.mean(losses)
+        weights = self.late.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class Scattering(MakingWeights):
+    def __init__(self):
+        super().__init__()
+        self.late.build((None, 4))
+        self.seen = tf.Variable(tf.zeros(3), trainable=False)
+
+    def train_step(self, data):
+        self.seen.scatter_nd_update([[0]], [1.0])
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (MakingWeights, r"makes the weights.*Received: layers=\['late'\].*build"),
+        (Scattering, "method='scatter_nd_update'.*assign"),
+    ],
+)
+def test_what_variables_of_replicas_cannot_is_named_in_a_sentence(make, sentence):
+    with scope(2):
+        model = replica_exact(make())
+        model.compile("sgd")
+    with pytest.raises(ValueError, match=sentence):
+        model.fit(*testing.toy_classification(9), verbose=0)
+
+
 def test_evaluate_and_predict_are_verified_where_fit_was_not():
     over_the_batch = faults.net(faults.OverTheBatch)
     data = faults.FAULTS[0].data()
@@ -315,20 +356,21 @@ def test_evaluate_and_predict_are_verified_where_fit_was_not():
 
 @pytest.mark.slow
 def test_a_model_that_is_compiled_anew_is_verified_anew():
-    def trained(strategy_scope, exact):
+    def trained(strategy):
         keras.utils.set_random_seed(0)
-        with strategy_scope:
+        with strategy.scope():
             model = faults.net()()
-        model = exact(model)
+        model = replica_exact(model)
         model.fit(**faults.FAULTS[0].data())
-        with strategy_scope:
+        with strategy.scope():
             model.compile(keras.optimizers.SGD(0.1), lambda _, z: (z - keras.ops.mean(z, 0)) ** 2)
         model.fit(**faults.FAULTS[0].data())
         return model.get_weights()
 
-    expected = trained(contextlib.nullcontext(), lambda model: model)
-    for one, two in zip(expected, trained(scope(2), replica_exact), strict=True):
-        np.testing.assert_allclose(two, one, atol=1e-6)
+    one = trained(strategies.select_strategy("one"))
+    two = trained(strategies.select_strategy("mirrored", devices=2))
+    for expected, weights in zip(one, two, strict=True):
+        np.testing.assert_allclose(weights, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize("settings", [{"verify": "yes"}, {"batch_norm": "local"}])

@@ -26,6 +26,7 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
+from tensorflow.python.eager.lift_to_graph import UnliftableError as UnliftableError
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit import _optimizers, _versions

@@ -7,13 +7,14 @@ and the variables that the step assigns must agree to rounding. Whatever was ass
 
 import contextlib
 import dataclasses
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _processes
+from kdpkit import _checks, _processes
 from kdpkit.training.tensorflow import (
     _branches,
     _shards,
@@ -21,7 +22,11 @@ from kdpkit.training.tensorflow import (
     _verification_report,
     _workers,
 )
-from kdpkit.training.tensorflow._keras_internals import gradients_of_steps, noting_layers
+from kdpkit.training.tensorflow._keras_internals import (
+    UnliftableError,
+    gradients_of_steps,
+    noting_layers,
+)
 from kdpkit.training.tensorflow._verification_report import Item, Kind
 
 # A step of some examples: from what gives a replica its shard, and the trial, to the logs.
@@ -242,7 +247,7 @@ class _Cuts:
     def _compiled(self) -> Callable:
         signature = [*map(_shards.of_any_length, self.leaves), tf.TensorSpec([None], tf.int32)]
         function = tf.function(self._run, autograph=False, input_signature=signature)
-        compiled = function.get_concrete_function()
+        compiled = self._traced(function)
         self.variables = _variables.all_variables(self.owner, compiled.graph.variables)
         self.switches = _variables.switches(self.owner, self.variables, compiled.graph.variables)
         self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
@@ -255,6 +260,28 @@ class _Cuts:
             {x.op.name for x in compiled.graph.inputs if handles.get(id(x)) in foreign},
         )
         return compiled
+
+    def _traced(self, function: Any) -> Any:
+        """Trace the step, and say in a sentence what TensorFlow cannot do on replicas."""
+        layers = self.owner._flatten_layers(include_self=False)
+        unbuilt = [layer.name for layer in layers if not layer.built]
+        try:
+            return function.get_concrete_function()
+        except UnliftableError:
+            _checks.refuse(
+                "The step makes the weights of layers, which it cannot on several replicas.",
+                layers=unbuilt,
+                remedy="Build them before, inside `with strategy.scope():`, by `layer.build(shape)`"
+                " or a `keras.Input`.",
+            )
+        except NotImplementedError as error:
+            method = traceback.extract_tb(error.__traceback__)[-1].name
+            _checks.refuse(
+                "A variable of several replicas cannot do what the step asks of it.",
+                method=method,
+                remedy="Assign a whole value, `variable.assign(...)`, such as that of "
+                "`tf.tensor_scatter_nd_update(variable, indices, updates)`.",
+            )
 
     def _run(self, *leaves_and_sizes: Any) -> dict[str, Any]:
         *leaves, sizes = leaves_and_sizes
