@@ -57,7 +57,7 @@ class Graph:
             if operation.type in _OF_SHAPES:
                 continue
             given = [self.depends(x) for x in operation.inputs]
-            if operation in self.assigning and given[1]:
+            if operation.type.startswith("Assign") and given[1]:
                 self.of_examples.add(_key(operation.inputs[0]))  # what is read from it later
             each = given if operation.type == "IdentityN" else [any(given)] * len(operation.outputs)
             keys = [_key(x) for x, depends in zip(operation.outputs, each, strict=True) if depends]
