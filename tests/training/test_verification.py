@@ -333,6 +333,32 @@ def test_what_variables_of_replicas_cannot_is_named_in_a_sentence(make, sentence
         model.fit(*testing.toy_classification(9), verbose=0)
 
 
+class Unfinished(MakingWeights):
+    def train_step(self, data):  # Keras'
+        raise NotImplementedError("write this step")
+
+
+def test_an_error_of_the_users_own_stays_as_it_is():
+    with scope(2):
+        model = replica_exact(Unfinished())
+        model.compile("sgd")
+    with pytest.raises(NotImplementedError, match="write this step"):
+        model.fit(*testing.toy_classification(9), verbose=0)
+
+
+def test_what_may_depend_on_the_cut_later_is_said_where_the_whole_batch_does_not_help(
+    monkeypatch, capfd
+):
+    monkeypatch.setattr(_whole_batch, "DIVISIONS", ())
+    rarely = faults.step(change=lambda gradients: [tf.clip_by_norm(g, 1e3) for g in gradients])
+    with scope(2):
+        model = replica_exact(rarely())
+    model.fit(**faults.FAULTS[0].data())
+    said = capfd.readouterr().err
+    assert "changes gradients" in said
+    assert "do not show it" in said
+
+
 def test_evaluate_and_predict_are_verified_where_fit_was_not():
     over_the_batch = faults.net(faults.OverTheBatch)
     data = faults.FAULTS[0].data()

@@ -34,7 +34,7 @@ _ELEMENTWISE = frozenset(
     {"Mul", "AddV2", "Sub", "RealDiv", "Maximum", "Minimum", "Greater", "GreaterEqual", "Less"}
     | {"LessEqual", "Equal", "NotEqual"}
 )
-# Along an axis, which is the input at this place.
+# Along an axis, which is the input at this position.
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "ReverseV2": 1, "GatherV2": 2, "SplitV": 2, "Split": 0}
 
 
@@ -117,7 +117,7 @@ class Graph:
 
 
 def _is_mixing(operation: Any, given: list[Any]) -> bool:
-    """Tell whether an operation on tensors of examples takes one of them to another's place."""
+    """Tell whether an operation on tensors of examples moves one of them to another's position."""
     kind = operation.type
     if kind in _ELEMENTWISE:
         return len({x.shape.rank for x in given}) > 1

@@ -17,7 +17,7 @@ from tensorflow.python.ops import gen_nn_ops
 from kdpkit import _versions
 from kdpkit.training.tensorflow._step import current_step
 
-# Operations, with the place and the name of what has the examples along its first axis.
+# Operations, with the position and the name of what has the examples along its first axis.
 _OPERATIONS = {
     "conv2d": (0, "input"),
     "conv3d": (0, "input"),

@@ -7,6 +7,7 @@ and the variables that the step assigns must agree to rounding. Whatever was ass
 
 import contextlib
 import dataclasses
+import pathlib
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -275,10 +276,12 @@ class _Cuts:
                 " or a `keras.Input`.",
             )
         except NotImplementedError as error:
-            method = traceback.extract_tb(error.__traceback__)[-1].name
+            raised = traceback.extract_tb(error.__traceback__)[-1]
+            if "tensorflow" not in pathlib.Path(raised.filename).parts:  # the user's own error
+                raise
             _checks.refuse(
                 "A variable of several replicas cannot do what the step asks of it.",
-                method=method,
+                method=raised.name,
                 remedy="Assign a whole value, `variable.assign(...)`, such as that of "
                 "`tf.tensor_scatter_nd_update(variable, indices, updates)`.",
             )
