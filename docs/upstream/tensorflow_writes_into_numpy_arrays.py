@@ -6,6 +6,7 @@ import tensorflow as tf
 
 cpu = tf.config.list_physical_devices("CPU")[0]
 tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+reduction = tf.distribute.ReductionToOneDevice()
 
 
 def aligned(shape):
@@ -27,17 +28,10 @@ class Batches(keras.utils.PyDataset):
 
 for devices in (["CPU:0"], ["CPU:0", "CPU:1"]):
     x, y = aligned((128, 16)), aligned((128, 1))
-    with tf.distribute.MirroredStrategy(devices).scope():
+    with tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction).scope():
         model = keras.Sequential([keras.layers.Dense(1)])
         model.compile("sgd", "mse", jit_compile=False)
     model.fit(Batches(), shuffle=False, verbose=0)
     print(f"{len(devices)} replica(s): {np.sum(y != 1.0)} of 128 labels were overwritten")
 
-# The same without Keras and without replicas: a slice is all that it takes.
-y = aligned((128, 1))
-dataset = tf.data.Dataset.from_generator(
-    lambda: iter([y]), output_signature=tf.TensorSpec([128, 1])
-)
-batches = iter(dataset)
-tf.function(lambda: next(batches)[:64] - 3.0)()
-print(f"a slice in a tf.function: {np.sum(y != 1.0)} of 128 numbers were overwritten")
+raise SystemExit(int(np.sum(y != 1.0) > 0))
