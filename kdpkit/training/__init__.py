@@ -9,7 +9,7 @@ use.
 
 from typing import TYPE_CHECKING
 
-from kdpkit import _lazy
+from kdpkit._internal import lazy
 
 if TYPE_CHECKING:
     from kdpkit.training._exact import replica_exact
@@ -46,4 +46,4 @@ __all__ = [
     "replica_exact",
 ]
 
-__getattr__, __dir__ = _lazy.names(__name__, _HOMES)
+__getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,16 +1,16 @@
-"""What callbacks do in processes other than the first: all but writing and reporting."""
+"""The callbacks of processes other than the first, which neither write nor report."""
 
-import functools
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from kdpkit import _processes
+from kdpkit._internal import processes
 
-# These write one file from what they are told, and need nothing of the other processes.
+# These write one file from their arguments, and need nothing of the other processes.
 _WRITING = (
     keras.callbacks.CSVLogger,
     keras.callbacks.RemoteMonitor,
@@ -19,31 +19,27 @@ _WRITING = (
 
 
 def settings_of_this_process(settings: dict[str, Any]) -> dict[str, Any]:
-    """Give the arguments of `fit`, `evaluate` or `predict` as they are meant for this process."""
-    if _processes.index() == 0 or isinstance(
-        settings.get("callbacks"), keras.callbacks.CallbackList
-    ):
+    """Return the arguments of `fit`, `evaluate` or `predict` as they are meant for this process."""
+    callbacks = settings.get("callbacks")
+    if processes.index() == 0 or isinstance(callbacks, keras.callbacks.CallbackList):
         return settings
-    callbacks = of_this_process(settings.get("callbacks"))
-    return settings | {
-        "callbacks": callbacks,
-        "verbose": verbosity(settings.get("verbose", "auto")),
-    }
+    verbose = verbosity(settings.get("verbose", "auto"))
+    return settings | {"callbacks": of_this_process(callbacks), "verbose": verbose}
 
 
-def verbosity(verbose: Any) -> Any:
+def verbosity(verbose: int | str) -> int | str:
     """Let the first process alone show progress, unless the caller asked for it."""
-    return 0 if verbose == "auto" and _processes.index() > 0 else verbose
+    return 0 if verbose == "auto" and processes.index() > 0 else verbose
 
 
-def of_this_process(callbacks: Any) -> list[Any]:
-    """Give the callbacks of this process: in others than the first those that do not only write.
+def of_this_process(callbacks: Any) -> list[keras.callbacks.Callback]:
+    """Return the callbacks of this process: in others than the first those that do not only write.
 
     All processes must save a model together, since saving may read what is spread over them; so
-    checkpoints are written everywhere, and elsewhere than in the first process dropped.
+    every process writes checkpoints, and those of others than the first are dropped.
     """
     callbacks = keras.tree.flatten(callbacks or ())
-    if _processes.index() == 0:
+    if processes.index() == 0:
         return callbacks
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
@@ -51,36 +47,33 @@ def of_this_process(callbacks: Any) -> list[Any]:
     return [callback for callback in callbacks if not isinstance(callback, _WRITING)]
 
 
-def _drop_files(checkpoint: Any) -> None:
-    """Give a checkpoint callback of Keras a model whose files are dropped."""
+def _drop_files(checkpoint: keras.callbacks.ModelCheckpoint) -> None:
+    """Set a model whose files are dropped, in a checkpoint callback of Keras."""
     if getattr(checkpoint, "writes_once", False):  # `kdpkit.callbacks.ModelCheckpoint`
         return
-    checkpoint.set_model = functools.partial(_set_model, checkpoint)
-
-
-def _set_model(checkpoint: Any, model: Any) -> None:
-    type(checkpoint).set_model(checkpoint, SavingNothing(model))
+    set_model = type(checkpoint).set_model
+    checkpoint.set_model = lambda model: set_model(checkpoint, SavingNothing(model))
 
 
 class SavingNothing:
     """A model whose files are written, and dropped at once."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def save(self, filepath: str, **arguments: Any) -> None:
+    def save(self, filepath: str | os.PathLike[str], **arguments: Any) -> None:
         """Save the model to nowhere."""
-        with tempfile.TemporaryDirectory() as directory:
-            self._model.save(_within(directory, filepath), **arguments)
+        self._save(self._model.save, filepath, arguments)
 
-    def save_weights(self, filepath: str, **arguments: Any) -> None:
+    def save_weights(self, filepath: str | os.PathLike[str], **arguments: Any) -> None:
         """Save the weights to nowhere."""
+        self._save(self._model.save_weights, filepath, arguments)
+
+    def _save(
+        self, save: Callable[..., None], filepath: str | os.PathLike[str], arguments: dict[str, Any]
+    ) -> None:
         with tempfile.TemporaryDirectory() as directory:
-            self._model.save_weights(_within(directory, filepath), **arguments)
-
-
-def _within(directory: str, filepath: Any) -> str:
-    return os.fspath(Path(directory) / Path(filepath).name)
+            save(str(Path(directory) / Path(filepath).name), **arguments)

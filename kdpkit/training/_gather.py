@@ -1,11 +1,11 @@
 """`gather_examples`: the examples of all replicas, for what compares examples with each other."""
 
-from typing import Any
-
 import keras
 
+from kdpkit.training._tensors import Tensor
 
-def gather_examples(x: Any) -> Any:
+
+def gather_examples(x: Tensor) -> Tensor:
     """Return the examples of all replicas, in the order that they have in the global batch.
 
     Call it in a `train_step`, a loss or a `per_example_loss` where the examples of a batch meet:
@@ -15,7 +15,7 @@ def gather_examples(x: Any) -> Any:
     and the shares add up to one, a loss of gathered examples is what one device computes as it
     stands. Replicas may have different numbers of examples, or none.
 
-    On one device, outside of a step, and on JAX, where one program computes the whole batch, it is
+    On one device, outside of a step, and on JAX, where one program computes the global batch, it is
     `x` itself.
 
     Args:

@@ -1,31 +1,56 @@
 """The loss of a large vocabulary, of which no more than a part of the logits is ever there."""
 
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 from keras import ops
 
-from kdpkit import _checks
+from kdpkit._internal import checks
+from kdpkit.training._tensors import Tensor
 
-_CHUNK_SIZE = 4096
-_LOWEST = -3.4028235e38  # of float32
+# Goes on from a carry over a chunk: `(carry, start, length)` to the next carry, and tensors with
+# `length` tokens of the vocabulary along their first axis.
+Body = Callable[[Any, Tensor | int, int], tuple[Any, Any]]
+
+
+class Inputs(NamedTuple):
+    """The arguments of the loss, with positions in one dimension."""
+
+    hidden: Tensor
+    kernel: Tensor
+    bias: Tensor
+    labels: Tensor
+
+    def logits(self, start: Tensor | int, length: int) -> tuple[Tensor, Tensor]:
+        """Return a chunk of the kernel, and its logits in float32."""
+        part = ops.slice(self.kernel, (start, 0), (length, self.kernel.shape[1]))
+        shift = ops.slice(self.bias, (start,), (length,))
+        logits = ops.matmul(self.hidden, ops.transpose(part))
+        return part, ops.cast(logits, "float32") + ops.cast(shift, "float32")
 
 
 class TokenLoss(NamedTuple):
-    """What `linear_cross_entropy` gives for every position."""
+    """The result of `linear_cross_entropy` for every position."""
 
-    losses: Any
-    predictions: Any
+    losses: Tensor
+    predictions: Tensor
 
 
 def linear_cross_entropy(
-    hidden: Any, kernel: Any, labels: Any, *, bias: Any = None, chunk_size: int = _CHUNK_SIZE
+    hidden: Tensor,
+    kernel: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    chunk_size: int = 4096,
 ) -> TokenLoss:
-    """Give the cross-entropy of `hidden @ transpose(kernel) + bias`, without those logits.
+    """Return the cross-entropy of `hidden @ transpose(kernel) + bias`, without those logits.
 
     A language model's logits are its largest tensor by far: one number for each position and each
-    piece of the vocabulary. This goes over the vocabulary in chunks, forward and backward, and so
+    token of the vocabulary. This goes over the vocabulary in chunks, forward and backward, and so
     holds `positions * chunk_size` of them at a time. Losses and gradients are those of
     `keras.losses.sparse_categorical_crossentropy(..., from_logits=True)` to rounding, in float32
     (Wijmans et al. 2024, "Cut Your Losses in Large-Vocabulary Language Models", section 4; the
@@ -38,13 +63,13 @@ def linear_cross_entropy(
         hidden: Floats `[..., width]`: what the logits are computed from.
         kernel: Floats `[vocabulary, width]`, such as a token embedding's.
         labels: Integers `[...]`, each at least 0 and less than `vocabulary`. Any other has a loss
-            and gradients that are NaN, where the backend does not refuse it: give places that are
-            not to count label 0 and weight 0, and not -1 or -100.
+            and gradients that are NaN, where the backend raises no error: positions that are not
+            to count need label 0 and weight 0, and not -1 or -100.
         bias: Floats `[vocabulary]`, or None.
-        chunk_size: Pieces of the vocabulary in a chunk.
+        chunk_size: Tokens of the vocabulary in a chunk.
 
     Returns:
-        `losses`, float32 `[...]`, and `predictions`, the most probable piece of each position as
+        `losses`, float32 `[...]`, and `predictions`, the most probable token of each position as
         int32 `[...]`, for metrics.
 
     Raises:
@@ -58,16 +83,19 @@ def linear_cross_entropy(
     hidden, kernel = ops.convert_to_tensor(hidden), ops.convert_to_tensor(kernel)
     labels = ops.convert_to_tensor(labels)
     size, width = _check_shapes(hidden, kernel, labels, bias)
-    chunk_size = min(_checks.integer("chunk_size", chunk_size), size)
+    chunk_size = min(checks.integer("chunk_size", chunk_size), size)
     bias = ops.zeros((size,), kernel.dtype) if bias is None else ops.convert_to_tensor(bias)
+    flat_labels = ops.cast(ops.reshape(labels, (-1,)), "int32")
+    differentiable = _on_jax if keras.backend.backend() == "jax" else _on_tensorflow
+    loss = differentiable(chunk_size)
+    losses, predictions = loss(ops.reshape(hidden, (-1, width)), kernel, bias, flat_labels)
     shape = ops.shape(labels)
-    rows = ops.reshape(hidden, (-1, width))
-    wanted = ops.cast(ops.reshape(labels, (-1,)), "int32")
-    losses, predictions = _differentiable(chunk_size)(rows, kernel, bias, wanted)
     return TokenLoss(ops.reshape(losses, shape), ops.reshape(predictions, shape))
 
 
-def _check_shapes(hidden: Any, kernel: Any, labels: Any, bias: Any) -> tuple[int, int]:
+def _check_shapes(
+    hidden: Tensor, kernel: Tensor, labels: Tensor, bias: Tensor | None
+) -> tuple[int, int]:
     fit = (
         len(kernel.shape) == 2
         and len(hidden.shape) == len(labels.shape) + 1
@@ -75,7 +103,7 @@ def _check_shapes(hidden: Any, kernel: Any, labels: Any, bias: Any) -> tuple[int
         and (bias is None or tuple(bias.shape) == (kernel.shape[0],))
     )
     if not fit or None in tuple(kernel.shape):
-        _checks.refuse(
+        checks.fail(
             "`hidden` is [..., width], `kernel` [vocabulary, width], `labels` [...] and `bias` "
             "[vocabulary].",
             hidden=tuple(hidden.shape),
@@ -86,40 +114,34 @@ def _check_shapes(hidden: Any, kernel: Any, labels: Any, bias: Any) -> tuple[int
     return kernel.shape
 
 
-def _over_chunks(body: Any, carry: Any, size: int, chunk_size: int) -> tuple[Any, Any]:
-    """Carry `body(carry, start, length)` over the chunks in turn; give what each gave, joined.
+def _over_chunks(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Tensor]]:
+    """Carry `body` over the chunks of a vocabulary; return the last carry, and the joined tensors.
 
-    One after the other: side by side, they would be in memory together.
-
-    Args:
-        body: Gives the next carry, and a tuple of tensors with `length` rows.
-        carry: Tensors to begin with.
-        size: Pieces of the vocabulary.
-        chunk_size: Pieces in a chunk at most.
+    One chunk after the other: side by side, they would be in memory together.
     """
     over = _scanned if keras.backend.backend() == "jax" else _unrolled
     carry, parts = over(body, carry, size, math.ceil(size / math.ceil(size / chunk_size)))
-    return carry, [ops.concatenate(pieces, axis=0) for pieces in zip(*parts, strict=True)]
+    return carry, [ops.concatenate(tensors, axis=0) for tensors in zip(*parts, strict=True)]
 
 
-def _scanned(body: Any, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
-    """Compile the chunks as one loop, and what is left apart."""
+def _scanned(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
+    """Compile the complete chunks as one loop, and the rest apart."""
     import jax
 
-    whole, rest = divmod(size, chunk_size)
+    complete, rest = divmod(size, chunk_size)
     carry, parts = jax.lax.scan(
         lambda carried, index: body(carried, index * chunk_size, chunk_size),
         carry,
-        jax.numpy.arange(whole),
+        jax.numpy.arange(complete),
     )
-    joined = [[ops.reshape(part, (whole * chunk_size, *part.shape[2:])) for part in parts]]
+    joined = [[ops.reshape(part, (complete * chunk_size, *part.shape[2:])) for part in parts]]
     if rest:
-        carry, last = body(carry, whole * chunk_size, rest)
+        carry, last = body(carry, complete * chunk_size, rest)
         joined.append(last)
     return carry, joined
 
 
-def _unrolled(body: Any, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
+def _unrolled(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
     """Write the chunks out, each to begin when the one before is done.
 
     XLA computes what is inside a loop on one core of a CPU.
@@ -134,26 +156,19 @@ def _unrolled(body: Any, carry: Any, size: int, chunk_size: int) -> tuple[Any, l
     return carry, parts
 
 
-def _logits(hidden: Any, kernel: Any, bias: Any, start: Any, length: int) -> tuple[Any, Any]:
-    """Give a chunk of the kernel, and its logits in float32."""
-    part = ops.slice(kernel, (start, 0), (length, kernel.shape[1]))
-    shift = ops.slice(bias, (start,), (length,))
-    logits = ops.matmul(hidden, ops.transpose(part))
-    return part, ops.cast(logits, "float32") + ops.cast(shift, "float32")
+def _first_equal(logits: Tensor, highest: Tensor) -> Tensor:
+    """Return the index of each position's highest logit, as `argmax`, in vectors on CPUs too."""
+    indices = ops.arange(logits.shape[1], dtype="int32")
+    return ops.min(ops.where(logits == highest[:, None], indices, logits.shape[1]), axis=1)
 
 
-def _first_equal(logits: Any, highest: Any) -> Any:
-    """Give the place of each row's highest logit, as `argmax` does, in vectors on CPUs too."""
-    places = ops.arange(logits.shape[1], dtype="int32")
-    return ops.min(ops.where(logits == highest[:, None], places, logits.shape[1]), axis=1)
+def _forward(inputs: Inputs, chunk_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return losses, predictions, and the logarithms of the sums that softmax divides by."""
+    hidden, kernel, bias, labels = inputs
 
-
-def _forward(hidden: Any, kernel: Any, bias: Any, labels: Any, chunk_size: int) -> Any:
-    """Give the losses, the predictions, and the logarithms of the sums that softmax divides by."""
-
-    def body(carry: Any, start: Any, length: int) -> tuple[Any, Any]:
+    def body(carry: Any, start: Tensor | int, length: int) -> tuple[Any, Any]:
         highest, total, best = carry
-        _, logits = _logits(hidden, kernel, bias, start, length)
+        _, logits = inputs.logits(start, length)
         here = ops.max(logits, axis=1)
         best = ops.where(here > highest, _first_equal(logits, here) + start, best)
         top = ops.maximum(highest, here)
@@ -162,10 +177,10 @@ def _forward(hidden: Any, kernel: Any, bias: Any, labels: Any, chunk_size: int) 
 
     like = ops.cast(hidden[:, 0], "float32") * 0.0
     # Not minus infinity: a chunk may have no other logits, and the difference would be NaN.
-    start = (like + _LOWEST, like, ops.cast(like, "int32"))
+    start = (like + np.finfo(np.float32).min, like, ops.cast(like, "int32"))
     (highest, total, best), _ = _over_chunks(body, start, kernel.shape[0], chunk_size)
-    is_piece = ops.logical_and(labels >= 0, labels < kernel.shape[0])
-    normalizer = ops.where(is_piece, highest + ops.log(total), math.nan)
+    is_token = ops.logical_and(labels >= 0, labels < kernel.shape[0])
+    normalizer = ops.where(is_token, highest + ops.log(total), math.nan)
     wanted = ops.sum(
         ops.cast(hidden, "float32") * ops.cast(ops.take(kernel, labels, axis=0), "float32"), axis=1
     ) + ops.cast(ops.take(bias, labels), "float32")
@@ -173,18 +188,13 @@ def _forward(hidden: Any, kernel: Any, bias: Any, labels: Any, chunk_size: int) 
 
 
 def _backward(
-    upstream: Any,
-    normalizer: Any,
-    hidden: Any,
-    kernel: Any,
-    bias: Any,
-    labels: Any,
-    chunk_size: int,
-) -> tuple[Any, Any, Any]:
-    """Give the gradients of `hidden`, `kernel` and `bias`."""
+    upstream: Tensor, normalizer: Tensor, inputs: Inputs, chunk_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of `hidden`, `kernel` and `bias`."""
+    hidden, kernel, bias, labels = inputs
 
-    def body(carry: Any, start: Any, length: int) -> tuple[Any, Any]:
-        part, logits = _logits(hidden, kernel, bias, start, length)
+    def body(carry: Any, start: Tensor | int, length: int) -> tuple[Any, Any]:
+        part, logits = inputs.logits(start, length)
         is_label = ops.arange(length, dtype="int32") + start == labels[:, None]
         softmax = ops.exp(logits - normalizer[:, None])
         change = (softmax - ops.cast(is_label, "float32")) * upstream[:, None]
@@ -198,48 +208,38 @@ def _backward(
     return ops.cast(of_hidden, hidden.dtype), of_kernel, of_bias
 
 
-def _differentiable(chunk_size: int) -> Any:
-    """Give the loss with its own gradient, as the backend wants it."""
-    if keras.backend.backend() == "jax":
-        return _on_jax(chunk_size)
-    return _on_tensorflow(chunk_size)
-
-
 def _on_tensorflow(chunk_size: int) -> Any:
+    """Return the loss with its own gradient. Labels are integers, and have none."""
     import tensorflow as tf
 
-    def loss(hidden: Any, kernel: Any, bias: Any, labels: Any) -> Any:
-        @tf.custom_gradient  # type: ignore[untyped-decorator]
-        def of(hidden: Any, kernel: Any, bias: Any) -> Any:
-            losses, best, normalizer = _forward(hidden, kernel, bias, labels, chunk_size)
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def loss(*inputs: Tensor) -> Any:
+        losses, predictions, normalizer = _forward(Inputs(*inputs), chunk_size)
 
-            def gradient(upstream: Any, _: Any) -> Any:
-                return _backward(upstream, normalizer, hidden, kernel, bias, labels, chunk_size)
+        def gradient(upstream: Tensor, _: Tensor) -> Any:
+            return *_backward(upstream, normalizer, Inputs(*inputs), chunk_size), None
 
-            return (losses, best), gradient
-
-        return of(hidden, kernel, bias)
+        return (losses, predictions), gradient
 
     return loss
 
 
 def _on_jax(chunk_size: int) -> Any:
+    """Return the loss with its own gradient, in a way that `jax.checkpoint` takes too."""
     import jax
-    import numpy as np
 
+    # Not `keras.ops.custom_gradient`, which has no way to have no gradient of an argument.
     @jax.custom_vjp  # type: ignore[untyped-decorator]
-    def loss(hidden: Any, kernel: Any, bias: Any, labels: Any) -> Any:
-        return _forward(hidden, kernel, bias, labels, chunk_size)[:2]
+    def loss(*inputs: Tensor) -> Any:
+        return _forward(Inputs(*inputs), chunk_size)[:2]
 
-    def forward(hidden: Any, kernel: Any, bias: Any, labels: Any) -> Any:
-        losses, best, normalizer = _forward(hidden, kernel, bias, labels, chunk_size)
-        return (losses, best), (normalizer, hidden, kernel, bias, labels)
+    def forward(*inputs: Tensor) -> Any:
+        losses, predictions, normalizer = _forward(Inputs(*inputs), chunk_size)
+        return (losses, predictions), (normalizer, Inputs(*inputs))
 
-    def backward(kept: Any, upstream: Any) -> Any:
-        normalizer, hidden, kernel, bias, labels = kept
-        no_gradient = np.zeros(labels.shape, jax.dtypes.float0)  # labels are integers
-        of_all = _backward(upstream[0], normalizer, hidden, kernel, bias, labels, chunk_size)
-        return *of_all, no_gradient
+    def backward(kept: tuple[Tensor, Inputs], upstream: tuple[Tensor, Tensor]) -> Any:
+        no_gradient = np.zeros(kept[1].labels.shape, jax.dtypes.float0)
+        return *_backward(upstream[0], *kept, chunk_size), no_gradient
 
     loss.defvjp(forward, backward)
     return loss

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit import _checks, _optimizers
+from kdpkit._internal import checks, optimizers
 from kdpkit.training import _callbacks
 from kdpkit.training._feed import Feed
 from kdpkit.training._noise_scale import NoiseScale
@@ -17,7 +17,7 @@ from kdpkit.training._objective import Objective
 from kdpkit.training._steps import Steps
 
 _STEPS = {
-    "tensorflow": ("kdpkit.training.tensorflow._loop", "steps_of"),
+    "tensorflow": ("kdpkit.training.tensorflow._loop_steps", "steps_of"),
     "jax": ("kdpkit.training.jax._loop", "JaxSteps"),
 }
 
@@ -36,39 +36,16 @@ def _guarded(method: Callable) -> Callable:
 class TrainingLoop:
     """Trains, evaluates and predicts with a model on R replicas exactly as on one device would.
 
-    Override `per_example_loss` to change what a step does; everything else stays: the mean over
-    the rows of all replicas (also of a last batch that leaves some without rows), regularizers
-    counted once, gradients summed before the optimizer sees them (so that clipping, gradient
-    accumulation, moving averages of weights and loss scaling are exact), metrics over examples,
-    Keras' callbacks, `History` and progress line.
+    Override `per_example_loss` to change what a step does. The rest stays: means over the examples
+    of all replicas, gradients summed before the optimizer sees them, metrics over examples, Keras'
+    callbacks, `History` and progress line. The model is compiled with what is given here, so that
+    `model.save` keeps the optimizer's state; a model that was loaded goes on with
+    `TrainingLoop(model, optimizer=model.optimizer, loss=...)`. Which layers are trainable is looked
+    at when the loop first trains.
 
-    The model is compiled with what is given here, in place of what it was compiled with before: so
-    callbacks find `model.optimizer`, and `model.save` keeps the optimizer's state. A model that was
-    loaded goes on, on any number of replicas, with `TrainingLoop(model, optimizer=model.optimizer,
-    loss=...)`; so does a `tf.train.Checkpoint` of model and optimizer. Which layers are trainable
-    is looked at when the loop first trains; to freeze others, make a new loop and optimizer.
-
-    A row's loss depends on that row alone, or on what `kdpkit.training.gather_examples` gives; the
-    state of a metric must be a sum over rows, as that of Keras' metrics is. Random numbers, batch
-    statistics, losses of a whole batch and the verification of the first step are as in
-    `replica_exact`.
-
-    With several processes on TensorFlow give the same datasets of global batches in all of them:
-    each replica takes its rows of every batch. On JAX each process gives its own rows. The first
-    process writes what callbacks write, and shows progress.
-
-    Under `ParameterServerStrategy` steps are asynchronous: a step is one worker's, on a whole
-    batch, with weights that others change meanwhile. So it is not what one device would train,
-    unless there is one worker. Exact all the same: the steps of an epoch and `optimizer.iterations`
-    (each step has a number of its own, and the rate that a schedule gives for it), loss and metrics
-    over all rows trained on, `evaluate` and `predict`. An epoch has as many steps as `train` has
-    batches. The chief reads them and hands each to a worker that is free,
-    so every row is trained on once an epoch, whatever the workers' speed; for data that workers
-    read themselves, see `fit`. A worker may be lost and come back: another does its steps
-    meanwhile. A step that it had begun is made again, and counts once; its update may have been
-    made in part. With a lost parameter server a part of the model is gone, and training ends with a
-    sentence. What layers and optimizers keep beside weights and counts is read and written without
-    a lock.
+    What is exact, and what a loss may depend on: docs/explanation/what_stays_exact.md. Several
+    processes: docs/how_to/several_processes.md. Under `ParameterServerStrategy` steps are
+    asynchronous: docs/explanation/parameter_servers.md.
 
     Args:
         model: A Keras model, built in the strategy's scope.
@@ -76,50 +53,27 @@ class TrainingLoop:
         loss: As in `compile`; None if `per_example_loss` needs none. Its reduction is taken over
             the global batch; `reduction=None` means the mean.
         metrics: As in `compile`.
-        strategy: On TensorFlow the `tf.distribute` strategy whose scope the model was built in;
-            None takes it from the model. On JAX a mesh, such as `kdpkit.sharding.data_mesh()`
-            gives, or a `keras.distribution.DataParallel`; None takes the distribution that is set
-            in Keras, or one device.
+        strategy: A `tf.distribute` strategy, or on JAX a mesh or a `DataParallel`. None takes the
+            strategy of the model, or the distribution that is set in Keras.
         steps_per_loop: Optimizer steps for each call of the compiled function. Callbacks see the
-            last step of each call. Under `ParameterServerStrategy` steps of all workers together,
-            after which they are waited for and callbacks called; 1 becomes 16 for each worker.
-        accumulation: Micro-batches that each replica cuts its rows into, one after the other, so
-            that a batch needs less memory. The optimizer still makes one step for each batch, the
-            same one, with the same random numbers on TensorFlow, but for layers whose rows
-            interact: BatchNormalization sees a replica's micro-batches.
-        jit: Whether XLA compiles the forward and backward pass of a replica, and the updates of its
-            weights if the optimizer was made in the strategy's scope; on JAX the whole step. None
-            decides as `compile` does. `"measure"` trains some steps either way, prints in one line
-            how long they took, and goes on with the faster; on JAX it means True. Every new shape
-            of a batch is compiled, and counts against XLA: where shapes differ, as with
-            `kdpkit.pipelines.bucket_by_length`, choose yourself.
+            last step of each call.
+        accumulation: Micro-batches that each replica cuts its examples into, to need less memory.
+            The optimizer still makes one step, the same one, for each batch.
+        jit: Whether XLA compiles the forward and backward pass of a replica, and the update; on JAX
+            the complete step. None decides as `compile` does. `"measure"` tries both on TensorFlow,
+            prints the times, and goes on with the faster. Every new shape is compiled: where shapes
+            differ, as with `kdpkit.pipelines.bucket_by_length`, choose yourself.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
         noise_scale: Whether to estimate the gradient noise scale, which says whether more replicas
-            will still help (see `NoiseScale`), from how the gradients of replicas and micro-batches
-            differ. That takes a squared norm of each and of their sum, and changes no weight; on
-            several devices of JAX also a sum over the devices for every micro-batch. The estimate
-            of each epoch is in its logs and in `History` as `noise_scale`, in rows; that of the
-            last one, with its confidence interval, is `loop.noise_scale`, which prints as a
-            sentence. It needs two parts of a batch: on TensorFlow several replicas or
-            `accumulation`, on JAX, where replicas have no gradients of their own, `accumulation`.
-            Parts may be of any size; a step with rows in one alone, or an overflow, is left out.
-            The rows of a batch must be drawn at random. A regularizer is part of the gradient, and
-            no noise; a row's sample weight is a part of its gradient. Where weights or masks
-            decide the divisor of a loss, the estimate is too large by the square of their
-            coefficient of variation: by a quarter of a row, where rows weigh 1 or 3. With
-            BatchNormalization the rows of a part are normalized by that part.
-        verify: Whether to verify the first training step on several replicas of TensorFlow, as
-            `replica_exact` does.
-        batch_norm: As in `replica_exact`. With `jit` or `accumulation` replicas cannot meet in a
-            layer: with `jit` only `"replica"` works, and micro-batches are normalized by
-            themselves.
+            will still help: docs/how_to/gradient_noise_scale.md.
+        verify: Whether to verify the first steps on several replicas of TensorFlow.
+        batch_norm: As in `replica_exact`; with `jit` on several replicas only `"replica"` works.
 
     Raises:
-        ValueError: A count that is not positive, no loss, a noise scale of batches in one part or
-            under `ParameterServerStrategy`, a model with a `train_step` or
-            `compute_loss` of its own and a loop that does not override `per_example_loss`, or a
-            model or an optimizer that was built in another place than the strategy's scope.
+        ValueError: A count that is not positive; no loss; a noise scale of batches in one part; a
+            model with a `train_step` or `compute_loss` of its own and no `per_example_loss` in the
+            loop; a model or an optimizer that was built outside the strategy's scope.
 
     >>> import tensorflow as tf
     >>> from kdpkit import strategies, testing
@@ -127,17 +81,11 @@ class TrainingLoop:
     >>> strategy = strategies.select_strategy("mirrored", devices=2)
     >>> with strategy.scope():
     ...     model = testing.tiny_classifier()
-    >>> loop = TrainingLoop(
-    ...     model,
-    ...     optimizer="adam",
-    ...     loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-    ...     metrics=["accuracy"],
-    ...     strategy=strategy,
-    ...     steps_per_loop=3,
-    ... )
+    >>> loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    >>> loop = TrainingLoop(model, optimizer="adam", loss=loss, steps_per_loop=3)
     >>> history = loop.fit(data, epochs=2, verbose=0)
-    >>> sorted(history.history), loop.predict(data, verbose=0).shape
-    (['accuracy', 'loss'], (10, 3))
+    >>> len(history.history["loss"]), loop.predict(data, verbose=0).shape
+    (2, (10, 3))
     """
 
     def __init__(
@@ -158,27 +106,27 @@ class TrainingLoop:
         batch_norm: str = "global",
     ) -> None:
         if not isinstance(model, keras.Model):
-            _checks.refuse("`model` must be a Keras model.", model=model)
+            checks.fail("`model` must be a Keras model.", model=model)
         has_own_loss = type(self).per_example_loss is not TrainingLoop.per_example_loss
         if not has_own_loss:
-            _refuse_own_step(model)
+            _reject_own_step(model)
         if loss is None and not has_own_loss:
-            _checks.refuse(
+            checks.fail(
                 "There is no loss to train with.",
                 loss=loss,
-                remedy="Give `loss` as to `compile`, or override `per_example_loss`.",
+                remedy="Pass `loss` as to `compile`, or override `per_example_loss`.",
             )
         self.model = model
         if optimizer is None:
-            _checks.refuse("There is no optimizer to train with.", optimizer=optimizer)
+            checks.fail("There is no optimizer to train with.", optimizer=optimizer)
         if not (jit is None or isinstance(jit, bool) or jit == "measure"):
-            _checks.refuse("`jit` must be True, False, 'measure' or None.", jit=jit)
+            checks.fail("`jit` must be True, False, 'measure' or None.", jit=jit)
         if not isinstance(noise_scale, bool):
-            _checks.refuse("`noise_scale` must be True or False.", noise_scale=noise_scale)
-        self.steps_per_loop = _checks.integer("steps_per_loop", steps_per_loop)
-        self.accumulation = _checks.integer("accumulation", accumulation)
-        self.verify = _checks.one_of("verify", verify, (True, False))
-        self.batch_norm = _checks.one_of("batch_norm", batch_norm, ("global", "replica"))
+            checks.fail("`noise_scale` must be True or False.", noise_scale=noise_scale)
+        self.steps_per_loop = checks.integer("steps_per_loop", steps_per_loop)
+        self.accumulation = checks.integer("accumulation", accumulation)
+        self.verify = checks.one_of("verify", verify, (True, False))
+        self.batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
         self.loss = Objective(
             loss,
             loss_weights,
@@ -223,25 +171,26 @@ class TrainingLoop:
         """The gradient noise scale of the last epoch, as far as it went; None if not asked for."""
         if self.noise_sums is None:
             return None
-        accumulated = _optimizers.wrapped(self.optimizer).gradient_accumulation_steps
+        accumulated = optimizers.wrapped(self.optimizer).gradient_accumulation_steps
         return self.noise_sums.estimate(batches_in_an_update=accumulated or 1)
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
-        """Compute the loss of each row, and what the model predicts: the method to override.
+        """Compute the loss of each example, and what the model predicts: the method to override.
 
-        Every replica calls it with its own rows, and with accumulation for each micro-batch. Write
-        it as for one device, in operations of Keras or of the backend, and neither average over
-        the rows nor divide by replicas: the loop weighs the losses by the sample weights, applies
-        Keras masks, takes the mean over the global batch, adds `model.losses`, and differentiates.
+        Every replica calls it with its own examples, and with accumulation for each micro-batch.
+        Write it as for one device, in operations of Keras or of the backend, and neither average
+        over the examples nor divide by replicas: the loop weighs the losses by the sample weights,
+        applies Keras masks, takes the mean over the global batch, adds `model.losses`, and
+        differentiates.
 
         Args:
-            x: Features of these rows.
-            y: Labels of these rows; None if the dataset has none.
+            x: Features of these examples.
+            y: Labels of these examples; None if the dataset has none.
             training: Whether a training step asks; False in `evaluate`.
 
         Returns:
-            The losses, of shape `(rows,)` or `(rows, ...)`, or a dictionary of such for several
-            outputs; and the predictions that metrics are computed from. `self.loss(y,
+            The losses, of shape `(examples,)` or `(examples, ...)`, or a dictionary of such for
+            several outputs; and the predictions that metrics are computed from. `self.loss(y,
             predictions)` gives the losses that were passed to the constructor.
         """
         predictions = self.model(x, training=training)
@@ -269,10 +218,10 @@ class TrainingLoop:
                 whether tf.data tunes it, it does not. Under `ParameterServerStrategy` it may
                 be a function of a worker's index, a tensor, and the number of workers, which gives
                 the `tf.data.Dataset` that this worker reads on its own machine, over and over:
-                `lambda worker, workers: rows.shard(workers, worker).batch(size)`. Then an epoch
+                `lambda worker, workers: examples.shard(workers, worker).batch(size)`. Then an epoch
                 is `steps_per_epoch` steps of all workers together: a quick worker trains on more
-                of its rows than a slow one, each goes on in the next epoch where it was, and one
-                that was lost begins its dataset anew.
+                of its examples than a slow one, each goes on in the next epoch where it was, and
+                one that was lost begins its dataset again.
             validation: A dataset to evaluate after each epoch; its logs begin with `val_`.
             epochs: The number of the epoch to end before.
             callbacks: Keras callbacks, called as by `keras.Model.fit`.
@@ -289,16 +238,16 @@ class TrainingLoop:
             ValueError: A dataset that is empty, endless without `steps_per_epoch`, ends within an
                 epoch of `steps_per_epoch`, or is not batched.
         """
-        epochs = _checks.integer("epochs", epochs)
-        initial_epoch = _checks.integer("initial_epoch", initial_epoch, minimum=0)
+        epochs = checks.integer("epochs", epochs)
+        initial_epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
         if validation is None and validation_steps is not None:
-            _checks.refuse("There is no `validation` to take steps of.", steps=validation_steps)
+            checks.fail("There is no `validation` to take steps of.", steps=validation_steps)
         feed = self._steps.open(train, "train", steps_per_epoch=steps_per_epoch)
         held_out = validation is not None and self._steps.open(
             validation, "validation", validation_steps=validation_steps
         )
         self._steps.build(feed, training=True)
-        self._refuse_changes()
+        self._reject_changes()
         all_callbacks = self._callback_list(callbacks, verbose, feed, epochs, add_history=True)
         model, logs = self.model, {}
         model.stop_training = False
@@ -326,7 +275,7 @@ class TrainingLoop:
     def evaluate(
         self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
     ) -> dict[str, float]:
-        """Compute loss and metrics over all rows of a dataset, each once.
+        """Compute loss and metrics over all examples of a dataset, each once.
 
         Args:
             dataset: As `train` in `fit`; an uneven last batch is fine.
@@ -336,7 +285,7 @@ class TrainingLoop:
 
         Returns:
             `loss`, with several outputs also the loss of each, and the metrics. A loss is that of
-            Keras on one device: the mean of the batches' losses, weighted by their rows.
+            Keras on one device: the mean of the batches' losses, weighted by their examples.
 
         Raises:
             ValueError: As `fit`.
@@ -349,7 +298,7 @@ class TrainingLoop:
     def predict(
         self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
     ) -> Any:
-        """Predict for every row of a dataset, in its order.
+        """Predict for every example of a dataset, in its order.
 
         Args:
             dataset: Batches as in `fit`; labels and weights are not looked at.
@@ -358,8 +307,8 @@ class TrainingLoop:
             verbose: As in `keras.Model.predict`.
 
         Returns:
-            NumPy arrays in the structure of the model's output, with as many rows as the dataset
-            has, on any number of replicas.
+            NumPy arrays in the structure of the model's output, with as many examples as the
+            dataset has, on any number of replicas.
 
         Raises:
             ValueError: As `fit`.
@@ -384,12 +333,12 @@ class TrainingLoop:
         all_callbacks.on_predict_end()
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
-    def _refuse_changes(self) -> None:
-        """Refuse to train with what was compiled for another optimizer or other variables."""
+    def _reject_changes(self) -> None:
+        """Reject to train with what was compiled for another optimizer or other variables."""
         optimizer, variables = self._trained or (self.optimizer, self.model.trainable_variables)
         self._trained = optimizer, variables
         if self.optimizer is not optimizer:
-            _checks.refuse(
+            checks.fail(
                 "The model was compiled again since this loop trained it, and has another "
                 "optimizer.",
                 model=self.model.name,
@@ -397,7 +346,7 @@ class TrainingLoop:
             )
         now = self.model.trainable_variables
         if [*map(id, now)] != [*map(id, variables)]:
-            _checks.refuse(
+            checks.fail(
                 "Other weights are trainable than when this loop first trained.",
                 then=len(variables),
                 now=len(now),
@@ -475,15 +424,15 @@ class TrainingLoop:
 
 
 def _plain(value: Any) -> Any:
-    """Give a number as a Python float, and a metric of several numbers as an array."""
+    """Return a number as a Python float, and a metric of several numbers as an array."""
     array = np.asarray(value)
     return array if array.ndim else float(array)
 
 
-def _refuse_own_step(model: Any) -> None:
+def _reject_own_step(model: Any) -> None:
     for name in ("train_step", "test_step", "compute_loss"):
         if getattr(type(model), name) is not getattr(keras.Model, name):
-            _checks.refuse(
+            checks.fail(
                 f"The model has a `{name}` of its own, which the loop would not call. Write what "
                 "it computes as `per_example_loss` of a subclass of `TrainingLoop`, or train with "
                 "`replica_exact(model)` and `fit`.",
@@ -494,7 +443,7 @@ def _refuse_own_step(model: Any) -> None:
 def _steps_of_backend() -> Callable[..., Steps]:
     backend = keras.backend.backend()
     if backend not in _STEPS:
-        _checks.refuse(
+        checks.fail(
             "`TrainingLoop` trains on TensorFlow and on JAX.",
             backend=backend,
             remedy="Run with KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax.",

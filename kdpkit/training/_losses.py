@@ -1,13 +1,11 @@
 """Means over the global batch, seen from inside one replica."""
 
-from typing import Any
-
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 
 
-def sum_over_replicas(value: Any) -> Any:
+def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
     """Sum a tensor over all replicas; each gets the sum, and no gradient flows through it.
 
     Outside replicas, and with one replica, it is the value itself.
@@ -19,14 +17,17 @@ def sum_over_replicas(value: Any) -> Any:
     return context.merge_call(_sum, args=(tf.stop_gradient(value),))
 
 
-def _sum(strategy: Any, value: Any) -> Any:
+def _sum(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
     return strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)
 
 
 def global_mean_loss(
-    per_example: Any, *, global_batch_size: Any = None, sample_weight: Any = None
-) -> Any:
-    """Give this replica's part of the mean loss over the global batch.
+    per_example: tf.Tensor,
+    *,
+    global_batch_size: int | tf.Tensor | None = None,
+    sample_weight: tf.Tensor | None = None,
+) -> tf.Tensor:
+    """Return this replica's part of the mean loss over the global batch.
 
     The parts of all replicas add up to the mean that one device would compute, and so do their
     gradients, however unevenly the batch is cut: `sum(per_example * sample_weight) /
@@ -35,15 +36,15 @@ def global_mean_loss(
     replicas again.
 
     Args:
-        per_example: Losses of this replica's rows, of shape `(rows,)`, or `(rows, ...)` for
-            several losses in a row, of which the mean is taken.
-        global_batch_size: Rows of the whole batch. None counts the rows that are really present
+        per_example: Losses of this replica's examples, of shape `(examples,)`, or `(examples, ...)`
+            for several losses of an example, of which the mean is taken.
+        global_batch_size: Examples of the global batch. None counts those that are really present
             on all replicas, so that an uneven last batch is exact.
-        sample_weight: Weights of shape `(rows,)` or of `per_example`'s shape. They do not change
-            the divisor.
+        sample_weight: Weights of shape `(examples,)` or of `per_example`'s shape. They do not
+            change the divisor.
 
     Returns:
-        A scalar of `per_example`'s dtype; zero on a replica without rows.
+        A scalar of `per_example`'s dtype; zero on a replica without examples.
 
     Raises:
         ValueError: `per_example` is a scalar, so a mean was taken already, or
@@ -59,9 +60,9 @@ def global_mean_loss(
     """
     losses = tf.convert_to_tensor(per_example)
     if losses.shape.rank == 0:
-        _checks.refuse(
-            "`per_example` must hold one loss for each row; give the loss `reduction=None`, so "
-            "that the mean is taken here.",
+        checks.fail(
+            "`per_example` must hold one loss for each example; use `reduction=None` in the "
+            "loss, so that the mean is taken here.",
             per_example=per_example,
         )
     if sample_weight is not None:
@@ -69,15 +70,15 @@ def global_mean_loss(
     if global_batch_size is None:
         global_batch_size = sum_over_replicas(tf.shape(losses)[0])
     elif not tf.is_tensor(global_batch_size):
-        global_batch_size = _checks.integer("global_batch_size", global_batch_size)
-    in_a_row = tf.reduce_prod(tf.shape(losses)[1:])
+        global_batch_size = checks.integer("global_batch_size", global_batch_size)
+    losses_per_example = tf.reduce_prod(tf.shape(losses)[1:])
     wide = losses.dtype if losses.dtype.size >= 4 else tf.float32  # bfloat16 counts up to 256
     total = tf.reduce_sum(tf.cast(losses, wide))
-    divisor = tf.cast(global_batch_size * in_a_row, wide)
+    divisor = tf.cast(global_batch_size * losses_per_example, wide)
     return tf.cast(tf.math.divide_no_nan(total, divisor), losses.dtype)
 
 
-def _with_rank_of(losses: Any, weight: Any) -> Any:
-    """Append axes to weights of shape `(rows,)` until they lie along the rows of the losses."""
+def _with_rank_of(losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
+    """Append axes to weights of shape `(examples,)` until they broadcast to the losses."""
     missing = losses.shape.rank - weight.shape.rank
     return tf.reshape(weight, tf.concat([tf.shape(weight), tf.ones(missing, tf.int32)], axis=0))

@@ -1,47 +1,46 @@
-"""The gradient noise scale: how large a batch still pays, and what to say about it."""
+"""The gradient noise scale: whether a larger batch still pays, in numbers and in a sentence."""
 
 import dataclasses
 import math
 import statistics
-from typing import Any
 
 import numpy as np
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 
 _FEWEST_STEPS = 3  # that an interval is drawn from
-_CLEAR = 4  # high over low, up to which an interval around the batch says something
+_CLEAR = 4  # high over low, up to which an interval around the batch is an answer
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class NoiseScale:
-    """The gradient noise scale of some training steps, which says whether more replicas will help.
+    """The gradient noise scale of some training steps: whether more replicas will help.
 
-    It is `tr(S) / |G|^2`, in rows: `G` is the gradient, the mean over all rows there could be, and
-    `S` the covariance of a single row's. A mean over as many rows has as much noise as gradient.
-    McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (arXiv:1812.06162), call
-    it the simple noise scale, and found it to be about the critical batch size: there training
-    needs twice the steps that it would need with endless batches, and twice the rows that it would
-    need with tiny ones. Below it twice the replicas need almost half the steps, above it almost as
-    many. It grows while a model learns, often tenfold and more.
+    It is `tr(S) / |G|^2`, in examples: `G` is the gradient, the mean over all examples there could
+    be, and `S` the covariance of a single example's. A mean over as many examples has as much noise
+    as gradient. McCandlish et al. 2018, "An Empirical Model of Large-Batch Training"
+    (arXiv:1812.06162), call it the simple noise scale, and found it to be about the critical batch
+    size: there training needs twice the steps that it would need with endless batches, and twice
+    the examples that it would need with tiny ones. Below it twice the replicas need almost half the
+    steps, above it almost as many. It grows while a model learns, often tenfold and more.
 
     >>> scale = NoiseScale(
     ...     estimate=1280.0, low=1100.0, high=1500.0, steps=400, global_batch_size=64.0
     ... )
     >>> print(scale)
-    More replicas will still help: the global batch of 64 rows is 1/20 of the noise scale, 1,280
-    rows (95 %: 1,100 to 1,500, from 400 steps).
-    Twice the replicas need about 52 % of the steps, and 1.05 times the rows.
-    >>> scale.relative_steps(64), scale.relative_rows(64)
+    More replicas will still help: the global batch of 64 examples is 1/20 of the noise scale, 1,280
+    examples (95 %: 1,100 to 1,500, from 400 steps).
+    Twice the replicas need about 52 % of the steps, and 1.05 times the examples.
+    >>> scale.relative_steps(64), scale.relative_examples(64)
     (21.0, 1.05)
 
     Args:
-        estimate: The noise scale in rows. Infinite where the gradient does not stand out from the
-            noise, NaN where there was nothing to estimate it from.
+        estimate: The noise scale in examples. Infinite where the gradient does not stand out from
+            the noise, NaN where there was nothing to estimate it from.
         low: The lower end of a 95 % confidence interval.
         high: Its upper end; infinite where the steps are too few or too noisy to know one.
         steps: The steps that it was estimated from.
-        global_batch_size: Rows behind an update of the weights, on average.
+        global_batch_size: Examples behind an update of the weights, on average.
     """
 
     estimate: float
@@ -51,33 +50,35 @@ class NoiseScale:
     global_batch_size: float
 
     def relative_steps(self, global_batch_size: float) -> float:
-        """Give the steps that batches of a size need, over those that endless batches need.
+        """Return the steps that batches of a size need, over those that endless batches need.
 
-        By the paper's law, `(steps / fewest - 1) (rows / fewest - 1) = 1`, that is
+        By the paper's law, `(steps / fewest - 1) (examples / fewest - 1) = 1`, that is
         `1 + noise scale / batch size`.
         """
-        return 1 + self.estimate / _checks.number("global_batch_size", global_batch_size, above=0)
+        return 1 + self.estimate / checks.number("global_batch_size", global_batch_size, above=0)
 
-    def relative_rows(self, global_batch_size: float) -> float:
-        """Give the rows that batches of a size need, over those that tiny batches need.
+    def relative_examples(self, global_batch_size: float) -> float:
+        """Return the examples that batches of a size need, over those that tiny batches need.
 
         By the same law that is `1 + batch size / noise scale`.
         """
-        size = _checks.number("global_batch_size", global_batch_size, above=0)
+        size = checks.number("global_batch_size", global_batch_size, above=0)
         return 1 + size / self.estimate if self.estimate else math.inf
 
+    relative_rows = relative_examples  # its former name
+
     def __str__(self) -> str:
-        """Say in two lines whether more replicas will help."""
+        """Report in two lines whether more replicas will help."""
         if not self.steps:
             return (
                 "There is no noise scale: in no step were there finite gradients of two parts "
-                "that had rows."
+                "that had examples."
             )
         if math.isnan(self.estimate):
             return f"There is no noise scale {self._source()}: their gradients were zero."
         if self.low == 0 and self.high == math.inf:
-            return f"The noise scale cannot be told {self._source()}. Train for more."
-        batch = f"the global batch of {_number(self.global_batch_size)} rows"
+            return f"The noise scale cannot be estimated {self._source()}. Train for more."
+        batch = f"the global batch of {_number(self.global_batch_size)} examples"
         return f"{self._verdict()}{batch} {self._relation()}\n{self._forecast()}"
 
     def _source(self) -> str:
@@ -96,20 +97,18 @@ class NoiseScale:
         source = self._source()
         if math.isinf(self.high):
             least = _number(self.low)
-            return f"stands against a noise scale of {least} rows or more (95 %, {source})."
-        return (
-            f"is {_size_of(self.global_batch_size, self.estimate)} the noise scale, "
-            f"{_number(self.estimate)} rows (95 %: {_number(self.low)} to {_number(self.high)}, "
-            f"{source})."
-        )
+            return f"stands against a noise scale of {least} examples or more (95 %, {source})."
+        size = _size_of(self.global_batch_size, self.estimate)
+        estimate, low, high = map(_number, (self.estimate, self.low, self.high))
+        return f"is {size} the noise scale, {estimate} examples (95 %: {low} to {high}, {source})."
 
     def _forecast(self) -> str:
-        """Say what twice the batch does; an end of the interval stands in for what is not known."""
+        """Report what twice the batch needs, by an end of the interval if need be."""
         about, scale = ("about", self.estimate) if self.high < math.inf else ("at most", self.low)
-        rows = (scale + 2 * self.global_batch_size) / (scale + self.global_batch_size)
+        examples = (scale + 2 * self.global_batch_size) / (scale + self.global_batch_size)
         return (
-            f"Twice the replicas need {about} {50 * rows:.0f} % of the steps, and {rows:.2f} times "
-            "the rows."
+            f"Twice the replicas need {about} {50 * examples:.0f} % of the steps, and "
+            f"{examples:.2f} times the examples."
         )
 
 
@@ -126,7 +125,7 @@ def _size_of(batch: float, scale: float) -> str:
     return "about" if batch < 1.5 * scale else f"{_number(batch / scale)} times"
 
 
-def estimated(groups: Any, *, batches_in_an_update: int) -> NoiseScale:
+def estimated(groups: np.ndarray | list[list[float]], *, batches_in_an_update: int) -> NoiseScale:
     """Estimate the noise scale from what some groups of steps add up to.
 
     The steps of a group lie as far apart as those of any other, so that all groups saw the same
@@ -142,29 +141,29 @@ def estimated(groups: Any, *, batches_in_an_update: int) -> NoiseScale:
     (8.46, 12.13)
 
     Args:
-        groups: Of each group its steps, their rows, the sum of `rows * |G|^2` and that of `rows *
-            tr(S)`; the sums of unbiased estimates of each step.
+        groups: Of each group its steps, their examples, the sum of `examples * |G|^2` and that of
+            `examples * tr(S)`; the sums of unbiased estimates of each step.
         batches_in_an_update: Batches whose gradients the optimizer collects.
     """
     sums = np.asarray(groups, np.float64)
     sums = sums[sums[:, 0] > 0]
-    steps, rows, gradient, noise = map(float, sums.sum(axis=0))
+    steps, num_examples, gradient, noise = map(float, sums.sum(axis=0))
     low, high = _interval(sums[:, 1:]) if len(sums) >= _FEWEST_STEPS else (0.0, math.inf)
     return NoiseScale(
         estimate=noise / gradient if gradient > 0 else math.inf if noise > 0 else math.nan,
         low=low,
         high=high,
         steps=int(steps),
-        global_batch_size=batches_in_an_update * rows / steps if steps else math.nan,
+        global_batch_size=batches_in_an_update * num_examples / steps if steps else math.nan,
     )
 
 
-def _interval(groups: Any) -> tuple[float, float]:
-    """Give the ends of Fieller's interval for the quotient of the last column over the second."""
-    rows, *_ = total = groups.sum(axis=0)
+def _interval(groups: np.ndarray) -> tuple[float, float]:
+    """Return the ends of Fieller's interval for the quotient of the last column over the second."""
+    num_examples, *_ = total = groups.sum(axis=0)
     _, gradient, noise = np.maximum(total, 0)  # a gradient's square is not below 0
     count = len(groups)
-    apart = (groups - np.outer(groups[:, 0] / rows, total))[:, 1:]
+    apart = (groups - np.outer(groups[:, 0] / num_examples, total))[:, 1:]
     square = _student(count - 1) ** 2 * count / (count - 1)
     (of_gradient, of_both), (_, of_noise) = square * apart.T @ apart
     # The interval is where this polynomial of the noise scale is not positive.
@@ -175,7 +174,7 @@ def _interval(groups: Any) -> tuple[float, float]:
 
 
 def _student(freedom: int) -> float:
-    """Give the 97.5 % quantile of Student's t, from 2 degrees of freedom on to 1 %.
+    """Return the 97.5 % quantile of Student's t, from 2 degrees of freedom on to 1 %.
 
     The Cornish-Fisher expansion of Abramowitz and Stegun, 26.7.5.
 
@@ -194,7 +193,7 @@ def _student(freedom: int) -> float:
 
 
 def _number(value: float) -> str:
-    """Give a number to read: of small ones two digits.
+    """Format a number; a small one with two digits.
 
     >>> [_number(value) for value in (1279.7, 12.3, 2.345, 0.0123)]
     ['1,280', '12', '2.3', '0.012']

@@ -1,53 +1,60 @@
-"""What a loss is made of, so that the parts of several replicas add up to one device's loss.
+"""Losses as sums and divisors, so that the parts of several replicas add up to one device's loss.
 
 A Keras loss of a batch is a quotient: weighted losses, summed, over a divisor that its reduction
-and masks decide. Replicas and micro-batches each sum their own rows; the divisor is always that of
-the whole batch. This is backend-neutral arithmetic on some rows, and knows of no replicas.
+and masks decide. Replicas and micro-batches each sum their own examples; the divisor is always that
+of the global batch. This is arithmetic on some examples, for both backends and without replicas.
 """
 
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import keras
 from keras import ops
 from keras.src.backend import compute_output_spec, get_keras_mask
 from keras.src.trainers.compile_utils import get_loss  # what `compile` makes of names and functions
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 from kdpkit.training._gather import gather_examples
+from kdpkit.training._tensors import Tensor
 
-# Rows of the placeholders that a step is first traced with: a number unlikely to be that of
-# anything else, so that losses along another axis than the rows show.
-PLACEHOLDER_ROWS = 13
+if TYPE_CHECKING:
+    from kdpkit.training._loop import TrainingLoop
+
+Nest: TypeAlias = Any  # one thing, or a list, tuple or dictionary of things, by output
+# Examples of the placeholders that a step is first traced with: a number unlikely to be that of
+# anything else, so that losses along another axis than the examples show.
+PLACEHOLDER_EXAMPLES = 13
 
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """The loss of one output: `total / divisor`, each summed over all rows.
+    """The loss of one output: `total / divisor`, each summed over all examples.
 
     Args:
         name: The output; empty if there is one alone.
-        total: The losses of these rows, weighted and summed.
-        per_row: Losses in a row: the divisor of a row in a plain mean.
-        counted: The divisor of these rows, where weights or masks decide it; else None.
+        total: The losses of these examples, weighted and summed.
+        per_example_count: Losses of an example: its divisor in a plain mean.
+        counted: The divisor of these examples, where weights or masks decide it; else None.
         is_sum: Whether there is no divisor.
     """
 
     name: str
-    total: Any
-    per_row: Any
-    counted: Any = None
+    total: Tensor
+    per_example_count: Tensor
+    counted: Tensor | None = None
     is_sum: bool = False
 
-    def plain_divisor(self, all_rows: Any) -> Any:
-        """Give the divisor of the whole batch as it is without weights and masks."""
-        return 1 if self.is_sum else ops.cast(all_rows, self.total.dtype) * self.per_row
+    def plain_divisor(self, num_global_examples: Tensor | int) -> Tensor | int:
+        """Return the divisor of the global batch without weights and masks."""
+        if self.is_sum:
+            return 1
+        return ops.cast(num_global_examples, self.total.dtype) * self.per_example_count
 
 
 class Objective:
-    """The losses of a model's outputs, as given to `compile`, one for each row.
+    """The losses of a model's outputs, as given to `compile`, one for each example.
 
     Args:
         loss: A Keras loss, a function or a name, or a list or dictionary of them by output.
@@ -58,8 +65,8 @@ class Objective:
 
     def __init__(
         self,
-        loss: Any,
-        loss_weights: Any,
+        loss: Nest,
+        loss_weights: Nest,
         output_names: list[str] | None,
         *,
         in_micro_batches: bool = False,
@@ -70,12 +77,13 @@ class Objective:
         self.output_names = output_names
         self._named: list[str] = []
 
-    def __call__(self, y: Any, predictions: Any) -> Any:
-        """Give the losses of the rows: a tensor, or of several outputs one for each name."""
+    def __call__(self, y: Nest, predictions: Nest) -> Nest:
+        """Return the losses of the examples: a tensor, or of several outputs one for each name."""
         self._named = names = self._names(predictions)
-        for setting, nest in self._settings(y).items():
+        settings = {"loss": self.loss, "loss_weights": self.loss_weights, "labels": y}
+        for setting, nest in settings.items():
             if not _fits(nest, names, may_stand_alone=setting == "loss"):
-                _refuse_mismatch(setting, nest, names or 1)
+                _reject_mismatch(setting, nest, names or 1)
         if not names:
             return self._losses(_only(self.loss), _only(y), predictions)
         return {
@@ -84,46 +92,44 @@ class Objective:
             if (loss := _of(name, self.loss, names)) is not None
         }
 
-    def _settings(self, y: Any) -> dict[str, Any]:
-        return {"loss": self.loss, "loss_weights": self.loss_weights, "labels": y}
-
-    def _losses(self, loss: Any, y: Any, prediction: Any) -> Any:
+    def _losses(self, loss: Any, y: Nest, prediction: Nest) -> Tensor:
         if loss is None or y is None:
-            _checks.refuse(
-                "The loss is computed from labels: give `TrainingLoop` a `loss` and a dataset of "
-                "`(x, y)` or `(x, y, sample_weight)`, or override `per_example_loss`.",
+            checks.fail(
+                "The loss is computed from labels: pass a `loss` to `TrainingLoop` and a dataset "
+                "of `(x, y)` or `(x, y, sample_weight)`, or override `per_example_loss`.",
                 loss=loss,
                 y=y,
             )
         if keras.tree.is_nested(y) or keras.tree.is_nested(prediction):
-            _refuse_mismatch("labels", y, keras.tree.map_structure(lambda _: "output", prediction))
+            _reject_mismatch("labels", y, keras.tree.map_structure(lambda _: "output", prediction))
         loss = get_loss(loss, y, prediction)
         y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
-        # One that compares the examples of a batch gives several numbers, or one.
+        # One that compares the examples of a batch has several numbers, as `Circle`, or one.
         if not isinstance(loss, keras.losses.Circle):
             losses = loss.call(y, prediction)
             if len(losses.shape):
                 return losses
         return self._loss_of_all_examples(loss, y, prediction)
 
-    def _loss_of_all_examples(self, loss: Any, y: Any, prediction: Any) -> Any:
-        """Compute a loss on the examples of all replicas; give each of these its part."""
+    def _loss_of_all_examples(self, loss: keras.Loss, y: Tensor, prediction: Tensor) -> Tensor:
+        """Compute a loss on the examples of all replicas, and count it for each of these."""
         if self.in_micro_batches:
-            _checks.refuse(
+            checks.fail(
                 "This loss compares the examples of a batch with each other, and micro-batches "
                 "have some of them alone.",
                 loss=loss.name,
                 remedy="Train with `accumulation=1`.",
             )
         losses = loss.call(gather_examples(y), gather_examples(prediction))
-        is_sum = loss.reduction == "sum"
-        value = ops.sum(losses) if is_sum else ops.mean(losses)
-        if is_sum:  # over the examples that its parts are added up for
+        if loss.reduction == "sum":  # over the examples that its parts are added up for
+            value = ops.sum(losses)
             value /= ops.cast(ops.shape(gather_examples(prediction))[0], value.dtype)
+        else:
+            value = ops.mean(losses)
         return ops.broadcast_to(value, (ops.shape(prediction)[0],))
 
-    def terms(self, losses: Any, predictions: Any, sample_weight: Any) -> list[Term]:
-        """Weigh and sum what `per_example_loss` gave."""
+    def terms(self, losses: Nest, predictions: Nest, sample_weight: Nest) -> list[Term]:
+        """Weigh and sum the losses of `per_example_loss`."""
         if not isinstance(losses, Mapping):
             first, *_ = keras.tree.flatten(predictions)
             return [_term("", losses, first, _only(self.loss), _only(sample_weight))]
@@ -134,16 +140,16 @@ class Objective:
             for name, loss in losses.items()
         ]
 
-    def weight(self, name: str) -> Any:
-        """Give an output's factor in the loss that is minimised."""
+    def weight(self, name: str) -> float:
+        """Return an output's factor in the loss that is minimised."""
         nest = self.loss_weights
         if name and isinstance(nest, list | tuple):
             nest = dict(zip(self._named or self.output_names or [], nest, strict=False))
         weight = nest.get(name) if name and isinstance(nest, Mapping) else _only(nest)
         return 1.0 if weight is None else weight
 
-    def _names(self, outputs: Any) -> list[str]:
-        """Name several outputs, in the order in which a list gives their settings."""
+    def _names(self, outputs: Nest) -> list[str]:
+        """Name several outputs, in the order in which a list has their settings."""
         if isinstance(outputs, Mapping):
             return keras.tree.flatten({name: name for name in outputs})
         if not keras.tree.is_nested(outputs):
@@ -152,8 +158,8 @@ class Objective:
         return known if len(known) == len(outputs) else [str(i) for i in range(len(outputs))]
 
 
-def _fits(nest: Any, names: list[str], *, may_stand_alone: bool) -> bool:
-    """Tell whether a setting has one entry for each output, which may also be missing."""
+def _fits(nest: Nest, names: list[str], *, may_stand_alone: bool) -> bool:
+    """Return whether a setting has one entry for each output, which may also be missing."""
     if nest is None:
         return True
     if not names:
@@ -163,11 +169,11 @@ def _fits(nest: Any, names: list[str], *, may_stand_alone: bool) -> bool:
     return len(nest) == len(names) if isinstance(nest, list | tuple) else may_stand_alone
 
 
-def _refuse_mismatch(setting: str, nest: Any, outputs: Any) -> NoReturn:
+def _reject_mismatch(setting: str, nest: Nest, outputs: Nest) -> NoReturn:
     described = keras.tree.map_structure(
         lambda part: tuple(part.shape) if hasattr(part, "shape") else part, nest
     )
-    _checks.refuse(
+    checks.fail(
         f"`{setting}` must have one entry for each output of the model: in a list, or in a "
         "dictionary with the names of the outputs. Outputs that are nested deeper need a "
         "`per_example_loss` of your own.",
@@ -176,8 +182,8 @@ def _refuse_mismatch(setting: str, nest: Any, outputs: Any) -> NoReturn:
     )
 
 
-def _of(name: str, nest: Any, names: list[str]) -> Any:
-    """Give an output's part of a nest; what is not nested belongs to every output."""
+def _of(name: str, nest: Nest, names: list[str]) -> Any:
+    """Return an output's part of a nest; what is not nested belongs to every output."""
     if isinstance(nest, Mapping):
         return nest.get(name)
     if isinstance(nest, list | tuple) and name in names and len(nest) == len(names):
@@ -185,15 +191,15 @@ def _of(name: str, nest: Any, names: list[str]) -> Any:
     return None if isinstance(nest, list | tuple) else nest
 
 
-def trace_metrics(loop: Any, placeholders: Any) -> list[str]:
-    """Make the variables of a loop's metrics; give the names of outputs, if several have losses.
+def trace_metrics(loop: "TrainingLoop", placeholders: Nest) -> list[str]:
+    """Make the variables of a loop's metrics; return the names of outputs, if several have losses.
 
     Raises:
-        ValueError: The losses lie along another axis than the rows.
+        ValueError: The losses lie along another axis than the examples.
     """
     names: list[str] = []
 
-    def trace(batch: Any) -> Any:
+    def trace(batch: Nest) -> Nest:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         losses, predictions = loop.per_example_loss(x, y, training=False)
         terms = loop.loss.terms(losses, predictions, sample_weight)
@@ -203,22 +209,22 @@ def trace_metrics(loop: Any, placeholders: Any) -> list[str]:
 
     losses = compute_output_spec(trace, placeholders)
     first, *_ = (leaf for leaf in keras.tree.flatten(placeholders) if leaf is not None)
-    rows = first.shape[0]
+    num_examples = first.shape[0]
     for loss in keras.tree.flatten(losses):
-        if rows is not None and loss.shape[0] not in (None, rows):
-            _checks.refuse(
-                "`per_example_loss` must give a loss for each row, along the first axis.",
+        if num_examples is not None and loss.shape[0] not in (None, num_examples):
+            checks.fail(
+                "`per_example_loss` must return a loss for each example, along the first axis.",
                 losses_shape=loss.shape,
-                rows=rows,
+                num_examples=num_examples,
             )
     return names
 
 
-def additional_loss(losses: list[Any], share: Any) -> Any:
-    """Sum regularizers and what `add_loss` added, so that it adds up over replicas; 0 for none.
+def additional_loss(losses: list[Tensor], share: Tensor | float) -> Tensor | float:
+    """Sum regularizers and losses of `add_loss`, so that they add up over replicas; 0 for none.
 
-    A scalar is a mean over some rows, or independent of them, so it counts with these rows' share
-    of all rows. Several values are summed, as Keras does.
+    A scalar is a mean over some examples, or independent of them, so it counts with these examples'
+    share of all examples. Several values are summed, as Keras does.
     """
     total = 0.0
     for loss in losses:
@@ -226,21 +232,23 @@ def additional_loss(losses: list[Any], share: Any) -> Any:
         if not keras.backend.is_float_dtype(value.dtype):
             value = ops.cast(value, keras.config.floatx())
         if len(value.shape) == 0:
-            # Not the product alone: a mean over no rows is NaN.
+            # Not the product alone: a mean over no examples is NaN.
             value = ops.where(share > 0, value * ops.cast(share, value.dtype), 0)
         total += ops.cast(ops.sum(value), keras.config.floatx())
     return total
 
 
-def _term(name: str, losses: Any, prediction: Any, loss: Any, sample_weight: Any) -> Term:
+def _term(
+    name: str, losses: Tensor, prediction: Tensor, loss: Any, sample_weight: Tensor | None
+) -> Term:
     mask = _mask(losses, prediction)
     losses = ops.convert_to_tensor(losses)
     losses = ops.cast(losses, keras.backend.result_type(losses.dtype, "float32"))
     if len(losses.shape) == 0:
-        _checks.refuse(
-            "`per_example_loss` must give a loss for each row, and here a mean or a sum was taken "
-            "already. Reduce over the last axes alone; the loop takes the mean over the rows of "
-            "all replicas.",
+        checks.fail(
+            "`per_example_loss` must return a loss for each example, and here a mean or a sum was "
+            "taken already. Reduce over the last axes alone; the loop takes the mean over the "
+            "examples of all replicas.",
             losses_shape=tuple(losses.shape),
         )
     reduction = getattr(loss, "reduction", None)
@@ -254,21 +262,21 @@ def _term(name: str, losses: Any, prediction: Any, loss: Any, sample_weight: Any
     return Term(
         name=name,
         total=ops.sum(functools.reduce(ops.multiply, [losses, *weights])),
-        per_row=_float(ops.prod(ops.shape(losses)[1:]), losses),
+        per_example_count=_float(ops.prod(ops.shape(losses)[1:]), losses),
         counted=counted,
         is_sum=reduction == "sum",
     )
 
 
-def _mask(losses: Any, prediction: Any) -> Any:
-    """Give the Keras mask of the losses; a loss that was reduced over masked entries has none."""
+def _mask(losses: Tensor, prediction: Tensor) -> Tensor | None:
+    """Return the Keras mask of the losses; a loss that was reduced over masked entries has none."""
     masks = [get_keras_mask(part) for part in (prediction, losses)]
     fitting = [m for m in masks if m is not None and len(m.shape) <= len(losses.shape)]
     return functools.reduce(ops.logical_and, fitting) if fitting else None
 
 
-def _along(losses: Any, weight: Any) -> Any:
-    """Cast weights to the losses' type and rank: one of a row weighs all the row's losses."""
+def _along(losses: Tensor, weight: Tensor) -> Tensor:
+    """Cast weights to the losses' type and rank: an example's weight counts for all its losses."""
     weight = ops.cast(weight, losses.dtype)
     extra = len(weight.shape) - len(losses.shape)
     if extra > 0:
@@ -276,11 +284,11 @@ def _along(losses: Any, weight: Any) -> Any:
     return ops.expand_dims(weight, axis=tuple(range(len(weight.shape), len(losses.shape))))
 
 
-def _float(number: Any, losses: Any) -> Any:
+def _float(number: Tensor | int, losses: Tensor) -> Tensor:
     return ops.cast(number, losses.dtype)
 
 
-def _only(nest: Any) -> Any:
+def _only(nest: Nest) -> Any:
     """Take a single output's setting out of a list or dictionary of one."""
     leaves = keras.tree.flatten(nest) if keras.tree.is_nested(nest) else [nest]
     return leaves[0] if len(leaves) == 1 else nest

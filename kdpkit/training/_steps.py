@@ -34,7 +34,7 @@ class Steps(Protocol):
         """Enter what explains that another process is gone."""
 
     def check_parts(self) -> None:
-        """Refuse to compare the parts of a batch that is in one part."""
+        """Reject to compare the parts of a batch that is in one part."""
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
         """Check a dataset, spread its batches over the replicas, and build the model for them."""
@@ -55,4 +55,4 @@ class Steps(Protocol):
         """Predict up to so many batches; give how many there were, and their predictions."""
 
     def finish_training(self) -> None:
-        """Give the model the averages of its weights, if the optimizer keeps such."""
+        """Set the weights to their averages, if the optimizer keeps such."""

@@ -440,7 +440,7 @@ for _reduction, _rate in (
         promises={} if _reduction else {"TrainingLoop": "by definition"} | on_jax("-"),
     )
 _add(
-    "a loss of the whole batch (Dice)",
+    "a loss of the global batch (Dice)",
     lambda: _compiled(_net(), loss=losses.Dice()),
     _data(y=ONE_HOT),
 )

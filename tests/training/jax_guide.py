@@ -18,14 +18,14 @@ class GuideLoop:
         optimizer: Its optimizer, built.
         loss: A Keras loss.
         devices: Devices to train on.
-        as_published: Whether state is replicated as it stands there, which Keras 3.15 refuses.
+        as_published: Whether state is replicated as it stands there, which fails in Keras 3.15.
     """
 
     def __init__(self, model, optimizer, loss, devices, *, as_published=False):
         self.model, self.optimizer = model, optimizer
         grid = mesh_utils.create_device_mesh((len(devices),), devices)
         everywhere = NamedSharding(Mesh(grid, ("_",)), PartitionSpec())
-        self.by_rows = NamedSharding(Mesh(grid, ("batch",)), PartitionSpec("batch"))
+        self.by_examples = NamedSharding(Mesh(grid, ("batch",)), PartitionSpec("batch"))
         parts = (
             model.trainable_variables,
             model.non_trainable_variables,
@@ -51,10 +51,10 @@ class GuideLoop:
         self.train_step = train_step
 
     def train(self, batches):
-        """Train on NumPy batches; give the last loss, when it is there."""
+        """Train on NumPy batches; return the last loss, when it is there."""
         value = np.nan
         for x, y in batches:
-            value, self.state = self.train_step(self.state, jax.device_put(x, self.by_rows), y)
+            value, self.state = self.train_step(self.state, jax.device_put(x, self.by_examples), y)
         return float(value)
 
     def write_back(self):

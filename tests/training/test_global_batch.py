@@ -1,13 +1,14 @@
-"""Steps on the whole batch: their gradients are one device's, whatever the step does with them."""
+"""Steps on the global batch: their gradients are one device's, whatever the step does with them."""
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
+from tensorflow.python.ops import op_selector
 
 from kdpkit.training import gather_examples, replica_exact
-from kdpkit.training.tensorflow import _whole_batch
+from kdpkit.training.tensorflow import _global_batch
 from tests.training import faults
 from tests.training.programs import Program, outcomes
 
@@ -166,10 +167,10 @@ def test_a_step_trains_as_on_one_device(name, replicas):
 
 
 def test_only_layers_of_keras_are_divided_where_a_layer_looks_at_all_examples():
-    assert not _whole_batch.is_of_a_library(Mixing())
-    assert _whole_batch.is_of_a_library(layers.Dense(3))
-    assert not _whole_batch.is_of_a_library(keras.Sequential([layers.Dense(3), Mixing()]))
-    assert _whole_batch.is_of_a_library(keras.Sequential([layers.Dense(3)]))
+    assert not _global_batch.is_of_a_library(Mixing())
+    assert _global_batch.is_of_a_library(layers.Dense(3))
+    assert not _global_batch.is_of_a_library(keras.Sequential([layers.Dense(3), Mixing()]))
+    assert _global_batch.is_of_a_library(keras.Sequential([layers.Dense(3)]))
 
 
 def test_a_model_that_is_loaded_again_trains_the_same(tmp_path):
@@ -191,3 +192,22 @@ def test_a_model_that_is_loaded_again_trains_the_same(tmp_path):
 
     for one, other in zip(trained(False), trained(True), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def test_gradients_across_replicas_do_not_make_tensorflow_walk_the_graph(monkeypatch):
+    walked = []
+    original = op_selector.get_backward_walk_ops
+
+    def walk(*args, **kwargs):
+        found = original(*args, **kwargs)
+        walked.append(len(found))
+        return found
+
+    monkeypatch.setattr(op_selector, "get_backward_walk_ops", walk)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        parts = [part for _ in range(4) for part in (layers.Dense(3), layers.BatchNormalization())]
+        model = replica_exact(keras.Sequential([keras.Input((3,)), *parts]), verify=False)
+        model.compile("sgd", "mse")
+    model.fit(np.ones((4, 3)), np.ones((4, 3)), batch_size=4, verbose=0)
+    assert walked
+    assert max(walked) <= 20, walked

@@ -3,6 +3,8 @@
 tests/test_environments.py runs it there.
 """
 
+import functools
+
 import jax
 import keras
 import numpy as np
@@ -14,7 +16,7 @@ from kdpkit.training import TrainingLoop
 from tests.training.jax_guide import GuideLoop
 
 pytestmark = [pytest.mark.jax, pytest.mark.slow]
-BATCH, ROWS = 32, 160
+BATCH, EXAMPLES = 32, 160
 
 
 def build():
@@ -45,36 +47,38 @@ def build():
 
 def data():
     images, labels = corpora.digits().train
-    return images[:ROWS].astype("float32"), labels[:ROWS]
+    return images[:EXAMPLES].astype("float32"), labels[:EXAMPLES]
 
 
 def batches():
     x, y = data()
-    return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, ROWS, BATCH)]
+    return [(x[i : i + BATCH], y[i : i + BATCH]) for i in range(0, EXAMPLES, BATCH)]
 
 
+def arrays(variables):
+    return [np.array(variable.value) for variable in variables]
+
+
+@functools.cache
 def on_one_device():
+    """Train on one device; return weights, statistics and the optimizer's state."""
     model, optimizer, loss = build()
     model.compile(optimizer, loss)
     model.fit(*data(), batch_size=BATCH, shuffle=False, epochs=1, verbose=0)
-    return model, optimizer
+    return [
+        arrays(part)
+        for part in (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+    ]
 
 
 def change(model):
     """How far a model is from the one that one device trains, over how far training moved it."""
-    expected, start = on_one_device()[0], build()[0]
-    weights = zip(
-        model.trainable_variables,
-        expected.trainable_variables,
-        start.trainable_variables,
-        strict=True,
-    )
-    pairs = [(np.abs(w - e).max(), np.abs(e - s).max()) for w, e, s in _values(weights)]
-    return max(off for off, _ in pairs) / max(moved for _, moved in pairs)
+    start, (expected, *_) = arrays(build()[0].trainable_variables), on_one_device()
 
+    def largest(one, other):
+        return max(np.abs(a - b).max() for a, b in zip(one, other, strict=True))
 
-def _values(groups):
-    return [[np.asarray(variable.value) for variable in group] for group in groups]
+    return largest(arrays(model.trainable_variables), expected) / largest(expected, start)
 
 
 @pytest.mark.needs(jax="0.8", reason="`jax.device_put` takes Keras' variables")
@@ -84,7 +88,7 @@ def test_as_published_it_does_not_start():
         GuideLoop(model, optimizer, loss, jax.devices(), as_published=True)
 
 
-def test_mended_it_trains_something_else_and_forgets_the_optimizer():
+def test_fixed_it_trains_something_else_and_forgets_the_optimizer():
     model, optimizer, loss = build()
     guide = GuideLoop(model, optimizer, loss, jax.devices())
     guide.train(batches())
@@ -93,29 +97,14 @@ def test_mended_it_trains_something_else_and_forgets_the_optimizer():
     assert int(optimizer.iterations.value) == 0
 
 
-@pytest.mark.parametrize("devices", [1, 2, 8])
+@pytest.mark.parametrize("devices", [1, 8])
 def test_ours_is_one_device_and_writes_everything_back(devices):
     model, optimizer, loss = build()
     loop = TrainingLoop(model, optimizer=optimizer, loss=loss, strategy=sharding.data_mesh(devices))
     loop.fit(ArrayBatches(data(), global_batch_size=BATCH), epochs=1, verbose=0)
     assert change(model) <= 1e-5
-    expected, of_expected = on_one_device()
-    for one, other in _values(zip(optimizer.variables, of_expected.variables, strict=True)):
-        np.testing.assert_allclose(one, other, atol=1e-6)
-    for one, other in _values(
-        zip(model.non_trainable_variables, expected.non_trainable_variables, strict=True)
-    ):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("devices", [1, 2, 8])
-def test_so_is_the_step_that_one_can_build_a_loop_from(devices):
-    model, optimizer, loss = build()
-    mesh = sharding.data_mesh(devices)
-    state = sharding.TrainState.replicated(model, optimizer, mesh)
-    step = sharding.make_train_step(model, optimizer, loss)
-    for batch in batches():
-        state, _ = step(state, sharding.shard_batch(batch, mesh))
-    state.write_back(model, optimizer)
-    assert change(model) <= 1e-5
-    assert int(optimizer.iterations.value) == len(batches())
+    _, *expected = on_one_device()
+    found = arrays(model.non_trainable_variables), arrays(optimizer.variables)
+    for one, other in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)

@@ -3,6 +3,8 @@
 tests/test_environments.py runs it there.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -11,8 +13,8 @@ from kdpkit import batches, sharding, testing
 from kdpkit.training import TrainingLoop, replica_exact
 
 pytestmark = pytest.mark.jax
-ROWS, SIZE, DEVICES = 22, 8, 4  # a last batch of 6, which 4 devices do not divide
-X, Y = testing.toy_classification(ROWS)
+EXAMPLES, SIZE, DEVICES = 22, 8, 4  # a last batch of 6, which 4 devices do not divide
+X, Y = testing.toy_classification(EXAMPLES)
 
 
 class OwnDataset(keras.utils.PyDataset):
@@ -64,6 +66,7 @@ def build():
     return model
 
 
+@functools.cache
 def on_one_device():
     model = build()
     model.fit(X, Y, batch_size=SIZE, epochs=2, shuffle=False, verbose=0)
@@ -98,7 +101,7 @@ def test_every_kind_of_input_trains_as_arrays_on_one_device(kind, train):
 
 
 @pytest.mark.parametrize("kind", [arrays, GRAIN[0]])
-def test_padded_batches_evaluate_as_the_real_rows(kind):
+def test_padded_batches_evaluate_as_the_real_examples(kind):
     model = build()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     loop = TrainingLoop(

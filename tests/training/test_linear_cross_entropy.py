@@ -12,7 +12,7 @@ ON_JAX = keras.backend.backend() == "jax"
 
 
 def gradients(loss, arguments, jit):
-    """Give the loss of each position and the gradients of their sum, as NumPy arrays."""
+    """Return the loss of each position and the gradients of their sum, as NumPy arrays."""
     if ON_JAX:
         import jax
 
@@ -48,12 +48,12 @@ def both(positions, width, size, chunk_size, *, jit, seed=0, scale=1.0, dtype="f
         hidden, kernel = ops.cast(hidden, dtype), ops.cast(kernel, dtype)
         return linear_cross_entropy(hidden, kernel, labels, bias=bias, chunk_size=chunk_size).losses
 
-    def whole(hidden, kernel, bias):
+    def with_all_logits(hidden, kernel, bias):
         logits = ops.matmul(hidden, ops.transpose(kernel)) + bias
         return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
     arguments = (hidden, kernel, bias)
-    return gradients(chunked, arguments, jit), gradients(whole, arguments, jit=False)
+    return gradients(chunked, arguments, jit), gradients(with_all_logits, arguments, jit=False)
 
 
 def assert_close(ours, theirs, tolerance):
@@ -82,7 +82,7 @@ def test_in_half_precision_they_are_near():
     assert_close(*both(20, 16, 100, 32, jit=True, dtype="bfloat16"), 3e-2)
 
 
-def test_predictions_are_the_most_probable_pieces_and_shapes_stay():
+def test_predictions_are_the_most_probable_tokens_and_shapes_stay():
     random = np.random.default_rng(0)
     hidden = random.normal(size=(2, 3, 4)).astype("float32")
     kernel = random.normal(size=(11, 4)).astype("float32")
@@ -93,7 +93,7 @@ def test_predictions_are_the_most_probable_pieces_and_shapes_stay():
 
 
 @pytest.mark.parametrize("jit", [False, True])
-def test_pieces_that_cannot_be_may_fill_a_chunk(jit):
+def test_tokens_of_probability_zero_may_fill_a_chunk(jit):
     hidden, kernel = np.eye(3, 4, dtype="float32"), np.eye(9, 4, dtype="float32")
     bias = np.array([-np.inf] * 4 + [0.0] * 5, "float32")
     labels = np.array([4, 5, 8])
@@ -103,9 +103,9 @@ def test_pieces_that_cannot_be_may_fill_a_chunk(jit):
             linear_cross_entropy(*values[:2], labels, bias=values[2], chunk_size=chunk_size).losses
         )
 
-    chunked, whole = (gradients(losses(size), (hidden, kernel, bias), jit) for size in (3, 9))
-    np.testing.assert_allclose(whole[0], np.log(5.0), rtol=1e-6)
-    assert_close(chunked, whole, 1e-6)
+    chunked, complete = (gradients(losses(size), (hidden, kernel, bias), jit) for size in (3, 9))
+    np.testing.assert_allclose(complete[0], np.log(5.0), rtol=1e-6)
+    assert_close(chunked, complete, 1e-6)
 
 
 @pytest.mark.parametrize("label", [-1, -100, 5])
@@ -136,13 +136,13 @@ def test_a_step_needs_a_part_of_the_memory_of_all_logits():
             hidden, kernel, labels, chunk_size=1024
         ).losses.mean()
     )
-    whole = memory(
+    complete = memory(
         lambda hidden, kernel: keras.losses.sparse_categorical_crossentropy(
             labels, hidden @ kernel.T, from_logits=True
         ).mean()
     )
-    assert whole >= 4 * positions * size
-    assert chunked < whole / 4
+    assert complete >= 4 * positions * size
+    assert chunked < complete / 4
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_shapes_that_do_not_fit_get_one_sentence(hidden, kernel, labels, bias):
 
 
 class VocabularyLoop(training.TrainingLoop):
-    """The model gives what logits are computed from; its embedding is the kernel."""
+    """The model computes the hidden states of logits; its embedding is the kernel."""
 
     def per_example_loss(self, x, y, *, training):
         hidden = self.model(x, training=training)

@@ -721,7 +721,10 @@ def test_a_list_of_losses_follows_the_order_of_keras():
             {"loss": scalar_loss, "accumulation": 2},
             r"examples of a batch with each other.*Received: loss='scalar_loss'",
         ),
-        ({"loop": ByColumn}, r"a loss for each row.*Received: losses_shape=\(3,\), rows=13"),
+        (
+            {"loop": ByColumn},
+            r"a loss for each example.*Received: losses_shape=\(3,\), num_examples=13",
+        ),
         pytest.param(
             {"build": with_batch_norm, "accumulation": 2},
             "BatchNormalization cannot meet.*accumulation=2",
@@ -746,7 +749,7 @@ def test_batch_normalization_by_replica_is_warned_about_and_stays_finite(accumul
     def build():
         return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(3)])
 
-    with pytest.warns(UserWarning, match="normalizes by each replica's own rows"):
+    with pytest.warns(UserWarning, match="normalizes by each replica's own examples"):
         loop, history = trained(
             4, build=build, accumulation=accumulation, batch_norm="replica", verify=False
         )
@@ -786,7 +789,7 @@ def mean_size(_, predictions):
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("train", ["fit", "loop"])
-def test_moving_state_and_scalar_metrics_are_those_of_the_whole_batch(train, replicas):
+def test_moving_state_and_scalar_metrics_are_those_of_the_global_batch(train, replicas):
     data = batches(12, 13)  # one row last: replicas without rows
     one = with_centered()
     one.compile("sgd", crossentropy(), metrics=[mean_size])
@@ -836,7 +839,7 @@ def test_a_layer_with_a_state_for_each_row_is_refused():
 
     x = np.ones((8, 6, 1), "float32")
     data = tf.data.Dataset.from_tensor_slices((x, np.zeros(8))).batch(4, drop_remainder=True)
-    with pytest.raises(ValueError, match="goes on from a state for each row.*layer='lstm'"):
+    with pytest.raises(ValueError, match="goes on from a state for each example.*layer='lstm'"):
         trained(2, data, build=build)
 
 

@@ -9,17 +9,17 @@ from kdpkit.training import global_mean_loss
 
 
 def parts(per_example, replicas, **arguments):
-    """The loss of each replica, when the rows are cut as tf.distribute cuts them."""
+    """The loss of each replica, when the examples are cut as tf.distribute cuts them."""
     strategy = strategies.select_strategy("mirrored", devices=replicas)
     sizes = scaling.split_batch(len(per_example), replicas)
-    pieces = np.split(per_example, np.cumsum(sizes)[:-1])
+    shards = np.split(per_example, np.cumsum(sizes)[:-1])
     weights = arguments.pop("sample_weight", None)
-    weight_pieces = None if weights is None else np.split(weights, np.cumsum(sizes)[:-1])
+    weight_shards = None if weights is None else np.split(weights, np.cumsum(sizes)[:-1])
 
     def on_replica(context):
         index = context.replica_id_in_sync_group
-        weight = None if weights is None else tf.constant(weight_pieces[index])
-        return {"loss": tf.constant(pieces[index]), "weight": weight}
+        weight = None if weights is None else tf.constant(weight_shards[index])
+        return {"loss": tf.constant(shards[index]), "weight": weight}
 
     values = strategy.experimental_distribute_values_from_function(on_replica)
     losses = strategy.run(
@@ -30,23 +30,27 @@ def parts(per_example, replicas, **arguments):
 
 
 @given(
-    rows=st.integers(1, 9),
+    examples=st.integers(1, 9),
     replicas=st.integers(1, 4),
-    in_a_row=st.sampled_from([(), (3,), (2, 2)]),
+    losses_per_example=st.sampled_from([(), (3,), (2, 2)]),
     weighted=st.booleans(),
 )
 @settings(max_examples=30)
-def test_the_parts_of_all_replicas_add_up_to_the_mean(rows, replicas, in_a_row, weighted):
-    random = np.random.default_rng(rows)
-    losses = random.normal(size=(rows, *in_a_row)).astype("float32")
-    weights = random.uniform(0, 2, rows).astype("float32") if weighted else None
-    expected = losses if weights is None else losses * weights.reshape(-1, *[1] * len(in_a_row))
+def test_the_parts_of_all_replicas_add_up_to_the_mean(
+    examples, replicas, losses_per_example, weighted
+):
+    random = np.random.default_rng(examples)
+    losses = random.normal(size=(examples, *losses_per_example)).astype("float32")
+    weights = random.uniform(0, 2, examples).astype("float32") if weighted else None
+    expected = (
+        losses if weights is None else losses * weights.reshape(-1, *[1] * len(losses_per_example))
+    )
     total = sum(parts(losses, replicas, sample_weight=weights))
     assert total == pytest.approx(expected.mean(), abs=1e-6)
 
 
-def test_known_parts_of_five_rows_on_four_replicas():
-    losses = np.array([1, 2, 3, 4, 5], "float32")  # cut into 2, 2, 1 and 0 rows
+def test_known_parts_of_five_examples_on_four_replicas():
+    losses = np.array([1, 2, 3, 4, 5], "float32")  # cut into 2, 2, 1 and 0 examples
     assert parts(losses, 4) == pytest.approx([0.6, 1.4, 1.0, 0.0])
 
 
@@ -70,9 +74,9 @@ def test_its_gradient_on_replicas_adds_up_to_one_devices():
         weight = tf.Variable([[3.0]])
     dataset = tf.data.Dataset.from_tensors(x)
 
-    def gradient(rows):
+    def gradient(x):
         with tf.GradientTape() as tape:
-            loss = global_mean_loss(tf.square(rows @ weight)[:, 0])
+            loss = global_mean_loss(tf.square(x @ weight)[:, 0])
         return tape.gradient(loss, weight)
 
     [batch] = strategy.experimental_distribute_dataset(dataset)
@@ -83,7 +87,7 @@ def test_its_gradient_on_replicas_adds_up_to_one_devices():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"per_example": 1.0}, "one loss for each row.*Received: per_example=1.0"),
+        ({"per_example": 1.0}, "one loss for each example.*Received: per_example=1.0"),
         ({"per_example": [1.0], "global_batch_size": 0}, "`global_batch_size` must be a positive"),
         ({"per_example": [1.0], "global_batch_size": 2.5}, "`global_batch_size` must be a posi"),
     ],
@@ -93,7 +97,7 @@ def test_bad_arguments_get_one_sentence(arguments, sentence):
         global_mean_loss(arguments.pop("per_example"), **arguments)
 
 
-def test_half_precision_losses_keep_their_type_and_the_count_of_rows():
+def test_half_precision_losses_keep_their_type_and_the_count_of_examples():
     losses = tf.ones(300, tf.bfloat16)
     mean = global_mean_loss(losses)
     assert mean.dtype == tf.bfloat16

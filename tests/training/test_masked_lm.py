@@ -7,7 +7,7 @@ import pytest
 
 from kdpkit import batches, training
 
-VOCABULARY, LENGTH, PLACES, ROWS = 53, 12, 3, 10
+VOCABULARY, LENGTH, MASKED, EXAMPLES = 53, 12, 3, 10
 
 
 def small_bert(kind="Bert", **head):
@@ -29,12 +29,12 @@ def small_bert(kind="Bert", **head):
     return model
 
 
-def masked_rows():
-    """Features, labels and weights: the last row predicts one token, the others three."""
+def masked_examples():
+    """Features, labels and weights: the last example predicts one token, the others three."""
     random = np.random.default_rng(0)
-    tokens = random.integers(0, VOCABULARY, (ROWS, LENGTH)).astype("int32")
-    positions = np.argsort(random.random((ROWS, LENGTH)))[:, :PLACES].astype("int32")
-    weights = np.ones((ROWS, PLACES), "float32")
+    tokens = random.integers(0, VOCABULARY, (EXAMPLES, LENGTH)).astype("int32")
+    positions = np.argsort(random.random((EXAMPLES, LENGTH)))[:, :MASKED].astype("int32")
+    weights = np.ones((EXAMPLES, MASKED), "float32")
     weights[-1, 1:] = 0
     features = {
         "token_ids": tokens,
@@ -56,15 +56,15 @@ def devices(count):
 
 
 def data(of="Bert"):
-    features, *others = masked_rows()
+    features, *others = masked_examples()
     if of != "Bert":
         del features["segment_ids"]
-    rows = (features, *others)
+    parts = (features, *others)
     if keras.backend.backend() == "jax":
-        return batches.ArrayBatches(rows, global_batch_size=4, remainder="keep")
+        return batches.ArrayBatches(parts, global_batch_size=4, remainder="keep")
     import tensorflow as tf
 
-    return tf.data.Dataset.from_tensor_slices(rows).batch(4)
+    return tf.data.Dataset.from_tensor_slices(parts).batch(4)
 
 
 def trained(count, kind=training.MaskedLMLoop, of="Bert", **arguments):
@@ -158,7 +158,7 @@ def test_in_mixed_precision_too():
     assert ours["val_loss"][1] < ours["val_loss"][0]
 
 
-def test_models_whose_logits_it_does_not_know_are_refused():
+def test_models_whose_logits_it_does_not_know_raise():
     plain = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
     with pytest.raises(ValueError, match="MaskedLMHead.*model='Sequential'"):
         training.MaskedLMLoop(plain, optimizer="sgd")
@@ -173,13 +173,13 @@ def test_models_whose_logits_it_does_not_know_are_refused():
         training.MaskedLMLoop(small_bert(), optimizer="sgd", chunk_size=0)
 
 
-@pytest.mark.parametrize("of", ["no labels", "no places", "tokens alone"])
+@pytest.mark.parametrize("of", ["no labels", "no positions", "tokens alone"])
 def test_data_that_are_not_masked_get_one_sentence(of):
     tf = pytest.importorskip("tensorflow")
-    x, y, _ = masked_rows()
+    x, y, _ = masked_examples()
     parts = {
         "no labels": (x,),
-        "no places": ({name: x[name] for name in x if name != "mask_positions"}, y),
+        "no positions": ({name: x[name] for name in x if name != "mask_positions"}, y),
         "tokens alone": (x["token_ids"], y),
     }
     loop = training.MaskedLMLoop(small_bert(), optimizer="sgd")

@@ -1,4 +1,4 @@
-"""The parts of KerasHub's models that are computed at the masked places alone."""
+"""The parts of KerasHub's models that are computed at the masked positions alone."""
 
 import keras
 import keras_hub
@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from keras import ops
 
-from kdpkit.training import _masked_places
+from kdpkit.training import _masked_positions
 
-ROWS, LENGTH, PLACES = 4, 9, 3
+EXAMPLES, LENGTH, MASKED = 4, 9, 3
 SIZES = {
     "vocabulary_size": 31,
     "num_layers": 2,
@@ -29,17 +29,17 @@ def backbone(kind, **settings):
     return made
 
 
-def rows(backbone):
-    """Rows of different lengths, and places that are no padding; one is there twice."""
+def examples(backbone):
+    """Examples of different lengths, and positions that are no padding; one is there twice."""
     random = np.random.default_rng(2)
     lengths = [LENGTH, 4, 6, 3]
     mask = np.arange(LENGTH) < np.array(lengths)[:, None]
     features = {
-        "token_ids": random.integers(0, 31, (ROWS, LENGTH)),
-        "segment_ids": random.integers(0, 2, (ROWS, LENGTH)),
+        "token_ids": random.integers(0, 31, (EXAMPLES, LENGTH)),
+        "segment_ids": random.integers(0, 2, (EXAMPLES, LENGTH)),
         "padding_mask": mask.astype("int32"),
     }
-    positions = np.array([random.integers(0, length, PLACES) for length in lengths])
+    positions = np.array([random.integers(0, length, MASKED) for length in lengths])
     positions[0] = [8, 0, 8]
     return {name: features[name] for name in backbone.input}, positions.astype("int32")
 
@@ -49,12 +49,12 @@ def sequence(outputs):
 
 
 def encoded(made, *, training=False):
-    """Give the encoded places, and the same places of the whole output."""
-    features, positions = rows(made)
-    encode = _masked_places.encoder_at_places(made)
-    whole = ops.convert_to_numpy(sequence(made(features, training=False)))
-    places = ops.convert_to_numpy(encode(features, positions, training=training))
-    return places, np.take_along_axis(whole, positions[..., None], axis=1)
+    """Return the encoded positions, and the same positions of the complete output."""
+    features, positions = examples(made)
+    encode = _masked_positions.encoder_at_positions(made)
+    complete = ops.convert_to_numpy(sequence(made(features, training=False)))
+    found = ops.convert_to_numpy(encode(features, positions, training=training))
+    return found, np.take_along_axis(complete, positions[..., None], axis=1)
 
 
 @pytest.mark.parametrize(
@@ -69,11 +69,11 @@ def encoded(made, *, training=False):
         ("Albert", {"embedding_dim": 8}, False),
     ],
 )
-def test_places_are_encoded_as_in_the_whole_output(kind, settings, alone):
+def test_positions_are_encoded_as_in_the_complete_output(kind, settings, alone):
     made = backbone(kind, **settings)
-    assert (_masked_places._last_layer(made) is not None) == alone
-    places, expected = encoded(made)
-    np.testing.assert_allclose(places, expected, rtol=2e-5, atol=2e-5)
+    assert (_masked_positions._last_layer(made) is not None) == alone
+    found, expected = encoded(made)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
 def transformer(*layers):
@@ -93,18 +93,18 @@ def transformer(*layers):
 def test_a_layer_that_normalizes_first_is_encoded_as_it_is():
     layer = keras_hub.layers.TransformerEncoder
     made = transformer(*(layer(16, 2, normalize_first=True) for _ in range(2)))
-    assert _masked_places._last_layer(made) is made.transformer_layers[-1]
-    places, expected = encoded(made)
-    np.testing.assert_allclose(places, expected, rtol=2e-5, atol=2e-5)
+    assert _masked_positions._last_layer(made) is made.transformer_layers[-1]
+    found, expected = encoded(made)
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
 
 
-def test_a_layer_of_another_class_is_computed_whole():
+def test_a_layer_of_another_class_is_computed_everywhere():
     class Doubled(keras_hub.layers.TransformerEncoder):
         def call(self, inputs, **settings):
             return 2 * super().call(inputs, **settings)
 
     made = transformer(Doubled(16, 2))
-    assert _masked_places._last_layer(made) is None
+    assert _masked_positions._last_layer(made) is None
     np.testing.assert_allclose(*encoded(made), rtol=2e-5, atol=2e-5)
 
 
@@ -117,7 +117,7 @@ def test_dropout_is_drawn_in_training_alone():
 
 
 class CausalBackbone(keras_hub.models.Backbone):
-    """One encoder layer, in which a place sees those before it alone."""
+    """One encoder layer, in which a position sees those before it alone."""
 
     def __init__(self):
         tokens, visible = (
@@ -137,6 +137,6 @@ def test_a_backbone_with_an_attention_mask_of_its_own_keeps_it():
     keras.utils.set_random_seed(0)
     backbone = CausalBackbone()
     features = {"token_ids": np.array([[3, 7, 9, 4]]), "padding_mask": np.ones((1, 4), "int32")}
-    encode = _masked_places.encoder_at_places(backbone)
-    at_places = encode(features, np.array([[0, 2]]), training=False)
-    np.testing.assert_allclose(at_places, np.asarray(backbone(features))[:, [0, 2]], atol=1e-6)
+    encode = _masked_positions.encoder_at_positions(backbone)
+    at_positions = encode(features, np.array([[0, 2]]), training=False)
+    np.testing.assert_allclose(at_positions, np.asarray(backbone(features))[:, [0, 2]], atol=1e-6)

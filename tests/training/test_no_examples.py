@@ -1,8 +1,11 @@
-"""Convolutions and poolings on replicas that have no examples of a batch."""
+"""Replicas that have no examples of a batch: convolutions, poolings, sparse and ragged inputs."""
+
+import contextlib
 
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
 from kdpkit import strategies
@@ -77,3 +80,43 @@ def test_one_example_is_evaluated_and_predicted():
     assert model.evaluate(x, y, verbose=0) == pytest.approx(
         alone.evaluate(x, y, verbose=0), rel=1e-5
     )
+
+
+def _dense(x):
+    if isinstance(x, tf.SparseTensor):
+        x = tf.sparse.to_dense(x)
+    elif isinstance(x, tf.RaggedTensor):
+        x = x.to_tensor()
+    return keras.ops.reshape(x, (-1, 2))
+
+
+class OnPacked(keras.Model):
+    """Takes sparse or ragged examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(1)
+        self.dense.build((None, 2))
+
+    def call(self, x):
+        return self.dense(_dense(x))
+
+
+@pytest.mark.parametrize("pack", [tf.sparse.from_dense, tf.RaggedTensor.from_tensor])
+def test_a_batch_of_fewer_sparse_or_ragged_examples_than_replicas_trains(pack):
+    x = np.random.default_rng(0).normal(size=(4, 2)).astype("float32")
+    y = x.sum(axis=1, keepdims=True)
+    batches = tf.data.Dataset.from_tensor_slices((pack(x), y)).batch(3)
+
+    def trained(scope):
+        keras.utils.set_random_seed(0)
+        with scope:
+            model = replica_exact(OnPacked())
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        loss = model.fit(batches, epochs=2, verbose=0).history["loss"]
+        return [*model.get_weights(), loss, model.predict(batches, verbose=0)]
+
+    one = trained(contextlib.nullcontext())
+    four = trained(strategies.select_strategy("mirrored", devices=4).scope())
+    for alone, split in zip(one, four, strict=True):
+        np.testing.assert_allclose(split, alone, rtol=1e-5, atol=1e-6)

@@ -10,8 +10,8 @@ from keras import layers
 
 from kdpkit import scaling, strategies
 from kdpkit.training import TrainingLoop, gather_examples, replica_exact
-from kdpkit.training.tensorflow._keras_internals import install
 from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._step_patches import install
 
 pytestmark = pytest.mark.tensorflow
 install()

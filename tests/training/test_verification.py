@@ -1,5 +1,7 @@
 """A step that depends on how its batch is cut is not trained; others are, as if unverified."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -8,9 +10,9 @@ from keras import layers
 
 from kdpkit import strategies, testing
 from kdpkit.training import TrainingLoop, replica_exact
-from kdpkit.training.tensorflow import _whole_batch
+from kdpkit.training.tensorflow import _global_batch
 from tests.training import faults
-from tests.training.programs import Program, outcomes
+from tests.training.programs import Program, hidden, outcomes
 
 pytestmark = pytest.mark.tensorflow
 MORE = [pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 4, 8)]
@@ -45,7 +47,7 @@ def assert_same(one, other):
 @pytest.mark.parametrize("replicas", [2, *MORE])
 @pytest.mark.parametrize("fault", each(faults.FAULTS, QUICK))
 def test_a_planted_fault_is_named_before_the_first_step(fault, replicas, monkeypatch):
-    monkeypatch.setattr(_whole_batch, "DIVISIONS", ())  # which are right for most of them
+    monkeypatch.setattr(_global_batch, "DIVISIONS", ())  # which are right for most of them
     keras.utils.set_random_seed(0)
     with scope(replicas):
         model = replica_exact(fault.build())
@@ -62,13 +64,13 @@ def test_a_planted_fault_is_named_before_the_first_step(fault, replicas, monkeyp
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("replicas", [2, 3, 4, 8])
 @pytest.mark.parametrize("fault", each(faults.FAULTS, ()))
-def test_a_planted_fault_is_trained_on_the_whole_batch_or_named(fault, replicas, capfd):
+def test_a_planted_fault_is_trained_on_the_global_batch_or_named(fault, replicas, capfd):
     found = outcomes.outcome(Program(fault.name, fault.build, fault.data), replicas)
     if fault.name in faults.UNSHARED:
         assert found.verdict == "refused", found
     else:
         assert found.verdict == "equal", found
-        assert "runs this step on the whole batch" in capfd.readouterr().err
+        assert "runs this step on the global batch" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -281,7 +283,7 @@ def test_examples_along_another_axis_are_named_in_a_sentence(monkeypatch):
             self.optimizer.apply(gradients, self.trainable_variables)
             return {"loss": loss}
 
-    monkeypatch.setattr(_whole_batch, "DIVISIONS", ())
+    monkeypatch.setattr(_global_batch, "DIVISIONS", ())
     with scope(2):
         model = replica_exact(Pairs())
         model.compile("sgd")
@@ -346,10 +348,102 @@ def test_an_error_of_the_users_own_stays_as_it_is():
         model.fit(*testing.toy_classification(9), verbose=0)
 
 
-def test_what_may_depend_on_the_cut_later_is_said_where_the_whole_batch_does_not_help(
+class OverWeights(keras.Model):
+    """Divides by the weights of the examples, where they have such."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential([keras.Input((4,)), layers.Dense(3)])
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            loss = tf.reduce_mean(losses)
+            if weights is not None:
+                loss = tf.reduce_sum(losses * weights) / tf.reduce_sum(weights)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("by_batches", [False, True])
+def test_a_step_is_verified_again_for_batches_of_another_structure(by_batches):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(9, 4)).astype("float32"), random.integers(0, 3, 9)
+    weights = random.uniform(0.1, 1, 9).astype("float32")
+
+    def trained(model):
+        model.compile(keras.optimizers.SGD(0.1))
+        for more in ((), (weights,)):
+            if by_batches:
+                model.train_on_batch(x, y, *more)
+            else:
+                model.fit(x, y, 5, sample_weight=more[0] if more else None, shuffle=False)
+        return model.get_weights()
+
+    keras.utils.set_random_seed(0)
+    one = trained(OverWeights())
+    keras.utils.set_random_seed(0)
+    with scope(2):
+        model = replica_exact(OverWeights())
+    for mine, wanted in zip(trained(model), one, strict=True):
+        np.testing.assert_allclose(mine, wanted, atol=1e-6)
+
+
+class OfStaticSize(OverWeights):
+    def train_step(self, data):
+        sum(range(data[0].shape[0]))
+        return super().train_step(data)
+
+
+class OfAtLeastOne(OverWeights):
+    """Has its passes in a function, where replicas cannot meet, which fails without examples."""
+
+    @tf.function
+    def gradients_of(self, x, y):
+        with tf.GradientTape() as tape:
+            losses = keras.losses.sparse_categorical_crossentropy(y, self(x), from_logits=True)
+            loss = tf.reduce_mean(losses)
+        with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(x)[0])]):
+            return tape.gradient(loss, self.trainable_weights)
+
+    def train_step(self, data):
+        self.optimizer.apply(self.gradients_of(*data), self.trainable_weights)
+        return {"loss": tf.constant(0.0)}
+
+
+@pytest.mark.parametrize(
+    ("make", "replicas", "sentence"),
+    [
+        (
+            OfStaticSize,
+            2,
+            r"how many examples a batch has.*Received: error=.*`ops.shape\(x\)\[0\]`",
+        ),
+        (OfAtLeastOne, 4, r"Received: examples_of_replicas=\[1, 1, 1, 0\].*at least 4 examples"),
+    ],
+)
+def test_steps_that_need_a_size_or_examples_are_named_in_a_sentence(
+    make, replicas, sentence, monkeypatch
+):
+    monkeypatch.setattr(_global_batch, "DIVISIONS", ())
+    x, y = np.ones((3, 4), "float32"), np.arange(3)
+    with scope(replicas):
+        model = replica_exact(make())
+        model.compile("sgd")
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(3, drop_remainder=True)
+    with pytest.raises(ValueError, match=sentence):
+        model.fit(batches, verbose=0)
+
+
+def test_what_may_depend_on_the_cut_later_is_said_where_the_global_batch_does_not_help(
     monkeypatch, capfd
 ):
-    monkeypatch.setattr(_whole_batch, "DIVISIONS", ())
+    monkeypatch.setattr(_global_batch, "DIVISIONS", ())
     rarely = faults.step(change=lambda gradients: [tf.clip_by_norm(g, 1e3) for g in gradients])
     with scope(2):
         model = replica_exact(rarely())
@@ -357,6 +451,32 @@ def test_what_may_depend_on_the_cut_later_is_said_where_the_whole_batch_does_not
     said = capfd.readouterr().err
     assert "changes gradients" in said
     assert "do not show it" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layer", [layers.Identity, hidden.Surprised])
+def test_a_loop_says_what_may_depend_on_the_cut_later(layer, capfd):
+    x, y = testing.toy_classification(13)
+    with scope(3):
+        model = keras.Sequential([keras.Input(x.shape[1:]), layer(), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loop = TrainingLoop(model, optimizer="sgd", loss=loss, metrics=["accuracy"], accumulation=2)
+    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
+    for use in (functools.partial(loop.fit, epochs=1), loop.evaluate, loop.predict):
+        use(batches, verbose=0)
+        said = capfd.readouterr().err
+        assert ("something other than one device" in said) == (layer is hidden.Surprised)
+
+
+@pytest.mark.parametrize("use", ["evaluate", "predict"])
+def test_evaluation_and_prediction_of_a_loop_are_verified(use):
+    data = faults.FAULTS[0].data()
+    with scope(2):
+        model = faults.net(faults.OverTheBatch)()
+    loop = TrainingLoop(model, optimizer="sgd", loss=model.loss)
+    batches = tf.data.Dataset.from_tensor_slices((data["x"], data["y"])).batch(7)
+    with pytest.raises(ValueError, match="Received: "):
+        getattr(loop, use)(batches, verbose=0)
 
 
 def test_evaluate_and_predict_are_verified_where_fit_was_not():

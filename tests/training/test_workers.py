@@ -13,7 +13,7 @@ pytestmark = pytest.mark.tensorflow
 
 
 class Replicas:
-    """Stands for a strategy of several processes, as far as its numbers go."""
+    """A strategy of several processes, as far as its numbers go."""
 
     def __init__(self, workers, local):
         self.num_replicas_in_sync = workers * local
@@ -21,12 +21,12 @@ class Replicas:
 
 
 def dealt(dataset, workers, local):
-    """The pieces of every batch, of each replica of each worker."""
+    """The shards of every batch, of each replica of each worker."""
     strategy = Replicas(workers, local)
     contexts = [
         tf.distribute.InputContext(workers, worker, workers * local) for worker in range(workers)
     ]
-    given = [list(_workers._pieces(strategy, dataset, context)) for context in contexts]
+    given = [list(_workers._shards(strategy, dataset, context)) for context in contexts]
     return [
         [given[worker][step * local + i] for worker in range(workers) for i in range(local)]
         for step in range(len(given[0]) // local)
@@ -35,21 +35,21 @@ def dealt(dataset, workers, local):
 
 @pytest.mark.slow
 @given(
-    rows=st.integers(1, 20),
+    num_examples=st.integers(1, 20),
     size=st.integers(1, 9),
     workers=st.integers(1, 4),
     local=st.integers(1, 3),
 )
-def test_every_row_of_a_batch_is_dealt_once_in_the_pieces_of_split_batch(
-    rows, size, workers, local
+def test_every_example_of_a_batch_is_dealt_once_in_the_shards_of_split_batch(
+    num_examples, size, workers, local
 ):
-    dataset = tf.data.Dataset.range(rows).batch(size)
+    dataset = tf.data.Dataset.range(num_examples).batch(size)
     steps = dealt(dataset, workers, local)
     assert len(steps) == len(dataset)
-    for batch, pieces in zip(dataset, steps, strict=True):
+    for batch, shards in zip(dataset, steps, strict=True):
         in_order = [None] * (workers * local)
-        for replica, piece in enumerate(pieces):
-            in_order[_workers.piece_of(Replicas(workers, local), replica)] = piece.data.numpy()
+        for replica, shard in enumerate(shards):
+            in_order[_workers.shard_of(Replicas(workers, local), replica)] = shard.data.numpy()
         np.testing.assert_array_equal(np.concatenate(in_order), batch)
         sizes = scaling.split_batch(len(batch), workers * local)
         assert tuple(map(len, in_order)) == tuple(sizes)
@@ -74,18 +74,21 @@ def test_missing_parts_stay_missing():
     assert first.data[1] is None
 
 
-def verdict(*seals):
-    """What replicas note that have these seals; None stands for one without a batch."""
-    rows = [tf.zeros([0, 2], tf.int64) if seal is None else [[1, seal]] for seal in seals]
+def verdict(*fingerprints):
+    """What replicas note that have these fingerprints; None stands for one without a batch."""
+    rows = [
+        tf.zeros([0, 2], tf.int64) if fingerprint is None else [[1, fingerprint]]
+        for fingerprint in fingerprints
+    ]
     sums = tf.add_n([_workers.sums_to_compare(row) for row in rows])
-    _workers.compare(sums, len(seals))
+    _workers.compare(sums, len(fingerprints))
     noted, _workers._differences[:] = [*_workers._differences], []
     return noted
 
 
 @given(st.lists(st.integers(0, _workers._HASHES - 1), min_size=1, max_size=64))
-def test_seals_differ_just_if_one_does(seals):
-    assert verdict(*seals) == ([] if len(set(seals)) == 1 else ["content"])
+def test_fingerprints_differ_just_if_one_does(fingerprints):
+    assert verdict(*fingerprints) == ([] if len(set(fingerprints)) == 1 else ["content"])
 
 
 def test_a_thousand_replicas_are_told_apart():
@@ -98,9 +101,9 @@ def test_an_early_end_is_noted():
     assert verdict(5, None, 5) == ["number"]
 
 
-def test_other_rows_or_another_order_give_another_seal():
+def test_other_examples_or_another_order_give_another_fingerprint():
     batches = [tf.constant(rows) for rows in ([1, 2, 3], [2, 1, 3], [1, 2, 4])]
-    assert len({int(_workers._seal(batch)[0][1]) for batch in batches}) == 3
-    assert int(_workers._seal(batches[0])[0][1]) == int(
-        _workers._seal(tf.constant([1, 2, 3]))[0][1]
+    assert len({int(_workers._fingerprint(batch)[0][1]) for batch in batches}) == 3
+    assert int(_workers._fingerprint(batches[0])[0][1]) == int(
+        _workers._fingerprint(tf.constant([1, 2, 3]))[0][1]
     )

@@ -1,5 +1,5 @@
-"""Training on devices of JAX, where one program computes the whole batch.
+"""Training on devices of JAX, where one program computes the global batch.
 
-`_fit` is Keras' own `fit`, `_loop` the steps of `TrainingLoop`; `_agreement` compares the batches
-of several processes.
+`_fit` is Keras' own `fit`; `_loop` has the steps of `TrainingLoop`, `_state` their variables and
+`_batches` their data; `_consistency_checks` compares the batches of several processes.
 """

@@ -1,7 +1,7 @@
 """What several processes on JAX must agree on before they train, and where they must differ.
 
-JAX compares nothing: with another number of batches, or other shapes, it waits for ever, and the
-same rows in two processes are trained on twice.
+JAX compares nothing: with another number of batches, or other shapes, it hangs, and the same
+examples in two processes are trained on twice.
 """
 
 import functools
@@ -12,7 +12,7 @@ import jax
 import keras
 import numpy as np
 
-from kdpkit import _processes
+from kdpkit._internal import processes
 
 
 def check_batches(name: str, length: int | None, first: Any) -> None:
@@ -24,13 +24,13 @@ def check_batches(name: str, length: int | None, first: Any) -> None:
         first: The first batch.
 
     Raises:
-        ValueError: In all processes, if lengths or shapes differ, or two have the same rows.
+        ValueError: In all processes, if lengths or shapes differ, or two have the same examples.
     """
     shapes = zlib.crc32(repr(shapes_of(first)).encode())
-    _processes.require_equal(
+    processes.require_equal(
         f"The number of batches of `{name}`, and their shapes,",
         (-1 if length is None else length, np.shape(jax.tree.leaves(first)[0])[0], shapes),
-        remedy="Give every process equally many batches of equally many rows, as "
+        remedy="Give every process equally many batches of equally many examples, as "
         "`kdpkit.batches.ArrayBatches` does.",
     )
     content = functools.reduce(
@@ -38,22 +38,21 @@ def check_batches(name: str, length: int | None, first: Any) -> None:
         jax.tree.leaves(first),
         0,
     )
-    _processes.require_different(
+    processes.require_different(
         f"The first batch of `{name}`",
         content,
-        remedy="Give every process rows of its own, as `kdpkit.batches.ArrayBatches` does with "
-        "`process_count` and `process_index`; else each row is trained on more than once.",
+        remedy="Give every process examples of its own, as `kdpkit.batches.ArrayBatches` does with "
+        "`process_count` and `process_index`; else each example is trained on more than once.",
     )
 
 
 def check_data(name: str, data: Any) -> None:
-    """Compare what is given to `fit`, `evaluate` or `predict`, if one can look without taking."""
+    """Compare the data of `fit`, `evaluate` or `predict`, if reading one consumes nothing."""
     if isinstance(data, keras.utils.PyDataset):
         check_batches(name, data.num_batches, data[0])
     elif isinstance(data, np.ndarray | jax.Array):
         check_batches(name, len(data), data[:8])
 
 
-def shapes_of(batch: Any) -> list[Any]:
-    """Give the shapes of a batch's arrays."""
+def shapes_of(batch: Any) -> list[tuple[int, ...]]:
     return [np.shape(leaf) for leaf in jax.tree.leaves(batch)]

@@ -1,7 +1,7 @@
 """`replica_exact` on JAX: batches of any size under `DataParallel`, and weights that stay.
 
-Keras refuses there what the devices cannot divide, and while it evaluates or predicts the model has
-no weights: an error, or Ctrl-C, then loses them.
+Keras raises there for a batch that the devices cannot divide. While it evaluates or predicts, the
+model has no weights: an error, or Ctrl-C, then loses them.
 """
 
 import functools
@@ -13,25 +13,22 @@ import jax
 import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
+from jax.sharding import Mesh
 from keras.src.backend.jax import distribution_lib
 from keras.src.backend.jax import trainer as keras_trainer
 
-from kdpkit import _checks, _processes, _versions, sharding
+from kdpkit import sharding
+from kdpkit._internal import checks, processes, versions
 from kdpkit.batches import rows_of
-from kdpkit.training.jax import _agreement
+from kdpkit.training.jax import _consistency_checks
 
 
-def attach(model: Any, *, verify: bool, batch_norm: str) -> None:  # noqa: ARG001  # as TensorFlow's
+def attach(model: keras.Model, *, verify: bool, batch_norm: str) -> None:  # noqa: ARG001  # as TensorFlow's
     """Fix a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance.
 
     There is nothing to verify: one program computes the global batch, however it is cut.
     """
-    if batch_norm != "global":
-        _checks.refuse(
-            "On JAX one program computes the global batch, and so its statistics.",
-            batch_norm=batch_norm,
-            remedy='Use `batch_norm="global"`.',
-        )
+    reject_local_statistics(batch_norm)
     if "kdpkit_steps" in vars(model.train_step):
         return
     distribution = keras.distribution.distribution()
@@ -48,10 +45,19 @@ def attach(model: Any, *, verify: bool, batch_norm: str) -> None:  # noqa: ARG00
         setattr(model, name, _keeping_weights(model, getattr(model, name)))
 
 
-def _check_place(model: Any, mesh: Any) -> None:
+def reject_local_statistics(batch_norm: str) -> None:
+    if batch_norm != "global":
+        checks.fail(
+            "On JAX one program computes the global batch, and so its statistics.",
+            batch_norm=batch_norm,
+            remedy='Use `batch_norm="global"`.',
+        )
+
+
+def _check_place(model: keras.Model, mesh: Mesh) -> None:
     for variable in model.variables:
         if variable.value.sharding.device_set != set(mesh.devices.flat):
-            _checks.refuse(
+            checks.fail(
                 "The model was built before the distribution was set, or under another one. Build "
                 "it after `keras.distribution.set_distribution(...)`.",
                 variable=variable.path,
@@ -59,21 +65,21 @@ def _check_place(model: Any, mesh: Any) -> None:
             )
 
 
-def _splitting(step: Callable, mesh: Any) -> Callable:
-    """Cut the work of a step along the rows, where an uneven batch came whole."""
+def _splitting(step: Callable, mesh: Mesh) -> Callable:
+    """Cut the work of a step along the examples, where every device has the uneven batch."""
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
         return step(state, sharding.split_rows(data, mesh))
 
-    split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is mended
+    split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split
 
 
-def _gathering(step: Callable, mesh: Any) -> Callable:
+def _gathering(step: Callable, mesh: Mesh) -> Callable:
     """Put uneven predictions, and those of other processes, on every device.
 
-    None may leave a program cut unevenly, and no process can read what lies in another.
+    A program cannot return arrays that are cut unevenly, and no process can read another's.
     """
 
     @functools.wraps(step)
@@ -87,26 +93,24 @@ def _gathering(step: Callable, mesh: Any) -> Callable:
 
 
 def _place_uneven_batches() -> None:
-    """Let Keras put a batch that the devices cannot divide on each of them whole."""
+    """Let Keras put a complete copy of a batch that the devices cannot divide on each of them."""
+    # keras-team/keras#21167
     original = distribution_lib.distribute_data_input
     if hasattr(original, "kdpkit_wrapper"):
         return
-    if [*inspect.signature(original).parameters] != [
-        "per_process_batch",
-        "layout",
-        "batch_dim_name",
-    ]:
-        _versions.refuse_unknown("distribute_data_input")
+    known = ["per_process_batch", "layout", "batch_dim_name"]
+    if [*inspect.signature(original).parameters] != known:
+        versions.reject_unknown("distribute_data_input")
 
     @functools.wraps(original)
     def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:
         if layout is None or jax.process_count() > 1:
             return original(per_process_batch, layout, batch_dim_name)
         mesh = getattr(layout, "backend_layout", layout).mesh
-        # A sparse array is a list of its values, which the devices do not divide as they do rows.
+        # A sparse array is a list of its values, which is not divided along the examples.
         is_sparse = isinstance(per_process_batch, JAXSparse)
-        is_whole = is_sparse or np.shape(per_process_batch)[0] % mesh.size
-        if is_whole and len(mesh.axis_names) == 1:
+        is_copied = is_sparse or np.shape(per_process_batch)[0] % mesh.size
+        if is_copied and len(mesh.axis_names) == 1:
             return jax.device_put(per_process_batch, sharding.replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
 
@@ -116,8 +120,9 @@ def _place_uneven_batches() -> None:
 
 def _let_parts_be_missing() -> None:
     """Let Keras before 3.15 place the batch of `train_on_batch` that has no weights."""
+    # keras-team/keras#23003
     original = keras_trainer._distribute_data
-    if _versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
+    if versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
         return
 
     @functools.wraps(original)
@@ -135,8 +140,9 @@ _NOTED = tuple(
 )
 
 
-def _keeping_weights(model: Any, method: Callable) -> Callable:
-    """Give the variables their values back if a method fails while Keras holds them elsewhere."""
+def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
+    """Put the values of variables back if a method fails while Keras holds them elsewhere."""
+    # docs/upstream/keras_jax_evaluate_loses_weights.md
 
     @functools.wraps(method)
     def kept(*args: Any, **kwargs: Any) -> Any:
@@ -148,7 +154,7 @@ def _keeping_weights(model: Any, method: Callable) -> Callable:
         # Of an `evaluate` inside `fit`: KerasHub's makes Keras before 3.12 forget what `fit` noted.
         noted = {name: vars(model)[name] for name in _NOTED if vars(model).get(name) is not None}
         try:
-            with _processes.naming_losses():
+            with processes.naming_losses():
                 result = method(*args, **kwargs)
             vars(model).update(noted)
             return result
@@ -163,12 +169,12 @@ def _keeping_weights(model: Any, method: Callable) -> Callable:
 
 
 def _check_data(x: Any = None, *_: Any, **settings: Any) -> None:
-    """Refuse data on which several processes would wait for each other, before they do."""
+    """Reject data on which several processes would wait for each other, before they do."""
     if settings.get("_use_cached_eval_dataset"):
         return
     held_out = settings.get("validation_data")
     held_out = held_out[0] if isinstance(held_out, tuple | list) else held_out
     for name, dataset in {"x": x, "validation_data": held_out}.items():
-        _versions.refuse_grain(name, dataset)
-        if _processes.count() > 1:
-            _agreement.check_data(name, dataset)
+        versions.reject_grain(name, dataset)
+        if processes.count() > 1:
+            _consistency_checks.check_data(name, dataset)

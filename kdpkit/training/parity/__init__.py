@@ -1,5 +1,5 @@
 """`check_parity`: whether replicas train what one device trains, and if not, why.
 
-`_check` trains models and compares them, `_runs` is what they are compared by, `_suspects` what may
-differ, `_data` checks the batches, `_report` says what was found.
+`_check` trains models and compares them, `_runs` has the comparison, `_suspects` the possible
+causes, `_data` the checks of batches, `_report` the result.
 """

@@ -1,15 +1,14 @@
-"""What `check_parity` found, and how it says so."""
+"""What `check_parity` found, as data and in sentences."""
 
 import dataclasses
 import re
-from typing import Any
 
 TOLERANCE = 1e-5  # of the largest change of any weight: float32 rounds about here
 
 
 @dataclasses.dataclass(frozen=True)
 class ParityReport:
-    """What `check_parity` found; `str(report)` says it in sentences.
+    """What `check_parity` found; `str(report)` is the same in sentences.
 
     Attributes:
         replicas: How many replicas were compared with one device.
@@ -23,7 +22,7 @@ class ParityReport:
         cause: The likely cause, several with "; " between them, or "" where none of those known
             explains the difference.
         gradients: The largest difference of any gradient of that batch, over the largest gradient;
-            None where weights and logs told enough.
+            None where weights and logs are enough.
         error: What training on replicas raised, where training on one device did not.
     """
 
@@ -49,7 +48,7 @@ class ParityReport:
         return {self.replicas: "1", self.replicas**2: "R"}.get(count, f"{count}/R")
 
     def __str__(self) -> str:
-        """Say what was found, and what to do about it."""
+        """Report what was found, and what to do about it."""
         if self.error is not None:
             return self._failure()
         if self.equal:
@@ -65,8 +64,8 @@ class ParityReport:
         return self._difference()
 
     def _failure(self) -> str:
-        said = ": ".join(filter(None, [type(self.error).__name__, first_line(self.error)]))
-        problem = f"{self.replicas} replicas cannot train what one device trains: {said}."
+        error = ": ".join(filter(None, [type(self.error).__name__, first_line(self.error)]))
+        problem = f"{self.replicas} replicas cannot train what one device trains: {error}."
         return f"{problem} Likely cause: {self.cause}." if self.cause else problem
 
     def _difference(self) -> str:
@@ -84,8 +83,8 @@ class ParityReport:
         return " ".join(parts)
 
 
-def first_line(error: Any) -> str:
-    """Give the first line that says something, without the names of TensorFlow's nodes."""
+def first_line(error: object) -> str:
+    """Return the first line with text, without the names of TensorFlow's nodes."""
     text = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*|\x1b\[\d+m", "", str(error))
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):  # by Keras

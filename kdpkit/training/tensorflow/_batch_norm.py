@@ -1,4 +1,4 @@
-"""BatchNormalization on replicas: statistics of the global batch, or of a replica's own rows."""
+"""BatchNormalization on replicas: statistics of the global batch, or of each replica's examples."""
 
 import warnings
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 GLOBAL, REPLICA = CHOICES = ("global", "replica")
 
 
-def batch_norm_layers(model: Any) -> list[Any]:
+def batch_norm_layers(model: keras.Model) -> list[Any]:
     """List the BatchNormalization layers of a model."""
     return [
         layer
@@ -23,18 +23,19 @@ def batch_norm_layers(model: Any) -> list[Any]:
 
 
 def warn_of_local_statistics(layers: Iterable[Any], replicas: int) -> None:
-    """Say in one line which layers normalize by a replica's rows alone, and how to change that."""
+    """Report which layers normalize by a replica's examples alone, and how to change that."""
     local = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
     if local:
         warnings.warn(
-            f"BatchNormalization ({', '.join(local)}) normalizes by each replica's own rows, so "
+            f"BatchNormalization ({', '.join(local)}) normalizes by each replica's own examples, "
+            "so "
             f"training on {replicas} replicas differs from one device; "
             '`batch_norm="global"` makes it equal.',
             stacklevel=2,
         )
 
 
-def attach(layer: Any, choice: str) -> None:
+def attach(layer: keras.layers.Layer, choice: str) -> None:
     """Make a layer's statistics those of the global batch; the layer's config stays as it is."""
     if "_moments" in vars(layer):
         del layer._moments
@@ -52,7 +53,7 @@ def attach(layer: Any, choice: str) -> None:
 
 
 def _global_moments(step: ReplicaStep, inputs: Any, mask: Any, axes: list[int]) -> Any:
-    """Compute mean and variance over the rows of all replicas; under a mask as Keras does.
+    """Compute mean and variance over the examples of all replicas; under a mask as Keras does.
 
     In two passes, as TensorFlow does on one device: a difference of squares cancels.
     """

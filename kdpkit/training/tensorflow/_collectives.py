@@ -10,8 +10,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks
-from kdpkit.training.tensorflow import _workers
+from kdpkit._internal import checks
+from kdpkit.training.tensorflow import _keras_internals, _workers
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
@@ -22,34 +22,46 @@ def gathered(x: Any) -> Any:
         return x
     x = tf.convert_to_tensor(x)
     if x.shape.rank == 0:
-        _checks.refuse(
+        checks.fail(
             "`gather_examples` puts the examples of all replicas together, and this is one number.",
             x=x,
             remedy="Gather what it was computed from.",
         )
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def gather(x: Any) -> tuple[Any, Callable]:
-        count = tf.shape(x)[0]
-        start = step.start * (count // tf.maximum(step.rows, 1))
+    count = tf.shape(x)[0]
+    start = step.start * (count // tf.maximum(step.num_examples, 1))
 
-        def gradient(upstream: Any) -> Any:
-            (own,) = _gradients_of_all(step, [upstream])
-            return own[start : start + count]
+    def gradient(upstream: Any) -> Any:
+        (own,) = _gradients_of_all(step, [upstream])
+        return own[start : start + count]
 
-        return step.merge(concatenated, x), gradient
-
-    return gather(x)
+    return with_gradient(step.merge(concatenated, x), x, gradient)
 
 
 def summed(step: ReplicaStep, *values: Any) -> list[Any]:
     """Return the sums of some tensors over the replicas."""
+    totals = step.merge(sums, [*values])
+    return with_gradient(totals, [*values], lambda *grads: _gradients_of_all(step, grads))
+
+
+def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
+    """Return outputs whose gradients flow to the inputs by a function of their own.
+
+    The outputs are computed before: of what is computed inside, TensorFlow follows the graph back
+    in search of variables, which for outputs that all replicas have leads through all of the step.
+
+    Args:
+        outputs: A tensor or a list of them.
+        inputs: A tensor or a list of them.
+        gradient: Computes the gradients of the inputs from those of the outputs.
+    """
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def add_up(*values: Any) -> tuple[Any, Callable]:
-        return step.merge(sums, [*values]), lambda *upstreams: _gradients_of_all(step, upstreams)
+    def attach(outputs: Any, inputs: Any) -> tuple[Any, Callable]:  # noqa: ARG001 the tape has them
+        none = tf.nest.map_structure(lambda _: None, outputs)
+        return tf.nest.map_structure(tf.identity, outputs), lambda *grads: (none, gradient(*grads))
 
-    return list(add_up(*values))
+    return attach(outputs, inputs)
 
 
 def _gradients_of_all(step: ReplicaStep, upstreams: Any) -> list[Any]:
@@ -60,15 +72,13 @@ def _gradients_of_all(step: ReplicaStep, upstreams: Any) -> list[Any]:
     return [total * tf.math.reciprocal_no_nan(step.share_as(total.dtype)) for total in totals]
 
 
-def sums(strategy: Any, values: list[Any]) -> list[Any]:
+def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
     """Add up, outside of the replicas, what each of them has."""
     return [strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in values]
 
 
-def concatenated(strategy: Any, value: Any) -> Any:
+def concatenated(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Put the shards of all replicas together in the order of the global batch."""
     if not _workers.spans_processes(strategy):
-        return tf.concat(strategy.experimental_local_results(value), axis=0)
-    from kdpkit.training.tensorflow import _keras_internals  # which needs this file
-
+        return _workers.concatenated(strategy.experimental_local_results(value))
     return _keras_internals.joined_over_processes(value, strategy)

@@ -10,22 +10,24 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks, _processes, _versions, scaling
+from kdpkit import errors, scaling
+from kdpkit._internal import checks, processes, versions
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
-    _attachments,
     _batch_norm,
+    _global_batch,
     _keras_internals,
     _layer_state,
+    _metric_patches,
     _no_examples,
+    _optimizer_patches,
     _shards,
-    _whole_batch,
+    _step_patches,
     _workers,
     _xla_call,
 )
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
 from kdpkit.training.tensorflow._verification import Verification
-from kdpkit.training.tensorflow._verification_report import DependsOnCutError
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
@@ -34,25 +36,25 @@ _STRATEGIES = (
 )
 
 
-def attach(model: Any, *, verify: bool, batch_norm: str) -> None:
+def attach(model: keras.Model, *, verify: bool, batch_norm: str) -> None:
     """Make a model exact under the strategy that it was built in; without one, leave it."""
     strategy = _strategy_of(model)
     steps = _owner(model.train_step)
     if isinstance(steps, _ExactSteps):
         steps.verify, steps.batch_norm = verify, batch_norm
     elif strategy is not None:
-        _keras_internals.install()
+        _step_patches.install()
         _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
-            _layer_state.refuse_states_of_rows(model)
+            _layer_state.reject_states_of_examples(model)
         _ExactSteps(model, strategy, verify=verify, batch_norm=batch_norm).attach()
 
 
-def _strategy_of(model: Any) -> Any:
-    """Give the strategy that the model and its variables live in; None for one device."""
+def _strategy_of(model: keras.Model) -> Any:
+    """Return the strategy that the model and its variables live in; None for one device."""
     strategy = model._distribute_strategy
     if strategy is None and tf.distribute.has_strategy():
-        _checks.refuse(
+        checks.fail(
             "The model was built outside the strategy's scope, so it has one device only. Build "
             "it inside `with strategy.scope():`.",
             strategy=type(tf.distribute.get_strategy()).__name__,
@@ -60,14 +62,14 @@ def _strategy_of(model: Any) -> Any:
     if strategy is None:
         return None
     if not isinstance(strategy, _STRATEGIES):
-        _checks.refuse(
+        checks.fail(
             "Keras cannot `fit` under this strategy; use MirroredStrategy or "
             "MultiWorkerMirroredStrategy, or `kdpkit.training.TrainingLoop`.",
             strategy=type(strategy).__name__,
         )
     for variable in model.variables:
         if not strategy.extended.variable_created_in_scope(variable.value):
-            _checks.refuse(
+            checks.fail(
                 "A variable of the model was created outside the strategy's scope. Build all "
                 "layers inside `with strategy.scope():`.",
                 variable=variable.path,
@@ -79,13 +81,16 @@ def _strategy_of(model: Any) -> Any:
 class _ExactSteps:
     """The methods that stand in for a model's own, set on the instance alone."""
 
-    def __init__(self, model: Any, strategy: Any, *, verify: bool, batch_norm: str) -> None:
+    def __init__(
+        self, model: keras.Model, strategy: tf.distribute.Strategy, *, verify: bool, batch_norm: str
+    ) -> None:
         self.model = model
         self.strategy = strategy
         self.verify = verify
         self.batch_norm = batch_norm
-        self.verified: set[str] = set()  # kinds of steps
-        self.divides: dict[str, Callable] = {}  # layers, in steps that run on the whole batch
+        self.verified: set[tuple[str, str]] = set()  # kinds of steps, of batches of a structure
+        self.seen: dict[str, Any] = {}  # the specification of what each kind had last
+        self.divides: dict[str, Callable] = {}  # layers, in steps that run on the global batch
         stock = keras.Model.train_step
         self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
         self.train_step_of_model = _without_function(model.train_step)
@@ -101,7 +106,7 @@ class _ExactSteps:
         model.predict_step = self.predict_step
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
-            method = _distributing_rows(self.strategy)(_checking_data(getattr(model, name)))
+            method = _distributing_examples(self.strategy)(_checking_data(getattr(model, name)))
             if _workers.spans_processes(self.strategy):
                 method = _with_other_processes(method)
             setattr(model, name, method)
@@ -113,15 +118,15 @@ class _ExactSteps:
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build model, metrics and optimizer from the dataset's specification, before training.
 
-        Keras averages a first batch over the replicas for this: impossible if its pieces differ in
-        size or are no floats, and lost if a generator gave it.
+        Keras averages a first batch over the replicas for this: impossible if its shards differ in
+        size or are no floats (keras-team/keras#19246), and lost if a generator gave it (#20394).
         """
         model = self.model
         several = self.strategy.num_replicas_in_sync > 1
         if several and model.jit_compile:
             _xla_call.compile_call(model, self.global_batch_norms())
-        for optimizer in _attachments.optimizers_of(model):
-            _attachments.attach_to_optimizer(optimizer, self.strategy)
+        for optimizer in _optimizer_patches.optimizers_of(model):
+            _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec
             data_batch = tf.nest.map_structure(_symbolic, _workers.specs_of(specs))
@@ -129,9 +134,9 @@ class _ExactSteps:
             _keras_internals.move_global_seeds(self.strategy)
             self.build_variables(data_batch)
         for metric in model.metrics:
-            _attachments.attach_to_metric(metric)
+            _metric_patches.attach_to_metric(metric)
         if several:
-            _versions.refuse_sums_over_rows(model)
+            versions.reject_sums_over_examples(model)
             model._aggregate_additional_loss = self.additional_loss
             _layer_state.keep_losses_apart(model)
             _layer_state.attach(model, without=self.global_batch_norms())
@@ -158,7 +163,7 @@ class _ExactSteps:
         ]
 
     def additional_loss(self, loss: Any) -> Any:
-        """Aggregate what `add_loss` was given, as Keras does: a vector is summed, of all rows."""
+        """Aggregate what `add_loss` was given, as Keras does: vectors are summed."""
         step = current_step()
         total = type(self.model)._aggregate_additional_loss(self.model, loss)
         if step is None or step.replicas == 1 or step.own is not None:
@@ -169,30 +174,32 @@ class _ExactSteps:
         return total
 
     def make_function(self, kind: str, force: bool) -> None:
-        """Compile a step as Keras does, and cut batches that would reach every replica whole."""
+        """Compile a step as Keras does, and cut batches that would reach every replica uncut."""
         model, name = self.model, f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
-        self.verified.discard(kind)  # it may be compiled with another loss
+        # It may be compiled with another loss.
+        self.verified = {verified for verified in self.verified if verified[0] != kind}
         self.divides.pop(kind, None)
+        self.seen.pop(kind, None)
         with self.without_xla():
             getattr(type(model), f"make_{name}")(model, force=force)
         compiled = getattr(model, name)
 
         def function(batches: Any) -> Any:
             with _no_examples.guarded_operations():
-                batches = _split_whole_batches(batches, self.strategy)
+                batches = _split_global_batches(batches, self.strategy)
                 batches = self.verified_batches(kind, batches)
                 with self.keys_for_loops(), self.gradients_of(kind):
                     logs = compiled(batches)
-            _workers.refuse_differences()
+            _workers.reject_differences()
             return logs
 
         setattr(model, name, function)
 
     @contextlib.contextmanager
     def without_xla(self) -> Iterator[None]:
-        """Have Keras not compile the step of all replicas as one, which XLA cannot."""
+        """Have Keras not compile the step of all replicas as one: keras-team/keras#19005."""
         model = self.model
         asked = model.jit_compile
         if self.strategy.num_replicas_in_sync > 1:
@@ -203,79 +210,88 @@ class _ExactSteps:
             model._jit_compile = asked
 
     def verified_batches(self, kind: str, batches: Any) -> Any:
-        """Verify a step before its first use; give batches that begin as the ones given."""
-        if not self.needs_verification(kind):
+        """Verify a step before its first use; return batches that begin as those passed."""
+        if not self.verify or self.strategy.num_replicas_in_sync == 1:
+            return batches
+        is_iterator = isinstance(batches, tf.distribute.DistributedIterator)
+        if is_iterator and batches.element_spec is self.seen.get(kind):
+            return batches
+        if is_iterator and not self.needs_verification(kind, batches.element_spec):
+            self.seen[kind] = batches.element_spec
             return batches
         at_once = self.model.steps_per_execution
         taken = batches if kind == "predict" else [*itertools.islice(batches, at_once)]
         if not taken:
-            _checks.refuse("The dataset gives no batch, so there is nothing to compute.")
-        self.verify_step(kind, taken[0])
-        self.verified.add(kind)
-        if isinstance(batches, tf.distribute.DistributedIterator):
-            return _shards.iterator_of(self.strategy, taken, batches.element_spec)
-        return taken
+            checks.fail("The dataset gives no batch, so there is nothing to compute.")
+        spec = batches.element_spec if is_iterator else taken[0]
+        if self.needs_verification(kind, spec):
+            self.verify_step(kind, taken[0])
+            self.verified.add((kind, _structure_of(spec)))
+        return _shards.iterator_of(self.strategy, taken, spec) if is_iterator else taken
 
     def verify_step(self, kind: str, batch: Any) -> None:
-        """Verify a step; have it run on the whole batch if that makes it exact."""
+        """Verify a step; have it run on the global batch if that makes it exact."""
         run, eager = self.trials[kind], self.model.run_eagerly
         verification = Verification(self.strategy, run, self.model, eager=eager)
         try:
-            _attachments.finding_optimizers(self.strategy, lambda: verification.check(batch))
-        except DependsOnCutError as error:
-            if not self.is_exact_on_whole_batch(kind, verification, batch):
+            _optimizer_patches.finding_optimizers(self.strategy, lambda: verification.check(batch))
+        except errors.VerificationError as error:
+            if not self.is_exact_on_global_batch(kind, verification, batch):
                 raise
-            _whole_batch.tell(error.problem)
+            _global_batch.report(error.problem)
             return
-        hidden = verification.hidden
+        # As the step is by itself: on the global batch other things are found.
+        hidden, needs_examples = verification.hidden, verification.needs_examples
         if eager and not self.is_stock(kind):
             hidden = "The step runs eagerly, where no graph shows what it may do"
         if hidden is not None:
-            if self.is_exact_on_whole_batch(kind, verification, batch):
-                _whole_batch.tell(hidden)
+            if self.is_exact_on_global_batch(kind, verification, batch):
+                _global_batch.report(hidden)
+            elif needs_examples:
+                _shards.check_every_replica_has_examples(self.strategy, batch)
             else:
-                _whole_batch.tell_of_doubt(hidden)
+                _global_batch.report_doubt(hidden)
 
-    def is_exact_on_whole_batch(self, kind: str, verification: Verification, batch: Any) -> bool:
-        """Have a step run on the whole batch, and tell whether it is exact then."""
-        _whole_batch.attach(self.model)
+    def is_exact_on_global_batch(self, kind: str, verification: Verification, batch: Any) -> bool:
+        """Have a step run on the global batch, and return whether it is exact then."""
+        _global_batch.attach(self.model)
         # A user's layer may do what the examples do not show, too.
-        divisions = _whole_batch.DIVISIONS[-1:] if verification.hidden else _whole_batch.DIVISIONS
+        divisions = _global_batch.DIVISIONS[1:] if verification.hidden else _global_batch.DIVISIONS
         for self.divides[kind] in divisions:
-            with (
-                contextlib.suppress(ValueError, TypeError, tf.errors.OpError),
-                self.gradients_of(kind),
-            ):
+            # Whatever goes wrong there, the caller reports what made it try.
+            with contextlib.suppress(Exception), self.gradients_of(kind):
                 if not verification.differences(batch):
                     return True
         self.divides.pop(kind, None)
         return False
 
     def gradients_of(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Have tapes give a step on the whole batch the gradients of that."""
+        """Have tapes give a step on the global batch the gradients of that."""
         if kind in self.divides:
-            return _keras_internals.gradients_of_steps()
+            return _step_patches.gradients_of_steps()
         return contextlib.nullcontext()
 
-    def needs_verification(self, kind: str) -> bool:
-        """Tell whether a step is to be verified now.
+    def needs_verification(self, kind: str, batch: Any) -> bool:
+        """Return whether a step is to be verified now, for batches of a structure.
 
         What `fit` verified of Keras' own steps, layers and metrics holds for `evaluate` and
-        `predict` too, if it needed no whole batch.
+        `predict` too, if it needed no global batch.
         """
-        if not self.verify or self.strategy.num_replicas_in_sync == 1 or kind in self.verified:
+        structure = _structure_of(batch)
+        if (kind, structure) in self.verified:
             return False
         is_own = not self.is_stock(kind)
-        is_seen = "train" in self.verified and "train" not in self.divides
+        is_trained = any(of == "train" for of, _ in self.verified)
+        is_seen = is_trained and "train" not in self.divides
         return (
             kind == "train"
             or is_own
             or not is_seen
-            or not _whole_batch.is_all_of_libraries(self.model)
+            or not _global_batch.is_all_of_libraries(self.model)
         )
 
     def is_stock(self, kind: str) -> bool:
-        """Tell whether a step is Keras' own."""
+        """Return whether a step is Keras' own."""
         function = getattr(getattr(self, f"{kind}_step_of_model"), "__func__", None)
         return function is getattr(keras.Model, f"{kind}_step")
 
@@ -291,7 +307,7 @@ class _ExactSteps:
     def trial_of(
         self, kind: str, run: Callable[[ReplicaStep], Any], *, join: bool = False
     ) -> Callable:
-        """Give what tries a step on shards of some examples."""
+        """Return what tries a step on shards of some examples."""
 
         def try_step(shard: Callable[[], Any], trial: Any) -> Any:
             outputs = self.strategy.run(lambda: run(self.step_of(shard(), kind, trial=trial)))
@@ -311,11 +327,13 @@ class _ExactSteps:
         return contextlib.nullcontext()
 
     def step_of(self, data: Any, kind: str, *, trial: Any = None) -> ReplicaStep:
-        """Give the step of a replica that has these rows."""
-        share_in_loss = not self.own_train_step or _attachments.scales_loss(self.model.optimizer)
+        """Return the step of a replica that has these examples."""
+        share_in_loss = not self.own_train_step or _optimizer_patches.scales_loss(
+            self.model.optimizer
+        )
         step = ReplicaStep(data, share_in_loss=share_in_loss, trial=trial)
         if kind in self.divides:
-            return _whole_batch.step_on_whole_batch(step, self.divides[kind])
+            return _global_batch.step_on_global_batch(step, self.divides[kind])
         return step
 
     def train_step(self, data: Any) -> Any:
@@ -333,17 +351,17 @@ class _ExactSteps:
             if step.replicas > 1:
                 self.warn_once(step.replicas)
                 _layer_state.average(step)
-            return step.whole(logs)
+            return step.global_values(logs)
 
     def run_test_step(self, step: ReplicaStep) -> Any:
         with running(step):
-            return step.whole(self.test_step_of_model(step.data))
+            return step.global_values(self.test_step_of_model(step.data))
 
     def run_predict_step(self, step: ReplicaStep) -> Any:
         with running(step):
             outputs = self.predict_step_of_model(step.data)
             step.note_roots(outputs)
-            return _whole_batch.own_part(step, outputs)
+            return _global_batch.own_part(step, outputs)
 
     def warn_once(self, replicas: int) -> None:
         if not self.warned:
@@ -376,12 +394,12 @@ def _check_dataset(name: str, dataset: Any, steps: Any) -> None:
         return
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
-            _checks.refuse(
+            checks.fail(
                 "The dataset gives single examples; batch it with `.batch(...)` first.",
                 element_spec=dataset.element_spec,
             )
     if steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        _checks.refuse(
+        checks.fail(
             "The dataset is endless.",
             **{name: steps},
             remedy=f"Say with `{name}` how much to take.",
@@ -389,19 +407,19 @@ def _check_dataset(name: str, dataset: Any, steps: Any) -> None:
 
 
 def _with_other_processes(method: Callable) -> Callable:
-    """Let every process take its rows of the data, and the first one alone write and report."""
+    """Let every process take its examples of the data, and the first one alone write and report."""
 
     @functools.wraps(method)
     def shared(*args: Any, **settings: Any) -> Any:
         settings = _callbacks.settings_of_this_process(settings)
-        with _processes.naming_losses():
+        with processes.naming_losses():
             return method(*args, **settings)
 
     return shared
 
 
 @contextlib.contextmanager
-def _distributing_rows(strategy: Any) -> Iterator[None]:
+def _distributing_examples(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there."""
     name = "experimental_distribute_dataset"
     if name in vars(strategy):  # validation, inside `fit`
@@ -415,13 +433,24 @@ def _distributing_rows(strategy: Any) -> Iterator[None]:
         delattr(strategy, name)
 
 
+def _structure_of(batch: Any) -> str:
+    """Describe the parts of a batch, or of what specifies it: others are another step's."""
+
+    def describe(leaf: Any) -> str:
+        part = getattr(leaf, "_value_specs", getattr(leaf, "values", (leaf,)))
+        part = part[0] if isinstance(part, tuple) else leaf
+        return f"{type(part).__name__} {getattr(part, 'dtype', None)} {len(part.shape or ())}"
+
+    return str(tf.nest.map_structure(lambda leaf: None if leaf is None else describe(leaf), batch))
+
+
 def _without_function(step: Any) -> Callable:
     """Take `@tf.function` off a step: inside a function of its own no replicas can meet."""
     return getattr(step, "python_function", step)
 
 
-def _symbolic(spec: Any) -> Any:
-    """Give Keras' placeholder for one replica's part of a dataset's element."""
+def _symbolic(spec: tf.TypeSpec) -> Any:
+    """Return Keras' placeholder for one replica's part of a dataset's element."""
     spec = getattr(spec, "_value_specs", (spec,))[0]
     if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
         return None
@@ -433,22 +462,22 @@ def _symbolic(spec: Any) -> Any:
     )
 
 
-def _split_whole_batches(batches: Any, strategy: Any) -> Any:
+def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:
     """Cut the batches of `train_on_batch` and its like; those of a dataset are cut already."""
     if isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
         return batches
-    pieces: Iterator[Any] = (_split(batch, strategy) for batch in batches)
-    return [*pieces] if isinstance(batches, list) else pieces
+    shards: Iterator[Any] = (_split(batch, strategy) for batch in batches)
+    return [*shards] if isinstance(batches, list) else shards
 
 
 def _is_spread(leaf: Any) -> bool:
     return isinstance(leaf, tf.distribute.DistributedValues)
 
 
-def _split(batch: Any, strategy: Any) -> Any:
+def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     if not all(np.ndim(leaf) for leaf in leaves if not _is_spread(leaf)):
-        _checks.refuse("A batch must consist of arrays with rows; make them with `np.array`.")
+        checks.fail("A batch must consist of arrays with examples; make them with `np.array`.")
     replicas = strategy.num_replicas_in_sync
     if replicas == 1 or _is_spread(leaves[0]):
         return batch
@@ -460,9 +489,9 @@ def _split(batch: Any, strategy: Any) -> Any:
             return None
         # What is no `ndarray` TensorFlow takes without a copy, and would then write into.
         tensor = leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(np.asarray(leaf))
-        pieces = [tensor[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        shards = [tensor[start : start + size] for start, size in zip(starts, sizes, strict=True)]
         return strategy.experimental_distribute_values_from_function(
-            lambda context: pieces[_workers.piece_of(strategy, context.replica_id_in_sync_group)]
+            lambda context: shards[_workers.shard_of(strategy, context.replica_id_in_sync_group)]
         )
 
     return keras.tree.map_structure(split, batch)

@@ -1,4 +1,4 @@
-"""Forward and backward pass over one replica's rows, whole or in micro-batches.
+"""Forward and backward pass over one replica's examples, whole or in micro-batches.
 
 The parts that replicas and micro-batches compute add up to the loss of the global batch and to its
 gradients. Nothing here meets another replica, so that XLA can compile it and a loop can hold it.
@@ -19,12 +19,12 @@ T = TypeVar("T")  # `Sums`, or several things that add up
 
 
 class Sums(NamedTuple):
-    """What some rows give; more rows are added to it.
+    """What some examples give; more examples are added to it.
 
     Args:
-        losses: Of each output, over the divisor of the whole batch without weights and masks.
+        losses: Of each output, over the divisor of the global batch without weights and masks.
         real: Of each output whose divisor weights and masks decide: that divisor over the other.
-            A loss is to be divided by it once all rows have been seen.
+            A loss is to be divided by it once all examples have been seen.
         additional: Regularizers and what `add_loss` added.
         gradients: By the variable's index: first of all that is complete, then of each loss in
             `real`.
@@ -37,17 +37,19 @@ class Sums(NamedTuple):
 
 
 def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tuple[Sums, Any]:
-    """Compute losses of some of the replica's rows, and the predictions; no gradients yet."""
+    """Compute losses of some of the replica's examples, and the predictions; no gradients yet."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    step.note_examples(batch)
     with running(step):
         losses, predictions = loop.per_example_loss(x, y, training=training)
         added = loop.model.losses
+        step.note_roots((losses, added, predictions))
     terms = loop.loss.terms(losses, predictions, sample_weight)
-    plain = {term.name: term.plain_divisor(step.all_rows) for term in terms}
+    plain = {term.name: term.plain_divisor(step.num_global_examples) for term in terms}
     counted = [term for term in terms if term.counted is not None]
     divide = tf.math.divide_no_nan
-    rows = tf.shape(keras.tree.flatten(losses)[0])[0]
-    share = divide(tf.cast(rows, tf.float32), tf.cast(step.all_rows, tf.float32))
+    num_examples = tf.shape(keras.tree.flatten(losses)[0])[0]
+    share = divide(tf.cast(num_examples, tf.float32), tf.cast(step.num_global_examples, tf.float32))
     sums = Sums(
         losses={term.name: divide(term.total, plain[term.name]) for term in terms},
         real={term.name: divide(term.counted, plain[term.name]) for term in counted},
@@ -58,7 +60,7 @@ def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tupl
 
 
 def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums, Any, Any]:
-    """Compute losses and gradients of some rows, the predictions, and their Keras masks."""
+    """Compute losses and gradients of some examples, the predictions, and their Keras masks."""
     # Persistent, for the losses whose divisors differ; a graph keeps nothing longer for it.
     with tf.GradientTape(persistent=True) as tape:
         sums, predictions = forward(loop, step, batch, training=True)
@@ -74,31 +76,34 @@ def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums
 
 
 def over_micro_batches(
-    compute: Callable[[Any, Any], T], batch: Any, *, rows: Any, pieces: int
+    compute: Callable[[Any, Any], T], batch: Any, *, num_examples: tf.Tensor, micro_batches: int
 ) -> T:
-    """Add up what the pieces of a batch give, one piece after the other; no piece is empty.
+    """Add up what the micro-batches of a batch give, one after the other; none is empty.
 
     Args:
-        compute: Computes a piece, given where in the batch it starts.
+        compute: Computes a micro-batch, given where in the batch it starts.
         batch: The batch.
-        rows: Its rows.
-        pieces: How many to cut.
+        num_examples: Its examples.
+        micro_batches: How many to cut.
     """
-    if pieces == 1:
+    if micro_batches == 1:
         return compute(batch, 0)
-    count = tf.minimum(pieces, tf.maximum(rows, 1))
+    count = tf.minimum(micro_batches, tf.maximum(num_examples, 1))
 
     def body(index: Any, sums: T) -> tuple[Any, T]:
-        more = compute(_piece(batch, index, count, rows, pieces), rows * index // count)
+        more = compute(
+            _micro_batch(batch, index, count, num_examples, micro_batches),
+            num_examples * index // count,
+        )
         return index + 1, tf.nest.map_structure(_add, sums, more)
 
-    first = compute(_piece(batch, 0, count, rows, pieces), 0)
+    first = compute(_micro_batch(batch, 0, count, num_examples, micro_batches), 0)
     _, sums = tf.while_loop(
         lambda index, _: index < count,
         body,
         (tf.constant(1), first),
         shape_invariants=(tf.TensorSpec((), tf.int32), tf.nest.map_structure(_spec_of_sum, first)),
-        parallel_iterations=1,  # else several pieces would be in memory
+        parallel_iterations=1,  # else several micro-batches would be in memory
     )
     return sums
 
@@ -114,7 +119,7 @@ def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, A
 
 
 def inner_products(gradients: list[dict[int, Any]]) -> Any:
-    """Give the inner products of the gradients of several losses, as a matrix in float32."""
+    """Return the inner products of the gradients of several losses, as a matrix in float32."""
     norms = [squared_norm(of_loss) for of_loss in gradients]
 
     def product(i: int, j: int) -> Any:
@@ -128,22 +133,24 @@ def inner_products(gradients: list[dict[int, Any]]) -> Any:
 
 
 def squared_norm(gradients: dict[int, Any]) -> Any:
-    """Give the squared norm of gradients in float32, each taken on the device that it is on."""
+    """Return the squared norm of gradients in float32, each taken on the device that it is on."""
     halves = []
     for gradient in gradients.values():
         with tf.device(gradient.device):
             if isinstance(gradient, tf.IndexedSlices):
                 # An index may have several slices; a dense gradient would be as large as the table.
-                places, of_slice = tf.unique(gradient.indices)
-                size = tf.size(places)
+                positions, of_slice = tf.unique(gradient.indices)
+                size = tf.size(positions)
                 gradient = tf.math.unsorted_segment_sum(gradient.values, of_slice, size)
             halves.append(tf.nn.l2_loss(tf.cast(gradient, tf.float32)))
     return 2 * tf.add_n(halves) if halves else tf.constant(0.0)
 
 
-def _piece(batch: Any, index: Any, count: Any, rows: Any, pieces: int) -> Any:
-    """Cut a piece of a batch; the sizes of pieces differ by one row at most."""
-    start, stop = (rows * i // count for i in (index, index + 1))
+def _micro_batch(
+    batch: Any, index: Any, count: Any, num_examples: tf.Tensor, micro_batches: int
+) -> Any:
+    """Cut a micro-batch of a batch; their sizes differ by one example at most."""
+    start, stop = (num_examples * i // count for i in (index, index + 1))
 
     def cut(part: Any) -> Any:
         if part is None:
@@ -156,11 +163,15 @@ def _piece(batch: Any, index: Any, count: Any, rows: Any, pieces: int) -> Any:
                 tf.concat([[first], tf.zeros_like(rest)], 0),
                 tf.concat([[size], rest], 0),
             )
-        piece = part[start:stop]
+        micro_batch = part[start:stop]
         known = part.shape[0]
-        if known is not None and known % pieces == 0 and not isinstance(part, tf.RaggedTensor):
-            piece.set_shape([known // pieces, *part.shape[1:]])  # XLA compiles it once
-        return piece
+        if (
+            known is not None
+            and known % micro_batches == 0
+            and not isinstance(part, tf.RaggedTensor)
+        ):
+            micro_batch.set_shape([known // micro_batches, *part.shape[1:]])  # XLA compiles it once
+        return micro_batch
 
     return tf.nest.map_structure(cut, batch)
 
@@ -183,7 +194,7 @@ def _add(one: Any, other: Any) -> Any:
 
 
 def _spec_of_sum(value: Any) -> Any:
-    """Give the type of a sum: in a sparse one there may be any number of slices."""
+    """Return the type of a sum: in a sparse one there may be any number of slices."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlicesSpec(
             value.shape, value.dtype, value.indices.dtype, tf.int32, indices_shape=[None]
@@ -191,7 +202,7 @@ def _spec_of_sum(value: Any) -> Any:
     return tf.TensorSpec(value.shape, value.dtype)
 
 
-def _times(gradient: Any, factor: Any) -> Any:
+def _times(gradient: tf.Tensor | tf.IndexedSlices, factor: Any) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)

@@ -5,17 +5,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
-def refuse_states_of_rows(model: Any) -> None:
-    """Refuse a layer that keeps a state for each row of a batch."""
+def reject_states_of_examples(model: keras.Model) -> None:
+    """Reject a layer that keeps a state for each example of a batch."""
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
-            _checks.refuse(
-                "A stateful layer goes on from a state for each row of the batch before, and "
-                "replicas cut batches, so that rows meet other states. Use `stateful=False`, or "
+            checks.fail(
+                "A stateful layer goes on from a state for each example of the batch before, and "
+                "replicas cut batches, so that examples meet other states. Use `stateful=False`, "
+                "or "
                 "one device.",
                 layer=layer.name,
             )
@@ -25,7 +26,7 @@ class _Losses(list):
     """What a layer's `add_loss` was given, by each replica's step for itself.
 
     Keras keeps it on the layer, which all replicas share, and forgets it when the next of them
-    begins: replicas are traced in turns where they meet, as in batch statistics.
+    begins: replicas are traced alternately where they meet, as in batch statistics.
     """
 
     def _own(self) -> list[Any]:
@@ -45,14 +46,14 @@ class _Losses(list):
         return super().__getitem__(index) if current_step() is None else self._own()[index]
 
 
-def keep_losses_apart(model: Any) -> None:
+def keep_losses_apart(model: keras.Model) -> None:
     """Keep what replicas add to the losses of a model's layers apart."""
     for layer in model._flatten_layers():
         if not isinstance(layer._losses, _Losses):
             vars(layer)["_losses"] = _Losses(layer._losses)
 
 
-def name_of_loss(model: Any, loss: Any) -> str:
+def name_of_loss(model: keras.Model, loss: Any) -> str:
     """Name the layer that gave a loss to `add_loss`, or whose regularizer it is."""
     for layer in model._flatten_layers():
         if any(loss is given for given in layer._losses):
@@ -60,7 +61,7 @@ def name_of_loss(model: Any, loss: Any) -> str:
     return "add_loss or a regularizer"
 
 
-def attach(model: Any, *, without: list[Any]) -> None:
+def attach(model: keras.Model, *, without: list[Any]) -> None:
     """Note, from now on, which variables of a model's layers a step assigns.
 
     Args:
@@ -89,24 +90,28 @@ def _note_assignments(variable: Any) -> None:
 
 
 def average(step: ReplicaStep) -> None:
-    """Give all replicas the same values of what the step assigned: the mean, weighted by rows.
+    """Set all replicas to the same values of what the step assigned: the mean over examples.
 
-    Keras lets them drift apart and saves the first replica's, and a replica without rows makes
+    Keras lets them drift apart and saves the first replica's, and a replica without examples makes
     its own NaN.
     """
+    # docs/upstream/keras_layer_state_differs_by_replica.md
     if not step.assigned:
         return
     variables = [*step.assigned]
     weighed = [(step.own or step).weigh(tf.convert_to_tensor(variable)) for variable in variables]
     tf.distribute.get_replica_context().merge_call(
-        lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
+        lambda strategy, values: _assign_sums(step, strategy, values, variables), args=(weighed,)
     )
 
 
-def _assign_sums(strategy: Any, values: list[Any], variables: list[Any]) -> None:
+def _assign_sums(
+    step: ReplicaStep, strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]
+) -> None:
     owners = [variable.value for variable in variables]
     sums = strategy.extended.batch_reduce_to(
         tf.distribute.ReduceOp.SUM, list(zip(values, owners, strict=True))
     )
+    step.note_shared([strategy.experimental_local_results(total) for total in sums])
     for owner, total in zip(owners, sums, strict=True):
         strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)

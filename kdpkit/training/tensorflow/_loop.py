@@ -2,7 +2,7 @@
 
 A training step is cut in two. In the replicas: forward and backward pass, of a loss whose parts
 add up to that of the global batch. Outside them: one sum of the gradients, and the optimizer once,
-which then clips, accumulates, averages and checks the whole gradient.
+which then clips, accumulates, averages and checks the global gradient.
 """
 
 import contextlib
@@ -17,19 +17,23 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import compute_output_spec, set_keras_mask
 
-from kdpkit import _checks, _garbage, _processes, _versions
-from kdpkit._tuning import untuned
+from kdpkit import errors
+from kdpkit._internal import checks, garbage_collection, processes, versions
+from kdpkit._internal.dataset_tuning import untuned
 from kdpkit.training._feed import Feed
 from kdpkit.training._losses import sum_over_replicas
-from kdpkit.training._objective import PLACEHOLDER_ROWS, trace_metrics
+from kdpkit.training._objective import PLACEHOLDER_EXAMPLES, trace_metrics
 from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
-    _attachments,
     _batch_norm,
+    _global_batch,
     _keras_internals,
     _layer_state,
+    _metric_patches,
     _no_examples,
+    _optimizer_patches,
     _shards,
+    _step_patches,
     _workers,
 )
 from kdpkit.training.tensorflow._batch_norm import GLOBAL, REPLICA
@@ -43,22 +47,10 @@ from kdpkit.training.tensorflow._gradients import (
     squared_norm,
 )
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from kdpkit.training.tensorflow._verification import Verification
+from kdpkit.training.tensorflow._verification import Step, Verification
 from kdpkit.training.tensorflow._xla_trial import XlaTrial
 
 T = TypeVar("T")
-
-
-def steps_of(loop: Any, strategy: Any, jit: Any) -> Steps:
-    """Give what runs the steps of a loop under a strategy, in step or asynchronously."""
-    of_model = loop.model.distribute_strategy if strategy is None else strategy
-    if isinstance(of_model, tf.distribute.ParameterServerStrategy):
-        from kdpkit.training.tensorflow._parameter_server import (
-            ParameterServerSteps,  # which needs this file
-        )
-
-        return ParameterServerSteps(loop, strategy, jit)
-    return TensorFlowSteps(loop, strategy, jit)
 
 
 def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -76,19 +68,20 @@ class TensorFlowSteps(Steps):
             takes what is faster.
     """
 
-    def __init__(self, loop: Any, strategy: Any, jit: Any) -> None:
+    def __init__(self, loop: Any, strategy: tf.distribute.Strategy | None, jit: Any) -> None:
         self.loop = loop
         self.model = loop.model
         self.strategy = _strategy_of(self.model, strategy)
         self._jit = jit
-        _keras_internals.install()
+        _step_patches.install()
         if self.strategy.num_replicas_in_sync > 1:
-            _layer_state.refuse_states_of_rows(self.model)
+            _layer_state.reject_states_of_examples(self.model)
         if isinstance(self.strategy, tf.distribute.MirroredStrategy):
             _keras_internals.prefer_one_device_sums(self.strategy)
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
-        self._is_built = self._is_optimizer_built = self._is_verified = False
+        self._is_built = self._is_optimizer_built = False
+        self._verified: set[str] = set()  # kinds of steps
         self._trial = XlaTrial() if jit == "measure" else None
         self._train_with = {
             jit: self._repeated(functools.partial(self._train_step, jit=jit))
@@ -130,20 +123,20 @@ class TensorFlowSteps(Steps):
     def guard(self) -> Iterator[None]:
         """Enter what holds while the loop runs, and explains that another process is gone."""
         with (
-            _processes.naming_losses(),
+            processes.naming_losses(),
             _keras_internals.untuned_buffers(),
             _no_examples.guarded_operations(),
         ):
             yield
 
     def check_parts(self) -> None:
-        """Refuse to compare the parts of a batch that is in one part.
+        """Reject to compare the parts of a batch that is in one part.
 
         Raises:
             ValueError: There is one replica, and no accumulation.
         """
         if self.strategy.num_replicas_in_sync * self.loop.accumulation == 1:
-            _checks.refuse(
+            checks.fail(
                 "The noise scale is estimated from how the gradients of replicas or micro-batches "
                 "differ, and here a batch has one.",
                 replicas=1,
@@ -157,9 +150,9 @@ class TensorFlowSteps(Steps):
         """Check a dataset, spread its batches over the replicas, and build the model for them."""
         ((argument, wanted),) = steps.items()
         if wanted is not None:
-            wanted = _checks.integer(argument, wanted)
+            wanted = checks.integer(argument, wanted)
         if not isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
-            _checks.refuse(
+            checks.fail(
                 f"`{name}` must be a `tf.data.Dataset` of batches, and is a "
                 f"{type(dataset).__name__}.",
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
@@ -169,9 +162,7 @@ class TensorFlowSteps(Steps):
         if isinstance(dataset, tf.data.Dataset):
             batches = self._distributed(_as_it_asks(dataset), f"`{name}`")
             if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY and wanted is None:
-                _checks.refuse(
-                    f"`{name}` never ends; say with `{argument}` how much of it to take."
-                )
+                checks.fail(f"`{name}` never ends; say with `{argument}` how much of it to take.")
         self._build_model(batches.element_spec)
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
@@ -192,7 +183,7 @@ class TensorFlowSteps(Steps):
             _keras_internals.move_global_seeds(self.strategy)
             if not self._is_built:
                 if self.strategy.num_replicas_in_sync > 1 or self.loop.accumulation > 1:
-                    _versions.refuse_sums_over_rows(self.model)
+                    versions.reject_sums_over_examples(self.model)
                 self._build_metrics(feed.batches.element_spec)
                 self._is_built = True
             if training and not self._is_optimizer_built:
@@ -203,18 +194,18 @@ class TensorFlowSteps(Steps):
     def _build_metrics(self, spec: Any) -> None:
         names = trace_metrics(self.loop, _placeholders(_workers.specs_of(spec)))
         for metric in self.model.metrics:
-            _attachments.weigh_single_numbers(metric)
+            _metric_patches.weigh_single_numbers(metric)
         self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
 
     def _build_optimizer(self) -> None:
         optimizer = self.model.optimizer
         if tf.distribute.in_cross_replica_context():
-            _attachments.attach_to_optimizer(optimizer, self.strategy)
+            _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         # The two that an optimizer makes before it is built need no copies on the replicas.
         copied = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
-        _check_place("optimizer", copied, self.strategy)
+        _check_scope("optimizer", copied, self.strategy)
 
     def _prepare_layers(self) -> None:
         replicas = self.strategy.num_replicas_in_sync
@@ -226,14 +217,14 @@ class TensorFlowSteps(Steps):
         asked = self.loop.batch_norm
         for layer in _batch_norm.batch_norm_layers(self.model):
             if not may_meet and (layer.synchronized or (asked == GLOBAL and self._may_jit)):
-                _checks.refuse(
+                checks.fail(
                     "Under XLA, and between micro-batches, a BatchNormalization cannot meet the "
                     "other replicas.",
                     layer=layer.name,
                     jit=self._jit if self._trial else self.jit,
                     accumulation=self.loop.accumulation,
                     remedy='Use `jit=False` and `accumulation=1`, or `batch_norm="replica"`, which '
-                    "normalizes by each replica's own rows, and do not synchronize the layer.",
+                    "normalizes by each replica's own examples, and do not synchronize the layer.",
                 )
             _batch_norm.attach(layer, asked if may_meet else REPLICA)
         if asked == REPLICA or not may_meet:
@@ -249,9 +240,9 @@ class TensorFlowSteps(Steps):
             mean.reset_state()
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many training steps; give how many there were, and loss and metrics."""
-        if self._is_unverified:
-            return self._train_verified(iterator, steps)
+        """Run up to so many training steps; return how many there were, and loss and metrics."""
+        if self._needs_verification("train"):
+            return self._verified_first(self.train, self._try_step, iterator, steps)
         start = time.perf_counter()
         with _explaining_xla() if self.jit else contextlib.nullcontext():
             done, logs = self._run(self._train_with[self.jit], iterator, steps)
@@ -260,54 +251,86 @@ class TensorFlowSteps(Steps):
             self._say(self._trial.verdict)
         return done, logs
 
-    @property
-    def _is_unverified(self) -> bool:
-        several = self.strategy.num_replicas_in_sync > 1
-        return several and self.loop.verify and not self._is_verified
+    def _needs_verification(self, kind: str) -> bool:
+        """Return whether a step is to be verified now.
 
-    def _train_verified(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Verify the step on the first examples, and train on them and what follows."""
+        What training verified of layers and metrics of Keras holds for evaluation, too.
+        """
+        if self.strategy.num_replicas_in_sync == 1 or not self.loop.verify:
+            return False
+        is_seen = "train" in self._verified and _global_batch.is_all_of_libraries(self.model)
+        return kind not in self._verified and not is_seen
+
+    def _verify(self, kind: str, try_step: Step, batch: Any) -> None:
+        """Verify a step on the first examples of a batch."""
+        verification = Verification(self.strategy, try_step, self.model)
+        verification.check(batch)
+        if verification.hidden is not None:
+            remedy = "`fit` of a `replica_exact` model runs such a step on the global batch."
+            _global_batch.report_doubt(verification.hidden, remedy)
+        self._verified.add(kind)
+
+    def _verified_first(self, run: Callable, try_step: Step, iterator: Any, steps: int) -> Any:
+        """Verify a step, and run it on the batch that it was verified on and those that follow."""
         if (first := next(iterator, None)) is None:
             return 0, {}
-        Verification(self.strategy, self._try_step, self.model).check(first)
-        self._is_verified = True
+        self._verify(run.__name__, try_step, first)
         spec = getattr(iterator, "element_spec", None)
-        done, logs = self.train(_shards.iterator_of(self.strategy, [first], spec), 1)
+        done, logs = run(_shards.iterator_of(self.strategy, [first], spec), 1)
         if steps > 1:
-            following, further = self.train(iterator, steps - 1)
+            following, further = run(iterator, steps - 1)
             done, logs = done + following, further if following else logs
         return done, logs
 
     def _try_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
         """Make a training step, but for the update, of a shard for each replica."""
-        parts, _ = self.strategy.run(lambda: self._train_replica(shard(), jit=False))
+        parts, _ = self.strategy.run(lambda: self._train_replica(shard(), jit=False, trial=trial))
         variables = self.model.trainable_variables
         gradients = [parts.get(index) for index in range(len(variables))]
-        whole = _attachments.sum_gradients(self.strategy, gradients, variables)
-        trial.note_gradients(self.model.optimizer, variables, whole)
+        summed = _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
+        trial.note_gradients(self.model.optimizer, variables, summed)
+        return self._logs()
+
+    def _try_test_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
+        self.strategy.run(lambda: self._test_replica(shard(), trial=trial))
+        return self._logs()
+
+    def _try_predict_step(self, shard: Callable[[], Any], trial: Any) -> Any:
+        outputs = self.strategy.run(lambda: self._predict_replica(shard(), trial))
+        return keras.tree.map_structure(
+            lambda output: tf.concat(self.strategy.experimental_local_results(output), axis=0),
+            outputs,
+        )
+
+    def _logs(self) -> dict[str, Any]:
         losses = {mean.name: mean.result() for mean in self._means.values()}
         return self.model.get_metrics_result() | losses
 
     def _say(self, verdict: str) -> None:
-        if verdict and _processes.index() == 0:
+        if verdict and processes.index() == 0:
             print(f"\n{verdict}", flush=True)  # noqa: T201 a choice that is made for somebody is said
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many evaluation steps; give how many there were, and loss and metrics."""
+        """Run up to so many evaluation steps; return how many there were, and loss and metrics."""
+        if self._needs_verification("test"):
+            return self._verified_first(self.test, self._try_test_step, iterator, steps)
         return self._run(self._test, iterator, steps)
 
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
-        """Predict up to so many batches; give how many there were, and their predictions."""
+        """Predict up to so many batches; return how many there were, and their predictions."""
         outputs: list[Any] = []
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             while len(outputs) < steps:
-                predictions = self._predict(next(iterator))
-                _workers.refuse_differences()
+                batch = next(iterator)
+                if self._needs_verification("predict"):
+                    self._verify("predict", self._try_predict_step, batch)
+                predictions = self._predict(batch)
+                _workers.reject_differences()
                 outputs.append(keras.tree.map_structure(np.asarray, predictions))
         return len(outputs), outputs
 
     def finish_training(self) -> None:
-        """Give the model the averages of its weights, if the optimizer keeps such."""
+        """Set the weights to their averages, if the optimizer keeps such."""
         with self.scope():
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
 
@@ -317,10 +340,10 @@ class TensorFlowSteps(Steps):
         with contextlib.nullcontext() if fresh_keys else keys():
             is_traced = function.experimental_get_tracing_count() > 0
             if not is_traced and not tf.config.functions_run_eagerly():
-                with _garbage.uncollected():
+                with garbage_collection.uncollected():
                     function.get_concrete_function(iterator, tf.constant(steps))
             done, logs = function(iterator, tf.constant(steps))
-        _workers.refuse_differences()
+        _workers.reject_differences()
         return int(done), logs
 
     def _repeated(self, step: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
@@ -339,8 +362,7 @@ class TensorFlowSteps(Steps):
             with self.scope():
                 first = iterator.get_next_as_optional()
                 done, _ = tf.while_loop(goes_on, body, (tf.constant(0), first))
-                losses = {mean.name: mean.result() for mean in self._means.values()}
-                return done, self.model.get_metrics_result() | losses
+                return done, self._logs()
 
         return tf.function(run, autograph=False, reduce_retracing=True)
 
@@ -350,9 +372,9 @@ class TensorFlowSteps(Steps):
         parts, of_noise = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
         gradients = [parts.get(index) for index in range(len(variables))]
-        whole = _attachments.sum_gradients(self.strategy, gradients, variables)
+        summed = _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
         if self.loop.noise_sums:
-            self._note_noise(of_noise, whole)
+            self._note_noise(of_noise, summed)
 
         def update(gradients: Any) -> None:
             with _keras_internals.one_learning_rate(self.model.optimizer):
@@ -362,12 +384,12 @@ class TensorFlowSteps(Steps):
         if jit and replicas == 1 and variables:
             (own,) = self.strategy.experimental_local_results(variables[0].value)
             with tf.device(own.device):  # which may be another than the first
-                _compiled(update, jit=True)(whole)
+                _compiled(update, jit=True)(summed)
         elif jit and self._may_compile_updates:
-            with _attachments.compiled_updates(self.model.optimizer):
-                update(whole)
+            with _optimizer_patches.compiled_updates(self.model.optimizer):
+                update(summed)
         else:
-            update(whole)
+            update(summed)
 
     @property
     def _may_compile_updates(self) -> bool:
@@ -380,26 +402,26 @@ class TensorFlowSteps(Steps):
             map(self.strategy.extended.variable_created_in_scope, kept)
         )
 
-    def _note_noise(self, of_noise: Any, whole: list[Any]) -> None:
-        """Hold the squared norms of the parts of a batch against that of the whole."""
+    def _note_noise(self, of_noise: Any, summed: list[Any]) -> None:
+        """Hold the squared norms of the parts of a batch against that of the global batch."""
         sums = self.strategy.reduce(tf.distribute.ReduceOp.SUM, of_noise, axis=None)
-        parts, rows, of_parts = tf.unstack(sums)
-        local = [self.strategy.experimental_local_results(g)[0] for g in whole if g is not None]
+        parts, num_examples, of_parts = tf.unstack(sums)
+        local = [self.strategy.experimental_local_results(g)[0] for g in summed if g is not None]
         of_whole = squared_norm(dict(enumerate(local)))
         scale = self.model.optimizer.scale_loss(tf.constant(1.0)) ** 2
         self.loop.noise_sums.add(
-            parts=parts, rows=rows, of_parts=of_parts / scale, of_whole=of_whole / scale
+            parts=parts,
+            num_examples=num_examples,
+            of_parts=of_parts / scale,
+            of_whole=of_whole / scale,
         )
 
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
 
     def _predict_step(self, batch: Any) -> Any:
-        def predict(batch: Any) -> Any:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(ReplicaStep(batch).data)
-            return self.model(x, training=False)
-
-        return keras.tree.map_structure(self._joined, self.strategy.run(predict, args=(batch,)))
+        outputs = self.strategy.run(self._predict_replica, args=(batch,))
+        return keras.tree.map_structure(self._joined, outputs)
 
     def _joined(self, output: Any) -> Any:
         if self._spans_processes:
@@ -408,78 +430,90 @@ class TensorFlowSteps(Steps):
 
     # One replica's part of a step.
 
-    def _train_replica(self, batch: Any, jit: bool) -> tuple[dict[int, Any], Any]:
-        """Give this replica's part of the gradients, by the variable's index, and its noise."""
-        step = ReplicaStep(batch)
+    def _train_replica(
+        self, batch: Any, jit: bool, trial: Any = None
+    ) -> tuple[dict[int, Any], Any]:
+        """Return this replica's part of the gradients, by the variable's index, and its noise."""
+        step = ReplicaStep(batch, trial=trial)
         step.is_part |= (
-            jit  # under XLA by position on one replica too: it draws whole ones otherwise
+            jit  # under XLA by position on one replica too: it draws all of them otherwise
         )
         batch = step.data
         seeds = _SeedStates(self.model) if self.loop.accumulation > 1 else None
 
-        def forward_and_backward_of(piece: Any, start: Any) -> Any:
+        def forward_and_backward_of(micro_batch: Any, start: tf.Tensor) -> Any:
             if seeds is None:
-                return forward_and_backward(self.loop, step, piece)
-            part = step.of_rows(
-                _workers.rows_of_batch(piece),
-                offset=start,
-                static_rows=_workers.static_rows_of_batch(piece),
-            )
-            return forward_and_backward(self.loop, part, piece)
+                return forward_and_backward(self.loop, step, micro_batch)
+            part = step.of_examples(_workers.examples_in_batch(micro_batch), offset=start)
+            return forward_and_backward(self.loop, part, micro_batch)
 
         differentiate = _compiled(forward_and_backward_of, jit=jit)
 
-        def compute(piece: Any, start: Any) -> tuple[Sums, Any]:
+        def compute(micro_batch: Any, start: tf.Tensor) -> tuple[Sums, Any]:
             if seeds is not None:
                 seeds.restore()
-            sums, predictions, masks = differentiate(piece, start)
+            sums, predictions, masks = differentiate(micro_batch, start)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
-            self._update_metrics(step, piece, predictions)
-            return sums, self._products(step, piece, sums)
+            self._update_metrics(step, micro_batch, predictions)
+            return sums, self._products(step, micro_batch, sums)
 
-        pieces = self.loop.accumulation
-        sums, products = over_micro_batches(compute, batch, rows=step.rows, pieces=pieces)
+        micro_batches = self.loop.accumulation
+        sums, products = over_micro_batches(
+            compute, batch, num_examples=step.num_examples, micro_batches=micro_batches
+        )
+        if (
+            micro_batches > 1
+        ):  # of which the first, outside of the loop over the others, has been noted
+            step.note_shared(sums)
         factors = self._update_losses(step, sums)
         _layer_state.average(step)
 
-        def whole(gradients: Any, factors: Any) -> dict[int, Any]:
+        def complete(gradients: Any, factors: Any) -> dict[int, Any]:
             total = combined(gradients, [1.0, *factors])
-            return {index: step.if_rows(gradient) for index, gradient in total.items()}
+            return {index: step.if_examples(gradient) for index, gradient in total.items()}
 
-        own = _compiled(whole, jit=jit)(sums.gradients, factors)
+        own = _compiled(complete, jit=jit)(sums.gradients, factors)
         return own, self._noise(step, products, [1.0, *factors])
 
-    def _products(self, step: ReplicaStep, piece: Any, sums: Sums) -> Any:
-        """Give the inner products of a micro-batch's gradients, as the noise scale counts them."""
+    def _products(self, step: ReplicaStep, micro_batch: Any, sums: Sums) -> Any:
+        """Return the inner products of a micro-batch's gradients, for the noise scale."""
         if not self.loop.noise_sums:
             return ()
-        rows = tf.cast(_workers.rows_of_batch(piece), tf.float32)
-        share = tf.math.divide_no_nan(tf.cast(step.all_rows, tf.float32), rows)
+        num_examples = tf.cast(_workers.examples_in_batch(micro_batch), tf.float32)
+        share = tf.math.divide_no_nan(tf.cast(step.num_global_examples, tf.float32), num_examples)
         return share * inner_products(sums.gradients)
 
     def _noise(self, step: ReplicaStep, products: Any, factors: list[Any]) -> Any:
-        """Give this replica's micro-batches, their rows, and the sum of their squared norms."""
+        """Count this replica's micro-batches and examples, and add up the squared norms."""
         if not self.loop.noise_sums:
             return ()
-        parts = tf.minimum(self.loop.accumulation, step.rows)
+        parts = tf.minimum(self.loop.accumulation, step.num_examples)
         factor = tf.stack([tf.cast(factor, tf.float32) for factor in factors])
-        norm = step.if_rows(tf.reduce_sum(factor * factor[:, None] * products))
-        return tf.stack([tf.cast(parts, tf.float32), tf.cast(step.rows, tf.float32), norm])
+        norm = step.if_examples(tf.reduce_sum(factor * factor[:, None] * products))
+        return tf.stack([tf.cast(parts, tf.float32), tf.cast(step.num_examples, tf.float32), norm])
 
-    def _test_replica(self, batch: Any) -> None:
-        step = ReplicaStep(batch)
+    def _predict_replica(self, batch: Any, trial: Any = None) -> Any:
+        step = ReplicaStep(batch, trial=trial)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(step.data)
+        with running(step) if trial else contextlib.nullcontext():
+            outputs = self.model(x, training=False)
+            step.note_roots(outputs)
+        return outputs
+
+    def _test_replica(self, batch: Any, trial: Any = None) -> None:
+        step = ReplicaStep(batch, trial=trial)
         sums, predictions = forward(self.loop, step, step.data, training=False)
         self._update_metrics(step, step.data, predictions)
         self._update_losses(step, sums)
 
     def _update_metrics(self, step: ReplicaStep, batch: Any, predictions: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        rows = tf.shape(keras.tree.flatten(predictions)[0])[0]
-        with running(step.of_rows(rows)):
+        num_examples = tf.shape(keras.tree.flatten(predictions)[0])[0]
+        with running(step.of_examples(num_examples)):
             self.model.compute_metrics(x, y, predictions, sample_weight)
 
     def _update_losses(self, step: ReplicaStep, sums: Sums) -> list[Any]:
-        """Log the losses; give the factors that put real divisors in the place of plain ones."""
+        """Log the losses; return the factors that put real divisors in the place of plain ones."""
         factors = {
             name: tf.math.reciprocal_no_nan(sum_over_replicas(real))
             for name, real in sums.real.items()
@@ -496,12 +530,12 @@ class TensorFlowSteps(Steps):
 
 @contextlib.contextmanager
 def _explaining_xla() -> Iterator[None]:
-    """Say in one sentence that XLA has no such operation."""
+    """Report in one sentence that XLA has no such operation."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
         if found := re.search(r"\((No registered '\w+' OpKernel for XLA\w*)", error.message):
-            raise _checks.InputError(
+            raise errors.InputError(
                 f"XLA cannot compile the training step of this model: {found[1]}. "
                 "Use `jit=False`, or move the operation into the input pipeline."
             ) from error
@@ -511,11 +545,11 @@ def _explaining_xla() -> Iterator[None]:
 class _SeedStates:
     """The states of a model's random seeds before a step.
 
-    All micro-batches of it draw from these, each at the places of its rows in the global batch, so
-    that they draw what the batch draws in one.
+    All micro-batches of it draw from these, each at the positions of its examples in the global
+    batch, so that they draw what the batch draws in one.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         layers = model._flatten_layers()
         seeds = {id(seed): seed for layer in layers for seed in layer._seed_generators}
         self._states = [(seed.state, tf.identity(seed.state.value)) for seed in seeds.values()]
@@ -532,34 +566,36 @@ def _compiled(function: Callable[..., T], *, jit: bool) -> Callable[..., T]:
 
 
 def _as_mean(step: ReplicaStep, part: Any) -> tuple[Any, Any]:
-    """Give value and weight for a `Mean`, which then counts the sum of all parts with all rows."""
-    rows, all_rows = (tf.cast(count, part.dtype) for count in (step.rows, step.all_rows))
-    return tf.math.divide_no_nan(part * all_rows, rows), rows
+    """Return value and weight for a `Mean`, which then counts the sum of all parts."""
+    num_examples, num_global_examples = (
+        tf.cast(count, part.dtype) for count in (step.num_examples, step.num_global_examples)
+    )
+    return tf.math.divide_no_nan(part * num_global_examples, num_examples), num_examples
 
 
-def _strategy_of(model: Any, strategy: Any) -> Any:
-    """Give the strategy that a model lives in, which must be the one asked for."""
+def _strategy_of(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
+    """Return the strategy that a model lives in, which must be the one asked for."""
     if strategy is None:
         strategy = model.distribute_strategy
     if not isinstance(strategy, tf.distribute.Strategy):
-        _checks.refuse(
+        checks.fail(
             "`strategy` must be a `tf.distribute` strategy, or None for the model's.",
             strategy=strategy,
         )
-    _check_place("model", model.variables, strategy)
+    _check_scope("model", model.variables, strategy)
     if not model.variables and model.distribute_strategy is not strategy:
-        _refuse_place("model", model.name, strategy)
+        _reject_scope("model", model.name, strategy)
     return strategy
 
 
-def _check_place(owner: str, variables: list[Any], strategy: Any) -> None:
+def _check_scope(owner: str, variables: list[Any], strategy: tf.distribute.Strategy) -> None:
     for variable in variables:
         if not strategy.extended.variable_created_in_scope(variable.value):
-            _refuse_place(owner, variable.path, strategy)
+            _reject_scope(owner, variable.path, strategy)
 
 
-def _refuse_place(owner: str, built: str, strategy: Any) -> NoReturn:
-    _checks.refuse(
+def _reject_scope(owner: str, built: str, strategy: tf.distribute.Strategy) -> NoReturn:
+    checks.fail(
         f"The {owner} was not built in the scope of the strategy that is to train it.",
         built=built,
         strategy=type(strategy).__name__,
@@ -568,7 +604,7 @@ def _refuse_place(owner: str, built: str, strategy: Any) -> NoReturn:
 
 
 def _length_of(dataset: Any) -> int | None:
-    """Give the batches of a dataset's next iterator, which may differ from epoch to epoch."""
+    """Return the batches of a dataset's next iterator, which may differ from epoch to epoch."""
     if not isinstance(dataset, tf.data.Dataset):
         return None
     length = int(dataset.cardinality())
@@ -576,33 +612,33 @@ def _length_of(dataset: Any) -> int | None:
 
 
 def check_batched(name: str, spec: Any) -> None:
-    """Refuse what is surely no batch: scalars, or tensors of different lengths."""
+    """Reject what is surely no batch: scalars, or tensors of different lengths."""
     shapes = [shape for part in tf.nest.flatten(spec) if (shape := _shape(part)) is not None]
     lengths = {shape[0] for shape in shapes if shape} - {None}
     if () in shapes or len(lengths) > 1:
-        _checks.refuse(
+        checks.fail(
             f"`{name}` gives single examples, and must give batches.",
             element_spec=spec,
             remedy="Add `.batch(global_batch_size)`.",
         )
 
 
-def _of_replica(spec: Any) -> Any:
-    """Give the specification of one replica's part of a dataset's element."""
+def _of_replica(spec: tf.TypeSpec) -> Any:
+    """Return the specification of one replica's part of a dataset's element."""
     return getattr(spec, "_value_specs", (spec,))[0]
 
 
-def _shape(spec: Any) -> tuple[int | None, ...] | None:
+def _shape(spec: tf.TypeSpec) -> tuple[int | None, ...] | None:
     shape = getattr(_of_replica(spec), "shape", None)
     return None if shape is None or shape.rank is None else tuple(shape)
 
 
 def _placeholders(spec: Any) -> Any:
-    """Give Keras' placeholders for one replica's part of a dataset's element."""
+    """Return Keras' placeholders for one replica's part of a dataset's element."""
     return tf.nest.map_structure(_placeholder, spec)
 
 
-def _placeholder(spec: Any) -> Any:
+def _placeholder(spec: tf.TypeSpec) -> Any:
     spec = _of_replica(spec)
     if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
         return None
@@ -612,5 +648,5 @@ def _placeholder(spec: Any) -> Any:
     }
     shape = spec.shape
     if shape.rank and not any(kinds.values()):
-        shape = [shape[0] or PLACEHOLDER_ROWS, *shape[1:]]
+        shape = [shape[0] or PLACEHOLDER_EXAMPLES, *shape[1:]]
     return keras.KerasTensor(shape, spec.dtype.name, **kinds)

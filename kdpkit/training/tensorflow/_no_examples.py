@@ -1,7 +1,7 @@
 """Convolutions and poolings on replicas of a CPU that have no examples of a batch.
 
 Of no examples oneDNN's convolutions give the shape of their input, and the gradient of its
-max-pooling ends the process (docs/upstream/onednn-without-examples.md). While a step is traced
+max-pooling ends the process (docs/upstream/onednn_without_examples.md). While a step is traced
 these operations get one example of zeros where there is none, and it is taken off what they give.
 """
 
@@ -14,7 +14,8 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.ops import gen_nn_ops
 
-from kdpkit import _versions
+from kdpkit._internal import versions
+from kdpkit.training.tensorflow._collectives import with_gradient
 from kdpkit.training.tensorflow._step import current_step
 
 # Operations, with the position and the name of what has the examples along its first axis.
@@ -36,7 +37,7 @@ def guarded_operations() -> Iterator[None]:
     originals = {name: getattr(gen_nn_ops, name, None) for name in _OPERATIONS}
     for name, original in originals.items():
         if original is None:
-            _versions.refuse_unknown(name, tensorflow=tf.__version__)
+            versions.reject_unknown(name, tensorflow=tf.__version__)
         if not hasattr(original, "is_guarded"):  # as in an evaluation, inside of training
             setattr(gen_nn_ops, name, _guarded(original, *_OPERATIONS[name]))
     try:
@@ -46,23 +47,23 @@ def guarded_operations() -> Iterator[None]:
             setattr(gen_nn_ops, name, original)
 
 
-def _guarded(original: Callable, place: int, name: str) -> Callable:
+def _guarded(original: Callable, position: int, name: str) -> Callable:
     @functools.wraps(original)
     def operation(*args: Any, **kwargs: Any) -> Any:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-        key = place if place in given else name
+        key = position if position in given else name
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller == _OF_GRADIENTS or key not in given or not _may_lack_examples(given[key]):
             return original(*args, **kwargs)
         tensors = [x for x in given.values() if isinstance(x, tf.Tensor)]
         examples = tf.convert_to_tensor(given[key])
-        rows = tf.shape(examples)[0]
-        given[key] = _with_one(rows, examples)
-        if place:  # a transposed convolution, which is told the shape of what it gives
+        num_examples = tf.shape(examples)[0]
+        given[key] = _with_one(num_examples, examples)
+        if position:  # a transposed convolution, which takes the shape of its output
             sizes = 0 if 0 in given else "input_sizes"
             given[sizes] = tf.concat([tf.maximum(given[sizes][:1], 1), given[sizes][1:]], 0)
         in_order = [given.pop(index) for index in range(len(args))]
-        outputs = _without_one(rows, original(*in_order, **given))
+        outputs = _without_one(num_examples, original(*in_order, **given))
         step: Any = current_step()
         if step.trial is not None:  # what is added here is no part of the step
             step.trial.layers.append((tensors, [outputs]))
@@ -82,24 +83,23 @@ def _may_lack_examples(tensor: Any) -> bool:
     )
 
 
-def _with_one(rows: Any, x: Any) -> Any:
-    """Return a tensor, or one example of zeros in its place if it has no rows."""
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def with_one(x: Any) -> tuple[Any, Callable]:
-        zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
-        given = tf.cond(rows > 0, lambda: x, zeros)
-        given.set_shape(x.shape)
-        return given, functools.partial(_without_one, rows)
-
-    return with_one(x)
+def _with_one(num_examples: tf.Tensor, x: Any) -> Any:
+    """Return a tensor, or one example of zeros in its place if it has no examples."""
+    zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
+    given = tf.cond(num_examples > 0, lambda: x, zeros)
+    given.set_shape(x.shape)
+    _note(x, given)
+    return with_gradient(given, x, functools.partial(_without_one, num_examples))
 
 
-def _without_one(rows: Any, y: Any) -> Any:
-    """Return the rows that a tensor has without that example."""
+def _note(x: Any, given: Any) -> None:
+    step = current_step()
+    if step is not None:
+        step.note_layer(x, given)
 
-    @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def without_one(y: Any) -> tuple[Any, Callable]:
-        return y[:rows], functools.partial(_with_one, rows)
 
-    return without_one(y)
+def _without_one(num_examples: tf.Tensor, y: Any) -> Any:
+    """Return the examples that a tensor has without that example."""
+    given = y[:num_examples]
+    _note(y, given)
+    return with_gradient(given, y, functools.partial(_with_one, num_examples))

@@ -2,8 +2,8 @@
 
 The chief hands batches to whichever worker is free. A worker reads the weights from the parameter
 servers, computes, and updates them there, without waiting for the others. All that is a count or a
-sum (loss, metrics, rows) it gives back instead: the chief adds up what finished steps gave, once
-each, also where a worker was lost and another did its step.
+sum (loss, metrics, examples) it gives back instead: the chief adds up what finished steps gave,
+once each, also where a worker was lost and another did its step.
 """
 
 import atexit
@@ -20,8 +20,9 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend import set_keras_mask
 
-from kdpkit import _checks, _processes, _servers
-from kdpkit._private_copies import with_private_batches
+from kdpkit import errors
+from kdpkit._internal import checks, parameter_servers, processes
+from kdpkit._internal.private_copies import with_private_batches
 from kdpkit.training._feed import Feed
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._gradients import (
@@ -46,20 +47,20 @@ class ParameterServerSteps(TensorFlowSteps):
         jit: None or False.
     """
 
-    def __init__(self, loop: Any, strategy: Any, jit: Any) -> None:
+    def __init__(self, loop: Any, strategy: tf.distribute.Strategy | None, jit: Any) -> None:
         super().__init__(loop, strategy, jit)
         if jit:
-            _checks.refuse(
+            checks.fail(
                 "XLA compiles no step whose variables are in other processes.",
                 jit=jit,
                 remedy="Leave `jit` out under parameter servers.",
             )
-        self._workers = _servers.count(self.strategy, "worker")
+        self._workers = parameter_servers.count(self.strategy, "worker")
         if loop.steps_per_loop == 1:
             loop.steps_per_loop = _STEPS_OF_A_WORKER * self._workers
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         _keras_internals.stop_without_waiting(self._coordinator)
-        self._insist = functools.partial(_servers.insist, self.strategy)
+        self._insist = functools.partial(parameter_servers.insist, self.strategy)
         _keras_internals.pass_calls_on_servers_through(self._insist)
         function = functools.partial(tf.function, autograph=False, reduce_retracing=True)
         self._train = function(self._train_on_worker)
@@ -67,12 +68,12 @@ class ParameterServerSteps(TensorFlowSteps):
         self._predict = function(self._predict_on_worker)
 
     def check_parts(self) -> None:
-        """Refuse to compare gradients that workers take of other weights.
+        """Reject to compare gradients that workers take of other weights.
 
         Raises:
             ValueError: Always.
         """
-        _checks.refuse(
+        checks.fail(
             "Under `ParameterServerStrategy` every gradient is of other weights, and the noise "
             "scale is estimated from how several of the same weights differ.",
             noise_scale=True,
@@ -81,7 +82,7 @@ class ParameterServerSteps(TensorFlowSteps):
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Say in one sentence that a parameter server is gone, or what a worker lacked.
+        """Report in one sentence that a parameter server is gone, or what a worker lacked.
 
         Raises:
             ProcessLostError: A parameter server is gone, and its part of the model with it.
@@ -90,11 +91,11 @@ class ParameterServerSteps(TensorFlowSteps):
             with _short_logs():
                 yield
         except tf.errors.OpError as error:
-            lost = _servers.silent(self.strategy, "ps")
+            lost = parameter_servers.silent(self.strategy, "ps")
             if lost or _is_of_a_lost_server(error):
                 _give_up(lost, error)
             if isinstance(error, tf.errors.OutOfRangeError):
-                raise _checks.InputError(
+                raise errors.InputError(
                     "The dataset that `train` made on a worker gave no batch. Give every worker "
                     "some data, or use fewer workers."
                 ) from error
@@ -108,13 +109,13 @@ class ParameterServerSteps(TensorFlowSteps):
             return super().open(dataset, name, **steps)
         ((argument, wanted),) = steps.items()
         if name != "train" or wanted is None:
-            _checks.refuse(
+            checks.fail(
                 f"`{name}` is a function that makes a dataset for each worker, of which only "
                 "`train` may be one, and with `steps_per_epoch`.",
                 **{argument: wanted},
-                remedy="Give a `tf.data.Dataset`, or `steps_per_epoch`.",
+                remedy="Pass a `tf.data.Dataset`, or `steps_per_epoch`.",
             )
-        wanted = _checks.integer(argument, wanted)
+        wanted = checks.integer(argument, wanted)
         batches = _BatchesOfWorkers(self._coordinator, dataset, self._workers)
         check_batched(name, batches.element_spec)
         self._build_model(batches.element_spec)
@@ -125,7 +126,7 @@ class ParameterServerSteps(TensorFlowSteps):
 
     def _build_optimizer(self) -> None:
         optimizer = self.model.optimizer
-        _refuse_waiting_for_others(optimizer)
+        _reject_waiting_for_others(optimizer)
         for variable in (optimizer.iterations, optimizer._learning_rate):
             made_outside = isinstance(variable, keras.Variable) and not (
                 self.strategy.extended.variable_created_in_scope(variable.value)
@@ -137,7 +138,7 @@ class ParameterServerSteps(TensorFlowSteps):
     # Many steps, on workers that are free.
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many training steps; give how many there were, and loss and metrics."""
+        """Run up to so many training steps; return how many there were, and loss and metrics."""
         iterations = self.model.optimizer.iterations
         before = int(iterations.value)
         done, logs = self._counted_steps(self._train, iterator, steps)
@@ -147,11 +148,11 @@ class ParameterServerSteps(TensorFlowSteps):
         return done, logs
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many evaluation steps; give how many there were, and loss and metrics."""
+        """Run up to so many evaluation steps; return how many there were, and loss and metrics."""
         return self._counted_steps(self._test, iterator, steps)
 
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
-        """Predict up to so many batches; give how many there were, and their predictions."""
+        """Predict up to so many batches; return how many there were, and their predictions."""
         outputs = [*self._results(self._predict, iterator, steps)]
         return len(outputs), outputs
 
@@ -185,7 +186,7 @@ class ParameterServerSteps(TensorFlowSteps):
 
     @property
     def _counters(self) -> list[Any]:
-        """The variables of loss and metrics, whose values are sums over rows."""
+        """The variables of loss and metrics, whose values are sums over examples."""
         return [*self.model.metrics_variables, *(v for mean in self.means for v in mean.variables)]
 
     # One step, on a worker.
@@ -203,30 +204,30 @@ class ParameterServerSteps(TensorFlowSteps):
         return counts
 
     def _test_on_worker(self, batch: Any) -> Any:
-        return self.strategy.run(self._test_replica, args=(_taken(batch),))
+        return self.strategy.run(self._test_and_count, args=(_taken(batch),))
 
     def _predict_on_worker(self, batch: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         return self.strategy.run(functools.partial(self.model, training=False), args=(x,))
 
     def _train_and_count(self, batch: Any) -> Any:
-        """Give the gradients, and what the batch adds to loss and metrics."""
+        """Return the gradients, and what the batch adds to loss and metrics."""
         step = ReplicaStep(batch)
 
-        def compute(piece: Any, _: Any) -> Any:
-            sums, predictions, masks = forward_and_backward(self.loop, step, piece)
+        def compute(micro_batch: Any, _: Any) -> Any:
+            sums, predictions, masks = forward_and_backward(self.loop, step, micro_batch)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
-            return sums, self._count(lambda: self._update_metrics(step, piece, predictions))
+            return sums, self._count(lambda: self._update_metrics(step, micro_batch, predictions))
 
         sums, of_metrics = over_micro_batches(
-            compute, batch, rows=step.rows, pieces=self.loop.accumulation
+            compute, batch, num_examples=step.num_examples, micro_batches=self.loop.accumulation
         )
         factors: list[Any] = []
         of_losses = self._count(lambda: factors.extend(self._update_losses(step, sums)))
         gradients = combined(sums.gradients, [1.0, *factors])
         return gradients, [*map(tf.add, of_metrics, of_losses)]
 
-    def _test_replica(self, batch: Any) -> Any:
+    def _test_and_count(self, batch: Any) -> Any:
         step = ReplicaStep(batch)
         sums, predictions = forward(self.loop, step, batch, training=False)
 
@@ -237,7 +238,7 @@ class ParameterServerSteps(TensorFlowSteps):
         return self._count(update)
 
     def _count(self, update: Callable[[], Any]) -> list[Any]:
-        """Give what an update adds to loss and metrics, and leave them as they are.
+        """Return what an update adds to loss and metrics, and leave them as they are.
 
         Keras adds to a metric's variable in two operations, a read and an assignment, between which
         another worker's may come.
@@ -298,7 +299,7 @@ class _BatchesOfWorkers:
             here = tf.distribute.coordinator.experimental_get_current_worker_index()
             dataset = make(here, workers)
             if not isinstance(dataset, tf.data.Dataset):
-                _checks.refuse(
+                checks.fail(
                     "`train` must make a `tf.data.Dataset` from a worker's index and the number "
                     "of workers.",
                     made=type(dataset).__name__,
@@ -308,7 +309,7 @@ class _BatchesOfWorkers:
         function = tf.function(make_here, autograph=False).get_concrete_function()
         of_chief = [t for t, _ in function.graph.captures if t.dtype in (tf.variant, tf.resource)]
         if of_chief:
-            _checks.refuse(
+            checks.fail(
                 "`train` uses a dataset or a table that was made on the chief, where workers "
                 "cannot reach it. Make it inside the function.",
                 uses=[tensor.dtype.name for tensor in of_chief],
@@ -321,7 +322,7 @@ class _BatchesOfWorkers:
 
 
 def _taken(batch: Any) -> Any:
-    """Give the batch that the chief handed out, or the next one of the worker's own dataset."""
+    """Return the batch that the chief handed out, or the next one of the worker's own dataset."""
     return next(batch) if isinstance(batch, tf.data.Iterator) else batch
 
 
@@ -329,15 +330,15 @@ def _taken(batch: Any) -> Any:
 def _short_logs() -> Iterator[None]:
     """Keep to a line what TensorFlow logs of a lost worker, and leave out what is raised anyway.
 
-    It writes the whole graph's traceback, four times for each step.
+    It writes the complete graph's traceback, four times for each step.
     """
 
     def shorten(record: logging.LogRecord) -> bool:
         if record.module == "cluster_coordinator":
-            said = record.getMessage().strip().partition("\n")[0]
-            record.msg, record.args = said, ()
+            line = record.getMessage().strip().partition("\n")[0]
+            record.msg, record.args = line, ()
             raised = ("processing closure", "cancelling closures", "CancelledError")
-            return not any(words in said for words in raised)
+            return not any(words in line for words in raised)
         return True
 
     logger = tf.get_logger()
@@ -348,16 +349,16 @@ def _short_logs() -> Iterator[None]:
         logger.removeFilter(shorten)
 
 
-def _refuse_waiting_for_others(optimizer: Any) -> None:
-    """Refuse what an optimizer decides from several updates, which here come in no order."""
+def _reject_waiting_for_others(optimizer: keras.optimizers.Optimizer) -> None:
+    """Reject what an optimizer decides from several updates, which here come in no order."""
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        _checks.refuse(
+        checks.fail(
             "The scale of the loss depends on the updates before, and asynchronous workers make "
             "theirs at any time. Train in bfloat16 or float32.",
             optimizer=type(optimizer).__name__,
         )
     if optimizer.gradient_accumulation_steps:
-        _checks.refuse(
+        checks.fail(
             "An optimizer cannot collect the gradients of workers that update at any time.",
             gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
             remedy="Use `TrainingLoop(accumulation=...)`, in which each worker collects its own.",
@@ -365,16 +366,16 @@ def _refuse_waiting_for_others(optimizer: Any) -> None:
 
 
 def _is_of_a_lost_server(error: Any) -> bool:
-    """Tell whether a parameter server was lost, also if another is at its address already."""
+    """Return whether a parameter server was lost, also if another is at its address already."""
     kinds = (tf.errors.UnavailableError, tf.errors.AbortedError)
     is_loss = isinstance(error, kinds) and "/job:ps" in str(error)
-    return is_loss or _servers.is_of_a_new_server(error)
+    return is_loss or parameter_servers.is_of_a_new_server(error)
 
 
 def _give_up(lost: list[str], error: Exception) -> NoReturn:
     named = f" ({', '.join(lost)})" if lost else ""
-    _processes.leave_without_waiting(_processes.EXIT_CODE)
-    atexit.register(_processes.leave)  # else TensorFlow takes leave of a server that is gone
-    raise _processes.ProcessLostError(
-        f"A parameter server is gone{named}, and with it a part of the model. {_processes.GO_ON}"
+    processes.leave_without_waiting(processes.EXIT_CODE)
+    atexit.register(processes.leave)  # else TensorFlow takes leave of a server that is gone
+    raise errors.ProcessLostError(
+        f"A parameter server is gone{named}, and with it a part of the model. {processes.GO_ON}"
     ) from error

@@ -2,8 +2,8 @@
 
 Keras' random functions on TensorFlow draw from a counter, Philox' (Salmon et al. 2011): four
 numbers for each value of it, two of float64. So the numbers of examples in the middle of a batch
-are drawn by starting at their place, at no more cost. What rejects numbers or counts otherwise is
-drawn for the whole batch, and sliced.
+are drawn by starting at their position, at no more cost. What rejects numbers or counts otherwise
+is drawn for the global batch, and sliced.
 """
 
 import functools
@@ -19,6 +19,7 @@ from keras.src.random import seed_generator
 from kdpkit.training.tensorflow._collectives import gathered
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
+# What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
 
 
@@ -31,7 +32,7 @@ class Part(NamedTuple):
         total: How many there are on one device.
     """
 
-    start: Any
+    start: tf.Tensor
     count: Any
     total: Any
 
@@ -51,7 +52,7 @@ def wrappers() -> list[tuple[Any, str, list[str], Callable]]:
         (keras_random, "dropout", ["inputs", "rate", "noise_shape", "seed"], _dropout),
         (keras_random, "shuffle", ["x", "axis", "seed"], _shuffle),
         (keras_random, "categorical", ["logits", "num_samples", "dtype", "seed"], _categorical),
-        *((keras_random, name, named, _drawn_whole) for name, named in shape_first.items()),
+        *((keras_random, name, named, _drawn_globally) for name, named in shape_first.items()),
     ]
 
 
@@ -60,7 +61,7 @@ def _uniform(
     shape: Any,
     minval: Any = 0.0,
     maxval: Any = 1.0,
-    dtype: Any = None,
+    dtype: str | None = None,
     seed: Any = None,
 ) -> Any:
     step, dims, part = _located(shape, seed)
@@ -69,7 +70,9 @@ def _uniform(
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     op = tf.raw_ops.StatelessRandomUniformV2
-    return _numbers(op, step, dims, part, dtype, _cast(seed)) * (high - low) + low
+    drawn = _numbers(op, step, dims, part, dtype, _cast(seed)) * (high - low) + low
+    step.note_examples(drawn)
+    return drawn
 
 
 def _normal(
@@ -77,7 +80,7 @@ def _normal(
     shape: Any,
     mean: Any = 0.0,
     stddev: Any = 1.0,
-    dtype: Any = None,
+    dtype: str | None = None,
     seed: Any = None,
 ) -> Any:
     step, dims, part = _located(shape, seed)
@@ -86,7 +89,9 @@ def _normal(
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     mean, stddev = (tf.convert_to_tensor(moment, dtype) for moment in (mean, stddev))
     op = tf.raw_ops.StatelessRandomNormalV2
-    return _numbers(op, step, dims, part, dtype, _cast(seed)) * stddev + mean
+    drawn = _numbers(op, step, dims, part, dtype, _cast(seed)) * stddev + mean
+    step.note_examples(drawn)
+    return drawn
 
 
 def _dropout(
@@ -103,7 +108,7 @@ def _dropout(
         return original(inputs, rate, noise_shape, seed)
     seed = _cast(seed)
 
-    def sample(shape: Any, dtype: Any) -> Any:  # noqa: ARG001  # it is `noise`
+    def sample(shape: Any, dtype: tf.DType) -> Any:  # noqa: ARG001  # it is `noise`
         op = tf.raw_ops.StatelessRandomUniformV2
         return _numbers(op, step, dims, part, dtype, seed)
 
@@ -113,31 +118,39 @@ def _dropout(
 def _shuffle(original: Callable, x: Any, axis: int = 0, seed: Any = None) -> Any:
     """Shuffle along an axis; along the examples, those of all replicas with each other."""
     x = tf.convert_to_tensor(x)
-    _, _, part = _located(_dims(x), seed)
+    step, _, part = _located(_dims(x), seed)
     if part is None or axis not in (0, -x.shape.rank):
         return original(x, axis, seed)
-    return _sliced(original(gathered(x), axis, seed), part)
+    return _of_each_example(step, x, _sliced(original(gathered(x), axis, seed), part))
 
 
 def _categorical(
-    original: Callable, logits: Any, num_samples: Any, dtype: Any = "int64", seed: Any = None
+    original: Callable, logits: Any, num_samples: Any, dtype: tf.DType = "int64", seed: Any = None
 ) -> Any:
     logits = tf.convert_to_tensor(logits)
-    _, dims, part = _located(_dims(logits), seed)
+    step, dims, part = _located(_dims(logits), seed)
     if part is None:
         return original(logits, num_samples, dtype, seed)
-    return _sliced(original(_spread(logits, dims, part), num_samples, dtype, seed), part)
+    drawn = original(_spread(logits, dims, part), num_samples, dtype, seed)
+    return _of_each_example(step, logits, _sliced(drawn, part))
 
 
-def _drawn_whole(original: Callable, shape: Any, *args: Any, **kwargs: Any) -> Any:
+def _drawn_globally(original: Callable, shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Draw what one device draws, with the parameters of this replica's examples, and slice it."""
     seed = kwargs.get("seed", args[-1] if args else None)
-    _, dims, part = _located(shape, seed if not isinstance(seed, str) else None)
+    step, dims, part = _located(shape, seed if not isinstance(seed, str) else None)
     if part is None:
         return original(shape, *args, **kwargs)
+    given = (args, kwargs)
     args = tuple(_spread(value, dims, part) for value in args)
     kwargs = {name: _spread(value, dims, part) for name, value in kwargs.items()}
-    return _sliced(original(tf.stack([part.total, *dims[1:]]), *args, **kwargs), part)
+    drawn = original(tf.stack([part.total, *dims[1:]]), *args, **kwargs)
+    return _of_each_example(step, given, _sliced(drawn, part))
+
+
+def _of_each_example(step: ReplicaStep, inputs: Any, outputs: Any) -> Any:
+    step.note_layer(inputs, outputs)
+    return outputs
 
 
 def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Part | None]:
@@ -152,30 +165,30 @@ def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Part | None]:
 
 
 def _part(step: ReplicaStep, dims: list[Any]) -> Part | None:
-    """Tell whether the first axis is that of the examples, or several entries for each."""
+    """Return whether the first axis is that of the examples, or several entries for each."""
     count = dims[0]
     if tf.executing_eagerly():
-        step_rows = int(step.rows)
-        is_of_examples = step_rows > 0 and int(count) % step_rows == 0
-        is_of_examples = is_of_examples or int(count) == step_rows
+        step_examples = int(step.num_examples)
+        is_of_examples = step_examples > 0 and int(count) % step_examples == 0
+        is_of_examples = is_of_examples or int(count) == step_examples
     elif tf.is_tensor(count):
         is_of_examples = _may_count_examples(count)
     else:
-        is_of_examples = bool(step.static_rows) and count % step.static_rows == 0
+        is_of_examples = False  # the number of examples is not known while a step is traced
     if not is_of_examples:
         return None
     count = tf.cast(count, tf.int32)
-    of_each = tf.maximum(count // tf.maximum(step.rows, 1), 1)
-    fits = (of_each * step.rows == count) | (step.rows == 0)
+    of_each = tf.maximum(count // tf.maximum(step.num_examples, 1), 1)
+    fits = (of_each * step.num_examples == count) | (step.num_examples == 0)
     return Part(
         start=tf.where(fits, step.start * of_each, 0),
         count=count,
-        total=tf.where(fits, step.all_rows * of_each, count),
+        total=tf.where(fits, step.num_global_examples * of_each, count),
     )
 
 
 def _may_count_examples(dimension: Any) -> bool:
-    """Tell a dimension that some tensor has along another axis than its first."""
+    """Recognize a dimension that some tensor has along another axis than its first."""
     op = dimension.op
     while op.type in ("Cast", "Identity", "Reshape", "Squeeze"):
         op = op.inputs[0].op
@@ -185,15 +198,17 @@ def _may_count_examples(dimension: Any) -> bool:
     return True
 
 
-def _numbers(op: Any, step: ReplicaStep, dims: list[Any], part: Part, dtype: Any, seed: Any) -> Any:
+def _numbers(
+    op: Any, step: ReplicaStep, dims: list[Any], part: Part, dtype: tf.DType, seed: Any
+) -> Any:
     """Draw the numbers of a part of the first axis, bit by bit as one device draws them."""
     shape = tf.stack(dims)
     if isinstance(step.strategy, tf.distribute.TPUStrategy):  # which counts otherwise
-        whole = {
+        drawn = {
             tf.raw_ops.StatelessRandomUniformV2: tf.random.stateless_uniform,
             tf.raw_ops.StatelessRandomNormalV2: tf.random.stateless_normal,
         }[op]([part.total, *dims[1:]], seed=seed, dtype=dtype)
-        return _sliced(whole, part)
+        return _sliced(drawn, part)
     of_each = functools.reduce(
         lambda a, b: a * tf.cast(b, tf.int64), dims[1:], tf.constant(1, tf.int64)
     )
@@ -210,10 +225,10 @@ def _numbers(op: Any, step: ReplicaStep, dims: list[Any], part: Part, dtype: Any
     return tf.reshape(tf.slice(drawn, [first % in_a_block], [count]), shape)
 
 
-def _sliced(whole: Any, part: Part) -> Any:
-    begin = tf.concat([[part.start], tf.zeros(tf.rank(whole) - 1, tf.int32)], 0)
-    size = tf.concat([[part.count], tf.shape(whole)[1:]], 0)
-    return tf.slice(whole, begin, size)
+def _sliced(drawn: tf.Tensor, part: Part) -> Any:
+    begin = tf.concat([[part.start], tf.zeros(tf.rank(drawn) - 1, tf.int32)], 0)
+    size = tf.concat([[part.count], tf.shape(drawn)[1:]], 0)
+    return tf.slice(drawn, begin, size)
 
 
 def _spread(value: Any, dims: list[Any], part: Part) -> Any:
@@ -243,7 +258,7 @@ def _static(dimension: Any) -> Any:
     return dimension if value is None else int(value)
 
 
-def _dims(tensor: Any) -> list[Any]:
+def _dims(tensor: tf.Tensor) -> list[Any]:
     shape = tf.shape(tensor)
     return [shape[i] if size is None else size for i, size in enumerate(tensor.shape)]
 
@@ -253,15 +268,16 @@ def _cast(seed: Any) -> Any:
 
 
 def _have_global_seeds(step: ReplicaStep) -> None:
-    """Give the thread that traces a replica Keras' global seeds, which Keras keeps by thread.
+    """Set, for the thread that traces a replica, Keras' global seeds, which Keras keeps by thread.
 
     Where there are none yet they are made now, as on one device, where all replicas have them.
     """
+    # docs/upstream/keras_random_without_a_seed_on_replicas.md
     name = seed_generator.GLOBAL_SEED_GENERATOR
     if global_state.get_global_attribute(name) is None:
         global_state.set_global_attribute(name, step.merge(_global_seeds))
 
 
-def _global_seeds(strategy: Any) -> Any:
+def _global_seeds(strategy: tf.distribute.Strategy) -> Any:
     with tf.init_scope(), strategy.scope():
         return seed_generator.global_seed_generator()

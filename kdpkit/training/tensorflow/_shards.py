@@ -1,16 +1,17 @@
 """Shards of batches whose sizes are chosen: for verification, which cuts some examples twice."""
 
 import functools
+import sys
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks, _processes
+from kdpkit._internal import checks, processes
 from kdpkit.training.tensorflow import _workers
 
 
-def first_examples(strategy: Any, batch: Any, count: int) -> Any:
+def first_examples(strategy: tf.distribute.Strategy, batch: Any, count: int) -> Any:
     """Put the first examples of a distributed batch together; a smaller batch is repeated."""
     batch = _workers.opened(batch)[0]
 
@@ -18,7 +19,7 @@ def first_examples(strategy: Any, batch: Any, count: int) -> Any:
         shards = strategy.experimental_local_results(leaf)
         if shards[0] is None or isinstance(shards[0], tf.experimental.Optional):
             return None
-        examples = _concatenated([*shards])
+        examples = _workers.concatenated([*shards])
         if _workers.spans_processes(strategy):
             examples = _of_all_processes(strategy, _workers.sliced(examples, 0, count))
         return _repeated(examples, count)
@@ -26,18 +27,18 @@ def first_examples(strategy: Any, batch: Any, count: int) -> Any:
     return tf.nest.map_structure(first, batch)
 
 
-def _of_all_processes(strategy: Any, examples: Any) -> Any:
+def _of_all_processes(strategy: tf.distribute.Strategy, examples: Any) -> Any:
     """Put examples of all processes together, of whatever type: their bytes are sent."""
     parts = tf.nest.flatten(examples, expand_composites=True)
     texts = [tf.io.serialize_tensor(part).numpy() for part in parts]
-    sizes = _processes.gathered([len(text) for text in texts], strategy)
+    sizes = processes.gathered([len(text) for text in texts], strategy)
     words = -(-int(sizes.sum(axis=1).max()) // 8)
     own = np.frombuffer(b"".join(texts).ljust(8 * words, b"\0"), np.int64)
-    return _concatenated(
+    return _workers.concatenated(
         [
             _unpacked(examples, data.tobytes(), ends)
             for data, ends in zip(
-                _processes.gathered(own, strategy), sizes.cumsum(axis=1), strict=True
+                processes.gathered(own, strategy), sizes.cumsum(axis=1), strict=True
             )
         ]
     )
@@ -45,44 +46,60 @@ def _of_all_processes(strategy: Any, examples: Any) -> Any:
 
 def _unpacked(like: Any, data: bytes, ends: Any) -> Any:
     parts = tf.nest.flatten(like, expand_composites=True)
-    places = zip(parts, [0, *ends[:-1]], ends, strict=True)
-    tensors = [tf.io.parse_tensor(data[start:end], part.dtype) for part, start, end in places]
+    positions = zip(parts, [0, *ends[:-1]], ends, strict=True)
+    tensors = [tf.io.parse_tensor(data[start:end], part.dtype) for part, start, end in positions]
     return tf.nest.pack_sequence_as(like, tensors, expand_composites=True)
 
 
-def check_same_lengths(strategy: Any, batch: Any) -> None:
+def check_same_lengths(strategy: tf.distribute.Strategy, batch: Any) -> None:
     """Raise an error if the parts of a batch have other numbers of examples."""
     batch = _workers.opened(batch)[0]
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     shards = [strategy.experimental_local_results(leaf) for leaf in leaves]
     shards = [of_leaf for of_leaf in shards if hasattr(of_leaf[0], "shape")]
-    rows = [sum(int(_workers.rows_of(shard)) for shard in of_leaf) for of_leaf in shards]
-    if len(set(rows)) > 1:
-        _checks.refuse(
+    num_examples = [
+        sum(int(_workers.examples_in(shard)) for shard in of_leaf) for of_leaf in shards
+    ]
+    if len(set(num_examples)) > 1:
+        checks.fail(
             "The parts of a batch must have equally many examples, along their first axis.",
-            shapes=[(n, *of_leaf[0].shape[1:]) for n, of_leaf in zip(rows, shards, strict=True)],
+            shapes=[
+                (n, *of_leaf[0].shape[1:]) for n, of_leaf in zip(num_examples, shards, strict=True)
+            ],
             remedy="Put the axis of the examples first in each of them.",
         )
 
 
+def check_every_replica_has_examples(strategy: tf.distribute.Strategy, batch: Any) -> None:
+    """Raise an error, or write a line, for a step that fails on replicas without examples."""
+    first = next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None)
+    counts = [_workers.examples_in(part) for part in strategy.experimental_local_results(first)]
+    if 0 in map(int, counts):
+        checks.fail(
+            "The step fails on replicas that have no examples of a batch.",
+            examples_of_replicas=[*map(int, counts)],
+            remedy=f"Make batches of at least {strategy.num_replicas_in_sync} examples, the last "
+            "one too (`drop_remainder=True`), or write the step for any number of examples.",
+        )
+    if processes.index() == 0:
+        sys.stderr.write(
+            "kdpkit: The step fails on replicas that have no examples of a batch, so every batch "
+            f"must have at least {strategy.num_replicas_in_sync}.\n"
+        )
+
+
 def _repeated(tensor: Any, count: int) -> Any:
-    while _workers.rows_of(tensor) < count:
-        if not _workers.rows_of(tensor):
+    while _workers.examples_in(tensor) < count:
+        if not _workers.examples_in(tensor):
             break
-        tensor = _concatenated([tensor, tensor])
+        tensor = _workers.concatenated([tensor, tensor])
     return _workers.sliced(tensor, 0, count)
-
-
-def _concatenated(tensors: list[Any]) -> Any:
-    if isinstance(tensors[0], tf.SparseTensor):
-        return tf.sparse.concat(0, tensors, expand_nonconcat_dims=True)
-    return tf.concat(tensors, axis=0)
 
 
 def shard_of_replica(examples: Any, sizes: Any) -> Any:
     """Cut the examples of the replica that calls it, where replicas have so many each."""
     context = tf.distribute.get_replica_context()
-    shard = _workers.piece_of(context.strategy, context.replica_id_in_sync_group)
+    shard = _workers.shard_of(context.strategy, context.replica_id_in_sync_group)
     start = tf.reduce_sum(tf.where(tf.range(tf.shape(sizes)[0]) < shard, sizes, 0))
     stop = start + sizes[shard]
     return tf.nest.map_structure(
@@ -90,7 +107,7 @@ def shard_of_replica(examples: Any, sizes: Any) -> Any:
     )
 
 
-def iterator_of(strategy: Any, batches: list[Any], spec: Any) -> Any:
+def iterator_of(strategy: tf.distribute.Strategy, batches: list[Any], spec: Any) -> Any:
     """Iterate over distributed batches that were taken from an iterator, as if they were not.
 
     Args:

@@ -3,15 +3,16 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _whole_batch
+from kdpkit.training.tensorflow import _global_batch
 
 _TAKEN_BACK = 5e-7  # of a variable's largest entry, which may be left of a change that was
 
 
-def all_variables(model: Any, components: Any) -> list[Any]:
+def all_variables(model: keras.Model, components: Any) -> list[Any]:
     """List the variables of a model and its metrics, and others that a step's graph has, once."""
     kept = {id(v.value): v.value for v in (*model.variables, *model.metrics_variables)}
     kept |= {id(v): v for _, v in variables_in_attributes(model)}
@@ -24,7 +25,7 @@ def all_variables(model: Any, components: Any) -> list[Any]:
     return [*kept.values()]
 
 
-def names(model: Any, variables: list[Any]) -> dict[int, str]:
+def names(model: keras.Model, variables: list[Any]) -> dict[int, str]:
     """Name variables, by identity, but for the states of metrics, which add up."""
     of_metrics = {id(v.value) for v in model.metrics_variables}
     names = {
@@ -35,8 +36,10 @@ def names(model: Any, variables: list[Any]) -> dict[int, str]:
     return {key: name for key, name in names.items() if key not in of_metrics}
 
 
-def switches(model: Any, variables: list[Any], read: Any) -> list[Any]:
+def switches(model: keras.Model, variables: list[Any], read: Any) -> list[Any]:
     """List what a step reads and does not learn: counts of steps, and weights of what it does.
+
+    Frozen weights of libraries' layers are none of these: they weigh the entries of examples.
 
     Args:
         model: The model.
@@ -44,7 +47,9 @@ def switches(model: Any, variables: list[Any], read: Any) -> list[Any]:
         read: Variables that a step reads, or their components.
     """
     read = {id(variable) for variable in read}
-    others = {id(v.value) for v in (*model.metrics_variables, *model.trainable_variables)}
+    of_libraries = [v for layer in _layers_of_libraries(model) for v in layer.variables]
+    learned = (*model.metrics_variables, *model.trainable_variables)
+    others = {id(variable.value) for variable in (*learned, *of_libraries)}
     return [
         variable
         for variable in variables
@@ -63,8 +68,8 @@ def move(variables: list[Any], steps: int) -> None:
             part.assign(0.61 * part + 0.17)
 
 
-def variables_in_attributes(model: Any) -> Iterator[tuple[str, Any]]:
-    """Give the variables of TensorFlow that layers hold, and what they are called there."""
+def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
+    """Return the variables of TensorFlow that layers hold, and what they are called there."""
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
             held = value.values() if isinstance(value, dict) else value
@@ -73,15 +78,19 @@ def variables_in_attributes(model: Any) -> Iterator[tuple[str, Any]]:
                     yield f"{layer.name}.{name}", part
 
 
-def handles_of_libraries(model: Any) -> set[int]:
+def handles_of_libraries(model: keras.Model) -> set[int]:
     """Identify the handles of variables that layers and metrics of libraries alone assign."""
     metrics = [part for of in model.metrics for part in getattr(of, "metrics", [of])]
     owners = [
-        *(metric for metric in metrics if _whole_batch.is_metric_of_a_library(metric)),
-        *(layer for layer in model._flatten_layers() if _whole_batch.is_of_a_library(layer)),
+        *(metric for metric in metrics if _global_batch.is_metric_of_a_library(metric)),
+        *_layers_of_libraries(model),
     ]
     variables = [variable.value for owner in owners for variable in owner.variables]
     return {id(part.handle) for variable in variables for part in parts(variable)}
+
+
+def _layers_of_libraries(model: keras.Model) -> list[Any]:
+    return [layer for layer in model._flatten_layers() if _global_batch.is_of_a_library(layer)]
 
 
 def values(variables: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
@@ -90,14 +99,16 @@ def values(variables: Sequence[Any]) -> list[tuple[Any, list[Any]]]:
 
 
 def restore(saved: list[tuple[Any, list[Any]]]) -> None:
-    """Give variables the values again that they had."""
+    """Restore the values that they had."""
     for variable, values in saved:
         for part, value in zip(parts(variable), values, strict=True):
             part.assign(value)
 
 
 def has_changed(now: Any, before: Any) -> bool:
-    """Tell whether a variable has another value, but for what is left of a change taken back."""
+    """Return whether a variable has another value, but for what is left of a change taken back."""
+    if np.array_equal(now, before):
+        return False
     now, before = (np.asarray(value, "float64") for value in (now, before))
     left = _TAKEN_BACK * np.max(np.abs(before), initial=0.0)
     return not np.allclose(now, before, rtol=0.0, atol=left, equal_nan=True)

@@ -7,27 +7,28 @@ and the variables that the step assigns must agree to rounding. Whatever was ass
 
 import contextlib
 import dataclasses
+import functools
 import pathlib
+import re
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _checks, _processes
+from kdpkit import errors
+from kdpkit._internal import checks, processes
 from kdpkit.training.tensorflow import (
-    _branches,
     _shards,
+    _step_graph,
     _variables,
     _verification_report,
     _workers,
 )
-from kdpkit.training.tensorflow._keras_internals import (
-    UnliftableError,
-    gradients_of_steps,
-    noting_layers,
-)
+from kdpkit.training.tensorflow._keras_internals import UnliftableError
+from kdpkit.training.tensorflow._step_patches import gradients_of_steps, noting_layers
 from kdpkit.training.tensorflow._verification_report import Item, Kind
 
 # A step of some examples: from what gives a replica its shard, and the trial, to the logs.
@@ -58,9 +59,14 @@ class Trial:
         self.of_tape: list[Any] = []  # gradients as tapes gave them
         self.applied: list[Any] = []  # and as optimizers got them, in each replica
         self.shared: list[Any] = []  # what all replicas have alike
-        self.examples: list[Any] = []  # in each replica
+        self.examples: list[tuple[Any, int]] = []  # in each replica, and where their axis is
         self.roots: list[Any] = []  # losses, logs, and what metrics are given
         self.layers: list[tuple[list[Any], list[Any]]] = []  # inputs and outputs of libraries' own
+
+    def note_examples(self, batch: Any) -> None:
+        """Note what the step begins with."""
+        for leaf in tf.nest.flatten(batch):
+            self.examples += [] if leaf is None else _step_graph.labels_of(leaf)
 
     def note(self, kind: Kind, name: str, value: Any) -> None:
         """Note a value that all replicas together give."""
@@ -70,14 +76,18 @@ class Trial:
     def noting_sum(self, kind: Kind, name: str) -> Callable[[Any, Any], int]:
         """Return what notes, outside of the replicas, the sum of what each of them has."""
 
-        def note(strategy: Any, value: Any) -> int:
+        def note(strategy: tf.distribute.Strategy, value: Any) -> int:
             self.note(kind, name, strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None))
             return 0
 
         return note
 
     def note_gradients(
-        self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any], kind: Any = None
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        variables: Sequence[Any],
+        gradients: Sequence[Any],
+        kind: Any = None,
     ) -> None:
         """Note the gradients that an optimizer gets for the global batch."""
         for variable, gradient in zip(variables, gradients, strict=True):
@@ -98,7 +108,7 @@ class Verification:
         eager: Whether the step must run eagerly.
     """
 
-    strategy: Any
+    strategy: tf.distribute.Strategy
     step: Step
     owner: Any
     eager: bool = False
@@ -106,6 +116,7 @@ class Verification:
     on_one: dict[int, dict[str, Item]] = dataclasses.field(default_factory=dict)
     found_later: int = 0  # after how many steps the difference shows
     hidden: str | None = None  # what the step does that the examples may not show
+    needs_examples: bool = False  # in every replica
 
     def check(self, batch: Any) -> None:
         """Raise an error if the step depends on how the batch is cut.
@@ -121,17 +132,20 @@ class Verification:
             cuts = _Cuts(self, self._examples_of(batch), detailed=True)
             cuts.later = self.found_later
             split, alone = cuts.both()
-            _verification_report.refuse(split, alone, differing)
+            _verification_report.fail_by_differences(split, alone, differing)
 
     def differences(self, batch: Any) -> list[str]:
         """Name what depends on how the batch is cut, by more than rounding."""
         cuts = _Cuts(self, self._examples_of(batch), detailed=False)
         self.found_later, differing = 0, self._differences_of(cuts)
         self.hidden = self.hidden or cuts.hidden
+        self.needs_examples = self.needs_examples or cuts.needs_examples
         for later in _LATER[1:] if cuts.switches else ():
             if not differing:
                 cuts.later = self.found_later = later
-                with contextlib.suppress(tf.errors.OpError):  # a count may be a place in a tensor
+                with contextlib.suppress(
+                    tf.errors.OpError
+                ):  # a count may be a position in a tensor
                     differing = self._differences_of(cuts)
         return differing
 
@@ -142,7 +156,7 @@ class Verification:
         if not self._found(_differing(split, alone) or self._unlike_the_first(cuts, alone)):
             return []
         if self._found(_differing(cuts.given(cuts.alone), alone)):
-            _verification_report.refuse_random(cuts.random_ops)
+            _verification_report.reject_random(cuts.random_ops)
         nudged = cuts.nudged()
         noise = {label: nudged[label].difference(alone[label]) for label in alone.keys() & nudged}
         differing = _differing(split, alone, noise) + self._unlike_the_first(cuts, alone, noise)
@@ -152,6 +166,8 @@ class Verification:
         self, cuts: "_Cuts", alone: dict[str, Item], noise: dict[str, float] | None = None
     ) -> list[Item]:
         """List what a way to run the step gives on one replica that the first way did not."""
+        if self.on_one.get(cuts.later) is alone:
+            return []
         first = _of_first_replica(self.on_one.get(cuts.later, {}))
         first = {label: item for label, item in first.items() if np.isfinite(item.value).all()}
         here = {label: item for label, item in _of_first_replica(alone).items() if label in first}
@@ -161,10 +177,10 @@ class Verification:
         return _shards.first_examples(self.strategy, batch, 2 * self.strategy.num_replicas_in_sync)
 
     def _found(self, differing: list[Item]) -> bool:
-        """Tell whether something differs in any process: all must go on alike."""
+        """Return whether something differs in any process: all must go on alike."""
         found = int(bool(differing))
         if _workers.spans_processes(self.strategy):
-            return bool(_processes.gathered([found], self.strategy).any())
+            return bool(processes.gathered([found], self.strategy).any())
         return bool(found)
 
 
@@ -180,6 +196,7 @@ class _Cuts:
         self.variables: list[Any] = []
         self.random_ops: list[str] = []
         self.hidden: str | None = None
+        self.needs_examples = False
         self.switches: list[Any] = []
         self.later = 0  # by how many steps the switches are moved on
         self.run = self._run if of.eager else self._compiled()
@@ -190,12 +207,13 @@ class _Cuts:
         self.alone = [2 * replicas - 1] + [0] * (replicas - 1)
 
     def both(self) -> tuple[dict[str, Item], dict[str, Item]]:
-        """Give what the step gives, split over the replicas and all on the first one."""
+        """Return what the step gives, split over the replicas and all on the first one."""
         replicas = len(self.split)
         try:
             alone = self.given(self.alone)
         except tf.errors.OpError:  # a step that needs an example in every replica
             self.hidden = "The step fails on replicas that have no examples of a batch"
+            self.needs_examples = True
             self.split, self.alone = [2] * replicas, [replicas + 1, *[1] * (replicas - 1)]
             alone = self._given_or_explained(self.alone)
         return self._given_or_explained(self.split), alone
@@ -205,26 +223,27 @@ class _Cuts:
             return self.given(sizes)
         except tf.errors.OpError as error:
             shapes = [tuple(leaf.shape) for leaf in self.leaves]
-            raise _verification_report.DependsOnCutError(
+            _verification_report.fail(
                 "The step fails on replicas that have some of a batch's examples each: "
                 f"{_first_line(error)}. Examples must lie along the first axis of everything in a "
-                f"batch, and there may be any number of them. Received: shapes={shapes}, "
-                f"examples_of_replicas={sizes}. Write the step for any number of examples "
-                "(`ops.shape(x)[0]`), and put other axes behind them."
-            ) from error
+                "batch, and there may be any number of them.",
+                {"shapes": shapes, "examples_of_replicas": sizes},
+                "Write the step for any number of examples (`ops.shape(x)[0]`), and put other axes "
+                "behind them.",
+            )
 
     def nudged(self) -> dict[str, Item]:
-        """Give what the step gives on the first replica, with weights that rounding has changed."""
+        """Return what the step gives on the first replica with weights changed by rounding."""
         saved = _variables.values([weight.value for weight in self.owner.trainable_weights])
         random = np.random.default_rng(0)
         epsilon = max(
             _EPSILON.get(layer.compute_dtype, 2.0**-23) for layer in self.owner._flatten_layers()
         )
-        for weight in self.owner.trainable_weights:
-            value = np.asarray(weight.numpy(), "float64")
-            size = np.max(np.abs(value), initial=0.0) or 1.0
-            weight.assign(value + epsilon * size * random.standard_normal(value.shape))
         try:
+            for weight in self.owner.trainable_weights:
+                value = np.asarray(weight.numpy(), "float64")
+                size = np.max(np.abs(value), initial=0.0) or 1.0
+                weight.assign(value + epsilon * size * random.standard_normal(value.shape))
             return self.given(self.alone)
         finally:
             _variables.restore(saved)
@@ -252,15 +271,14 @@ class _Cuts:
         self.variables = _variables.all_variables(self.owner, compiled.graph.variables)
         self.switches = _variables.switches(self.owner, self.variables, compiled.graph.variables)
         self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
-        graph = _branches.Graph(compiled.graph, self.trial)
         handles = {id(inner): id(outer) for outer, inner in compiled.graph.captures}
         foreign = _variables.handles_of_libraries(self.owner)
-        self.hidden = _branches.problem(
-            graph,
+        self.hidden = _step_graph.problem(
+            compiled.graph,
             self.trial,
             {x.op.name for x in compiled.graph.inputs if handles.get(id(x)) in foreign},
         )
-        return compiled
+        return functools.partial(_without_optimizing, compiled)
 
     def _traced(self, function: Any) -> Any:
         """Trace the step, and say in a sentence what TensorFlow cannot do on replicas."""
@@ -269,20 +287,31 @@ class _Cuts:
         try:
             return function.get_concrete_function()
         except UnliftableError:
-            _checks.refuse(
+            checks.fail(
                 "The step makes the weights of layers, which it cannot on several replicas.",
                 layers=unbuilt,
                 remedy="Build them before, inside `with strategy.scope():`, by `layer.build(shape)`"
                 " or a `keras.Input`.",
             )
+        except (TypeError, ValueError) as error:
+            is_of_size = re.search("None|reshape", str(error))
+            if not is_of_size or isinstance(error, errors.InputError):
+                raise
+            checks.fail(
+                "The step fails where it is not known how many examples a batch has, as on several "
+                "replicas while it is traced.",
+                error=_last_line(error),
+                remedy="Write `ops.shape(x)[0]` for `x.shape[0]`, and -1 for the size of a batch "
+                "in a reshape.",
+            )
         except NotImplementedError as error:
             raised = traceback.extract_tb(error.__traceback__)[-1]
             if "tensorflow" not in pathlib.Path(raised.filename).parts:  # the user's own error
                 raise
-            _checks.refuse(
+            checks.fail(
                 "A variable of several replicas cannot do what the step asks of it.",
                 method=raised.name,
-                remedy="Assign a whole value, `variable.assign(...)`, such as that of "
+                remedy="Assign a complete value, `variable.assign(...)`, such as that of "
                 "`tf.tensor_scatter_nd_update(variable, indices, updates)`.",
             )
 
@@ -298,8 +327,7 @@ class _Cuts:
 
                 def shard() -> Any:
                     of_replica = _shards.shard_of_replica(examples, sizes)
-                    parts = tf.nest.flatten(of_replica, expand_composites=True)
-                    trial.examples += [part for part in parts if part is not None]
+                    trial.note_examples(of_replica)
                     return of_replica
 
                 logs = self.step(shard, trial)
@@ -309,7 +337,7 @@ class _Cuts:
         return {label: value for label, (_, _, value) in trial.noted.items()}
 
     def _assigned(self, saved: list[Any]) -> dict[str, Item]:
-        """Give the variables that the step assigned, but for the states of metrics."""
+        """Return the variables that the step assigned, but for the states of metrics."""
         names = _variables.names(self.owner, self.variables)
         items = {}
         for number, (variable, before) in enumerate(saved):
@@ -325,7 +353,7 @@ class _Cuts:
         return items
 
     def _counted_without_examples(self, saved: list[Any], sizes: list[int]) -> dict[str, Item]:
-        """Give by how much metrics change on replicas that have no examples: not at all."""
+        """Return by how much metrics change on replicas that have no examples: not at all."""
         names = {id(v.value): v.path for v in self.owner.metrics_variables}
         items = {}
         for number, (variable, before) in enumerate(saved):
@@ -342,7 +370,18 @@ class _Cuts:
         return items
 
 
-def _types_of_ops(graph: Any) -> Iterator[str]:
+def _without_optimizing(function: Callable, *args: Any) -> Any:
+    """Call a graph as it is: it runs a few times, and to optimize it takes longer than that."""
+    name = "disable_meta_optimizer"
+    before = tf.config.optimizer.get_experimental_options().get(name, False)
+    tf.config.optimizer.set_experimental_options({name: True})
+    try:
+        return function(*args)
+    finally:
+        tf.config.optimizer.set_experimental_options({name: before})
+
+
+def _types_of_ops(graph: tf.Graph) -> Iterator[str]:
     definition = graph.as_graph_def()
     yield from (node.op for node in definition.node)
     yield from (node.op for inner in definition.library.function for node in inner.node_def)
@@ -402,9 +441,16 @@ def _differing(
     return differing
 
 
+def _last_line(error: Any) -> str:
+    """Return what went wrong, of a message that Keras may have put a line before."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    found = [line for line in lines if re.search("None|reshape", line)]
+    return re.sub(r"\x1b\[\d*m", "", (found or lines)[0]).rstrip(".")
+
+
 def _first_line(error: Any) -> str:
     """Return what went wrong, of a message that begins with where it did."""
     lines = [line for line in str(error.message).splitlines() if line.strip()]
     passed = ("Graph execution error", "Detected at", "<stack", "  File", "\t", " \t")
-    said = [line.strip() for line in lines if not line.startswith(passed)]
-    return (said or lines or [type(error).__name__])[0].rstrip(".")
+    lines_left = [line.strip() for line in lines if not line.startswith(passed)]
+    return (lines_left or lines or [type(error).__name__])[0].rstrip(".")

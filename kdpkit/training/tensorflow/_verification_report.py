@@ -7,7 +7,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from kdpkit import _checks
+from kdpkit import errors
+from kdpkit._internal import checks
 
 _ALIKE = 1e-3  # of the largest entry, for a factor or an explanation to hold
 _SHOWN = 4
@@ -68,21 +69,21 @@ def _finite(value: Any) -> Any:
     return np.nan_to_num(value, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def refuse_random(operations: list[str]) -> NoReturn:
+def reject_random(operations: list[str]) -> NoReturn:
     """Raise an error that says that a step gives something else every time.
 
     Args:
         operations: What draws random numbers in it, as far as its graph shows.
     """
     if not operations:
-        _checks.refuse(
+        checks.fail(
             f"{_START} It gives something else every time that it runs on the same examples: it "
             "draws random numbers in Python or NumPy, or keeps a state that is no variable.",
             operations=operations,
             remedy="Draw with `keras.random` and a `keras.random.SeedGenerator` in an attribute, "
             "and keep states in variables that are attributes of the model.",
         )
-    _checks.refuse(
+    checks.fail(
         f"{_START} It gives something else every time that it runs on the same examples, and draws "
         "random numbers that replicas cannot share.",
         operations=sorted(operations),
@@ -91,16 +92,9 @@ def refuse_random(operations: list[str]) -> NoReturn:
     )
 
 
-class DependsOnCutError(_checks.InputError):
-    """A step depends on how its batch is cut."""
-
-    @property
-    def problem(self) -> str:
-        """Which part of it does, in a sentence."""
-        return str(self).removeprefix(_START).strip().partition(". ")[0]
-
-
-def refuse(split: dict[str, Item], alone: dict[str, Item], names: Iterable[str]) -> NoReturn:
+def fail_by_differences(
+    split: dict[str, Item], alone: dict[str, Item], names: Iterable[str]
+) -> NoReturn:
     """Raise an error that names what differs between the cuts.
 
     Args:
@@ -117,9 +111,8 @@ def refuse(split: dict[str, Item], alone: dict[str, Item], names: Iterable[str])
     received: dict[str, Any]
     kinds = [kind for kind in _PROBLEMS if any(one.kind is kind for one, _ in differing)]
     if not kinds:  # only in the step without details
-        problem = f"{_START} What it gives depends on how a batch is cut."
         received = {"differing": sorted(names)[:_SHOWN]}
-        raise DependsOnCutError(_checks.sentence(problem, received, _REMEDIES["meet"]))
+        fail("What it gives depends on how a batch is cut.", received, _REMEDIES["meet"])
     kind = kinds[0]
     pairs = [(one, other) for one, other in differing if one.kind is kind]
     reason = _reason(kind, pairs, split, alone)
@@ -129,8 +122,13 @@ def refuse(split: dict[str, Item], alone: dict[str, Item], names: Iterable[str])
         received["and"] = f"{len(names) - _SHOWN} more"
     if (factor := _common_factor(pairs)) is not None:
         received["factor"] = round(factor, 4)
-    problem = f"{_START} {_PROBLEMS[kind]}"
-    raise DependsOnCutError(_checks.sentence(problem, received, _REMEDIES[reason]))
+    fail(_PROBLEMS[kind], received, _REMEDIES[reason])
+
+
+def fail(problem: str, received: dict[str, Any], remedy: str) -> NoReturn:
+    """Raise the error of a step that would train something else."""
+    message = checks.sentence(f"{_START} {problem}", received, remedy)
+    raise errors.VerificationError(message, problem=problem)
 
 
 _START = "On replicas this step would train something else than on one device."
@@ -182,7 +180,7 @@ def _reason(
 
 
 def _explains(kind: Kind, pairs: list[tuple[Item, Item]], split: dict[str, Item]) -> bool:
-    """Tell whether the values without shares are what one device gives."""
+    """Return whether the values without shares are what one device gives."""
     of_kind = [item for item in split.values() if item.kind is kind]
     by_name: dict[str, list[Item]] = {}
     for item in of_kind:

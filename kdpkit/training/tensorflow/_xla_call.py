@@ -11,14 +11,14 @@ import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 from kdpkit.training.tensorflow._step import current_step
 
 
-def compile_call(model: Any, global_batch_norms: list[Any]) -> None:
+def compile_call(model: keras.Model, global_batch_norms: list[Any]) -> None:
     """Have XLA compile a model's `call` in the steps of replicas; set on the instance, once."""
     if global_batch_norms:
-        _checks.refuse(
+        checks.fail(
             "XLA compiles each replica's forward pass apart, where a BatchNormalization cannot "
             "meet the other replicas.",
             layer=global_batch_norms[0].name,
@@ -38,7 +38,7 @@ def compile_call(model: Any, global_batch_norms: list[Any]) -> None:
     model.call = call
 
 
-def _compiled(model: Any, call: Any, args: Any, kwargs: Any) -> Any:
+def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
     """Call what XLA compiles; masks, and what layers add to the loss, are no outputs by nature."""
 
     def run(*tensors: Any) -> Any:

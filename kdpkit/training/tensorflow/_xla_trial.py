@@ -52,7 +52,7 @@ class XlaTrial:
 
 
 def _milliseconds(seconds: float) -> str:
-    """Give three digits of a time.
+    """Return three digits of a time.
 
     >>> [_milliseconds(seconds) for seconds in (0.0000123, 0.0123, 1.23456)]
     ['0.0123 ms', '12.3 ms', '1230 ms']

@@ -224,6 +224,27 @@ class Eager(InTurn):
         return ops.cast(self.steps >= 3, "float32")
 
 
+class Surprised(layers.Layer):
+    """Scales what it is given when one entry of it is large."""
+
+    def call(self, x):
+        return x * ops.where(ops.max(ops.abs(x)) > 2.5, 0.5, 1.0)
+
+
+def _behind_an_identity():
+    features = [keras.Input((4,)), Surprised(), layers.Identity(), layers.Dense(3)]
+    model = keras.Sequential(features)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def _one_large_at_the_end():
+    x = np.clip(_x(), -2.0, 2.0)
+    x[15, 1] = 3.0
+    return _data(x=x)
+
+
 def _custom(make, **settings):
     def build():
         model = make()
@@ -250,6 +271,12 @@ PROGRAMS = [
         "a loss that a callback fades in", Faded, lambda: _data() | {"callbacks": [_Fading()]}
     ),
     Program("experts of a constant capacity", _with_capacity, _data, backends=("tensorflow",)),
+    Program(
+        "a layer that is surprised, and one that does nothing",
+        _behind_an_identity,
+        _one_large_at_the_end,
+        backends=("tensorflow",),
+    ),
     _program("a table of as many rows as a batch", Remembering),
     _program("eager, and another loss later", Eager, run_eagerly=True),
 ]

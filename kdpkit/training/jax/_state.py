@@ -1,0 +1,76 @@
+"""The variables of a step, whose values go into a compiled function and come out of it."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+
+from kdpkit import sharding
+
+T = TypeVar("T")
+
+
+class State(NamedTuple):
+    """The values of all variables that a step reads."""
+
+    trainable: list[jax.Array]
+    optimizer: list[jax.Array]
+    other: list[jax.Array]  # statistics, seeds and metrics
+
+
+class Variables:
+    """All variables of a loop; between the steps they always hold the state's arrays."""
+
+    def __init__(self, mesh: jax.sharding.Mesh) -> None:
+        self._placement = sharding.replicated(mesh)
+        self._groups: tuple[list[keras.Variable], ...] = ([], [], [])
+        self._placed: dict[int, jax.Array] = {}
+
+    def choose(self, *groups: list[keras.Variable]) -> bool:
+        """Set the variables of `State`; return whether they are others than before."""
+        former, self._groups = self._groups, groups
+        return [[*map(id, group)] for group in groups] != [[*map(id, group)] for group in former]
+
+    def read(self) -> State:
+        """Return the values; what somebody else assigned is first copied to every device."""
+        return State._make([*map(self._value, group)] for group in self._groups)
+
+    def _value(self, variable: keras.Variable) -> jax.Array:
+        value = variable._value
+        if value is not self._placed.get(id(variable)):
+            # A copy: the step uses its buffer, which somebody may hold.
+            copied = np.array if jax.process_count() > 1 else jnp.copy
+            value = jax.device_put(copied(variable.value), self._placement)
+            self._write(variable, value)
+        return value
+
+    def write(self, state: State) -> None:
+        """Put the values that a step returned into the variables."""
+        for group, values in zip(self._groups, state, strict=True):
+            for variable, value in zip(group, values, strict=True):
+                self._write(variable, value)
+
+    def _write(self, variable: keras.Variable, value: jax.Array) -> None:
+        # Not `assign`, which checks and converts: this is done for every variable in every step.
+        variable._value = value
+        self._placed[id(variable)] = value
+
+    def run(self, state: State, function: Callable[[], T]) -> tuple[T, State]:
+        """Call a function while the variables have a state; return the state that it leaves.
+
+        What it assigns to trainable weights and to the optimizer's variables is dropped.
+        """
+        pairs = [
+            pair
+            for group, values in zip(self._groups, state, strict=True)
+            for pair in zip(group, values, strict=True)
+        ]
+        with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope:
+            result = function()
+        *_, others = self._groups
+        assigned = map(scope.get_current_value, others)
+        kept = zip(assigned, state.other, strict=True)
+        return result, state._replace(other=[old if new is None else new for new, old in kept])
