@@ -20,6 +20,7 @@ _SUBMODULES = (
     "cluster",
     "corpora",
     "diagnostics",
+    "errors",
     "experiment",
     "launch",
     "pipelines",

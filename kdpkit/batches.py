@@ -7,12 +7,16 @@ every backend. `pad_batch` fills a single batch, and is what a Grain dataset map
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 
-from kdpkit import _checks, scaling
+from kdpkit import scaling
+from kdpkit._internal import checks
+
+Nest: TypeAlias = Any  # arrays in tuples, lists and dictionaries, as Keras takes them
+Batch: TypeAlias = Any  # a nest `x`, `(x, y)` or `(x, y, sample_weight)`
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -20,36 +24,37 @@ _REMAINDERS = ("drop", "pad", "keep")
 class ArrayBatches(keras.utils.PyDataset):
     """Cuts arrays into global batches, every epoch in an order of its own.
 
-    A batch is a function of the seed, the epoch and its place in it alone: the same on any number
-    of devices and processes, and drawn again when a run that stopped goes on. An epoch is over when
-    its last batch was handed out: Keras takes the first one, too, to build a model. Give `fit`
-    `shuffle=False`, or Keras shuffles the batches once more, in an order of its own.
+    A batch is a function of the seed, the epoch and its position in it alone: the same on any
+    number of devices and processes, and drawn again when a run that stopped goes on. An epoch is
+    over when its last batch was handed out: Keras takes the first one, too, to build a model. Call
+    `fit` with `shuffle=False`, or Keras shuffles the batches once more, in an order of its own.
 
-    With several processes each gets its rows of every global batch, in the order of the processes,
-    so that together they train what one process would.
+    With several processes each gets its examples of every global batch, in the order of the
+    processes, so that together they train what one process would.
 
     Args:
         data: Inputs `x`, `(x, y)` or `(x, y, sample_weight)`, each any nest of arrays with equally
-            many rows. `None` may stand for labels that are not there.
-        global_batch_size: Rows of a batch, over all devices and processes.
-        seed: Fixes the order of every epoch; None keeps the order that the rows have.
-        remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch. Plain Keras refuses on JAX a
-            batch that the devices do not divide; `kdpkit.training` trains on it exactly.
+            many examples. `None` may stand for labels that are not there.
+        global_batch_size: Examples in a batch, over all devices and processes.
+        seed: Fixes the order of every epoch; None keeps the order that the data has.
+        remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch. Plain Keras raises on JAX for
+            a batch that the devices do not divide; `kdpkit.training` trains on it exactly.
         mode: How a padded batch is weighted. `"train"`: so that its loss is the mean over its real
-            rows (see `kdpkit.scaling.padded_rows`). `"eval"`: all real rows alike, with weights
-            that average 1 over an epoch, so that the loss of Keras' `evaluate` is the mean over
-            all real rows; use `weighted_metrics`.
-        augment: A function of a batch and a `numpy.random.Generator`, which is drawn afresh for
-            every batch of every epoch. It sees the rows of this process.
+            examples (see `kdpkit.scaling.padded_rows`). `"eval"`: all real examples alike, with
+            weights that average 1 over an epoch, so that the loss of Keras' `evaluate` is the mean
+            over all real examples; use `weighted_metrics`.
+        augment: A function of a batch and a `numpy.random.Generator`, which is a new one for every
+            batch of every epoch. It sees the examples of this process.
         steps_per_epoch: Batches in an epoch; None takes all there are. With fewer, each epoch gives
             the first of its own order.
-        process_count: Processes that train together, as `jax.process_count()` gives.
-        process_index: Which of them this is, as `jax.process_index()` gives.
+        process_count: Processes that train together, as from `jax.process_count()`.
+        process_index: Which of them this is, as from `jax.process_index()`.
         initial_epoch: The epoch to begin with.
 
     Raises:
-        ValueError: Arrays of different lengths or without rows, more than three parts, less than a
-            batch to drop, more steps than there are, or processes that do not divide the batch.
+        ValueError: Arrays of different lengths or without examples, more than three parts, less
+            than a batch to drop, more steps than there are, or processes that do not divide the
+            batch.
 
     >>> batches = ArrayBatches((np.arange(5), np.arange(5) % 2), global_batch_size=2)
     >>> len(batches), batches[1]
@@ -61,13 +66,13 @@ class ArrayBatches(keras.utils.PyDataset):
 
     def __init__(
         self,
-        data: Any,
+        data: Batch,
         *,
         global_batch_size: int,
         seed: int | None = None,
         remainder: str = "drop",
         mode: str = "train",
-        augment: Callable[[Any, np.random.Generator], Any] | None = None,
+        augment: Callable[[Batch, np.random.Generator], Batch] | None = None,
         steps_per_epoch: int | None = None,
         process_count: int = 1,
         process_index: int = 0,
@@ -75,85 +80,85 @@ class ArrayBatches(keras.utils.PyDataset):
     ) -> None:
         super().__init__()
         self.data = _as_batch(data)
-        self.global_batch_size = _checks.integer("global_batch_size", global_batch_size)
-        self.seed = seed if seed is None else _checks.integer("seed", seed, minimum=0)
-        self.remainder = _checks.one_of("remainder", remainder, _REMAINDERS)
-        self.mode = _checks.one_of("mode", mode, ("train", "eval"))
+        self.global_batch_size = checks.integer("global_batch_size", global_batch_size)
+        self.seed = seed if seed is None else checks.integer("seed", seed, minimum=0)
+        self.remainder = checks.one_of("remainder", remainder, _REMAINDERS)
+        self.mode = checks.one_of("mode", mode, ("train", "eval"))
         if augment is not None and not callable(augment):
-            _checks.refuse(
+            checks.fail(
                 "`augment` must be a function of a batch and a `numpy.random.Generator`.",
                 augment=augment,
             )
         self.augment = augment
-        self.process_count = _checks.integer("process_count", process_count)
-        self.process_index = _checks.integer("process_index", process_index, minimum=0)
-        self.epoch = _checks.integer("initial_epoch", initial_epoch, minimum=0)
-        self._is_given = False  # the whole epoch
-        self._rows = rows_of(self.data)
+        self.process_count = checks.integer("process_count", process_count)
+        self.process_index = checks.integer("process_index", process_index, minimum=0)
+        self.epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
+        self._is_given = False  # up to its last batch
+        self._num_examples = rows_of(self.data)
         self._check_processes()
         self.steps_per_epoch = self._length(steps_per_epoch)
 
     @property
     def examples(self) -> int:
-        """Rows that an epoch gives, over all processes, filling not counted."""
-        return min(self._rows, self.steps_per_epoch * self.global_batch_size)
+        """Examples of an epoch, over all processes, padding not counted."""
+        return min(self._num_examples, self.steps_per_epoch * self.global_batch_size)
 
     def __len__(self) -> int:
-        """Give the batches in an epoch."""
+        """Return the batches in an epoch."""
         return self.steps_per_epoch
 
-    def __getitem__(self, index: int) -> Any:
-        """Give a batch of the epoch at hand: this process's rows of it."""
+    def __getitem__(self, index: int) -> Batch:
+        """Return a batch of the current epoch: this process's examples of it."""
         if not 0 <= index < len(self):
             raise IndexError(f"There is no batch {index} in an epoch of {len(self)}.")
         self._is_given |= index == len(self) - 1
         first = index * self.global_batch_size
-        rows = self._order(self.epoch)[first : first + self.global_batch_size]
-        batch = self._padded(rows) if self.remainder == "pad" else _taken(self.data, rows)
+        taken = self._order()[first : first + self.global_batch_size]
+        batch = self._padded(taken) if self.remainder == "pad" else _taken(self.data, taken)
         batch = keras.tree.map_structure(self._of_process, batch)
         if self.augment is None:
             return batch
-        return self.augment(batch, self._generator(self.epoch, index, self.process_index))
+        position = (self.seed or 0, self.epoch, index, self.process_index)
+        return self.augment(batch, np.random.default_rng(position))
 
     def on_epoch_end(self) -> None:
         """Go on to the next epoch, which has another order, if this one was given."""
         self.epoch += self._is_given
         self._is_given = False
 
-    def _padded(self, rows: np.ndarray) -> Any:
-        size = self.global_batch_size
-        source, shares = scaling.padded_rows(len(rows), size, mode=self.mode)
-        given = len(self) * size / self.examples if self.mode == "eval" else 1.0
-        return _weighted(_taken(self.data, rows[[*source]]), [given * share for share in shares])
-
-    def _order(self, epoch: int) -> np.ndarray:
+    def _order(self) -> np.ndarray:
+        """Return the examples' indices in the order of the current epoch."""
         if self.seed is None:
-            return np.arange(self._rows)
-        return _permutation(self._rows, self.seed, epoch)
+            return np.arange(self._num_examples)
+        return _permutation(self._num_examples, self.seed, self.epoch)
 
-    def _generator(self, *place: int) -> np.random.Generator:
-        return np.random.default_rng([self.seed or 0, *place])
+    def _padded(self, taken: np.ndarray) -> Batch:
+        size = self.global_batch_size
+        source, weights = scaling.padded_rows(len(taken), size, mode=self.mode)
+        factor = len(self) * size / self.examples if self.mode == "eval" else 1.0
+        return _weighted(_taken(self.data, taken[[*source]]), factor * np.asarray(weights))
 
-    def _of_process(self, part: Any) -> Any:
+    def _of_process(self, part: np.ndarray | None) -> np.ndarray | None:
         if self.process_count == 1 or part is None:
             return part
-        rows = len(part) // self.process_count
-        return part[self.process_index * rows :][:rows]
+        count = len(part) // self.process_count
+        return part[self.process_index * count :][:count]
 
     def _length(self, wanted: int | None) -> int:
         cut = math.floor if self.remainder == "drop" else math.ceil
-        available = cut(self._rows / self.global_batch_size)
+        available = cut(self._num_examples / self.global_batch_size)
         if available == 0:
-            _checks.refuse(
-                "There is less than a batch, so nothing is left when the remainder is dropped.",
-                rows=self._rows,
+            checks.fail(
+                "The data has fewer examples than a batch, so nothing is left when the "
+                "remainder is dropped.",
+                examples=self._num_examples,
                 global_batch_size=self.global_batch_size,
                 remedy='Use smaller batches, or `remainder="pad"`.',
             )
-        steps = available if wanted is None else _checks.integer("steps_per_epoch", wanted)
+        steps = available if wanted is None else checks.integer("steps_per_epoch", wanted)
         if steps > available:
-            _checks.refuse(
-                f"An epoch cannot have more batches than the data gives, which is {available}.",
+            checks.fail(
+                f"An epoch cannot have more batches than the data has, which is {available}.",
                 steps_per_epoch=steps,
                 remedy="Train for more epochs instead.",
             )
@@ -162,32 +167,33 @@ class ArrayBatches(keras.utils.PyDataset):
     def _check_processes(self) -> None:
         count = self.process_count
         if self.process_index >= count:
-            _checks.refuse(
+            checks.fail(
                 "`process_index` must be less than `process_count`; the first process is 0.",
                 process_index=self.process_index,
                 process_count=count,
             )
         uneven = self.global_batch_size % count or (
-            self.remainder == "keep" and self._rows % self.global_batch_size % count
+            self.remainder == "keep" and self._num_examples % self.global_batch_size % count
         )
         if uneven:
-            _checks.refuse(
-                "Every process must get the same number of rows of every batch.",
-                rows=self._rows,
+            checks.fail(
+                "Every process must get the same number of examples of every batch.",
+                examples=self._num_examples,
                 global_batch_size=self.global_batch_size,
                 process_count=count,
                 remedy='Use a multiple of the processes, and `remainder="pad"` or `"drop"`.',
             )
 
 
-def pad_batch(batch: Any, global_batch_size: int, *, mode: str = "train") -> Any:
-    """Fill a batch of numpy arrays up to a number of rows; `pad_to_global_batch` without tf.data.
+def pad_batch(batch: Batch, global_batch_size: int, *, mode: str = "train") -> Batch:
+    """Pad a batch of numpy arrays to `global_batch_size`; `pad_to_global_batch` without tf.data.
 
-    Where rows of a batch interact, as in training with BatchNormalization, filling is not exact.
+    Where the examples of a batch interact, as in training with BatchNormalization, padding is not
+    exact.
 
     Args:
         batch: Inputs `x`, `(x, y)`, or `(x, y, sample_weight)`, each any nest of arrays.
-        global_batch_size: The rows that come out.
+        global_batch_size: The examples that come out.
         mode: `"train"` or `"eval"`, as in `kdpkit.scaling.padded_rows`.
 
     Returns:
@@ -195,19 +201,19 @@ def pad_batch(batch: Any, global_batch_size: int, *, mode: str = "train") -> Any
         multiplied.
 
     Raises:
-        ValueError: There are more rows than that, or none.
+        ValueError: There are more examples than that, or none.
 
     >>> x, _, weight = pad_batch(np.array([5.0, 6.0]), 4)
     >>> x.tolist(), weight.tolist()
     ([5.0, 6.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0])
     """
     batch = _as_batch(batch)
-    source, shares = scaling.padded_rows(rows_of(batch), global_batch_size, mode=mode)
-    return _weighted(_taken(batch, [*source]), shares)
+    source, weights = scaling.padded_rows(rows_of(batch), global_batch_size, mode=mode)
+    return _weighted(_taken(batch, [*source]), weights)
 
 
-def rows_of(batch: Any) -> int:
-    """Give the rows of a batch, the same in all its arrays.
+def rows_of(batch: Nest) -> int:
+    """Return the number of examples in a batch, the same in all its arrays.
 
     Raises:
         ValueError: They differ, or there are none.
@@ -217,23 +223,23 @@ def rows_of(batch: Any) -> int:
     """
     leaves = (leaf for leaf in keras.tree.flatten(batch) if leaf is not None)
     shapes = [tuple(leaf.shape) if hasattr(leaf, "shape") else np.shape(leaf) for leaf in leaves]
-    rows = {shape[0] if shape else 0 for shape in shapes}
-    if len(rows) != 1 or 0 in rows:
-        _checks.refuse(
-            "All arrays of a batch must have the same rows, at least one, along the first axis.",
+    counts = {shape[0] if shape else 0 for shape in shapes}
+    if len(counts) != 1 or 0 in counts:
+        checks.fail(
+            "All arrays of a batch must have the same number of examples, at least one.",
             shapes=shapes if len(shapes) < 9 else [*shapes[:8], "..."],
-            remedy="Make arrays of what is none yet, with `np.asarray`.",
+            remedy="The examples lie along the first axis; convert other values with `np.asarray`.",
         )
-    return rows.pop()
+    return counts.pop()
 
 
-def _as_batch(data: Any) -> Any:
+def _as_batch(data: Batch) -> Batch:
     """Make arrays of the leaves, and see that there are as many parts as Keras takes."""
     keras.utils.unpack_x_y_sample_weight(data)
     return _as_arrays(data)
 
 
-def _as_arrays(nest: Any) -> Any:
+def _as_arrays(nest: Nest) -> Nest:
     """Make arrays of the leaves; a list is a nest if it holds arrays, and else an array."""
     if isinstance(nest, list) and not any(hasattr(part, "shape") for part in nest):
         return np.asarray(nest)
@@ -244,24 +250,24 @@ def _as_arrays(nest: Any) -> Any:
     return nest if nest is None else np.asarray(nest)
 
 
-def _taken(nest: Any, rows: Sequence[int] | np.ndarray) -> Any:
-    return keras.tree.map_structure(lambda part: part if part is None else part[rows], nest)
+def _taken(nest: Nest, indices: Sequence[int] | np.ndarray) -> Nest:
+    return keras.tree.map_structure(lambda part: part if part is None else part[indices], nest)
 
 
-def _weighted(batch: Any, shares: Sequence[float]) -> tuple[Any, Any, Any]:
-    """Weight each row by its share, whatever the weights that are there already."""
+def _weighted(batch: Batch, weights: Sequence[float] | np.ndarray) -> Batch:
+    """Multiply the weight of each example, 1 where there is none, by `weights`."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(batch)
-    share = np.asarray(shares, "float32")
+    factor = np.asarray(weights, "float32")
     if weight is None:
-        return x, y, share
+        return x, y, factor
 
-    def times(part: Any) -> Any:
-        kind = part.dtype if part.dtype.kind == "f" else share.dtype
-        return part.astype(kind) * share.reshape(-1, *[1] * (part.ndim - 1)).astype(kind)
+    def times(part: np.ndarray) -> np.ndarray:
+        kind = part.dtype if part.dtype.kind == "f" else factor.dtype
+        return part.astype(kind) * factor.reshape(-1, *[1] * (part.ndim - 1)).astype(kind)
 
     return x, y, keras.tree.map_structure(times, weight)
 
 
 @functools.lru_cache(maxsize=4)  # an epoch asks for it with every batch
-def _permutation(rows: int, seed: int, epoch: int) -> np.ndarray:
-    return np.random.default_rng([seed, epoch]).permutation(rows)
+def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
+    return np.random.default_rng([seed, epoch]).permutation(num_examples)

@@ -1,4 +1,4 @@
-"""The command line: `kdpkit launch`, `kdpkit doctor`, and what else stands in `kdpkit/_commands`.
+"""The command line: `kdpkit launch`, `kdpkit doctor`, and the other commands.
 
 A mistake in the flags is one sentence on stderr, and exit code 2.
 """
@@ -15,19 +15,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from kdpkit import __version__, _checks
+from kdpkit import __version__, errors
+from kdpkit._internal import worker_output
 
-_COMMANDS = (  # each is a file in kdpkit/_commands
-    *("bench", "data-service", "doctor", "env", "launch", "lr", "plan", "probe"),
-)
+_COMMANDS = {  # and the module of each
+    "bench": "diagnostics._bench.command",
+    "data-service": "_internal.commands.data_service",
+    "doctor": "diagnostics._doctor.command",
+    "env": "diagnostics._env.command",
+    "launch": "_internal.commands.launch",
+    "lr": "diagnostics._rates.command",
+    "plan": "diagnostics._plan.command",
+    "probe": "diagnostics._probe.command",
+}
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of `kdpkit ... >file` on a full disk
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a subcommand and give its exit code; 130 after Ctrl-C.
+    """Run a subcommand and return its exit code; 130 after Ctrl-C.
 
-    Without `argv` it is the whole process that is the command, and its words are taken. Then the
+    Without `argv` the command is the program of this process, and its arguments are used. Then the
     process ends with the command, and waits for no thread that a program left behind.
 
     >>> main(["launch", "--workers", "1", "--", "echo", "hello"])
@@ -57,23 +65,23 @@ def _run(words: list[str]) -> int:
     try:
         args, unknown = _parser().parse_known_args(words[:split])
         if unknown:
-            _refuse(f"kdpkit {args.command}", f"unrecognized arguments: {' '.join(unknown)}")
+            _fail(f"kdpkit {args.command}", f"unrecognized arguments: {' '.join(unknown)}")
         args.rest = words[split + 1 :]
         if args.rest and not args.takes_rest:
-            _refuse(f"kdpkit {args.command}", f"it takes nothing after `--`: {args.rest[0]}")
+            _fail(f"kdpkit {args.command}", f"it takes nothing after `--`: {args.rest[0]}")
         code = int(args.run(args))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # of `kdpkit ... | head`: nobody reads on, which is no mistake
-        _discard_stdout()
+        worker_output.discard(sys.stdout)
         return 128 + signal.SIGPIPE
-    except _checks.InputError as error:
+    except errors.InputError as error:
         sys.stderr.write(f"kdpkit: {error}\n")
         return 2
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:
             raise
-        _discard_stdout()
+        worker_output.discard(sys.stdout)
         sys.stderr.write(
             f"kdpkit: The output cannot be written ({error.strerror}). Make room, or send it "
             "elsewhere.\n"
@@ -82,13 +90,6 @@ def _run(words: list[str]) -> int:
     except KeyboardInterrupt:
         sys.stderr.write("kdpkit: Stopped by Ctrl-C.\n")
         return 128 + signal.SIGINT
-
-
-def _discard_stdout() -> None:
-    """Let what is left go nowhere, where Python would complain at its end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def _leave(code: int) -> None:
@@ -100,24 +101,29 @@ def _leave(code: int) -> None:
         os._exit(code)
 
 
-def _refuse(command: str, problem: str) -> NoReturn:
-    raise _checks.InputError(f"{problem.rstrip('.')}. What there is, `{command} --help` lists.")
+def _fail(command: str, problem: str) -> NoReturn:
+    raise errors.InputError(f"{problem.rstrip('.')}. See `{command} --help`.")
 
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise what is wrong, in place of printing the usage and leaving Python."""
-        _refuse(self.prog, message)
+        _fail(self.prog, message)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="kdpkit", description="The Keras data-parallel kit.", allow_abbrev=False)
     parser.add_argument("--version", action="version", version=f"kdpkit {__version__}")
     commands = parser.add_subparsers(metavar="command", required=True, dest="command")
-    for name in _COMMANDS:
-        module = importlib.import_module(f"kdpkit._commands.{name.replace('-', '_')}")
+    for name, path in _COMMANDS.items():
+        module = importlib.import_module(f"kdpkit.{path}")
         command = commands.add_parser(
-            name, help=module.HELP, description=module.__doc__, allow_abbrev=False
+            name,
+            help=module.HELP,
+            description=module.__doc__,
+            epilog=module.EXAMPLE,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
         )
         module.add_arguments(command)
         command.add_argument("--json", action="store_true", help="print the result as JSON")

@@ -1,7 +1,7 @@
 """Who takes part in a training of several processes, and which of them this one is.
 
-The environment says it in as many ways as there are schedulers. `ClusterConfig.from_environment()`
-reads them all, refuses what cannot work before anything waits for it, and writes what TensorFlow
+Each scheduler describes it in variables of its own. `ClusterConfig.from_environment()` reads them
+all, raises for what cannot work before anything waits for it, and writes what TensorFlow
 (TF_CONFIG) and Keras (KERAS_DISTRIBUTION_*) read. On JAX it goes with
 `kdpkit.sharding.join_processes`:
 
@@ -16,14 +16,13 @@ Nothing here loads a framework.
 """
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from kdpkit import _checks, _cluster_sources, _waiting
-from kdpkit._cluster_sources import ADDRESSES, COUNT, INDEX, ROLES
+from kdpkit._internal import checks, cluster_sources, reachability
+from kdpkit._internal.cluster_sources import ADDRESSES, COUNT, INDEX, ROLES
 
 __all__ = ["ROLES", "VARIABLES", "ClusterConfig", "source"]
 
@@ -34,9 +33,9 @@ VARIABLES = ("TF_CONFIG", ADDRESSES, COUNT, INDEX)  # what `to_environment` may 
 class ClusterConfig:
     """The processes that train together, by address, and the one that this is.
 
-    Without parameter servers chief and workers train in step: they are `process_count` processes,
-    the chief or else the first worker being number 0, which the others need and which writes
-    files. With parameter servers the chief coordinates, and workers and servers wait for its calls.
+    Without parameter servers chief and workers train in step; the chief, or else the first worker,
+    is number 0, which the others need and which writes files. With parameter servers the chief
+    coordinates, and workers and servers wait for its calls.
 
     Args:
         workers: `"host:port"` of each.
@@ -49,7 +48,7 @@ class ClusterConfig:
             Keras on JAX needs no other.
 
     Raises:
-        ValueError: What `validate` refuses without asking the network.
+        ValueError: An argument is invalid; `validate` lists what is checked.
 
     >>> config = ClusterConfig(["a:9876", "b:9876"], role="worker", index=1)
     >>> config.coordinator, config.process_count, config.process_index, config.is_chief
@@ -71,10 +70,10 @@ class ClusterConfig:
 
     def __post_init__(self) -> None:
         for name in ("workers", "parameter_servers", "evaluators"):
-            object.__setattr__(self, name, _checks.strings(name, getattr(self, name)))
+            object.__setattr__(self, name, checks.strings(name, getattr(self, name)))
         self._check_addresses()
         self._check_processes()
-        self._check_place()
+        self._check_position()
 
     @classmethod
     def from_environment(
@@ -88,28 +87,16 @@ class ClusterConfig:
     ) -> Self:
         """Read the cluster from the environment variables of this process.
 
-        The first of these that is there counts, so that what was set for the program goes before
-        what a scheduler sets for all programs:
-
-        1. `TF_CONFIG`, as TensorFlow, Kubeflow and `kdpkit launch` have it.
-        2. `KERAS_DISTRIBUTION_JOB_ADDRESSES`, `_NUM_PROCESSES` and `_PROCESS_ID`, as
-           `keras.distribution.initialize` reads them.
-        3. SLURM, in tasks that `srun` started: `SLURM_PROCID`, `SLURM_STEP_NODELIST` (or
-           `SLURM_JOB_NODELIST`), `SLURM_STEP_NUM_TASKS` (or `SLURM_NTASKS`) and
-           `SLURM_STEP_TASKS_PER_NODE` (or `SLURM_TASKS_PER_NODE`). Tasks are placed as
-           `SLURM_DISTRIBUTION` says: "block", which is SLURM's default, or "cyclic".
-        4. Kubernetes, in Jobs with `completionMode: Indexed`: `JOB_COMPLETION_INDEX` and
-           `HOSTNAME`, which Kubernetes sets. In a JobSet, name its labels in the pod's `env`
-           (`valueFrom: fieldRef`): `JOBSET_NAME`, `REPLICATED_JOB_NAME`, `JOB_INDEX` and, for
-           several Jobs, `REPLICATED_JOB_REPLICAS`; pods are then reached as
-           `<jobset>-<replicatedjob>-<job>-<pod>.<jobset>`.
+        The first of these that is there counts: `TF_CONFIG`, Keras' `KERAS_DISTRIBUTION_*`, SLURM's
+        in tasks that `srun` started, and Kubernetes' in indexed Jobs and JobSets. The variables
+        that are read are listed in `docs/how_to/several_processes.md`.
 
         Args:
             environ: The variables; None reads `os.environ`.
-            processes: How many processes there are, where the environment does not say it: on
+            processes: How many processes there are, where the environment does not have it: on
                 Kubernetes. Elsewhere it must agree.
             parameter_servers: How many of the processes are parameter servers, the last ones; the
-                first is then the chief. TF_CONFIG says it itself, and must agree.
+                first is then the chief. TF_CONFIG has them itself, and must agree.
             base_port: First port on SLURM and Kubernetes, to which a task adds its number on its
                 node. None derives it from the job's number on SLURM, so that jobs that share a node
                 do not meet there, and is 9876 on Kubernetes.
@@ -129,12 +116,12 @@ class ClusterConfig:
         (('gpu08:9000', 'gpu08:9001', 'gpu09:9000'), 2)
         """
         environ = os.environ if environ is None else environ
-        wanted = _cluster_sources.Wanted(processes, parameter_servers, base_port, service)
-        config = cls(**_cluster_sources.read(environ, wanted))
+        wanted = cluster_sources.Wanted(processes, parameter_servers, base_port, service)
+        config = cls(**cluster_sources.read(environ, wanted))
         _check_wanted(config, wanted, environ)
         return config
 
-    # Places.
+    # Positions.
 
     @property
     def tasks(self) -> tuple[tuple[str, int, str], ...]:
@@ -148,8 +135,8 @@ class ClusterConfig:
     @property
     def address(self) -> str | None:
         """This process's own `"host:port"`, if it has one."""
-        places = {(role, index): address for role, index, address in self.tasks}
-        return places.get((self.role, self.index))
+        addresses = {(role, index): address for role, index, address in self.tasks}
+        return addresses.get((self.role, self.index))
 
     @property
     def coordinator(self) -> str:
@@ -169,8 +156,8 @@ class ClusterConfig:
             ValueError: This process is a parameter server or an evaluator.
         """
         if self.role in ("ps", "evaluator"):
-            _checks.refuse(
-                "Parameter servers and evaluators are none of the processes that train.",
+            checks.fail(
+                "Parameter servers and evaluators are not among the processes that train.",
                 role=self.role,
                 index=self.index,
             )
@@ -182,7 +169,7 @@ class ClusterConfig:
         return self.role in ("chief", "worker") and self.process_index == 0
 
     def for_task(self, role: str, index: int) -> Self:
-        """Give the same cluster as another of its processes sees it.
+        """The same cluster as another of its processes sees it.
 
         >>> ClusterConfig(["a:1", "b:1"]).for_task("worker", 1).address
         'b:1'
@@ -197,8 +184,8 @@ class ClusterConfig:
         Raises:
             ValueError: The address of the first process alone is known.
         """
-        if self.process_count != len(self.workers) + (self.chief is not None):
-            _checks.refuse(
+        if self.processes is not None:
+            checks.fail(
                 "TF_CONFIG needs the address of every process.",
                 workers=self.workers,
                 processes=self.processes,
@@ -207,13 +194,13 @@ class ClusterConfig:
         return json.dumps({"cluster": self._by_role(), "task": task})
 
     def to_environment(self) -> dict[str, str]:
-        """Give all variables to set for this process; `from_environment` reads them back.
+        """All variables to set for this process; `from_environment` reads them back.
 
         They are TF_CONFIG and, for processes that train in step, those of
         `keras.distribution.initialize`.
         """
         variables = {}
-        if self.processes in (None, len(self.workers)):
+        if self.processes is None:
             variables["TF_CONFIG"] = self.to_tf_config()
         if not self.parameter_servers and self.role != "evaluator":
             chief = (self.chief,) if self.chief else ()
@@ -225,13 +212,13 @@ class ClusterConfig:
     # Checks.
 
     def validate(self, *, reachable: bool = False, timeout_seconds: float = 10.0) -> Self:
-        """Refuse a cluster that cannot work, in one sentence, and give one that can.
+        """Raise for a cluster that cannot work, with the reason; return one that can.
 
-        Roles, the form of addresses, ports, addresses that come twice and this process's place
-        are checked whenever a `ClusterConfig` is made. Here the network is asked too.
+        Roles, addresses, ports and this process's role and index are checked whenever a
+        `ClusterConfig` is made. Here the network is asked too.
 
         Args:
-            reachable: Whether to look every host up and knock at it. A host that answers that
+            reachable: Whether to look every host up and connect to it. A host that answers that
                 nothing listens at the port yet is reachable.
             timeout_seconds: How long hosts may take, all together; a machine that starts later
                 may get its name and its network in that time.
@@ -242,40 +229,34 @@ class ClusterConfig:
         >>> ClusterConfig(["localhost:1", "localhost:1"])
         Traceback (most recent call last):
         ...
-        kdpkit._checks.InputError: ... Received: address='localhost:1', worker=(0, 1). ...
+        kdpkit.errors.InputError: ... address='localhost:1', processes=['worker 0', 'worker 1']. ...
         """
-        self._check_hosts()
-        if reachable:
-            _check_reachable(
-                {address for _, _, address in self.tasks if address != self.address},
-                _checks.number("timeout_seconds", timeout_seconds, above=0),
+        hosts = {checks.address(role, address)[0] for role, _, address in self.tasks}
+        local = {h for h in hosts if h in ("localhost", "::1") or h.startswith("127.")}
+        if local and hosts - local:
+            checks.fail(
+                "Addresses of the local machine are mixed with those of others.",
+                local=sorted(local),
+                others=sorted(hosts - local),
+                remedy="Name every host as the others reach it.",
             )
+        if reachable:
+            self._check_reachable(checks.number("timeout_seconds", timeout_seconds, above=0))
         return self
 
-    @property
-    def fingerprint(self) -> int:
-        """A number that is the same in all processes that see the same cluster."""
-        cluster = json.dumps([self._by_role(), self.process_count])
-        return int.from_bytes(hashlib.sha256(cluster.encode()).digest()[:8]) >> 1
-
-    def differences(self, other: "ClusterConfig") -> tuple[str, ...]:
-        """Say where another process sees another cluster; nothing if they agree.
-
-        >>> ClusterConfig(["a:1", "b:1"]).differences(ClusterConfig(["a:1", "c:1"], index=1))
-        ("worker 1 is at 'b:1' here and at 'c:1' there",)
-        """
-        here, there = ({(r, i): a for r, i, a in config.tasks} for config in (self, other))
-        said = [
-            f"{role} {index} is {_at(here.get((role, index)))} here and "
-            f"{_at(there.get((role, index)))} there"
-            for role, index in sorted(here.keys() | there.keys())
-            if here.get((role, index)) != there.get((role, index))
-        ]
-        if self.process_count != other.process_count:
-            said.append(f"{self.process_count} processes here and {other.process_count} there")
-        elif not said and (self.role, self.index) == (other.role, other.index):
-            said.append(f"both are {self.role} {self.index}")
-        return tuple(said)
+    def _check_reachable(self, timeout_seconds: float) -> None:
+        problems = reachability.problems(
+            sorted({address for _, _, address in self.tasks if address != self.address}),
+            timeout_seconds,
+            accepted=(reachability.NOTHING_LISTENS,),
+        )
+        for address, problem in problems.items():
+            checks.fail(
+                f"A process of the cluster cannot be reached: its host {problem}.",
+                address=address,
+                timeout_seconds=timeout_seconds,
+                remedy="Check the name, the network and the firewall between the machines.",
+            )
 
     def _by_role(self) -> dict[str, Sequence[str]]:
         chief = (self.chief,) if self.chief is not None else ()
@@ -283,70 +264,53 @@ class ClusterConfig:
         return {role: of for role, of in zip(ROLES, of_roles, strict=True) if of}
 
     def _check_addresses(self) -> None:
-        seen: dict[tuple[str, int], tuple[str, int]] = {}
+        seen: dict[tuple[str, int], str] = {}
         for role, index, address in self.tasks:
-            place = _checks.address(f"{role} {index}", address)
-            if place in seen:
-                first, number = seen[place]
-                both = {role: (number, index)} if first == role else {first: number, role: index}
-                _checks.refuse(
+            name = f"{role} {index}"
+            other = seen.setdefault(checks.address(name, address), name)
+            if other != name:
+                checks.fail(
                     "Every process needs an address of its own.",
                     address=address,
-                    **both,
-                    remedy="Give processes of one host different ports.",
+                    processes=[other, name],
+                    remedy="Set different ports for the processes of one host.",
                 )
-            seen[place] = (role, index)
 
     def _check_processes(self) -> None:
         if not self.workers and self.chief is None:
-            _checks.refuse("A cluster needs a worker.", workers=self.workers, chief=self.chief)
+            checks.fail("A cluster needs a worker.", workers=self.workers, chief=self.chief)
         if self.parameter_servers and not self.workers:
-            _checks.refuse(
+            checks.fail(
                 "Parameter servers need workers, which compute.",
                 workers=self.workers,
                 parameter_servers=self.parameter_servers,
             )
         if self.processes is None:
             return
-        object.__setattr__(self, "processes", _checks.integer("processes", self.processes))
+        object.__setattr__(self, "processes", checks.integer("processes", self.processes))
         addresses = len(self.workers) + (self.chief is not None)
         others = self.chief or self.parameter_servers or self.evaluators
         if self.processes == addresses:
-            object.__setattr__(self, "processes", None)  # said by the addresses
+            object.__setattr__(self, "processes", None)  # the addresses have it
         elif others or len(self.workers) != 1:
-            _checks.refuse(
+            checks.fail(
                 "There must be an address for every process, or that of the first alone.",
                 addresses=addresses,
                 processes=self.processes,
             )
 
-    def _check_place(self) -> None:
-        _checks.one_of("role", self.role, ROLES)
-        index = _checks.integer("index", self.index, minimum=0)
+    def _check_position(self) -> None:
+        checks.one_of("role", self.role, ROLES)
+        index = checks.integer("index", self.index, minimum=0)
         object.__setattr__(self, "index", index)
-        of_role = len(self._by_role().get(self.role, ()))
-        if self.role == "worker" and self.processes:
-            of_role = self.processes
-        if self.role == "evaluator" and not self.evaluators:
-            return
-        if index >= of_role:
-            _checks.refuse(
-                f"This process must be one of the cluster's: it has {_counted(of_role, self.role)}"
-                + (f", numbered from 0 to {of_role - 1}." if of_role else "."),
+        in_cluster = self.processes or len(self._by_role().get(self.role, ()))
+        is_unlisted = self.role == "evaluator" and not self.evaluators
+        if index >= in_cluster and not is_unlisted:
+            checks.fail(
+                "This process must be one of the cluster's, which are numbered from 0.",
                 role=self.role,
                 index=index,
-            )
-
-    def _check_hosts(self) -> None:
-        hosts = {_checks.address(role, address)[0] for role, _, address in self.tasks}
-        local = {h for h in hosts if h in ("localhost", "::1") or h.startswith("127.")}
-        if local and hosts - local:
-            _checks.refuse(
-                "Addresses that mean another machine on every machine stand beside those of "
-                "others.",
-                local=sorted(local),
-                others=sorted(hosts - local),
-                remedy="Name every host as the others reach it.",
+                of_this_role=in_cluster,
             )
 
 
@@ -356,62 +320,29 @@ def source(environ: Mapping[str, str] | None = None) -> str | None:
     >>> source({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {}}'}), source({})
     ('TF_CONFIG', None)
     """
-    return _cluster_sources.source(os.environ if environ is None else environ)
+    return cluster_sources.source(os.environ if environ is None else environ)
 
 
 def _check_wanted(
-    config: ClusterConfig, wanted: _cluster_sources.Wanted, environ: Mapping[str, str]
+    config: ClusterConfig, wanted: cluster_sources.Wanted, environ: Mapping[str, str]
 ) -> None:
-    """Refuse an environment that says something else than the caller, or than itself."""
-    found = {
-        "processes": config.process_count + len(config.parameter_servers),
-        "parameter_servers": len(config.parameter_servers),
-    }
+    """Raise where the environment contradicts the caller, or itself."""
+    servers = len(config.parameter_servers)
+    found = {"processes": config.process_count + servers, "parameter_servers": servers}
     for name, count in found.items():
         if getattr(wanted, name) not in (None, count):
-            _checks.refuse(
+            checks.fail(
                 f"The environment ({source(environ)}) describes another cluster.",
                 **{name: getattr(wanted, name)},
                 found=count,
             )
-    if source(environ) == "TF_CONFIG" and environ.get(INDEX) and environ.get(COUNT):
-        _check_agreement(config, environ)
-
-
-def _check_agreement(config: ClusterConfig, environ: Mapping[str, str]) -> None:
-    """Refuse KERAS_DISTRIBUTION_* that were left from another cluster."""
-    if config.parameter_servers or config.role == "evaluator":
-        return
-    places = {name: environ[name] for name in (COUNT, INDEX)}
-    if [*places.values()] != [str(config.process_count), str(config.process_index)]:
-        _checks.refuse(
-            f"TF_CONFIG makes this process {config.process_index} of {config.process_count}, and "
-            "Keras' variables another.",
-            **places,
-            remedy="Unset those that are left from another run.",
-        )
-
-
-def _counted(number: int, role: str) -> str:
-    return f"{number or 'no'} {role}{'' if number == 1 or role == 'ps' else 's'}"
-
-
-def _at(address: str | None) -> str:
-    return f"at {address!r}" if address else "missing"
-
-
-# The network.
-
-
-def _check_reachable(addresses: set[str], timeout_seconds: float) -> None:
-    """Knock at all addresses, of which it is enough that the host answers."""
-    problems = _waiting.problems(
-        sorted(addresses), timeout_seconds, accepted=(_waiting.NOTHING_LISTENS,)
-    )
-    for address, problem in problems.items():
-        _checks.refuse(
-            f"A process of the cluster cannot be reached: its host {problem}.",
-            address=address,
-            timeout_seconds=timeout_seconds,
-            remedy="Check the name, the network and the firewall between the machines.",
-        )
+    trains = not servers and config.role != "evaluator"
+    if source(environ) == "TF_CONFIG" and environ.get(INDEX) and environ.get(COUNT) and trains:
+        left = {name: environ[name] for name in (COUNT, INDEX)}
+        if [*left.values()] != [str(config.process_count), str(config.process_index)]:
+            checks.fail(
+                f"TF_CONFIG makes this process {config.process_index} of {config.process_count}, "
+                "and Keras' variables another.",
+                **left,
+                remedy="Unset those that are left from another run.",
+            )

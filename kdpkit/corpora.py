@@ -1,7 +1,7 @@
 """Real text and images that need no download, and readers for the usual files.
 
-Every corpus comes in splits that share nothing: text as `TextSplits` of lines, images as
-`ImageSplits` of arrays. The same files give the same splits on every machine and in every run.
+Every corpus comes in splits without overlap: text as `TextSplits` of lines, images as `ImageSplits`
+of arrays. The same files give the same splits on every machine and in every run.
 
 >>> splits = digits()
 >>> splits.train.images.shape, splits.train.images.dtype, splits.classes
@@ -11,7 +11,6 @@ Every corpus comes in splits that share nothing: text as `TextSplits` of lines, 
 import ast
 import gzip
 import hashlib
-import importlib.util
 import math
 import os
 import re
@@ -22,11 +21,12 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import numpy as np
 
-from kdpkit import _checks, _files, _storage
+from kdpkit import errors
+from kdpkit._internal import atomic_files, checks, storage
 
 _SHARE_HELD_OUT = 0.05  # of the lines or words, each for validation and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -38,8 +38,8 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 class TextSplits:
     """Lines of text to train on, to validate with and to test on, with no line in two of them.
 
-    `note` says in a sentence what a reader of the results should know about the splits; it is
-    empty when there is nothing to say.
+    `note` is a sentence on what a reader of the results should know about the splits; it is empty
+    when there is nothing to know.
     """
 
     train: tuple[str, ...]
@@ -81,11 +81,11 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
     """
     if data == "builtin":
         return documentation_text()
-    path = _storage.path(data)
+    path = storage.path(data)
     if path.is_dir():
         return wikitext(path)
     if not path.exists():
-        _checks.refuse_file(
+        checks.fail_for_file(
             "There is no such file or directory",
             path,
             remedy="Text comes from a text file, a directory of WikiText files, or 'builtin'.",
@@ -104,52 +104,33 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
         ValueError: None of these is there; else as the function that reads it.
     """
     named = {"builtin": digits, "mnist": mnist, "fashion_mnist": fashion_mnist}
-    if data in named:
-        return named[str(data)]()
-    if not _storage.path(data).is_dir():
-        _checks.refuse_file(
-            "There is no such directory",
-            data,
-            remedy="Images come from a directory with IDX files, 'builtin', 'mnist' or "
-            "'fashion_mnist'.",
-        )
-    return mnist(data)
+    return named[str(data)]() if data in named else mnist(data)
 
 
-def documentation_text(*, packages: Sequence[str] = ("stdlib",)) -> TextSplits:
+def documentation_text() -> TextSplits:
     """Read the English documentation that every Python carries: about 300,000 words.
 
-    One line is one paragraph of a docstring, or of the language reference behind `help()`. The
-    source is parsed, never imported. Interpreter sessions, tests and repeated paragraphs are left
-    out. About 90 % of the words train and 5 % each validate and test. Whole directories of
-    modules go to one split, and held-out paragraphs that a paragraph of an earlier split nearly
-    repeats (half of their five-word sequences) are dropped.
+    One line is one paragraph of a docstring of the standard library, or of the language reference
+    behind `help()`. The source is parsed, never imported. Interpreter sessions, tests and repeated
+    paragraphs are left out. About 90 % of the words train and 5 % each validate and test. All
+    modules of a directory go to one split, and held-out paragraphs that a paragraph of an earlier
+    split nearly repeats (half of their five-word sequences) are dropped.
 
-    The text depends on the Python version, and on the versions of other packages named.
-
-    Args:
-        packages: Top-level names of installed packages, `"stdlib"` for the standard library.
+    The text depends on the Python version.
 
     Raises:
-        ValueError: A package that is not installed or has no documentation in Python source.
+        ValueError: This Python comes without the source of its standard library.
     """
-    if isinstance(packages, str) or not packages:
-        _checks.refuse(
-            "`packages` must be a sequence of package names.",
-            packages=packages,
-            remedy="For example ('stdlib', 'numpy').",
-        )
-    read = [_read_documents(package) for package in packages]
-    documents = {name: lines for found, _ in read for name, lines in found.items()}
-    unparsed = [path for _, paths in read for path in paths]
+    documents, unparsed = _read_documents(Path(sysconfig.get_path("stdlib")))
     train, validation, test = _held_apart(_split_documents(_without_repeats(documents)))
     if not (validation and test):
-        _checks.refuse(
-            "The packages have too few modules to hold some out for validation and test.",
-            packages=packages,
-            remedy="Add others, such as 'stdlib'.",
+        checks.fail(
+            "This Python has too few source files in its standard library to train on their "
+            "documentation.",
+            files=len(documents),
+            remedy="Pass a text file or a directory of WikiText files.",
         )
-    note = f"Left out, as Python cannot parse them: {len(unparsed)} files." if unparsed else ""
+    note = f"Left out, as Python cannot parse them: {unparsed} files." if unparsed else ""
     return TextSplits(train, validation, test, note)
 
 
@@ -157,18 +138,18 @@ def wikitext(directory: str | os.PathLike[str]) -> TextSplits:
     """Read WikiText-2 or WikiText-103 from `wiki.{train,valid,test}.tokens`, blank lines left out.
 
     Where `wiki.train.tokens` is missing it trains on the validation file, and validates and tests
-    on the two halves of the test file, cut between two articles; `note` then says so.
+    on the two halves of the test file, cut between two articles; `note` then reports it.
 
     Raises:
         ValueError: The directory or its files are missing, empty or not UTF-8.
     """
-    folder = _storage.path(directory)
+    folder = storage.path(directory)
     if not folder.is_dir():
-        _checks.refuse_file("There is no such directory", folder, remedy="Check the path.")
+        checks.fail_for_file("There is no such directory", folder, remedy="Check the path.")
     paths = {name: folder / f"wiki.{name}.tokens" for name in ("train", "valid", "test")}
     missing = [path.name for name, path in paths.items() if name != "train" and not path.exists()]
     if missing:
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"WikiText needs {' and '.join(missing)}, and there is {_listing(folder)}", folder
         )
     valid, test = _lines(paths["valid"]), _lines(paths["test"])
@@ -193,9 +174,9 @@ def text_file(path: str | os.PathLike[str]) -> TextSplits:
     Raises:
         ValueError: The file is missing, empty, damaged, not UTF-8, or has fewer than 3 lines.
     """
-    lines = _lines(_storage.path(path))
+    lines = _lines(storage.path(path))
     if len(lines) < 3:
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"Splitting needs at least 3 lines that are not blank, and the file has {len(lines)}",
             path,
         )
@@ -208,7 +189,7 @@ def text_file(path: str | os.PathLike[str]) -> TextSplits:
 
 
 def digits() -> ImageSplits:
-    """Give scikit-learn's 1,797 handwritten digits: 8 x 8 pixels, ten classes.
+    """Return scikit-learn's 1,797 handwritten digits: 8 x 8 pixels, ten classes.
 
     The intensities of 0 to 16 are spread over 0 to 255. The last fifth of each class is the test,
     so that both splits hold the classes alike, and most of its writers were not trained on.
@@ -219,9 +200,9 @@ def digits() -> ImageSplits:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise _checks.InputError(
+        raise errors.InputError(
             "The built-in digits come with scikit-learn, which is not installed. Run "
-            "`pip install scikit-learn`, or give a directory with IDX files."
+            "`pip install scikit-learn`, or pass a directory with IDX files."
         ) from error
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype("uint8")[..., np.newaxis]
@@ -241,18 +222,18 @@ def mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplits:
 
     Args:
         directory: Where the IDX files are (`train-images-idx3-ubyte` and its three companions,
-            gzipped or not). With the `t10k` files alone it trains on the first four fifths of
-            them (8,000 images) and tests on the last; `note` then says so. None downloads it
-            through Keras, once, into `~/.keras`.
+            gzipped or not). With the `t10k` files alone it trains on the first four fifths of them
+            (8,000 images) and tests on the last; `note` then reports it. None downloads it through
+            Keras, once, into `~/.keras`.
 
     Raises:
         ValueError: A file is missing or damaged, or there is no network.
     """
-    return _downloaded("mnist") if directory is None else _image_directory(_storage.path(directory))
+    return _images("mnist", directory)
 
 
 def fashion_mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplits:
-    """Load Fashion-MNIST: pieces of clothing in ten classes, in the format of `mnist`.
+    """Load Fashion-MNIST: articles of clothing in ten classes, in the format of `mnist`.
 
     Args:
         directory: As for `mnist`; the files have the same names.
@@ -260,11 +241,7 @@ def fashion_mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplit
     Raises:
         ValueError: As for `mnist`.
     """
-    return (
-        _downloaded("fashion_mnist")
-        if directory is None
-        else _image_directory(_storage.path(directory))
-    )
+    return _images("fashion_mnist", directory)
 
 
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
@@ -276,22 +253,22 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     Raises:
         ValueError: The file is missing, is no IDX file, is cut short, or goes on after its data.
     """
-    content = _content(_storage.path(path))
-    if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in _IDX_TYPES:
-        _checks.refuse_file(
+    content = _content(storage.path(path))
+    try:
+        zeros, code, dimensions = struct.unpack_from(">HBB", content)
+        shape = struct.unpack_from(f">{dimensions}I", content, offset=4)
+        dtype = np.dtype(_IDX_TYPES[code])
+    except (struct.error, KeyError):
+        zeros = None
+    if zeros != 0:
+        checks.fail_for_file(
             f"This is not an IDX file (it begins with the bytes {content[:4].hex(' ')})", path
         )
-    dtype, dimensions = np.dtype(_IDX_TYPES[content[2]]), content[3]
     start = 4 + 4 * dimensions
-    if dimensions > 64:
-        _checks.refuse_file(f"The IDX file has {dimensions} dimensions, and numpy has 64", path)
-    if len(content) < start:
-        _checks.refuse_file("The IDX file is cut short inside its header", path)
-    shape = struct.unpack(f">{dimensions}I", content[4:start])
     expected, present = math.prod(shape) * dtype.itemsize, len(content) - start
     if present != expected:
         problem = "is cut short" if present < expected else "goes on after its data"
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"The IDX file {problem}: its header announces {expected:,} bytes, for {dtype.name} of "
             f"shape {shape}, and {present:,} are there",
             path,
@@ -299,85 +276,51 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     return np.ndarray(shape, dtype, content, start).astype(dtype.newbyteorder("="))
 
 
-def _read_documents(package: str) -> tuple[dict[str, list[str]], list[Path]]:
-    """Read a package's paragraphs by document, and list the files that cannot be parsed."""
+def _read_documents(root: Path) -> tuple[dict[str, list[str]], int]:
+    """Read the paragraphs by document, and count the files that cannot be parsed.
+
+    A document goes to one split: a directory of modules, or a module of no directory.
+    """
     documents: dict[str, list[str]] = {}
-    unparsed = []
-    for root, path in _sources(package):
-        document = documents.setdefault(_document_name(package, root, path), [])
+    unparsed = 0
+    for path in sorted(root.rglob("*.py")):
+        inside = path.relative_to(root)
+        if _NOT_DOCUMENTATION.intersection(inside.parts):
+            continue
+        name = inside.parent if len(inside.parts) > 1 else inside
+        document = documents.setdefault(f"stdlib/{name.as_posix()}", [])
         try:
             document.extend(_documentation(path))
         except (SyntaxError, ValueError, RecursionError):
-            unparsed.append(path)
-    if not any(documents.values()):
-        _refuse_package(package, "has no documentation in Python source of its own")
+            unparsed += 1
     return documents, unparsed
 
 
-def _sources(package: str) -> Iterator[tuple[Path, Path]]:
-    """Give the root directory and the path of each source file of a package, in stable order."""
-    for root in _roots(package):
-        files = root.rglob("*.py") if root.is_dir() else [root]
-        parent = root if root.is_dir() else root.parent
-        for path in sorted(files):
-            if not _NOT_DOCUMENTATION.intersection(path.relative_to(parent).parts):
-                yield parent, path
+def _documentation(path: Path) -> Iterator[str]:
+    """Yield the paragraphs of a module's docstrings, or of the texts in `pydoc_data/topics.py`.
 
-
-def _roots(package: str) -> list[Path]:
-    """Find where a package's source lies, without importing it."""
-    if package == "stdlib":
-        return [Path(sysconfig.get_path("stdlib"))]
-    if not isinstance(package, str) or not package.isidentifier():
-        _refuse_package(package, "is not the name of a top-level package")
-    spec = importlib.util.find_spec(package)
-    if not spec:
-        _refuse_package(package, "is not installed")
-    if spec.submodule_search_locations:
-        return [Path(location) for location in spec.submodule_search_locations]
-    return [Path(spec.origin)] if spec.has_location and spec.origin else []
-
-
-def _refuse_package(package: str, problem: str) -> NoReturn:
-    _checks.refuse(
-        f"The package {package!r} {problem}.",
-        packages=package,
-        remedy="Name installed packages, or 'stdlib' for the standard library.",
-    )
-
-
-def _document_name(package: str, root: Path, path: Path) -> str:
-    """Name what goes to one split: a directory of modules, or a module at the package's root."""
-    inside = path.relative_to(root)
-    return f"{package}/{(inside.parent if len(inside.parts) > 1 else inside).as_posix()}"
-
-
-def _documentation(path: Path) -> list[str]:
-    """Give the paragraphs of a module's docstrings, or of the texts in `pydoc_data/topics.py`."""
+    Each is one line; interpreter sessions and rules of dashes are left out.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # about the module's own string escapes
         tree = ast.parse(path.read_bytes())
-    if path.parts[-2:] == ("pydoc_data", "topics.py"):
-        texts = [value for value in map(_string, ast.walk(tree)) if value and "\n" in value]
-    else:
-        texts = [
-            ast.get_docstring(node) or ""
-            for node in ast.walk(tree)
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-        ]
-    return [paragraph for text in texts for paragraph in _paragraphs(text)]
+    holds_topics = path.parts[-2:] == ("pydoc_data", "topics.py")
+    for text in map(_topic if holds_topics else _docstring, ast.walk(tree)):
+        for paragraph in re.split(r"\n\s*\n", text):
+            line = " ".join(paragraph.split())
+            if not line.startswith(">>>") and any(map(str.isalpha, line)):
+                yield line
 
 
-def _string(node: ast.AST) -> str | None:
-    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
+def _docstring(node: ast.AST) -> str:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        return ast.get_docstring(node) or ""
+    return ""
 
 
-def _paragraphs(text: str) -> Iterator[str]:
-    """Give each paragraph on one line, but for interpreter sessions and rules of dashes."""
-    for paragraph in re.split(r"\n\s*\n", text):
-        line = " ".join(paragraph.split())
-        if not line.startswith(">>>") and any(map(str.isalpha, line)):
-            yield line
+def _topic(node: ast.AST) -> str:
+    text = getattr(node, "value", None)
+    return text if isinstance(text, str) and "\n" in text else ""
 
 
 def _without_repeats(documents: dict[str, list[str]]) -> dict[str, list[str]]:
@@ -391,9 +334,9 @@ def _without_repeats(documents: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _split_documents(documents: dict[str, list[str]]) -> list[list[str]]:
-    """Share documents out between train, validation and test, in an order that names decide.
+    """Divide documents between train, validation and test, in an order that names decide.
 
-    Test and validation take documents until they hold their share of the words; a document that
+    Test and validation take documents until they hold their fraction of the words; a document that
     would be too much for them trains.
     """
     words = {name: sum(len(line.split()) for line in lines) for name, lines in documents.items()}
@@ -422,7 +365,7 @@ def _held_apart(splits: Iterable[list[str]]) -> Iterator[tuple[str, ...]]:
 
 
 def _shingles(line: str) -> set[tuple[str, ...]]:
-    """Give the sequences of five words in a line, or all its words where they are fewer.
+    """Return the sequences of five words in a line, or all its words where they are fewer.
 
     Digits and capitals are left out of account, so that "codec cp1250" repeats "codec cp1251".
     """
@@ -431,39 +374,39 @@ def _shingles(line: str) -> set[tuple[str, ...]]:
     return {tuple(words[start : start + _SHINGLE_WORDS]) for start in range(last)}
 
 
-def _lines(path: _storage.AnyPath) -> tuple[str, ...]:
+def _lines(path: storage.AnyPath) -> tuple[str, ...]:
     """Read the lines of a UTF-8 file, stripped, without the blank ones."""
     content = _content(path)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"The file is not UTF-8 text (byte {error.start}, in line {line})",
             path,
             remedy="Convert it, for example with `iconv -t UTF-8`.",
         )
     lines = tuple(stripped for line in text.split("\n") if (stripped := line.strip()))
     if not lines:
-        _checks.refuse_file("The file holds nothing but blank lines", path)
+        checks.fail_for_file("The file has only blank lines", path)
     return lines
 
 
-def _content(path: _storage.AnyPath) -> bytes:
+def _content(path: storage.AnyPath) -> bytes:
     """Read a file's bytes, unpacked if they are gzipped."""
-    content = _files.readable(path).read_bytes()
+    content = atomic_files.readable(path).read_bytes()
     if not content.startswith(b"\x1f\x8b"):
         return content
     try:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"The gzipped file is damaged or cut short ({error})", path, remedy="Fetch it again."
         )
 
 
 def _middle_article(lines: Sequence[str]) -> int:
-    """Give the index of the article's title nearest to the middle, in the middle half of lines."""
+    """Index of the article's title nearest to the middle, in the middle half of lines."""
     middle = len(lines) // 2
     titles = [
         index
@@ -473,10 +416,14 @@ def _middle_article(lines: Sequence[str]) -> int:
     return min(titles, key=lambda index: abs(index - middle), default=middle)
 
 
-def _listing(folder: _storage.AnyPath) -> str:
+def _listing(folder: storage.AnyPath) -> str:
     names = sorted(path.name for path in folder.iterdir())
     shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
     return shown or "nothing"
+
+
+def _images(name: str, directory: str | os.PathLike[str] | None) -> ImageSplits:
+    return _downloaded(name) if directory is None else _image_directory(storage.path(directory))
 
 
 def _downloaded(name: str) -> ImageSplits:
@@ -485,22 +432,27 @@ def _downloaded(name: str) -> ImageSplits:
     try:
         (images, labels), (test_images, test_labels) = getattr(keras.datasets, name).load_data()
     except Exception as error:  # Keras raises a bare Exception when a download fails
-        raise _checks.InputError(
-            f"Keras could not download {name} ({error}). Give a directory with its IDX files, or "
+        raise errors.InputError(
+            f"Keras could not download {name} ({error}). Pass a directory with its IDX files, or "
             "use the built-in digits."
         ) from error
     return ImageSplits(_labelled(images, labels), _labelled(test_images, test_labels))
 
 
-def _image_directory(folder: _storage.AnyPath) -> ImageSplits:
+def _image_directory(folder: storage.AnyPath) -> ImageSplits:
     if not folder.is_dir():
-        _checks.refuse_file("There is no such directory", folder, remedy="Check the path.")
+        checks.fail_for_file(
+            "There is no such directory",
+            folder,
+            remedy="Images come from a directory with IDX files, 'builtin', 'mnist' or "
+            "'fashion_mnist'.",
+        )
     test = _labelled_idx(folder, "t10k")
     if _idx_file(folder, "train-images-idx3-ubyte"):
         return ImageSplits(_labelled_idx(folder, "train"), test)
     trained = len(test.labels) * 4 // 5
     if not trained:
-        _checks.refuse_file("Training and testing need at least 2 images", folder)
+        checks.fail_for_file("Training and testing need at least 2 images", folder)
     return ImageSplits(
         LabelledImages(test.images[:trained], test.labels[:trained]),
         LabelledImages(test.images[trained:], test.labels[trained:]),
@@ -509,12 +461,12 @@ def _image_directory(folder: _storage.AnyPath) -> ImageSplits:
     )
 
 
-def _labelled_idx(folder: _storage.AnyPath, prefix: str) -> LabelledImages:
+def _labelled_idx(folder: storage.AnyPath, prefix: str) -> LabelledImages:
     names = (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
     paths = [_idx_file(folder, name) for name in names]
     missing = [name for name, path in zip(names, paths, strict=True) if path is None]
     if missing:
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"{' and '.join(missing)} (or the same with .gz) must be here, and there is "
             f"{_listing(folder)}",
             folder,
@@ -522,7 +474,7 @@ def _labelled_idx(folder: _storage.AnyPath, prefix: str) -> LabelledImages:
     images, labels = (read_idx(path) for path in paths if path is not None)
     fits = images.ndim == 3 and images.size and labels.shape == images.shape[:1]
     if not fits or {images.dtype, labels.dtype} != {np.dtype("uint8")}:
-        _checks.refuse_file(
+        checks.fail_for_file(
             "Images of shape [n, height, width] and n labels, both uint8, are needed, and there "
             f"are {images.dtype} of {images.shape} and {labels.dtype} of {labels.shape}",
             folder / names[0],
@@ -530,7 +482,7 @@ def _labelled_idx(folder: _storage.AnyPath, prefix: str) -> LabelledImages:
     return _labelled(images, labels)
 
 
-def _idx_file(folder: _storage.AnyPath, name: str) -> _storage.AnyPath | None:
+def _idx_file(folder: storage.AnyPath, name: str) -> storage.AnyPath | None:
     candidates = (folder / name, folder / f"{name}.gz")
     return next((path for path in candidates if path.exists()), None)
 

@@ -2,7 +2,7 @@
 
     kdpkit launch --workers 2 --max-restarts 3 -- python train.py
 
-Every process runs the same command and finds its place in its environment:
+Every process runs the same command and finds its role in its environment:
 
     config = kdpkit.cluster.ClusterConfig.from_environment()
 """
@@ -10,24 +10,30 @@ Every process runs the same command and finds its place in its environment:
 import collections
 import contextlib
 import dataclasses
+import itertools
 import math
 import os
 import queue
 import random
-import re
 import shlex
 import shutil
 import signal
 import socket
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from kdpkit import _checks, _children, _output, _waiting, cluster
+from kdpkit import cluster
+from kdpkit._internal import (
+    checks,
+    child_processes,
+    reachability,
+    signal_handlers,
+    worker_output,
+)
 
 __all__ = ["Failure", "Report", "Task", "launch", "plan", "run"]
 
@@ -36,17 +42,17 @@ LEFT_ALONE = 43  # of one that lost another process, as after `sharding.join_pro
 
 _LAUNCHER = "launch"  # its own name among those of the processes
 _PORTS = range(15_000, 32_768)  # below those that Linux gives to connections
-_PORT_RETRIES = 3  # restarts for ports that another program took, which are not counted
 _SETTLE_SECONDS = 2.0  # in which the others may end by themselves after the first that fails
-_SILENT_SECONDS = 60.0  # without a sign of life, after which it is told
+_KILL_SECONDS = 10.0  # until the kernel has ended a process that was killed
+_SILENT_SECONDS = 60.0  # without output, after which it is reported
+_TICK_SECONDS = 0.2  # between two looks at clocks
 _KEPT_LINES = 20  # of what each process wrote last
 _SHOWN_LINES = 8
-_TAKEN = re.compile(r"address (is )?already in use|errno[: ]*98|EADDRINUSE", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one process is to be: its name, its place in the cluster, its command and variables."""
+    """What one process is to be: its name, its role in the cluster, its command and variables."""
 
     name: str
     config: cluster.ClusterConfig
@@ -86,34 +92,31 @@ def launch(
     """Run a command as several processes of this machine that train together.
 
     Each gets TF_CONFIG and KERAS_DISTRIBUTION_* of a cluster on free ports; the backend is what
-    KERAS_BACKEND says. What they print comes line by line, each under its process's name. It ends
+    KERAS_BACKEND names. What they print comes line by line, each under its process's name. It ends
     when all workers have ended. When one fails, the others are ended, and all start again with
-    other ports as long as restarts are left: a command that uses `kdpkit.callbacks.Resume` goes on
-    from its last state. No process outlives this call, nor does one that a process started, also
-    when the launcher is killed.
+    other ports as long as restarts are left. No process outlives this call, nor does one that a
+    process started, also when the launcher is killed.
 
     With parameter servers, a chief is started too. Workers and servers serve it until it ends; a
     lost worker is started again alone, a lost server or chief means that all are.
 
-    SIGTERM is passed on: programs that save their state exit with 42, and so does this. Ctrl-C is
-    passed on too, and the second one ends all at once. They are handled in the main thread alone.
+    SIGTERM and Ctrl-C are passed on, and a second Ctrl-C ends all at once. They are handled in the
+    main thread alone.
 
     Args:
         command: Its words, such as `["python", "train.py"]`.
         workers: How many.
         parameter_servers: How many; each cluster with some has a chief beside its workers.
-        max_restarts: How often processes may be started again, in all. One more, up to three
-            times, is free where another program took a port in the meantime.
+        max_restarts: How often processes may be started again, in all.
         gpus_per_worker: GPUs that each worker sees, others than the next; None lets all see all.
         grace_seconds: How long a process may take to end after a signal before it is killed.
-        start_timeout_seconds: How long a process may take to a first sign of life, which is
-            output or something that listens at its address; None waits for ever, and says so
-            after a minute.
+        start_timeout_seconds: How long a process may take until it prints something, or listens at
+            its address; None waits without limit, and reports it after a minute.
         dry_run: Print what each process would get, and start none.
 
     Returns:
         An exit code: 0 if all ended well, else that of the process that failed first (not of those
-        that failed because of it, which say so with 43), 128 and its number for a signal, 42 when
+        that failed because of it, which end with 43), 128 and its number for a signal, 42 when
         SIGTERM stopped programs that saved their state, 130 after Ctrl-C.
 
     Raises:
@@ -123,20 +126,22 @@ def launch(
     worker 0 | hello
     0
     """
-    settings: dict[str, Any] = {
-        "workers": workers,
-        "parameter_servers": parameter_servers,
-        "gpus_per_worker": gpus_per_worker,
-    }
     if dry_run:
-        for task in plan(command, **settings):
+        for task in plan(
+            command,
+            workers=workers,
+            parameter_servers=parameter_servers,
+            gpus_per_worker=gpus_per_worker,
+        ):
             words = (f"{name}={shlex.quote(text)}" for name, text in task.variables.items())
             sys.stdout.write(f"{task.name} | {' '.join(words)} {shlex.join(task.command)}\n")
         return 0
     return run(
         command,
-        **settings,
+        workers=workers,
+        parameter_servers=parameter_servers,
         max_restarts=max_restarts,
+        gpus_per_worker=gpus_per_worker,
         grace_seconds=grace_seconds,
         start_timeout_seconds=start_timeout_seconds,
     ).exit_code
@@ -149,17 +154,29 @@ def plan(
     parameter_servers: int = 0,
     gpus_per_worker: int | None = None,
 ) -> tuple[Task, ...]:
-    """Give what each process would get from `launch`, on ports that are free now.
+    """Return what each process would get from `launch`, on ports that are free now.
 
     >>> [task.name for task in plan(["echo"], workers=2, parameter_servers=1)]
     ['chief', 'worker 0', 'worker 1', 'ps 0']
     """
-    words = _command(command)
-    config = _cluster_here(workers, parameter_servers)
+    words = _checked(command)
+    workers = checks.integer("workers", workers)
+    servers = checks.integer("parameter_servers", parameter_servers, minimum=0)
     gpus = _gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), workers, gpus_per_worker)
-    return tuple(
-        _task(config.for_task(role, index), words, gpus) for role, index, _ in config.tasks
+    addresses = [f"localhost:{port}" for port in _free_ports(workers + servers + bool(servers))]
+    config = cluster.ClusterConfig(
+        addresses[:workers],
+        parameter_servers=addresses[workers : workers + servers],
+        chief=addresses[-1] if servers else None,
     )
+    tasks = []
+    for role, index, _ in config.tasks:
+        own = config.for_task(role, index)
+        variables = own.to_environment()
+        if gpus:
+            variables["CUDA_VISIBLE_DEVICES"] = gpus[index] if role == "worker" else "-1"
+        tasks.append(Task("chief" if role == "chief" else f"{role} {index}", own, words, variables))
+    return tuple(tasks)
 
 
 def run(
@@ -173,10 +190,12 @@ def run(
     start_timeout_seconds: float | None = None,
     stdout: TextIO | None = None,
 ) -> Report:
-    """Do what `launch` does, with its arguments, and tell more of how it ended.
+    """Do what `launch` does, with its arguments, and report more of how it ended.
 
     What processes write to their stdout goes to `stdout`, or else to that of this process.
     """
+    if start_timeout_seconds is not None:
+        checks.number("start_timeout_seconds", start_timeout_seconds, above=0)
     return _Run(
         lambda: plan(
             command,
@@ -184,11 +203,9 @@ def run(
             parameter_servers=parameter_servers,
             gpus_per_worker=gpus_per_worker,
         ),
-        max_restarts=_checks.integer("max_restarts", max_restarts, minimum=0),
-        grace_seconds=_checks.number("grace_seconds", grace_seconds, minimum=0),
-        start_timeout_seconds=None
-        if start_timeout_seconds is None
-        else _checks.number("start_timeout_seconds", start_timeout_seconds, above=0),
+        max_restarts=checks.integer("max_restarts", max_restarts, minimum=0),
+        grace_seconds=checks.number("grace_seconds", grace_seconds, minimum=0),
+        start_timeout_seconds=start_timeout_seconds,
         stdout=stdout,
     ).run()
 
@@ -196,31 +213,20 @@ def run(
 # What each process gets.
 
 
-def _command(command: Sequence[str]) -> tuple[str, ...]:
+def _checked(command: Sequence[str]) -> tuple[str, ...]:
     if os.name != "posix":
-        _checks.refuse("Processes are launched on Linux and macOS alone.", system=os.name)
-    words = _checks.strings("command", command)
+        checks.fail("Processes are launched on Linux and macOS alone.", system=os.name)
+    words = checks.strings("command", command)
     if not words:
-        _checks.refuse("`command` must have a word, such as 'python'.", command=command)
+        checks.fail("`command` must not be empty.", command=command)
     if shutil.which(words[0]) is None:
         is_python = words[0].endswith(".py")
-        _checks.refuse(
-            "There is no such program.",
+        checks.fail(
+            "The program was not found.",
             command=words[0],
             remedy=f"Write `python {words[0]}`." if is_python else "Check its name and the PATH.",
         )
     return words
-
-
-def _cluster_here(workers: int, parameter_servers: int) -> cluster.ClusterConfig:
-    workers = _checks.integer("workers", workers)
-    servers = _checks.integer("parameter_servers", parameter_servers, minimum=0)
-    addresses = [f"localhost:{port}" for port in _free_ports(workers + servers + bool(servers))]
-    return cluster.ClusterConfig(
-        addresses[:workers],
-        parameter_servers=addresses[workers : workers + servers],
-        chief=addresses[-1] if servers else None,
-    )
 
 
 def _free_ports(count: int) -> list[int]:
@@ -235,23 +241,23 @@ def _free_ports(count: int) -> list[int]:
                 probe.bind(("", port))
                 ports.append(port)
     if len(ports) < count:
-        _checks.refuse("This machine has no such number of free ports.", processes=count)
+        checks.fail("This machine has too few free ports.", processes=count)
     return ports
 
 
 def _gpus(visible: str | None, workers: int, each: int | None) -> list[str] | None:
-    """Give what each worker sees as CUDA_VISIBLE_DEVICES."""
+    """Return what each worker sees as CUDA_VISIBLE_DEVICES."""
     if each is None:
         return None
-    each = _checks.integer("gpus_per_worker", each)
+    each = checks.integer("gpus_per_worker", each)
     wanted = workers * each
     present = len(list(Path("/dev").glob("nvidia[0-9]*")))  # none where drivers hide them
     names = list(map(str, range(present or wanted)))
     if visible is not None:
         names = [name for name in visible.split(",") if name]
     if len(names) < wanted:
-        _checks.refuse(
-            "More GPUs are asked for than there are.",
+        checks.fail(
+            "More GPUs were asked for than this machine has.",
             workers=workers,
             gpus_per_worker=each,
             CUDA_VISIBLE_DEVICES=visible,
@@ -260,348 +266,287 @@ def _gpus(visible: str | None, workers: int, each: int | None) -> list[str] | No
     return [",".join(names[first : first + each]) for first in range(0, wanted, each)]
 
 
-def _task(config: cluster.ClusterConfig, command: tuple[str, ...], gpus: list[str] | None) -> Task:
-    variables = config.to_environment()
-    if gpus:
-        variables["CUDA_VISIBLE_DEVICES"] = gpus[config.index] if config.role == "worker" else "-1"
-    name = "chief" if config.role == "chief" else f"{config.role} {config.index}"
-    return Task(name, config, command, variables)
-
-
-def _environment(task: Task) -> dict[str, str]:
-    """Give all variables of a process, without those of another cluster."""
-    kept = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
-    return {"PYTHONUNBUFFERED": "1"} | kept | dict(task.variables)
-
-
 # The run.
 
 
 class _Process:
-    """A task that was started, and what is known of it."""
+    """A task that was started, and what is known of it.
 
-    def __init__(self, task: Task) -> None:
+    Args:
+        task: What it is.
+        mark: What it is found by.
+        show: Called in a thread with its name, each line that it writes, and the stream's name.
+        on_end: Called in a thread when it has ended and all that it wrote is shown.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        mark: str,
+        show: Callable[[str, str, str], None],
+        on_end: Callable[["_Process"], None],
+    ) -> None:
         self.task = task
-        self.lines = {name: _output.Lines() for name in ("stdout", "stderr")}
-        self.last: dict[str, collections.deque[str]] = {
-            name: collections.deque(maxlen=_KEPT_LINES) for name in self.lines
+        self.has_ended = False
+        self.is_signalled = False  # to end
+        self.is_alive = False  # it has printed something, or listens
+        self.is_noted = False  # that it has not
+        self._show = show
+        self._lines = {name: worker_output.Lines() for name in ("stdout", "stderr")}
+        self._last: dict[str, collections.deque[str]] = {
+            name: collections.deque(maxlen=_KEPT_LINES) for name in self._lines
         }
-        self.has_ended = False  # and all that it wrote is printed
-        self.is_told = False  # to end
-        self.is_alive = False  # it gave a sign
-        self.is_noted = False  # that it gave none
-        self.child: _children.Child
+        others = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
+        try:
+            self.child = child_processes.Child(
+                task.command,
+                {"PYTHONUNBUFFERED": "1"} | others | dict(task.variables),
+                mark=mark,
+                on_bytes=self._on_bytes,
+                on_end=lambda: on_end(self),
+            )
+        except OSError as error:
+            checks.fail(
+                f"The command cannot be started ({error.strerror}).", command=list(task.command)
+            )
+
+    def _on_bytes(self, data: bytes, stream: str) -> None:
+        self.is_alive = self.is_alive or bool(data)
+        lines = self._lines[stream]
+        for line in lines.feed(data, time.monotonic()) if data else lines.close():
+            self._last[stream].append(line)
+            self._show(self.task.name, line, stream)
+
+    def signal(self, number: int) -> None:
+        """Let it end by a signal."""
+        if not self.has_ended:
+            self.is_signalled = True
+            self.child.send(number)
 
     @property
     def exit_code(self) -> int:
         code = self.child.exit_code
         return 128 + signal.SIGKILL if code is None else code  # the kernel is still at it
 
+    @property
+    def ending(self) -> str:
+        """How it failed, in words."""
+        if self.exit_code - 128 in set(signal.Signals):
+            return f"{self.task.name} was ended by {signal.Signals(self.exit_code - 128).name}"
+        return f"{self.task.name} failed with exit code {self.exit_code}"
+
     def failure(self) -> Failure:
-        """Give how it failed, with what it wrote to stderr, or else to stdout."""
-        lines = self.last["stderr"] or self.last["stdout"]
+        """How it failed, with what it wrote to stderr, or else to stdout."""
+        lines = self._last["stderr"] or self._last["stdout"]
         return Failure(self.task.name, self.exit_code, tuple(lines))
 
-    def listens(self) -> bool:
-        """Tell whether something listens at its address."""
-        address = self.task.config.address
-        return address is not None and _waiting.listens(address)
 
-
+@dataclasses.dataclass
 class _Run:
     """All attempts at one run. Threads put what happens into a queue; one loop acts on it."""
 
-    def __init__(
-        self,
-        make_tasks: Callable[[], tuple[Task, ...]],
-        *,
-        max_restarts: int,
-        grace_seconds: float,
-        start_timeout_seconds: float | None,
-        stdout: TextIO | None,
-    ) -> None:
-        self._make_tasks = make_tasks
-        self._restarts_left = max_restarts
-        self._max_restarts = max_restarts
-        self._port_retries_left = _PORT_RETRIES
-        self._grace_seconds = grace_seconds
-        self._start_timeout_seconds = start_timeout_seconds
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._stop: int | None = None  # the signal that asked to end
-        self._at_once = False
-        self._is_ending = False
-        self._failed: list[_Process] = []
-        self._running: list[_Process] = []
-        self._mark = f"{uuid.uuid4().hex}."
-        self._started = 0
-        self._tasks = make_tasks()
-        self._printer = _output.Printer(
-            [_LAUNCHER, *(task.name for task in self._tasks)],
-            on_gone=lambda: self._events.put(lambda: self._on_signal(signal.SIGPIPE)),
-            stdout=stdout,
-        )
+    make_tasks: Callable[[], tuple[Task, ...]]
+    max_restarts: int
+    grace_seconds: float
+    start_timeout_seconds: float | None
+    stdout: TextIO | None
+    restarts: int = 0
+    stop: int | None = None  # the signal that asked to end
+    is_ending: bool = False
+    running: list[_Process] = dataclasses.field(default_factory=list)
+    failed: list[_Process] = dataclasses.field(default_factory=list)
 
     def run(self) -> Report:
-        """Start all, again and again if need be, and give how it ended."""
-        self._say(f"Starts {self._described()}: {shlex.join(self._tasks[0].command)}")
+        """Start all, again and again if need be, and return how it ended."""
+        self._mark = f"{uuid.uuid4().hex}."
+        self._numbers = itertools.count()
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        tasks = self.make_tasks()
+        names = [task.name for task in tasks]
+        self._printer = worker_output.Printer(
+            [_LAUNCHER, *names],
+            on_gone=lambda: self._note_signal(signal.SIGPIPE),
+            stdout=self.stdout,
+        )
+        self._report(f"Starts {', '.join(names)}: {shlex.join(tasks[0].command)}")
         with (
-            _children.Guard(self._mark, grace_seconds=self._grace_seconds) as self._guard,
-            self._handling_signals(),
+            child_processes.Guard(self._mark, grace_seconds=self.grace_seconds) as self._guard,
+            signal_handlers.handling(self._note_signal, signal.SIGINT, signal.SIGTERM),
         ):
             try:
-                self._attempt()
+                self._attempt(tasks)
                 while self._may_restart():
-                    self._tasks = self._make_tasks()
-                    self._attempt()
+                    self._attempt(self.make_tasks())
             finally:
                 self._end_all()
                 self._guard.all_ended()
-        restarts = self._max_restarts - self._restarts_left
-        return Report(self._exit_code(), restarts, self._failures())
+        failures = tuple(process.failure() for process in self._by_cause())
+        return Report(self._exit_code(), self.restarts, failures)
 
-    def _attempt(self) -> None:
-        self._failed, self._is_ending = [], False
-        self._running = []
-        for task in self._tasks:
-            self._running.append(self._start(task))
-        self._wait_for(lambda: bool(self._stop or self._failed) or self._all_ended(self._heads()))
-        self._is_ending = True
-        if self._stop is None and self._failed:
-            self._wait_for(lambda: self._all_ended(self._running), _SETTLE_SECONDS)
-        if self._stop is not None:
-            self._pass_on(self._stop)
+    def _attempt(self, tasks: Sequence[Task]) -> None:
+        self.failed, self.running, self.is_ending = [], [], False
+        for task in tasks:
+            self.running.append(self._start(task))
+        self._wait_for(lambda: bool(self.stop or self.failed) or _all_ended(self._heads()))
+        self.is_ending = True
+        if self.stop is None and self.failed:
+            self._wait_for_ends(self.running, _SETTLE_SECONDS)
+        if self.stop in (signal.SIGINT, signal.SIGTERM):
+            self._report(f"{signal.Signals(self.stop).name} is passed on.")
+            self._signal_and_wait(self._heads(), self.stop)
         self._end_all()
-        if self._stop is None and self._failed:
-            self._say_what_failed()
+        if self.stop is None and self.failed:
+            self._report_failure()
 
     def _start(self, task: Task) -> _Process:
-        process = _Process(task)
-        self._started += 1
-        try:
-            process.child = _children.Child(
-                task.command,
-                _environment(task),
-                mark=f"{self._mark}{self._started};",
-                on_bytes=lambda data, stream: self._print(process, data, stream),
-                on_end=lambda: self._events.put(lambda: self._on_end(process)),
-            )
-        except OSError as error:
-            _checks.refuse(
-                f"The command cannot be started ({error.strerror}).", command=list(task.command)
-            )
+        process = _Process(
+            task,
+            mark=f"{self._mark}{next(self._numbers)};",
+            show=self._printer.line,
+            on_end=lambda process: self._events.put(lambda: self._on_end(process)),
+        )
         self._guard.watch(process.child)
         return process
 
-    def _print(self, process: _Process, data: bytes, stream: str) -> None:
-        process.is_alive = process.is_alive or bool(data)
-        lines = process.lines[stream]
-        for line in lines.feed(data, time.monotonic()) if data else lines.close():
-            process.last[stream].append(line)
-            self._printer.line(process.task.name, line, to=stream)
+    def _heads(self) -> list[_Process]:
+        """Processes whose end is the run's: the chief, or without one all workers."""
+        chief = [process for process in self.running if process.task.config.role == "chief"]
+        return chief or self.running
 
-    def _say(self, sentence: str) -> None:
-        self._printer.line(_LAUNCHER, sentence, to="stderr")
-
-    def _described(self) -> str:
-        config = self._tasks[0].config
-        counts = {
-            "worker": len(config.workers),
-            "parameter server": len(config.parameter_servers),
-            "chief": int(config.chief is not None),
-        }
-        said = [f"{n} {name}{'s' if n > 1 else ''}" for name, n in counts.items() if n]
-        return ", ".join(said)
+    def _report(self, sentence: str) -> None:
+        self._printer.line(_LAUNCHER, sentence, "stderr")
 
     # Events.
 
-    def _wait_for(self, done: Callable[[], bool], seconds: float = math.inf) -> None:
-        """Act on what happens until something is so, the time is over, or all is to end at once."""
-        deadline = time.monotonic() + seconds
-        while not done() and not self._at_once:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                return
+    def _wait_for(self, done: Callable[[], bool]) -> None:
+        """Act on what happens until something is so."""
+        while not done():
             try:
-                self._events.get(timeout=min(left, 1.0))()
+                self._events.get(timeout=_TICK_SECONDS)()
             except queue.Empty:
                 self._look_for_signs_of_life()
+
+    def _wait_for_ends(self, processes: Sequence[_Process], seconds: float | None = None) -> None:
+        """Wait until all have ended, for `seconds` or the grace, which a signal may cut short."""
+        began = time.monotonic()
+
+        def is_over() -> bool:
+            limit = self.grace_seconds if seconds is None else seconds
+            return _all_ended(processes) or time.monotonic() - began >= limit
+
+        self._wait_for(is_over)
 
     def _on_end(self, process: _Process) -> None:
         process.has_ended = True
         self._guard.forget(process.child)
-        if process.exit_code == 0 or process.is_told:
+        if process.exit_code == 0 or process.is_signalled:
             return
-        if self._is_replaceable(process):
-            self._replace(process)
-        else:
-            self._failed.append(process)
+        config = process.task.config
+        serves_a_chief = config.role == "worker" and config.parameter_servers
+        may_restart = self.restarts < self.max_restarts and not (self.is_ending or self.failed)
+        if not (serves_a_chief and may_restart):
+            self.failed.append(process)
+            return
+        count = self._count_restart()
+        self._report(f"{process.ending}. It is started again, and the others go on ({count}).")
+        child_processes.end_marked(process.child.mark, grace_seconds=0)
+        # At its own address, which the chief knows.
+        self.running[self.running.index(process)] = self._start(process.task)
+
+    def _count_restart(self) -> str:
+        self.restarts += 1
+        return f"restart {self.restarts} of {self.max_restarts}"
+
+    def _note_signal(self, number: int, _frame: object = None) -> None:
+        self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another
 
     def _on_signal(self, number: int) -> None:
         # Not for SIGTERM, which some send twice: to a process, and to its group.
-        self._at_once = self._at_once or (self._is_ending and number != signal.SIGTERM)
-        self._stop = self._stop or number
+        if self.is_ending and number != signal.SIGTERM:
+            self.grace_seconds = 0.0
+        self.stop = self.stop or number
 
     def _look_for_signs_of_life(self) -> None:
-        waits = min(self._start_timeout_seconds or math.inf, _SILENT_SECONDS)
-        for process in self._running:
-            silent = time.monotonic() - process.child.started_at
-            if silent >= waits and not (process.has_ended or process.is_alive or self._is_ending):
-                process.is_alive = process.listens()
-                if not process.is_alive:
-                    self._on_silence(process, silent)
-
-    def _on_silence(self, process: _Process, seconds: float) -> None:
-        sentence = (
-            f"{process.task.name} has given no sign of life for {seconds:.0f} s: no output, and "
-            f"nothing listens at {process.task.config.address}."
-        )
-        if self._start_timeout_seconds and seconds >= self._start_timeout_seconds:
-            self._say(f"{sentence} It is killed.")
-            process.child.send(signal.SIGKILL)
-        elif not process.is_noted and seconds >= _SILENT_SECONDS:
+        """Report processes that neither print nor listen, and kill those that are late."""
+        limit = self.start_timeout_seconds or math.inf
+        for process in self.running:
+            seconds = time.monotonic() - process.child.started_at
+            is_due = seconds >= limit or (seconds >= _SILENT_SECONDS and not process.is_noted)
+            if not is_due or process.is_alive or process.has_ended or self.is_ending:
+                continue
             process.is_noted = True
-            self._say(f"{sentence} It is waited for.")
-
-    @contextlib.contextmanager
-    def _handling_signals(self) -> Iterator[None]:
-        """Put SIGINT and SIGTERM among the events, unless they are ignored."""
-        former = {}
-        if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
-                handler = signal.getsignal(number)
-                if handler not in (None, signal.SIG_IGN):
-                    former[number] = handler
-                    signal.signal(number, self._note_signal)
-        try:
-            yield
-        finally:
-            for number, handler in former.items():
-                signal.signal(number, handler)
-
-    def _note_signal(self, number: int, _frame: Any) -> None:
-        self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another
-
-    # Who must run, and who has ended.
-
-    def _heads(self) -> list[_Process]:
-        """Give those whose end is the run's: the chief, or without one all workers."""
-        chief = [process for process in self._running if process.task.config.role == "chief"]
-        return chief or self._running
-
-    @staticmethod
-    def _all_ended(processes: Sequence[_Process]) -> bool:
-        return all(process.has_ended for process in processes)
-
-    def _is_replaceable(self, process: _Process) -> bool:
-        config = process.task.config
-        of_a_chief = config.role == "worker" and bool(config.parameter_servers)
-        return of_a_chief and self._restarts_left > 0 and not self._is_ending and not self._failed
-
-    def _replace(self, process: _Process) -> None:
-        """Start a lost worker again, at its own address, which the chief knows."""
-        self._restarts_left -= 1
-        self._say(
-            f"{_lost(process)}. It is started again, and the others go on "
-            f"({self._restart_count()})."
-        )
-        _children.end_marked(process.child.mark, grace_seconds=0)
-        self._running[self._running.index(process)] = self._start(process.task)
+            process.is_alive = reachability.listens(process.task.config.address or "")
+            if not process.is_alive:
+                self._report(
+                    f"{process.task.name} has shown no sign of life for {seconds:.0f} s: no "
+                    f"output, and nothing listens at {process.task.config.address}. It is "
+                    f"{'killed' if seconds >= limit else 'still waited for'}."
+                )
+                if seconds >= limit:
+                    process.child.send(signal.SIGKILL)
 
     # The end.
 
-    def _pass_on(self, number: int) -> None:
-        """Pass a signal on to those whose end is the run's, and let them end."""
-        heads = self._heads()
-        if number in (signal.SIGINT, signal.SIGTERM):
-            self._say(f"{signal.Signals(number).name} is passed on.")
-            self._tell(heads, number)
-            self._wait_for(lambda: self._all_ended(heads), self._grace_seconds)
+    def _signal_and_wait(self, processes: Sequence[_Process], number: int) -> None:
+        for process in processes:
+            process.signal(number)
+        self._wait_for_ends(processes)
 
     def _end_all(self) -> None:
-        """End what still runs, by SIGTERM first where it was not told yet, and what they left."""
-        self._is_ending = True
-        rest = [process for process in self._running if not process.is_told]
-        self._tell(rest, signal.SIGTERM)
-        self._wait_for(lambda: self._all_ended(rest), self._grace_seconds)
-        for process in self._running:
+        """End what still runs, by SIGTERM if they did not get it, and what they left."""
+        self.is_ending = True
+        rest = [process for process in self.running if not process.is_signalled]
+        self._signal_and_wait(rest, signal.SIGTERM)
+        for process in self.running:
             process.child.send(signal.SIGKILL)
-        at_once, self._at_once = self._at_once, False
-        self._wait_for(lambda: self._all_ended(self._running), 10.0)
-        self._at_once = at_once
-        _children.end_marked(
+        self._wait_for_ends(self.running, _KILL_SECONDS)
+        child_processes.end_marked(
             self._mark,
-            grace_seconds=0 if at_once else self._grace_seconds,
-            told_groups={process.child.group for process in self._running if process.is_told},
+            grace_seconds=self.grace_seconds,
+            signalled_groups={
+                process.child.group for process in self.running if process.is_signalled
+            },
         )
 
-    def _tell(self, processes: Sequence[_Process], number: int) -> None:
-        for process in processes:
-            if not process.has_ended:
-                process.is_told = True
-                process.child.send(number)
+    def _may_restart(self) -> bool:
+        if self.stop is not None or not self.failed or self._by_cause()[0].exit_code == STOPPED:
+            return False
+        if self.restarts == self.max_restarts:
+            return False
+        self._report(f"All processes start again, on other ports ({self._count_restart()}).")
+        return True
 
     # What it came to.
 
-    def _cause(self) -> _Process:
-        """Give the process that failed first and not because others had."""
-        by_end = sorted(self._failed, key=lambda process: process.child.ended_at or 0.0)
-        return next((p for p in by_end if p.exit_code != LEFT_ALONE), by_end[0])
+    def _by_cause(self) -> list[_Process]:
+        """Return those that failed; first the one that did so first, and not because others had."""
+        by_end = sorted(self.failed, key=lambda process: process.child.ended_at or 0.0)
+        return sorted(by_end, key=lambda process: process.exit_code == LEFT_ALONE)
 
-    def _failures(self) -> tuple[Failure, ...]:
-        if not self._failed:
-            return ()
-        cause = self._cause()
-        return tuple(p.failure() for p in [cause, *(p for p in self._failed if p is not cause)])
-
-    def _say_what_failed(self) -> None:
-        cause = self._cause()
+    def _report_failure(self) -> None:
+        cause, *_ = self._by_cause()
         if cause.exit_code == STOPPED:
-            self._say(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
+            self._report(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
             return
-        sentence = _lost(cause)
+        sentence = cause.ending
         if cause.exit_code == LEFT_ALONE:
             sentence += ", because it lost another, and none failed by itself"
-        elif len(self._running) > 1:
-            sentence += ", before any other; what others say of it comes of that"
+        elif len(self.running) > 1:
+            sentence += ", before any other; the errors of the others follow from that"
         lines = [line for line in cause.failure().last_lines if line.strip()][-_SHOWN_LINES:]
-        self._say(f"{sentence}. {'Its last lines:' if lines else 'It wrote nothing.'}")
+        self._report(f"{sentence}. {'Its last lines:' if lines else 'It wrote nothing.'}")
         for line in lines:
-            self._say(f"  {line}")
-
-    def _may_restart(self) -> bool:
-        if self._stop is not None or not self._failed or self._cause().exit_code == STOPPED:
-            return False
-        if self._port_retries_left and self._lost_a_port():
-            self._port_retries_left -= 1
-            self._say("Another program took its port. All start again, on other ports.")
-            return True
-        if not self._restarts_left:
-            return False
-        self._restarts_left -= 1
-        self._say(f"All start again, on other ports ({self._restart_count()}).")
-        return True
-
-    def _restart_count(self) -> str:
-        return f"restart {self._max_restarts - self._restarts_left} of {self._max_restarts}"
-
-    def _lost_a_port(self) -> bool:
-        """Tell whether a process says that a port which was chosen here is taken."""
-        said = "\n".join(line for process in self._failed for line in process.failure().last_lines)
-        ports = (address.rpartition(":")[2] for _, _, address in self._tasks[0].config.tasks)
-        return bool(_TAKEN.search(said)) and any(re.search(rf"\b{p}\b", said) for p in ports)
+            self._report(f"  {line}")
 
     def _exit_code(self) -> int:
-        if self._stop == signal.SIGTERM:
+        if self.stop == signal.SIGTERM:
             codes = [process.exit_code for process in self._heads()]
             return STOPPED if STOPPED in codes else 128 + signal.SIGTERM if any(codes) else 0
-        if self._stop is not None:
-            return 128 + self._stop
-        return self._cause().exit_code if self._failed else 0
+        if self.stop is not None:
+            return 128 + self.stop
+        return self._by_cause()[0].exit_code if self.failed else 0
 
 
-def _lost(process: _Process) -> str:
-    code = process.exit_code
-    if code > 128:
-        with contextlib.suppress(ValueError):
-            return f"{process.task.name} was ended by {signal.Signals(code - 128).name}"
-    return f"{process.task.name} failed with exit code {code}"
+def _all_ended(processes: Sequence[_Process]) -> bool:
+    return all(process.has_ended for process in processes)

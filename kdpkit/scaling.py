@@ -7,14 +7,14 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 
 RULES = ("linear", "sqrt", "none")
 REMAINDERS = ("balance", "drop", "pad", "wrap")
 
 
 def split_batch(size: int, replicas: int) -> tuple[int, ...]:
-    """Give the sizes of the pieces that `tf.distribute` cuts a batch into.
+    """Return the sizes of the shards that `tf.distribute` cuts a batch into.
 
     The replicas take `ceil(size / replicas)` examples each, in order, until none are left. The
     last ones may get fewer, or none:
@@ -25,8 +25,8 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
     (2, 2, 1, 0)
 
     A size that `replicas` divides is cut evenly, the only case that plain Keras trains right. This
-    is `tf.distribute.Strategy.experimental_distribute_dataset` and `fit` on TensorFlow; JAX
-    refuses uneven batches.
+    is `tf.distribute.Strategy.experimental_distribute_dataset` and `fit` on TensorFlow; JAX does
+    not support uneven batches.
 
     Args:
         size: Examples in the global batch; 0 gives every replica none.
@@ -38,16 +38,16 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
     Raises:
         ValueError: A negative size, or fewer than one replica.
     """
-    size = _checks.integer("size", size, minimum=0)
-    replicas = _checks.integer("replicas", replicas)
-    piece = _ceil_divide(size, replicas)
-    return tuple(min(piece, max(0, size - index * piece)) for index in range(replicas))
+    size = checks.integer("size", size, minimum=0)
+    replicas = checks.integer("replicas", replicas)
+    shard = _ceil_divide(size, replicas)
+    return tuple(min(shard, max(0, size - index * shard)) for index in range(replicas))
 
 
 def shard_indices(
     examples: int, shards: int, index: int, *, remainder: str = "balance"
 ) -> Sequence[int]:
-    """Give the examples that one of several processes reads, when `shards` do not divide them.
+    """Return the examples that one of several processes reads, when `shards` do not divide them.
 
     Each shard is one contiguous run, and the runs follow each other in shard order. Processes that
     step together need equal shards ("drop", "pad", "wrap"): with "balance" some run out first.
@@ -79,12 +79,12 @@ def shard_indices(
     Raises:
         ValueError: A count or index out of range, an unknown `remainder`, or nothing to fill with.
     """
-    examples = _checks.integer("examples", examples, minimum=0)
-    shards = _checks.integer("shards", shards)
-    index = _checks.integer("index", index, minimum=0)
-    _checks.one_of("remainder", remainder, REMAINDERS)
+    examples = checks.integer("examples", examples, minimum=0)
+    shards = checks.integer("shards", shards)
+    index = checks.integer("index", index, minimum=0)
+    checks.one_of("remainder", remainder, REMAINDERS)
     if index >= shards:
-        _checks.refuse(
+        checks.fail(
             "`index` must be less than `shards`; the first shard is 0.", index=index, shards=shards
         )
     if remainder == "balance":
@@ -96,40 +96,43 @@ def shard_indices(
 
 
 def padded_rows(
-    rows: int, global_batch_size: int, *, mode: str = "train"
+    examples: int, global_batch_size: int, *, mode: str = "train"
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Say how a smaller batch is filled up: which row stands in each place, with which weight.
+    """Return which example is at each position of a padded batch, and with which weight.
 
-    `kdpkit.pipelines.pad_to_global_batch` and `kdpkit.sharding.pad_batch` follow this rule.
+    `kdpkit.pipelines.pad_to_global_batch` and `kdpkit.batches.pad_batch` follow this rule.
 
     Args:
-        rows: Rows that are there.
-        global_batch_size: Rows that are wanted.
-        mode: `"train"` weights the real rows `global_batch_size / rows`, so that a loss averaged
-            over the whole batch is the mean over the real rows. `"eval"` weights them 1, for
-            weighted metrics.
+        examples: Examples that are there.
+        global_batch_size: Examples that are wanted.
+        mode: `"train"` weights the real examples `global_batch_size / examples`, so that a loss
+            averaged over the padded batch is the mean over the real examples. `"eval"` weights them
+            1, for weighted metrics.
 
     Returns:
-        Indices of rows, the last one repeated, and weights, 0 for the filling.
+        Indices of examples, the last one repeated, and weights, 0 for the padding.
 
     Raises:
-        ValueError: There are more rows than wanted, or none.
+        ValueError: There are more examples than wanted, or none.
 
     >>> padded_rows(2, 4)
     ((0, 1, 1, 1), (2.0, 2.0, 0.0, 0.0))
     >>> padded_rows(2, 4, mode="eval")
     ((0, 1, 1, 1), (1.0, 1.0, 0.0, 0.0))
     """
-    rows = _checks.integer("rows", rows)
-    size = _checks.integer("global_batch_size", global_batch_size)
-    _checks.one_of("mode", mode, ("train", "eval"))
-    if rows > size:
-        _checks.refuse(
-            "A batch has more rows than `global_batch_size`.", rows=rows, global_batch_size=size
+    examples = checks.integer("examples", examples)
+    size = checks.integer("global_batch_size", global_batch_size)
+    checks.one_of("mode", mode, ("train", "eval"))
+    if examples > size:
+        checks.fail(
+            "A batch has more examples than `global_batch_size`.",
+            examples=examples,
+            global_batch_size=size,
         )
-    weight = size / rows if mode == "train" else 1.0
-    filling = size - rows
-    return (*range(rows), *[rows - 1] * filling), (*[weight] * rows, *[0.0] * filling)
+    weight = size / examples if mode == "train" else 1.0
+    padding = size - examples
+    indices = (*range(examples), *[examples - 1] * padding)
+    return indices, (*[weight] * examples, *[0.0] * padding)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +149,7 @@ class ScalePlan:
 
     With `accumulation=K` (Keras' `gradient_accumulation_steps`) the optimizer averages the
     gradients of K batches into one update. Keras moves a schedule on with every batch, not with
-    every update, so a schedule is K times longer than the updates it shapes. Give it
+    every update, so a schedule is K times longer than the updates it shapes. Pass it
     `total_steps`, never `updates`:
 
     >>> plan = dataclasses.replace(plan, accumulation=2)
@@ -174,10 +177,10 @@ class ScalePlan:
 
     def __post_init__(self) -> None:
         for name in ("replicas", "per_replica_batch_size", "accumulation"):
-            self._keep(name, _checks.integer(name, getattr(self, name)))
-        rate = _checks.number("base_learning_rate", self.base_learning_rate, above=0)
+            self._keep(name, checks.integer(name, getattr(self, name)))
+        rate = checks.number("base_learning_rate", self.base_learning_rate, above=0)
         self._keep("base_learning_rate", rate)
-        _checks.one_of("rule", self.rule, RULES)
+        checks.one_of("rule", self.rule, RULES)
 
     def _keep(self, name: str, value: int | float) -> None:
         """Store an argument as the plain Python number that JSON takes (the class is frozen)."""
@@ -213,11 +216,11 @@ class ScalePlan:
         Raises:
             ValueError: There are too few examples for one batch.
         """
-        examples = _checks.integer("examples", examples, minimum=0)
+        examples = checks.integer("examples", examples, minimum=0)
         batch = self.global_batch_size
         steps = examples // batch if drop_remainder else _ceil_divide(examples, batch)
         if steps == 0:
-            _checks.refuse(
+            checks.fail(
                 "There are too few examples for one batch.",
                 examples=examples,
                 global_batch_size=batch,
@@ -228,38 +231,32 @@ class ScalePlan:
         return steps
 
     def total_steps(self, examples: int, *, epochs: int, drop_remainder: bool = True) -> int:
-        """Count the steps of a whole run as a Keras schedule does, one for each global batch.
+        """Count the steps of a run as a Keras schedule does, one for each global batch.
 
-        Args:
-            examples: Number of training examples, all replicas together.
-            epochs: Passes over them.
-            drop_remainder: Whether the pipeline leaves out a last, smaller batch.
+        The arguments are those of `steps_per_epoch`, and the `epochs` that pass over the examples.
 
         Raises:
             ValueError: There are too few examples for one batch.
         """
-        epochs = _checks.integer("epochs", epochs)
+        epochs = checks.integer("epochs", epochs)
         return epochs * self.steps_per_epoch(examples, drop_remainder=drop_remainder)
 
     def updates(self, examples: int, *, epochs: int, drop_remainder: bool = True) -> int:
-        """Count the updates of the weights in a whole run: `total_steps // accumulation`.
+        """Count the updates of the weights in a run: `total_steps // accumulation`.
 
         Keras accumulates on through the end of an epoch, so only the run's last
         `total_steps % accumulation` batches never reach the weights. The rate of an update is the
         schedule's at the last batch that went into it: update u (from 0) applies
         `schedule(u * accumulation + accumulation - 1)`.
 
-        Args:
-            examples: Number of training examples, all replicas together.
-            epochs: Passes over them.
-            drop_remainder: Whether the pipeline leaves out a last, smaller batch.
+        The arguments are those of `total_steps`.
 
         Raises:
             ValueError: The run ends before its first update.
         """
         steps = self.total_steps(examples, epochs=epochs, drop_remainder=drop_remainder)
         if steps < self.accumulation:
-            _checks.refuse(
+            checks.fail(
                 "The run ends before the first update of the weights.",
                 steps=steps,
                 accumulation=self.accumulation,
@@ -286,9 +283,9 @@ def scale_learning_rate(base: float, *, factor: float, rule: str = "linear") -> 
     Raises:
         ValueError: A rate or factor that is not positive, or an unknown rule.
     """
-    base = _checks.number("base", base, above=0)
-    factor = _checks.number("factor", factor, above=0)
-    _checks.one_of("rule", rule, RULES)
+    base = checks.number("base", base, above=0)
+    factor = checks.number("factor", factor, above=0)
+    checks.one_of("rule", rule, RULES)
     return base * {"linear": factor, "sqrt": math.sqrt(factor), "none": 1.0}[rule]
 
 
@@ -333,12 +330,12 @@ def scale_adam(
     Raises:
         ValueError: A setting out of its range, or a factor that pushes a beta out of [0, 1).
     """
-    root = math.sqrt(_checks.number("factor", factor, above=0))
+    root = math.sqrt(checks.number("factor", factor, above=0))
     return AdamScaling(
-        learning_rate=_checks.number("learning_rate", learning_rate, above=0) * root,
+        learning_rate=checks.number("learning_rate", learning_rate, above=0) * root,
         beta_1=_scaled_beta("beta_1", beta_1, factor),
         beta_2=_scaled_beta("beta_2", beta_2, factor),
-        epsilon=_checks.number("epsilon", epsilon, above=0) / root,
+        epsilon=checks.number("epsilon", epsilon, above=0) / root,
     )
 
 
@@ -354,8 +351,8 @@ def _balanced_shard(examples: int, shards: int, index: int) -> range:
 
 def _filled_shard(examples: int, shards: int, index: int, remainder: str) -> Sequence[int]:
     if examples == 0:
-        _checks.refuse(
-            "There is no example to fill the shards with.", examples=examples, remainder=remainder
+        checks.fail(
+            "There is no example to pad the shards with.", examples=examples, remainder=remainder
         )
     size = _ceil_divide(examples, shards)
     wanted = range(index * size, (index + 1) * size)
@@ -367,12 +364,12 @@ def _filled_shard(examples: int, shards: int, index: int, remainder: str) -> Seq
 
 
 def _scaled_beta(name: str, beta: float, factor: float) -> float:
-    beta = _checks.number(name, beta, minimum=0, below=1)
+    beta = checks.number(name, beta, minimum=0, below=1)
     # 1 - factor * (1 - beta), summed so that the largest factor gives exactly 0.
     scaled = 1 - factor + factor * beta
     if not 0 <= scaled < 1:
-        _checks.refuse(
-            f"The factor pushes `{name}` out of [0, 1).",
+        checks.fail(
+            f"The factor moves `{name}` out of [0, 1).",
             **{"factor": factor, name: beta},
             remedy=f"With this {name} the factor must be at most {1 / (1 - beta):.6g}.",
         )

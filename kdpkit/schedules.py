@@ -2,43 +2,57 @@
 
 Each is a Keras `LearningRateSchedule`: it goes to an optimizer as `learning_rate`, and into saved
 models (import this module before loading one). A step is a batch as the optimizer counts them, the
-first is 0. All replicas share the count, hence the rate.
+first is 0. The count is the same on all replicas, hence the rate.
 
 With gradient accumulation Keras counts every batch, not every update: lengths here are batches,
-as `kdpkit.scaling.ScalePlan.total_steps` gives them.
+as from `kdpkit.scaling.ScalePlan.total_steps`.
 """
 
+import inspect
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import numpy as np
 from keras import ops
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
-from kdpkit import _checks, scaling
-from kdpkit._pyplot import pyplot_for, saved
+from kdpkit import scaling
+from kdpkit._internal import checks
+from kdpkit._internal.pyplot import pyplot_for, saved
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Rate: TypeAlias = LearningRateSchedule | float
 
 SHAPES = ("linear", "cosine", "sqrt", "exponential")
 
 
-class _Wrapper(LearningRateSchedule):
-    """A schedule around others, which its config holds in serialised form."""
+class _Schedule(LearningRateSchedule):
+    """A schedule whose config is its constructor's arguments, other schedules among them."""
+
+    def __call__(self, step: Any) -> Any:
+        """Return the rate at `step`, a scalar integer of any kind."""
+        return self._rate_at(_count(step))
+
+    def _rate_at(self, step: Any) -> Any:
+        raise NotImplementedError
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the constructor's arguments, schedules in serialised form."""
+        names = inspect.signature(type(self)).parameters
+        return {name: keras.saving.serialize_keras_object(getattr(self, name)) for name in names}
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> Any:
-        """Make the schedule, and those within, from what `get_config` gave."""
-        inner: dict[str, Any] = {
-            name: keras.saving.deserialize_keras_object(config[name])
-            for name in ("schedule", "schedules")
-            if name in config
-        }
-        return cls(**{**config, **inner})
+    def from_config(cls, config: dict[str, Any]) -> "_Schedule":
+        """Make the schedule from what `get_config` returned."""
+        return cls(**{k: keras.saving.deserialize_keras_object(v) for k, v in config.items()})
 
 
 @keras.saving.register_keras_serializable(package="kdpkit")
-class LinearWarmup(_Wrapper):
+class LinearWarmup(_Schedule):
     """Raises the rate along a line to the start of another schedule, then follows that schedule.
 
     At step `s < warmup_steps` the rate is
@@ -63,37 +77,27 @@ class LinearWarmup(_Wrapper):
 
     def __init__(
         self,
-        schedule: LearningRateSchedule | float,
+        schedule: Rate,
         warmup_steps: int,
         initial_learning_rate: float = 0.0,
     ) -> None:
         super().__init__()
         self.schedule = _schedule("schedule", schedule)
-        self.warmup_steps = _checks.integer("warmup_steps", warmup_steps)
-        self.initial_learning_rate = _checks.number(
+        self.warmup_steps = checks.integer("warmup_steps", warmup_steps)
+        self.initial_learning_rate = checks.number(
             "initial_learning_rate", initial_learning_rate, minimum=0
         )
 
-    def __call__(self, step: Any) -> Any:
-        """Give the rate at `step`, a scalar integer of any kind."""
-        step = _count(step)
+    def _rate_at(self, step: Any) -> Any:
         # Clamped, this is the first rate during warmup and never asks for a negative step.
         rate = _rate(self.schedule, ops.maximum(step - self.warmup_steps, 0))
         done = _float(step) / self.warmup_steps
         warming = self.initial_learning_rate + (rate - self.initial_learning_rate) * done
         return ops.where(step < self.warmup_steps, warming, rate)
 
-    def get_config(self) -> dict[str, Any]:
-        """Give the constructor's arguments, the schedule in serialised form."""
-        return {
-            "schedule": keras.saving.serialize_keras_object(self.schedule),
-            "warmup_steps": self.warmup_steps,
-            "initial_learning_rate": self.initial_learning_rate,
-        }
-
 
 @keras.saving.register_keras_serializable(package="kdpkit")
-class ScaledSchedule(_Wrapper):
+class ScaledSchedule(_Schedule):
     """Multiplies another schedule's rate as a `factor` times larger batch asks for.
 
     >>> decay = keras.optimizers.schedules.PolynomialDecay(1.0, 4, 0.0)
@@ -109,30 +113,19 @@ class ScaledSchedule(_Wrapper):
         ValueError: No schedule, a factor that is not positive, or an unknown rule.
     """
 
-    def __init__(
-        self, schedule: LearningRateSchedule | float, factor: float, rule: str = "linear"
-    ) -> None:
+    def __init__(self, schedule: Rate, factor: float, rule: str = "linear") -> None:
         super().__init__()
         self.schedule = _schedule("schedule", schedule)
-        self.factor = _checks.number("factor", factor, above=0)
-        self.rule = _checks.one_of("rule", rule, scaling.RULES)
+        self.factor = checks.number("factor", factor, above=0)
+        self.rule = checks.one_of("rule", rule, scaling.RULES)
 
-    def __call__(self, step: Any) -> Any:
-        """Give the rate at `step`, a scalar integer of any kind."""
+    def _rate_at(self, step: Any) -> Any:
         scale = scaling.scale_learning_rate(1.0, factor=self.factor, rule=self.rule)
-        return scale * _rate(self.schedule, _count(step))
-
-    def get_config(self) -> dict[str, Any]:
-        """Give the constructor's arguments, the schedule in serialised form."""
-        return {
-            "schedule": keras.saving.serialize_keras_object(self.schedule),
-            "factor": self.factor,
-            "rule": self.rule,
-        }
+        return scale * _rate(self.schedule, step)
 
 
 @keras.saving.register_keras_serializable(package="kdpkit")
-class JoinedSchedule(_Wrapper):
+class JoinedSchedule(_Schedule):
     """Follows several schedules one after the other, each from its own step 0.
 
     The first runs from step 0. Schedule `i` takes over at step `boundaries[i - 1]`, which is its
@@ -151,48 +144,37 @@ class JoinedSchedule(_Wrapper):
             schedule no step.
     """
 
-    def __init__(
-        self, schedules: Sequence[LearningRateSchedule | float], boundaries: Sequence[int]
-    ) -> None:
+    def __init__(self, schedules: Sequence[Rate], boundaries: Sequence[int]) -> None:
         super().__init__()
         self.schedules = [
             _schedule(f"schedules[{index}]", schedule) for index, schedule in enumerate(schedules)
         ]
         self.boundaries = [
-            _checks.integer(f"boundaries[{index}]", boundary)
+            checks.integer(f"boundaries[{index}]", boundary)
             for index, boundary in enumerate(boundaries)
         ]
         if len(self.boundaries) != len(self.schedules) - 1:
-            _checks.refuse(
+            checks.fail(
                 "Joined schedules need one boundary between each and the next.",
                 schedules=len(self.schedules),
                 boundaries=self.boundaries,
             )
         if self.boundaries != sorted(set(self.boundaries)):
-            _checks.refuse(
+            checks.fail(
                 "`boundaries` must increase, or a schedule gets no step.",
                 boundaries=self.boundaries,
             )
 
-    def __call__(self, step: Any) -> Any:
-        """Give the rate at `step`, a scalar integer of any kind."""
-        step = _count(step)
+    def _rate_at(self, step: Any) -> Any:
         rate = _rate(self.schedules[0], step)
         for boundary, schedule in zip(self.boundaries, self.schedules[1:], strict=True):
             later = _rate(schedule, ops.maximum(step - boundary, 0))
             rate = ops.where(step < boundary, rate, later)
         return rate
 
-    def get_config(self) -> dict[str, Any]:
-        """Give the constructor's arguments, the schedules in serialised form."""
-        return {
-            "schedules": keras.saving.serialize_keras_object(self.schedules),
-            "boundaries": list(self.boundaries),
-        }
-
 
 @keras.saving.register_keras_serializable(package="kdpkit")
-class WarmupStableDecay(LearningRateSchedule):
+class WarmupStableDecay(_Schedule):
     """Warms up to a peak, stays there, and decays over the last steps.
 
     The rate is `peak * s / warmup_steps` at step `s < warmup_steps`, then `peak` up to and with
@@ -207,7 +189,7 @@ class WarmupStableDecay(LearningRateSchedule):
 
     Args:
         peak: The highest rate.
-        total_steps: Length of the whole schedule in steps, warmup and decay included.
+        total_steps: Length of the schedule in steps, warmup and decay included.
         warmup_steps: Steps of linear warmup from 0; 0 starts at the peak.
         decay_steps: Steps of the decay.
         end_learning_rate: Rate from step `total_steps` on, at most `peak`.
@@ -230,13 +212,13 @@ class WarmupStableDecay(LearningRateSchedule):
     ) -> None:
         super().__init__()
         self.peak, self.end_learning_rate = _falling_rates(peak, end_learning_rate)
-        self.total_steps = _checks.integer("total_steps", total_steps)
-        self.warmup_steps = _checks.integer("warmup_steps", warmup_steps, minimum=0)
-        self.decay_steps = _checks.integer("decay_steps", decay_steps)
-        self.shape = _checks.one_of("shape", shape, SHAPES)
+        self.total_steps = checks.integer("total_steps", total_steps)
+        self.warmup_steps = checks.integer("warmup_steps", warmup_steps, minimum=0)
+        self.decay_steps = checks.integer("decay_steps", decay_steps)
+        self.shape = checks.one_of("shape", shape, SHAPES)
         if self.warmup_steps + self.decay_steps > self.total_steps:
-            _checks.refuse(
-                "Warmup and decay together are longer than the whole schedule.",
+            checks.fail(
+                "Warmup and decay together are longer than the schedule.",
                 warmup_steps=self.warmup_steps,
                 decay_steps=self.decay_steps,
                 total_steps=self.total_steps,
@@ -244,23 +226,21 @@ class WarmupStableDecay(LearningRateSchedule):
                 " on.",
             )
         if self.shape == "exponential" and self.end_learning_rate == 0:
-            _checks.refuse(
+            checks.fail(
                 "An exponential decay never reaches 0.",
                 end_learning_rate=self.end_learning_rate,
-                remedy=f"Give a small `end_learning_rate` such as {self.peak / 100:g}, or another "
+                remedy=f"Pass a small `end_learning_rate` such as {self.peak / 100:g}, or another "
                 "shape.",
             )
 
-    def __call__(self, step: Any) -> Any:
-        """Give the rate at `step`, a scalar integer of any kind."""
-        step = _count(step)
+    def _rate_at(self, step: Any) -> Any:
         into_decay = ops.maximum(step - (self.total_steps - self.decay_steps), 0)
         rate = self._decayed(ops.minimum(_float(into_decay) / self.decay_steps, 1))
         warming = self.peak * _float(step) / max(self.warmup_steps, 1)
         return ops.where(step < self.warmup_steps, warming, rate)
 
     def _decayed(self, done: Any) -> Any:
-        """Give the rate where the share `done` of the decay, from 0 to 1, lies behind."""
+        """Return the rate after the fraction `done` of the decay, from 0 to 1."""
         if self.shape == "exponential":
             return self.peak * ops.power(self.end_learning_rate / self.peak, done)
         if self.shape == "cosine":
@@ -270,20 +250,9 @@ class WarmupStableDecay(LearningRateSchedule):
         # In this form both ends are exact in float32.
         return left * self.peak + (1 - left) * self.end_learning_rate
 
-    def get_config(self) -> dict[str, Any]:
-        """Give the constructor's arguments."""
-        return {
-            "peak": self.peak,
-            "total_steps": self.total_steps,
-            "warmup_steps": self.warmup_steps,
-            "decay_steps": self.decay_steps,
-            "end_learning_rate": self.end_learning_rate,
-            "shape": self.shape,
-        }
-
 
 @keras.saving.register_keras_serializable(package="kdpkit")
-class NoamDecay(LearningRateSchedule):
+class NoamDecay(_Schedule):
     """Warms up along a line, then decays with the inverse square root of the step.
 
     The rate is `scale * model_dim**-0.5 * min(s**-0.5, s * warmup_steps**-1.5)` with
@@ -304,23 +273,14 @@ class NoamDecay(LearningRateSchedule):
 
     def __init__(self, model_dim: int, warmup_steps: int, scale: float = 1.0) -> None:
         super().__init__()
-        self.model_dim = _checks.integer("model_dim", model_dim)
-        self.warmup_steps = _checks.integer("warmup_steps", warmup_steps)
-        self.scale = _checks.number("scale", scale, above=0)
+        self.model_dim = checks.integer("model_dim", model_dim)
+        self.warmup_steps = checks.integer("warmup_steps", warmup_steps)
+        self.scale = checks.number("scale", scale, above=0)
 
-    def __call__(self, step: Any) -> Any:
-        """Give the rate at `step`, a scalar integer of any kind."""
-        step = _float(ops.maximum(_count(step), 1))
+    def _rate_at(self, step: Any) -> Any:
+        step = _float(ops.maximum(step, 1))
         shape = ops.minimum(1 / ops.sqrt(step), step * self.warmup_steps**-1.5)
         return self.scale * self.model_dim**-0.5 * shape
-
-    def get_config(self) -> dict[str, Any]:
-        """Give the constructor's arguments."""
-        return {
-            "model_dim": self.model_dim,
-            "warmup_steps": self.warmup_steps,
-            "scale": self.scale,
-        }
 
 
 def warmup_polynomial(
@@ -342,7 +302,7 @@ def warmup_polynomial(
 
     Args:
         peak: The highest rate.
-        total_steps: Length of the whole schedule in steps, warmup included.
+        total_steps: Length of the schedule in steps, warmup included.
         warmup_steps: Steps of linear warmup; 0 starts at the peak.
         end_learning_rate: Rate from step `total_steps` on, at most `peak`.
         power: Exponent of the decay; 1 is a line.
@@ -354,7 +314,7 @@ def warmup_polynomial(
         ValueError: A warmup that leaves the decay no step, or a rate or power out of range.
     """
     peak, end_learning_rate = _falling_rates(peak, end_learning_rate)
-    power = _checks.number("power", power, above=0)
+    power = checks.number("power", power, above=0)
     decay_steps = _steps_after_warmup(total_steps, warmup_steps)
     decay = PolynomialDecay(peak, decay_steps, end_learning_rate, power=power)
     return LinearWarmup(decay, warmup_steps) if warmup_steps else decay
@@ -374,7 +334,7 @@ def warmup_cosine(
 
     Args:
         peak: The highest rate.
-        total_steps: Length of the whole schedule in steps, warmup included.
+        total_steps: Length of the schedule in steps, warmup included.
         warmup_steps: Steps of linear warmup; 0 starts at the peak.
         end_learning_rate: Rate from step `total_steps` on, at most `peak`.
 
@@ -390,7 +350,7 @@ def warmup_cosine(
     return LinearWarmup(decay, warmup_steps) if warmup_steps else decay
 
 
-def preview(schedule: LearningRateSchedule | float, steps: int | Sequence[int]) -> np.ndarray:
+def preview(schedule: Rate, steps: int | Sequence[int]) -> np.ndarray:
     """Compute the rates that a schedule will give, without training.
 
     All steps are computed together: a hundred thousand take milliseconds.
@@ -413,18 +373,18 @@ def preview(schedule: LearningRateSchedule | float, steps: int | Sequence[int]) 
 
 
 def plot(
-    schedule: LearningRateSchedule | float,
+    schedule: Rate,
     steps: int | Sequence[int],
     path: str | os.PathLike[str] | None = None,
     *,
-    axes: Any = None,
-) -> Any:
+    axes: "Axes | None" = None,
+) -> "Axes":
     """Draw a schedule's rate over the steps.
 
     Args:
         schedule: A schedule, or a number for a constant rate.
         steps: Number of steps, from step 0; or the steps to draw.
-        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf), also in
+        path: Image file to write, of a kind that its suffix names (.png, .svg, .pdf), also in
             object storage, as `gs://bucket/rate.png`. None leaves the figure open in pyplot, as
             notebooks show it.
         axes: matplotlib `Axes` to draw into, to compare several schedules; None makes a figure.
@@ -433,7 +393,7 @@ def plot(
         The matplotlib `Axes`, for titles and limits.
 
     Raises:
-        ValueError: As `preview`; or the picture cannot be written to `path`.
+        ValueError: As `preview`; or the image cannot be written to `path`.
         ImportError: matplotlib is not installed.
     """
     rates = preview(schedule, steps)
@@ -443,34 +403,35 @@ def plot(
     axes.plot(_step_numbers(steps), rates)
     axes.set(xlabel="step", ylabel="learning rate")
     if path is not None:
-        saved(axes.figure, path)
+        figure: Any = axes.figure
+        saved(figure, path)
     return axes
 
 
-def _schedule(name: str, value: Any) -> Any:
+def _schedule(name: str, value: Rate) -> Rate:
     """Accept a schedule, or a number for a constant rate."""
     if isinstance(value, LearningRateSchedule):
         return value
     if not isinstance(value, (int, float, np.number)):
-        _checks.refuse(
+        checks.fail(
             f"`{name}` must be a keras.optimizers.schedules.LearningRateSchedule, or a number for "
             "a constant rate.",
             **{name: value},
         )
-    return _checks.number(name, value, minimum=0)
+    return checks.number(name, value, minimum=0)
 
 
-def _falling_rates(peak: Any, end_learning_rate: Any) -> tuple[float, float]:
-    peak = _checks.number("peak", peak, above=0)
-    return peak, _checks.number("end_learning_rate", end_learning_rate, minimum=0, maximum=peak)
+def _falling_rates(peak: float, end_learning_rate: float) -> tuple[float, float]:
+    peak = checks.number("peak", peak, above=0)
+    return peak, checks.number("end_learning_rate", end_learning_rate, minimum=0, maximum=peak)
 
 
-def _steps_after_warmup(total_steps: Any, warmup_steps: Any) -> int:
-    total = _checks.integer("total_steps", total_steps)
-    warmup = _checks.integer("warmup_steps", warmup_steps, minimum=0)
+def _steps_after_warmup(total_steps: int, warmup_steps: int) -> int:
+    total = checks.integer("total_steps", total_steps)
+    warmup = checks.integer("warmup_steps", warmup_steps, minimum=0)
     if warmup >= total:
-        _checks.refuse(
-            "The warmup leaves the decay no step.",
+        checks.fail(
+            "The warmup leaves no step for the decay.",
             total_steps=total,
             warmup_steps=warmup,
             remedy="`total_steps` includes the warmup; use a shorter warmup.",
@@ -478,21 +439,21 @@ def _steps_after_warmup(total_steps: Any, warmup_steps: Any) -> int:
     return total - warmup
 
 
-def _step_numbers(steps: Any) -> np.ndarray:
-    if np.ndim(steps) == 0:
-        return np.arange(_checks.integer("steps", steps))
+def _step_numbers(steps: int | Sequence[int]) -> np.ndarray:
+    if not isinstance(steps, Sequence | np.ndarray):
+        return np.arange(checks.integer("steps", steps))
     numbers = [
-        _checks.integer(f"steps[{index}]", step, minimum=0) for index, step in enumerate(steps)
+        checks.integer(f"steps[{index}]", step, minimum=0) for index, step in enumerate(steps)
     ]
     if not numbers:
-        _checks.refuse("`steps` holds no step.", steps=numbers)
+        checks.fail("`steps` holds no step.", steps=numbers)
     return np.asarray(numbers)
 
 
 def _count(step: Any) -> Any:
-    """Give a step as the backend's widest integer (a fractional step stays a float).
+    """Return a step as the backend's widest integer (a fractional step stays a float).
 
-    Boundaries are subtracted from integers: float32 cannot tell steps beyond 2**24 apart.
+    Boundaries are subtracted from integers: float32 cannot represent every step beyond 2**24.
     """
     step = ops.convert_to_tensor(step)
     fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
@@ -503,7 +464,7 @@ def _float(step: Any) -> Any:
     return ops.cast(step, keras.config.floatx())
 
 
-def _rates(schedule: Any, steps: Any) -> Any:
+def _rates(schedule: Rate, steps: Any) -> Any:
     """Compute the rates at a vector of steps.
 
     Nearly every schedule takes the vector as it takes a scalar. One with a condition in it, such
@@ -519,6 +480,6 @@ def _rates(schedule: Any, steps: Any) -> Any:
     return rates
 
 
-def _rate(schedule: Any, step: Any) -> Any:
+def _rate(schedule: Rate, step: Any) -> Any:
     rate = schedule(step) if isinstance(schedule, LearningRateSchedule) else schedule
     return ops.convert_to_tensor(rate, dtype=keras.config.floatx())

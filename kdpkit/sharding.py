@@ -1,36 +1,30 @@
-"""Data-parallel training on JAX with `jax.sharding`: meshes, sharded batches, training state.
+"""Data-parallel training on JAX with `jax.sharding`: meshes, and batches on their devices.
 
-A program under `jax.jit` sees the whole batch, and XLA cuts the work: so a mean, a batch statistic
-or a dropout mask is that of one device, on any number of devices. What is left to do is to place
-the arrays: variables on every device, batches cut along their rows.
-
-    mesh = sharding.data_mesh()
-    state = sharding.TrainState.replicated(model, optimizer, mesh)
-    step = sharding.make_train_step(model, optimizer, loss)
-    for batch in batches:
-        state, logs = step(state, sharding.shard_batch(batch, mesh))
-    state.write_back(model, optimizer)
-
-`kdpkit.training.TrainingLoop` does this and the rest: epochs, callbacks, evaluation.
+A program under `jax.jit` sees the global batch, and XLA splits the work: so a mean, a batch
+statistic or a dropout mask is that of one device, on any number of devices. What is left to do is
+to put the arrays there: variables on every device, batches cut along their examples.
+`DataParallel` does so under Keras' `fit`, `kdpkit.training.TrainingLoop` with a step of its own,
+and `replicated` and `shard_batch` in a loop of yours.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import keras
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from kdpkit import _checks, _tpu
-from kdpkit._processes import ProcessLostError, join_processes
+from kdpkit import errors
+from kdpkit._internal import checks, tpu_host
+from kdpkit._internal.processes import join_processes
 from kdpkit.batches import pad_batch, rows_of
+from kdpkit.errors import ProcessLostError
 
 __all__ = [
     "BATCH_AXIS",
     "DataParallel",
     "ProcessLostError",
-    "TrainState",
     "as_mesh",
     "by_rows",
     "data_mesh",
@@ -38,7 +32,6 @@ __all__ = [
     "describe_choice",
     "describe_placement",
     "join_processes",
-    "make_train_step",
     "place_batch",
     "place_batches",
     "replicated",
@@ -50,15 +43,15 @@ __all__ = [
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
 
 
-def data_mesh(devices: Any = None) -> Mesh:
-    """Give a mesh of one axis, `"batch"`, over which batches are cut.
+def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh of one axis, `"batch"`, over which batches are cut.
 
     Its axis is of the type `Auto`, so that XLA decides how to cut what is computed from a batch.
     `jax.make_mesh` has `Explicit` axes by default, under which Keras' Dropout raises.
 
-    Logical CPU devices need two threads each: with fewer, and steps that Python runs ahead of,
-    XLA can wait for ever in an all-reduce. `kdpkit.testing.use_logical_cpus` sees to that, as the
-    recipes' `--replicas` does; with XLA_FLAGS set by hand, set the environment variable PJRT_NPROC.
+    Logical CPU devices need two threads each: with fewer, and steps that Python runs ahead of, XLA
+    can hang in an all-reduce. `kdpkit.testing.use_logical_cpus` sees to that, as the recipes'
+    `--replicas` does; with XLA_FLAGS set by hand, set the environment variable PJRT_NPROC.
 
     Args:
         devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
@@ -78,17 +71,17 @@ def data_mesh(devices: Any = None) -> Mesh:
     elif isinstance(devices, list | tuple | np.ndarray):
         chosen = [*np.ravel(np.array(devices, object))]
     else:
-        count = _checks.integer("devices", devices)
+        count = checks.integer("devices", devices)
         if count > len(present):
-            _checks.refuse(
+            checks.fail(
                 f"JAX has {len(present)} {present[0].platform} device(s).",
                 devices=count,
                 remedy=_way_to_more(present[0].platform, count),
             )
         chosen = present[:count]
     if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):
-        _checks.refuse(
-            "A mesh needs devices of `jax.devices()`, at least one and none twice.", devices=devices
+        checks.fail(
+            "A mesh needs devices of `jax.devices()`, at least one, each once.", devices=devices
         )
     return Mesh(np.array(chosen), (BATCH_AXIS,), axis_types=(AxisType.Auto,))
 
@@ -103,30 +96,30 @@ def _way_to_more(platform: str, count: int) -> str:
 
 
 def tpu_devices() -> list[jax.Device]:
-    """Give the TPU cores that JAX trains on, of all processes, for `data_mesh` and `DataParallel`.
+    """Return the TPU cores that JAX trains on, of all processes, for `data_mesh`.
 
-    JAX goes on with the CPU where it cannot have the TPU, and says so in its log alone; this
-    tells why instead.
+    Where JAX cannot have the TPU it continues on the CPU with no more than a line in its log; this
+    raises with the reason instead.
 
     Raises:
-        ValueError: There is no TPU, another process has it, or what drives it is not installed;
-            the sentence says which, and the way out.
+        ValueError: There is no TPU, another process has it, or what drives it is not installed; the
+            message names the reason and the fix.
 
     >>> tpu_devices()
     Traceback (most recent call last):
     ...
-    kdpkit._checks.InputError: There is no TPU: this machine has no TPU chip, ...
+    kdpkit.errors.InputError: There is no TPU: this machine has no TPU chip, ...
     """
     if _platform() != "tpu":
-        raise _checks.InputError(_why_no_tpu())
+        raise errors.InputError(_why_no_tpu())
     return jax.devices()
 
 
 def describe_choice() -> str:
-    """Say in one line what JAX trains on here, and, where that is the CPU, why.
+    """Describe in one line what JAX trains on here, and, where that is the CPU, why.
 
     Raises:
-        ValueError: JAX cannot start what it was told to use.
+        ValueError: JAX cannot start the platform that it was asked for.
 
     >>> describe_choice()
     'the CPU, as 8 devices. There is no GPU and no TPU.'
@@ -134,38 +127,38 @@ def describe_choice() -> str:
     platform = _platform()
     count = jax.device_count()
     if platform == "cpu":
-        why = _why_no_tpu() if _tpu.chips() else "There is no GPU and no TPU."
+        why = _why_no_tpu() if tpu_host.chips() else "There is no GPU and no TPU."
         return f"the CPU, as {count} device{'s' if count > 1 else ''}. {why}"
     kind = "TPU core" if platform == "tpu" else platform.upper()
     return f"{count} {kind}{'s' if count > 1 else ''}."
 
 
 def _platform() -> str:
-    """Start JAX, and give the kind of device that it trains on."""
+    """Start JAX, and return the kind of device that it trains on."""
     try:
         return str(jax.default_backend())
-    except (RuntimeError, AssertionError) as error:  # the second where it was told of one unknown
-        raise _checks.InputError(_why_not_started(error)) from error
+    except (RuntimeError, AssertionError) as error:  # the second for an unknown platform
+        raise errors.InputError(_why_not_started(error)) from error
 
 
 def _why_not_started(error: Exception) -> str:
-    """Say why JAX found nothing; where libtpu finds chips, JAX wants these and nothing else."""
+    """Return why JAX found nothing; where libtpu finds chips, JAX wants these and nothing else."""
     if "tpu" in str(jax.config.jax_platforms).split(","):
         return _why_no_tpu(error)
     return (
-        f"JAX cannot start what it was told to use ({_tpu.first_line(error) or 'unknown'}). "
+        f"JAX cannot start its platform ({tpu_host.first_line(error) or 'unknown'}). "
         f"Received: JAX_PLATFORMS={jax.config.jax_platforms}. Leave the environment variable out, "
         "or install the JAX for it."
     )
 
 
 def _why_no_tpu(error: Exception | None = None) -> str:
-    """Say why there is no TPU, or from the error that JAX gave why it could not be had."""
-    if not _tpu.chips():
-        return _tpu.nowhere()
-    told = jax.config.jax_platforms
-    if told and "tpu" not in told.split(","):
-        return f"JAX was told to use other devices (JAX_PLATFORMS={told}). Leave that out."
+    """Return why there is no TPU, or from the error that JAX raised why it could not be had."""
+    if not tpu_host.chips():
+        return tpu_host.nowhere()
+    platforms = jax.config.jax_platforms
+    if platforms and "tpu" not in platforms.split(","):
+        return f"JAX was asked for other devices (JAX_PLATFORMS={platforms}). Leave that out."
     try:
         if error is None:
             jax.devices("tpu")
@@ -173,16 +166,16 @@ def _why_no_tpu(error: Exception | None = None) -> str:
         error = raised
     assert error is not None, "with a TPU that starts, JAX trains on it"
     return (
-        _tpu.in_use(error)
-        or _tpu.without_libtpu()
-        or f"JAX could not start this machine's {_tpu.counted(_tpu.chips())} "
-        f"({_tpu.first_line(error)}). Restart Python, in a notebook the runtime; if that does "
+        tpu_host.in_use(error)
+        or tpu_host.without_libtpu()
+        or f"JAX could not start this machine's {tpu_host.counted(tpu_host.chips())} "
+        f"({tpu_host.first_line(error)}). Restart Python, in a notebook the runtime; if that does "
         'not help, `pip install --upgrade "jax[tpu]"`.'
     )
 
 
-def as_mesh(where: Any) -> Mesh:
-    """Give the mesh of a `Mesh` or of a `keras.distribution.DataParallel`; of one device for None.
+def as_mesh(where: Mesh | keras.distribution.DataParallel | None) -> Mesh:
+    """Return the mesh of a `Mesh` or a `keras.distribution.DataParallel`; of one device for None.
 
     None takes the distribution that is set in Keras, if one is.
 
@@ -198,7 +191,7 @@ def as_mesh(where: Any) -> Mesh:
     if isinstance(where, keras.distribution.DataParallel):
         where = where.device_mesh.backend_mesh
     if not isinstance(where, Mesh) or len(where.axis_names) != 1:
-        _checks.refuse(
+        checks.fail(
             "On JAX a strategy is a `jax.sharding.Mesh` of one axis, such as "
             "`kdpkit.sharding.data_mesh()` gives, or a `keras.distribution.DataParallel`.",
             strategy=where,
@@ -220,7 +213,7 @@ class DataParallel(keras.distribution.DataParallel):
     2
     """
 
-    def __init__(self, devices: Any = None) -> None:
+    def __init__(self, devices: int | Sequence[jax.Device] | None = None) -> None:
         names = [f"{d.platform}:{d.id}" for d in data_mesh(devices).devices.flat]
         super().__init__(
             device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
@@ -234,7 +227,7 @@ class DataParallel(keras.distribution.DataParallel):
 
 
 def describe(distribution: keras.distribution.DataParallel) -> str:
-    """Say in one line over which devices a distribution cuts its batches.
+    """Describe in one line over which devices a distribution cuts its batches.
 
     >>> describe(DataParallel(2))
     'DataParallel: 2 replicas on cpu:0, cpu:1'
@@ -245,85 +238,78 @@ def describe(distribution: keras.distribution.DataParallel) -> str:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Give the sharding that puts a whole array on every device."""
+    """Return the sharding that puts a copy of an array on every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def by_rows(mesh: Mesh) -> NamedSharding:
-    """Give the sharding that cuts an array along its first axis."""
+    """Return the sharding that splits an array along its first axis, that of the examples."""
     return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
 
 def shard_batch(
     batch: Any, mesh: Mesh, *, pad: str | None = None, global_batch_size: int | None = None
 ) -> Any:
-    """Put a batch on the devices of a mesh, cut along its rows.
+    """Put a batch on the devices of a mesh, cut along its examples.
 
     Args:
-        batch: A nest of arrays of equally many rows: inputs `x`, `(x, y)`, or
+        batch: A nest of arrays of equally many examples: inputs `x`, `(x, y)`, or
             `(x, y, sample_weight)`.
-        mesh: As `data_mesh` gives.
-        pad: None refuses rows that the devices do not divide. `"train"` and `"eval"` repeat the
-            last row until they do, and weight the filling 0, by the rule of
-            `kdpkit.scaling.padded_rows`; then `(x, y, sample_weight)` comes back. Filling is not
-            exact where rows of a batch interact, as in training with BatchNormalization.
-        global_batch_size: The rows to fill up to, so that every batch has the same shape; None
-            fills up to the next multiple of the devices.
+        mesh: From `data_mesh`.
+        pad: None raises where the devices do not divide the examples. `"train"` and `"eval"` repeat
+            the last example until they do, and weight the padding 0, by the rule of
+            `kdpkit.scaling.padded_rows`; then `(x, y, sample_weight)` comes back. Padding is not
+            exact where examples interact, as in training with BatchNormalization.
+        global_batch_size: The examples to pad to, so that every batch has the same shape; None pads
+            to the next multiple of the devices.
 
     Returns:
         The same nest, of `jax.Array`.
 
     Raises:
-        ValueError: The devices do not divide the rows (or `global_batch_size`), parts of the batch
-            differ in rows, or one has none.
+        ValueError: The devices do not divide the examples (or `global_batch_size`), parts of the
+            batch differ in their number, or one has none.
 
     >>> import numpy as np
     >>> x, y, weight = shard_batch((np.arange(3.0), np.arange(3)), data_mesh(2), pad="eval")
     >>> x.shape, [shard.data.shape for shard in x.addressable_shards], weight.tolist()
     ((4,), [(2,), (2,)], [1.0, 1.0, 1.0, 0.0])
     """
-    rows = rows_of(batch)
+    examples = rows_of(batch)
     if pad is not None:
         size = global_batch_size
         if size is None:
-            size = -(-rows // mesh.size) * mesh.size
+            size = -(-examples // mesh.size) * mesh.size
         batch = pad_batch(batch, size, mode=pad)
-        rows = size
-    _checks.global_batch(rows, mesh.size)
+        examples = size
+    checks.global_batch(examples, mesh.size)
     return jax.device_put(batch, by_rows(mesh))
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """Put a batch of any number of rows on the devices, for a program that calls `split_rows`.
+    """Put a batch of any size on the devices, for a program that calls `split_rows`.
 
-    Rows that the devices divide are cut; others go to every device whole.
+    A batch that the devices divide is cut; any other goes to every device complete.
     """
-    even = rows_of(batch) % mesh.size == 0
-    if jax.process_count() == 1:
-        return jax.device_put(batch, by_rows(mesh) if even else replicated(mesh))
-    return _place_own_rows(batch, mesh, by_rows(mesh))
+    return _placed(batch, mesh, examples=rows_of(batch), cut=by_rows(mesh))
 
 
 def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
-    """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
-    even = rows_of(batches[0]) % mesh.size == 0
-    cut = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
+    """Stack batches of equal shapes along a new first axis, and distribute as `place_batch`."""
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-    if jax.process_count() > 1:
-        return _place_own_rows(stacked, mesh, cut)
-    return jax.device_put(stacked, cut if even else replicated(mesh))
+    cut = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
+    return _placed(stacked, mesh, examples=rows_of(batches[0]), cut=cut)
 
 
-def _place_own_rows(batch: Any, mesh: Mesh, cut: NamedSharding) -> Any:
-    """Put this process's rows on its devices, as its part of a batch that spans all processes."""
-    own = mesh.size // jax.process_count()
-    axis = cut.spec.index(mesh.axis_names[0])
-    rows = np.shape(jax.tree.leaves(batch)[0])[axis]
-    if rows % own:
-        _checks.refuse(
-            "With several processes each must give rows that its devices divide.",
-            rows=rows,
-            devices_of_this_process=own,
+def _placed(batch: Any, mesh: Mesh, *, examples: int, cut: NamedSharding) -> Any:
+    if jax.process_count() == 1:
+        return jax.device_put(batch, replicated(mesh) if examples % mesh.size else cut)
+    own_devices = mesh.size // jax.process_count()
+    if examples % own_devices:
+        checks.fail(
+            "With several processes each must pass a number of examples that its devices divide.",
+            examples=examples,
+            devices_of_this_process=own_devices,
             remedy='Drop or pad the last batch: `ArrayBatches(remainder="pad")`.',
         )
     return jax.tree.map(
@@ -332,179 +318,39 @@ def _place_own_rows(batch: Any, mesh: Mesh, cut: NamedSharding) -> Any:
 
 
 def split_rows(batch: Any, mesh: Mesh) -> Any:
-    """Inside `jax.jit`: cut the work on a batch along its rows, however many they are.
+    """Inside `jax.jit`: cut the work on a batch along its examples, however many they are.
 
-    JAX refuses an uneven array at the border of a program. Within it XLA cuts into pieces of
-    ceil(rows / devices), the last ones shorter or empty, and computes what one device would, batch
-    statistics included. Outside of `jax.jit` an uneven batch stays as `place_batch` has put it:
-    every device computes with the whole.
+    JAX does not accept an uneven array at the border of a program. Within it XLA cuts into shards
+    of ceil(examples / devices), the last ones smaller or empty, and computes what one device would,
+    batch statistics included. Outside of `jax.jit` an uneven batch stays as `place_batch` has put
+    it: every device computes with all of it.
     """
     is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
     return jax.lax.with_sharding_constraint(batch, by_rows(mesh)) if is_traced else batch
 
 
 def describe_placement(batch: Any) -> str:
-    """Say how a batch lies on the devices: a line for each array, with the rows of each device.
+    """Describe how a batch lies on the devices: a line for each array, with each device's examples.
 
     Args:
-        batch: A nest of `jax.Array`, such as `shard_batch` gives.
+        batch: A nest of `jax.Array`, as from `shard_batch`.
 
     >>> import numpy as np
     >>> print(describe_placement({"image": shard_batch(np.zeros((4, 8, 8)), data_mesh(2))}))
-    ['image'] float32 (4, 8, 8): cpu:0 rows 0-1, cpu:1 rows 2-3
+    ['image'] float32 (4, 8, 8): cpu:0 examples 0-1, cpu:1 examples 2-3
     """
     leaves, _ = jax.tree.flatten_with_path(batch)
     return "\n".join(_placement(jax.tree_util.keystr(path), array) for path, array in leaves)
 
 
-def _placement(name: str, array: Any) -> str:
+def _placement(name: str, array: jax.Array) -> str:
     if not isinstance(array, jax.Array):
-        _checks.refuse("An array that is on no device has no placement.", array=type(array))
-    shards = sorted(array.addressable_shards, key=lambda shard: shard.device.id)
-    rows = [(shard.device, shard.index[0] if shard.index else slice(None)) for shard in shards]
-    places = ", ".join(
-        f"{device.platform}:{device.id} rows {part.start or 0}-{(part.stop or len(array)) - 1}"
-        if array.ndim
-        else f"{device.platform}:{device.id}"
-        for device, part in rows
-    )
-    return f"{name} {array.dtype} {array.shape}: {places}".lstrip()
-
-
-class TrainState(NamedTuple):
-    """All that a step of training reads and changes, as arrays: a pytree.
-
-    Attributes:
-        trainable_variables: Of the model; so with the next.
-        non_trainable_variables: Batch statistics and the states of random generators, too.
-        optimizer_variables: The count of steps among them.
-        metrics_variables: Of the metrics.
-    """
-
-    trainable_variables: list[Any]
-    non_trainable_variables: list[Any]
-    optimizer_variables: list[Any]
-    metrics_variables: list[Any]
-
-    @classmethod
-    def replicated(
-        cls, model: Any, optimizer: Any, mesh: Mesh, *, metrics: Iterable[Any] = ()
-    ) -> "TrainState":
-        """Copy the variables to every device of a mesh.
-
-        Args:
-            model: A Keras model that is built.
-            optimizer: A Keras optimizer; it is built for the model if it is not yet.
-            mesh: As `data_mesh` gives.
-            metrics: Keras metrics.
-
-        Raises:
-            ValueError: The model is not built.
-        """
-        if not model.built:
-            _checks.refuse(
-                "The model has no variables yet; build it, or call it on a batch.", model=model.name
-            )
-        if not optimizer.built:
-            optimizer.build(model.trainable_variables)
-        values = [[v.value for v in part] for part in _variables(model, optimizer, metrics)]
-        # A copy: a step gives the buffers of its state away, and the model's would be gone.
-        copies = jax.tree.map(lambda value: np.array(value), values)
-        return cls(*jax.device_put(copies, replicated(mesh)))
-
-    def write_back(self, model: Any, optimizer: Any, *, metrics: Iterable[Any] = ()) -> None:
-        """Assign the values to the variables of the model, the optimizer and the metrics."""
-        for variables, values in zip(_variables(model, optimizer, metrics), self, strict=True):
-            for variable, value in zip(variables, values, strict=True):
-                variable.assign(value)
-
-
-def _variables(model: Any, optimizer: Any, metrics: Iterable[Any]) -> list[list[Any]]:
-    return [
-        model.trainable_variables,
-        model.non_trainable_variables,
-        optimizer.variables,
-        [variable for metric in metrics for variable in metric.variables],
-    ]
-
-
-def make_train_step(
-    model: Any, optimizer: Any, loss: Any, *, metrics: Iterable[Any] = ()
-) -> Callable[[TrainState, Any], tuple[TrainState, dict[str, Any]]]:
-    """Compile a training step over the devices on which state and batch lie.
-
-    What the model adds to the loss (regularizers, `add_loss`) counts, and the loss is scaled as the
-    optimizer asks.
-
-    Args:
-        model: A built Keras model.
-        optimizer: A Keras optimizer, built for it.
-        loss: A Keras loss, its name, or a function of labels and predictions.
-        metrics: Keras metrics, the same as the state's.
-
-    Returns:
-        A function of a `TrainState` and a batch `(x, y)` or `(x, y, sample_weight)` that gives the
-        next state, and the loss of the batch and the metrics so far, by name. It uses the buffers
-        of the state that it got: go on with the new one alone.
-
-    >>> import keras
-    >>> from kdpkit import testing
-    >>> model, optimizer = testing.tiny_classifier(), keras.optimizers.Adam()
-    >>> loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    >>> mesh = data_mesh(2)
-    >>> state = TrainState.replicated(model, optimizer, mesh)
-    >>> step = make_train_step(model, optimizer, loss)
-    >>> state, logs = step(state, shard_batch(testing.toy_classification(8), mesh))
-    >>> state.write_back(model, optimizer)
-    >>> int(optimizer.iterations.value), [*logs]
-    (1, ['loss'])
-    """
-    metrics = [*metrics]
-    loss_of = _as_loss(loss)
-
-    def compute_loss(trainable: Any, state: TrainState, batch: Any) -> Any:
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        predictions, non_trainable, added = model.stateless_call(
-            trainable, state.non_trainable_variables, x, training=True, return_losses=True
-        )
-        value = sum(added, loss_of(y, predictions, sample_weight))
-        mapping = [*zip(optimizer.variables, state.optimizer_variables, strict=True)]
-        with keras.StatelessScope(state_mapping=mapping):
-            scaled = optimizer.scale_loss(value)
-        return scaled, (value, predictions, non_trainable)
-
-    def train_step(state: TrainState, batch: Any) -> tuple[TrainState, dict[str, Any]]:
-        (_, (value, predictions, non_trainable)), gradients = jax.value_and_grad(
-            compute_loss, has_aux=True
-        )(state.trainable_variables, state, batch)
-        trainable, of_optimizer = optimizer.stateless_apply(
-            state.optimizer_variables, gradients, state.trainable_variables
-        )
-        _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        of_metrics, logs = _updated(metrics, state.metrics_variables, y, predictions, sample_weight)
-        return TrainState(trainable, non_trainable, of_optimizer, of_metrics), {
-            "loss": value,
-            **logs,
-        }
-
-    return jax.jit(train_step, donate_argnums=0)
-
-
-def _as_loss(loss: Any) -> Any:
-    loss = keras.losses.get(loss)
-    if isinstance(loss, keras.losses.Loss):
-        return loss
-    wrapped: Any = keras.losses.Loss()
-    wrapped.call = loss
-    return wrapped
-
-
-def _updated(metrics: list[Any], values: list[Any], *arguments: Any) -> tuple[list[Any], dict]:
-    """Update metrics from their variables' values; give the new values, and the results."""
-    values, updated, logs = [*values], [], {}
-    for metric in metrics:
-        own = [values.pop(0) for _ in metric.variables]
-        own = metric.stateless_update_state(own, *arguments)
-        logs[metric.name] = metric.stateless_result(own)
-        updated += own
-    return updated, logs
+        checks.fail("An array that is on no device has no placement.", array=type(array))
+    shown = []
+    for shard in sorted(array.addressable_shards, key=lambda shard: shard.device.id):
+        examples = ""
+        if array.ndim:
+            part = shard.index[0]
+            examples = f" examples {part.start or 0}-{(part.stop or len(array)) - 1}"
+        shown.append(f"{shard.device.platform}:{shard.device.id}{examples}")
+    return f"{name} {array.dtype} {array.shape}: {', '.join(shown)}".lstrip()

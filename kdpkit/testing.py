@@ -6,12 +6,11 @@ gradients are summed, breaks on them too.
 
 import os
 from collections.abc import Callable
-from typing import Any
 
 import keras
 import numpy as np
 
-from kdpkit import _cpu_threads
+from kdpkit._internal import cpu_threads
 
 
 def use_logical_cpus(count: int = 8) -> None:
@@ -23,7 +22,7 @@ def use_logical_cpus(count: int = 8) -> None:
     if keras.backend.backend() == "jax":
         flag = f"--xla_force_host_platform_device_count={count}"
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-        _cpu_threads.reserve(count)
+        cpu_threads.reserve(count)
         return
     from kdpkit.strategies import split_device
 
@@ -57,11 +56,11 @@ def tiny_classifier(*, features: int = 4, classes: int = 3, seed: int = 0) -> ke
     )
 
 
-def assert_parity(build: Callable[[], Any], data: Any, *, replicas: int) -> None:
+def assert_parity(build: Callable[[], keras.Model], data: object, *, replicas: int) -> None:
     """Fail a test unless R replicas train what one device trains.
 
     Args:
-        build: Gives a new, compiled model; see `kdpkit.training.check_parity`.
+        build: Returns a new, compiled model; see `kdpkit.training.check_parity`.
         data: A dataset of global batches, or one batch as a tuple of arrays.
         replicas: Number of replicas, each on a device of its own.
 

@@ -2,19 +2,15 @@
 
     python recipes/bert_mlm.py --strategy mirrored --replicas 2
 
-It is the workload of the Keras guide to data-parallel training with KerasHub, in which the decay
-of the learning rate reaches the optimizer, masks are drawn afresh each epoch, validation is not
+It is the workload of the Keras guide to data-parallel training with KerasHub, in which the decay of
+the learning rate reaches the optimizer, masks are drawn again each epoch, validation is not
 shuffled, every batch is one that the replicas divide, and no token of a long line is thrown away.
-It is also several times as fast for each real token: training rows are full, the loss looks at the
-masked places alone and never holds all their logits, and XLA compiles the step where it helps.
-`--data` takes "builtin" (the English documentation that Python carries), a directory with the
-WikiText files, or a text file. With KERAS_BACKEND=jax it trains on JAX, where dropout too is that
-of one device. recipes/README.md has measured results.
+It is also several times as fast for each real token: training sequences are full, the loss looks at
+the masked positions alone and never holds all their logits, and XLA compiles the step where it
+helps. `--data` takes "builtin" (the English documentation that Python carries), a directory with
+the WikiText files, or a text file. With KERAS_BACKEND=jax it trains on JAX, where dropout too is
+that of one device. recipes/README.md has measured results.
 """
-
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from kdpkit import experiment
 
@@ -37,24 +33,12 @@ def parse(argv):
         base_learning_rate=1e-4,
         smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8, "jit": "off"},
     )
-    add = parser.add_argument
+    add, positive = parser.add_argument, experiment.positive_integer
     add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset directory")
-    add("--vocabulary", metavar="FILE", help="WordPiece pieces, one a line (default: learned)")
-    add(
-        "--vocabulary-size",
-        type=experiment.positive_integer,
-        default=8000,
-        help="of a learned one (default: 8000)",
-    )
-    add(
-        "--sequence-length",
-        type=experiment.positive_integer,
-        default=128,
-        help="tokens in a row (default: 128)",
-    )
-    add(
-        "--warmup-steps", type=experiment.count, default=0, help="steps of rising rate (default: 0)"
-    )
+    add("--vocabulary", metavar="FILE", help="WordPiece tokens, one a line (default: learned)")
+    add("--vocabulary-size", type=positive, default=8000, help="of a learned one (default: 8000)")
+    add("--sequence-length", type=positive, default=128, help="in tokens (default: 128)")
+    add("--warmup-steps", type=experiment.count, default=0, help="of rising rate (default: 0)")
     add(
         "--jit",
         choices=JIT,
@@ -70,9 +54,9 @@ def parse(argv):
     )
     add(
         "--steps-per-loop",
-        type=experiment.positive_integer,
+        type=positive,
         default=1,
-        help="steps in a compiled call; 16, say, where a step takes milliseconds (default: 1)",
+        help="steps in a compiled call; such as 16 where a step takes milliseconds (default: 1)",
     )
     return parser.parse_args(argv)
 
@@ -86,17 +70,17 @@ def load_tokenizer(args, splits):
     else:
         vocabulary = experiment.prepared(
             "Vocabulary",
-            lambda: {"pieces": pipelines.learn_vocabulary(splits.train, args.vocabulary_size)},
+            lambda: {"tokens": pipelines.learn_vocabulary(splits.train, args.vocabulary_size)},
             key=(splits.train, args.vocabulary_size, keras_hub.__version__),
             cache_dir=args.cache_dir,
-        )["pieces"]
+        )["tokens"]
     return keras_hub.models.BertTokenizer(vocabulary, lowercase=True)
 
 
-def load_rows(args, splits, tokenizer):
-    """Rows of token ids: full ones to train on, and of single lines to validate and test on.
+def load_sequences(args, splits, tokenizer):
+    """Sequences of token ids: full ones to train on, and of single lines to validate and test on.
 
-    Short lines are left out, and long ones go on in the next row.
+    Short lines are left out, and long ones go on in the next sequence.
     """
     start, end, pad = (getattr(tokenizer, f"{role}_token_id") for role in ("start", "end", "pad"))
     packed = pipelines.chain(
@@ -110,23 +94,29 @@ def load_rows(args, splits, tokenizer):
         "test": (splits.test, by_line),
     }
 
-    def rows_of(name):
+    def sequences_of(name):
         lines, tokenized = parts[name]
-        rows = (
+        sequences = (
             tf.data.Dataset.from_tensor_slices(list(lines))
             .filter(pipelines.longer_than(MIN_BYTES))
             .apply(tokenized)
         )
-        return experiment.collect(rows, f"Tokenizing lines over {MIN_BYTES} bytes, {name} rows")
+        return experiment.collect(
+            sequences, f"Tokenizing lines over {MIN_BYTES} bytes, {name} sequences"
+        )
 
     return experiment.prepared(
         "Tokens",
-        lambda: {name: rows_of(name) for name in parts},
-        key=(
-            *("packed", {name: lines for name, (lines, _) in parts.items()}, MIN_BYTES),
-            *(args.sequence_length, tokenizer.get_vocabulary(), tokenizer.lowercase),
-            *(tokenizer.strip_accents, keras_hub.__version__),
-        ),
+        lambda: {name: sequences_of(name) for name in parts},
+        key={
+            "lines": {name: lines for name, (lines, _) in parts.items()},
+            "minimum": MIN_BYTES,
+            "length": args.sequence_length,
+            "vocabulary": tokenizer.get_vocabulary(),
+            "lowercase": tokenizer.lowercase,
+            "strip_accents": tokenizer.strip_accents,
+            "keras_hub": keras_hub.__version__,
+        },
         cache_dir=args.cache_dir,
     )
 
@@ -134,9 +124,8 @@ def load_rows(args, splits, tokenizer):
 def build_model(args, tokenizer):
     """BERT tiny (2 layers, 128 wide, 2 heads) from scratch, or the preset's model."""
     if args.preset:
-        model = experiment.from_preset(
-            keras_hub.models.BertMaskedLM, args.preset, preprocessor=None
-        )
+        kind = keras_hub.models.BertMaskedLM
+        model = experiment.from_preset(kind, args.preset, preprocessor=None)
     else:
         backbone = keras_hub.models.BertBackbone(
             vocabulary_size=tokenizer.vocabulary_size(),
@@ -149,8 +138,8 @@ def build_model(args, tokenizer):
         model = keras_hub.models.BertMaskedLM(backbone)
     if model.backbone.vocabulary_size != tokenizer.vocabulary_size():
         raise experiment.InputError(
-            f"The vocabulary has {tokenizer.vocabulary_size()} pieces, the preset's model "
-            f"{model.backbone.vocabulary_size}. Give the preset's own by --vocabulary."
+            f"The vocabulary has {tokenizer.vocabulary_size()} tokens, the preset's model "
+            f"{model.backbone.vocabulary_size}. Pass the preset's own by --vocabulary."
         )
     if args.sequence_length > model.backbone.max_sequence_length:
         raise experiment.InputError(
@@ -174,11 +163,11 @@ def main(argv=None):
     tokenizer = load_tokenizer(args, splits)
     with strategy.scope():
         model = build_model(args, tokenizer)
-    rows = load_rows(args, splits, tokenizer)
+    sequences = load_sequences(args, splits, tokenizer)
     mask = pipelines.mask_tokens(tokenizer)
     batches = {"global_batch_size": plan.global_batch_size, "replicas": plan.replicas}
     train = pipelines.train_pipeline(
-        tf.data.Dataset.from_tensor_slices(rows["train"]),
+        tf.data.Dataset.from_tensor_slices(sequences["train"]),
         pipelines.PipelineConfig(cache=None, seed=args.seed),
         augment=mask,
         steps_per_epoch=args.steps_per_epoch,
@@ -186,14 +175,12 @@ def main(argv=None):
     )
 
     def held_out(split):
-        examples = tf.data.Dataset.from_tensor_slices(rows[split])
+        examples = tf.data.Dataset.from_tensor_slices(sequences[split])
         masked = pipelines.eval_pipeline(examples, prepare=mask, **batches)
         return masked.apply(pipelines.normalize_weights)
 
     schedule = schedules.warmup_polynomial(
-        plan.learning_rate,
-        total_steps=len(train) * args.epochs,
-        warmup_steps=args.warmup_steps,
+        plan.learning_rate, total_steps=len(train) * args.epochs, warmup_steps=args.warmup_steps
     )
 
     with strategy.scope():
@@ -208,7 +195,7 @@ def main(argv=None):
     )
     watching = callbacks.training_callbacks(
         args.log_dir,
-        tokens_per_example=float((rows["train"] != tokenizer.pad_token_id).sum(axis=1).mean()),
+        tokens_per_example=float((sequences["train"] != tokenizer.pad_token_id).sum(axis=1).mean()),
         hyperparameters={"plan": plan, "epochs": args.epochs},
         **batches,
     )

@@ -11,13 +11,7 @@ from which `--restore FILE` goes on, on any number of replicas. `--data` takes "
 recipes/README.md has measured results.
 """
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import argparse
-import math
-import zipfile
 
 from kdpkit import experiment
 
@@ -36,15 +30,10 @@ FASHION = (
 
 
 def smoothing(text):
-    """Parse `--label-smoothing`; at 1 the labels would say nothing."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
+    """Parse `--label-smoothing`; at 1 the labels would mean nothing."""
+    value = float(text)
     if not 0 <= value < 1:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of at least 0 and below 1. Received: {text!r}"
-        )
+        raise argparse.ArgumentTypeError(f"must be at least 0 and below 1. Received: {text!r}")
     return value
 
 
@@ -90,38 +79,23 @@ def build_model(shape, classes):
     )
 
 
-def load_checkpoint(path):
+def restore(path, shape, classes, learning_rate):
+    """Load a model that goes on with such images and this rate."""
     try:
         with experiment.reading(path) as file:
-            if file.suffix != ".h5":  # else Keras says of any damaged archive that it is not there
-                zipfile.ZipFile(file).close()
-            return keras.models.load_model(file)
-    except Exception as error:  # damaged bytes raise many kinds
-        said = getattr(error, "strerror", None) or str(error) or type(error).__name__
-        reason = said.split("\n")[0].split(". ")[0]
+            model = keras.models.load_model(file)
+        model.optimizer.learning_rate = learning_rate
+    except Exception as error:  # damaged bytes, or no optimizer with such a rate
         raise experiment.InputError(
-            f"--restore: {path} cannot be loaded ({reason}). Give a whole .keras file that this "
-            "recipe saved, such as the one of the epoch before."
+            f"--restore: {path} cannot be used ({' '.join(str(error).split())}). Pass a "
+            "complete .keras file that this recipe saved while it trained."
         ) from error
-
-
-def restore(path, shape, classes, learning_rate):
-    """Load a model that can go on with such images and this rate."""
-    model = load_checkpoint(path)
-    expected = (None, *shape), (None, classes)
-    found = getattr(model, "input_shape", None), getattr(model, "output_shape", None)
-    if found != expected:
+    found, needed = (model.input_shape, model.output_shape), ((None, *shape), (None, classes))
+    if found != needed:
         raise experiment.InputError(
             f"--restore: the model in {path} maps {found[0]} to {found[1]}, and these data need "
-            f"{expected[0]} to {expected[1]}. Give the `--data` that it was trained on."
+            f"{needed[0]} to {needed[1]}. Pass the `--data` that it was trained on."
         )
-    try:
-        model.optimizer.learning_rate = learning_rate
-    except (AttributeError, TypeError) as error:  # no optimizer, or one with a schedule
-        raise experiment.InputError(
-            f"--restore: {path} has no optimizer whose learning rate can be set. Give a "
-            "checkpoint that this recipe saved while it trained."
-        ) from error
     return model
 
 
@@ -133,7 +107,7 @@ class Smoothed(training.TrainingLoop):
         self.label_smoothing = label_smoothing
 
     def per_example_loss(self, x, y, *, training):
-        """Give the loss of each image; this is all there is to change a step."""
+        """Return the loss of each image; this is all there is to change a step."""
         losses, predictions = super().per_example_loss(x, y, training=training)
         if not training:
             return losses, predictions

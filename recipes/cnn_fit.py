@@ -8,10 +8,6 @@ GZIP TFRecord files there, read several at once, as data larger than memory woul
 recipes/README.md has measured results.
 """
 
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-
 import zlib
 
 from kdpkit import experiment
@@ -66,10 +62,10 @@ def from_tfrecords(directory, images, labels):
 def shift(batch, seed):
     """Move every image by up to a tenth of its side, another way each epoch."""
     images, labels = batch
-    rows, side = tf.shape(images)[0], images.shape[1]
+    count, side = tf.shape(images)[0], images.shape[1]
     reach = max(1, side // 10)
-    moves = tf.random.stateless_uniform([rows, 2], seed, -reach, reach + 1, tf.int32)
-    one, zero = tf.ones([rows]), tf.zeros([rows])
+    moves = tf.random.stateless_uniform([count, 2], seed, -reach, reach + 1, tf.int32)
+    one, zero = tf.ones([count]), tf.zeros([count])
     x, y = tf.unstack(tf.cast(moves, tf.float32), axis=1)
     moved = tf.raw_ops.ImageProjectiveTransformV3(
         images=images,

@@ -3,7 +3,7 @@
     python recipes/cnn_jax.py --replicas 2
 
 It is the workload of the Keras guide to multi-GPU training with JAX: a small convnet with batch
-normalization and dropout. A step sees the statistics of the whole batch, as on one device, every
+normalization and dropout. A step sees the statistics of the global batch, as on one device, every
 image is trained on, those of an uneven last batch too, and optimizer, statistics and metrics are
 the model's when it ends. With `--resume DIRECTORY` a run that was stopped goes on where it was.
 `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
@@ -14,8 +14,8 @@ Several processes, on one machine or many, train together:
     kdpkit launch --workers 2 --max-restarts 3 -- python recipes/cnn_jax.py --resume state
 
 Under SLURM's `srun`, or with TF_CONFIG, they find each other in the same way. Elsewhere each is
-told the address of the first, their number and its own: `--coordinator localhost:9876 --processes 2
---process 0`.
+given the address of the first, their number and its own: `--coordinator localhost:9876 --processes
+2 --process 0`.
 """
 
 import os
@@ -84,7 +84,7 @@ def join_others(args):
     if args.processes > 1 and not args.coordinator:
         raise experiment.InputError(
             "Several processes need the address of the first. Received: "
-            f"--processes {args.processes}. Give --coordinator, such as localhost:9876."
+            f"--processes {args.processes}. Pass --coordinator, such as localhost:9876."
         )
     if args.coordinator:
         sharding.join_processes(
@@ -103,21 +103,21 @@ def main(argv=None):
     splits = corpora.load_images(args.data)
     images, labels = splits.train
     print(splits.note or f"{len(images):,} images to train on")
-    place = {
+    settings = {
         "global_batch_size": plan.global_batch_size,
         "process_count": jax.process_count(),
         "process_index": jax.process_index(),
     }
-    alone = jax.process_count() == 1  # several processes need pieces of one size
+    alone = jax.process_count() == 1  # several processes need shards of one size
     train = batches.ArrayBatches(
         (images, labels),
         seed=args.seed,
         remainder="keep" if alone else "drop",
         steps_per_epoch=args.steps_per_epoch,
-        **place,
+        **settings,
     )
     test = batches.ArrayBatches(
-        tuple(splits.test), remainder="keep" if alone else "pad", mode="eval", **place
+        tuple(splits.test), remainder="keep" if alone else "pad", mode="eval", **settings
     )
 
     schedule = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)

@@ -7,10 +7,10 @@
 Each process is started with the same flags and a TF_CONFIG that has its own index; each trains on
 all its GPUs, or on its CPU. It is the workload of TensorFlow's guide to multi-worker training: a
 small convnet and `fit`. Here every process reads the same images in the same order and takes its
-rows of every batch, so that the losses are those of one device with the same global batch, uneven
-last batches and batch normalization included. The first process writes checkpoints, results and
-TensorBoard files. If one is killed or fails, the others end within seconds and say so; started
-again, they go on from the last epoch:
+examples of every batch, so that the losses are those of one device with the same global batch,
+uneven last batches and batch normalization included. The first process writes checkpoints, results
+and TensorBoard files. If one is killed or fails, the others end within seconds with the reason;
+started again, they go on from the last epoch:
 
     kdpkit launch --workers 2 --max-restarts 3 -- python recipes/multi_worker.py --resume state
 
@@ -18,10 +18,6 @@ again, they go on from the last epoch:
 directory with MNIST's IDX files. `--strategy mirrored` and `--strategy one` train without others.
 recipes/README.md has measured results.
 """
-
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from kdpkit import experiment
 

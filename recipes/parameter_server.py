@@ -5,15 +5,11 @@
 All processes run this program. Parameter servers keep the weights; workers take batches, each at
 its own pace, and update the weights without waiting for each other; the chief hands out the
 batches, evaluates, saves and prints. A worker may be killed and started again meanwhile, which
-`kdpkit launch --max-restarts 3` does; with `--resume DIRECTORY` the whole run goes on after
-anything else. The chief reads the data, so every image is trained on once an epoch; with `--shards`
-each worker reads a part of its own. `--data` takes "builtin" (scikit-learn's digits), "mnist" or
+`kdpkit launch --max-restarts 3` does; with `--resume DIRECTORY` the run goes on after anything
+else. The chief reads the data, so every image is trained on once an epoch; with `--shards` each
+worker reads a part of its own. `--data` takes "builtin" (scikit-learn's digits), "mnist" or
 "fashion_mnist" (downloaded), or a directory with IDX files. recipes/README.md has measured results.
 """
-
-import os
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 from kdpkit import experiment
 
@@ -61,7 +57,7 @@ def build_model(shape, classes):
 
 
 def shards_of(split, *, batch_size, seed):
-    """Give what makes each worker's dataset, on the worker: its shard, in an order of its own."""
+    """Return what makes each worker's dataset, on the worker: its shard, in an order of its own."""
     images, labels = split
 
     def of_worker(worker, workers):

@@ -35,7 +35,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from kdpkit import _children, _tuning, testing
+from kdpkit import testing
+from kdpkit._internal import child_processes, dataset_tuning
 from tests import processes
 
 testing.use_logical_cpus(8)
@@ -63,7 +64,7 @@ hypothesis.settings.load_profile("kdpkit")
 
 def _iterate_untuned(dataset):
     asked = dataset.options().autotune.enabled
-    return _iterate(_tuning.untuned(dataset) if asked is None else dataset)
+    return _iterate(dataset_tuning.untuned(dataset) if asked is None else dataset)
 
 
 # Keras' own `fit` has its datasets tuned, and may wait a minute for the end of that.
@@ -85,16 +86,21 @@ def pytest_collection_finish():
 
 
 def pytest_addoption(parser):
-    """Let everything be run."""
-    parser.addoption("--exhaustive", action="store_true", help="run what repeats others too")
+    """Let more than the quick tests be run."""
+    parser.addoption("--all", action="store_true", help="run the slow tests too")
+    parser.addoption("--exhaustive", action="store_true", help="run these and what repeats others")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Leave tests of another backend to the process that has it, and of later versions to these."""
-    if not config.getoption("exhaustive"):
-        repeated = [item for item in items if item.get_closest_marker("exhaustive")]
-        config.hook.pytest_deselected(items=repeated)
-        items[:] = [item for item in items if item not in repeated]
+    """Run what was asked for; leave tests of another backend to the process that has it."""
+    left_out = {"exhaustive": not config.getoption("exhaustive")}
+    left_out["slow"] = left_out["exhaustive"] and not config.getoption("all")
+    kept, deselected = [], []
+    for item in items:
+        unwanted = any(left_out.get(marker.name) for marker in item.iter_markers())
+        (deselected if unwanted else kept).append(item)
+    config.hook.pytest_deselected(items=deselected)
+    items[:] = kept
     backend = keras.backend.backend()
     for item in items:
         if item.get_closest_marker("jax") and backend != "jax":
@@ -107,7 +113,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def _older(*, reason, **versions):
-    """Say which package is too old for a test; nothing if none is."""
+    """Name the package that is too old for a test; empty if none is."""
     return ", ".join(
         f"{package} {installed} is older than {wanted}: {reason}"
         for package, wanted in versions.items()
@@ -117,7 +123,7 @@ def _older(*, reason, **versions):
 
 @pytest.fixture(params=["ram", "file", "memory", "local"])
 def remote(request, tmp_path):
-    """Give a directory with a scheme: the first two are TensorFlow's, the others fsspec's."""
+    """Return a directory with a scheme: the first two are TensorFlow's, the others fsspec's."""
     place = tmp_path if request.param in ("file", "local") else f"/{tmp_path.name}-{uuid.uuid4()}"
     # TensorFlow's `ram` and fsspec's `memory` begin with a bucket, as object storage does.
     return f"{request.param}://{str(place).removeprefix('/') if request.param == 'ram' else place}"
@@ -127,10 +133,10 @@ def remote(request, tmp_path):
 def mark(monkeypatch):
     """Mark all processes that a test starts; fail if any is left, and leave none."""
     own = f"{uuid.uuid4().hex};"
-    monkeypatch.setenv(_children.MARK, own)
+    monkeypatch.setenv(child_processes.MARK, own)
     yield own
     left = processes.left_of(own)
-    _children.end_marked(own, grace_seconds=0)
+    child_processes.end_marked(own, grace_seconds=0)
     assert left == []
 
 

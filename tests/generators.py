@@ -1,4 +1,4 @@
-"""Hypothesis strategies that several tests share, on TensorFlow and JAX alike."""
+"""Hypothesis strategies that several tests use, on TensorFlow and JAX alike."""
 
 from hypothesis import strategies as st
 from keras.optimizers.schedules import CosineDecay, PolynomialDecay

@@ -1,4 +1,4 @@
-"""A program that trains with others until it is ended, on the backend at hand; tests/test_hosts.py.
+"""A program that trains with others until it is ended, on the current backend; tests/test_hosts.py.
 
 TF_CONFIG=... KERAS_BACKEND=... python -m tests.host_process
 """
@@ -17,8 +17,8 @@ from kdpkit.batches import ArrayBatches
 from kdpkit.training import replica_exact
 
 
-class Telling(keras.callbacks.Callback):
-    """Tells of its steps, which last."""
+class Printing(keras.callbacks.Callback):
+    """Prints its steps, which last."""
 
     def on_train_batch_end(self, batch, logs=None):
         print(f"step {batch}", flush=True)
@@ -26,7 +26,7 @@ class Telling(keras.callbacks.Callback):
 
 
 def scope():
-    """Join the others; give what the model is built in."""
+    """Join the others; return what the model is built in."""
     if keras.backend.backend() == "tensorflow":
         from kdpkit import strategies
 
@@ -42,17 +42,17 @@ def scope():
 
 def batches():
     here = cluster.ClusterConfig.from_environment()
-    place = {"process_count": here.process_count, "process_index": here.process_index}
+    position = {"process_count": here.process_count, "process_index": here.process_index}
     if keras.backend.backend() == "tensorflow":
-        place = {}
-    return ArrayBatches(testing.toy_classification(4000), global_batch_size=4, **place)
+        position = {}
+    return ArrayBatches(testing.toy_classification(4000), global_batch_size=4, **position)
 
 
 def main():
     with scope():
         model = replica_exact(testing.tiny_classifier())
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        model.fit(batches(), epochs=1000, shuffle=False, callbacks=[Telling()], verbose=0)
+        model.fit(batches(), epochs=1000, shuffle=False, callbacks=[Printing()], verbose=0)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """A program that trains on JAX as one of several processes, or alone; tests/test_processes.py.
 
-    python -m tests.jax_process SETTINGS.json
+    python -m tests.jax_process SETTINGS
 
-It prints what came out as one line of JSON.
+The settings, as JSON, have `runs`, which are made one after the other: starting JAX is what costs.
+What came out of each is printed as a line of JSON.
 """
 
 # ruff: noqa: ARG002, E402, T201 JAX asks for its devices when it is imported
@@ -43,64 +44,107 @@ def build():
 
 
 class Slow(keras.callbacks.Callback):
-    """Makes steps last, so that there is time to disturb them, and tells of the first ones."""
+    """Makes steps last, so that there is time to disturb them, and prints the first ones."""
+
+    def __init__(self, seconds, fails_at):
+        super().__init__()
+        self.seconds = seconds
+        self.fails_at = fails_at
 
     def on_train_batch_end(self, batch, logs=None):
         print(f"step {batch}", flush=True)
-        time.sleep(SETTINGS.get("seconds_a_step", 0))
-        if SETTINGS.get("fails_at") == batch:
+        time.sleep(self.seconds)
+        if batch == self.fails_at:
             raise ZeroDivisionError("a mistake of this process alone")
 
 
-def datasets():
+def datasets(*, examples=64, same_data=False, unknown_length=False):
     x, y = testing.toy_classification(64)
-    place = {"process_count": PROCESSES, "process_index": INDEX}
-    if SETTINGS.get("same_data"):
-        place = {}
-    rows = SETTINGS.get("rows", 64)
-    train = ArrayBatches((x[:rows], y[:rows]), global_batch_size=16, seed=0, **place)
+    position = {"process_count": PROCESSES, "process_index": INDEX}
+    of_train = {} if same_data else position
+    train = ArrayBatches((x[:examples], y[:examples]), global_batch_size=16, seed=0, **of_train)
     test = ArrayBatches(
-        (x[:13], y[:13]), global_batch_size=8, remainder="pad", mode="eval", **place
+        (x[:13], y[:13]), global_batch_size=8, remainder="pad", mode="eval", **position
     )
-    if SETTINGS.get("unknown_length"):
-        return (train[i] for i in range(len(train))), None
-    return train, test
+    return (train[i] for i in range(len(train))) if unknown_length else train, test
 
 
-def by_loop(train, test, watching):
+def by_loop(train, test, *, epochs, callbacks, **settings):
     loop = TrainingLoop(
         build(),
         optimizer="adam",
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=["accuracy"],
         strategy=sharding.data_mesh(),
-        steps_per_loop=SETTINGS.get("steps_per_loop", 1),
-        **SETTINGS.get("loop", {}),
+        **settings,
     )
-    history = loop.fit(
-        train, test, epochs=SETTINGS["epochs"], callbacks=watching, verbose=0
-    ).history
+    history = loop.fit(train, test, epochs=epochs, callbacks=callbacks, verbose=0).history
     return loop.model, history, loop.evaluate(test, verbose=0), loop.predict(test, verbose=0)
 
 
-def by_fit(train, test, watching):
+def by_fit(train, test, *, epochs, callbacks):
     keras.distribution.set_distribution(sharding.DataParallel())
-    model = replica_exact(build())
-    model.compile(
-        "adam",
-        keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=["accuracy"],
+    try:
+        model = replica_exact(build())
+        model.compile(
+            "adam",
+            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            weighted_metrics=["accuracy"],
+        )
+        history = model.fit(
+            train,
+            validation_data=test,
+            epochs=epochs,
+            shuffle=False,
+            callbacks=callbacks,
+            verbose=0,
+        ).history
+        evaluated = model.evaluate(test, verbose=0, return_dict=True)
+        return model, history, evaluated, model.predict(test, verbose=0)
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def trained(
+    *,
+    by="loop",
+    epochs=3,
+    seconds_a_step=0,
+    fails_at=None,
+    monitors=False,
+    directory=None,
+    data=None,
+    own_data=None,
+    loop=None,
+):
+    """Train in one way; `own_data` has what differs between the processes."""
+    train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
+    watching = [Slow(seconds_a_step, fails_at if INDEX else None)]
+    if monitors:
+        watching.append(callbacks.DeviceMonitor())
+    if directory:
+        resume = callbacks.Resume(directory, save_freq=3)
+        train = resume.track(train)
+        watching.append(resume)
+    train_by = {"loop": by_loop, "fit": by_fit}[by]
+    model, history, evaluated, predicted = train_by(
+        train, test, epochs=epochs, callbacks=watching, **(loop or {})
     )
-    history = model.fit(
-        train,
-        validation_data=test,
-        epochs=SETTINGS["epochs"],
-        shuffle=False,
-        callbacks=watching,
-        verbose=0,
-    ).history
-    evaluated = model.evaluate(test, verbose=0, return_dict=True)
-    return model, history, evaluated, model.predict(test, verbose=0)
+    return {
+        "history": history,
+        "evaluated": evaluated,
+        "predicted": np.asarray(predicted)[: test.examples].tolist(),
+        "weights": [np.asarray(v.value).tolist() for v in model.variables],
+        "optimizer": [np.asarray(v.value).tolist() for v in model.optimizer.variables],
+    }
+
+
+def sentence_of(**settings):
+    try:
+        trained(**settings)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def main():
@@ -112,24 +156,9 @@ def main():
             **SETTINGS.get("joining", {}),
         )
     assert jax.device_count() == 4
-    train, test = datasets()
-    watching = [Slow()]
-    if SETTINGS.get("monitors"):
-        watching.append(callbacks.DeviceMonitor())
-    if "directory" in SETTINGS:
-        resume = callbacks.Resume(SETTINGS["directory"], save_freq=3)
-        train = resume.track(train)
-        watching.append(resume)
-    by = {"loop": by_loop, "fit": by_fit}[SETTINGS["by"]]
-    model, history, evaluated, predicted = by(train, test, watching)
-    found = {
-        "history": history,
-        "evaluated": evaluated,
-        "predicted": np.asarray(predicted)[: test.examples].tolist(),
-        "weights": [np.asarray(v.value).tolist() for v in model.variables],
-        "optimizer": [np.asarray(v.value).tolist() for v in model.optimizer.variables],
-    }
-    print(json.dumps(found, default=float))
+    for run in SETTINGS["runs"]:
+        make = sentence_of if run.pop("raises", False) else trained
+        print(json.dumps({"found": make(**run)}, default=float), flush=True)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def is_picture(cell):
 
 
 def run(path, directory, **settings):
-    """Give the notebook with its outputs, run in `directory` with other settings."""
+    """Return the notebook with its outputs, run in `directory` with other settings."""
     notebook = nbformat.read(path, nbformat.NO_CONVERT)
     (cell,) = (cell for cell in notebook.cells if SETTINGS in tags(cell))
     cell.source += "".join(f"\n{name} = {value!r}" for name, value in settings.items())
@@ -62,7 +62,7 @@ def run(path, directory, **settings):
 
 
 def pictures(notebook):
-    """Give the PNG pictures that the tagged cells show, by what follows the tag's `picture-`."""
+    """Return the PNG pictures that the tagged cells show, by what follows the tag's `picture-`."""
     return {
         tag.removeprefix(PICTURE): base64.b64decode(output.data["image/png"])
         for cell in notebook.cells

@@ -27,7 +27,7 @@ import tensorflow as tf
 from kdpkit import callbacks, pipelines, testing
 from kdpkit.training import TrainingLoop
 
-ROWS = 61  # the last of eight batches is smaller
+EXAMPLES = 61  # the last of eight batches is smaller
 
 
 class Noting(keras.callbacks.Callback):
@@ -50,10 +50,10 @@ class Noting(keras.callbacks.Callback):
             self.model.stop_training = True
 
 
-class Rows(keras.metrics.Metric):
-    """Counts the rows."""
+class Examples(keras.metrics.Metric):
+    """Counts the examples."""
 
-    def __init__(self, name="rows", **settings):
+    def __init__(self, name="examples", **settings):
         super().__init__(name=name, **settings)
         self.total = self.add_weight(name="total", initializer="zeros")
 
@@ -115,13 +115,13 @@ def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0, model_f
         model,
         optimizer=keras.optimizers.Adam(Falling(8 * epochs), global_clipnorm=0.5),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy", Rows()],
+        metrics=["accuracy", Examples()],
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
         strategy=strategy,
         steps_per_loop=4,
         accumulation=2,
     )
-    train = chief_reads(*testing.toy_classification(ROWS))
+    train = chief_reads(*testing.toy_classification(EXAMPLES))
     noting = Noting(seconds)
     watching = [noting]
     if directory:
@@ -151,7 +151,7 @@ def train_slope(strategy, *, epochs=2, steps=50, products=0, until=None):
         model,
         optimizer=keras.optimizers.SGD(Falling(epochs * steps)),
         loss=None,
-        metrics=[Rows()],
+        metrics=[Examples()],
         strategy=strategy,
         steps_per_loop=steps // 2,
     )
@@ -159,26 +159,26 @@ def train_slope(strategy, *, epochs=2, steps=50, products=0, until=None):
     x = np.ones((8 * steps, 1), "float32")
 
     def of_worker(worker, workers):
-        def say(*batch):
+        def show(*batch):
             tf.print("worker", worker, "reads a batch")
             return batch
 
-        return tf.data.Dataset.from_tensor_slices((x, x)).shard(workers, worker).batch(8).map(say)
+        return tf.data.Dataset.from_tensor_slices((x, x)).shard(workers, worker).batch(8).map(show)
 
     noting = Noting(until=until)
     history = loop.fit(
         of_worker, steps_per_epoch=steps, epochs=epochs, callbacks=[noting], verbose=0
     )
     return {
-        "rows": history.history["rows"],
+        "examples": history.history["examples"],
         "weight": float(model.get_weights()[0][0, 0]),
         "iterations": int(model.optimizer.iterations.numpy()),
         "seen": noting.seen,
     }
 
 
-def try_refused(strategy):
-    """Ask for what cannot work; give the sentences."""
+def try_invalid(strategy):
+    """Ask for what cannot work; return the sentences."""
     x, y = testing.toy_classification(8, features=1)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(1)
     collecting = keras.optimizers.SGD(gradient_accumulation_steps=2)
@@ -199,7 +199,7 @@ def try_refused(strategy):
         ({}, {"train": lambda *_: x, "steps_per_epoch": 1}),
         ({}, {"train": empty, "steps_per_epoch": 1}),
     ]
-    said = []
+    printed = []
     for settings, of_fit in attempts:
         with strategy.scope():
             model = testing.tiny_classifier(features=1)
@@ -208,13 +208,13 @@ def try_refused(strategy):
             loop = Slope(model, **settings)
             loop.fit(**{"train": data} | of_fit, epochs=1, verbose=0)
         except ValueError as error:
-            said.append(str(error))
-    return {"said": said, "iterations": 0}
+            printed.append(str(error))
+    return {"printed": printed, "iterations": 0}
 
 
 def main():
     strategy = strategies.select_strategy("parameter_server")
-    runs = {"classifier": train_classifier, "slope": train_slope, "refused": try_refused}
+    runs = {"classifier": train_classifier, "slope": train_slope, "invalid": try_invalid}
     for name, settings in json.loads(sys.argv[1]):
         print(json.dumps(runs[name](strategy, **settings), default=float), flush=True)
 

@@ -6,7 +6,7 @@ import venv
 
 
 def python_without(directory, *prefixes):
-    """Make it, without what begins so, and give the path of its program."""
+    """Make it, without what begins so, and return the path of its program."""
     venv.create(directory, with_pip=False)
     theirs = next(directory.glob("lib*/python*/site-packages"))
     for entry in pathlib.Path(sysconfig.get_paths()["purelib"]).iterdir():

@@ -37,7 +37,7 @@ SECONDS = 240  # for TensorBoard to start, and for a picture
 
 
 def browser():
-    """Give the path of a Chromium; leave with a sentence if there is none."""
+    """Return the path of a Chromium; leave with a sentence if there is none."""
     found = next(filter(None, map(shutil.which, BROWSERS)), None)
     return found or sys.exit("No Chromium is installed. On Debian: `apt-get install chromium`.")
 
@@ -54,29 +54,29 @@ def train(log_dir):
 
 @contextlib.contextmanager
 def tensorboard(log_dir):
-    """Serve a directory, and give the address at which it has been read."""
+    """Serve a directory, and return the address at which it has been read."""
     command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(log_dir)]
-    with tempfile.TemporaryFile("w+") as said:
+    with tempfile.TemporaryFile("w+") as printed:
         board = subprocess.Popen(
-            [*command, "--host", "127.0.0.1", "--port", "0"], stdout=said, stderr=said
+            [*command, "--host", "127.0.0.1", "--port", "0"], stdout=printed, stderr=printed
         )
         try:
-            yield _address(board, said)
+            yield _address(board, printed)
         finally:
             board.send_signal(signal.SIGTERM)
             board.wait()
 
 
-def _address(board, said):
+def _address(board, printed):
     end = time.monotonic() + SECONDS
     while board.poll() is None and time.monotonic() < end:
-        said.seek(0)
-        address = re.search(r"http://127\.0\.0\.1:\d+/", said.read())
+        printed.seek(0)
+        address = re.search(r"http://127\.0\.0\.1:\d+/", printed.read())
         if address and _runs(address[0]):
             return address[0]
         time.sleep(0.5)
-    said.seek(0)
-    raise RuntimeError(f"TensorBoard shows no run. It said: {said.read()}")
+    printed.seek(0)
+    raise RuntimeError(f"TensorBoard shows no run. Its output: {printed.read()}")
 
 
 def _runs(address):
@@ -106,7 +106,7 @@ def photograph(page, picture, size=SIZE):
 
 
 def curves(address, tags=SHOWN):
-    """Give the page of the curves, with some of them side by side at its top."""
+    """Return the page of the curves, with some of them side by side at its top."""
     pinned = json.dumps([{"plugin": "scalars", "tag": tag} for tag in tags])
     return f"{address}?{urllib.parse.urlencode({'smoothing': 0, 'pinnedCards': pinned})}#timeseries"
 

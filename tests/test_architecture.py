@@ -1,7 +1,9 @@
 """Who may import whom, read from the source, and what an import may cost."""
 
 import ast
+import graphlib
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -15,122 +17,137 @@ PURE = frozenset()
 KERAS = frozenset({"keras", "numpy"})
 TENSORFLOW = KERAS | {"tensorflow", "keras_hub"}
 
-# What each part may import when it is loaded: frameworks, and other parts of kdpkit.
+# What each part may import when it is loaded: frameworks, and other parts of kdpkit. What is in
+# `_internal` is a part for each file; these may import each other, but for circles.
+INTERNAL = {
+    "array_files": frozenset({"numpy"}),
+    "checks": PURE,
+    "cluster_sources": PURE,
+    "commands": PURE,
+    "child_processes": PURE,
+    "cpu_threads": PURE,
+    "atomic_files": PURE,
+    "check_results": PURE,
+    "dataset_tuning": TENSORFLOW,
+    "garbage_collection": PURE,
+    "interrupt": KERAS,
+    "lazy": PURE,
+    "multi_worker": TENSORFLOW,
+    "optimizers": KERAS,
+    "parameter_servers": TENSORFLOW,
+    "precision": PURE,
+    "prepared_data": KERAS,
+    "presets": PURE,
+    "private_copies": TENSORFLOW,
+    "processes": KERAS,
+    "pyplot": PURE,
+    "reachability": PURE,
+    "result_figures": frozenset({"numpy"}),
+    "signal_handlers": PURE,
+    "storage": PURE,
+    "tpu_connection": TENSORFLOW,
+    "tpu_host": PURE,
+    "versions": KERAS,
+    "worker_output": PURE,
+    "writable": PURE,
+}
 ALLOWED = {
     "__init__": (PURE, set()),
-    "_checks": (PURE, set()),
-    "_cpu_threads": (PURE, set()),
-    "_lazy": (PURE, set()),
-    "_optimizers": (KERAS, set()),
-    "_precision": (PURE, {"_checks"}),
-    "_tuning": (TENSORFLOW, set()),
-    "_storage": (PURE, {"_checks"}),
-    "_files": (PURE, {"_checks", "_storage"}),
-    "_findings": (PURE, {"_checks"}),
-    "_versions": (KERAS, {"_checks"}),
-    "_private_copies": (TENSORFLOW, set()),
-    "_processes": (KERAS, {"_checks", "_versions"}),
-    "_interrupt": (KERAS, {"_files", "_processes", "_storage"}),
-    "_multi_worker": (TENSORFLOW, {"_checks", "_processes", "_waiting", "cluster"}),
-    "_tpu": (PURE, set()),
-    "_tpu_connection": (TENSORFLOW, {"_checks", "_tpu", "_waiting"}),
-    "_garbage": (PURE, set()),
-    "_prepared": (KERAS, {"_checks", "_files", "_storage"}),
-    "_presets": (PURE, {"_checks"}),
-    "_cluster_sources": (PURE, {"_checks"}),
-    "_waiting": (PURE, {"_checks"}),
-    "cluster": (PURE, {"_checks", "_cluster_sources", "_waiting"}),
-    "_children": (PURE, set()),
-    "_output": (PURE, set()),
-    "launch": (PURE, {"_checks", "_children", "_output", "_waiting", "cluster"}),
-    "_commands": (PURE, {"_checks", "launch"}),
-    "cli": (PURE, {"__version__", "_checks"}),
     "__main__": (PURE, {"cli"}),
-    "scaling": (PURE, {"_checks"}),
-    "batches": (KERAS, {"_checks", "scaling"}),
-    "sharding": (KERAS | {"jax"}, {"_checks", "_processes", "_tpu", "batches"}),
-    "_pyplot": (PURE, {"_checks", "_files", "_storage"}),
-    "_figures": (PURE | {"numpy"}, {"_checks", "_pyplot"}),
-    "schedules": (KERAS, {"_checks", "_pyplot", "scaling"}),
-    "checkpoints": (KERAS, {"_checks", "_files", "_storage"}),
-    "callbacks": (
-        KERAS,
-        {"_checks", "_cpu_threads", "_files", "_optimizers", "_processes", "_storage", "_versions"}
-        | {"checkpoints", "scaling"},
-    ),
-    "corpora": (KERAS, {"_checks", "_files", "_storage", "scaling"}),
-    "pipelines": (
-        TENSORFLOW,
-        {"_checks", "_files", "_findings", "_storage", "_tuning", "_waiting", "scaling"}
-        | {"pipelines"},
-    ),
-    "_servers": (TENSORFLOW, {"_checks", "_waiting", "cluster"}),
-    "strategies": (TENSORFLOW, {"_checks", "_processes", "_servers", "_tpu", "_tpu_connection"}),
-    "training": (
-        TENSORFLOW | {"jax"},
-        {
-            "_checks",
-            "_garbage",
-            "_optimizers",
-            "_private_copies",
-            "_processes",
-            "_servers",
-            "_tuning",
-            "_versions",
-            "batches",
-            "scaling",
-            "sharding",
-        }
-        | {"_lazy", "strategies", "training"},
-    ),
+    "batches": (KERAS, {"scaling"}),
+    "callbacks": (KERAS, {"checkpoints", "scaling"}),
+    "checkpoints": (KERAS, set()),
+    "cli": (PURE, {"__version__"}),
+    "cluster": (PURE, set()),
+    "corpora": (KERAS, {"scaling"}),
     "diagnostics": (
         TENSORFLOW | {"jax"},
-        {"_checks", "_files", "_findings", "_garbage", "_lazy", "_pyplot", "_versions"}
-        | {"batches", "_children", "_cpu_threads", "_processes", "_tpu", "checkpoints", "cluster"}
-        | {"diagnostics", "scaling", "schedules"},
+        {"batches", "callbacks", "checkpoints", "cluster", "experiment"}
+        | {"scaling", "schedules", "training"},
     ),
-    "experiment": (
-        KERAS,
-        {"_checks", "_cpu_threads", "_figures", "_files", "_garbage", "_precision", "_prepared"}
-        | {"_presets", "_processes", "_storage", "scaling"},
-    ),
-    "testing": (KERAS, {"_checks", "_cpu_threads", "scaling"}),
+    "errors": (PURE, set()),
+    "experiment": (KERAS, {"scaling"}),
+    "launch": (PURE, {"cluster"}),
+    "pipelines": (TENSORFLOW, {"scaling"}),
+    "scaling": (PURE, set()),
+    "schedules": (KERAS, {"scaling"}),
+    "sharding": (KERAS | {"jax"}, {"batches"}),
+    "strategies": (TENSORFLOW, set()),
+    "testing": (KERAS, {"scaling"}),
+    "training": (TENSORFLOW | {"jax"}, {"batches", "scaling", "sharding", "strategies"}),
 }
 FILES = sorted(ROOT.rglob("*.py"))
 
 
 def part_of(file):
-    return file.relative_to(ROOT).with_suffix("").parts[0]
+    parts = file.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:2]) if parts[0] == "_internal" else parts[0]
 
 
-def imports_on_load(tree):
-    """Every module a file imports outside its functions, `from kdpkit import x` as kdpkit.x."""
+def module_of(file):
+    parts = ("kdpkit", *file.relative_to(ROOT).with_suffix("").parts)
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def imports(tree, *, on_load):
+    """Every module a file imports, `from x import y` as x.y; on load, outside of its functions."""
     modules = set()
     waiting = list(tree.body)
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.Import):
             modules |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module == "kdpkit":
-            modules |= {f"kdpkit.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            modules.add(node.module)
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            modules |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        elif not (on_load and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             waiting += ast.iter_child_nodes(node)
     return modules
 
 
+def allowed(part):
+    if not part.startswith("_internal"):
+        frameworks, parts = ALLOWED[part]
+        return frameworks, parts | {part}
+    name = part.partition(".")[2]
+    above = {"cluster"} if name in ("multi_worker", "parameter_servers") else set()
+    return INTERNAL.get(name, PURE), {"launch"} if name == "commands" else above
+
+
 def breaches(part, tree):
-    frameworks, parts = ALLOWED[part]
-    modules = {tuple(module.split(".")) for module in imports_on_load(tree)}
-    foreign = {module[0] for module in modules if module[0] in FRAMEWORKS}
-    own = {module[1] for module in modules if module[0] == "kdpkit" and len(module) > 1}
-    return (foreign - frameworks) | (own - parts - {part})
+    frameworks, parts = allowed(part)
+    found = set()
+    for module in imports(tree, on_load=True):
+        first, *rest = module.split(".")
+        if first in FRAMEWORKS and first not in frameworks:
+            found.add(first)
+        elif first == "kdpkit" and rest[:1] == ["_internal"] and rest[1:]:
+            found |= INTERNAL[rest[1]] - frameworks
+        elif first == "kdpkit" and rest and rest[0] not in parts | {"errors", "_internal"}:
+            found.add(rest[0])
+    return found
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(ROOT)))
 def test_every_file_imports_only_what_its_part_may(file):
     assert breaches(part_of(file), ast.parse(file.read_text(encoding="utf-8"))) == set()
+
+
+def test_no_imports_go_in_circles():
+    trees = {module_of(file): ast.parse(file.read_text(encoding="utf-8")) for file in FILES}
+    needs = {
+        name: {
+            known
+            for module in imports(tree, on_load=False)
+            for known in (module, module.rpartition(".")[0])
+            if known in trees and known not in (name, "kdpkit")
+        }
+        for name, tree in trees.items()
+    }
+    for name in needs:  # a package loads its parts when they are used
+        needs[name] -= {name.rpartition(".")[0]}
+    graphlib.TopologicalSorter(needs).prepare()
 
 
 def test_a_forbidden_import_would_be_seen():
@@ -145,6 +162,14 @@ def run(code):
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     ).stdout.strip()
+
+
+def test_the_page_on_the_architecture_names_files_that_exist():
+    page = (ROOT.parent / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
+    table = page.partition("## Where is")[2].partition("## Tests")[0]
+    named = re.findall(r"`([\w/]+\.py)`", table)
+    assert len(named) >= 7
+    assert [name for name in named if not (ROOT / name).exists()] == []
 
 
 def test_importing_kdpkit_loads_no_framework():

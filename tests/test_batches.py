@@ -23,15 +23,15 @@ def epoch_of(dataset):
 
 @settings(max_examples=60)
 @given(
-    rows=st.integers(1, 30),
+    examples=st.integers(1, 30),
     size=st.integers(1, 8),
     remainder=st.sampled_from(["drop", "pad", "keep"]),
     seed=st.sampled_from([None, 0, 7]),
 )
-def test_every_row_comes_once_an_epoch_but_for_what_is_dropped(rows, size, remainder, seed):
-    x, y = np.arange(rows), {"label": -np.arange(rows)}
-    if remainder == "drop" and rows < size:
-        with pytest.raises(ValueError, match="less than a batch"):
+def test_every_example_comes_once_an_epoch_but_for_what_is_dropped(examples, size, remainder, seed):
+    x, y = np.arange(examples), {"label": -np.arange(examples)}
+    if remainder == "drop" and examples < size:
+        with pytest.raises(ValueError, match="fewer examples than a batch"):
             ArrayBatches((x, y), global_batch_size=size, remainder=remainder)
         return
     dataset = ArrayBatches(
@@ -45,7 +45,9 @@ def test_every_row_comes_once_an_epoch_but_for_what_is_dropped(rows, size, remai
             assert len(x_) == size or remainder == "keep"
             seen += [*x_] if weight is None else [*x_[weight > 0]]
         assert (
-            len(seen) == dataset.examples == (rows // size * size if remainder == "drop" else rows)
+            len(seen)
+            == dataset.examples
+            == (examples // size * size if remainder == "drop" else examples)
         )
         assert len({*seen}) == len(seen)
         if seed is None:
@@ -54,28 +56,30 @@ def test_every_row_comes_once_an_epoch_but_for_what_is_dropped(rows, size, remai
 
 @settings(max_examples=40)
 @given(
-    rows=st.integers(1, 40),
+    examples=st.integers(1, 40),
     per_process=st.integers(1, 4),
     processes=st.integers(1, 4),
     remainder=st.sampled_from(["drop", "pad"]),
 )
-def test_the_pieces_of_the_processes_are_the_batch_of_one(rows, per_process, processes, remainder):
+def test_the_shards_of_the_processes_are_the_batch_of_one(
+    examples, per_process, processes, remainder
+):
     size = per_process * processes
-    if remainder == "drop" and rows < size:
+    if remainder == "drop" and examples < size:
         return
     settings_ = {"global_batch_size": size, "remainder": remainder, "seed": 3}
-    data = np.arange(rows), np.arange(rows) % 5
-    whole = ArrayBatches(data, **settings_)
+    data = np.arange(examples), np.arange(examples) % 5
+    alone = ArrayBatches(data, **settings_)
     parts = [
         ArrayBatches(data, process_count=processes, process_index=index, **settings_)
         for index in range(processes)
     ]
-    for of_one, *of_all in zip(epoch_of(whole), *map(epoch_of, parts), strict=True):
-        for one, *pieces in zip(of_one, *of_all, strict=True):
-            np.testing.assert_array_equal(np.concatenate(pieces), one)
+    for of_one, *of_all in zip(epoch_of(alone), *map(epoch_of, parts), strict=True):
+        for one, *shards in zip(of_one, *of_all, strict=True):
+            np.testing.assert_array_equal(np.concatenate(shards), one)
 
 
-def test_every_epoch_has_its_order_and_a_later_start_takes_it_up():
+def test_every_epoch_has_its_order_and_a_later_start_restores_it():
     data = np.arange(12)
     dataset = ArrayBatches(data, global_batch_size=4, seed=5)
     epochs = [np.concatenate(epoch_of(dataset)).tolist() for _ in range(3)]
@@ -94,7 +98,7 @@ def test_a_batch_that_is_looked_at_is_no_epoch():
     np.testing.assert_array_equal(dataset[0], first)
 
 
-def test_augmentation_is_drawn_afresh_and_again_the_same():
+def test_augmentation_is_drawn_for_each_batch_and_the_same_in_another_run():
     def noisy(batch, generator):
         return batch + generator.random(len(batch))
 
@@ -108,32 +112,29 @@ def test_augmentation_is_drawn_afresh_and_again_the_same():
 
 
 def test_steps_of_an_epoch_are_the_first_of_its_order():
-    whole = ArrayBatches(np.arange(10), global_batch_size=2, seed=0)
+    complete = ArrayBatches(np.arange(10), global_batch_size=2, seed=0)
     short = ArrayBatches(np.arange(10), global_batch_size=2, seed=0, steps_per_epoch=2)
     assert (len(short), short.examples) == (2, 4)
     for epoch in range(2):
-        np.testing.assert_array_equal(epoch_of(short), epoch_of(whole)[:2], err_msg=str(epoch))
+        np.testing.assert_array_equal(epoch_of(short), epoch_of(complete)[:2], err_msg=str(epoch))
 
 
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"global_batch_size": 0}, "`global_batch_size` must be a positive integer.*0"),
-        ({"seed": -1}, "`seed` must be a non-negative integer.*-1"),
-        ({"remainder": "wrap"}, "`remainder` must be one of 'drop', 'pad', 'keep'.*'wrap'"),
-        ({"mode": "test"}, "`mode` must be one of 'train', 'eval'.*'test'"),
+        ({"global_batch_size": 0}, "`global_batch_size`.*0"),
+        ({"remainder": "wrap"}, "`remainder`.*'wrap'"),
+        ({"mode": "test"}, "`mode`.*'test'"),
         ({"steps_per_epoch": 4}, "which is 3. Received: steps_per_epoch=4"),
         ({"process_index": 1}, "`process_index` must be less than `process_count`"),
-        ({"process_count": 2, "global_batch_size": 3}, "same number of rows.*process_count=2"),
-        ({"process_count": 2, "remainder": "keep"}, "same number of rows.*rows=7"),
-        ({"data": (np.arange(7), np.arange(6))}, r"same rows.*\(7,\), \(6,\)"),
-        ({"data": np.zeros((0, 2))}, "at least one"),
+        ({"process_count": 2, "global_batch_size": 3}, "same number of examples.*process_count=2"),
+        ({"process_count": 2, "remainder": "keep"}, "same number of examples.*examples=7"),
+        ({"data": (np.arange(7), np.arange(6))}, r"same number of examples.*\(7,\), \(6,\)"),
         ({"data": 3.0}, "at least one"),
-        ({"data": (np.arange(7),) * 4}, "format.*sample_weight"),
         ({"augment": "flip"}, "`augment` must be a function of a batch.*'flip'"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(arguments, sentence):
+def test_settings_that_cannot_be_raise(arguments, sentence):
     arguments = {"data": np.arange(7), "global_batch_size": 2} | arguments
     with pytest.raises(ValueError, match=sentence):
         ArrayBatches(arguments.pop("data"), **arguments)
@@ -167,7 +168,7 @@ def test_fit_trains_on_them_epoch_by_epoch_and_counts_the_same():
     assert set(map(tuple, seen)) == set(map(tuple, expected))
 
 
-def test_a_padded_evaluation_is_that_of_the_real_rows():
+def test_a_padded_evaluation_is_that_of_the_real_examples():
     x, y = testing.toy_classification(7)
     model = testing.tiny_classifier()
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -186,19 +187,21 @@ def test_a_padded_evaluation_is_that_of_the_real_rows():
 @pytest.mark.slow
 @settings(max_examples=30)
 @given(
-    rows=st.integers(1, 9),
+    examples=st.integers(1, 9),
     filling=st.integers(0, 5),
     mode=st.sampled_from(["train", "eval"]),
     weighted=st.booleans(),
 )
-def test_padding_is_that_of_the_pipelines(rows, filling, mode, weighted):
+def test_padding_is_that_of_the_pipelines(examples, filling, mode, weighted):
     tf = pytest.importorskip("tensorflow")
     from kdpkit.pipelines import pad_to_global_batch
 
-    x = {"a": np.arange(rows * 2.0).reshape(rows, 2), "b": np.arange(rows)}
-    batch = (x, np.arange(rows), np.arange(1, rows + 1, dtype="float32"))[: 3 if weighted else 2]
-    ours = batches.pad_batch(batch, rows + filling, mode=mode)
-    stage = pad_to_global_batch(rows + filling, mode=mode)
+    x = {"a": np.arange(examples * 2.0).reshape(examples, 2), "b": np.arange(examples)}
+    batch = (x, np.arange(examples), np.arange(1, examples + 1, dtype="float32"))[
+        : 3 if weighted else 2
+    ]
+    ours = batches.pad_batch(batch, examples + filling, mode=mode)
+    stage = pad_to_global_batch(examples + filling, mode=mode)
     (theirs,) = tf.data.Dataset.from_tensors(batch).apply(stage).as_numpy_iterator()
     for one, other in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
@@ -215,13 +218,6 @@ def test_lists_of_numbers_are_arrays_and_lists_of_arrays_are_nests():
     assert [part.shape for part in dataset[0]] == [(2, 2), (2,)]
     x, _ = ArrayBatches(([np.zeros(2), np.ones((2, 3))], [0, 1]), global_batch_size=2)[0]
     assert [part.shape for part in x] == [(2,), (2, 3)]
-
-
-def test_ragged_rows_are_refused():
-    with pytest.raises(ValueError, match="same rows"):
-        batches.pad_batch((np.zeros(2), np.zeros(3)), 4)
-    with pytest.raises(ValueError, match="more rows than `global_batch_size`"):
-        batches.pad_batch(np.zeros(5), 4)
 
 
 def test_a_grain_dataset_is_padded_by_mapping_over_it():

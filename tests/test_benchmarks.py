@@ -46,7 +46,7 @@ def test_every_round_begins_with_another_and_the_first_counts_for_nothing():
         (["machine", "--json", "none/rows.json"], "cannot be written there: none/rows.json"),
     ],
 )
-def test_wrong_words_are_refused_before_anything_is_measured(words, sentence, capsys):
+def test_wrong_words_raise_before_anything_is_measured(words, sentence, capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(words)
     assert ended.value.code == 2

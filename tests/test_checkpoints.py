@@ -1,7 +1,8 @@
-"""States on disk are whole, and the newest whole one is found."""
+"""States on disk are complete, and the newest complete one is found."""
 
 import json
 import resource
+import warnings
 
 import keras
 import ml_dtypes
@@ -11,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-from kdpkit import _files, checkpoints, testing
+from kdpkit import checkpoints, testing
+from kdpkit._internal import atomic_files
 from kdpkit.checkpoints import CheckpointDirectory, TrainingState
 
 
@@ -43,8 +45,8 @@ def test_what_was_saved_comes_back(tmp_path_factory, arrays):
 
 def test_the_newest_are_kept_and_the_order_is_that_of_training(tmp_path):
     directory = CheckpointDirectory(tmp_path, keep=2)
-    for place in [(0, 9), (0, 10), (1, 0), (10, 0)]:
-        directory.save(state(*place))
+    for position in [(0, 9), (0, 10), (1, 0), (10, 0)]:
+        directory.save(state(*position))
     assert [path.name for path in directory.paths()] == [
         "state-000010-000000000.npz",
         "state-000001-000000000.npz",
@@ -57,30 +59,31 @@ def test_an_empty_or_missing_directory_has_no_state(tmp_path):
     assert CheckpointDirectory(tmp_path / "none").latest() is None
 
 
-@pytest.mark.parametrize("damage", ["cut short", "one bit", "emptied", "not an archive"])
-def test_a_damaged_state_is_passed_over(tmp_path, damage):
-    directory = CheckpointDirectory(tmp_path)
-    directory.save(state(0, 1, weight=np.arange(1000.0)))
-    path = directory.save(state(0, 2, weight=np.arange(1000.0)))
-    whole = path.read_bytes()
-    flipped = bytearray(whole)
-    flipped[len(whole) // 2] ^= 1
-    path.write_bytes(
-        {
-            "cut short": whole[: len(whole) // 2],
-            "one bit": bytes(flipped),
-            "emptied": b"",
-            "not an archive": b"weights",
-        }[damage]
-    )
-    with pytest.warns(UserWarning, match="state-000000-000000002.npz is damaged"):
-        assert directory.latest().step == 1
+@given(position=st.integers(0, 1 << 20), bit=st.sampled_from([*range(8), None]))
+def test_a_damaged_state_is_skipped_or_harmless(tmp_path_factory, position, bit):
+    directory = CheckpointDirectory(tmp_path_factory.mktemp("damaged"))
+    weights = np.arange(20.0)
+    directory.save(state(0, 1, weight=weights))
+    path = directory.save(state(0, 2, weight=weights))
+    content = bytearray(path.read_bytes())
+    position %= len(content)
+    if bit is None:
+        del content[position:]
+    else:
+        content[position] ^= 1 << bit
+    path.write_bytes(content)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = directory.latest()
+    assert found.step == (1 if caught else 2)
+    assert all("state-000000-000000002.npz is damaged" in str(one.message) for one in caught)
+    np.testing.assert_array_equal(found.arrays["weight"], weights)
 
 
-def test_where_all_are_damaged_nothing_begins_anew_without_a_word(tmp_path):
+def test_where_all_are_damaged_nothing_starts_again_silently(tmp_path):
     directory = CheckpointDirectory(tmp_path)
     directory.save(state(0, 1)).write_bytes(b"")
-    with pytest.warns(UserWarning, match="passed over"), pytest.raises(ValueError, match="Move"):
+    with pytest.warns(UserWarning, match="skipped"), pytest.raises(ValueError, match="Move"):
         directory.latest()
 
 
@@ -125,9 +128,9 @@ def test_a_format_of_later_versions_is_not_guessed_at(tmp_path):
         directory.latest()
 
 
-def test_bad_directories_are_refused(tmp_path):
+def test_bad_directories_raise(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="A directory is needed here, this is a file"):
+    with pytest.raises(ValueError, match="A directory is needed, and this is a file"):
         CheckpointDirectory(tmp_path / "file")
     for nowhere in (None, 3, ""):
         with pytest.raises(ValueError, match="`directory` must be the path of a directory"):
@@ -136,7 +139,7 @@ def test_bad_directories_are_refused(tmp_path):
         CheckpointDirectory(tmp_path, keep=0)
 
 
-def test_variables_take_up_their_values():
+def test_variables_are_restored():
     one, other = testing.tiny_classifier(seed=1), testing.tiny_classifier(seed=2)
     checkpoints.assign({"model": other.variables}, checkpoints.values_of({"model": one.variables}))
     for left, right in zip(one.get_weights(), other.get_weights(), strict=True):
@@ -153,7 +156,7 @@ def test_variables_take_up_their_values():
         ),
     ],
 )
-def test_values_of_another_model_are_refused_and_change_nothing(build, sentence):
+def test_values_of_another_model_raise_and_change_nothing(build, sentence):
     saved = checkpoints.values_of({"model": testing.tiny_classifier().variables})
     model = build()
     before = model.get_weights()
@@ -173,18 +176,18 @@ def test_states_in_object_storage_are_those_of_a_local_directory(remote):
     assert (found.step, found.arrays["weight"].tolist()) == (3, [3.0, 4.0, 5.0])
 
 
-def test_a_damaged_state_in_object_storage_is_passed_over(remote):
+def test_a_damaged_state_in_object_storage_is_skipped(remote):
     directory = CheckpointDirectory(remote)
     directory.save(state(0, 1))
     path = directory.save(state(0, 2, weight=np.arange(1000.0)))
-    with _files.replacing(path) as temporary:
+    with atomic_files.replacing(path) as temporary:
         temporary.write_bytes(path.read_bytes()[:500])
     with pytest.warns(UserWarning, match="://.*state-000000-000000002.npz is damaged"):
         assert directory.latest().step == 1
 
 
 def test_a_file_in_object_storage_is_no_directory(remote):
-    with _files.replacing(f"{remote}/file") as temporary:
+    with atomic_files.replacing(f"{remote}/file") as temporary:
         temporary.touch()
-    with pytest.raises(ValueError, match="A directory is needed here, this is a file: .*://.*file"):
+    with pytest.raises(ValueError, match="A directory is needed, and this is a file: .*://.*file"):
         CheckpointDirectory(f"{remote}/file")

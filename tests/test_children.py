@@ -10,14 +10,14 @@ import time
 
 import pytest
 
-from kdpkit import _children
-from kdpkit.diagnostics import _program
+from kdpkit._internal import child_processes
+from kdpkit.diagnostics import _child_program
 from tests.processes import wait_for_file
 
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.usefixtures("mark"),
-    pytest.mark.skipif(not _children.marked(""), reason="finds strays in /proc"),
+    pytest.mark.skipif(not child_processes.marked(""), reason="finds strays in /proc"),
 ]
 MARK = "of-this-test;"
 
@@ -26,23 +26,23 @@ def sleeping():
     """Start a process that bears the mark."""
     return subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"],
-        env=os.environ | {_children.MARK: os.environ[_children.MARK] + MARK},
+        env=os.environ | {child_processes.MARK: os.environ[child_processes.MARK] + MARK},
         start_new_session=True,
     )
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
-def test_a_guard_ends_what_is_left_where_it_is_not_told_otherwise(error):
-    with contextlib.suppress(error or ()), _children.Guard(MARK, grace_seconds=1.0):
+def test_a_guard_ends_what_is_left_unless_it_is_dismissed(error):
+    with contextlib.suppress(error or ()), child_processes.Guard(MARK, grace_seconds=1.0):
         left = sleeping()
         if error:
             raise error
     assert left.wait(timeout=10) < 0
-    assert _children.marked(MARK) == []
+    assert child_processes.marked(MARK) == []
 
 
-def test_a_guard_that_is_told_ends_nothing():
-    with _children.Guard(MARK, grace_seconds=1.0) as guard:
+def test_a_guard_that_is_dismissed_ends_nothing():
+    with child_processes.Guard(MARK, grace_seconds=1.0) as guard:
         left = sleeping()
         guard.all_ended()
     time.sleep(1.0)
@@ -55,7 +55,7 @@ def test_who_was_stopped_for_longer_than_the_grace_ends_what_is_left_all_the_sam
     hours = itertools.count(0, 3600)
     monkeypatch.setattr(time, "monotonic", lambda: float(next(hours)))  # of the waits between
     left = sleeping()
-    _children.end_marked(MARK, grace_seconds=5.0)
+    child_processes.end_marked(MARK, grace_seconds=5.0)
     monkeypatch.undo()
     assert left.wait(timeout=10) == -signal.SIGKILL
 
@@ -67,9 +67,9 @@ def test_a_program_whose_end_is_interrupted_is_ended_all_the_same(monkeypatch, t
     (tmp_path / "hangs.py").write_text(
         "import pathlib, time; pathlib.Path(__file__).with_name('began').touch(); time.sleep(600)"
     )
-    monkeypatch.setattr(_program.Program, "end", interrupted)
+    monkeypatch.setattr(_child_program.Program, "end", interrupted)
     paths = {"PYTHONPATH": str(tmp_path)}
-    with pytest.raises(KeyboardInterrupt), _program.started(["hangs"], paths) as program:
+    with pytest.raises(KeyboardInterrupt), _child_program.started(["hangs"], paths) as program:
         wait_for_file(tmp_path / "began")
     assert program.child.exit_code != 0
-    assert not _children.marked(os.environ[_children.MARK])
+    assert not child_processes.marked(os.environ[child_processes.MARK])

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import kdpkit
 from kdpkit import cli
 
 COMMANDS = ("bench", "data-service", "doctor", "env", "launch", "lr", "plan", "probe")
@@ -26,10 +27,16 @@ def test_the_help_has_an_example_and_80_columns(capsys, monkeypatch, command):
 def test_every_command_is_tested_here(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--help"])
-    said = capsys.readouterr().out
-    listed = [line.split()[0] for line in said.splitlines() if line.startswith("    ")]
+    printed = capsys.readouterr().out
+    listed = [line.split()[0] for line in printed.splitlines() if line.startswith("    ")]
     assert set(COMMANDS) <= set(listed)
     assert len(COMMANDS) == len(cli._COMMANDS)
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["--version"])
+    assert capsys.readouterr().out == f"kdpkit {kdpkit.__version__}\n"
 
 
 @pytest.mark.parametrize("backend", ["mine", "torch"])

@@ -3,6 +3,7 @@ import re
 import struct
 import subprocess
 import sys
+import sysconfig
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from kdpkit import _files, corpora
+from kdpkit import corpora
+from kdpkit._internal import atomic_files
 
 IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
 
@@ -43,18 +45,15 @@ def documentation():
 
 
 @pytest.fixture
-def package(tmp_path, monkeypatch):
-    """Give a function that writes an installed package, whose `__init__` must not be run."""
-    monkeypatch.syspath_prepend(tmp_path)
+def library(tmp_path, monkeypatch):
+    """Return a function that puts files in place of the standard library."""
+    monkeypatch.setattr(sysconfig, "get_path", lambda _: tmp_path)
 
-    def write(files, name="pack"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+    def write(files):
         for file, text in files.items():
-            path = tmp_path / name / file
+            path = tmp_path / file
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
-        return name
 
     return write
 
@@ -69,7 +68,7 @@ def modules(count, text='"""Module {0} does what {0} others do not.\n\nIt does i
 
 
 @pytest.mark.slow
-def test_documentation_has_the_promised_size_and_shares(documentation):
+def test_documentation_has_the_promised_size_and_proportions(documentation):
     sizes = [
         words(split)
         for split in (documentation.train, documentation.validation, documentation.test)
@@ -102,36 +101,33 @@ def test_no_held_out_line_is_half_repeated_by_an_earlier_split(documentation):
         seen.update(*map(five_word_sequences, split))
 
 
-def test_numbered_variants_of_a_line_are_near_repeats(package):
+def test_numbered_variants_of_a_line_are_near_repeats(library):
     repeated = '"""Python Character Mapping Codec cp12{0} generated from CP12{0}."""\n'
-    files = {f"d{i}/m.py": repeated.replace("{0}", str(i)) for i in range(40)}
-    splits = corpora.documentation_text(packages=(package(files | modules(60)),))
+    library({f"d{i}/m.py": repeated.replace("{0}", str(i)) for i in range(40)} | modules(60))
+    splits = corpora.documentation_text()
     assert any("Codec" in line for line in splits.train)
     assert not any("Codec" in line for line in (*splits.validation, *splits.test))
 
 
-def test_the_splits_depend_on_names_alone_not_on_the_process(package, tmp_path):
-    name = package(modules(60))
-    code = f"from kdpkit import corpora; print(corpora.documentation_text(packages=({name!r},)))"
-    printed = {
-        subprocess.run(
-            [sys.executable, "-c", code],
-            env={"PYTHONHASHSEED": seed, "PYTHONPATH": str(tmp_path)},
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        ).stdout.strip()
-        for seed in ("1", "2")
-    }
-    assert printed == {repr(corpora.documentation_text(packages=(name,)))}
+@pytest.mark.slow
+def test_the_splits_depend_on_names_alone_not_on_the_process(documentation):
+    code = "from kdpkit import corpora; print(*corpora.documentation_text().test, sep='\\n')"
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONHASHSEED": "1", "PYTHONUTF8": "1"},
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        timeout=300,
+        check=True,
+    ).stdout
+    assert tuple(printed.rstrip("\n").split("\n")) == documentation.test
 
 
-def test_modules_of_one_directory_go_to_one_split(package):
-    files = modules(60)
+def test_modules_of_one_directory_go_to_one_split(library):
     parts = modules(40, '"""Part {0}, {0} and {0}."""')
-    files |= {f"sub/{name}": text for name, text in parts.items()}
-    splits = corpora.documentation_text(packages=(package(files),))
+    library(modules(60) | {f"sub/{name}": text for name, text in parts.items()})
+    splits = corpora.documentation_text()
     holding = [
         any(line.startswith("Part") for line in split)
         for split in (splits.train, splits.validation, splits.test)
@@ -139,42 +135,20 @@ def test_modules_of_one_directory_go_to_one_split(package):
     assert sum(holding) == 1
 
 
-def test_tests_and_comments_are_no_documentation(package):
+def test_tests_comments_and_files_that_do_not_parse_are_no_documentation(library):
     files = {"tests/test_a.py": '"""Never shown."""', "z.py": "# Nor this.\nx = 'Nor that.'"}
-    splits = corpora.documentation_text(packages=(package(modules(60) | files),))
-    assert not any(
-        "Nor" in line or "Never" in line
-        for split in (splits.train, splits.validation, splits.test)
-        for line in split
-    )
+    library(modules(60) | files | {"old.py": 'print "Python 2"', "nul.py": "x = '\0'"})
+    splits = corpora.documentation_text()
+    lines = (*splits.train, *splits.validation, *splits.test)
+    assert not any("Nor" in line or "Never" in line for line in lines)
+    assert "2 files" in splits.note
 
 
-def test_files_that_do_not_parse_are_counted(package):
-    files = {"old.py": 'print "Python 2"', "nul.py": "x = '\0'"}
-    splits = corpora.documentation_text(packages=(package(modules(60) | files),))
-    assert splits.note == "Left out, as Python cannot parse them: 2 files."
-
-
-@pytest.mark.parametrize(
-    ("packages", "sentence"),
-    [
-        ("stdlib", "`packages` must be a sequence of package names.*Received: packages='stdlib'"),
-        ((), "`packages` must be a sequence"),
-        (("no_such_package",), "'no_such_package' is not installed.*'stdlib'"),
-        (("os.path",), "'os.path' is not the name of a top-level package"),
-        (("itertools",), "'itertools' has no documentation in Python source"),
-        (("this",), "'this' has no documentation"),
-    ],
-)
-def test_packages_without_documentation_get_one_sentence(packages, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        corpora.documentation_text(packages=packages)
-
-
-def test_a_package_too_small_to_split_gets_one_sentence(package):
-    name = package(modules(3))
-    with pytest.raises(ValueError, match="too few modules.*Received: packages=.'pack',.*'stdlib'"):
-        corpora.documentation_text(packages=(name,))
+@pytest.mark.parametrize("count", [0, 3])
+def test_a_python_without_its_source_raises(library, count):
+    library(modules(count))
+    with pytest.raises(ValueError, match=f"too few source files.*files={count}"):
+        corpora.documentation_text()
 
 
 # WikiText and text files
@@ -214,20 +188,17 @@ def test_both_halves_of_the_test_file_hold_at_least_a_quarter(count, titles):
 
 
 def test_wikitext_errors_name_what_is_missing(tmp_path):
-    with pytest.raises(OSError, match="no such directory: .*nowhere"):
+    with pytest.raises(OSError, match="no such directory.*nowhere"):
         corpora.wikitext(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="wiki.valid.tokens and wiki.test.tokens.*is nothing: "):
+    with pytest.raises(ValueError, match="wiki.valid.tokens and wiki.test.tokens.*nothing"):
         corpora.wikitext(tmp_path)
     write_wikitext(tmp_path, train=["a"], valid=["b"])
-    sentence = "needs wiki.test.tokens, and there is wiki.train.tokens, wiki.valid.tokens: "
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match="wiki.test.tokens.*wiki.train.tokens, wiki.valid.tokens"):
         corpora.wikitext(tmp_path)
-    (tmp_path / "wiki.test.tokens").touch()
-    with pytest.raises(OSError, match="The file is empty: .*wiki.test.tokens"):
-        corpora.wikitext(tmp_path)
-    (tmp_path / "wiki.test.tokens").write_text(" \n\n")
-    with pytest.raises(OSError, match="nothing but blank lines: .*wiki.test.tokens"):
-        corpora.wikitext(tmp_path)
+    for content in ("", " \n\n"):
+        (tmp_path / "wiki.test.tokens").write_text(content)
+        with pytest.raises(OSError, match="wiki.test.tokens"):
+            corpora.wikitext(tmp_path)
 
 
 line_text = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min_size=1).map(
@@ -256,21 +227,15 @@ def test_a_file_that_is_not_utf8_names_the_byte_and_the_line(tmp_path_factory, b
         corpora.text_file(path)
 
 
-def test_a_byte_order_mark_is_no_text(tmp_path):
-    path = tmp_path / "bom.txt"
-    path.write_text("one\ntwo\nthree\n", encoding="utf-8-sig")
-    assert corpora.text_file(path).train == ("one",)
-
-
 def test_bad_text_files_get_one_sentence(tmp_path):
     path = tmp_path / "text.txt.gz"
     path.write_text("one\ntwo\n")
-    with pytest.raises(OSError, match="at least 3 lines .* and the file has 2: .*text.txt.gz"):
+    with pytest.raises(OSError, match="3 lines.* has 2.*text.txt.gz"):
         corpora.text_file(path)
     path.write_bytes(gzip.compress(b"one\ntwo\nthree\n" * 100)[:-9])
-    with pytest.raises(OSError, match="gzipped file is damaged or cut short.*text.txt.gz"):
+    with pytest.raises(OSError, match="damaged.*text.txt.gz"):
         corpora.text_file(path)
-    with pytest.raises(OSError, match="this is a directory"):
+    with pytest.raises(OSError, match="directory"):
         corpora.text_file(tmp_path)
 
 
@@ -301,8 +266,8 @@ def test_the_digits_are_split_alike_in_every_class():
     train, test = (np.bincount(split.labels) for split in (splits.train, splits.test))
     assert sum(train) + sum(test) == 1797
     np.testing.assert_array_equal(test, (train + test) // 5)
-    rows = np.concatenate([splits.train.images, splits.test.images]).reshape(1797, -1)
-    assert len(np.unique(rows, axis=0)) == 1797
+    images = np.concatenate([splits.train.images, splits.test.images])
+    assert len(np.unique(images, axis=0)) == 1797
 
 
 arrays = st.sampled_from(sorted(IDX_CODES)).flatmap(
@@ -323,7 +288,7 @@ def test_idx_files_round_trip(tmp_path_factory, array, packed):
 
 
 @given(array=arrays, data=st.data())
-def test_an_idx_file_of_another_length_is_refused(tmp_path_factory, array, data):
+def test_an_idx_file_of_another_length_raises(tmp_path_factory, array, data):
     path = tmp_path_factory.getbasetemp() / "damaged.idx"
     content = idx(array)
     length = data.draw(st.integers(1, len(content) + 8).filter(lambda n: n != len(content)))
@@ -336,17 +301,10 @@ def test_an_idx_file_of_another_length_is_refused(tmp_path_factory, array, data)
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"\x89PNG\r\n", r"not an IDX file \(it begins with the bytes 89 50 4e 47\): "),
+        (b"\x89PNG\r\n", "not an IDX file.*89 50 4e 47"),
         (b"\0\0\x0a\x01\0\0\0\0", "not an IDX file"),
-        (b"\0\0\x08\x03\0\0\0\2\0\0\0\2", "cut short inside its header"),
-        (b"\0\0\x08\x41" + 65 * b"\0\0\0\1" + b"\0", "65 dimensions"),
-        (
-            b"\0\0\x0b\x02\0\0\0\2\0\0\0\3abc",
-            r"cut short: its header announces 12 bytes, for int16 of shape \(2, 3\), and 3 are",
-        ),
-        (b"\0\0\x08\x01\0\0\0\1ab", "goes on after its data: .* 1 bytes.* and 2 are there"),
-        (b"\x1f\x8b\x08\0", "gzipped file is damaged"),
-        (b"", "The file is empty"),
+        (b"\0\0\x0b\x02\0\0\0\2\0\0\0\3abc", r"12 bytes.*int16.*\(2, 3\).* 3 "),
+        (b"\0\0\x08\x01\0\0\0\1ab", "goes on after its data.* 1 bytes.* 2 "),
     ],
 )
 def test_bad_idx_files_get_one_sentence(tmp_path, content, sentence):
@@ -389,18 +347,17 @@ def test_the_test_images_alone_are_split_four_to_one(tmp_path):
 
 
 def test_image_directories_that_cannot_serve_get_one_sentence(tmp_path):
-    with pytest.raises(OSError, match="no such directory: .*nowhere"):
-        corpora.mnist(tmp_path / "nowhere")
-    with pytest.raises(OSError, match="no such directory: .*nowhere. .*'fashion_mnist'"):
-        corpora.load_images(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte and t10k-labels.*is nothing: "):
+    for load in (corpora.mnist, corpora.load_images):
+        with pytest.raises(OSError, match="no such directory: .*nowhere"):
+            load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte and t10k-labels.*nothing"):
         corpora.mnist(tmp_path)
     write_images(tmp_path, "train", 5)
-    with pytest.raises(ValueError, match="t10k-images.* must be here, and there is train-images"):
+    with pytest.raises(ValueError, match="t10k-images.*train-images"):
         corpora.mnist(tmp_path)
     write_images(tmp_path, "t10k", 1)
     (tmp_path / "train-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match="^train-labels-idx1-ubyte .or .* must be here"):
+    with pytest.raises(ValueError, match="^train-labels-idx1-ubyte "):
         corpora.mnist(tmp_path)
     (tmp_path / "train-images-idx3-ubyte").unlink()
     with pytest.raises(ValueError, match="at least 2 images"):
@@ -413,11 +370,9 @@ def test_image_directories_that_cannot_serve_get_one_sentence(tmp_path):
         (np.zeros((2, 4), "u1"), np.zeros(2, "u1")),
         (np.zeros((2, 4, 4), "f4"), np.zeros(2, "u1")),
         (np.zeros((2, 4, 4), "u1"), np.zeros(3, "u1")),
-        (np.zeros((2, 4, 4), "u1"), np.zeros(2, "i4")),
-        (np.zeros((0, 4, 4), "u1"), np.zeros(0, "u1")),
     ],
 )
-def test_images_and_labels_that_do_not_belong_together_are_refused(tmp_path, images, labels):
+def test_images_and_labels_that_do_not_belong_together_raise(tmp_path, images, labels):
     (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(images))
     (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels))
     with pytest.raises(
@@ -426,7 +381,7 @@ def test_images_and_labels_that_do_not_belong_together_are_refused(tmp_path, ima
         corpora.mnist(tmp_path)
 
 
-def test_without_a_network_one_sentence_names_the_way_out(tmp_path):
+def test_without_a_network_one_sentence_names_the_fix(tmp_path):
     code = (
         "from kdpkit import corpora\n"
         "for name in ('mnist', 'fashion_mnist'):\n"
@@ -443,8 +398,8 @@ def test_without_a_network_one_sentence_names_the_way_out(tmp_path):
         check=True,
     ).stdout
     for name in ("mnist", "fashion_mnist"):
-        assert f"Keras could not download {name} (URL fetch failure on https://" in printed
-    assert printed.count("Give a directory with its IDX files, or use the built-in digits.") == 2
+        assert f"could not download {name} (URL fetch failure on https://" in printed
+    assert printed.count("built-in digits") == 2
 
 
 def test_text_and_images_are_read_from_object_storage(remote):
@@ -457,7 +412,7 @@ def test_text_and_images_are_read_from_object_storage(remote):
         "images/t10k-labels-idx1-ubyte": idx(images[:, 0, 0]),
     }
     for name, content in files.items():
-        with _files.replacing(f"{remote}/{name}") as temporary:
+        with atomic_files.replacing(f"{remote}/{name}") as temporary:
             temporary.write_bytes(content)
     assert corpora.load_text(f"{remote}/text.txt").test == ("three",)
     assert corpora.load_text(f"{remote}/wiki").train == ("a", "b")

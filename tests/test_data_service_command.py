@@ -1,4 +1,4 @@
-"""`kdpkit data-service` as a process: where it serves, how it ends, what it refuses."""
+"""`kdpkit data-service` as a process: where it serves, how it ends, what it does not support."""
 
 import contextlib
 import json
@@ -39,7 +39,7 @@ def command(*flags):
 
 
 @pytest.mark.slow
-def test_it_says_where_it_serves_and_serves_until_it_is_ended():
+def test_it_prints_where_it_serves_and_serves_until_it_is_ended():
     with command("--port", "0", "--host", "localhost", "--import", "json") as process:
         line = process.stdout.readline()
         address = line.split()[2].rstrip(";")
@@ -51,7 +51,7 @@ def test_it_says_where_it_serves_and_serves_until_it_is_ended():
         assert process.wait(SOON) == 143
 
 
-def test_ctrl_c_ends_it_and_json_says_where_it_was(capsys):
+def test_ctrl_c_ends_it_and_json_has_where_it_was(capsys):
     before = signal.getsignal(signal.SIGINT)
 
     def press():

@@ -38,7 +38,6 @@ ON_JAX = {
         "tests/diagnostics/test_tpu_callbacks.py",
         "tests/diagnostics/test_tpu_data.py",
         "tests/diagnostics/test_tpu_step_jax.py",
-        "tests/diagnostics/test_tpu_widths.py",
     ],
     "exact": [
         "tests/training/test_exact_jax.py",
@@ -76,13 +75,13 @@ def run(command, **environment):
 def test_what_serves_both_backends_passes_on_jax(files, request):
     all_of_them = request.config.getoption("exhaustive")
     # What is slow and not about JAX alone is the same again.
-    which = ["--exhaustive"] if all_of_them else ["-m", "not slow or jax"]
+    which = ["--exhaustive"] if all_of_them else ["--all", "-m", "not slow or jax"]
     run([sys.executable, "-m", "pytest", "-n", "0", *which, *files], KERAS_BACKEND="jax")
 
 
 @pytest.mark.slow
-def test_ctrl_c_on_jax_leaves_the_weights_whole():
-    interrupt = ["tests/test_interrupt.py", "-m", "jax"]
+def test_ctrl_c_on_jax_leaves_the_weights_complete():
+    interrupt = ["tests/test_interrupt.py", "--all", "-m", "jax"]
     run([sys.executable, "-m", "pytest", "-n", "0", *interrupt], KERAS_BACKEND="jax")
 
 
@@ -162,7 +161,8 @@ strategy = sharding.data_mesh(2)
 loop = training.TrainingLoop(model, optimizer="sgd", loss="mse", strategy=strategy)
 print("loop:", *loop.fit(Batches(), epochs=1, verbose=0).history, loop.predict(Batches()).shape)
 
-from kdpkit import _storage, batches
+from kdpkit import batches
+from kdpkit._internal import storage
 resume = callbacks.Resume("memory://run")
 saving = [
     callbacks.TensorBoard("memory://run/logs"),
@@ -170,7 +170,7 @@ saving = [
 ]
 train = resume.track(batches.ArrayBatches((x, x[:, :1]), global_batch_size=4))
 model.fit(train, shuffle=False, callbacks=[*saving, resume], verbose=0)
-print("stored:", [path.name for path in _storage.path("memory://run").iterdir()])
+print("stored:", [path.name for path in storage.path("memory://run").iterdir()])
 try:
     callbacks.Resume("gs://bucket/run")
 except ValueError as error:
@@ -195,8 +195,8 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "run: _hparams_/session_start_info hyperparameters _hparams_/session_end" in printed
     assert "loop: loss (12, 1)" in printed
     assert "stored: ['.lock', 'logs', 'model-1.keras', 'state-000001-000000000.npz']" in printed
-    assert "gs: Nothing that is installed reads and writes gs:// (" in printed
-    assert "TPU: tile-batch unseen-batches\n" in printed  # three rows in each of four
+    assert "gs: No installed package reads and writes gs:// (" in printed
+    assert "TPU: tile-batch unseen-batches\n" in printed  # three examples in each of four
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
     images = np.zeros((70, 8, 8), "uint8")
     for split, rows in (("train", 70), ("t10k", 9)):

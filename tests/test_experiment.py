@@ -1,4 +1,5 @@
 import argparse
+import gc
 import itertools
 import json
 import math
@@ -13,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kdpkit
 from kdpkit import experiment
+from kdpkit.experiment import _strategy
 from kdpkit.testing import tiny_classifier, toy_classification
 
 
@@ -26,37 +27,9 @@ def parser(**arguments):
 # Imports
 
 
-QUICK = """
-import gc, sys
-from kdpkit import experiment
-{first}
-gc.set_threshold(700, 10, 10)
-frozen = gc.get_freeze_count()
-with experiment.quick_imports():
-    print(gc.isenabled())
-    import keras
-print(gc.isenabled(), gc.get_freeze_count() - frozen > 100_000)
-"""
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("first", "said"),
-    [
-        ("", ["False", "True True"]),
-        ("import keras", ["True", "True False"]),
-        ("gc.disable()", ["False", "False True"]),
-    ],
-    ids=["Keras comes with it", "Keras is there", "nothing is collected"],
-)
-def test_quick_imports_collect_nothing_and_leave_the_collector_as_it_was(first, said):
-    code = [sys.executable, "-c", QUICK.format(first=first)]
-    printed = subprocess.run(code, capture_output=True, text=True, timeout=300, check=True).stdout
-    assert printed.splitlines() == said
-
-
-def test_quick_imports_that_fail_leave_the_collector_as_it_was():
-    failing = """
+def test_quick_imports_collect_nothing_and_leave_the_collector_as_it_was():
+    code = """
 import gc
 from kdpkit import experiment
 try:
@@ -64,10 +37,19 @@ try:
         import keras_and_tensorflow
 except ImportError:
     print(gc.isenabled())
+with experiment.quick_imports():
+    print(gc.isenabled())
+    import keras
+print(gc.isenabled(), gc.get_freeze_count() > 100_000)
 """
-    code = [sys.executable, "-c", failing]
-    printed = subprocess.run(code, capture_output=True, text=True, timeout=300, check=True).stdout
-    assert printed == "True\n"
+    assert in_a_new_process(code) == "True\nFalse\nTrue True\n"
+
+
+def test_where_keras_is_loaded_imports_are_as_ever():
+    frozen = gc.get_freeze_count()
+    with experiment.quick_imports():
+        assert gc.isenabled()
+    assert gc.get_freeze_count() == frozen
 
 
 # Flags
@@ -93,12 +75,6 @@ def test_without_flags_the_recipes_defaults_hold(monkeypatch):
     }
 
 
-def test_the_cache_lies_under_the_home_directory_by_default(monkeypatch, tmp_path):
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert parser().parse_args([]).cache_dir == tmp_path / ".cache" / "kdpkit"
-
-
 @given(st.permutations(["--smoke", "--epochs=5", "--hidden=9"]), st.integers(0, 3))
 def test_smoke_sets_what_was_not_given(flags, count):
     recipe = parser(smoke={"epochs": 1, "steps_per_epoch": 4, "hidden": 2})
@@ -112,29 +88,17 @@ def test_smoke_sets_what_was_not_given(flags, count):
     assert args.hidden == (9 if "--hidden=9" in given_flags else default)
 
 
-def test_one_smoke_run_does_not_change_the_next():
-    recipe = parser(smoke={"epochs": 1})
-    assert [recipe.parse_args(flags).epochs for flags in (["--smoke"], [])] == [1, 5]
-
-
-def test_a_smoke_setting_without_its_flag_is_our_mistake():
-    with pytest.raises(AssertionError, match="does not have: .'epoch'"):
-        parser(smoke={"epoch": 1}).parse_args(["--smoke"])
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--epochs", "0"], "argument --epochs: must be a positive integer. Received: '0'. The fl"),
-        (["--replicas", "-1"], "argument --replicas: must be a positive integer. Received: '-1'"),
-        (["--steps-per-epoch", "1.5"], "argument --steps-per-epoch: must be a positive integer"),
+        (["--epochs", "0"], "--epochs: must be a positive integer. Received: '0'"),
+        (["--steps-per-epoch", "1.5"], "--steps-per-epoch: must be a positive integer"),
         (["--per-replica-batch-size", "many"], "--per-replica-batch-size: must be a positive"),
-        (["--base-learning-rate", "0"], "--base-learning-rate: must be a positive number"),
         (["--base-learning-rate", "nan"], "--base-learning-rate: must be a positive number"),
-        (["--seed", "-1"], "argument --seed: must be a non-negative integer. Received: '-1'"),
-        (["--rule", "cubic"], "argument --rule: invalid choice: 'cubic'"),
+        (["--seed", "-1"], "--seed: .* Received: '-1'"),
+        (["--seed", "4294967296"], "--seed: .*'4294967296'"),
+        (["--rule", "cubic"], "--rule: invalid choice: 'cubic'"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3. The flags are listed by --help."),
-        (["--epochs"], "argument --epochs: expected one argument."),
     ],
 )
 def test_bad_flags_get_one_sentence(flags, sentence):
@@ -142,7 +106,7 @@ def test_bad_flags_get_one_sentence(flags, sentence):
         parser().parse_args(flags)
 
 
-def test_places_to_write_are_made_and_tried_before_the_run(tmp_path):
+def test_paths_to_write_are_made_and_tried_before_the_run(tmp_path):
     flags = ["--results", str(tmp_path / "a" / "r.json"), "--log-dir", str(tmp_path / "b" / "c")]
     args = parser().parse_args(flags)
     assert args.results.parent.is_dir()
@@ -150,28 +114,20 @@ def test_places_to_write_are_made_and_tried_before_the_run(tmp_path):
     assert not any(args.results.parent.iterdir())
 
 
-def test_places_that_cannot_be_written_are_refused_before_the_run(tmp_path):
+def test_paths_that_cannot_be_written_raise_before_the_run(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(
-        ValueError, match="--results: cannot be written .* Received: '.*/results.json'"
+    for flag, path in (
+        ("--results", tmp_path),
+        ("--results", tmp_path / "file" / "results.json"),
+        ("--results", "/proc/results.json"),
+        ("--log-dir", tmp_path / "file"),
+        ("--resume", "/proc"),
     ):
-        parser().parse_args(["--results", str(tmp_path / "file" / "results.json")])
-    with pytest.raises(ValueError, match="--results: must be a regular file"):
-        parser().parse_args(["--results", str(tmp_path)])
-    with pytest.raises(
-        ValueError, match="--log-dir: cannot be written .a file is in its place.. Rec"
-    ):
-        parser().parse_args(["--log-dir", str(tmp_path / "file")])
+        with pytest.raises(ValueError, match=f"{flag}: .*Received: '{path}'"):
+            parser().parse_args([flag, str(path)])
 
 
-@pytest.mark.skipif(not Path("/proc/self").exists(), reason="/proc holds no user's files")
-def test_places_that_exist_are_tried_by_writing():
-    for flags in (["--log-dir", "/proc"], ["--results", "/proc/results.json"]):
-        with pytest.raises(ValueError, match="cannot be written .* Received: '/proc"):
-            parser().parse_args(flags)
-
-
-def test_help_says_what_the_recipe_is(capsys):
+def test_help_describes_the_recipe(capsys):
     with pytest.raises(SystemExit):
         parser().parse_args(["--help"])
     assert "\nTrains.\n" in capsys.readouterr().out
@@ -188,9 +144,7 @@ def strategy(kind, replicas=None):
     ("kind", "replicas", "expected"),
     [
         ("auto", None, "no strategy: 1 replica on CPU:0"),
-        ("auto", 1, "no strategy: 1 replica on CPU:0"),
         ("auto", 2, "MirroredStrategy: 2 replicas on CPU:0, CPU:1"),
-        ("one", None, "no strategy: 1 replica on CPU:0"),
         ("one", 1, "no strategy: 1 replica on CPU:0"),
         ("mirrored", 1, "MirroredStrategy: 1 replica on CPU:0"),
         ("mirrored", 3, "MirroredStrategy: 3 replicas on CPU:0, CPU:1, CPU:2"),
@@ -205,16 +159,10 @@ def test_flags_name_a_strategy(kind, replicas, expected):
 @pytest.mark.parametrize(
     ("kind", "replicas", "sentence"),
     [
-        ("one", 2, "'one' trains a single replica. Received: replicas=2. Use `--strategy mirr"),
-        (
-            "multi_worker",
-            2,
-            "'multi_worker' takes its replicas from the cluster.*replicas=2.*Leave",
-        ),
-        ("tpu", 8, "'tpu' takes its replicas from the cluster"),
+        ("one", 2, "'one'.*replicas=2"),
+        ("multi_worker", 2, "'multi_worker'.*replicas=2"),
+        ("tpu", 8, "'tpu'.*replicas=8"),
         ("mirrored", 9, "runtime has started with 8 logical CPU"),
-        ("mirored", 2, "`kind` must be one of 'auto'"),
-        ("mirored", None, "`kind` must be one of 'auto'"),
     ],
 )
 def test_strategies_that_cannot_be_had_get_one_sentence(kind, replicas, sentence):
@@ -234,17 +182,20 @@ def in_a_new_process(code, **environment):
 
 
 @pytest.mark.slow
-def test_a_new_process_has_its_cpu_split_into_replicas():
+def test_a_new_process_has_its_cpu_split_unless_it_has_devices_enough():
     code = """
 from argparse import Namespace
 from kdpkit import experiment, strategies
-for replicas in (4, 2):
-    strategy = experiment.strategy_from(Namespace(strategy="mirrored", replicas=replicas))
-    print(strategies.describe(strategy))
+strategies.split_device("CPU", 4)
+for replicas in (2, 4, 5):
+    try: strategy = experiment.strategy_from(Namespace(strategy="mirrored", replicas=replicas))
+    except ValueError as error: print(error)
+    else: print(experiment.describe(strategy))
 """
-    four, two = in_a_new_process(code).splitlines()
-    assert four == "MirroredStrategy: 4 replicas on CPU:0, CPU:1, CPU:2, CPU:3"
+    two, four, five = in_a_new_process(code).splitlines()
     assert two == "MirroredStrategy: 2 replicas on CPU:0, CPU:1"
+    assert four == "MirroredStrategy: 4 replicas on CPU:0, CPU:1, CPU:2, CPU:3"
+    assert "runtime has started with 4 logical CPU" in five
 
 
 @pytest.mark.slow
@@ -253,6 +204,7 @@ def test_on_jax_the_strategy_is_a_distribution_over_as_many_devices():
 from argparse import Namespace
 import keras
 from kdpkit import experiment
+from kdpkit.experiment import _strategy
 strategy = experiment.strategy_from(Namespace(strategy="mirrored", replicas=3))
 print(strategy.num_replicas_in_sync, experiment.describe(strategy))
 print(keras.distribution.distribution() is strategy)
@@ -274,15 +226,16 @@ def test_the_plan_of_a_run_follows_its_flags():
 
 
 @pytest.mark.slow
-def test_other_backends_are_refused():
+def test_other_backends_raise():
     code = """
 from argparse import Namespace
 from kdpkit import experiment
+from kdpkit.experiment import _strategy
 try: experiment.strategy_from(Namespace(strategy="mirrored", replicas=2))
 except ValueError as error: print(error)
 """
     printed = in_a_new_process(code, KERAS_BACKEND="numpy")
-    assert "Received: backend='numpy'. Run with KERAS_BACKEND=tensorflow or" in printed
+    assert "KERAS_BACKEND='numpy'" in printed
 
 
 @pytest.mark.parametrize("answer", ["81079", "[N/A]", None])
@@ -294,34 +247,31 @@ def test_the_gpu_memory_to_divide_is_the_drivers_answer(tmp_path, monkeypatch, a
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
     if answer == "81079":
-        assert experiment._free_gpu_memory_mb() == 81079
+        assert _strategy._free_gpu_memory_mb() == 81079
     else:
         with pytest.raises(ValueError, match="cannot be split.*`memory_limit_mb` before"):
-            experiment._free_gpu_memory_mb()
+            _strategy._free_gpu_memory_mb()
 
 
 # Progress
 
 
-def test_away_from_a_terminal_progress_is_one_line(capsys):
+def test_progress_is_one_line_after_a_bar_on_a_terminal(capsys, monkeypatch):
     assert list(experiment.track(iter(range(1234)), "Counting")) == list(range(1234))
     printed = capsys.readouterr().out
     assert printed.startswith("Counting: 1,234 in ")
     assert printed.count("\n") == 1
-
-
-def test_progress_that_is_not_finished_claims_nothing(capsys):
-    assert list(itertools.islice(experiment.track(range(10), "Counting"), 3)) == [0, 1, 2]
-    assert capsys.readouterr().out == ""
-
-
-def test_on_a_terminal_there_is_a_bar(capsys, monkeypatch):
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TERM", "xterm")
     list(experiment.track(range(10), "Counting", total=10))
     bar, line = capsys.readouterr().out.rsplit("Counting: 10 in ", 1)
     assert "100%" in bar
     assert line.count("\n") == 1
+
+
+def test_progress_that_is_not_finished_claims_nothing(capsys):
+    assert list(itertools.islice(experiment.track(range(10), "Counting"), 3)) == [0, 1, 2]
+    assert capsys.readouterr().out == ""
 
 
 # Results
@@ -334,10 +284,10 @@ json_values = st.recursive(
 
 
 def strict(text):
-    def refuse(constant):
+    def fail(constant):
         raise ValueError(f"{constant} is not JSON")
 
-    return json.loads(text, parse_constant=refuse)
+    return json.loads(text, parse_constant=fail)
 
 
 def finite(value):
@@ -348,7 +298,7 @@ def finite(value):
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-@settings(max_examples=50)
+@settings(max_examples=25)
 @given(results=st.dictionaries(st.text(), json_values))
 def test_results_are_strict_json_with_null_for_what_is_not_finite(tmp_path_factory, results):
     path = tmp_path_factory.getbasetemp() / "results" / "r.json"
@@ -357,8 +307,11 @@ def test_results_are_strict_json_with_null_for_what_is_not_finite(tmp_path_facto
     assert [file.name for file in path.parent.iterdir()] == ["r.json"]
 
 
-def test_results_of_arrays_and_tensors_are_plain_numbers(tmp_path):
+def test_results_of_arrays_and_tensors_are_plain_numbers(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     path = tmp_path / "r.json"
+    experiment.write_results(None, {"a": 1})
+    assert not any(tmp_path.iterdir())
     experiment.write_results(
         path,
         {
@@ -368,7 +321,7 @@ def test_results_of_arrays_and_tensors_are_plain_numbers(tmp_path):
             "tensor": keras.ops.ones((2,), dtype="bfloat16"),
             "variable": keras.Variable(3.0),
             "path": Path("logs"),
-            ("tuple", 1): (np.bool_(True), None),
+            "tuple": (np.bool_(True), None),
         },
     )
     assert strict(path.read_text()) == {
@@ -378,17 +331,11 @@ def test_results_of_arrays_and_tensors_are_plain_numbers(tmp_path):
         "tensor": [1.0, 1.0],
         "variable": 3.0,
         "path": "logs",
-        "('tuple', 1)": [True, None],
+        "tuple": [True, None],
     }
 
 
-def test_without_a_path_nothing_is_written(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    experiment.write_results(None, {"a": 1})
-    assert not any(tmp_path.iterdir())
-
-
-def test_results_of_a_run_say_what_happened(tmp_path):
+def test_results_of_a_run_record_what_happened(tmp_path):
     from kdpkit import callbacks, strategies
 
     mirrored = strategies.select_strategy("mirrored", devices=2)
@@ -437,13 +384,6 @@ def test_what_was_not_measured_is_left_open():
     assert "tokens_per_second" not in results
 
 
-def test_versions_name_what_ran():
-    versions = experiment.versions()
-    assert versions["keras"] == keras.__version__
-    assert versions["kdpkit"] == kdpkit.__version__
-    assert versions[versions["backend"]]
-
-
 # Programs
 
 
@@ -456,10 +396,9 @@ def exit_of(main):
 def test_bad_input_ends_a_program_with_one_sentence(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["recipes/cnn_fit.py", "--epochs", "0"])
     assert exit_of(lambda: parser().parse_args()) == 2
-    assert capsys.readouterr().err == (
-        "cnn_fit.py: argument --epochs: must be a positive integer. Received: '0'. "
-        "The flags are listed by --help.\n"
-    )
+    printed = capsys.readouterr().err
+    assert printed.startswith("cnn_fit.py: argument --epochs: must be a positive integer.")
+    assert printed.count("\n") == 1
 
 
 def test_ctrl_c_ends_a_program_with_130_and_one_line(capsys, monkeypatch):
@@ -468,7 +407,7 @@ def test_ctrl_c_ends_a_program_with_130_and_one_line(capsys, monkeypatch):
 
     monkeypatch.setattr(sys, "argv", ["cnn_fit.py"])
     assert exit_of(interrupted) == 130
-    assert capsys.readouterr().err == "cnn_fit.py: interrupted.\n"
+    assert capsys.readouterr().err.startswith("cnn_fit.py: ")
 
 
 def test_other_errors_keep_their_traceback():
@@ -479,39 +418,17 @@ def test_other_errors_keep_their_traceback():
         experiment.run(failing)
 
 
-def test_a_program_that_ends_well_returns():
-    assert experiment.run(lambda: {"history": {}}) is None
-
-
-def test_collecting_gives_the_examples_in_order_as_one_array(capsys):
+def test_collecting_puts_the_examples_in_order_into_one_array(capsys):
     import tensorflow as tf
 
-    rows = tf.data.Dataset.from_tensor_slices([[1, 2], [3, 4], [5, 6]])
-    np.testing.assert_array_equal(experiment.collect(rows, "Reading"), [[1, 2], [3, 4], [5, 6]])
+    examples = tf.data.Dataset.from_tensor_slices([[1, 2], [3, 4], [5, 6]])
+    np.testing.assert_array_equal(experiment.collect(examples, "Reading"), [[1, 2], [3, 4], [5, 6]])
     assert capsys.readouterr().out.startswith("Reading: 3 in ")
+    with pytest.raises(ValueError, match="while_doing='Reading'"):
+        experiment.collect(examples.take(0), "Reading")
 
 
-def test_collecting_nothing_is_refused():
-    import tensorflow as tf
-
-    none = tf.data.Dataset.range(5).filter(lambda number: number > 9)
-    with pytest.raises(ValueError, match="No example is left. Received: while_doing='Reading'"):
-        experiment.collect(none, "Reading")
-
-
-def test_a_model_is_saved_whole_under_its_name(tmp_path):
-    model = tiny_classifier()
-    experiment.save_model(model, tmp_path / "model.keras")
-    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
-    for one, other in zip(
-        keras.models.load_model(tmp_path / "model.keras").get_weights(),
-        model.get_weights(),
-        strict=True,
-    ):
-        np.testing.assert_array_equal(one, other)
-
-
-def test_places_in_object_storage_are_tried_and_written(remote):
+def test_paths_in_object_storage_are_tried_and_written(remote):
     flags = ["--results", f"{remote}/a/r.json", "--log-dir", f"{remote}/b/c"]
     flags += ["--resume", f"{remote}/s", "--cache-dir", f"{remote}/cache"]
     args = parser().parse_args(flags)
@@ -527,12 +444,12 @@ def test_places_in_object_storage_are_tried_and_written(remote):
         loaded = keras.models.load_model(file)
     np.testing.assert_array_equal(loaded.get_weights()[0], model.get_weights()[0])
     with experiment.writing(args.log_dir / "notes.txt") as file:
-        file.write_text("whole")
-    assert (args.log_dir / "notes.txt").read_text() == "whole"
+        file.write_text("complete")
+    assert (args.log_dir / "notes.txt").read_text() == "complete"
 
 
 @pytest.mark.parametrize("flag", ["--log-dir", "--resume", "--results"])
 @pytest.mark.parametrize("path", ["file:///sys/kernel/x", "nope://bucket/x"])
-def test_places_in_object_storage_that_cannot_be_written_are_refused(flag, path):
-    with pytest.raises(ValueError, match=f"{flag}: .*{path}.*[^.]\\. The flags are listed by"):
+def test_paths_in_object_storage_that_cannot_be_written_raise(flag, path):
+    with pytest.raises(ValueError, match=f"{flag}: .*Received: '{path}'"):
         parser().parse_args([flag, path])

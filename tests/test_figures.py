@@ -59,7 +59,7 @@ def test_a_plain_rate_and_an_unmeasured_speed_are_drawn_too(results, tmp_path):
     assert pyplot.get_fignums() == []
 
 
-def test_what_is_left_out_of_results_is_left_out_of_the_picture(results, tmp_path):
+def test_what_is_left_out_of_results_is_left_out_of_the_figure(results, tmp_path):
     experiment.plot_results({"history": results["history"]}, tmp_path / "bare.png")
     results["schedule"] = {"class_name": "Mine", "config": {}, "registered_name": "app>Mine"}
     experiment.plot_results(results, tmp_path / "unknown.png")

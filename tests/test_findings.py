@@ -2,8 +2,8 @@ import json
 
 import pytest
 
-from kdpkit import _findings
-from kdpkit._findings import Finding
+from kdpkit._internal import check_results
+from kdpkit._internal.check_results import Finding
 
 LONG = Finding(
     "dynamic-shape",
@@ -15,7 +15,7 @@ LONG = Finding(
 )
 
 
-def test_a_finding_reads_well_at_80_columns_and_keeps_paths_whole():
+def test_a_finding_reads_well_at_80_columns_and_does_not_break_paths():
     lines = str(LONG).splitlines()
     assert lines[0] == "refused  dynamic-shape: train, x['token_ids']"
     assert all(len(line) <= 80 for line in lines if "/a/path" not in line)
@@ -23,17 +23,22 @@ def test_a_finding_reads_well_at_80_columns_and_keeps_paths_whole():
     assert all(line.startswith("    ") for line in lines[1:])
 
 
-def test_findings_are_sorted_by_level_and_said_once():
+def test_findings_are_sorted_by_level_and_reported_once():
     levels = ["note", "slow", "refused", "slow", "wrong"]
-    found = [Finding("rule", level, "here", "Wrong.", "Mend it.") for level in levels]
-    assert [one.level for one in _findings.in_order(found)] == ["refused", "wrong", "slow", "note"]
+    found = [Finding("rule", level, "here", "Wrong.", "Fix it.") for level in levels]
+    assert [one.level for one in check_results.in_order(found)] == [
+        "refused",
+        "wrong",
+        "slow",
+        "note",
+    ]
 
 
-def test_findings_as_json_hold_all_they_say():
-    (read,) = json.loads(json.dumps(_findings.as_dicts([LONG])))
+def test_findings_as_json_hold_all_their_text():
+    (read,) = json.loads(json.dumps(check_results.as_dicts([LONG])))
     assert Finding(**read) == LONG
 
 
-def test_an_unknown_level_is_refused():
+def test_an_unknown_level_raises():
     with pytest.raises(ValueError, match="`level` must be one of 'refused', 'wrong', .*'bad'"):
-        Finding("rule", "bad", "here", "Wrong.", "Mend it.")
+        Finding("rule", "bad", "here", "Wrong.", "Fix it.")

@@ -62,7 +62,7 @@ class Hosts:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
     def _on(self, index):
-        """Say how a host runs a command; its name is its address, which JAX looks up."""
+        """How a host runs a command; its name is its address, which JAX looks up."""
         enter = ["ip", "netns", "exec", self.names[index], "unshare", "--uts", "sh", "-c"]
         return [*enter, f'hostname {ADDRESSES[index]}; exec "$@"', "host"]
 
@@ -82,11 +82,11 @@ class Hosts:
             self.running.append(process)
 
     def wait_for(self, text):
-        """Wait until both have said something."""
+        """Wait until both have printed something."""
         end = time.monotonic() + LIMIT
         while not all(text in output.read_text() for output in self.outputs):
-            assert time.monotonic() < end, self.said()
-            assert [process.poll() for process in self.running] == [None, None], self.said()
+            assert time.monotonic() < end, self.shown()
+            assert [process.poll() for process in self.running] == [None, None], self.shown()
             time.sleep(0.2)
 
     def cut_the_cable(self):
@@ -96,19 +96,19 @@ class Hosts:
         end = time.monotonic() + LIMIT
         return [process.wait(max(end - time.monotonic(), 0)) for process in self.running]
 
-    def said(self):
+    def shown(self):
         return [output.read_text() for output in self.outputs]
 
 
 @pytest.mark.skipif(not shutil.which("ip"), reason="the command `ip` is not there")
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_when_the_network_is_cut_both_hosts_say_so_and_end(tmp_path, backend):
+def test_when_the_network_is_cut_both_hosts_report_it_and_end(tmp_path, backend):
     with Hosts(tmp_path) as hosts:
         hosts.start(backend)
         hosts.wait_for("step 3")
         hosts.cut_the_cable()
         codes = hosts.end()
-        said = hosts.said()
-    for code, output in zip(codes, said, strict=True):
+        shown = hosts.shown()
+    for code, output in zip(codes, shown, strict=True):
         assert code in (43, -signal.SIGABRT), output
         assert "Start all processes again" in output

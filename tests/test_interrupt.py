@@ -95,7 +95,7 @@ def assert_stops_after(steps, log_dir, press, build=compiled, **arguments):
 
 
 @pytest.mark.parametrize("build", [compiled, mirrored])
-def test_training_ends_with_the_step_at_hand_and_is_saved(tmp_path, capfd, build):
+def test_training_ends_with_the_current_step_and_is_saved(tmp_path, capfd, build):
     assert_stops_after(3, tmp_path, PressCtrlC("on_train_batch_end", 2), build)
     printed = capfd.readouterr()
     assert "Ctrl-C: training ends with this step. Press it again to stop at once." in printed.err
@@ -107,7 +107,7 @@ def test_training_ends_with_the_step_at_hand_and_is_saved(tmp_path, capfd, build
 
 
 @pytest.mark.parametrize("build", [compiled, mirrored])
-def test_validation_ends_early_and_nobody_takes_it_for_whole(tmp_path, build):
+def test_validation_ends_early_and_nobody_takes_it_for_complete(tmp_path, build):
     press = PressCtrlC("on_test_batch_end", 2)
     assert_stops_after(10, tmp_path, press, build, validation_data=(X, Y), validation_batch_size=4)
     assert press.hooks.count("on_test_batch_end") == 4
@@ -160,7 +160,7 @@ def test_where_resume_keeps_the_state_the_sentence_names_it(tmp_path, capfd, hoo
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_without_a_log_directory_it_says_that_nothing_was_saved(capfd):
+def test_without_a_log_directory_it_reports_that_nothing_was_saved(capfd):
     with pytest.raises(KeyboardInterrupt):
         fit(compiled(), None, PressCtrlC("on_train_batch_end", 2))
     assert "Nothing was saved; with a log directory (--log-dir)" in capfd.readouterr().out

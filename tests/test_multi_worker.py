@@ -5,7 +5,8 @@ import json
 import pytest
 import tensorflow as tf
 
-from kdpkit import _multi_worker, strategies
+from kdpkit import strategies
+from kdpkit._internal import multi_worker
 
 TWO = {"worker": ["a:1", "b:2"]}
 FIRST = {"type": "worker", "index": 0}
@@ -14,7 +15,7 @@ pytestmark = pytest.mark.tensorflow
 
 
 def read(cluster, task):
-    return _multi_worker.read({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
+    return multi_worker.read({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
 
 
 def test_workers_and_a_chief_train_in_step():
@@ -30,12 +31,12 @@ def test_workers_and_a_chief_train_in_step():
         ({"worker": ["a:1", "a:1"]}, FIRST, "an address of its own"),
     ],
 )
-def test_a_cluster_of_another_kind_is_refused(cluster, task, sentence):
+def test_a_cluster_of_another_kind_raises(cluster, task, sentence):
     with pytest.raises(ValueError, match=sentence):
         read(cluster, task)
 
 
-def test_a_start_after_the_first_tensor_is_refused(monkeypatch):
+def test_a_start_after_the_first_tensor_raises(monkeypatch):
     tf.constant(0)
     monkeypatch.setenv("TF_CONFIG", json.dumps({"cluster": TWO, "task": FIRST}))
     with pytest.raises(ValueError, match="has computed before .* Received: process=0. Call"):
@@ -49,7 +50,7 @@ def test_a_start_after_the_first_tensor_is_refused(monkeypatch):
         ({"start_timeout_seconds": 0}, "`start_timeout_seconds` must be a positive integer"),
     ],
 )
-def test_bad_settings_are_refused(arguments, sentence):
+def test_bad_settings_raise(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         strategies.select_strategy("multi_worker", **arguments)
 

@@ -23,8 +23,9 @@ import pytest
 import tensorflow as tf
 
 import kdpkit
-from kdpkit import _servers, launch, strategies
 from kdpkit import cluster as cluster_module
+from kdpkit import launch, strategies
+from kdpkit._internal import parameter_servers
 from tests import parameter_server_process as program
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -72,7 +73,7 @@ class Process:
             time.sleep(0.02)
 
     def end(self):
-        """Wait for its end; give the exit code and what it wrote."""
+        """Wait for its end; return the exit code and what it wrote."""
         code = self._process.wait(timeout=LIMIT)
         self._reader.join(timeout=10)
         return code, "".join(self.lines)
@@ -142,7 +143,7 @@ def assert_close(one, other):
 # Processes that train, and are killed. Each takes seconds to start, so that they do it in a row.
 
 SLOW = 8  # products of matrices in a step, which then lasts long enough to be interrupted
-REFUSED = [
+INVALID = [
     "XLA compiles no step.*jit=True",
     "every gradient is of other weights.*noise_scale=True. Estimate it on one device",
     "The scale of the loss depends.*LossScaleOptimizer",
@@ -157,28 +158,28 @@ REFUSED = [
 @pytest.mark.slow
 def test_a_cluster_trains_exactly_and_outlives_its_chief_and_its_workers(cluster, tmp_path):
     file, state, until = str(tmp_path / "model.keras"), str(tmp_path / "state"), tmp_path / "until"
-    whole = {"directory": state, "seconds": 2.0}
-    runs = [("classifier", {"model_file": file}), ("refused", {}), ("classifier", whole)]
+    resumable = {"directory": state, "seconds": 2.0}
+    runs = [("classifier", {"model_file": file}), ("invalid", {}), ("classifier", resumable)]
     chief = cluster.chief(*runs, workers=1)
     assert_is_what_one_device_trains(chief.result(), file)
-    for said, sentence in zip(chief.result(1)["said"], REFUSED, strict=True):
-        assert re.search(sentence, said), said
+    for printed, sentence in zip(chief.result(1)["printed"], INVALID, strict=True):
+        assert re.search(sentence, printed), printed
 
     # The chief is killed, in the last of these runs, and another goes on, with one more worker.
     chief.wait_for("step ", count=6 + random.randint(1, 2))
     time.sleep(random.uniform(0, 1.5))
     chief.kill()
     endless = {"products": SLOW, "epochs": 10_000, "until": str(until)}
-    chief = cluster.chief(("classifier", whole), ("slope", {}), ("slope", endless))
+    chief = cluster.chief(("classifier", resumable), ("slope", {}), ("slope", endless))
     resumed = chief.result()
     assert 1 <= len(resumed["seen"]) <= 6  # calls that were left of the six
     assert resumed["seen"][-1] == [8, 24]
     assert resumed["iterations"] == 24
-    assert resumed["history"]["rows"] == [program.ROWS] * 3
+    assert resumed["history"]["examples"] == [program.EXAMPLES] * 3
 
     slope = chief.result(1)
     assert slope["seen"] == [[25, 25], [50, 50], [25, 75], [50, 100]]
-    assert slope["rows"] == [400, 400]
+    assert slope["examples"] == [400, 400]
     rates = [0.05 * (1 - step / 100) for step in range(100)]
     assert slope["weight"] == pytest.approx(-sum(rates), rel=1e-5)  # each update at its own rate
 
@@ -194,7 +195,7 @@ def test_a_cluster_trains_exactly_and_outlives_its_chief_and_its_workers(cluster
 
 
 def kill_in_a_step(cluster, chief):
-    """Kill a worker in a step of the run at hand, and see that the other goes on."""
+    """Kill a worker in a step of the current run, and see that the other goes on."""
     chief.wait_for("step ", count=chief.count("step ") + 1)
     time.sleep(random.uniform(0, 1))
     cluster.servers["worker 1"].kill()
@@ -206,7 +207,7 @@ def assert_is_what_one_device_trains(found, file):
     expected = json.loads(json.dumps(expected, default=float))
     assert_close(found, expected)
     assert found["iterations"] == 24
-    own = {"Falling": program.Falling, "Rows": program.Rows}
+    own = {"Falling": program.Falling, "Examples": program.Examples}
     saved = keras.models.load_model(file, custom_objects=own)
     assert_close(
         {"weights": [weight.tolist() for weight in saved.get_weights()]},
@@ -220,7 +221,7 @@ def assert_every_step_counts_once(slope):
     steps = 25 * len(slope["seen"])
     assert slope["seen"] == [[25 + done % 50, 25 + done] for done in range(0, steps, 25)]
     assert slope["iterations"] == steps
-    assert sum(slope["rows"]) == 8 * steps
+    assert sum(slope["examples"]) == 8 * steps
     # An update that was under way is made once or, if it was not reported yet, twice.
     assert slope["weight"] == pytest.approx(-0.05 * steps, abs=5 * 0.05, rel=0.01)
 
@@ -231,10 +232,10 @@ def test_the_recipe_goes_on_under_the_launcher_when_a_parameter_server_is_killed
     results, state = tmp_path / "results.json", tmp_path / "state"
     recipe = shlex.join([sys.executable, str(ROOT / "recipes" / "parameter_server.py")])
     flags = f"--smoke --epochs 12 --steps-per-epoch 40 --results {results} --resume {state}"
-    says_its_end = f'echo "process $$"; {recipe} {flags}; code=$?; echo "code $code"; exit $code'
+    prints_its_end = f'echo "process $$"; {recipe} {flags}; code=$?; echo "code $code"; exit $code'
     command = ["launch", "--workers", "1", "--parameter-servers", "1", "--max-restarts", "1"]
     launcher = subprocess.Popen(
-        [sys.executable, "-m", "kdpkit", *command, "--", "sh", "-c", says_its_end],
+        [sys.executable, "-m", "kdpkit", *command, "--", "sh", "-c", prints_its_end],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -251,7 +252,7 @@ def test_the_recipe_goes_on_under_the_launcher_when_a_parameter_server_is_killed
     reader.start()
     try:
         deadline = time.monotonic() + LIMIT
-        while not [*state.glob("*")] or not (servers := said_by("ps 0", lines, "process")):
+        while not [*state.glob("*")] or not (servers := printed_by("ps 0", lines, "process")):
             assert launcher.poll() is None, "".join(lines)
             assert time.monotonic() < deadline, "".join(lines)
             time.sleep(0.02)
@@ -264,19 +265,19 @@ def test_the_recipe_goes_on_under_the_launcher_when_a_parameter_server_is_killed
         launcher.wait()
     output = "".join(lines)
     assert code == 0, output
-    assert said_by("chief", lines, "code") == ["43", "0"], output
+    assert printed_by("chief", lines, "code") == ["43", "0"], output
     sentence = "A parameter server is gone (ps 0), and with it a part of the model. Start all"
     assert output.count(sentence) == 1, output
     assert "ps 0 was ended by SIGKILL, before any other" in output
-    assert "All start again, on other ports (restart 1 of 1)." in output
+    assert "All processes start again, on other ports (restart 1 of 1)." in output
     found = json.loads(results.read_text())
     assert found["strategy"] == "ParameterServerStrategy: 1 worker, 1 parameter server"
     assert (found["steps"], found["replicas"], found["global_batch_size"]) == (480, 1, 8)
     assert found["test"]["accuracy"] > 0.5
 
 
-def said_by(name, lines, word):
-    """Give what follows a word in the lines of one process."""
+def printed_by(name, lines, word):
+    """Return what follows a word in the lines of one process."""
     found = [re.fullmatch(rf"{name} *\| {word} (\d+)\n", line) for line in [*lines]]
     return [match[1] for match in found if match]
 
@@ -284,33 +285,39 @@ def said_by(name, lines, word):
 # Clusters that cannot work.
 
 
-def place(monkeypatch, role="chief", **addresses):
+def set_cluster(monkeypatch, role="chief", **addresses):
     config = {"cluster": addresses, "task": {"type": role, "index": 0}}
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
 
 
-WHOLE = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
+COMPLETE = {"chief": ["localhost:1"], "worker": ["localhost:2"], "ps": ["localhost:3"]}
+
+
+def select():
+    strategies.select_strategy("parameter_server")
 
 
 @pytest.mark.parametrize(
-    ("missing", "role", "sentence"),
+    ("call", "missing", "role", "sentence"),
     [
-        ("ps", "chief", "no parameter server to keep the model.*kdpkit launch"),
-        ("worker", "chief", "Parameter servers need workers"),
-        ("chief", "worker", "no chief to send the steps.*process of its own"),
-        (None, "worker", "The chief alone has the strategy.*role='worker'.*serve_if_server"),
+        (select, "ps", "chief", "no parameter server to keep the model.*kdpkit launch"),
+        (select, "worker", "chief", "Parameter servers need workers"),
+        (select, "chief", "worker", "no chief to send the steps.*process of its own"),
+        (select, None, "worker", "Only the chief has the strategy.*role='worker'.*serve_if_server"),
+        (strategies.serve_if_server, "chief", "ps", "no chief"),
+        (strategies.serve_if_server, None, "evaluator", "the chief evaluates.*role='evaluator'"),
     ],
 )
-def test_clusters_that_cannot_work_are_refused(monkeypatch, missing, role, sentence):
-    place(monkeypatch, role, **{name: at for name, at in WHOLE.items() if name != missing})
+def test_clusters_that_cannot_work_raise(monkeypatch, call, missing, role, sentence):
+    set_cluster(monkeypatch, role, **{name: at for name, at in COMPLETE.items() if name != missing})
     with pytest.raises(ValueError, match=sentence):
-        strategies.select_strategy("parameter_server")
+        call()
 
 
-def test_a_chief_does_not_wait_for_ever(monkeypatch, capsys):
-    monkeypatch.setattr(_servers, "_START_TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setattr(_servers, "_SILENT_SECONDS", 0.1)
-    place(monkeypatch, **WHOLE)
+def test_a_chief_does_not_hang(monkeypatch, capsys):
+    monkeypatch.setattr(parameter_servers, "_START_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(parameter_servers, "_SILENT_SECONDS", 0.1)
+    set_cluster(monkeypatch, **COMPLETE)
     with pytest.raises(ValueError, match="waited.*did not come.*'worker 0'.*'ps 0'.*serve_if"):
         strategies.select_strategy("parameter_server")
     assert capsys.readouterr().err == "The chief waits for worker 0, ps 0.\n"
@@ -320,72 +327,56 @@ def test_others_than_servers_go_on(monkeypatch):
     for text in ("", "{}"):
         monkeypatch.setenv("TF_CONFIG", text)
         strategies.serve_if_server()
-    place(monkeypatch, **WHOLE)
+    set_cluster(monkeypatch, **COMPLETE)
     strategies.serve_if_server()
-    place(monkeypatch, "worker", worker=["localhost:2"])
+    set_cluster(monkeypatch, "worker", worker=["localhost:2"])
     strategies.serve_if_server()
-
-
-def test_a_server_at_a_taken_port_says_so(monkeypatch):
-    with socket.socket() as taken:
-        taken.bind(("localhost", 0))
-        taken.listen()
-        address = f"localhost:{taken.getsockname()[1]}"
-        place(monkeypatch, "ps", **WHOLE | {"ps": [address]})
-        with pytest.raises(ValueError, match=f"ps 0 cannot serve at {address} .address already"):
-            strategies.serve_if_server()
-
-
-def test_a_server_needs_a_chief(monkeypatch):
-    place(monkeypatch, "ps", **{name: at for name, at in WHOLE.items() if name != "chief"})
-    with pytest.raises(ValueError, match="no chief"):
-        strategies.serve_if_server()
-
-
-def test_an_evaluator_has_no_part(monkeypatch):
-    place(monkeypatch, "evaluator", **WHOLE)
-    with pytest.raises(ValueError, match="The chief evaluates itself.*role='evaluator'"):
-        strategies.serve_if_server()
 
 
 def slurm(task):
-    """Give the cluster of a job with three tasks, the last of them a parameter server."""
+    """Return the cluster of a job with three tasks, the last of them a parameter server."""
     environ = {"SLURM_PROCID": str(task), "SLURM_NTASKS": "3", "SLURM_JOB_NODELIST": "localhost"}
+    environ |= {"SLURM_TASKS_PER_NODE": "3"}
     return cluster_module.ClusterConfig.from_environment(environ, parameter_servers=1)
 
 
-def test_a_cluster_of_another_source_serves_too(monkeypatch):
+def test_a_cluster_of_another_source_is_written_to_tf_config(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", "")  # and back to what it was in the end
     strategies.serve_if_server(slurm(0))
     assert cluster_module.ClusterConfig.from_environment() == slurm(0)  # as the chief finds it
+
+
+@pytest.mark.parametrize("is_passed", [False, True])
+def test_a_server_at_a_taken_port_raises(monkeypatch, is_passed):
     with socket.socket() as taken:
         taken.bind(("localhost", 0))
         taken.listen()
         address = f"localhost:{taken.getsockname()[1]}"
-        server = dataclasses.replace(slurm(2), parameter_servers=[address])
+        set_cluster(monkeypatch, "ps", **COMPLETE | {"ps": [address]})
+        config = dataclasses.replace(slurm(2), parameter_servers=[address]) if is_passed else None
         with pytest.raises(ValueError, match=f"ps 0 cannot serve at {address} .address already"):
-            strategies.serve_if_server(server)
+            strategies.serve_if_server(config)
 
 
 def test_a_call_that_tensorflow_cancels_is_made_again_while_servers_listen(monkeypatch):
-    monkeypatch.setattr(_servers, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(parameter_servers, "_PAUSE_SECONDS", 0.01)
     with socket.socket() as server:
         server.bind(("localhost", 0))
         server.listen()
-        place(monkeypatch, **WHOLE | {"ps": [f"localhost:{server.getsockname()[1]}"]})
+        set_cluster(monkeypatch, **COMPLETE | {"ps": [f"localhost:{server.getsockname()[1]}"]})
         listening = Addresses()
         for kind in (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError):
-            assert _servers.insist(listening, failing(kind, times=3)) == "made"
+            assert parameter_servers.insist(listening, failing(kind, times=3)) == "made"
         with pytest.raises(tf.errors.InvalidArgumentError):
-            _servers.insist(listening, failing(tf.errors.InvalidArgumentError))
-        said = "From /job:ps/replica:0/task:0: Unable to find a context_id matching"
+            parameter_servers.insist(listening, failing(tf.errors.InvalidArgumentError))
+        printed = "From /job:ps/replica:0/task:0: Unable to find a context_id matching"
         with pytest.raises(tf.errors.AbortedError):  # another server is at the address
-            _servers.insist(listening, failing(tf.errors.AbortedError, said))
-        monkeypatch.setattr(_servers, "_PATIENCE_SECONDS", 0.1)
+            parameter_servers.insist(listening, failing(tf.errors.AbortedError, printed))
+        monkeypatch.setattr(parameter_servers, "_PATIENCE_SECONDS", 0.1)
         with pytest.raises(tf.errors.CancelledError):
-            _servers.insist(listening, failing(tf.errors.CancelledError, times=1000))
+            parameter_servers.insist(listening, failing(tf.errors.CancelledError, times=1000))
     with pytest.raises(tf.errors.CancelledError):  # nothing listens any more
-        _servers.insist(listening, failing(tf.errors.CancelledError))
+        parameter_servers.insist(listening, failing(tf.errors.CancelledError))
 
 
 class Addresses:
@@ -395,9 +386,9 @@ class Addresses:
         self._cluster_resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
 
-def failing(kind, said="RecvFromRemoteAsync is cancelled.", *, times=1):
+def failing(kind, printed="RecvFromRemoteAsync is cancelled.", *, times=1):
     """Make a call that fails some times."""
-    errors = [kind(None, None, said)] * times
+    errors = [kind(None, None, printed)] * times
 
     def call():
         if errors:

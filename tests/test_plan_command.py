@@ -1,4 +1,4 @@
-"""`kdpkit plan`: one plan or several, as a table, JSON or a picture."""
+"""`kdpkit plan`: one plan or several, as a table, JSON or a figure."""
 
 import json
 import os
@@ -20,33 +20,33 @@ def plan(*words):
 
 def test_several_replicas_are_columns_of_one_table(capsys):
     assert plan("--replicas", "8", "1", "2", "--optimizer", "sgd", "--epochs", "5") == 0
-    said = capsys.readouterr()
-    rows = {line[:24].strip(): line[24:].split() for line in said.out.splitlines()}
+    output = capsys.readouterr()
+    rows = {line[:24].strip(): line[24:].split() for line in output.out.splitlines()}
     assert rows["replicas"] == ["1", "2", "8"]
     assert rows["global batch"] == ["32", "64", "256"]
     assert rows["steps per epoch"] == ["1,875", "937", "234"]
     assert rows["left out per epoch"] == ["0", "32", "96"]
-    assert rows["updates in all"] == ["9,375", "4,685", "1,170"]
+    assert rows["updates"] == ["9,375", "4,685", "1,170"]
     assert rows["scaled rate"] == ["0.1", "0.2", "0.8"]
     assert rows["last: step"] == ["9,374", "4,684", "1,169"]
-    assert max(map(len, said.out.splitlines())) <= 80
-    assert "\x1b" not in said.out
+    assert max(map(len, output.out.splitlines())) <= 80
+    assert "\x1b" not in output.out
 
 
 def test_many_replicas_are_tables_below_each_other(capsys):
     counts = ["1", "2", "4", "8", "16", "32"]
     plan("--replicas", *counts, "--rule", "none", "--bytes-per-example", "3136")
-    said = capsys.readouterr().out
-    heads = [line.split()[1:] for line in said.splitlines() if line.startswith("replicas")]
+    output = capsys.readouterr().out
+    heads = [line.split()[1:] for line in output.splitlines() if line.startswith("replicas")]
     assert heads == [counts[:4], counts[4:]]
-    assert said.count("31.4 MB") == 6
+    assert output.count("29.9 MiB") == 6
 
 
 def test_a_finding_of_several_plans_is_said_once_with_exit_code_1(capsys):
     assert plan("--replicas", "1", "2", "4", "--optimizer", "adam") == 1
-    said = capsys.readouterr().out
-    assert said.count("Remedy:") == 1
-    assert "slow     linear-adam: rule (R = 4, also 2)" in said
+    output = capsys.readouterr().out
+    assert output.count("Remedy:") == 1
+    assert "slow     linear-adam: rule (replicas: 2, 4)" in output
 
 
 def test_json_has_every_plan(capsys):
@@ -65,12 +65,12 @@ def test_json_has_every_plan(capsys):
     assert made["findings"] == []
 
 
-def test_the_picture_has_a_line_for_each_number_of_replicas(tmp_path, capsys):
+def test_the_figure_has_a_line_for_each_number_of_replicas(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "rate.svg"
     words = ("--replicas", "1", "2", "2000", "--shape", "cosine", "--warmup-epochs", "0.5")
     assert plan(*words, "--optimizer", "sgd", "--plot", str(path)) == 1
-    assert "large-batch: batch size (R = 2000)" in capsys.readouterr().out
+    assert "large-batch: batch size (replicas: 2000)" in capsys.readouterr().out
     drawn = path.read_text()
     assert "R = 2 " in drawn
     assert "R = 2000" not in drawn  # a run without a step has no rates
@@ -80,9 +80,13 @@ def test_the_picture_has_a_line_for_each_number_of_replicas(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--replicas", "0"], "`replicas` must be a positive integer"),
         (["--rule", "log"], "`rule` must be one of 'linear', 'sqrt', 'none'"),
-        (["--epochs", "many"], "invalid int value: 'many'. What there is, `kdpkit plan --help`"),
+        (["--replicas", str(10**14)], "`replicas` must be at most 1e+06. Received: replicas=1000"),
+        (
+            ["--base-learning-rate", "1e38", "--replicas", "64"],
+            "`learning_rate` must be at most 3.40282e+38",
+        ),
+        (["--epochs", "many"], "invalid int value: 'many'. See `kdpkit plan --help`"),
         (["--warmup-steps", "5", "--warmup-epochs", "1"], "in steps or in epochs"),
         (["--plot", "missing/rate.png"], "directory does not exist: missing/rate.png"),
         (["--examples", "5", "--plot", "rate.png"], "too few steps for its schedule"),
@@ -90,41 +94,10 @@ def test_the_picture_has_a_line_for_each_number_of_replicas(tmp_path, capsys):
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(flags, sentence, capsys):
     assert plan(*flags) == 2
-    said = capsys.readouterr()
-    assert sentence in said.err
-    assert said.out == ""
-    assert said.err.count("\n") == 1
-
-
-def test_what_is_needed_is_named(capsys):
-    assert cli.main(["plan"]) == 2
-    said = capsys.readouterr().err
-    assert "--examples, --per-replica-batch-size, --base-learning-rate" in said
-
-
-def test_the_help_shows_an_example(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["plan", "--help"])
-    assert "kdpkit plan --examples 60000 --per-replica-batch-size 32" in capsys.readouterr().out
-
-
-def test_it_runs_as_a_program_whose_stdout_is_the_report():
-    finished = subprocess.run(
-        [sys.executable, "-m", "kdpkit", "plan", *RUN, "--json"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    assert json.loads(finished.stdout)["plans"][0]["steps_per_epoch"] == 1875
-
-
-def test_more_replicas_than_a_plan_can_hold_are_one_sentence(capsys):
-    assert plan("--replicas", str(10**14)) == 2
-    assert (
-        "for 1,000,000 of them at most. Received: replicas=1000000000000" in capsys.readouterr().err
-    )
+    output = capsys.readouterr()
+    assert sentence in output.err
+    assert output.out == ""
+    assert output.err.count("\n") == 1
 
 
 def test_nobody_who_reads_the_output_is_no_error():
@@ -143,11 +116,6 @@ def test_nobody_who_reads_the_output_is_no_error():
     assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
 
 
-def test_words_that_no_command_takes_are_refused(capsys):
-    assert plan("--", "words") == 2
-    assert "it takes nothing after `--`: words." in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -156,38 +124,18 @@ def test_words_that_no_command_takes_are_refused(capsys):
         (["--epochs", "9" * 20, "--shape", "cosine"], "total_steps"),
     ],
 )
-def test_more_steps_than_an_optimizer_counts_are_refused_in_one_sentence(capsys, words, name):
+def test_more_steps_than_an_optimizer_counts_are_one_sentence(capsys, words, name):
     assert plan(*words) == 2
-    said = capsys.readouterr()
-    assert (said.out, len(said.err.splitlines())) == ("", 1)
-    assert f"{name}=" in said.err
-
-
-@pytest.mark.parametrize("rate", ["1e308", "1e38"])
-def test_a_scaled_rate_that_is_not_finite_is_refused(capsys, rate):
-    assert plan("--base-learning-rate", rate, "--replicas", "1", "64", "--json") == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "factor=" in said.err
-
-
-def test_lines_are_drawn_in_ascii_where_there_is_nothing_else():
-    ended = subprocess.run(
-        [sys.executable, "-m", "kdpkit", "plan", *RUN],
-        env=os.environ | {"PYTHONIOENCODING": "ascii"},
-        capture_output=True,
-        check=False,
-    )
-    assert (ended.returncode, ended.stderr) == (0, b"")
-    assert b"\n-----" in ended.stdout
+    output = capsys.readouterr()
+    assert (output.out, len(output.err.splitlines())) == ("", 1)
+    assert f"{name}=" in output.err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a disk that is full")
-@pytest.mark.parametrize("words", [[], ["--json"]])
-def test_a_full_disk_is_one_sentence(words):
+def test_a_full_disk_is_one_sentence():
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run(
-            [sys.executable, "-m", "kdpkit", "plan", *RUN, *words],
+            [sys.executable, "-m", "kdpkit", "plan", *RUN],
             stdout=full,
             stderr=subprocess.PIPE,
             text=True,

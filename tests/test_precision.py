@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from kdpkit import experiment
-from kdpkit._precision import fastest
+from kdpkit._internal.precision import fastest
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,7 @@ def test_the_weakest_device_decides(accelerators, choice):
     assert fastest(accelerators) == choice
 
 
-def test_without_accelerators_nothing_changes_and_nothing_is_said(capsys):
+def test_without_accelerators_nothing_changes_and_nothing_is_printed(capsys):
     assert experiment.set_precision() == "float32"
     assert keras.config.dtype_policy().name == "float32"
     assert capsys.readouterr().out == ""
@@ -44,6 +44,6 @@ def test_a_policy_that_is_set_stays_unless_another_is_asked_for():
     assert keras.layers.Dense(1).compute_dtype == "float32"
 
 
-def test_an_unknown_precision_is_refused():
+def test_an_unknown_precision_raises():
     with pytest.raises(ValueError, match="`precision` must be one of .*'half'"):
         experiment.set_precision("half")

@@ -1,6 +1,6 @@
 """`kdpkit probe`: what works, what cannot, what fails or hangs; and that no process is left.
 
-Where a test is about processes and not about training, a program of a line stands in the place of
+Where a test is about processes and not about training, a program of a line stands instead of
 TensorFlow or JAX in the processes that the probe starts.
 """
 
@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import pty
 import signal
 import subprocess
 import sys
@@ -16,8 +15,10 @@ import time
 
 import pytest
 
-from kdpkit import _children, cli
-from kdpkit.diagnostics import _probe, _probe_child, _program
+from kdpkit import cli
+from kdpkit._internal import child_processes
+from kdpkit.diagnostics import _child_program
+from kdpkit.diagnostics._probe import probing
 from tests.processes import SOON, wait_for_file
 from tests.python_without import python_without
 
@@ -41,7 +42,7 @@ time.sleep(600)
 
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
-    """Give a function that puts a program in the place of TensorFlow and JAX."""
+    """Return a function that puts a program instead of TensorFlow and JAX."""
 
     def put(program):
         for name in ("tensorflow", "jax"):
@@ -64,18 +65,22 @@ def probed(capsys, *words):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
-def test_tensorflow_trains_on_one_device_and_on_replicas_and_servers_what_one_does(capsys):
-    names = ("one", "mirrored", "multi_worker", "parameter_server")
-    code, found = probed(capsys, "--only", *names, "--timeout", str(SOON))
-    assert {name: result["result"] for name, result in found.items()} == dict.fromkeys(
-        names, "works"
-    ), found
-    assert code == 0
-    assert found["one"]["difference"] == 0.0
+@pytest.mark.parametrize(
+    "where",
+    [
+        {"one": "1 replica on", "mirrored": "2 replicas on", "multi_worker": "each of 2 workers"},
+        pytest.param(
+            {"parameter_server": "1 worker, 1 parameter server"}, marks=pytest.mark.exhaustive
+        ),
+    ],
+    ids=["replicas", "servers"],
+)
+def test_tensorflow_trains_with_every_strategy_what_one_device_does(capsys, where):
+    code, found = probed(capsys, "--only", *where, "--timeout", str(SOON))
+    results = {name: result["result"] for name, result in found.items()}
+    assert (code, results) == (0, dict.fromkeys(where, "works")), found
     assert all(result["difference"] <= 1e-5 for result in found.values())
-    assert "2 replicas on " in found["mirrored"]["where"]
-    assert found["multi_worker"]["where"].endswith("of each of 2 workers")
-    assert found["parameter_server"]["where"] == "1 worker, 1 parameter server"
+    assert all(words in found[name]["where"] for name, words in where.items())
 
 
 @pytest.mark.slow
@@ -93,17 +98,17 @@ def test_jax_trains_on_one_device_and_on_a_mesh_what_one_does(capsys):
 def test_without_a_tpu_the_sentence_says_so_and_the_exit_code_is_0(capsys, monkeypatch):
     for name in ("TPU_NAME", "COLAB_TPU_ADDR", "COLAB_RELEASE_TAG"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("kdpkit._tpu._PCI_DEVICES", pathlib.Path("/nowhere"))
-    monkeypatch.setattr("kdpkit._tpu.chips", lambda: 0)
+    monkeypatch.setattr("kdpkit._internal.tpu_host._PCI_DEVICES", pathlib.Path("/nowhere"))
+    monkeypatch.setattr("kdpkit._internal.tpu_host.chips", lambda: 0)
     assert cli.main(["probe", "--only", "tpu"]) == 0
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].split() == ["strategy", "backend", "result", "seconds", "where"]
     assert printed[1].split() == ["tpu", "TensorFlow", "cannot", "-"]
-    assert printed[2].startswith("    There is no TPU: this machine has no TPU chip")
+    assert printed[2].startswith("    There is no TPU")
     assert max(map(len, printed)) <= 80
 
 
-def test_without_tensorflow_its_ways_cannot_be_and_the_way_to_it_is_told(tmp_path):
+def test_without_tensorflow_its_ways_cannot_be_and_how_to_install_it_is_reported(tmp_path):
     python = python_without(tmp_path / "venv", "tensorflow")
     finished = subprocess.run(
         [python, "-m", "kdpkit", "probe", "--json", "--only", "tensorflow"],
@@ -121,36 +126,15 @@ def test_without_tensorflow_its_ways_cannot_be_and_the_way_to_it_is_told(tmp_pat
     )
 
 
-def test_a_refusal_within_the_process_is_a_way_that_cannot_be():
-    said = f'worker 0 | {_probe_child.SIGN}{{"reason": "No.", "code": 2}}\n'
-    run = _probe._judged("multi_worker", _program.Ended(2, 1.0, said, ""), 9.0)
-    assert (run.result, run.reason) == ("cannot", "No.")
-
-
-@pytest.mark.parametrize("colours", [True, False])
-def test_on_a_terminal_the_table_has_colours(monkeypatch, colours):
-    """A pseudo-terminal stands for it."""
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm-256color" if colours else "dumb")
-    monkeypatch.setenv("COLUMNS", "80")
-    terminal, end = pty.openpty()
-    with os.fdopen(terminal, "rb", buffering=0) as reader, os.fdopen(end, "wb") as writer:
-        command = [sys.executable, "-m", "kdpkit", "probe", "--only", "tpu"]
-        subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=SOON, check=True)
-        printed = reader.read(1 << 16).decode()
-    assert "cannot" in printed
-    assert ("\x1b[2m" in printed) == colours
-
-
 # What fails, or hangs, as real processes.
 
 
 @pytest.mark.slow
 def test_what_takes_too_long_is_ended_with_all_that_it_started(capsys, planted, tmp_path):
     planted(HANGS.format(began=str(tmp_path / "began")))
-    code, found = probed(capsys, "--only", "jax_one", "--timeout", "15")
+    code, found = probed(capsys, "--only", "jax_one", "--timeout", "8")
     assert (code, found["jax_one"]["result"]) == (1, "timed out")
-    assert "did not end within 15 s" in found["jax_one"]["reason"]
+    assert "within 8 s" in found["jax_one"]["reason"]
     assert (tmp_path / "began").exists()
 
 
@@ -160,44 +144,28 @@ def test_a_cluster_that_takes_too_long_is_ended_too(capsys, planted, tmp_path):
     planted(HANGS.format(began=str(tmp_path / "began")))
     code, found = probed(capsys, "--only", "multi_worker", "--timeout", "15")
     assert (code, found["multi_worker"]["result"]) == (1, "timed out")
-    assert "`kdpkit launch --workers 2 -- python -m" in found["multi_worker"]["reason"]
-
-
-def test_a_process_that_is_killed_is_named_with_its_signal(capsys, planted):
-    planted("import os, signal; os.kill(os.getpid(), signal.SIGKILL)")
-    code, found = probed(capsys, "--only", "jax_one")
-    assert (code, found["jax_one"]["result"]) == (1, "failed")
-    assert found["jax_one"]["reason"].startswith("It was ended by SIGKILL")
+    assert "`python -m kdpkit launch --workers 2 " in found["multi_worker"]["reason"]
 
 
 def test_what_raises_fails_with_the_error_and_the_way_to_see_more(capsys, planted):
     planted("raise RuntimeError('broken')")
     code, found = probed(capsys, "--only", "jax_mesh")
     assert (code, found["jax_mesh"]["result"]) == (1, "failed")
-    assert found["jax_mesh"]["reason"] == (
-        "RuntimeError: broken. `python -m kdpkit.diagnostics._probe_child jax_mesh` shows all "
-        "that it says."
+    assert found["jax_mesh"]["reason"].startswith(
+        "RuntimeError: broken. `python -m kdpkit.diagnostics._probe.probe_child jax_mesh`"
     )
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_however_the_probe_ends_it_leaves_no_process(planted, tmp_path, mark, number):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_however_the_probe_ends_it_leaves_no_process(planted, tmp_path, number):
     planted(HANGS.format(began=str(tmp_path / "began")))
     with subprocess.Popen(
-        [sys.executable, "-m", "kdpkit", "probe", "--only", "jax_one"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
+        [sys.executable, "-m", "kdpkit", "probe", "--only", "jax_one"], stderr=subprocess.DEVNULL
     ) as running:
         wait_for_file(tmp_path / "began")
         running.send_signal(number)
-        out, said = running.communicate(timeout=SOON)
-    assert out == ""
-    if number == signal.SIGINT:
-        assert running.returncode == 130
-        assert said.endswith("kdpkit: Stopped by Ctrl-C.\n")
-        assert _children.marked(mark) == []
+        running.wait(timeout=SOON)  # and the fixture `mark` for what it has started
 
 
 @pytest.mark.slow
@@ -212,27 +180,27 @@ def test_a_second_ctrl_c_while_it_ends_leaves_no_process_either(planted, tmp_pat
         running.send_signal(signal.SIGINT)
         time.sleep(1.0)
         running.send_signal(signal.SIGINT)
-        running.communicate(timeout=SOON)
-    assert running.returncode == 130
-    assert _children.marked(mark) == []  # for the guard it has waited
+        _, output = running.communicate(timeout=SOON)
+    assert (running.returncode, child_processes.marked(mark)) == (130, [])
+    assert output.endswith("kdpkit: Stopped by Ctrl-C.\n")
 
 
 # The comparison.
 
 
 def trained(*weights):
-    return {"weights": [*weights], "start": [0.0, 1.0], "where": "", "accelerators": 0}
+    return {"weights": [*weights], "start": [0.0, 1.0]}
 
 
 def run_of(*processes):
-    return _probe._Run("works", 1.0, trained=processes)
+    return _child_program.Outcome("works", 1.0, reports=processes)
 
 
 def test_a_difference_is_that_of_the_worst_weight_over_the_largest_change():
     one = trained(0.5, 3.0)  # changed by 0.5 and 2.0
-    assert _probe._difference(trained(0.5, 3.0), one) == 0.0
-    assert _probe._difference(trained(0.4, 3.05), one) == pytest.approx(0.05)
-    assert _probe._difference(trained(0.5, float("nan")), one) == float("inf")
+    assert probing._difference(trained(0.5, 3.0), one) == 0.0
+    assert probing._difference(trained(0.4, 3.05), one) == pytest.approx(0.05)
+    assert probing._difference(trained(0.5, float("nan")), one) == float("inf")
 
 
 @pytest.mark.parametrize(
@@ -246,28 +214,16 @@ def test_a_difference_is_that_of_the_worst_weight_over_the_largest_change():
 )
 def test_replicas_that_train_something_else_fail(processes, result):
     runs = run_of(*(trained(*weights) for weights in processes))
-    run, _ = _probe._compared(runs, run_of(trained(0.5, 3.0)), 1e-5)
+    run, _ = probing._compared(runs, run_of(trained(0.5, 3.0)), 1e-5)
     assert run.result == result
     assert (result == "works") == (run.reason == "")
 
 
 def test_where_one_device_does_not_train_nothing_is_compared():
-    one = _probe._Run("timed out", 9.0, reason="It did not end.")
-    run, difference = _probe._compared(run_of(trained(0.5, 3.0)), one, 1e-5)
+    one = _child_program.Outcome("timed out", 9.0, "It did not end.")
+    run, difference = probing._compared(run_of(trained(0.5, 3.0)), one, 1e-5)
     assert (run.result, difference) == ("failed", None)
     assert run.reason.endswith("to compare with, timed out: It did not end.")
-
-
-@pytest.mark.parametrize(
-    ("found", "said"),
-    [
-        ({"loss": 1.0, "steps": 2}, ""),
-        ({"loss": float("nan"), "steps": 2}, "The loss is nan."),
-        ({"loss": 1.0, "steps": 1}, "The optimizer counted 1 of 2 steps."),
-    ],
-)
-def test_a_loss_that_is_not_finite_or_a_step_that_is_lost_is_a_failure(found, said):
-    assert _probe_child._problem(found) == said
 
 
 @pytest.mark.parametrize(
@@ -291,7 +247,7 @@ def test_a_loss_that_is_not_finite_or_a_step_that_is_lost_is_a_failure(found, sa
     ],
 )
 def test_gpus_are_shared_and_one_alone_is_left_for_two_cpus(name, accelerators, flags, on_cpu):
-    way = _probe._way(name, accelerators)
+    way = probing._way(name, accelerators)
     assert flags in " ".join(way.words)
     assert ("gpus-per-worker" in flags) == ("--gpus-per-worker" in way.words)
     assert way.on_cpu == on_cpu
@@ -301,31 +257,17 @@ def test_gpus_are_shared_and_one_alone_is_left_for_two_cpus(name, accelerators, 
 # Use.
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["--only", "mirrorred"], "`only` must be one of 'one', 'mirrored'"),
-        (["--only"], "expected at least one argument"),
-        (["--timeout", "-1"], "`timeout_seconds` must be above 0"),
-    ],
-)
-def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys):
-    assert cli.main(["probe", *words]) == 2
-    said = capsys.readouterr()
-    assert sentence in said.err
-    assert (said.out, said.err.count("\n")) == ("", 1)
-
-
-def test_the_help_shows_an_example(capsys):
-    with pytest.raises(SystemExit):
-        cli.main(["probe", "--help"])
-    assert "kdpkit probe --only mirrored jax" in capsys.readouterr().out
+def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
+    assert cli.main(["probe", "--only", "mirrorred"]) == 2
+    output = capsys.readouterr()
+    assert "'mirrorred'" in output.err
+    assert (output.out, output.err.count("\n")) == ("", 1)
 
 
 def test_the_table_reads_in_80_columns():
-    worked = _probe.ProbeResult("parameter_server", "tensorflow", "works", 12.34, "x " * 60, 0.0)
+    worked = probing.ProbeResult("parameter_server", "tensorflow", "works", 12.34, "x " * 60, 0.0)
     failed = dataclasses.replace(worked, result="failed", reason="word " * 60)
-    report = _probe.ProbeReport((worked, failed))
+    report = probing.ProbeReport((worked, failed))
     assert max(map(len, str(report).splitlines())) <= 80
     assert not report.works
-    assert _probe.ProbeReport((worked,)).works
+    assert probing.ProbeReport((worked,)).works

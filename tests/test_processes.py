@@ -1,12 +1,13 @@
 """Several processes of `jax.distributed` on one machine: equal to one, and never without an answer.
 
-Each is a real process, and every test has a time limit of its own.
+Each is a real process, and every test has a time limit of its own. Starting JAX is what costs, so
+two processes make all runs that leave them alive.
 """
 
-import functools
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import subprocess
@@ -19,16 +20,34 @@ import pytest
 import tensorflow as tf
 
 import kdpkit
-from kdpkit import _processes
+from kdpkit._internal import processes as training_processes
+from tests.processes import once
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-UNEVEN = [{}, {"rows": 48}]  # what differs between two processes
-ALIKE = [{"same_data": True}] * 2
 SOON = 240  # seconds in which every process has ended, on a busy machine too; 2 to 3 on an idle one
+
+RUNS = {
+    "loop": {"by": "loop"},
+    "fit": {"by": "fit"},
+    "micro-batches": {"loop": {"accumulation": 2, "noise_scale": True}},
+}
+LONGER = {
+    "4 epochs, loop": {"by": "loop", "epochs": 4},
+    "4 epochs, fit": {"by": "fit", "epochs": 4},
+}
+UNEVEN = [{}, {"examples": 48}]  # what differs between two processes
+ALIKE = [{"same_data": True}] * 2
+DISAGREE = {
+    "uneven, loop": {"by": "loop", "own_data": UNEVEN},
+    "uneven, fit": {"by": "fit", "own_data": UNEVEN},
+    "alike, loop": {"by": "loop", "own_data": ALIKE},
+    "alike, fit": {"by": "fit", "own_data": ALIKE},
+    "end, loop": {"by": "loop", "own_data": UNEVEN, "data": {"unknown_length": True}},
+}
 
 pytestmark = [
     pytest.mark.timeout(400),
-    pytest.mark.needs(jax="0.10", keras="3.15", reason="several processes are refused"),
+    pytest.mark.needs(jax="0.10", keras="3.15", reason="several processes are not supported"),
     pytest.mark.skipif(
         keras.backend.backend() != "tensorflow", reason="starts processes on JAX; once is enough"
     ),
@@ -44,11 +63,10 @@ def free_port():
 class Processes:
     """Starts processes, and leaves none behind."""
 
-    def __init__(self, count, *, own=(), **settings):
-        shared = {"processes": count, "port": free_port(), "epochs": 3, "by": "loop"} | settings
-        own = [*own, *[{}] * count][:count]
-        self.running = [self._start(shared | {"index": i} | own[i]) for i in range(count)]
-        self.output = [""] * count
+    def __init__(self, count, *runs, indices=None, **settings):
+        shared = {"processes": count, "port": free_port(), "runs": runs} | settings
+        self.running = [self._start(shared | {"index": i}) for i in indices or range(count)]
+        self.output = [""] * len(self.running)
 
     def _start(self, settings):
         return subprocess.Popen(
@@ -76,8 +94,8 @@ class Processes:
                 return
         raise AssertionError(self.output[index])
 
-    def end(self, seconds=200):
-        """Wait for all; give exit codes, outputs, and how long it took."""
+    def end(self, seconds=300):
+        """Wait for all; return exit codes, outputs, and how long it took."""
         started = time.monotonic()
         for index, process in enumerate(self.running):
             rest, _ = process.communicate(timeout=seconds - (time.monotonic() - started))
@@ -85,18 +103,42 @@ class Processes:
         return [p.returncode for p in self.running], self.output, time.monotonic() - started
 
 
-def results(**settings):
-    with Processes(settings.pop("count", 1), **settings) as processes:
+def results(count, *runs):
+    """Return what came out of each run, for each process."""
+    with Processes(count, *runs) as processes:
         codes, outputs, _ = processes.end()
     assert set(codes) == {0}, outputs
-    return [json.loads(output.splitlines()[-1]) for output in outputs]
+    return [
+        [json.loads(line)["found"] for line in output.splitlines() if line.startswith('{"found"')]
+        for output in outputs
+    ]
 
 
-@functools.cache
-def alone(**settings):
-    """What one process gives."""
-    (result,) = results(**settings)
-    return result
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What one process trains, by the name of the run."""
+
+    def train():
+        runs = RUNS | LONGER
+        (found,) = results(1, *runs.values())
+        return dict(zip(runs, found, strict=True))
+
+    return once(tmp_path_factory, "one process of JAX", train)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """What two processes train, or raise, by the name of the run."""
+
+    def train():
+        runs = RUNS | {
+            "3 steps in a call": {"loop": {"steps_per_loop": 3}},
+            "monitors": {"monitors": True},
+        }
+        runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}
+        return dict(zip(runs, zip(*results(2, *runs.values()), strict=True), strict=True))
+
+    return once(tmp_path_factory, "two processes of JAX", train)
 
 
 def assert_close(one, other, tolerance=1e-5):
@@ -110,24 +152,19 @@ def assert_close(one, other, tolerance=1e-5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["loop", "fit"])
-def test_two_processes_train_evaluate_and_predict_as_one(by):
-    first, second = results(count=2, by=by)
+@pytest.mark.parametrize(
+    ("way", "as_one"), [("loop", "loop"), ("fit", "fit"), ("3 steps in a call", "loop")]
+)
+def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way, as_one):
+    first, second = two[way]
     assert_close(first, second, tolerance=0)
-    assert_close(first, alone(by=by))
+    assert_close(first, alone[as_one])
 
 
 @pytest.mark.slow
-def test_so_they_do_with_many_steps_in_a_call():
-    first, _ = results(count=2, steps_per_loop=3)
-    assert_close(first, alone(by="loop"))
-
-
-@pytest.mark.slow
-def test_so_they_do_in_micro_batches_and_estimate_the_same_noise_scale():
-    settings = {"loop": {"accumulation": 2, "noise_scale": True}}
-    first, second = results(count=2, **settings)
-    (expected,) = results(**settings)
+def test_so_they_do_in_micro_batches_and_estimate_the_same_noise_scale(two, alone):
+    first, second = two["micro-batches"]
+    expected = alone["micro-batches"]
     assert first == second
     scales = [result["history"].pop("noise_scale") for result in (first, expected)]
     np.testing.assert_allclose(*scales, rtol=1e-3)
@@ -135,8 +172,8 @@ def test_so_they_do_in_micro_batches_and_estimate_the_same_noise_scale():
 
 
 @pytest.mark.slow
-def test_the_first_of_two_processes_logs_its_devices():
-    first, second = (result["history"] for result in results(count=2, monitors=True))
+def test_the_first_of_two_processes_logs_its_devices(two):
+    first, second = (found["history"] for found in two["monitors"])
     assert first["memory_gib"][0] > 0.05
     assert len(first["cpu_utilization"]) == len(first["loss"])
     assert {"loss"} <= second.keys()
@@ -172,36 +209,24 @@ def test_the_recipe_trains_in_two_processes(tmp_path):
     assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
 
 
-# What JAX would wait for, for ever, or not notice.
+# What would hang JAX, or what it would not notice.
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("by", "own", "sentence"),
+    ("run", "sentence"),
     [
-        ("loop", UNEVEN, "The number of batches of `train`, and their shapes, must be the same"),
-        ("fit", UNEVEN, "The number of batches of `x`, and their shapes, must be the same"),
-        ("loop", ALIKE, "The first batch of `train` must differ between processes"),
-        ("fit", ALIKE, "The first batch of `x` must differ between processes"),
+        ("uneven, loop", "The number of batches of `train`, and their shapes, must be the same"),
+        ("uneven, fit", "The number of batches of `x`, and their shapes, must be the same"),
+        ("alike, loop", "The first batch of `train` must differ between processes"),
+        ("alike, fit", "The first batch of `x` must differ between processes"),
+        ("end, loop", "The number of batches of `train` must be the same in all processes"),
     ],
 )
-def test_processes_that_disagree_are_told(by, own, sentence):
-    with Processes(2, own=own, by=by) as processes:
-        codes, outputs, _ = processes.end()
-    assert codes == [2, 2], outputs
-    for output in outputs:
-        assert sentence in output
-        assert "Traceback" not in output
-        assert "as `kdpkit.batches.ArrayBatches` does" in output
-
-
-@pytest.mark.slow
-def test_an_end_that_only_one_process_sees_is_told():
-    with Processes(2, own=UNEVEN, unknown_length=True) as processes:
-        codes, outputs, _ = processes.end()
-    assert codes == [2, 2], outputs
-    for output in outputs:
-        assert "The number of batches of `train` must be the same in all processes" in output
+def test_processes_that_disagree_raise(two, run, sentence):
+    for found in two[run]:
+        assert sentence in found
+        assert re.search("as `kdpkit.batches.ArrayBatches` does|equally many", found)
 
 
 # Ends.
@@ -209,9 +234,9 @@ def test_an_end_that_only_one_process_sees_is_told():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
-def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, victim):
-    settings = {"epochs": 4, "directory": str(tmp_path)}
-    with Processes(2, seconds_a_step=0.2, **settings) as processes:
+def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, alone, victim):
+    run = {"epochs": 4, "directory": str(tmp_path)}
+    with Processes(2, run | {"seconds_a_step": 0.2}) as processes:
         processes.wait_for("step 3")
         processes.wait_for("step 2")
         processes.running[victim].send_signal(signal.SIGKILL)
@@ -219,18 +244,18 @@ def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, victim):
     assert seconds < SOON
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] not in (0, 1)
-    said = outputs[1 - victim].splitlines()[-1]
-    assert "gone" in said
-    assert "its output says why. Start all processes again" in said
-    resumed, _ = results(count=2, **settings)
-    assert_close(resumed, alone(by="loop", epochs=4))
+    printed = outputs[1 - victim].splitlines()[-1]
+    assert "gone" in printed
+    assert "its output has the reason. Start all processes again" in printed
+    (resumed,), _ = results(2, run)
+    assert_close(resumed, alone["4 epochs, loop"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["loop", pytest.param("fit", marks=pytest.mark.exhaustive)])
-def test_sigterm_to_one_saves_and_ends_all_at_one_step(tmp_path, by):
-    settings = {"epochs": 4, "directory": str(tmp_path), "by": by}
-    with Processes(2, seconds_a_step=0.2, **settings) as processes:
+def test_sigterm_to_one_saves_and_ends_all_at_one_step(tmp_path, alone, by):
+    run = {"epochs": 4, "directory": str(tmp_path), "by": by}
+    with Processes(2, run | {"seconds_a_step": 0.2}) as processes:
         processes.wait_for("step 1")
         processes.running[1].send_signal(signal.SIGTERM)
         codes, outputs, seconds = processes.end()
@@ -239,13 +264,13 @@ def test_sigterm_to_one_saves_and_ends_all_at_one_step(tmp_path, by):
     for output in outputs:
         assert "Training was stopped by SIGTERM. Its state is in" in output
         assert "Traceback" not in output
-    resumed, _ = results(count=2, **settings)
-    assert_close(resumed, alone(by=by, epochs=4))
+    (resumed,), _ = results(2, run)
+    assert_close(resumed, alone[f"4 epochs, {by}"])
 
 
 @pytest.mark.slow
 def test_an_error_of_one_process_does_not_leave_the_other_waiting():
-    with Processes(2, own=[{}, {"fails_at": 2}]) as processes:
+    with Processes(2, {"fails_at": 2}) as processes:
         codes, outputs, _ = processes.end()
     assert codes == [43, 1], outputs
     assert "Another process of this training is gone" in outputs[0]
@@ -253,28 +278,32 @@ def test_an_error_of_one_process_does_not_leave_the_other_waiting():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_process_that_does_not_come_is_not_waited_for_for_ever(index):
-    settings = {"processes": 2, "joining": {"start_timeout_seconds": 5}}
-    with Processes(1, own=[{"index": index}], **settings) as processes:
-        codes, (output,), _ = processes.end(seconds=60)
-    assert codes != [0]
-    said = output.splitlines()[-1]
-    assert f"{index} of 2" in said
-    assert "Check that all were started, with one address" in said
+def test_a_process_that_does_not_come_does_not_hang_the_others():
+    joining = {"start_timeout_seconds": 5}
+    with (
+        Processes(2, indices=[0], joining=joining) as first,
+        Processes(2, indices=[1], joining=joining) as second,
+    ):
+        ends = [processes.end() for processes in (first, second)]
+    for index, (codes, (output,), seconds) in enumerate(ends):
+        assert codes != [0]
+        assert seconds < SOON
+        printed = output.splitlines()[-1]
+        assert f"{index} of 2" in printed
+        assert "Check that all were started, with one address" in printed
 
 
 def test_processes_join_on_jax_alone():
     with pytest.raises(ValueError, match="Processes join like this on JAX.*'tensorflow'"):
-        _processes.join_processes("localhost:9876", process_count=2, process_index=0)
+        training_processes.join_processes("localhost:9876", process_count=2, process_index=0)
 
 
 def test_what_a_process_alone_cannot_reach_is_no_other_process():
     error = tf.errors.UnavailableError(None, None, "Collective ops is aborted by: a server")
-    with pytest.raises(tf.errors.UnavailableError), _processes.naming_losses():
+    with pytest.raises(tf.errors.UnavailableError), training_processes.naming_losses():
         raise error
 
 
 def test_what_went_wrong_here_is_not_blamed_on_others():
-    with pytest.raises(RuntimeError, match="^out of memory$"), _processes.naming_losses():
+    with pytest.raises(RuntimeError, match="^out of memory$"), training_processes.naming_losses():
         raise RuntimeError("out of memory")

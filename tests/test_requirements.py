@@ -19,7 +19,7 @@ RELEASES = {"packaging": r"\d+\.\d+"}  # the first of a series has two numbers
 
 
 def lower_bounds():
-    """Give the lower bound of every package that users install, by name."""
+    """Return the lower bound of every package that users install, by name."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *(bound for name in FOR_USERS for bound in extras[name])]
@@ -35,7 +35,7 @@ def lower_bounds():
 
 
 def pins():
-    """Give the versions that `.ci/oldest` installs, by name."""
+    """Return the versions that `.ci/oldest` installs, by name."""
     printed = subprocess.run(
         [ROOT / ".ci" / "oldest", "--pins"],
         env=os.environ | {"PYTHON": sys.executable},
@@ -71,7 +71,7 @@ def test_what_is_imported_on_load_is_declared():
     imported = {
         module.partition(".")[0]
         for file in test_architecture.FILES
-        for module in test_architecture.imports_on_load(ast.parse(file.read_text("utf-8")))
+        for module in test_architecture.imports(ast.parse(file.read_text("utf-8")), on_load=True)
     }
     assert imported - {*sys.stdlib_module_names, "kdpkit"} - extras == declared - {"rich"}
 

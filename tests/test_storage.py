@@ -12,32 +12,33 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdpkit import _files, _storage
+from kdpkit import errors
+from kdpkit._internal import atomic_files, storage
 
 NAMES = st.text("abc.-_0", min_size=1, max_size=5).filter(lambda name: name.strip("."))
 
 
-def put(place, content):
-    with _files.replacing(place) as temporary:
+def put(position, content):
+    with atomic_files.replacing(position) as temporary:
         temporary.write_bytes(content)
 
 
 @pytest.mark.parametrize("text", ["logs", "/tmp/a b", "./x", "C:/x", "a:b/c", "~/x", "gs:", ""])
 def test_paths_without_a_scheme_are_those_of_pathlib(text):
-    assert _storage.path(text) == pathlib.Path(text)
-    assert type(_storage.path(text)) is type(pathlib.Path(text))
-    assert not _storage.is_remote(text)
+    assert storage.path(text) == pathlib.Path(text)
+    assert type(storage.path(text)) is type(pathlib.Path(text))
+    assert not storage.is_remote(text)
 
 
 @given(st.sampled_from(["gs", "s3", "ram", "file"]), st.lists(NAMES, min_size=2, max_size=4))
 def test_parts_come_together_and_apart_as_in_pathlib(scheme, parts):
     url = f"{scheme}://{'/'.join(parts)}"
-    path = _storage.path(url)
+    path = storage.path(url)
     expected = pathlib.PurePosixPath("/", *parts)
-    joined = _storage.path(f"{scheme}://{parts[0]}/")
+    joined = storage.path(f"{scheme}://{parts[0]}/")
     for part in parts[1:]:
         joined = joined / part
-    assert joined == path == _storage.path(path)
+    assert joined == path == storage.path(path)
     assert (str(path), os.fspath(path)) == (url, url)
     assert (path.name, path.suffix) == (expected.name, expected.suffix)
     assert str(path.parent) == f"{scheme}:/{expected.parent}"
@@ -45,32 +46,29 @@ def test_parts_come_together_and_apart_as_in_pathlib(scheme, parts):
 
 
 def test_a_bucket_has_no_parent():
-    assert _storage.path("gs://bucket").parent == _storage.path("gs://bucket")
-    assert str(_storage.path("gs://bucket") / "a" / "b/c") == "gs://bucket/a/b/c"
-    assert str(_storage.path("file:///tmp/x/").parent) == "file:///tmp"
+    assert storage.path("gs://bucket").parent == storage.path("gs://bucket")
+    assert str(storage.path("gs://bucket") / "a" / "b/c") == "gs://bucket/a/b/c"
+    assert str(storage.path("file:///tmp/x/").parent) == "file:///tmp"
+    assert str(storage.path("file:///") / "f") == "file:///f"
 
 
 @pytest.mark.parametrize("path", [pathlib.Path("gs://bucket/x"), "gs:/bucket/x"])
-def test_a_scheme_with_one_slash_is_refused_which_pathlib_makes(path, tmp_path, monkeypatch):
+def test_a_scheme_with_one_slash_which_pathlib_makes_raises(path, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "gs:").mkdir()  # as a run would have made that took it for a directory
-    with pytest.raises(ValueError, match=r"two slashes.*Give it as text: 'gs://bucket/x'"):
-        _storage.path(path)
-    assert _storage.path("./gs:/bucket/x") == pathlib.Path("gs:/bucket/x")
+    with pytest.raises(ValueError, match=r"two slashes.*Pass it as text: 'gs://bucket/x'"):
+        storage.path(path)
+    assert storage.path("./gs:/bucket/x") == pathlib.Path("gs:/bucket/x")
 
 
 @pytest.mark.parametrize("name", ["run*", "run?x", "run[lr=0.1]"])
-def test_names_that_fsspec_takes_for_patterns_are_refused(name):
-    with pytest.raises(ValueError, match=r"do without \*, \?, \[ and \].*run"):
-        put(_storage.path(f"memory://bucket/{name}/state-1.npz"), b"state")
-
-
-def test_the_root_of_a_disk_stays():
-    assert str(_storage.path("file:///") / "f") == "file:///f"
+def test_names_that_fsspec_takes_for_patterns_raise(name):
+    with pytest.raises(ValueError, match=r"must not contain \*, \?, \[ or \].*run"):
+        put(storage.path(f"memory://bucket/{name}/state-1.npz"), b"state")
 
 
 def test_files_are_put_read_listed_and_removed(remote):
-    directory = _storage.path(remote) / "new" / "directory"
+    directory = storage.path(remote) / "new" / "directory"
     file = directory / "state-1.npz"
     assert not directory.exists()
     assert not file.exists()
@@ -85,7 +83,7 @@ def test_files_are_put_read_listed_and_removed(remote):
     assert [*directory.glob("state-*.npz")] == [file]
     assert (file.is_file(), file.is_dir(), directory.is_file()) == (True, False, False)
     assert directory.is_dir()
-    with _files.fetched(file) as copy:
+    with atomic_files.fetched(file) as copy:
         assert (copy.read_bytes(), copy.suffix) == (b"second, longer", ".npz")
     assert not copy.exists()
     file.unlink()
@@ -94,16 +92,16 @@ def test_files_are_put_read_listed_and_removed(remote):
 
 
 def test_the_file_appears_when_the_block_ends_well(remote):
-    path = _storage.path(remote) / "a.txt"
+    path = storage.path(remote) / "a.txt"
     put(path, b"old")
-    with _files.replacing(path) as temporary:
+    with atomic_files.replacing(path) as temporary:
         temporary.write_text("new")
         assert temporary.suffix == ".txt"
         assert path.read_bytes() == b"old"
     assert path.read_bytes() == b"new"
 
     def write_half():
-        with _files.replacing(path) as temporary:
+        with atomic_files.replacing(path) as temporary:
             temporary.write_text("half")
             raise KeyboardInterrupt
 
@@ -114,7 +112,7 @@ def test_the_file_appears_when_the_block_ends_well(remote):
 
 
 def test_a_directory_is_tried_and_left_as_it_was(remote):
-    directory = _storage.path(remote) / "new"
+    directory = storage.path(remote) / "new"
     directory.try_writing()
     assert [*directory.glob("*")] == []
 
@@ -122,90 +120,81 @@ def test_a_directory_is_tried_and_left_as_it_was(remote):
 @pytest.mark.parametrize("path", ["file:///sys/kernel/x", "nope://bucket/x"])
 def test_a_directory_that_cannot_be_written_is_named_as_it_was_written(path):
     with pytest.raises(ValueError, match=rf"{path}\W") as caught:
-        _storage.path(path).try_writing()
+        storage.path(path).try_writing()
     assert ".kdpkit-" not in str(caught.value)
 
 
 def test_what_is_missing_is_named_as_it_was_written(remote):
-    missing = _storage.path(remote) / "none"
+    missing = storage.path(remote) / "none"
     asks = [missing.read_bytes, missing.stat, missing.iterdir, missing.unlink]
     for ask in asks:
         with pytest.raises(FileNotFoundError) as caught:
             ask()
         assert str(caught.value).startswith("There is no such file, directory or bucket: ")
         assert f"{missing}. " in str(caught.value)
-    with pytest.raises(FileNotFoundError, match="no such file"), _files.fetched(missing):
+    with pytest.raises(FileNotFoundError, match="no such file"), atomic_files.fetched(missing):
         pass
     with pytest.raises(ValueError, match="There is no such file: .*none. Check the path"):
-        _files.readable(missing)
+        atomic_files.readable(missing)
 
 
 def test_a_readable_file_is_one_with_content(remote):
-    directory = _storage.path(remote) / "data"
+    directory = storage.path(remote) / "data"
     put(directory / "file", b"x")
     put(directory / "empty", b"")
-    assert _files.readable(directory / "file").read_bytes() == b"x"
+    assert atomic_files.readable(directory / "file").read_bytes() == b"x"
     with pytest.raises(ValueError, match="The file is empty: .*://.*empty"):
-        _files.readable(directory / "empty")
-    with pytest.raises(ValueError, match="A file is needed here, this is a directory: .*://.*data"):
-        _files.readable(directory)
+        atomic_files.readable(directory / "empty")
+    with pytest.raises(ValueError, match="A file is needed, and this is a directory: .*://.*data"):
+        atomic_files.readable(directory)
 
 
 @pytest.mark.parametrize("scheme", ["file", "local"])
-def test_no_permission_is_said_in_a_sentence(scheme):
-    place = _storage.path(f"{scheme}:///sys/kernel/kdpkit.txt")  # nobody may write there, nor root
+def test_no_permission_is_reported_in_a_sentence(scheme):
+    position = storage.path(
+        f"{scheme}:///sys/kernel/kdpkit.txt"
+    )  # nobody may write there, nor root
     with pytest.raises(OSError, match=rf"{scheme}:///sys/kernel/kdpkit.txt.*Check the") as caught:
-        put(place, b"x")
-    assert isinstance(caught.value, _storage.RemoteFileError)
+        put(position, b"x")
+    assert isinstance(caught.value, errors.RemoteFileError)
     assert caught.value.strerror
 
 
-def test_a_scheme_that_nothing_knows_is_refused():
+def test_a_scheme_that_nothing_knows_raises():
     with pytest.raises(ValueError, match=r"reads and writes nope:// .*nope://b/x.*kdpkit\[storage"):
-        _storage.path("nope://b/x").exists()
+        storage.path("nope://b/x").exists()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("s3fs") is not None, reason="s3fs is installed")
 def test_a_package_that_is_missing_is_named():
-    with pytest.raises(ValueError, match=r"Nothing that is installed .* s3:// \(.*s3fs.*s3://b/x"):
-        _storage.path("s3://b/x").read_bytes()
+    with pytest.raises(ValueError, match=r"No installed package .* s3:// \(.*s3fs.*s3://b/x"):
+        storage.path("s3://b/x").read_bytes()
 
 
-def test_what_tensorflow_cannot_read_is_refused():
-    assert _storage.require_tensorflow("ram://b/x") == "ram://b/x"
-    assert _storage.require_tensorflow("./x") == "./x"
+def test_what_tensorflow_cannot_read_raises():
+    assert storage.require_tensorflow("ram://b/x") == "ram://b/x"
+    assert storage.require_tensorflow("./x") == "./x"
     with pytest.raises(ValueError, match="does not know memory://.*path='memory://b/x'.*ram://"):
-        _storage.require_tensorflow("memory://b/x")
+        storage.require_tensorflow("memory://b/x")
 
 
 def test_loading_it_loads_no_framework():
-    code = "import sys, kdpkit._files as f; f._storage.path('gs://b/x'); print(*sys.modules)"
+    code = "import sys, kdpkit._internal.storage as s; s.path('gs://b/x'); print(*sys.modules)"
     loaded = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
     ).stdout.split()
     assert not {"tensorflow", "fsspec", "keras", "jax"} & set(loaded)
 
 
-TAKING = "import sys; from kdpkit import _files; _files.acquire(sys.argv[1])"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["file", "local"])
-def test_where_there_are_no_locks_the_last_one_has_the_file(scheme, tmp_path):
-    file = f"{scheme}://{tmp_path}/.lock"
-    assert _files.acquire(file)
-    assert _files.taken_over(file) is None
-    subprocess.run([sys.executable, "-c", TAKING, file], timeout=300, check=True)
-    assert "process" in _files.taken_over(file)
-    assert _files.acquire(file)  # and again, to no harm
-    assert _files.taken_over(file) is None
-    _files.release(file)
-
-
-def test_a_local_file_is_never_taken_over(tmp_path):
-    assert _files.acquire(tmp_path / ".lock")
-    assert _files.taken_over(tmp_path / ".lock") is None
-    _files.release(tmp_path / ".lock")
+def test_where_there_are_no_locks_the_last_one_has_the_file(remote):
+    file = storage.path(remote) / ".lock"
+    assert atomic_files.acquire(file)
+    assert atomic_files.taken_over(file) is None
+    put(file, b"0123 process 7 on another machine")
+    assert atomic_files.taken_over(file) == "process 7 on another machine"
+    assert atomic_files.acquire(file)  # and again, to no harm
+    assert atomic_files.taken_over(file) is None
+    atomic_files.release(file)
 
 
 KILLED = """
@@ -213,15 +202,15 @@ KILLED = """
     import numpy as np
     from kdpkit import checkpoints
 
-    place, scheme = pathlib.Path(sys.argv[1]), sys.argv[2]
-    directory = checkpoints.CheckpointDirectory(f"{scheme}://{place}")
+    position = pathlib.Path(sys.argv[1])
+    directory = checkpoints.CheckpointDirectory(f"file://{position}")
     save = lambda step, size: directory.save(
         checkpoints.TrainingState(epoch=0, step=step, arrays={"weight": np.full(size, step)})
     )
     save(1, 1)
 
     def kill_in_the_middle():
-        while not any(place.glob(".state-000000-000000002*")):
+        while not any(position.glob(".state-000000-000000002*")):
             pass
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -231,17 +220,16 @@ KILLED = """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheme", ["file", "local"])
-def test_a_state_that_a_killed_process_left_half_written_is_no_state(scheme, tmp_path):
+def test_a_state_that_a_killed_process_left_half_written_is_no_state(tmp_path):
     from kdpkit.checkpoints import CheckpointDirectory, TrainingState
 
-    program = [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path, scheme]
+    program = [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path]
     killed = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    left, whole = sorted(path.name for path in tmp_path.iterdir())
+    left, complete = sorted(path.name for path in tmp_path.iterdir())
     assert left.startswith(".state-000000-000000002")
-    assert whole == "state-000000-000000001.npz"
-    directory = CheckpointDirectory(f"{scheme}://{tmp_path}")
+    assert complete == "state-000000-000000001.npz"
+    directory = CheckpointDirectory(f"file://{tmp_path}")
     assert directory.latest().step == 1
     directory.save(TrainingState(epoch=0, step=2, arrays={}))
     assert directory.latest().step == 2

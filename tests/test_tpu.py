@@ -9,7 +9,7 @@ import sys
 import keras
 import pytest
 
-from kdpkit import _tpu
+from kdpkit._internal import tpu_host
 
 NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of theirs
 TPU_V5E = ("0x1ae0", "0x0063")
@@ -37,12 +37,12 @@ def bus(directory, *devices):
         ([TPU_V5E, NETWORK_CARD, *[TPU_V5E] * 7], 8),
     ],
 )
-def test_tpu_chips_are_told_from_other_devices_on_the_bus(tmp_path, devices, chips):
-    assert _tpu.chips(bus(tmp_path / "devices", *devices)) == chips
+def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, devices, chips):
+    assert tpu_host.chips(bus(tmp_path / "devices", *devices)) == chips
 
 
 def test_a_machine_without_a_pci_bus_has_no_chip(tmp_path):
-    assert _tpu.chips(tmp_path / "nothing") == 0
+    assert tpu_host.chips(tmp_path / "nothing") == 0
 
 
 @pytest.fixture
@@ -54,20 +54,20 @@ def unnamed(monkeypatch):
 
 
 def test_a_tpu_is_taken_from_the_argument_then_the_environment(unnamed):
-    assert _tpu.address(None) is None
+    assert tpu_host.address(None) is None
     unnamed.setenv("COLAB_TPU_ADDR", "10.0.0.2:8470")
-    assert _tpu.address(None) == "grpc://10.0.0.2:8470"
+    assert tpu_host.address(None) == "grpc://10.0.0.2:8470"
     unnamed.setenv("COLAB_TPU_ADDR", "grpc://10.0.0.2:8470")
-    assert _tpu.address(None) == "grpc://10.0.0.2:8470"
+    assert tpu_host.address(None) == "grpc://10.0.0.2:8470"
     unnamed.setenv("TPU_NAME", "mine")
-    assert _tpu.address(None) == "mine"
-    assert _tpu.address("local") == "local"
+    assert tpu_host.address(None) == "mine"
+    assert tpu_host.address("local") == "local"
 
 
 def test_on_colab_the_way_to_a_tpu_is_its_menu(unnamed):
-    assert "TPU_NAME" in _tpu.nowhere()
+    assert "TPU_NAME" in tpu_host.nowhere()
     unnamed.setenv("COLAB_RELEASE_TAG", "release-colab_20251110")
-    assert "Runtime > Change runtime type" in _tpu.nowhere()
+    assert "Runtime > Change runtime type" in tpu_host.nowhere()
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,18 @@ def test_on_colab_the_way_to_a_tpu_is_its_menu(unnamed):
         ),
     ],
 )
-def test_a_tpu_that_another_process_holds_is_said_to_be(text, holder):
-    assert _tpu.in_use(RuntimeError(text)).startswith(f"The TPU is taken by {holder}, ")
+def test_a_tpu_that_another_process_holds_is_reported(text, holder):
+    assert tpu_host.in_use(RuntimeError(text)).startswith(f"The TPU is taken by {holder}, ")
 
 
 def test_other_failures_are_not_taken_for_a_tpu_in_use():
-    assert _tpu.in_use(RuntimeError("The port is in use. pid 7")) is None
+    assert tpu_host.in_use(RuntimeError("The port is in use. pid 7")) is None
 
 
-def test_a_missing_libtpu_is_said_to_be(unnamed):
-    assert 'pip install "jax[tpu]"' in _tpu.without_libtpu()
+def test_a_missing_libtpu_is_reported(unnamed):
+    assert 'pip install "jax[tpu]"' in tpu_host.without_libtpu()
     unnamed.setenv("TPU_LIBRARY_PATH", "/usr/lib/libtpu.so")
-    assert _tpu.without_libtpu() is None
+    assert tpu_host.without_libtpu() is None
 
 
 @pytest.fixture(scope="module")
@@ -147,18 +147,18 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence(server_without_a_
     assert "name that does not resolve" in unknown
     assert "this machine has no TPU chip" in local
     assert "address and port" in portless
-    assert "No TPU of this name can be looked up" in unnamed_tpu
+    assert "No TPU of this name was found" in unnamed_tpu
     assert "this machine has no TPU chip" in nothing
 
 
 @needs_tensorflow
 @where_no_tpu_is_named
-def test_auto_says_in_one_line_what_it_takes_and_why(capsys):
+def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
     from kdpkit import strategies
 
     strategies.select_strategy("auto")
-    said = capsys.readouterr().out
-    assert said == "Strategy: one replica on CPU:0: there is no GPU and no TPU.\n"
+    shown = capsys.readouterr().out
+    assert shown == "Strategy: one replica on CPU:0: there is no GPU and no TPU.\n"
     strategies.select_strategy("one")
     assert capsys.readouterr().out == ""
 
@@ -174,7 +174,7 @@ def test_auto_goes_to_the_tpu_that_the_environment_names(unnamed):
 
 @needs_tensorflow
 @pytest.mark.parametrize("name", [8470, b"local"])
-def test_a_name_that_is_no_text_is_refused(name):
+def test_a_name_that_is_no_text_raises(name):
     from kdpkit import strategies
 
     with pytest.raises(ValueError, match="a name or an address, as text"):
@@ -188,7 +188,7 @@ def test_a_name_that_is_no_text_is_refused(name):
     [
         # As JAX sets it where it finds libtpu and a TPU: then it does not go on without.
         ("tpu,cpu", "There is no TPU: this machine has no TPU chip"),
-        ("cuda", "JAX cannot start what it was told to use.*JAX_PLATFORMS=cuda"),
+        ("cuda", "JAX cannot start its platform.*JAX_PLATFORMS=cuda"),
     ],
 )
 def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
@@ -212,7 +212,7 @@ def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
 
 @pytest.mark.jax
 @where_no_tpu_is_named
-def test_on_jax_no_tpu_is_one_sentence_and_the_cpu_is_said():
+def test_on_jax_no_tpu_is_one_sentence_and_the_cpu_is_reported():
     from kdpkit import experiment, sharding
 
     with pytest.raises(ValueError, match="this machine has no TPU chip"):

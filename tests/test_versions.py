@@ -4,11 +4,12 @@ import keras
 import numpy as np
 import pytest
 
-from kdpkit import _versions, strategies, testing
+from kdpkit import strategies, testing
+from kdpkit._internal import versions
 from kdpkit.training import TrainingLoop, replica_exact
 
 before_means_of_activities = pytest.mark.skipif(
-    _versions.KERAS >= (3, 14), reason="Keras 3.14 and later take the mean over the rows"
+    versions.KERAS >= (3, 14), reason="Keras 3.14 and later take the mean over the rows"
 )
 
 
@@ -33,7 +34,7 @@ def test_the_last_batch_of_an_execution_is_the_one_that_ended(steps_per_executio
 
     class Ends(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 Keras' hook
-            seen.append(_versions.last_batch(batch, steps_per_execution))
+            seen.append(versions.last_batch(batch, steps_per_execution))
 
     model = testing.tiny_classifier()
     model.compile("sgd", loss(), steps_per_execution=steps_per_execution)
@@ -45,7 +46,7 @@ def test_the_last_batch_of_an_execution_is_the_one_that_ended(steps_per_executio
 
 @before_means_of_activities
 @pytest.mark.tensorflow
-def test_replicas_refuse_sums_over_activities():
+def test_replicas_do_not_support_sums_over_activities():
     strategy = strategies.select_strategy("mirrored", devices=2)
     with strategy.scope():
         model = regularized()
@@ -62,16 +63,16 @@ def test_replicas_refuse_sums_over_activities():
 
 
 @before_means_of_activities
-def test_micro_batches_refuse_sums_over_activities():
+def test_micro_batches_do_not_support_sums_over_activities():
     loop = TrainingLoop(regularized(), optimizer="sgd", loss=loss(), accumulation=2)
     with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
         loop.fit(batches(), epochs=1)
 
 
-@pytest.mark.skipif(_versions.KERAS >= (3, 11), reason="Keras 3.11 and later take Grain")
+@pytest.mark.skipif(versions.KERAS >= (3, 11), reason="Keras 3.11 and later take Grain")
 @pytest.mark.jax
 @pytest.mark.parametrize("kind", ["map", "iterator"])
-def test_grain_is_refused_where_keras_takes_none(kind):
+def test_grain_raises_where_keras_takes_none(kind):
     grain = pytest.importorskip("grain")
     dataset = grain.MapDataset.source([*zip(*testing.toy_classification(9), strict=True)]).batch(3)
     dataset = dataset if kind == "map" else dataset.to_iter_dataset()
@@ -84,12 +85,12 @@ def test_grain_is_refused_where_keras_takes_none(kind):
 
 
 @pytest.mark.jax
-def test_several_processes_are_refused_on_an_old_jax_or_keras():
+def test_several_processes_raise_on_an_old_jax_or_keras():
     import jax
 
     from kdpkit import sharding
 
-    if _versions.KERAS >= (3, 15) and not jax.__version__.startswith("0.5."):
+    if versions.KERAS >= (3, 15) and not jax.__version__.startswith("0.5."):
         pytest.skip("these take several processes")
     with pytest.raises(ValueError, match="need JAX 0.10 and Keras 3.15 or later.*jax="):
         sharding.join_processes("localhost:1", process_count=2, process_index=0)

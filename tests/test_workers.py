@@ -4,7 +4,6 @@ Each is a real process. Starting TensorFlow is what costs, so the first two do n
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import pathlib
@@ -21,6 +20,7 @@ import pytest
 import kdpkit
 from kdpkit import launch, strategies
 from tests import worker_process
+from tests.processes import once
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 SOON = 240  # seconds in which the others have ended when one is killed: about 10 on an idle machine
@@ -68,24 +68,24 @@ class Workers:
             process.kill()
             process.wait()
 
-    def said(self, index):
+    def shown(self, index):
         return self.outputs[index].read_text()
 
     def wait_for(self, text, index):
-        """Wait until a process has said something."""
-        while text not in self.said(index):
-            assert self.running[index].poll() is None, self.said(index)
+        """Wait until a process has printed something."""
+        while text not in self.shown(index):
+            assert self.running[index].poll() is None, self.shown(index)
             time.sleep(0.2)
 
     def wait_for_words(self, text, index):
-        """Wait until it is said of a process that has ended."""
+        """Wait until a process that has ended is reported."""
         end = time.monotonic() + SOON
-        while text not in self.said(index):
-            assert time.monotonic() < end, self.said(index)
+        while text not in self.shown(index):
+            assert time.monotonic() < end, self.shown(index)
             time.sleep(0.2)
 
     def end(self, seconds=LIMIT):
-        """Wait for all; give their exit codes."""
+        """Wait for all; return their exit codes."""
         end = time.monotonic() + seconds
         return {i: p.wait(max(end - time.monotonic(), 0)) for i, p in self.running.items()}
 
@@ -110,13 +110,13 @@ def of_two_processes(directory):
         workers.running[1].send_signal(signal.SIGKILL)
         killed = time.monotonic()
         codes = workers.end()
-        said = [workers.said(index) for index in range(2)]
+        shown = [workers.shown(index) for index in range(2)]
     return {
-        "found": [result_of(output) for output in said],
+        "found": [result_of(output) for output in shown],
         "written": str(written),
         "codes": [codes[index] for index in range(2)],
         "seconds": time.monotonic() - killed,
-        "said": said,
+        "shown": shown,
     }
 
 
@@ -126,18 +126,6 @@ def alone(tmp_path_factory):
         return worker_process.trained(strategies.select_strategy("one"))
 
     return once(tmp_path_factory, "one device", train)
-
-
-def once(tmp_path_factory, name, make):
-    """Give what the first of pytest's own processes makes; the others wait for it."""
-    root = tmp_path_factory.getbasetemp()
-    root = root.parent if "PYTEST_XDIST_WORKER" in os.environ else root
-    with (root / f"{name}.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        made = root / f"{name}.json"
-        if not made.exists():
-            made.write_text(json.dumps(make(), default=float))
-        return json.loads(made.read_text())
 
 
 @pytest.mark.parametrize(
@@ -165,7 +153,7 @@ def test_two_processes_estimate_the_noise_scale_that_one_does_with_as_many_repli
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
 
 
-def test_the_strategy_says_how_many_workers_there_are(two):
+def test_the_strategy_shows_how_many_workers_there_are(two):
     for found in two["found"]:
         assert found["strategy"] == (
             "MultiWorkerMirroredStrategy: 4 replicas on CPU:0, CPU:1 of each of 2 workers"
@@ -173,15 +161,15 @@ def test_the_strategy_says_how_many_workers_there_are(two):
     assert [found["is_chief"] for found in two["found"]] == [True, False]
 
 
-def test_the_first_process_alone_writes_and_says_how_the_data_are_spread(two):
+def test_the_first_process_alone_writes_and_prints_how_the_data_are_spread(two):
     names = {path.name for path in pathlib.Path(two["written"]).iterdir()}
     saved = {f"keras-{n}.keras" for n in (1, 2)} | {f"ours-{n}.weights.h5" for n in (1, 2)}
     assert names == {"log.csv", "board", *saved}
     assert len((pathlib.Path(two["written"]) / "log.csv").read_text().splitlines()) == 1 + 2
     for run in ("train", "validation"):
         assert len([*(pathlib.Path(two["written"]) / "board" / run).iterdir()]) == 1
-    told = "Each of the 2 processes reads all of the data and takes its rows of every batch."
-    assert [output.count(told) for output in two["said"]] == [1, 0]
+    line = "Each of the 2 processes reads all of the data"
+    assert [output.count(line) for output in two["shown"]] == [1, 0]
 
 
 def test_a_model_that_the_first_process_saved_can_be_loaded(two):
@@ -205,60 +193,58 @@ def test_a_model_that_the_first_process_saved_can_be_loaded(two):
         ("end, loop", "one has come to its end before the others"),
     ],
 )
-def test_data_that_are_not_the_same_are_refused_in_all_processes(two, case, sentence):
-    first, second = (found["refusals"][case] for found in two["found"])
+def test_data_that_are_not_the_same_raise_in_all_processes(two, case, sentence):
+    first, second = (found["disagreements"][case] for found in two["found"])
     assert first == second
     assert sentence in first
     assert "Build the same dataset in every process" in first
 
 
-def test_a_dataset_of_which_every_process_would_take_all_is_refused(two):
+def test_a_dataset_of_which_every_process_would_take_all_raises(two):
     for found in two["found"]:
-        assert "Received: auto_shard_policy='OFF'" in found["refusals"]["policy"]
+        assert "Received: auto_shard_policy='OFF'" in found["disagreements"]["policy"]
 
 
 def test_a_killed_process_ends_the_other_soon_with_one_sentence(two):
     assert two["codes"] == [43, -signal.SIGKILL]
     assert two["seconds"] < SOON
-    assert "Another process of this training is gone" in two["said"][0]
-    assert "Traceback" not in two["said"][0]
+    assert "Another process of this training is gone" in two["shown"][0]
+    assert "Traceback" not in two["shown"][0]
 
 
-def test_a_start_that_cannot_succeed_is_refused(tmp_path):
-    with Workers(2, "-m", "tests.worker_process", "starts", only=0, directory=tmp_path) as workers:
-        assert workers.end() == {0: 0}, workers.said(0)
-        found = result_of(workers.said(0))
-    assert found["the other does not come"].startswith("1 of 2 processes did not come within 2 s")
-    assert found["the port is taken"].startswith("No server can be started at localhost:")
-
-
-def test_processes_with_unequal_devices_are_refused_in_all_of_them(tmp_path):
+def test_processes_with_unequal_devices_raise_in_all_of_them(tmp_path):
     with Workers(2, "-m", "tests.worker_process", "uneven", directory=tmp_path) as workers:
         codes = workers.end()
-        said = [workers.said(index) for index in range(2)]
-    assert codes == {0: 2, 1: 2}, said
-    for output in said:
+        shown = [workers.shown(index) for index in range(2)]
+    assert codes == {0: 2, 1: 2}, shown
+    for output in shown:
         assert "Received: devices_by_process=[1, 2]. Let each see as many GPUs" in output
 
 
-def test_a_first_process_that_does_not_come_is_not_waited_for_for_ever(tmp_path):
-    with Workers(2, "-m", "tests.worker_process", "late", only=1, directory=tmp_path) as workers:
-        assert workers.end() == {1: 2}, workers.said(1)
-        said = workers.said(1)
-    assert "could not be joined within 2 seconds" in said
-    assert "Traceback" not in said
-
-
-def test_a_port_that_another_program_has_does_not_stop_the_first_process_for_ever(tmp_path):
+def test_starts_that_cannot_succeed_end_soon_with_one_sentence(tmp_path):
+    starts, late = (["-m", "tests.worker_process", what] for what in ("starts", "late"))
+    directories = [tmp_path / name for name in ("several", "no first one", "taken")]
+    for directory in directories:
+        directory.mkdir()
     with socket.socket() as other:
         other.bind(("localhost", 0))
         other.listen()
         taken = f"localhost:{other.getsockname()[1]}"
-        late = "-m", "tests.worker_process", "late"
-        with Workers(2, *late, only=0, second=taken, directory=tmp_path) as workers:
-            assert workers.end() == {0: -signal.SIGALRM}, workers.said(0)
-            workers.wait_for_words("was ended. See what the others", 0)
-            assert taken in workers.said(0)
+        with (
+            Workers(2, *starts, only=0, directory=directories[0]) as several,
+            Workers(2, *late, only=1, directory=directories[1]) as without_first,
+            Workers(2, *late, only=0, second=taken, directory=directories[2]) as with_taken_port,
+        ):
+            assert several.end() == {0: 0}, several.shown(0)
+            assert without_first.end() == {1: 2}, without_first.shown(1)
+            assert with_taken_port.end() == {0: -signal.SIGALRM}, with_taken_port.shown(0)
+            with_taken_port.wait_for_words("was ended. See what the others", 0)
+    found = result_of(several.shown(0))
+    assert "1 of 2 processes did not connect within 2 s" in found["the other does not come"]
+    assert "No server can be started at localhost:" in found["the port is taken"]
+    assert "could not be joined within 2 seconds" in without_first.shown(1)
+    assert "Traceback" not in without_first.shown(1)
+    assert taken in with_taken_port.shown(0)
 
 
 def test_the_recipe_trains_in_two_processes(tmp_path):
@@ -266,10 +252,10 @@ def test_the_recipe_trains_in_two_processes(tmp_path):
     flags = ["--smoke", "--results", results, "--log-dir", tmp_path / "logs"]
     with Workers(2, "recipes/multi_worker.py", *flags, directory=tmp_path) as workers:
         codes = workers.end()
-        said = [workers.said(index) for index in range(2)]
-    assert set(codes.values()) == {0}, said
+        shown = [workers.shown(index) for index in range(2)]
+    assert set(codes.values()) == {0}, shown
     for line in ("Learning rate of epoch 2:", "Test:"):
-        assert [line in output for output in said] == [True, False]
+        assert [line in output for output in shown] == [True, False]
     found = json.loads(results.read_text())
     assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
     assert (tmp_path / "logs" / "model.keras").exists()
@@ -287,16 +273,16 @@ def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_p
     stopped = launch.run(command, workers=2, max_restarts=3)
     assert stopped.exit_code == launch.STOPPED
     assert stopped.restarts >= 1
-    said = capfd.readouterr().err
-    assert "worker 1 was ended by SIGKILL, before any other" in said
+    shown = capfd.readouterr().err
+    assert "worker 1 was ended by SIGKILL, before any other" in shown
     for worker in ("worker 0", "worker 1"):
-        assert f"{worker} | Training was stopped by SIGTERM. Its state is in" in said
+        assert f"{worker} | Training was stopped by SIGTERM. Its state is in" in shown
 
     ended = launch.run(command, workers=2, max_restarts=3)
     assert ended.exit_code == 0
     assert ended.restarts >= 1
-    out, said = capfd.readouterr()
-    assert "worker 0 was ended by SIGKILL, before any other" in said
+    out, shown = capfd.readouterr()
+    assert "worker 0 was ended by SIGKILL, before any other" in shown
     found = [line.partition(" | ")[2] for line in out.splitlines()]
     of_two = [json.loads(line) for line in found if line.startswith("{")]
 

@@ -23,22 +23,23 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import _processes, callbacks, experiment, pipelines, strategies, testing
+from kdpkit import callbacks, experiment, pipelines, strategies, testing
+from kdpkit._internal import processes
 from kdpkit.training import TrainingLoop, replica_exact
 
-ROWS, BATCH = 22, 7  # pieces of 2, 2, 2 and 1 rows, and at the end of the epoch one row in all
+EXAMPLES, BATCH = 22, 7  # shards of 2, 2, 2 and 1 examples, and at the end of the epoch one example
 
 
-def toy_data(rows=ROWS):
-    x, y = testing.toy_classification(rows)
-    weights = 1 + np.arange(rows, dtype="float32") % 3
+def toy_data(examples=EXAMPLES):
+    x, y = testing.toy_classification(examples)
+    weights = 1 + np.arange(examples, dtype="float32") % 3
     return x, y, weights
 
 
-def dataset(rows=ROWS, *, seed=3):
+def dataset(examples=EXAMPLES, *, seed=3):
     """Shuffled batches; those of an epoch have sizes that no number of replicas divides."""
-    data = tf.data.Dataset.from_tensor_slices(toy_data(rows))
-    return data.shuffle(rows, seed=seed).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices(toy_data(examples))
+    return data.shuffle(examples, seed=seed).batch(BATCH)
 
 
 def model_of(strategy):
@@ -64,7 +65,7 @@ def weights_of(model):
 
 
 def watching(directory):
-    """Callbacks that write into a directory that all processes share."""
+    """Callbacks that write into a directory that all processes use."""
     if directory is None:
         return []
     return [
@@ -123,11 +124,11 @@ def by_loop(strategy, *, accumulation=1, **settings):
     unknown_length = dataset().filter(lambda *_: True)
     history = loop.fit(unknown_length, dataset(), epochs=2, verbose=0).history
     x, y, _ = toy_data()
-    rows = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+    examples = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
     return {
         "history": history,
-        "evaluated": loop.evaluate(rows, verbose=0),
-        "predicted": loop.predict(rows, verbose=0).tolist(),
+        "evaluated": loop.evaluate(examples, verbose=0),
+        "predicted": loop.predict(examples, verbose=0).tolist(),
         "weights": weights_of(model),
     }
 
@@ -152,16 +153,16 @@ def with_noise_scale(strategy):
     return by_loop(strategy, noise_scale=True)
 
 
-def refusals(strategy):
-    """Train on data that are not the same in all processes; give the sentences."""
-    index = _processes.index()
+def disagreements(strategy):
+    """Train on data that are not the same in all processes; return the sentences."""
+    index = processes.index()
     model = replica_exact(testing_model(strategy))
     model.compile("sgd", crossentropy())
     loop = TrainingLoop(
         testing_model(strategy), optimizer="sgd", loss=crossentropy(), strategy=strategy
     )
     own_order = dataset(seed=index).map(lambda x, y, _: (x, y))
-    own_length = dataset(ROWS + BATCH * index)
+    own_length = dataset(EXAMPLES + BATCH * index)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     off = dataset().with_options(options)
@@ -179,8 +180,8 @@ def refusals(strategy):
 
 
 def of_unknown_length(batches):
-    """Give the same batches in all processes, but as many as asked for, which nobody knows."""
-    x, y, _ = toy_data(ROWS + BATCH)
+    """Return the same batches in all processes, but as many as asked for, which nobody knows."""
+    x, y, _ = toy_data(EXAMPLES + BATCH)
     batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).take(batches)
     return batches.filter(lambda *_: True)
 
@@ -193,16 +194,16 @@ def sentence_of(way):
     return None
 
 
-class Telling(keras.callbacks.Callback):
-    """Tells of its steps, which last."""
+class Printing(keras.callbacks.Callback):
+    """Prints its steps, which last."""
 
     def on_train_batch_end(self, batch, logs=None):
         print(f"step {batch}", flush=True)
         time.sleep(0.2)
 
 
-def refused_starts():
-    """Start where it cannot work; give the sentences."""
+def failed_starts():
+    """Start where it cannot work; return the sentences."""
     with socket.socket() as absent, socket.socket() as taken:
         absent.bind(("localhost", 0))
         taken.bind(("0.0.0.0", 0))
@@ -210,13 +211,13 @@ def refused_starts():
         nobody, somebody = (f"localhost:{s.getsockname()[1]}" for s in (absent, taken))
         same = somebody.replace("localhost", "127.0.0.1")
         return {
-            "the other does not come": refused_start(somebody, nobody),
-            "the port is taken": refused_start(somebody, same),
-            "again": refused_start(somebody, same),
+            "the other does not come": failed_start(somebody, nobody),
+            "the port is taken": failed_start(somebody, same),
+            "again": failed_start(somebody, same),
         }
 
 
-def refused_start(*addresses, index=0):
+def failed_start(*addresses, index=0):
     task = {"type": "worker", "index": index}
     os.environ["TF_CONFIG"] = json.dumps({"cluster": {"worker": addresses}, "task": task})
     return sentence_of(lambda: strategies.select_strategy("multi_worker", start_timeout_seconds=2))
@@ -236,7 +237,7 @@ class Doing(keras.callbacks.Callback):
         self.deeds = deeds
 
     def on_train_batch_begin(self, batch, logs=None):
-        deed = f"{_processes.index()} {int(self.model.optimizer.iterations.numpy())}"
+        deed = f"{processes.index()} {int(self.model.optimizer.iterations.numpy())}"
         done = self.directory / deed
         if deed in self.deeds and not done.exists():
             done.touch()
@@ -244,7 +245,7 @@ class Doing(keras.callbacks.Callback):
 
 
 def resumed(strategy, directory, deeds):
-    """Train with `fit` and a loop, both of which go on where they were; give the weights."""
+    """Train with `fit` and a loop, both of which go on where they were; return the weights."""
     x, y, _ = toy_data()
 
     def data():
@@ -276,12 +277,12 @@ def resumed(strategy, directory, deeds):
 def train_until_ended(strategy):
     model = replica_exact(testing_model(strategy))
     model.compile("sgd", crossentropy())
-    model.fit(dataset().repeat(), steps_per_epoch=1000, callbacks=[Telling()], verbose=0)
+    model.fit(dataset().repeat(), steps_per_epoch=1000, callbacks=[Printing()], verbose=0)
 
 
 def main():
     if sys.argv[1] == "starts":
-        print(json.dumps(refused_starts()))
+        print(json.dumps(failed_starts()))
         os._exit(0)  # TensorFlow would try the port again
     if sys.argv[1] == "uneven":
         task = json.loads(os.environ["TF_CONFIG"])["task"]
@@ -302,7 +303,7 @@ def main():
         "is_chief": strategies.is_chief(),
         "trained": trained(strategy, directory),
         "noise_scale": with_noise_scale(strategy),
-        "refusals": refusals(strategy),
+        "disagreements": disagreements(strategy),
     }
     print(json.dumps(found, default=float), flush=True)
     train_until_ended(strategy)

@@ -1,6 +1,6 @@
-"""Files that are whole or not there, and files that one process holds.
+"""Files that are written atomically, and files that one process holds.
 
-They may be in object storage, as `gs://bucket/file`; see `kdpkit._storage`.
+They may be in object storage, as `gs://bucket/file`; see `kdpkit._internal.storage`.
 """
 
 import contextlib
@@ -12,7 +12,8 @@ import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
-from kdpkit import _checks, _storage
+from kdpkit import errors
+from kdpkit._internal import checks, storage
 
 try:
     import fcntl
@@ -25,20 +26,26 @@ _MARK = f"{uuid.uuid4().hex} process {os.getpid()} on {socket.gethostname()}"  #
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a path to write to, beside `path`, that takes its place when the block ends well.
+    """Yield a path to write to, beside `path`, that replaces it when the block ends well.
 
     Readers and other writers of `path` see the old file or the new one, never a part. The
     temporary file keeps the suffix, and is gone if the block raises. Missing directories are made.
     For a remote `path` it is a file of this machine, which is then put there.
+
+    >>> directory = tempfile.mkdtemp()
+    >>> with replacing(f"{directory}/new/notes.txt") as file:
+    ...     _ = file.write_text("done")
+    >>> Path(directory, "new", "notes.txt").read_text()
+    'done'
     """
-    place = _storage.path(path)
-    if isinstance(place, _storage.RemotePath):
+    target = storage.path(path)
+    if isinstance(target, storage.RemotePath):
         with tempfile.TemporaryDirectory() as directory:
-            temporary = Path(directory) / place.name
+            temporary = Path(directory) / target.name
             yield temporary
-            place.upload(temporary)
+            target.upload(temporary)
         return
-    final = place.resolve()  # a link stays, its target is replaced
+    final = Path(os.path.realpath(target))  # a link stays, its target is replaced
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.with_name(f".{final.stem}-{uuid.uuid4().hex}{final.suffix}")
     try:
@@ -49,46 +56,62 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a file of this machine: the one at `path`, or a copy for the block if it is remote."""
-    place = _storage.path(path)
-    if isinstance(place, Path):
-        yield place
+def replacing_in_first_process(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Do as `replacing` does, in every process; of several the first one's file stays.
+
+    For a model, which all processes save since each may hold parts of it.
+    """
+    from kdpkit._internal import processes  # which loads Keras
+
+    if processes.index() == 0:
+        with replacing(path) as temporary:
+            yield temporary
         return
     with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / place.name
-        place.download(copy)
+        yield Path(directory) / Path(path).name
+
+
+@contextlib.contextmanager
+def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """Yield a file of this machine: the one at `path`, or a copy for the block if it is remote."""
+    source = storage.path(path)
+    if isinstance(source, Path):
+        yield source
+        return
+    with tempfile.TemporaryDirectory() as directory:
+        copy = Path(directory) / source.name
+        source.download(copy)
         yield copy
 
 
-def readable(path: str | os.PathLike[str]) -> _storage.AnyPath:
+def readable(path: str | os.PathLike[str]) -> storage.AnyPath:
     """Accept a path to a file that exists, is not empty and may be read."""
-    file = _storage.path(path)
+    file = storage.path(path)
     if file.is_dir():
-        _checks.refuse_file("A file is needed here, this is a directory", file)
+        checks.fail_for_file("A file is needed, and this is a directory", file)
     try:
         is_empty = _is_empty(file)
     except FileNotFoundError:
-        _checks.refuse_file("There is no such file", file, remedy="Check the path.")
-    except _checks.InputError:
+        checks.fail_for_file("There is no such file", file, remedy="Check the path.")
+    except errors.InputError:
         raise
     except OSError as error:
-        _checks.refuse_file(f"The file cannot be read ({error.strerror})", file)
+        checks.fail_for_file(f"The file cannot be read ({error.strerror})", file)
     if is_empty:
-        _checks.refuse_file("The file is empty", file)
+        checks.fail_for_file("The file is empty", file)
     return file
 
 
 def readable_here(path: str | os.PathLike[str]) -> Path:
     """Accept what `readable` does, if it is a file of this machine."""
     file = readable(path)
-    if isinstance(file, _storage.RemotePath):
-        _checks.refuse_file("A file of this machine is needed here", file, remedy="Copy it first.")
+    if isinstance(file, storage.RemotePath):
+        checks.fail_for_file("A file of this machine is needed", file, remedy="Copy it first.")
     return file
 
 
-def _is_empty(file: _storage.AnyPath) -> bool:
-    if isinstance(file, _storage.RemotePath):
+def _is_empty(file: storage.AnyPath) -> bool:
+    if isinstance(file, storage.RemotePath):
         return file.stat().st_size == 0
     with file.open("rb") as stream:  # a pipe has no size
         return not stream.read(1)
@@ -100,14 +123,14 @@ def acquire(path: str | os.PathLike[str]) -> bool:
     It is this process's until `release`, or until the process ends in whatever way, though a
     network's file system may know of a lost machine a minute or two later. It may be taken twice.
     Where locks are unknown everyone gets it, and in object storage, where there are none, whoever
-    comes last: `taken_over` tells the others.
+    comes last: `taken_over` is how the others find out.
     """
-    place = _storage.path(path)
-    if isinstance(place, _storage.RemotePath):
-        with replacing(place) as temporary:
+    target = storage.path(path)
+    if isinstance(target, storage.RemotePath):
+        with replacing(target) as temporary:
             temporary.write_text(_MARK, encoding="utf-8")
         return True
-    name = os.path.realpath(place)
+    name = os.path.realpath(target)
     if fcntl is None or name in _held:
         return True
     file = os.open(name, os.O_RDWR | os.O_CREAT)
@@ -123,7 +146,7 @@ def acquire(path: str | os.PathLike[str]) -> bool:
 
 def release(path: str | os.PathLike[str]) -> None:
     """Let a file go that this process has taken; a remote one keeps its mark, to no harm."""
-    if _storage.is_remote(path):
+    if storage.is_remote(path):
         return
     file = _held.pop(os.path.realpath(path), None)
     if file is not None:
@@ -131,12 +154,12 @@ def release(path: str | os.PathLike[str]) -> None:
 
 
 def taken_over(path: str | os.PathLike[str]) -> str | None:
-    """Say which process has taken a remote file after this one took it; None if none has."""
-    place = _storage.path(path)
-    if isinstance(place, Path):  # which is locked
+    """Name the process that took a remote file after this one took it; None if none has."""
+    file = storage.path(path)
+    if isinstance(file, Path):  # which is locked
         return None
     try:
-        mark = place.read_text()
+        mark = file.read_text()
     except FileNotFoundError:
         return None
     return None if mark == _MARK else mark.partition(" ")[2]

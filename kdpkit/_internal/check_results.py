@@ -1,14 +1,14 @@
-"""What a check found: the one form in which kdpkit's checks report."""
+"""Findings: the form in which all of kdpkit's checks report."""
 
 import dataclasses
 import itertools
 import textwrap
 from collections.abc import Iterable
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 
 LEVELS = ("refused", "wrong", "slow", "note")
-_WIDTH = 80
+WIDTH = 80
 _MOST_ALIKE = 8  # findings of one rule, with one remedy
 
 
@@ -18,11 +18,11 @@ class Finding:
 
     Attributes:
         rule: The short name of what was looked for, such as `"dynamic-shape"`.
-        level: `"refused"`: it stops there; `"wrong"`: it trains, but not what was meant; `"slow"`:
-            it works, and wastes; `"note"`: good to know.
-        where: The part that it is about: an input, a layer, a callback.
-        problem: What is wrong, in one sentence or two.
-        remedy: The way out.
+        level: `"refused"`: it raises there; `"wrong"`: it trains, but not what was meant; `"slow"`:
+            it works, but wastes time; `"note"`: good to know.
+        where: The input, layer or callback that it is about.
+        problem: What is wrong, in one or two sentences.
+        remedy: How to fix it.
 
     >>> print(Finding("string", "refused", "x", "`x` holds text.", "Look it up before."))
     refused  string: x
@@ -37,21 +37,21 @@ class Finding:
     remedy: str
 
     def __post_init__(self) -> None:
-        _checks.one_of("level", self.level, LEVELS)
+        checks.one_of("level", self.level, LEVELS)
 
     def __str__(self) -> str:
-        """Give some lines of at most 80 columns, but for words that are longer."""
+        """Return lines of at most 80 columns, unless a word is longer."""
         return "\n".join(
             [
-                _wrapped(f"{self.level:8} {self.rule}: {self.where}", indent=" " * 9),
-                _wrapped(f"    {self.problem}", indent=" " * 4),
-                _wrapped(f"    Remedy: {self.remedy}", indent=" " * 4),
+                wrapped(self.where, first=f"{self.level:8} {self.rule}: ", indent=9),
+                wrapped(self.problem, indent=4),
+                wrapped(f"Remedy: {self.remedy}", indent=4),
             ]
         )
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Sort the worst first, leave out what was found twice, and count what goes on and on.
+    """Return findings with the worst first and without repetitions; many alike are counted.
 
     >>> slow, refused = (Finding("a", level, "x", "", "") for level in ("slow", "refused"))
     >>> [finding.level for finding in in_order([slow, refused, slow])]
@@ -75,12 +75,12 @@ def _first_ones(findings: list[Finding]) -> list[Finding]:
 
 
 def are_notes(findings: Iterable[Finding]) -> bool:
-    """Tell whether none of the findings is more than a note."""
+    """Whether no finding is more than a note."""
     return all(finding.level == "note" for finding in findings)
 
 
 def as_dicts(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    """Give the findings as plain values, for JSON."""
+    """Return the findings as plain values, for JSON."""
     return [dataclasses.asdict(finding) for finding in findings]
 
 
@@ -88,11 +88,20 @@ def _rank(finding: Finding) -> tuple[int, str, str, str]:
     return LEVELS.index(finding.level), finding.rule, finding.where, finding.problem
 
 
-def _wrapped(text: str, *, indent: str) -> str:
+def wrapped(text: str, *, indent: int = 0, first: str | None = None) -> str:
+    """Break a text into lines of at most 80 columns; paths are not broken.
+
+    Args:
+        text: The text.
+        indent: Spaces before each line.
+        first: What the first line begins with instead.
+    """
+    space = " " * indent
     return textwrap.fill(
         text,
-        _WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,  # a path stays whole
+        WIDTH,
+        initial_indent=space if first is None else first,
+        subsequent_indent=space,
+        break_long_words=False,
         break_on_hyphens=False,
     )

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Self, cast
 
 MARK = "KDPKIT_LAUNCH"  # the variable that bears the marks of launchers, the outermost first
 
@@ -25,7 +25,7 @@ _ALL_ENDED = "all ended\n"
 
 
 class Child:
-    """A process, the lines that it writes, and how it ended.
+    """A process, what it writes, and how it ended.
 
     Args:
         command: Its words.
@@ -48,7 +48,6 @@ class Child:
         self.mark = mark
         self.ended_at: float | None = None
         self._on_bytes, self._on_end = on_bytes, on_end
-        self._lock = threading.Lock()
         self._process = subprocess.Popen(  # noqa: S603 the caller's command is what is asked for
             command,
             env={**environment, MARK: environment.get(MARK, "") + mark},
@@ -58,11 +57,7 @@ class Child:
             start_new_session=True,
         )
         self.started_at = time.monotonic()
-        self._readers = [
-            self._thread(self._read, stream, name)
-            for stream, name in ((self._process.stdout, "stdout"), (self._process.stderr, "stderr"))
-        ]
-        self._thread(self._wait)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     @property
     def group(self) -> int:
@@ -77,15 +72,22 @@ class Child:
 
     def send(self, number: int) -> None:
         """Send a signal to it and to all of its group; nothing if it has ended."""
-        with self._lock:  # its number may be another's as soon as it is waited for
-            if self._process.returncode is None:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.killpg(self.group, number)
+        if self._process.returncode is None:
+            _signal([-self.group], number)
 
-    def _thread(self, function: Callable[..., None], *args: Any) -> threading.Thread:
-        thread = threading.Thread(target=function, args=args, daemon=True)
-        thread.start()
-        return thread
+    def _watch(self) -> None:
+        streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
+        readers = [
+            threading.Thread(target=self._read, args=(stream, name), daemon=True)
+            for name, stream in streams.items()
+        ]
+        for reader in readers:
+            reader.start()
+        self._process.wait()
+        self.ended_at = time.monotonic()
+        for reader in readers:  # what it started may hold its pipes longer
+            reader.join(max(0.0, self.ended_at + _DRAIN_SECONDS - time.monotonic()))
+        self._on_end()
 
     def _read(self, stream: IO[bytes], name: str) -> None:
         with stream:
@@ -93,24 +95,11 @@ class Child:
                 self._on_bytes(data, name)
         self._on_bytes(b"", name)
 
-    def _wait(self) -> None:
-        if hasattr(os, "waitid"):
-            with contextlib.suppress(ChildProcessError):
-                os.waitid(os.P_PID, self.group, os.WEXITED | os.WNOWAIT)
-            with self._lock:
-                self._process.wait()
-        else:
-            self._process.wait()
-        self.ended_at = time.monotonic()
-        for reader in self._readers:  # what it started may hold its pipes longer
-            reader.join(max(0.0, self.ended_at + _DRAIN_SECONDS - time.monotonic()))
-        self._on_end()
-
 
 class Guard:
     """Ends all that bear a mark where this process does not do so.
 
-    That is where it ends, or leaves the block, before it has told `all_ended`; it leaves the block
+    That is where it ends, or leaves the block, before `all_ended` was called; it leaves the block
     when the guard is done.
 
     Args:
@@ -125,8 +114,9 @@ class Guard:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
+        self._input = cast(IO[bytes], self._process.stdin)
 
-    def __enter__(self) -> "Guard":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -134,22 +124,21 @@ class Guard:
             self._process.communicate()
 
     def all_ended(self) -> None:
-        """Tell it that nothing is left to end."""
-        self._tell(_ALL_ENDED)
+        """Report that nothing is left to end."""
+        self._send(_ALL_ENDED)
 
     def watch(self, child: Child) -> None:
-        """Tell it of a child's group, for where there is no /proc."""
-        self._tell(f"+{child.group}\n")
+        """Report a child's group, for where there is no /proc."""
+        self._send(f"+{child.group}\n")
 
     def forget(self, child: Child) -> None:
-        """Tell it that the child has ended, and its number may become another's."""
-        self._tell(f"-{child.group}\n")
+        """Report that the child has ended, and its number may become another's."""
+        self._send(f"-{child.group}\n")
 
-    def _tell(self, line: str) -> None:
-        assert self._process.stdin is not None
+    def _send(self, line: str) -> None:
         with contextlib.suppress(BrokenPipeError):
-            self._process.stdin.write(line.encode())
-            self._process.stdin.flush()
+            self._input.write(line.encode())
+            self._input.flush()
 
 
 def marked(mark: str) -> list[int]:
@@ -165,17 +154,20 @@ def marked(mark: str) -> list[int]:
 
 
 def end_marked(
-    mark: str, *, grace_seconds: float, told_groups: Collection[int] = frozenset()
+    mark: str, *, grace_seconds: float, signalled_groups: Collection[int] = frozenset()
 ) -> None:
     """End all that bear a mark: by SIGTERM, and by SIGKILL after the grace.
 
-    The groups that were told to end already get no second SIGTERM, which for some means "at once".
+    Groups that got a SIGTERM already get no second one, which for some means "at once".
     """
-    told: set[int] = set()
+    signalled: set[int] = set()
     deadline = time.monotonic() + grace_seconds
     while (left := set(marked(mark))) and time.monotonic() < deadline:
-        _signal((n for n in left - told if _group(n) not in told_groups), signal.SIGTERM)
-        told |= left
+        for number in left - signalled:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(number) not in signalled_groups:
+                    os.kill(number, signal.SIGTERM)
+        signalled |= left
         time.sleep(0.05)
     deadline = time.monotonic() + _DRAIN_SECONDS  # from now: this process may have been stopped
     while left := set(marked(mark)):
@@ -185,14 +177,9 @@ def end_marked(
         time.sleep(0.05)
 
 
-def _group(number: int) -> int | None:
-    with contextlib.suppress(ProcessLookupError):
-        return os.getpgid(number)
-    return None
-
-
-def _signal(numbers: Iterable[int], number: int) -> None:
-    for process in numbers:
+def _signal(processes: Iterable[int], number: int) -> None:
+    """Send a signal to processes, or to groups, whose numbers are negative."""
+    for process in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, number)
 

@@ -1,16 +1,16 @@
-"""How schedulers and frameworks tell a process who takes part: `kdpkit.cluster` reads it here.
+"""Where schedulers and frameworks describe a cluster: `kdpkit.cluster` reads it here.
 
-Every reader takes the environment variables and gives the arguments of a `ClusterConfig`.
+Every reader takes the environment variables and returns the arguments of a `ClusterConfig`.
 """
 
 import dataclasses
 import itertools
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Required, TypedDict
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 
 ROLES = ("chief", "worker", "ps", "evaluator")  # as TF_CONFIG calls them
 
@@ -19,11 +19,39 @@ ADDRESSES, COUNT, INDEX = (
 )
 
 _PORT = 9876  # where every process has a network address of its own
-_MOST_NODES = 1 << 16  # of a SLURM cluster
+_RANGE = "[0-9]+(?:-[0-9]+)?"
+_NODE = rf"(?:[^,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What the caller expects of the cluster."""
+
+    processes: int | None
+    parameter_servers: int | None
+    base_port: int | None
+    service: str | None
+
+    def __post_init__(self) -> None:
+        for name, least in (("processes", 1), ("parameter_servers", 0), ("base_port", 1)):
+            if getattr(self, name) is not None:
+                checks.integer(name, getattr(self, name), minimum=least)
+
+
+class Arguments(TypedDict, total=False):
+    """The arguments of a `ClusterConfig`."""
+
+    workers: Required[Sequence[str]]
+    chief: str | None
+    parameter_servers: Sequence[str]
+    evaluators: Sequence[str]
+    role: str
+    index: int
+    processes: int
 
 
 def source(environ: Mapping[str, str]) -> str | None:
-    """Do what `kdpkit.cluster.source` says."""
+    """What `kdpkit.cluster.source` returns."""
     if environ.get("TF_CONFIG", "").strip() not in ("", "{}"):
         return "TF_CONFIG"
     if any(environ.get(name) for name in (ADDRESSES, COUNT, INDEX)):
@@ -33,138 +61,102 @@ def source(environ: Mapping[str, str]) -> str | None:
     return "Kubernetes" if environ.get("JOB_COMPLETION_INDEX") else None
 
 
-def read(environ: Mapping[str, str], wanted: "Wanted") -> dict[str, Any]:
-    """Read whatever describes a cluster."""
+def read(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
+    """Read whatever describes a cluster, or raise, with the likely reason why nothing does."""
     name = source(environ)
     if name is None:
-        _refuse_nothing(environ)
-    return _READERS[name](environ, wanted)
+        remedy = "Start with `kdpkit launch`, SLURM's `srun` or Kubernetes, or set TF_CONFIG."
+        if environ.get("SLURM_JOB_ID"):
+            remedy = "In a SLURM job, start the processes with `srun`."
+        elif environ.get("KUBERNETES_SERVICE_HOST"):
+            remedy = "On Kubernetes, set `completionMode: Indexed` on the Job."
+        checks.fail(
+            "No cluster is described in the environment: neither TF_CONFIG nor "
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES, SLURM_PROCID or JOB_COMPLETION_INDEX is set.",
+            remedy=remedy,
+        )
+    readers = {
+        "TF_CONFIG": _from_tf_config,
+        "KERAS_DISTRIBUTION": _from_keras,
+        "SLURM": _from_slurm,
+        "Kubernetes": _from_kubernetes,
+    }
+    return readers[name](environ, wanted)
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What the caller says of the cluster."""
-
-    processes: int | None
-    parameter_servers: int | None
-    base_port: int | None
-    service: str | None
-
-    def __post_init__(self) -> None:
-        for name, least in (("processes", 1), ("parameter_servers", 0), ("base_port", 1)):
-            value = getattr(self, name)
-            if value is not None:
-                object.__setattr__(self, name, _checks.integer(name, value, minimum=least))
-
-    def port(self, default: int) -> int:
-        """Give the first port of a node."""
-        return self.base_port or default
+# TF_CONFIG and Keras' variables.
 
 
-def _refuse_nothing(environ: Mapping[str, str]) -> NoReturn:
-    """Refuse an environment without a cluster, with the likely reason."""
-    if environ.get("SLURM_JOB_ID"):
-        hint = "In a SLURM job, start the processes with `srun`."
-    elif environ.get("KUBERNETES_SERVICE_HOST"):
-        hint = "On Kubernetes, give the Job `completionMode: Indexed`."
-    else:
-        hint = "Start with `kdpkit launch`, SLURM's `srun` or Kubernetes, or set TF_CONFIG."
-    _checks.refuse(
-        "No cluster is described in the environment: neither TF_CONFIG nor "
-        "KERAS_DISTRIBUTION_JOB_ADDRESSES, SLURM_PROCID or JOB_COMPLETION_INDEX is set.",
-        remedy=hint,
-    )
-
-
-# TF_CONFIG.
-
-
-def _from_tf_config(environ: Mapping[str, str], _wanted: Wanted) -> dict[str, Any]:
+def _from_tf_config(environ: Mapping[str, str], _wanted: Wanted) -> Arguments:
     text = environ["TF_CONFIG"]
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        _checks.refuse(f"TF_CONFIG is no JSON ({error.msg}).", TF_CONFIG=text)
+        checks.fail(f"TF_CONFIG is not valid JSON ({error.msg}).", TF_CONFIG=text)
     cluster = config.get("cluster") if isinstance(config, dict) else None
     if not isinstance(cluster, dict):
-        _checks.refuse(
+        checks.fail(
             'TF_CONFIG must have a "cluster" of lists of addresses by role.', TF_CONFIG=text
         )
-    unknown = cluster.keys() - set(ROLES)
-    if unknown:
-        _checks.refuse(
-            f"TF_CONFIG has roles that are none of {', '.join(ROLES)}.", roles=sorted(unknown)
+    task = config.get("task")
+    if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
+        checks.fail(
+            'TF_CONFIG must have a "task" with the "type" and "index" of this process.', task=task
         )
-    of_role = {role: _checks.strings(role, of) for role, of in cluster.items()}
-    if len(of_role.get("chief", ())) > 1:
-        _checks.refuse("TF_CONFIG may have one chief.", chief=cluster["chief"])
-    role, index = _task(config.get("task"))
+    unknown = sorted(cluster.keys() - set(ROLES))
+    if unknown:
+        checks.fail(
+            f"TF_CONFIG has unknown roles; they must be among {', '.join(ROLES)}.", roles=unknown
+        )
+    of_role = {role: checks.strings(role, cluster.get(role, ())) for role in ROLES}
+    if len(of_role["chief"]) > 1:
+        checks.fail("TF_CONFIG may have at most one chief.", chief=of_role["chief"])
     return {
-        "workers": of_role.get("worker", ()),
-        "chief": next(iter(of_role.get("chief", ())), None),
-        "parameter_servers": of_role.get("ps", ()),
-        "evaluators": of_role.get("evaluator", ()),
-        "role": role,
-        "index": index,
+        "workers": of_role["worker"],
+        "chief": next(iter(of_role["chief"]), None),
+        "parameter_servers": of_role["ps"],
+        "evaluators": of_role["evaluator"],
+        "role": str(task["type"]),
+        "index": _integer("The index of the task", task["index"]),
     }
 
 
-def _task(task: Any) -> tuple[str, int]:
-    if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
-        _checks.refuse(
-            'TF_CONFIG must have a "task" with the "type" and "index" of this process.', task=task
-        )
-    return str(task["type"]), _whole("The index of the task", task["index"])
-
-
-# Keras.
-
-
-def _from_keras(environ: Mapping[str, str], wanted: Wanted) -> dict[str, Any]:
+def _from_keras(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
     text = _required(environ, ADDRESSES, remedy="On a cloud TPU nothing needs to be set.")
     addresses = [address.strip() for address in text.split(",")]
-    count = environ.get(COUNT)
-    index = _whole(INDEX, _required(environ, INDEX))
-    processes = len(addresses) if count is None else _whole(COUNT, count)
-    if len(addresses) not in (1, processes):
-        _checks.refuse(
-            f"{ADDRESSES} must have an address for every process, or that of the first alone.",
-            addresses=len(addresses),
-            processes=processes,
-        )
-    if len(addresses) == processes:
-        return _roles(addresses, index, wanted)
-    if wanted.parameter_servers:
-        _checks.refuse("With parameter servers all addresses are needed.", addresses=addresses)
-    return {"workers": addresses, "index": index, "processes": processes}
+    index = _integer(INDEX, _required(environ, INDEX))
+    processes = _integer(COUNT, environ.get(COUNT) or len(addresses))
+    if not wanted.parameter_servers:
+        return {"workers": addresses, "index": index, "processes": processes}
+    if len(addresses) != processes:
+        checks.fail("With parameter servers all addresses are needed.", addresses=addresses)
+    return _with_roles(addresses, index, wanted)
 
 
 # SLURM.
 
 
-def _from_slurm(environ: Mapping[str, str], wanted: Wanted) -> dict[str, Any]:
-    index = _whole("SLURM_PROCID", environ["SLURM_PROCID"])
+def _from_slurm(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
+    index = _integer("SLURM_PROCID", environ["SLURM_PROCID"])
     nodes = _nodes(_required(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST"))
-    count = _whole(
+    count = _integer(
         "SLURM_NTASKS", _required(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     )
     in_batch_script = environ.get("ENVIRONMENT") == "BATCH"
     if count > 1 and in_batch_script and "SLURM_STEP_NODELIST" not in environ:
-        _checks.refuse(
-            "This is the batch script itself and none of the job's tasks.",
+        checks.fail(
+            "This is the batch script itself, not one of the job's tasks.",
             SLURM_NTASKS=count,
             remedy="Start the program in it with `srun`.",
         )
-    places = _places(_tasks_per_node(environ, len(nodes), count), environ)
-    if len(places) != count:
-        _checks.refuse(
-            "SLURM's tasks per node must add up to its tasks.", per_node=len(places), tasks=count
-        )
+    positions = _positions(_tasks_per_node(environ, len(nodes), count), environ)
     if index < count:
-        _check_local_id(environ, index, places[index])
-    first = wanted.port(_slurm_port(environ))
-    addresses = [f"{nodes[node]}:{first + local}" for node, local in places]
-    return _roles(addresses, index, wanted)
+        _check_position(environ, index, positions[index])
+    job = environ.get("SLURM_JOB_ID", "")
+    # Jobs in a row get different ports, below those that Linux gives to connections.
+    first = wanted.base_port or (10_000 + 16 * (int(job) % 1250) if job.isdecimal() else _PORT)
+    addresses = [f"{nodes[node]}:{first + local}" for node, local in positions]
+    return _with_roles(addresses, index, wanted)
 
 
 def _nodes(text: str) -> list[str]:
@@ -173,77 +165,59 @@ def _nodes(text: str) -> list[str]:
     >>> _nodes("gpu[01-03,07],login1,r[1-2]n[8-9]")[2:8]
     ['gpu03', 'gpu07', 'login1', 'r1n8', 'r1n9', 'r2n8']
     """
-    names = re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+", text)
-    if ",".join(names) != text:
-        _refuse_nodes(text)
-    nodes = [node for name in names for node in _expanded(name, text)]
+    if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", text):
+        checks.fail("SLURM's list of nodes must look like 'gpu[01-03,07],login1'.", nodes=text)
+    nodes = [node for name in re.findall(_NODE, text) for node in _expanded(name)]
     if len(set(nodes)) != len(nodes):
-        _checks.refuse("A node stands twice in SLURM's list of nodes.", nodes=text)
+        checks.fail("A node appears twice in SLURM's list of nodes.", nodes=text)
     return nodes
 
 
-def _expanded(name: str, text: str) -> list[str]:
+def _expanded(name: str) -> Iterator[str]:
     """Expand the brackets of a name, each with each."""
-    pieces = re.split(r"\[([^\[\]]*)\]", name)  # between brackets and within, in turn
+    parts = re.split(r"\[(.*?)\]", name)  # alternately between brackets and within
     choices = [
-        [number for part in piece.split(",") for number in _range(part, text)] if i % 2 else [piece]
-        for i, piece in enumerate(pieces)
+        [number for item in part.split(",") for number in _numbers(item)] if i % 2 else [part]
+        for i, part in enumerate(parts)
     ]
-    if sum(map(len, choices)) > _MOST_NODES:
-        _refuse_nodes(text)
-    return ["".join(choice) for choice in itertools.product(*choices)]
+    return map("".join, itertools.product(*choices))
 
 
-def _range(part: str, text: str) -> Iterator[str]:
-    found = re.fullmatch(r"([0-9]+)(?:-([0-9]+))?", part)
-    if not found:
-        _refuse_nodes(text)
-    first, last = found[1], found[2] or found[1]
-    if not 0 <= int(last) - int(first) < _MOST_NODES:
-        _refuse_nodes(text)
-    return (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-
-
-def _refuse_nodes(text: str) -> NoReturn:
-    _checks.refuse("SLURM's list of nodes must be one such as 'gpu[01-03,07],login1'.", nodes=text)
+def _numbers(item: str) -> Iterator[str]:
+    first, _, last = item.partition("-")
+    return (str(number).zfill(len(first)) for number in range(int(first), int(last or first) + 1))
 
 
 def _tasks_per_node(environ: Mapping[str, str], nodes: int, tasks: int) -> list[int]:
-    """Expand `2(x3),1`; without it, tasks that fit evenly."""
-    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
-    text = _first(environ, names)
-    if text is None:
-        if tasks % nodes:
-            _checks.refuse(
-                f"{names[1]} is not set, and the tasks do not spread evenly.",
-                tasks=tasks,
-                nodes=nodes,
-            )
-        return [tasks // nodes] * nodes
+    """Expand `2(x3),1`."""
+    text = _required(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE")
     counts: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]{1,6})\))?", part.strip())
+        found = re.fullmatch(r"([0-9]+)(?:\(x([0-9]{1,6})\))?", part)
         if not found:
-            _checks.refuse("SLURM's tasks per node must be such as '2(x3),1'.", **{names[1]: text})
+            checks.fail(
+                "SLURM's tasks per node must look like '2(x3),1'.", SLURM_TASKS_PER_NODE=text
+            )
         counts += [int(found[1])] * int(found[2] or 1)
-    if len(counts) != nodes:
-        _checks.refuse(
-            "SLURM's tasks per node must be for as many nodes as it lists.",
-            **{names[1]: text},
+    if len(counts) != nodes or sum(counts) != tasks:
+        checks.fail(
+            "SLURM's tasks per node must be for as many nodes and tasks as it has.",
+            SLURM_TASKS_PER_NODE=text,
             nodes=nodes,
-            remedy="Set neither by hand; `srun` sets both.",
+            tasks=tasks,
+            remedy="Set none by hand; `srun` sets all.",
         )
     return counts
 
 
-def _places(per_node: Sequence[int], environ: Mapping[str, str]) -> list[tuple[int, int]]:
-    """Give every task's node, and its number there."""
+def _positions(per_node: Sequence[int], environ: Mapping[str, str]) -> list[tuple[int, int]]:
+    """Return every task's node, and its number there."""
     block = [(node, local) for node, tasks in enumerate(per_node) for local in range(tasks)]
-    way = environ.get("SLURM_DISTRIBUTION", "block").partition(":")[0].partition(",")[0]
+    way = re.split("[:,]", environ.get("SLURM_DISTRIBUTION", "block"))[0]
     if way == "cyclic":
-        return sorted(block, key=lambda place: (place[1], place[0]))
+        return sorted(block, key=lambda position: (position[1], position[0]))
     if way not in ("block", "", "*") and len(per_node) > 1 and max(per_node) > 1:
-        _checks.refuse(
+        checks.fail(
             "Tasks must be spread over nodes by block or cyclic.",
             SLURM_DISTRIBUTION=environ["SLURM_DISTRIBUTION"],
             remedy="Start them with `srun --distribution=block`.",
@@ -251,11 +225,11 @@ def _places(per_node: Sequence[int], environ: Mapping[str, str]) -> list[tuple[i
     return block
 
 
-def _check_local_id(environ: Mapping[str, str], index: int, place: tuple[int, int]) -> None:
-    """Refuse a placement that is not the one the tasks were started with."""
-    for name, expected in zip(("SLURM_NODEID", "SLURM_LOCALID"), place, strict=True):
-        if environ.get(name) and _whole(name, environ[name]) != expected:
-            _checks.refuse(
+def _check_position(environ: Mapping[str, str], index: int, position: tuple[int, int]) -> None:
+    """Raise for a placement that is not the one the tasks were started with."""
+    for name, expected in zip(("SLURM_NODEID", "SLURM_LOCALID"), position, strict=True):
+        if environ.get(name) and _integer(name, environ[name]) != expected:
+            checks.fail(
                 f"Task {index} is not where its number puts it.",
                 **{name: environ[name]},
                 expected=expected,
@@ -263,129 +237,106 @@ def _check_local_id(environ: Mapping[str, str], index: int, place: tuple[int, in
             )
 
 
-def _slurm_port(environ: Mapping[str, str]) -> int:
-    """Give jobs that follow each other ports that differ, below those that Linux gives away."""
-    job = environ.get("SLURM_JOB_ID", "")
-    return 10_000 + 16 * (int(job) % 1250) if job.isdecimal() else _PORT
-
-
 # Kubernetes.
 
 
-def _from_kubernetes(environ: Mapping[str, str], wanted: Wanted) -> dict[str, Any]:
-    pod = _whole("JOB_COMPLETION_INDEX", environ["JOB_COMPLETION_INDEX"])
+def _from_kubernetes(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
+    pod = _integer("JOB_COMPLETION_INDEX", environ["JOB_COMPLETION_INDEX"])
     if wanted.processes is None:
-        _checks.refuse(
-            "Kubernetes does not tell a pod how many there are.",
+        checks.fail(
+            "A Kubernetes pod cannot see how many pods there are.",
             JOB_COMPLETION_INDEX=pod,
-            remedy="Give `processes`, the pods in all.",
+            remedy="Pass `processes`, their total number.",
         )
-    in_jobset = bool(environ.get("JOBSET_NAME"))
-    names, index = (_jobset if in_jobset else _indexed_job)(environ, pod, wanted)
-    port = wanted.port(_PORT)
-    return _roles([f"{name}:{port}" for name in names], index, wanted)
+    read_names = _jobset if environ.get("JOBSET_NAME") else _indexed_job
+    names, index = read_names(environ, pod, wanted.processes, wanted.service)
+    return _with_roles([f"{name}:{wanted.base_port or _PORT}" for name in names], index, wanted)
 
 
-def _indexed_job(environ: Mapping[str, str], pod: int, wanted: Wanted) -> tuple[list[str], int]:
+def _indexed_job(
+    environ: Mapping[str, str], pod: int, processes: int, service: str | None
+) -> tuple[list[str], int]:
     """Name the pods `<job>-<index>.<service>`."""
     host = _required(environ, "HOSTNAME").partition(".")[0]
     job, _, number = host.rpartition("-")
     if not job or number != str(pod):
-        _checks.refuse(
+        checks.fail(
             "In an indexed Job, a pod's host name ends with its index.",
             HOSTNAME=host,
             JOB_COMPLETION_INDEX=pod,
             remedy="Leave both as Kubernetes sets them.",
         )
-    if not wanted.service:
-        _checks.refuse(
+    if not service:
+        checks.fail(
             "The pods of a Job reach each other through a headless service.",
-            service=wanted.service,
-            remedy="Give its name, the pods' `subdomain`, as `service`.",
+            service=service,
+            remedy="Pass its name, the pods' `subdomain`, as `service`.",
         )
-    return [f"{job}-{i}.{wanted.service}" for i in range(wanted.processes or 0)], pod
+    return [f"{job}-{index}.{service}" for index in range(processes)], pod
 
 
-def _jobset(environ: Mapping[str, str], pod: int, wanted: Wanted) -> tuple[list[str], int]:
+def _jobset(
+    environ: Mapping[str, str], pod: int, processes: int, service: str | None
+) -> tuple[list[str], int]:
     """Name the pods `<jobset>-<replicatedjob>-<job>-<pod>.<subdomain>`."""
     label = "Set it in the pod's `env` from the JobSet's label."
     jobset = environ["JOBSET_NAME"]
     name = _required(environ, "REPLICATED_JOB_NAME", remedy=label)
-    job = _whole("JOB_INDEX", _required(environ, "JOB_INDEX", remedy=label))
-    replicas = environ.get("REPLICATED_JOB_REPLICAS", "1" if job == 0 else None)
-    if replicas is None:
-        _required(environ, "REPLICATED_JOB_REPLICAS", remedy=label)
-    jobs, processes = _whole("REPLICATED_JOB_REPLICAS", replicas), wanted.processes or 0
-    if jobs == 0 or processes % jobs or job >= jobs or pod >= processes // jobs:
-        _checks.refuse(
+    job = _integer("JOB_INDEX", _required(environ, "JOB_INDEX", remedy=label))
+    replicas = "REPLICATED_JOB_REPLICAS"  # not needed for the first Job, if it is the only one
+    jobs = 1 if job == 0 and not environ.get(replicas) else None
+    jobs = jobs or _integer(replicas, _required(environ, replicas, remedy=label))
+    pods, left = divmod(processes, max(jobs, 1))
+    if left or job >= jobs or pod >= pods:
+        checks.fail(
             "The pods of a JobSet must be spread evenly over its Jobs, this one among them.",
             processes=processes,
-            REPLICATED_JOB_REPLICAS=replicas,
+            REPLICATED_JOB_REPLICAS=jobs,
             JOB_INDEX=job,
             JOB_COMPLETION_INDEX=pod,
         )
-    pods, domain = processes // jobs, wanted.service or jobset
+    domain = service or jobset
     names = [f"{jobset}-{name}-{j}-{p}.{domain}" for j in range(jobs) for p in range(pods)]
     return names, job * pods + pod
 
 
-_READERS: dict[str, Callable[[Mapping[str, str], Wanted], dict[str, Any]]] = {
-    "TF_CONFIG": _from_tf_config,
-    "KERAS_DISTRIBUTION": _from_keras,
-    "SLURM": _from_slurm,
-    "Kubernetes": _from_kubernetes,
-}
+# What they have in common.
 
 
-# What they share.
-
-
-def _roles(addresses: Sequence[str], index: int, wanted: Wanted) -> dict[str, Any]:
+def _with_roles(addresses: Sequence[str], index: int, wanted: Wanted) -> Arguments:
     """Make the first process the chief and the last ones servers, if there are servers."""
-    count, servers = len(addresses), wanted.parameter_servers or 0
-    if index >= count:
-        _checks.refuse(
-            "This process's number must be less than the number of processes.",
-            process=index,
-            processes=count,
-        )
+    servers = wanted.parameter_servers
     if not servers:
         return {"workers": addresses, "index": index}
-    workers = count - servers - 1
+    workers = len(addresses) - servers - 1
     if workers < 1:
-        _checks.refuse(
-            "Beside the parameter servers there must be a chief and a worker.",
-            processes=count,
+        checks.fail(
+            "Besides the parameter servers there must be a chief and a worker.",
+            processes=len(addresses),
             parameter_servers=servers,
         )
-    tasks = [("chief", 0), *(("worker", i) for i in range(workers))]
-    tasks += [("ps", i) for i in range(servers)]
-    role, number = tasks[index]
+    role, number = ("worker", index - 1) if index <= workers else ("ps", index - 1 - workers)
     return {
         "chief": addresses[0],
         "workers": addresses[1 : workers + 1],
         "parameter_servers": addresses[workers + 1 :],
-        "role": role,
-        "index": number,
+        "role": role if index else "chief",
+        "index": number if index else 0,
     }
 
 
 def _required(environ: Mapping[str, str], *names: str, remedy: str = "") -> str:
-    """Give the first of these variables that is set."""
-    value = _first(environ, names)
+    """Return the first of these variables that is set."""
+    value = next((environ[name] for name in names if environ.get(name)), None)
     if value is None:
-        _checks.refuse(f"{' or '.join(names)} must be set too.", remedy=remedy)
+        checks.fail(f"{' or '.join(names)} must be set too.", remedy=remedy)
     return value
 
 
-def _first(environ: Mapping[str, str], names: Sequence[str]) -> str | None:
-    return next((environ[name] for name in names if environ.get(name)), None)
-
-
-def _whole(name: str, value: Any) -> int:
-    """Read a number from 0."""
-    if isinstance(value, str) and re.fullmatch(r"[0-9]{1,9}", value.strip()):
-        return int(value)
+def _integer(name: str, value: str | int) -> int:
+    """Accept a number from 0, or its digits."""
     if isinstance(value, str):
-        _checks.refuse(f"{name} must be a number from 0.", value=value)
-    return _checks.integer(name, value, minimum=0)
+        if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
+            checks.fail(f"{name} must be an integer of at least 0.", value=value)
+        return int(value)
+    return checks.integer(name, value, minimum=0)

@@ -1,4 +1,4 @@
-"""Threads for JAX's logical CPU devices: with as many as cores, training can stop for ever."""
+"""Threads for JAX's logical CPU devices: with as many as cores, training can hang."""
 
 import os
 
@@ -20,7 +20,7 @@ def reserve(devices: int) -> None:
 
 
 def cores() -> int:
-    """Count the cores that this process may use; a container's share of them is another matter."""
+    """Count the cores that this process may use; a container's CPU quota is another matter."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1  # macOS and Windows

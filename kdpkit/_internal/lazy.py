@@ -2,18 +2,17 @@
 
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any
 
 
 def names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callable]:
-    """Give a package's `__getattr__` and `__dir__`.
+    """Return a package's `__getattr__` and `__dir__`.
 
     Args:
         package: Its `__name__`.
         homes: The module inside of it that each public name comes from.
     """
 
-    def __getattr__(name: str) -> Any:  # noqa: N807 the package's own
+    def __getattr__(name: str) -> object:  # noqa: N807 the package's own
         if name in homes:
             return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")

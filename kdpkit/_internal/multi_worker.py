@@ -1,7 +1,7 @@
-"""How a process of a TensorFlow cluster finds its place, and starts together with the others.
+"""How a process of a TensorFlow cluster finds its role, and starts together with the others.
 
-TensorFlow takes `TF_CONFIG` as it is, waits for ever for a process that does not come, and says of
-a port that is taken no more than that no server could be started.
+TensorFlow takes `TF_CONFIG` as it is, hangs when a process does not come, and reports of a port
+that is taken no more than that no server could be started.
 """
 
 import contextlib
@@ -10,22 +10,22 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
 from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.eager import context
 
-from kdpkit import _checks, _processes, _waiting
+from kdpkit import errors
+from kdpkit._internal import checks, processes, reachability
 from kdpkit.cluster import ClusterConfig
 
 _MORE_SECONDS = 15  # for TensorFlow to end a start that takes too long itself, which it may not
-_started: dict[Any, Any] = {}
+_started: dict[tuple[ClusterConfig, str], tf.distribute.Strategy] = {}
 
 
 def read(environ: Mapping[str, str] | None = None) -> ClusterConfig:
-    """Read the cluster from the environment, and refuse one that does not train in step.
+    """Read the cluster from the environment, and raise for one that does not train in step.
 
     Raises:
         ValueError: There is none, it is wrong, or it has other tasks than workers and a chief.
@@ -33,7 +33,7 @@ def read(environ: Mapping[str, str] | None = None) -> ClusterConfig:
     cluster = ClusterConfig.from_environment(environ)
     others = [role for role, _, _ in cluster.tasks if role not in ("chief", "worker")]
     if others or cluster.role == "evaluator":
-        _checks.refuse(
+        checks.fail(
             "The strategy 'multi_worker' trains on the tasks `worker`, and a `chief` at most.",
             others=others or [cluster.role],
             remedy="Parameter servers (`ps`) belong to the strategy 'parameter_server'; an "
@@ -42,10 +42,10 @@ def read(environ: Mapping[str, str] | None = None) -> ClusterConfig:
     return cluster
 
 
-def start(cluster: ClusterConfig, *, communication: str, start_timeout_seconds: int) -> Any:
-    """Give the strategy of the cluster, once its processes are there.
-
-    Asked again, as by a recipe that a notebook runs twice, it gives the same one.
+def start(
+    cluster: ClusterConfig, *, communication: str, start_timeout_seconds: int
+) -> tf.distribute.Strategy:
+    """Return the strategy of the cluster, once its processes are there; each time the same one.
 
     Raises:
         ValueError: A process did not come in time, the port of this one is taken, or TensorFlow
@@ -54,7 +54,7 @@ def start(cluster: ClusterConfig, *, communication: str, start_timeout_seconds: 
     if (cluster, communication) in _started:
         return _started[cluster, communication]
     if getattr(context.context(), "_initialized", False):
-        _checks.refuse(
+        checks.fail(
             "TensorFlow has computed before the processes were connected, or with others.",
             process=cluster.process_index,
             remedy="Call `select_strategy` first, before any tensor, variable or device list.",
@@ -64,31 +64,31 @@ def start(cluster: ClusterConfig, *, communication: str, start_timeout_seconds: 
     return strategy
 
 
-def _joined(cluster: ClusterConfig, communication: str, start_timeout_seconds: int) -> Any:
-    wanted = communication.upper()
+def _joined(cluster: ClusterConfig, communication: str, seconds: int) -> tf.distribute.Strategy:
+    implementations = tf.distribute.experimental.CommunicationImplementation
     options = tf.distribute.experimental.CommunicationOptions(
-        implementation=tf.distribute.experimental.CommunicationImplementation[wanted]
+        implementation=implementations[communication.upper()]
     )
     os.environ["TF_CONFIG"] = cluster.to_tf_config()  # where TensorFlow looks
-    _limit_waiting(cluster, start_timeout_seconds)
+    _limit_waiting(cluster, seconds)
     if cluster.process_index == 0:
-        _wait_for_others(cluster, start_timeout_seconds)
+        _wait_for_others(cluster, seconds)
     try:
-        with _every_logical_cpu(), _ending_after(start_timeout_seconds + _MORE_SECONDS, cluster):
+        with _every_logical_cpu(), _ending_after(seconds + _MORE_SECONDS, cluster):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
-            _compare_devices(cluster, len(strategy.extended.worker_devices), start_timeout_seconds)
+            _compare_devices(cluster, len(strategy.extended.worker_devices), seconds)
             return strategy
-    except _checks.InputError:
+    except errors.InputError:
         raise
     except (tf.errors.OpError, ValueError) as error:
-        raise _checks.InputError(_why_not(error, cluster, start_timeout_seconds)) from error
+        raise errors.InputError(_why_not(error, cluster, seconds)) from error
 
 
 def _compare_devices(cluster: ClusterConfig, own: int, seconds: int) -> None:
-    """Refuse, in all processes, devices that are not as many in each.
+    """Raise, in all processes, unless each has as many devices as the others.
 
-    TensorFlow takes it for granted, and would wait for ever. It cannot be asked by a sum, which
-    waits in the same way, so each process leaves its number with the first one.
+    TensorFlow does not check it, and would hang. It cannot be asked by a sum, which waits in the
+    same way, so each process leaves its number with the first one.
     """
     exchange = context.context()
     exchange.set_config_key_value(f"kdpkit/devices/{cluster.process_index}", str(own))
@@ -97,7 +97,7 @@ def _compare_devices(cluster: ClusterConfig, own: int, seconds: int) -> None:
         for index in range(cluster.process_count)
     ]
     if len({*of_all}) > 1:
-        _checks.refuse(
+        checks.fail(
             "Every process of 'multi_worker' must have equally many devices.",
             devices_by_process=of_all,
             remedy="Let each see as many GPUs (CUDA_VISIBLE_DEVICES), or split CPUs alike.",
@@ -106,6 +106,7 @@ def _compare_devices(cluster: ClusterConfig, own: int, seconds: int) -> None:
 
 def _limit_waiting(cluster: ClusterConfig, seconds: int) -> None:
     """Set how long TensorFlow waits for the first process, which is an hour otherwise."""
+    # tensorflow/tensorflow#53098 has a wait without an end
     tasks = {"chief": int(cluster.chief is not None), "worker": len(cluster.workers)}
     jobs = [
         coordination_config_pb2.CoordinatedJob(name=job, num_tasks=count)
@@ -126,34 +127,31 @@ def _wait_for_others(cluster: ClusterConfig, seconds: int) -> None:
     The first process must ask before TensorFlow starts: there it would wait without a limit, and
     without letting any other Python code run.
     """
-    missing = [*_waiting.problems(_addresses(cluster)[1:], seconds)]
+    others = [address for _, _, address in cluster.tasks[1:]]
+    missing = [*reachability.problems(others, seconds)]
     if missing:
-        _checks.refuse(
-            f"{len(missing)} of {cluster.process_count} processes did not come within "
+        checks.fail(
+            f"{len(missing)} of {cluster.process_count} processes did not connect within "
             f"{seconds} seconds.",
             missing=missing,
-            remedy="See what they say, and that TF_CONFIG has the same addresses in all.",
+            remedy="See their output, and check that TF_CONFIG has the same addresses in all.",
         )
-
-
-def _addresses(cluster: ClusterConfig) -> list[str]:
-    return [address for _, _, address in cluster.tasks]
 
 
 def _why_not(error: Exception, cluster: ClusterConfig, seconds: int) -> str:
-    said = str(error).strip().partition("\n")[0]
+    message = str(error).strip().partition("\n")[0]
     this = f"Received: process {cluster.process_index} of {cluster.process_count}."
-    if "Could not start gRPC server" in said:
+    if "Could not start gRPC server" in message:
         return (
             f"No server can be started at {cluster.address} (the port is taken, or the address is "
-            f"another machine's). {this} Give every process in TF_CONFIG a free port of its own "
-            "machine."
+            f"another machine's). {this} Set an address of its own machine, with a free port, for "
+            "every process in TF_CONFIG."
         )
-    if "already configured" in said:
+    if "already configured" in message:
         return f"This process has tried to join others before. {this} Start a new process."
     return (
         f"The first process, {cluster.coordinator}, could not be joined within {seconds} seconds "
-        f"({said}). {this} See what it says, and that TF_CONFIG has the same addresses in all."
+        f"({message}). {this} See its output, and check that TF_CONFIG is the same in all."
     )
 
 
@@ -167,14 +165,14 @@ def _ending_after(seconds: int, cluster: ClusterConfig) -> Iterator[None]:
     if not hasattr(signal, "alarm") or threading.current_thread() is not threading.main_thread():
         yield
         return
-    others = ", ".join(a for a in _addresses(cluster) if a != cluster.address)
+    others = ", ".join(a for _, _, a in cluster.tasks if a != cluster.address)
     sentence = (
         f"The processes did not come together within {seconds} seconds, and this one, "
         f"{cluster.process_index} of {cluster.process_count}, was ended. See what the others "
-        f"({others}) say, and that no other program has taken their ports."
+        f"({others}) print, and check that no other program has taken their ports."
     )
     former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it needs no Python to act
-    with _processes.last_words(sentence):
+    with processes.last_words(sentence):
         signal.alarm(seconds)
         try:
             yield
@@ -191,13 +189,18 @@ def _every_logical_cpu() -> Iterator[None]:
     """
     name = "_initialize_local_devices"
     original = getattr(CollectiveAllReduceExtended, name, None)
-    split = _logical_cpus()
+    physical = tf.config.list_physical_devices("CPU")[:1]
+    split = sum(len(tf.config.get_logical_device_configuration(one) or ()) for one in physical)
     expected = ["self", "cluster_resolver", "worker_device"]
     if split < 2 or original is None or [*inspect.signature(original).parameters] != expected:
         yield
         return
 
-    def local_devices(extended: Any, resolver: Any, worker: str) -> tuple[tuple[str, ...], str]:
+    def local_devices(
+        extended: CollectiveAllReduceExtended,
+        resolver: tf.distribute.cluster_resolver.ClusterResolver,
+        worker: str,
+    ) -> tuple[tuple[str, ...], str]:
         devices, kind = original(extended, resolver, worker)
         if kind == "CPU":
             devices = tuple(f"{worker}/device:CPU:{index}" for index in range(split))
@@ -208,8 +211,3 @@ def _every_logical_cpu() -> Iterator[None]:
         yield
     finally:
         setattr(CollectiveAllReduceExtended, name, original)
-
-
-def _logical_cpus() -> int:
-    physical = tf.config.list_physical_devices("CPU")
-    return len(tf.config.get_logical_device_configuration(physical[0]) or [0]) if physical else 0

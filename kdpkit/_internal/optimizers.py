@@ -1,15 +1,14 @@
 """Optimizers that work with another one."""
 
-from typing import Any
-
 import keras
+from keras.optimizers import Optimizer
 
 
-def unscaled(optimizer: Any) -> Any:
-    """Give the optimizer that a `LossScaleOptimizer` updates variables with; any other as it is.
+def unscaled(optimizer: Optimizer) -> Optimizer:
+    """Return the optimizer that a `LossScaleOptimizer` updates variables with; any other as it is.
 
-    Keras puts that one around another in mixed_float16. What an optimizer of a user's own does with
-    an attribute `inner_optimizer`, nobody knows.
+    Keras puts that one around another in mixed_float16. An attribute `inner_optimizer` of a user's
+    own optimizer may mean something else.
 
     >>> inner = keras.optimizers.SGD(0.1)
     >>> unscaled(keras.optimizers.LossScaleOptimizer(inner)) is inner
@@ -19,8 +18,8 @@ def unscaled(optimizer: Any) -> Any:
     return optimizer.inner_optimizer if is_scaled else optimizer
 
 
-def wrapped(optimizer: Any) -> Any:
-    """Give the optimizer whose settings count: the one in the attribute `inner_optimizer`, if any.
+def wrapped(optimizer: Optimizer) -> Optimizer:
+    """The optimizer whose settings count: the one in the attribute `inner_optimizer`, if any.
 
     The rate and the clipping that a `LossScaleOptimizer` has of its own are dummies, and a user who
     puts an optimizer around another names it as Keras does.
@@ -30,4 +29,4 @@ def wrapped(optimizer: Any) -> Any:
     True
     """
     inner = getattr(optimizer, "inner_optimizer", None)
-    return inner if isinstance(inner, keras.optimizers.Optimizer) else optimizer
+    return inner if isinstance(inner, Optimizer) else optimizer

@@ -1,6 +1,5 @@
 """The processes that a chief trains through: servers that serve it, and the chief's way to them."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -8,25 +7,26 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, NoReturn, TypeVar
+from typing import NoReturn, TypeVar
 
 import tensorflow as tf
 
-from kdpkit import _checks, _waiting, cluster
+from kdpkit import cluster, errors
+from kdpkit._internal import checks, reachability
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
 _SILENT_SECONDS = 10.0  # in which processes start, usually
 _PATIENCE_SECONDS = 60.0  # with calls that TensorFlow cancels
 _PAUSE_SECONDS = 0.5  # between two of them
 
-# What TensorFlow says of calls that it cancels, also of those to servers that are well, while it
-# takes a worker up again.
+# What TensorFlow reports of calls that it cancels, also of those to servers that are well, while it
+# reconnects a worker.
 _PASSING = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError)
 _T = TypeVar("_T")
 
 
 def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
-    """Serve a chief, if this process is a worker or a parameter server, and else go on.
+    """Serve a chief, if this process is a worker or a parameter server; else return.
 
     All processes of `ParameterServerStrategy` run one program, and call this before anything else:
 
@@ -41,10 +41,9 @@ def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
     In a cluster without parameter servers, and without a cluster, every process goes on.
 
     Args:
-        config: The cluster and this process's place in it. None takes it from TF_CONFIG, which
-            alone says by itself who is a parameter server. For SLURM, say, give
-            `ClusterConfig.from_environment(parameter_servers=1)`; the chief then finds it in its
-            TF_CONFIG, which is set here.
+        config: The cluster and this process's role in it. None takes it from TF_CONFIG, which alone
+            names parameter servers. For SLURM, say, pass
+            `ClusterConfig.from_environment(parameter_servers=1)`, from which TF_CONFIG is set.
 
     Raises:
         ValueError: A cluster that cannot work, or an address at which nothing can be served.
@@ -60,16 +59,16 @@ def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
         return
     _check(config)
     if config.role == "evaluator":
-        _checks.refuse(
-            "The chief evaluates itself where parameter servers train.",
+        checks.fail(
+            "With parameter servers the chief evaluates.",
             role=config.role,
             remedy="Leave evaluators out of the cluster.",
         )
     _serve(config)
 
 
-def connect() -> Any:
-    """Give the chief's `ParameterServerStrategy` once all workers and servers listen.
+def connect() -> tf.distribute.ParameterServerStrategy:
+    """Return the chief's `ParameterServerStrategy` once all workers and servers listen.
 
     Raises:
         ValueError: This process is no chief, or the cluster lacks one, or a worker, or a parameter
@@ -78,8 +77,8 @@ def connect() -> Any:
     config = cluster.ClusterConfig.from_environment()
     _check(config)
     if config.role != "chief":
-        _checks.refuse(
-            "The chief alone has the strategy; workers and parameter servers serve it.",
+        checks.fail(
+            "Only the chief has the strategy; workers and parameter servers serve it.",
             role=config.role,
             index=config.index,
             remedy="Call `kdpkit.strategies.serve_if_server()` first, which goes on in the chief.",
@@ -91,29 +90,29 @@ def connect() -> Any:
     try:
         return tf.distribute.ParameterServerStrategy(resolver)
     except tf.errors.UnknownError as error:
-        _refuse_address(config, error)
+        _raise_address(config, error)
 
 
-def describe(strategy: Any) -> str:
-    """Say in one line what serves a chief."""
-    said = {"worker": "worker", "ps": "parameter server"}
-    counted = {role: count(strategy, role) for role in said}
-    parts = [f"{n} {said[role]}{'s' if n != 1 else ''}" for role, n in counted.items()]
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """Describe in one line what serves a chief."""
+    names = {"worker": "worker", "ps": "parameter server"}
+    counted = {role: count(strategy, role) for role in names}
+    parts = [f"{n} {names[role]}{'s' if n != 1 else ''}" for role, n in counted.items()]
     return f"ParameterServerStrategy: {', '.join(parts)}"
 
 
-def count(strategy: Any, role: str) -> int:
-    """Give how many processes of a role a strategy has."""
+def count(strategy: tf.distribute.Strategy, role: str) -> int:
+    """Return how many processes of a role a strategy has."""
     return len(_addresses(strategy, role))
 
 
-def silent(strategy: Any, role: str) -> list[str]:
+def silent(strategy: tf.distribute.Strategy, role: str) -> list[str]:
     """Name the processes of a role at whose addresses nothing listens."""
-    places = enumerate(_addresses(strategy, role))
-    return [f"{role} {index}" for index, address in places if not _waiting.listens(address)]
+    addresses = enumerate(_addresses(strategy, role))
+    return [f"{role} {index}" for index, address in addresses if not reachability.listens(address)]
 
 
-def insist(strategy: Any, call: Callable[[], _T]) -> _T:
+def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
     """Make a call of the chief, and again while TensorFlow cancels it.
 
     When a worker returns, TensorFlow changes its connections, and may cancel what goes on on others
@@ -132,28 +131,28 @@ def insist(strategy: Any, call: Callable[[], _T]) -> _T:
 
 
 def is_of_a_new_server(error: Exception) -> bool:
-    """Tell whether an error says that another parameter server is where the former one was."""
-    said = str(error).lower()
+    """Return whether an error shows that another parameter server is where the former one was."""
+    message = str(error).lower()
     signs = ("unknown device", "remote_handle", "context_id")
-    return "/job:ps" in said and any(sign in said for sign in signs)
+    return "/job:ps" in message and any(sign in message for sign in signs)
 
 
-def _addresses(strategy: Any, role: str) -> list[str]:
+def _addresses(strategy: tf.distribute.Strategy, role: str) -> list[str]:
     # In TensorFlow 2.21 the public `cluster_resolver` of this strategy is None.
     return list(strategy._cluster_resolver.cluster_spec().job_tasks(role))
 
 
 def _check(config: cluster.ClusterConfig) -> None:
     if not config.parameter_servers:
-        _checks.refuse(
+        checks.fail(
             "The cluster has no parameter server to keep the model.",
             workers=list(config.workers),
             remedy="List some under 'ps' in TF_CONFIG, as `kdpkit launch --parameter-servers 1` "
-            "does; elsewhere give `serve_if_server` a cluster with some. Or train with "
+            "does; elsewhere pass a cluster with some to `serve_if_server`. Or train with "
             "'multi_worker'.",
         )
     if config.chief is None:
-        _checks.refuse(
+        checks.fail(
             "The cluster has no chief to send the steps to its workers.",
             workers=list(config.workers),
             parameter_servers=list(config.parameter_servers),
@@ -178,7 +177,7 @@ def _serve(config: cluster.ClusterConfig) -> None:
             config=settings,
         )
     except tf.errors.OpError as error:
-        _refuse_address(config, error)
+        _raise_address(config, error)
     sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
     sys.stdout.flush()
     if threading.current_thread() is threading.main_thread():
@@ -186,20 +185,17 @@ def _serve(config: cluster.ClusterConfig) -> None:
     server.join()
 
 
-def _refuse_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
-    raise _checks.InputError(
-        f"{config.role} {config.index} cannot serve at {config.address} "
-        f"({_reason(config.address, error)}). Give it another port, or end what is there."
-    ) from error
-
-
-def _reason(address: str | None, error: Exception) -> str:
-    with contextlib.closing(socket.socket()) as probe:
+def _raise_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
+    reason = str(error).splitlines()[0]
+    with socket.socket() as probe:
         try:
-            probe.bind(("", _checks.address("address", address)[1]))
+            probe.bind(("", checks.address("address", config.address)[1]))
         except OSError as taken:
-            return os.strerror(taken.errno or 0).lower()
-    return str(error).splitlines()[0]
+            reason = os.strerror(taken.errno or 0).lower()
+    raise errors.InputError(
+        f"{config.role} {config.index} cannot serve at {config.address} ({reason}). Set another "
+        "port, or stop the program that has this one."
+    ) from error
 
 
 def _notice_losses() -> None:
@@ -208,24 +204,18 @@ def _notice_losses() -> None:
 
 
 def _await(config: cluster.ClusterConfig) -> None:
-    """Wait until all listen, and say for whom; TensorFlow waits without a word and for ever."""
-    others = {f"{role} {i}": a for role, i, a in config.tasks if role in ("worker", "ps")}
-
-    def note(waited_for: list[str]) -> None:
-        names = [name for name, address in others.items() if address in waited_for]
-        sys.stderr.write(f"The chief waits for {', '.join(names)}.\n")
-
-    problems = _waiting.problems(
-        [*others.values()],
-        _START_TIMEOUT_SECONDS,
-        note=note,
-        note_after_seconds=_SILENT_SECONDS,
-    )
+    """Wait until all listen, and print for whom; TensorFlow would hang silently."""
+    others = {a: f"{role} {i}" for role, i, a in config.tasks if role in ("worker", "ps")}
+    problems = reachability.problems([*others], _SILENT_SECONDS)
     if problems:
-        _checks.refuse(
+        names = ", ".join(others[address] for address in problems)
+        sys.stderr.write(f"The chief waits for {names}.\n")
+        problems = reachability.problems([*problems], _START_TIMEOUT_SECONDS - _SILENT_SECONDS)
+    if problems:
+        checks.fail(
             f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
             "not come.",
-            missing={name: address for name, address in others.items() if address in problems},
+            missing={others[address]: address for address in problems},
             remedy="Check that all were started, with one TF_CONFIG, and that each begins "
             "with `kdpkit.strategies.serve_if_server()`.",
         )

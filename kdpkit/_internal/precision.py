@@ -1,21 +1,25 @@
 """The numbers that a model computes with: chosen by what the devices are fast at."""
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
-from kdpkit import _checks
+from kdpkit._internal import checks
+
+if TYPE_CHECKING:
+    import jax
+
+Capability: TypeAlias = tuple[int, ...] | None  # that CUDA reports of a GPU, None for TPUs
 
 PRECISIONS = ("auto", "float32", "mixed_bfloat16", "mixed_float16")
 _BFLOAT16, _FLOAT16 = (8, 0), (7, 0)  # CUDA compute capabilities that multiply matrices of these
 
 
 def set_precision(wanted: str = "auto") -> str:
-    """Set Keras' dtype policy for the models built from now on, and give its name.
+    """Set Keras' dtype policy for the models built from now on, and return its name.
 
-    Variables stay float32 in all of them, and so do sums of gradients over replicas. `"auto"` is
-    for GPUs and TPUs, which have units of their own for halved numbers: mixed_bfloat16 on TPUs and
-    on NVIDIA GPUs from Ampere on, mixed_float16 on those from Volta on, which needs the loss
-    scaling that Keras puts around the optimizer. It says in one line what it took. Elsewhere, and
-    where a program has set a policy already, it changes nothing.
+    Variables stay float32 in all of them, and so do sums of gradients over replicas. `"auto"` takes
+    mixed_bfloat16 on TPUs and on NVIDIA GPUs from Ampere on, mixed_float16 on those from Volta on,
+    which needs the loss scaling that Keras puts around the optimizer. It prints in one line what it
+    chose. Elsewhere, and where a program has set a policy already, it changes nothing.
 
     Args:
         wanted: "auto", "float32", "mixed_bfloat16" or "mixed_float16".
@@ -25,7 +29,7 @@ def set_precision(wanted: str = "auto") -> str:
     """
     import keras
 
-    _checks.one_of("precision", wanted, PRECISIONS)
+    checks.one_of("precision", wanted, PRECISIONS)
     current = str(keras.config.dtype_policy().name)
     if wanted == "auto":
         if current != "float32":
@@ -37,7 +41,7 @@ def set_precision(wanted: str = "auto") -> str:
     return wanted
 
 
-def fastest(accelerators: list[tuple[str, Any]]) -> tuple[str, str]:
+def fastest(accelerators: list[tuple[str, Capability]]) -> tuple[str, str]:
     """Choose for all devices together: the policy, and the device that decides.
 
     Args:
@@ -56,8 +60,8 @@ def fastest(accelerators: list[tuple[str, Any]]) -> tuple[str, str]:
     return ("mixed_float16" if capability >= _FLOAT16 else "float32"), device
 
 
-def _accelerators() -> list[tuple[str, Any]]:
-    """List the devices that are no CPU; those whose capability nobody tells count as oldest."""
+def _accelerators() -> list[tuple[str, Capability]]:
+    """List the devices that are no CPU; those whose capability is unknown count as oldest."""
     import keras
 
     if keras.backend.backend() == "jax":
@@ -70,19 +74,12 @@ def _accelerators() -> list[tuple[str, Any]]:
         ]
     import tensorflow as tf
 
-    details = tf.config.experimental.get_device_details
-    gpus = tf.config.list_physical_devices("GPU")
-    tpus = tf.config.list_logical_devices("TPU") if not gpus else []
-    return [
-        *(
-            (f"GPU:{i}", details(gpu).get("compute_capability", (0, 0)))
-            for i, gpu in enumerate(gpus)
-        ),
-        *((f"TPU:{i}", None) for i, _ in enumerate(tpus)),
-    ]
+    details = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices("GPU"))
+    gpus = [(f"GPU:{i}", of.get("compute_capability", (0, 0))) for i, of in enumerate(details)]
+    return gpus or [(f"TPU:{i}", None) for i, _ in enumerate(tf.config.list_logical_devices("TPU"))]
 
 
-def _capability_of(device: Any) -> tuple[int, ...] | None:
+def _capability_of(device: "jax.Device") -> Capability:
     if device.platform == "tpu":
         return None
     try:

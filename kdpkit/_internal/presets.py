@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from kdpkit import _checks
+from kdpkit import errors
 
 
 def from_preset(kind: Any, preset: str, **arguments: Any) -> Any:
@@ -21,22 +21,22 @@ def from_preset(kind: Any, preset: str, **arguments: Any) -> Any:
     try:
         return kind.from_preset(preset, **arguments)
     except FileNotFoundError as error:
-        raise _checks.InputError(
+        raise errors.InputError(
             f"The {wanted} is incomplete ({error}). Save it there with "
-            f"`{kind.__name__}.save_to_preset`, or give the missing part by its own flag."
+            f"`{kind.__name__}.save_to_preset`, or pass the missing part by its own flag."
         ) from error
     except OSError as error:
         if Path(preset).is_dir():
-            raise _checks.InputError(
+            raise errors.InputError(
                 f"The {wanted} cannot be read ({error}). Copy or save it there again."
             ) from error
-        raise _checks.InputError(
+        raise errors.InputError(
             f"The {wanted} cannot be downloaded ({type(error).__name__}). Connect to the network, "
-            "or give a directory that `save_to_preset` wrote."
+            "or pass a directory that `save_to_preset` wrote."
         ) from error
     except ValueError as error:
         reason = str(error).partition(". ")[0].partition("\n")[0]
-        raise _checks.InputError(
-            f"The {wanted} cannot be loaded ({reason}). Give a name from KerasHub's list, or a "
+        raise errors.InputError(
+            f"The {wanted} cannot be loaded ({reason}). Pass a name from KerasHub's list, or a "
             "directory that `save_to_preset` wrote."
         ) from error

@@ -4,7 +4,7 @@ TensorFlow takes the arrays of a Python generator without a copy if they begin a
 bytes, and it computes in place in memory that nobody else uses. A slice of such an array it takes,
 wrongly, for memory that nobody else uses. So `y_true - y_pred` on a replica's part of a batch
 overwrites the user's labels, and the next epoch trains on the differences. The report is
-`docs/upstream/tensorflow-writes-into-numpy-arrays.md`; once TensorFlow has fixed it, this can go.
+`docs/upstream/tensorflow_writes_into_numpy_arrays.md`; once TensorFlow has fixed it, this can go.
 
 The private parts of tf.data that are read here are alike in TensorFlow 2.19 to 2.21. A dataset that
 does not have them is copied.
@@ -29,8 +29,8 @@ _SAFE = (
 def with_private_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Copy each batch into memory of its own, unless it surely has such already.
 
-    Batching copies, so that generators of whole batches cost a copy, and functions in Python that
-    come after `batch`; other pipelines stay as they are.
+    Batching copies, so that generators of batches cost a copy, and functions in Python that come
+    after `batch`; other pipelines stay as they are.
 
     >>> numbers = tf.data.Dataset.from_generator(lambda: iter([[1.0]]), tf.float32)
     >>> with_private_batches(numbers) is numbers
@@ -41,16 +41,16 @@ def with_private_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """
     if not _may_share(dataset):
         return dataset
-    whole = joining(dataset.element_spec)
+    joined = joining(dataset.element_spec)
 
     def copied(*parts: Any) -> Any:
-        return tf.nest.map_structure(_copy, whole(parts), expand_composites=True)
+        return tf.nest.map_structure(_copy, joined(parts), expand_composites=True)
 
     return dataset.map(tf.autograph.experimental.do_not_convert(copied))
 
 
 @contextlib.contextmanager
-def private_batches(strategy: Any) -> Iterator[None]:
+def private_batches(strategy: tf.distribute.Strategy | None) -> Iterator[None]:
     """Have Keras' own `fit` copy such batches too, before it cuts them for the replicas."""
     if strategy is None or _DISTRIBUTE in vars(strategy):
         yield
@@ -63,24 +63,24 @@ def private_batches(strategy: Any) -> Iterator[None]:
         delattr(strategy, _DISTRIBUTE)
 
 
-def joining(spec: Any) -> Callable[[tuple[Any, ...]], Any]:
-    """Undo what `map` does to an element that is a plain tuple: it gives its parts as arguments."""
+def joining(spec: object) -> Callable[[tuple[Any, ...]], Any]:
+    """Undo what `map` does to an element that is a plain tuple: it passes parts as arguments."""
     return (lambda parts: parts) if type(spec) is tuple else (lambda parts: parts[0])
 
 
-def _copy(tensor: Any) -> Any:
+def _copy(tensor: tf.Tensor | None) -> tf.Tensor | None:
     if tensor is None or tensor.dtype in (tf.string, tf.variant):
         return tensor  # NumPy's strings are copied already
     # Not `tf.identity`, nor another operation that may hand on the memory that it is given.
     return tf.raw_ops.DeepCopy(x=tensor)
 
 
-def _may_share(dataset: Any, *, batches_inside: bool = False) -> bool:
-    """Tell whether tensors may lie in arrays that Python gave: yes, if nothing is known.
+def _may_share(dataset: tf.data.Dataset, *, batches_inside: bool = False) -> bool:
+    """Return whether tensors may lie in arrays of Python: yes, if nothing is known.
 
     `train_pipeline` batches inside of a function, datasets that come from outside of it.
     """
-    batches_inside = batches_inside or hasattr(dataset, "movable")
+    batches_inside = batches_inside or hasattr(dataset, "epoch_counter")
     for function in getattr(dataset, "_functions", list)():
         captured = [tensor.dtype for tensor in function.function.captured_inputs]
         if _PYTHON_OPS.intersection(_ops(function)):

@@ -1,19 +1,25 @@
-"""Pictures of a run that is over, drawn from what a recipe returned."""
+"""Figures of a run that is over, drawn from what a recipe returned."""
 
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kdpkit import _checks
-from kdpkit._pyplot import pyplot_for, saved
+from kdpkit._internal import checks
+from kdpkit._internal.pyplot import pyplot_for, saved
 
-_SPEEDS = {"tokens_per_second": "real tokens", "examples_per_second": "examples"}
+if TYPE_CHECKING:
+    import keras
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 _PANEL_INCHES = (3.6, 2.8)
 
 
-def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None = None) -> Any:
+def plot_results(
+    results: Mapping[str, Any], path: str | os.PathLike[str] | None = None
+) -> "Figure":
     """Draw what a recipe returned: its loss, its speed, and its learning rate.
 
     The rates that were applied at the epochs' last steps lie on the line of the schedule, if there
@@ -22,8 +28,8 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None
 
     Args:
         results: What a recipe's `main` returned, or `json.load` read of its `--results`.
-        path: Picture file to write, of a kind that its suffix names (.png, .svg, .pdf). None
-            leaves the figure open in pyplot, as notebooks show it.
+        path: Image file to write, of a kind that its suffix names (.png, .svg, .pdf). None leaves
+            the figure open in pyplot, as notebooks show it.
 
     Returns:
         The matplotlib `Figure`.
@@ -34,7 +40,7 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None
     """
     history = results.get("history") if isinstance(results, Mapping) else None
     if not isinstance(history, Mapping) or not len(history.get("loss", ())):
-        _checks.refuse(
+        checks.fail(
             "`results` must be what a recipe returned, with the history of an epoch at least.",
             results=[*results] if isinstance(results, Mapping) else results,
         )
@@ -49,32 +55,31 @@ def plot_results(results: Mapping[str, Any], path: str | os.PathLike[str] | None
     return figure
 
 
-def _epochs(values: list[Any]) -> np.ndarray:
-    return np.arange(1, len(values) + 1)
-
-
-def _draw_loss(axes: Any, history: Mapping[str, Any]) -> None:
+def _draw_loss(axes: "Axes", history: Mapping[str, Any]) -> None:
     for name, label in (("loss", "training"), ("val_loss", "validation")):
         if name in history:
-            axes.plot(_epochs(history[name]), history[name], marker="o", label=label)
-    axes.set(xlabel="epoch", title="loss")
-    axes.xaxis.get_major_locator().set_params(integer=True)
+            _draw_epochs(axes, history[name], label=label)
+    axes.set(title="loss")
     axes.legend()
 
 
-def _draw_speed(axes: Any, history: Mapping[str, Any]) -> None:
-    name = next((name for name in _SPEEDS if name in history), None)
+def _draw_speed(axes: "Axes", history: Mapping[str, Any]) -> None:
+    for name, of in (("tokens_per_second", "real tokens"), ("examples_per_second", "examples")):
+        if name in history:
+            _draw_epochs(axes, history[name])
+            axes.set(title=f"{of} per second", ylim=(0, 1.1 * max(history[name])))
+            return
     axes.set(xlabel="epoch", title="speed")
-    if name is None:
-        axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
-        return
-    axes.plot(_epochs(history[name]), history[name], marker="o")
-    axes.set(title=f"{_SPEEDS[name]} per second")
-    axes.set_ylim(0, 1.1 * max(history[name]))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.text(0.5, 0.5, "not measured", ha="center", transform=axes.transAxes)
 
 
-def _draw_rate(axes: Any, results: Mapping[str, Any]) -> None:
+def _draw_epochs(axes: "Axes", values: list[float], label: str | None = None) -> None:
+    axes.plot(np.arange(1, len(values) + 1), values, marker="o", label=label)
+    axes.set(xlabel="epoch")
+    axes.locator_params(axis="x", integer=True)
+
+
+def _draw_rate(axes: "Axes", results: Mapping[str, Any]) -> None:
     applied = results.get("learning_rates") or []
     steps = results.get("steps") or len(applied)
     schedule = _schedule_of(results)
@@ -89,8 +94,10 @@ def _draw_rate(axes: Any, results: Mapping[str, Any]) -> None:
     axes.legend()
 
 
-def _schedule_of(results: Mapping[str, Any]) -> Any:
-    """Give the run's schedule; None if there is none, or if it is of a class not imported here."""
+def _schedule_of(
+    results: Mapping[str, Any],
+) -> "keras.optimizers.schedules.LearningRateSchedule | None":
+    """Return the run's schedule; None if there is none, or its class is not imported here."""
     if results.get("schedule") is None:
         return None
     import keras

@@ -1,16 +1,16 @@
 """Paths of this machine and of object storage, under the same few methods.
 
-`path` gives a `pathlib.Path`, or a `RemotePath` for what has a scheme, such as `gs://bucket/file`.
-A scheme that TensorFlow knows, if it is installed, is read and written by `tf.io.gfile`, another
-by fsspec and the package that it names for it (gcsfs, s3fs, ...). Neither is loaded before a path
-with a scheme is used.
+`path` returns a `pathlib.Path`, or a `RemotePath` for what has a scheme: `gs://bucket/file`. A
+scheme that TensorFlow knows, if it is installed, is read and written by `tf.io.gfile`, another by
+fsspec and the package that it names for it (gcsfs, s3fs, ...). Neither is loaded before a path with
+a scheme is used.
 """
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import fnmatch
+import functools
 import importlib.util
 import os
 import pathlib
@@ -19,21 +19,17 @@ import re
 import tempfile
 import uuid
 from collections.abc import Iterator
-from typing import Any, NoReturn, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Self, TypeAlias
 
-from kdpkit import _checks
+from kdpkit import errors
+from kdpkit._internal import checks
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _CUT_BY_PATHLIB = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
 _PERMISSION = {"PermissionDeniedError", "UnauthenticatedError", "NoCredentialsError"}
-
-
-class RemoteFileError(_checks.FileInputError):
-    """A file in object storage cannot be used; `strerror` holds the reason alone."""
-
-
-class NoRemoteFileError(RemoteFileError, FileNotFoundError):
-    """There is no such file, directory or bucket."""
 
 
 @dataclasses.dataclass(frozen=True, order=True, repr=False)
@@ -55,29 +51,29 @@ class RemotePath(os.PathLike[str]):
     def __repr__(self) -> str:
         return f"RemotePath({self.url!r})"
 
-    def __truediv__(self, part: str | os.PathLike[str]) -> "RemotePath":
+    def __truediv__(self, part: str | os.PathLike[str]) -> Self:
         root = self.url if self.url.endswith("/") else f"{self.url}/"
-        return RemotePath(root + os.fspath(part).strip("/"))
+        return type(self)(root + os.fspath(part).strip("/"))
 
     @property
-    def parent(self) -> "RemotePath":
+    def parent(self) -> Self:
         """The directory, or the path itself where there is none above."""
         scheme, _, rest = self.url.partition("://")
         above, slash, _ = rest.rpartition("/")
-        return RemotePath(f"{scheme}://{above}") if slash else self
+        return type(self)(f"{scheme}://{above}") if slash else self
 
     @property
     def name(self) -> str:
         """The last part."""
-        return self.url.partition("://")[2].rpartition("/")[2]
+        return posixpath.basename(self.url)
 
     @property
     def suffix(self) -> str:
         """The ending of the name, with its dot."""
         return pathlib.PurePosixPath(self.name).suffix
 
-    def with_name(self, name: str) -> "RemotePath":
-        """Give the path beside this one."""
+    def with_name(self, name: str) -> Self:
+        """Return the path beside this one."""
         return self.parent / name
 
     def exists(self) -> bool:
@@ -95,7 +91,7 @@ class RemotePath(os.PathLike[str]):
         return found is not None and not found.is_directory
 
     def stat(self) -> "_Entry":
-        """Give size and time of the last change."""
+        """Return size and time of the last change."""
         with reporting(self.url):
             return _system(self.url).entry(self.url)
 
@@ -105,14 +101,14 @@ class RemotePath(os.PathLike[str]):
         except FileNotFoundError:
             return None
 
-    def iterdir(self) -> "Iterator[RemotePath]":
-        """Give what is in the directory."""
+    def iterdir(self) -> Iterator[Self]:
+        """Return what is in the directory."""
         with reporting(self.url):
             names = _system(self.url).names(self.url)
         return (self / name for name in sorted(names))
 
-    def glob(self, pattern: str) -> "Iterator[RemotePath]":
-        """Give what is in the directory and matches; nothing if there is no directory."""
+    def glob(self, pattern: str) -> Iterator[Self]:
+        """Return what is in the directory and matches; nothing if there is no directory."""
         try:
             return (path for path in self.iterdir() if fnmatch.fnmatchcase(path.name, pattern))
         except FileNotFoundError:
@@ -131,12 +127,12 @@ class RemotePath(os.PathLike[str]):
                 raise
 
     def read_bytes(self) -> bytes:
-        """Read the whole file."""
+        """Read the file."""
         with reporting(self.url):
             return _system(self.url).read(self.url)
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """Read the whole file as text."""
+        """Read the file as text."""
         return self.read_bytes().decode(encoding)
 
     def download(self, file: pathlib.Path) -> None:
@@ -145,9 +141,9 @@ class RemotePath(os.PathLike[str]):
             _system(self.url).download(self.url, str(file))
 
     def upload(self, file: pathlib.Path) -> None:
-        """Put a file of this machine here, whole or not at all.
+        """Put a file of this machine here, atomically.
 
-        It is written beside its place, under a hidden name, and moved there, since not every
+        It is written to a hidden name beside the final one, and moved there, since not every
         storage makes a file appear at its end alone. A killed process leaves the hidden one.
         """
         system = _system(self.url)
@@ -157,7 +153,7 @@ class RemotePath(os.PathLike[str]):
                 _upload(system, file, beside)
                 system.move(beside.url, self.url)
             except BaseException:
-                with contextlib.suppress(Exception):  # the first error says why
+                with contextlib.suppress(Exception):  # the first error has the reason
                     system.remove(beside.url)
                 raise
 
@@ -171,22 +167,22 @@ class RemotePath(os.PathLike[str]):
             system.remove(trial.url)
 
 
-def _upload(system: "_System", file: pathlib.Path, place: RemotePath) -> None:
+def _upload(system: "_TensorFlow | _Fsspec", file: pathlib.Path, target: RemotePath) -> None:
     """Copy a file to the storage, into a directory that may have to be made."""
     try:
-        system.upload(str(file), place.url)
+        system.upload(str(file), target.url)
     except Exception as error:
         if not _is_missing(error):
             raise
-        system.make_directory(place.parent.url)
-        system.upload(str(file), place.url)
+        system.make_directory(target.parent.url)
+        system.upload(str(file), target.url)
 
 
 AnyPath: TypeAlias = pathlib.Path | RemotePath
 
 
 def path(value: str | os.PathLike[str]) -> AnyPath:
-    """Give a path of this machine, or of object storage if it has a scheme.
+    """Return a path of this machine, or of object storage if it has a scheme.
 
     Raises:
         ValueError: It is `gs:/...`, which pathlib made of `gs://...`.
@@ -204,10 +200,10 @@ def path(value: str | os.PathLike[str]) -> AnyPath:
     local = pathlib.Path(text)
     first = local.parts[0] if len(local.parts) > 1 else ""
     if _CUT_BY_PATHLIB.fullmatch(first) and not text.startswith("."):
-        _checks.refuse(
+        checks.fail(
             f"A path with a scheme has two slashes, which `pathlib` makes one: {first}//.",
             path=text,
-            remedy=f"Give it as text: '{first}//{'/'.join(local.parts[1:])}'; a directory of that "
+            remedy=f"Pass it as text: '{first}//{'/'.join(local.parts[1:])}'; a directory of that "
             f"name here is './{first}'.",
         )
     return local
@@ -224,15 +220,15 @@ def require_tensorflow(value: str | os.PathLike[str]) -> str:
     Raises:
         ValueError: TensorFlow does not know the scheme.
     """
-    path(value)  # refuses what pathlib has cut
+    path(value)  # raises for what pathlib has cut
     text = os.fspath(value)
-    scheme = text.partition("://")[0]
-    if is_remote(text) and scheme not in _tensorflow_schemes():
-        _checks.refuse(
+    scheme, known = text.partition("://")[0], _tensorflow_schemes()
+    if is_remote(text) and scheme not in known:
+        checks.fail(
             f"TensorFlow, which reads and writes this path, does not know {scheme}://.",
             path=text,
-            remedy=f"It knows {_listed(_tensorflow_schemes())}; `import tensorflow_io` adds some. "
-            "Use one of these, or a path of this machine.",
+            remedy=f"It knows {', '.join(f'{one}://' for one in sorted(known))}; `import "
+            "tensorflow_io` adds some. Use one of these, or a path of this machine.",
         )
     return text
 
@@ -245,17 +241,16 @@ def reporting(url: str | os.PathLike[str]) -> Iterator[None]:
         return
     try:
         yield
-    except _checks.InputError:
+    except errors.InputError:
         raise
     # TensorFlow, gcsfs, s3fs and what they stand on have no common kind of error.
     except Exception as error:
         raise _as_sentence(error, os.fspath(url)) from error
 
 
-def _as_sentence(error: Exception, url: str) -> RemoteFileError:
-    kind = RemoteFileError
+def _as_sentence(error: Exception, url: str) -> errors.RemoteFileError:
+    kind = errors.NoRemoteFileError if _is_missing(error) else errors.RemoteFileError
     if _is_missing(error):
-        kind = NoRemoteFileError
         number, reason = errno.ENOENT, os.strerror(errno.ENOENT)
         sentence = f"There is no such file, directory or bucket: {url}. Check the path."
     elif isinstance(error, PermissionError) or type(error).__name__ in _PERMISSION:
@@ -267,9 +262,9 @@ def _as_sentence(error: Exception, url: str) -> RemoteFileError:
     else:
         number, reason = errno.EIO, _reason(error)
         sentence = f"{url} cannot be used ({reason}). Check the path and the network."
-    told = kind(sentence)
-    told.errno, told.strerror, told.filename = number, reason, url
-    return told
+    reported = kind(sentence)
+    reported.errno, reported.strerror, reported.filename = number, reason, url
+    return reported
 
 
 def _is_missing(error: Exception) -> bool:
@@ -277,42 +272,33 @@ def _is_missing(error: Exception) -> bool:
 
 
 def _reason(error: Exception) -> str:
-    """Give the first line of what a library says, without the server's answer."""
-    said = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
-    first = str(said).strip().partition("\n")[0].partition(" with body")[0]
+    """First line of a library's message, without the server's answer."""
+    message = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
+    first = str(message).strip().partition("\n")[0].partition(" with body")[0]
     first = re.sub(r"^\S+://\S+; ", "", first)  # TensorFlow's, of the hidden file perhaps
     return first.rstrip(".") or type(error).__name__
 
 
 @dataclasses.dataclass(frozen=True)
 class _Entry:
-    """What a storage tells of a file, under the names of `os.stat_result`."""
+    """What a storage knows of a file, under the names of `os.stat_result`."""
 
     is_directory: bool
     st_size: int
     st_mtime_ns: int
 
 
-class _System(Protocol):
-    """What is asked of a storage; paths are whole, with their scheme."""
-
-    def entry(self, url: str) -> _Entry: ...
-    def names(self, url: str) -> list[str]: ...
-    def read(self, url: str) -> bytes: ...
-    def download(self, url: str, file: str) -> None: ...
-    def upload(self, file: str, url: str) -> None: ...
-    def move(self, url: str, other: str) -> None: ...
-    def remove(self, url: str) -> None: ...
-    def make_directory(self, url: str) -> None: ...
-
-
 class _TensorFlow:
-    """The file systems of TensorFlow."""
+    """The file systems of TensorFlow; paths are complete, with their scheme."""
 
     def __init__(self) -> None:
         import tensorflow as tf
 
         self._gfile = tf.io.gfile
+        self.download = self.upload = functools.partial(tf.io.gfile.copy, overwrite=True)
+        self.move = functools.partial(tf.io.gfile.rename, overwrite=True)
+        self.remove = tf.io.gfile.remove
+        self.make_directory = tf.io.gfile.makedirs
 
     def entry(self, url: str) -> _Entry:
         found = self._gfile.stat(url)
@@ -325,105 +311,69 @@ class _TensorFlow:
         with self._gfile.GFile(url, "rb") as stream:
             return stream.read()
 
-    def download(self, url: str, file: str) -> None:
-        self._gfile.copy(url, file, overwrite=True)
-
-    def upload(self, file: str, url: str) -> None:
-        self._gfile.copy(file, url, overwrite=True)
-
-    def move(self, url: str, other: str) -> None:
-        self._gfile.rename(url, other, overwrite=True)
-
-    def remove(self, url: str) -> None:
-        self._gfile.remove(url)
-
-    def make_directory(self, url: str) -> None:
-        self._gfile.makedirs(url)
-
 
 class _Fsspec:
-    """A file system of fsspec."""
+    """A file system of fsspec, with the methods of `_TensorFlow`."""
 
-    def __init__(self, system: Any, path: str) -> None:
+    def __init__(self, system: "AbstractFileSystem", path: str) -> None:
         self._system = system
         # Elsewhere paths begin with a bucket. There are no directories, and fsspec would make it.
         self._has_directories = path.startswith("/")
+        self.read = system.cat_file
+        self.download = system.get_file
+        self.move = system.mv
+        self.remove = system.rm_file
 
     def entry(self, url: str) -> _Entry:
         found = self._system.info(url)
-        return _Entry(found["type"] == "directory", found["size"] or 0, self._changed(url, found))
-
-    def _changed(self, url: str, found: dict[str, Any]) -> int:
         if found["type"] == "directory":
-            return 0
-        changed: datetime.datetime = self._system.modified(url)
-        return int(changed.timestamp() * 1e9)
+            return _Entry(is_directory=True, st_size=0, st_mtime_ns=0)
+        changed = int(self._system.modified(url).timestamp() * 1e9)
+        return _Entry(is_directory=False, st_size=found["size"], st_mtime_ns=changed)
 
     def names(self, url: str) -> list[str]:
         directory = self._system.info(url)["name"].rstrip("/")
         found = [name.rstrip("/") for name in self._system.ls(url, detail=False)]
         return [posixpath.basename(name) for name in found if name != directory]
 
-    def read(self, url: str) -> bytes:
-        return self._system.cat_file(url)
-
-    def download(self, url: str, file: str) -> None:
-        self._system.get_file(url, file)
-
     def upload(self, file: str, url: str) -> None:
         if set(url) & set("*?[]"):  # fsspec takes them for patterns when it moves a file
-            _checks.refuse(
-                "Names in object storage must do without *, ?, [ and ].",
+            checks.fail(
+                "Names in object storage must not contain *, ?, [ or ].",
                 path=url,
                 remedy="Choose another name.",
             )
         self._system.put_file(file, url)
-
-    def move(self, url: str, other: str) -> None:
-        self._system.mv(url, other)
-
-    def remove(self, url: str) -> None:
-        self._system.rm_file(url)
 
     def make_directory(self, url: str) -> None:
         if self._has_directories:
             self._system.makedirs(url, exist_ok=True)
 
 
-def _system(url: str) -> _System:
-    """Give the file system that knows the scheme."""
+def _system(url: str) -> _TensorFlow | _Fsspec:
+    """Return the file system that knows the scheme."""
     scheme = url.partition("://")[0]
     if scheme in _tensorflow_schemes():
         return _TensorFlow()
     try:
         from fsspec.core import url_to_fs
-    except ImportError:
-        _refuse_scheme(scheme, url, "fsspec, by which other schemes are read, is not installed")
-    try:
+
         # Other processes write there too, so that nothing may be remembered.
         return _Fsspec(*url_to_fs(url, use_listings_cache=False))
-    except (ImportError, ValueError) as error:  # a package is missing, or no one knows the scheme
-        _refuse_scheme(scheme, url, _reason(error))
-
-
-def _refuse_scheme(scheme: str, url: str, reason: str) -> NoReturn:
-    _checks.refuse(
-        f"Nothing that is installed reads and writes {scheme}:// ({reason}).",
-        path=url,
-        remedy="For Google's storage run `pip install 'kdpkit[storage]'` (fsspec and gcsfs) or "
-        "install TensorFlow, for others fsspec and its package (s3fs for s3://); or check the "
-        "spelling.",
-    )
+    except (ImportError, ValueError) as error:  # no fsspec, not the package it needs, or a typo
+        checks.fail(
+            f"No installed package reads and writes {scheme}:// ({_reason(error)}).",
+            path=url,
+            remedy="For Google's storage run `pip install 'kdpkit[storage]'` (fsspec and gcsfs) or "
+            "install TensorFlow, for others fsspec and its package (s3fs for s3://); or check the "
+            "spelling.",
+        )
 
 
 def _tensorflow_schemes() -> set[str]:
-    """Give the schemes that TensorFlow knows, none where it is not installed."""
+    """Return the schemes that TensorFlow knows, none where it is not installed."""
     if importlib.util.find_spec("tensorflow") is None:
         return set()
     import tensorflow as tf
 
     return {scheme for scheme in tf.io.gfile.get_registered_schemes() if scheme}
-
-
-def _listed(schemes: set[str]) -> str:
-    return ", ".join(f"{scheme}://" for scheme in sorted(schemes)) or "none"

@@ -1,100 +1,103 @@
 """TensorFlow's connection to a TPU, made once, and each way in which it can fail."""
 
 import warnings
-from typing import Any
 from urllib.error import URLError
 
 import tensorflow as tf
 
-from kdpkit import _checks, _tpu, _waiting
+from kdpkit import errors
+from kdpkit._internal import checks, reachability, tpu_host
 
 _ANSWER_SECONDS = 10.0
-_connected: dict[str, Any] = {}
+_connected: dict[str, tf.distribute.cluster_resolver.TPUClusterResolver] = {}
 
 
-def connect_tpu(name: str | None = None, *, reconnect: bool = False) -> Any:
-    """Connect to a TPU, initialise it, and give the resolver that `TPUStrategy` takes.
+def connect_tpu(
+    name: str | None = None, *, reconnect: bool = False
+) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Connect to a TPU, initialise it, and return the resolver that `TPUStrategy` takes.
 
     Initialising wipes the TPU's memory, so this does it once in a process: asked again for the same
-    TPU, it gives the same resolver. Call it before anything else that uses TensorFlow. Not proven
-    on a TPU: none was at hand, and Keras 3's `fit` is reported to fail under `TPUStrategy` (Keras
-    issue 19448). Keras' well-trodden way to a TPU is JAX (`kdpkit.sharding.tpu_devices`).
+    TPU, it returns the same resolver. Call it before anything else that uses TensorFlow. Not proven
+    on a TPU: none was available, and Keras 3's `fit` is reported to fail under `TPUStrategy`
+    (keras-team/keras#19448). Keras' usual way to a TPU is JAX (`kdpkit.sharding.tpu_devices`).
 
     Args:
         name: `"local"` for the TPU of this machine, as on a TPU virtual machine and on Colab; the
             name or the address (`"grpc://10.0.0.2:8470"`) of one on the network. None takes the
             one that TPU_NAME or COLAB_TPU_ADDR names, else the local one.
-        reconnect: Connect anew after the TPU was lost (TensorFlow raises `UnavailableError`). What
+        reconnect: Connect again after the TPU was lost (TensorFlow raises `UnavailableError`). What
             lay on it is gone: make a new strategy, build the model again in its scope, and let
             `kdpkit.callbacks.Resume` bring the state of training back.
 
     Raises:
         ValueError: There is no TPU, it does not answer, another process has it, or this TensorFlow
-            cannot drive it. The sentence says which, and the way out.
+            cannot drive it. The message names the reason and the fix.
 
     >>> connect_tpu("grpc://localhost:1")
     Traceback (most recent call last):
     ...
-    kdpkit._checks.InputError: The TPU's host has nothing that listens at the port. ...
+    kdpkit.errors.InputError: The TPU's host has nothing that listens at the port. ...
     """
     if name is not None and not isinstance(name, str):
-        _checks.refuse("`name` must be a name or an address, as text.", name=name)
-    address = _tpu.address(name)
+        checks.fail("`name` must be a name or an address, as text.", name=name)
+    address = tpu_host.address(name)
     if address is None:
-        _checks.refuse(_tpu.nowhere(), name=name)
+        checks.fail(tpu_host.nowhere(), name=name)
     if reconnect or address not in _connected:
         _insist_that_it_can_be_reached(address)
         _connected[address] = _initialised(address)
         warnings.warn(
-            f"Training on a TPU through TensorFlow is unproven with Keras 3; {_tpu.THROUGH_JAX}.",
+            "Training on a TPU through TensorFlow is unproven with Keras 3; "
+            f"{tpu_host.THROUGH_JAX}.",
             stacklevel=2,
         )
     return _connected[address]
 
 
 def tensorflow_drives_tpus() -> bool:
-    """Tell whether this build of TensorFlow has what drives the TPUs of its machine."""
+    """Return whether this build of TensorFlow has what drives the TPUs of its machine."""
     return bool(tf.config.list_physical_devices("TPU_SYSTEM"))
 
 
 def _insist_that_it_can_be_reached(address: str) -> None:
     if address == "local":
-        if not _tpu.chips():
-            _checks.refuse(_tpu.nowhere(), name=address)
+        if not tpu_host.chips():
+            checks.fail(tpu_host.nowhere(), name=address)
         if not tensorflow_drives_tpus():
-            _checks.refuse(
-                f"This build of TensorFlow cannot drive this machine's {_tpu.counted(_tpu.chips())}"
-                f"; {_tpu.THROUGH_JAX}.",
+            checks.fail(
+                "This build of TensorFlow cannot drive this machine's "
+                f"{tpu_host.counted(tpu_host.chips())}; {tpu_host.THROUGH_JAX}.",
                 name=address,
-                remedy="Or put `tensorflow-tpu` of the same version in place of `tensorflow`.",
+                remedy="Or put `tensorflow-tpu` of the same version instead of `tensorflow`.",
             )
     elif address.startswith("grpc://"):
-        problem = _waiting.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
+        problem = reachability.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
         if problem:
-            _checks.refuse(
+            checks.fail(
                 f"The TPU's host {problem}.",
                 name=address,
                 remedy="Check that the TPU runs, and its address.",
             )
 
 
-def _initialised(address: str) -> Any:
+def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     try:
         resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
-        raise _checks.InputError(_explained(error, address)) from error
+        raise errors.InputError(_explained(error, address)) from error
     return resolver
 
 
 def _explained(error: Exception, address: str) -> str:
-    said = _tpu.first_line(error)
-    if taken := _tpu.in_use(error):
+    reason = tpu_host.first_line(error)
+    if taken := tpu_host.in_use(error):
         return f"{taken} Received: name={address!r}."
     if isinstance(error, URLError):
         return (
-            f"No TPU of this name can be looked up ({said}). Received: name={address!r}. Give its "
+            f"No TPU of this name was found ({reason}). Received: name={address!r}. Pass its "
             "address as grpc://HOST:8470, or 'local' on a TPU virtual machine."
         )
     if "TPUs not found" in str(error):
@@ -104,6 +107,6 @@ def _explained(error: Exception, address: str) -> str:
             f"{tf.__version__}."
         )
     return (
-        f"The TPU could not be initialised ({said}). Received: name={address!r}. Restart it, or: "
-        f"{_tpu.THROUGH_JAX}."
+        f"The TPU could not be initialised ({reason}). Received: name={address!r}. Restart it, or: "
+        f"{tpu_host.THROUGH_JAX}."
     )

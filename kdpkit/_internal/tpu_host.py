@@ -30,7 +30,7 @@ def chips(pci_devices: Path = _PCI_DEVICES) -> int:
 
 
 def counted(number: int) -> str:
-    """Say how many chips there are.
+    """How many chips there are, in words.
 
     >>> counted(1), counted(8)
     ('1 TPU chip', '8 TPU chips')
@@ -39,12 +39,12 @@ def counted(number: int) -> str:
 
 
 def named_by_environment() -> str | None:
-    """Give the variable that names a TPU on the network."""
+    """Return the variable that names a TPU on the network."""
     return next((name for name in _NAMING if os.environ.get(name)), None)
 
 
 def address(name: str | None) -> str | None:
-    """Give the name or address of the TPU that is meant: given, in the environment, or local."""
+    """Return the name or address of the TPU that is meant: given, in the environment, or local."""
     if name:
         return name
     variable = named_by_environment()
@@ -56,7 +56,7 @@ def address(name: str | None) -> str | None:
 
 
 def nowhere() -> str:
-    """Say that this machine has no TPU, and how to come by one."""
+    """Why a machine without a TPU has none, and how to get one."""
     if os.environ.get("COLAB_RELEASE_TAG"):
         return (
             "This Colab runtime has no TPU. Choose one under Runtime > Change runtime type, then "
@@ -64,12 +64,12 @@ def nowhere() -> str:
         )
     return (
         "There is no TPU: this machine has no TPU chip, and neither TPU_NAME nor an argument names "
-        "one on the network. Run on a TPU virtual machine, or give the TPU's name or address."
+        "one on the network. Run on a TPU virtual machine, or pass the TPU's name or address."
     )
 
 
 def in_use(error: Exception) -> str | None:
-    """Say that another process holds the TPU, if that is what an error tells."""
+    """Report that another process holds the TPU, if an error shows it; else None."""
     found = _IN_USE.search(str(error))
     if not found:
         return None
@@ -81,7 +81,7 @@ def in_use(error: Exception) -> str | None:
 
 
 def without_libtpu() -> str | None:
-    """Say that the library that drives TPUs is missing, if it is."""
+    """Report that the library that drives TPUs is missing, if it is; else None."""
     if importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH"):
         return None
     return (
@@ -91,5 +91,5 @@ def without_libtpu() -> str | None:
 
 
 def first_line(error: Exception) -> str:
-    """Give the first line of an error's text, without its full stop."""
+    """Return the first line of an error's text, without its full stop."""
     return str(error).strip().partition("\n")[0].rstrip(".")

@@ -1,7 +1,6 @@
 """What Keras and JAX do differently in the versions that kdpkit works with, in one file.
 
-Private places inside Keras that training needs are in
-`kdpkit.training.tensorflow._keras_internals`.
+Private parts of Keras that training needs are in `kdpkit.training.tensorflow._keras_internals`.
 """
 
 from collections.abc import Callable
@@ -9,7 +8,7 @@ from typing import Any, NoReturn
 
 import keras
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 
 
 def _numbers(version: str) -> tuple[int, ...]:
@@ -20,10 +19,11 @@ KERAS = _numbers(keras.__version__)
 
 
 def last_batch(batch: int, batches_at_once: int) -> int:
-    """Give the index of an execution's last batch, from the one that `on_train_batch_end` got.
+    """Return the index of an execution's last batch, from the one that `on_train_batch_end` got.
 
-    Until Keras 3.11 that was the index of its first one. Only `fit` executes several: a
-    `TrainingLoop` tells the last one itself, and its model executes one batch at once.
+    Until Keras 3.11 (keras-team/keras#21422) that was the index of its first one. Only `fit`
+    executes several: a `TrainingLoop` reports the last one itself, and its model executes one batch
+    at once.
 
     Args:
         batch: What the hook got.
@@ -32,9 +32,9 @@ def last_batch(batch: int, batches_at_once: int) -> int:
     return batch + batches_at_once - 1 if KERAS < (3, 11) else batch
 
 
-def refuse_unknown(name: str, **versions: str) -> NoReturn:
-    """Refuse a Keras, or what is below it, that has something inside as no version tried has."""
-    _checks.refuse(
+def reject_unknown(name: str, **versions: str) -> NoReturn:
+    """Raise for a Keras, or what is below it, with internals that no tested version has."""
+    checks.fail(
         f"`replica_exact` works inside Keras 3.10 to 3.15, and in this version `{name}` differs. "
         "Install one of these, or update kdpkit.",
         keras=keras.__version__,
@@ -42,39 +42,39 @@ def refuse_unknown(name: str, **versions: str) -> NoReturn:
     )
 
 
-def refuse_grain(name: str, dataset: Any) -> None:
-    """Refuse a Grain dataset where Keras takes none."""
+def reject_grain(name: str, dataset: Any) -> None:
+    """Raise for a Grain dataset where Keras does not support one."""
     if KERAS < (3, 11) and type(dataset).__module__.startswith("grain."):
-        _checks.refuse(
+        checks.fail(
             f"`{name}` is a Grain dataset, which Keras takes from 3.11 on. Install that version or "
-            "a later one, or give a `keras.utils.PyDataset` or a `tf.data.Dataset`.",
+            "a later one, or pass a `keras.utils.PyDataset` or a `tf.data.Dataset`.",
             keras=keras.__version__,
         )
 
 
-def refuse_sums_over_rows(model: Any) -> None:
-    """Refuse regularizers of activities in Keras before 3.14, which have no mean over the rows.
+def reject_sums_over_examples(model: keras.Model) -> None:
+    """Raise for activity regularizers in Keras before 3.14, which have no mean over the examples.
 
-    They grow with the rows of a batch, so that those of replicas and micro-batches do not add up as
-    all else in a loss does.
+    They grow with the examples in a batch (keras-team/keras#22018), so that those of replicas and
+    micro-batches do not add up as all else in a loss does.
     """
     for layer in model._flatten_layers() if KERAS < (3, 14) else ():
         if getattr(layer, "activity_regularizer", None) is not None:
-            _checks.refuse(
-                "Before Keras 3.14 an `activity_regularizer` is a sum over the rows of a batch, "
-                "which cannot be made exact where replicas or micro-batches share them. Install "
-                "Keras 3.14 or later, or call `add_loss` with a mean over the rows.",
+            checks.fail(
+                "Before Keras 3.14 an `activity_regularizer` is a sum over the examples, "
+                "which cannot be made exact over replicas or micro-batches. Install "
+                "Keras 3.14 or later, or call `add_loss` with a mean over the examples.",
                 layer=layer.name,
                 keras=keras.__version__,
             )
 
 
-def refuse_processes_of_old_jax() -> None:
-    """Refuse several processes on a JAX or Keras that mixes up what they send, or their data."""
+def check_processes_are_supported() -> None:
+    """Raise for several processes on a JAX or Keras that mixes up what they send, or their data."""
     import jax
 
     if _numbers(jax.__version__) < (0, 10) or KERAS < (3, 15):
-        _checks.refuse(
+        checks.fail(
             "Several processes on JAX need JAX 0.10 and Keras 3.15 or later. With JAX 0.5 they "
             "aborted, or mixed their messages up. Install these, or train in one process, which "
             "takes all devices of its machine.",
@@ -83,7 +83,7 @@ def refuse_processes_of_old_jax() -> None:
         )
 
 
-def build_without_training(fit: Callable, model: Any, x: Any, y: Any, weights: Any) -> None:
+def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, weights: Any) -> None:
     """Build model, optimizer and metrics as `fit` does, and train nothing.
 
     Keras before 3.15 on JAX fails in a `fit` of no epoch, whose state it looks for at the end.
@@ -92,8 +92,8 @@ def build_without_training(fit: Callable, model: Any, x: Any, y: Any, weights: A
         model._symbolic_build(data_batch=(x, y, weights))
         model._record_training_state_sharding_spec()
         return
-    rows = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
+    size = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     # Without shuffling, for which random numbers would be drawn.
-    fit(x, y, sample_weight=weights, batch_size=rows, epochs=0, shuffle=False, verbose=0)
+    fit(x, y, sample_weight=weights, batch_size=size, epochs=0, shuffle=False, verbose=0)
     if not model.built:  # on one device TensorFlow builds it in the first step
         model._symbolic_build(data_batch=(x, y, weights))

@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -15,7 +16,7 @@ _LONGEST = 1 << 16  # bytes that are kept for a line without an end
 class Lines:
     r"""Cuts what a process writes into lines.
 
-    A progress bar, which begins its line anew with `\r`, gives a line every few seconds and its
+    A progress bar, which begins its line again with `\r`, gives a line every few seconds and its
     last state:
 
     >>> lines = Lines()
@@ -27,41 +28,36 @@ class Lines:
 
     def __init__(self) -> None:
         self._rest = b""
-        self._drawn = b""  # the state of a bar that was given last
-        self._drawn_at = math.inf  # or begun at; infinite without a bar
+        self._shown_at = math.inf  # a state of the current bar; infinite without one
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Give the lines that are whole with these bytes, which came at `now` seconds."""
-        *ended, self._rest = (self._rest + data).split(b"\n")
-        lines = [line for text in ended for line in self._end(text)]
-        *drawings, begun = self._rest.split(b"\r")
-        last = _last(drawings)
-        if last:
-            self._rest = last + b"\r" + begun
-            self._drawn_at = min(self._drawn_at, now)
-            if last != self._drawn and now - self._drawn_at >= _REDRAWN_SECONDS:
-                self._drawn, self._drawn_at = last, now
-                lines.append(last)
+        """Return the lines that end within these bytes, which came at `now` seconds."""
+        *ended, self._rest = re.split(rb"\r*\n", self._rest + data)
+        lines = [_last_state(text) for text in ended]
+        if ended:
+            self._shown_at = math.inf
+        states, _, begun = self._rest.rpartition(b"\r")
+        if states:
+            state = _last_state(states)
+            self._rest = state + b"\r" + begun
+            self._shown_at = min(self._shown_at, now)
+            if now - self._shown_at >= _REDRAWN_SECONDS:
+                self._shown_at = now
+                lines.append(state)
         if len(self._rest) > _LONGEST:
             lines.append(self._rest)
             self._rest = b""
         return [line.decode(errors="replace") for line in lines]
 
     def close(self) -> list[str]:
-        """Give what is left."""
-        rest, self._rest = self._rest, b""
-        return [line.decode(errors="replace") for line in (self._end(rest) if rest else ())]
-
-    def _end(self, text: bytes) -> Iterable[bytes]:
-        drawings = text.split(b"\r")
-        last = _last(drawings)
-        is_given = last and last == self._drawn
-        self._drawn, self._drawn_at = b"", math.inf
-        return () if is_given else (last,)
+        """Return what is left."""
+        return self.feed(b"\n", 0.0) if self._rest else []
 
 
-def _last(drawings: list[bytes]) -> bytes:
-    return next((drawing for drawing in reversed(drawings) if drawing.strip()), b"")
+def _last_state(text: bytes) -> bytes:
+    """Return what a bar showed last that is not blank."""
+    states = text.split(b"\r")
+    return next((state for state in reversed(states) if state.strip()), states[-1])
 
 
 class Printer:
@@ -81,24 +77,24 @@ class Printer:
         self._streams = {"stdout": stdout or sys.stdout, "stderr": sys.stderr}
         self._lock = threading.Lock()
 
-    def line(self, name: str, text: str, *, to: str) -> None:
+    def line(self, name: str, text: str, to: str) -> None:
         """Write one line of one process."""
         with self._lock:
             stream = self._streams.get(to)
             if stream is None:
                 return
-            whole = f"{name:<{self._width}} | {text}\n"
+            line = f"{name:<{self._width}} | {text}\n"
             encoding = getattr(stream, "encoding", None) or "utf-8"
             try:
-                stream.write(whole.encode(encoding, "replace").decode(encoding))
+                stream.write(line.encode(encoding, "replace").decode(encoding))
                 stream.flush()
             except BrokenPipeError:
                 del self._streams[to]
-                _discard(stream)
+                discard(stream)
                 self._on_gone()
 
 
-def _discard(stream: TextIO) -> None:
+def discard(stream: TextIO) -> None:
     """Let what is left in the stream go nowhere, where Python would complain at its end."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)

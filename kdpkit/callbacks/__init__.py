@@ -1,4 +1,4 @@
-"""Keras callbacks that say what training really did, and checkpoints that are whole.
+"""Keras callbacks that report what training really did, and atomic checkpoints.
 
 They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` gives the
 usual set in the right order; each also works alone.
@@ -39,7 +39,7 @@ def training_callbacks(
     devices: bool | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Give the usual callbacks in the order in which they need each other.
+    """Return the usual callbacks in the order in which they need each other.
 
     Those that add to the logs come before those that write them: `LearningRateLogger`,
     `Throughput`, `PrintLR`, and with `log_dir` `DeviceMonitor` and `TensorBoard`. Your own
@@ -48,15 +48,15 @@ def training_callbacks(
     Args:
         log_dir: Directory for TensorBoard's event files; None writes none.
         global_batch_size: Examples in one batch, over all replicas; None measures steps alone.
-        replicas: Replicas that share a batch.
+        replicas: Replicas that a batch is split over.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
         devices: Whether `DeviceMonitor` takes part. Its readings are curves, and make the progress
-            line longer; so None says that it does where TensorBoard draws them.
+            line longer; so None lets it where TensorBoard draws them.
         hyperparameters: What the run was asked for, which `TensorBoard` shows beside the curves, if
             there is a `log_dir`.
 
     Raises:
-        ValueError: What `Throughput` and `TensorBoard` refuse.
+        ValueError: An argument is invalid, as in `Throughput` and `TensorBoard`.
 
     >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
     ['LearningRateLogger', 'Throughput', 'PrintLR']

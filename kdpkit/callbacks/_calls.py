@@ -1,4 +1,4 @@
-"""The call that trains: Keras tells no callback that training has failed, but a call has ended."""
+"""The call that trains: Keras has no hook for training that failed, but a call has ended."""
 
 from types import FrameType
 
@@ -13,7 +13,7 @@ def training_call(frame: FrameType) -> Call:
 
 
 def is_under_way(call: Call, frame: FrameType | None) -> bool:
-    """Tell whether a frame is the call, or was called from it."""
+    """Return whether a frame is the call, or was called from it."""
     while frame and _identity(frame) != call:
         frame = frame.f_back
     return frame is not None

@@ -1,25 +1,23 @@
-"""Checkpoints that are whole, whatever happens while they are written."""
+"""Checkpoints whose files are complete, whatever happens while they are written."""
 
 import contextlib
 import functools
 import os
 import posixpath
-import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import keras
 
-from kdpkit import _files, _processes, _storage
+from kdpkit._internal import atomic_files, storage
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Saves as `keras.callbacks.ModelCheckpoint` does, with files that are whole or not there.
+    """Saves as `keras.callbacks.ModelCheckpoint` does, but atomically.
 
     Keras writes to the file's final name, so a process killed meanwhile leaves a part of a file
-    there, and with `save_best_only` the best model so far is lost. Here the file is written beside
-    its place, under a hidden name (`.model-....keras`), and moved there when it is whole. Until
+    there, and with `save_best_only` the best model so far is lost. Here the file is written to a
+    hidden name (`.model-....keras`) beside it, and moved to its name when it is complete. Until
     then the old file stays; a killed process leaves the hidden one behind, an error leaves none.
 
     Arguments, names of files and messages are Keras'. Works in `fit` on TensorFlow and JAX, under
@@ -41,25 +39,25 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     writes_once = True  # in the first process, if there are several
 
     # Keras has no hook for how a file is written, but its callback saves by `self.model.save` and
-    # `self.model.save_weights`. So while its own hooks run, `self.model` is one that saves whole
-    # files. That takes public names alone, where overriding `_save_model` would take three private
-    # methods and repeat what they do.
+    # `self.model.save_weights`. So while its own hooks run, `self.model` is one that saves
+    # atomically. That takes public names alone, where overriding `_save_model` would take three
+    # private methods and repeat what they do.
     _in_hook = False
     filepath: str  # where to save, as given
 
     @functools.wraps(keras.callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
     def __init__(self, filepath: str | os.PathLike[str], *args: Any, **keywords: Any) -> None:
-        # Keras would take `gs:/...`, which pathlib makes of `gs://...`, for a place on this disk.
-        super().__init__(os.fspath(_storage.path(filepath)), *args, **keywords)
+        # Keras would take `gs:/...`, which pathlib makes of `gs://...`, for a path on this disk.
+        super().__init__(os.fspath(storage.path(filepath)), *args, **keywords)
 
     @property
-    def model(self) -> Any:
+    def model(self) -> "keras.Model | _SavingAtomically":
         """The model that trains."""
         model = super().model
-        return _SavingWhole(model) if self._in_hook else model
+        return _SavingAtomically(model) if self._in_hook else model
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save, if `save_freq` says so."""
+        """Save, if `save_freq` asks for it."""
         with self._hook():
             super().on_train_batch_end(batch, logs)
 
@@ -72,7 +70,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     def _hook(self) -> Iterator[None]:
         given = self.filepath
         self._in_hook = True
-        if _storage.is_remote(given):
+        if storage.is_remote(given):
             self.filepath = _RemoteName(given)
         try:
             yield
@@ -84,7 +82,7 @@ class _RemoteName(str):
     """The name of a remote file, which shows as its path.
 
     Keras makes the directory of the file by TensorFlow alone, and where there is none in the name
-    it makes none. `_files.replacing` makes what is needed.
+    it makes none. `atomic_files.replacing` makes what is needed.
     """
 
     url: str
@@ -101,10 +99,10 @@ class _RemoteName(str):
         return format(self.url, spec)
 
 
-class _SavingWhole:
-    """A model whose files are whole under their names."""
+class _SavingAtomically:
+    """A model that saves its files atomically."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: keras.Model) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
@@ -121,12 +119,9 @@ class _SavingWhole:
 
 @contextlib.contextmanager
 def _beside(filepath: str) -> Iterator[str]:
-    """Give what to write in place of `filepath`, with an ending by which Keras knows the format."""
-    if _processes.index() > 0:
-        with tempfile.TemporaryDirectory() as directory:
-            yield os.fspath(Path(directory) / Path(filepath).name)
-        return
-    with _files.replacing(getattr(filepath, "url", filepath)) as temporary:
+    """Yield a path to write to for `filepath`, with an ending by which Keras knows the format."""
+    path = getattr(filepath, "url", filepath)
+    with atomic_files.replacing_in_first_process(path) as temporary:
         # `replacing` keeps one suffix, and of weights Keras wants both.
         ending = ".weights.h5" if filepath.endswith(".weights.h5") else temporary.suffix
         written = temporary.with_name(temporary.name + ending)

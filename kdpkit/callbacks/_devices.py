@@ -4,22 +4,19 @@
 
 import math
 import re
-import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
 
-from kdpkit import _checks, _processes
-from kdpkit.callbacks import _calls, _readings
-from kdpkit.callbacks._sampling import Sampler, Source, Summary
+from kdpkit._internal import checks, processes
+from kdpkit.callbacks import _readings
+from kdpkit.callbacks._sampling import Sampler, Source
 
 _BUSY = 50  # percent of the time; below, a GPU is idle for most of it
 _ENOUGH = 10  # readings in an epoch, to judge by
-_REMEDY = (
-    "`kdpkit.pipelines.measure(train)` tells what the input pipeline gives and where its time goes."
-)
+_REMEDY = "`kdpkit.pipelines.measure(train)` measures the input pipeline, stage by stage."
 
 
 class DeviceMonitor(keras.callbacks.Callback):
@@ -27,37 +24,33 @@ class DeviceMonitor(keras.callbacks.Callback):
 
     A thread reads them every `interval_seconds` while training steps run; validation, and the first
     execution of a `fit`, in which the step is compiled, are left out (unless the epoch has no
-    other). History, `CSVLogger` and `TensorBoard`, later in the list, get for each epoch:
+    other). For each epoch the logs get, of what the machine reports:
 
     | name | of what | unit |
     | --- | --- | --- |
     | `gpu_0_utilization` | time in which the GPU computed anything, mean | % |
     | `gpu_0_memory_gib` | memory taken of the GPU, by all programs, peak | GiB |
     | `gpu_0_peak_memory_gib` | of that, what this process' arrays and programs needed, peak | GiB |
-    | `gpu_0_temperature_celsius` | peak | °C |
-    | `gpu_0_power_watts` | mean | W |
+    | `gpu_0_temperature_celsius`, `gpu_0_power_watts` | peak; mean | °C; W |
     | `cpu_utilization` | of all cores that this process may use, by this process, mean | % |
     | `memory_gib` | memory of this process, peak | GiB |
-    | `machine_cpu_utilization` | of all cores of the machine, by all programs, mean | % |
-    | `machine_memory_gib` | memory of the machine that is taken, peak | GiB |
+    | `machine_cpu_utilization`, `machine_memory_gib` | by all programs, mean; peak | %; GiB |
 
-    GPUs are those that the backend trains on, numbered as CUDA shows them to it; NVML
-    (`nvidia-ml-py`) reads them. The peak of arrays and programs is what TensorFlow (GPUs) or JAX
-    (GPUs and TPUs, as `tpu_0_peak_memory_gib`) says; on JAX that is the highest since the program
-    began. All else comes from `psutil`. What a machine does not tell is not in the logs.
+    GPUs are those that the backend trains on, as CUDA numbers them for it. The peak of arrays and
+    programs (on TPUs `tpu_0_peak_memory_gib`) is on JAX the highest since the program began.
 
-    Where one GPU is busy for less than half as long as another, or none for half of the time, a
-    warning says so, once in a training: it waits, most often for its data. Of several processes
-    each looks at its own devices and warns, and the first one has its readings in the logs.
-
-    Training is never held up, and never stopped: readings that fail end with a sentence, and are
-    NaN from there on. The thread ends with the call that trains, however that ends.
+    Where one GPU is busy for less than half as long as another, or none for half of the time, it
+    waits, most often for its data: a warning reports it, once in a training. Of
+    several processes each warns of its own devices, and the first one's readings are in the logs. A
+    source that fails does not stop training: a warning reports it, and its readings are NaN from
+    there on.
 
     Args:
         interval_seconds: From one reading to the next.
-        sources: Functions that give numbers by name, read in place of all of the above. Of names
+        sources: Functions that give numbers by name, read instead of all of the above. Of names
             that end in `memory_gib` and `temperature_celsius` the peak is logged, of others the
-            mean over time; a `gpu_3_utilization` is judged as above. They are called in a thread.
+            mean over time; a `gpu_3_utilization` is judged as above. They are called in a thread,
+            and where epochs and validation begin and end.
 
     Raises:
         ValueError: `interval_seconds` is not positive, or a source cannot be called.
@@ -78,25 +71,24 @@ class DeviceMonitor(keras.callbacks.Callback):
         self, interval_seconds: float = 1.0, *, sources: Iterable[Source] | None = None
     ) -> None:
         super().__init__()
-        self.interval_seconds = _checks.number("interval_seconds", interval_seconds, above=0)
+        self.interval_seconds = checks.number("interval_seconds", interval_seconds, above=0)
         self.sources = None if sources is None else [*sources]
         for source in self.sources or ():
             if not callable(source):
-                _checks.refuse("`sources` must be functions of no argument.", source=source)
+                checks.fail("`sources` must be functions of no argument.", source=source)
         self._sampler: Sampler | None = None
         self._names: dict[str, float] = {}  # that the logs have had, each as NaN
         self._executions = 0
         self._has_warned = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Begin to read."""
-        self._end()  # the thread of a training before this one that has failed
+        """Look for what can be read."""
+        self.on_train_end()  # of a training before this one that failed
         found, missing = (self.sources, []) if self.sources is not None else _readings.sources()
         for sentence in missing:
             _warn(sentence)
         self._names, self._executions, self._has_warned = {}, 0, False
-        call = _calls.training_call(sys._getframe(1))
-        self._sampler = Sampler(found, self.interval_seconds, call)
+        self._sampler = Sampler(found, self.interval_seconds)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begin to count."""
@@ -106,8 +98,10 @@ class DeviceMonitor(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Forget the first execution, which has compiled the step."""
         self._executions += 1
-        if self._executions == 2 and self._sampler:
+        if self._sampler and self._executions == 2:
             self._sampler.begin()
+        elif self._sampler:
+            self._sampler.note_progress()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Leave validation out."""
@@ -117,49 +111,34 @@ class DeviceMonitor(keras.callbacks.Callback):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Count again."""
         if self._sampler:
-            self._sampler.go_on()
+            self._sampler.resume()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log what the epoch's readings come to, and warn of GPUs that wait."""
         if self._sampler is None:
             return
-        summary = self._sampler.finish()
-        self._warn_of_failures()
-        self._log(summary.values(), logs)
-        if self._executions > 1:
-            self._judge(summary, epoch)
+        summary, failures = self._sampler.finish()
+        for sentence in failures:
+            _warn(sentence)
+        values = summary.values()
+        # A name that was there stays, so that History has a number for every epoch.
+        self._names |= dict.fromkeys(values, math.nan)
+        if logs is not None and processes.index() == 0:
+            logs |= self._names | values
+        problem = starving(_utilizations(values)) if summary.readings >= _ENOUGH else ""
+        if problem and self._executions > 1 and not self._has_warned:
+            self._has_warned = True
+            _warn(f"Epoch {epoch + 1}: {problem}")
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """End the thread."""
-        self._warn_of_failures()
-        self._end()
-
-    def _end(self) -> None:
         if self._sampler:
             self._sampler.end()
         self._sampler = None
 
-    def _warn_of_failures(self) -> None:
-        for sentence in self._sampler.take_failures() if self._sampler else ():
-            _warn(sentence)
-
-    def _log(self, values: dict[str, float], logs: dict[str, Any] | None) -> None:
-        # A name that was there stays, so that History has a number for every epoch.
-        self._names |= dict.fromkeys(values, math.nan)
-        if logs is not None and _processes.index() == 0:
-            logs |= self._names | values
-
-    def _judge(self, summary: Summary, epoch: int) -> None:
-        if self._has_warned or summary.readings < _ENOUGH:
-            return
-        said = starving(_utilizations(summary.values()))
-        if said:
-            self._has_warned = True
-            _warn(f"Epoch {epoch + 1}: {said}")
-
 
 def starving(utilizations: Mapping[int, float]) -> str:
-    """Say which GPUs wait, most often for their data; nothing if none does.
+    """Name the GPUs that wait, most often for their data; empty if none does.
 
     In synchronous training a GPU that waits for the others' gradients counts as busy: NCCL's
     programs run on it. So the one that is not busy is the one that all wait for.
@@ -194,7 +173,7 @@ def starving(utilizations: Mapping[int, float]) -> str:
 
 
 def is_reading(name: str) -> bool:
-    """Tell the names of readings from those of losses and metrics."""
+    """Distinguish the names of readings from those of losses and metrics."""
     return bool(re.match(r"(gpu|tpu)_\d+_|machine_|cpu_utilization$|memory_gib$", name))
 
 
@@ -204,5 +183,5 @@ def _utilizations(values: Mapping[str, float]) -> dict[int, float]:
 
 
 def _warn(sentence: str) -> None:
-    here = f"Process {_processes.index()}: " if _processes.count() > 1 else ""
+    here = f"Process {processes.index()}: " if processes.count() > 1 else ""
     warnings.warn(here + sentence, stacklevel=3)

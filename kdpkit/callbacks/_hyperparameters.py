@@ -8,10 +8,10 @@ from typing import Any
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Give plain values by name, what is inside of others as `outer.inner`.
+    """Return plain values by name, what is inside of others as `outer.inner`.
 
-    Of a dataclass fields and properties are taken, of a mapping its items. What is no number and no
-    text stands as its text.
+    Of a dataclass fields and properties are taken, of a mapping its items. What is neither a number
+    nor a text is converted to text.
 
     >>> from kdpkit.scaling import ScalePlan
     >>> plan = ScalePlan(replicas=2, per_replica_batch_size=32, base_learning_rate=1e-4)
@@ -56,8 +56,8 @@ def as_table(values: Mapping[str, Any]) -> str:
     | rule | linear |
     | a\|b | 0.5 |
     """
-    rows = [("name", "value"), ("---", "---"), *values.items()]
-    return "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in rows)
+    lines = [("name", "value"), ("---", "---"), *values.items()]
+    return "\n".join(f"| {_cell(name)} | {_cell(value)} |" for name, value in lines)
 
 
 def _cell(value: Any) -> str:
@@ -65,7 +65,7 @@ def _cell(value: Any) -> str:
 
 
 def begin_events(values: Mapping[str, Any]) -> Iterator[Any]:
-    """Give the events that tell TensorBoard with which hyperparameters a run begins."""
+    """Yield the events from which TensorBoard reads a run's hyperparameters."""
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
     from tensorboard.plugins.text.summary_v2 import text_pb
 
@@ -74,7 +74,7 @@ def begin_events(values: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def end_event() -> Any:
-    """Give the event that tells TensorBoard that the run was not cut short."""
+    """Return the event by which TensorBoard sees that the run was not cut short."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 

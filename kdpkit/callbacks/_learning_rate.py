@@ -12,17 +12,19 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
+from keras.optimizers import Optimizer
+from keras.optimizers.schedules import LearningRateSchedule
 
-from kdpkit import _checks, _optimizers, _processes, _versions
+from kdpkit._internal import checks, optimizers, processes, versions
 
 
-def applied_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """Give the learning rate that the optimizer's last update used, or None before the first.
+def applied_learning_rate(optimizer: Optimizer) -> float | None:
+    """Return the learning rate that the optimizer's last update used, or None before the first.
 
-    With a schedule the answer is exact at any time: `schedule(i)` of the batch index i at which the
+    With a schedule the result is exact at any time: `schedule(i)` of the batch index i at which the
     last update happened. Batches that gradient accumulation only collects and steps that a
-    `LossScaleOptimizer` skips are no updates. A plain rate is the variable's present value, so ask
-    before anything sets it for the next step. Inside `fit`, `LearningRateLogger` sees to that, and
+    `LossScaleOptimizer` skips are no updates. A plain rate is the present value: read it before
+    anything sets it for the next step. Inside `fit`, `LearningRateLogger` sees to that, and
     to the batch too many that TensorFlow counts when a dataset of unknown size ends. Every replica
     applies the same rate.
 
@@ -48,16 +50,16 @@ def applied_learning_rate(optimizer: keras.optimizers.Optimizer) -> float | None
     return None if last < 0 else _rate_at(_rate_of(inner), last)
 
 
-def is_keras_optimizer(optimizer: Any) -> bool:
-    """Tell whether the model has an optimizer to ask; a custom `train_step` may keep its own."""
-    return isinstance(optimizer, keras.optimizers.Optimizer)
+def is_keras_optimizer(optimizer: object) -> bool:
+    """Return whether the model has an optimizer to ask; a custom `train_step` may keep its own."""
+    return isinstance(optimizer, Optimizer)
 
 
-def inner_optimizer(optimizer: Any) -> Any:
+def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """Unwrap an optimizer whose rate and step count are asked for."""
-    inner = _optimizers.wrapped(optimizer)
+    inner = optimizers.wrapped(optimizer)
     if not is_keras_optimizer(inner):
-        _checks.refuse(
+        checks.fail(
             "The learning rate is read from a Keras optimizer.",
             optimizer=optimizer,
             remedy="Compile the model with one, or leave this callback out.",
@@ -65,12 +67,13 @@ def inner_optimizer(optimizer: Any) -> Any:
     return inner
 
 
-def batches_counted(optimizer: Any) -> int:
-    """Give the optimizer's count of batches, without those skipped; 0 for no Keras optimizer."""
+def batches_counted(optimizer: object) -> int:
+    """Return the optimizer's count of batches, without those skipped; 0 for no Keras optimizer."""
     if not is_keras_optimizer(optimizer):
         return 0
-    # Copied, because a number that every replica holds is no single one yet.
-    return int(keras.ops.copy(_kept_by_keras(inner_optimizer(optimizer), "_iterations")))
+    # Copied, because a number that every replica holds is no single one yet. Private, because the
+    # public `iterations` counts updates, without the batches that are being accumulated.
+    return int(keras.ops.copy(inner_optimizer(optimizer)._iterations))
 
 
 class AppliedRateCallback(keras.callbacks.Callback):
@@ -101,7 +104,7 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._rate: float | None = None  # and what it applied
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Refuse an optimizer whose rate cannot be known, before any training."""
+        """Raise for an optimizer whose rate cannot be known, before any training."""
         optimizer = self.model.optimizer
         self._has_rate = is_keras_optimizer(optimizer) or not self._rate_is_optional
         if self._has_rate:
@@ -128,7 +131,7 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._ended.append(self._last_batch(batch) + 1)
 
     def _last_batch(self, batch: int) -> int:
-        return _versions.last_batch(batch, self._steps_per_execution)
+        return versions.last_batch(batch, self._steps_per_execution)
 
     def _should_look(self, batch: int) -> bool:
         if not self._looks:
@@ -136,7 +139,7 @@ class AppliedRateCallback(keras.callbacks.Callback):
         _, rate = self._looks[0]
         if _is_schedule(rate) or not self._is_near_the_end(batch):
             return False
-        # On JAX `self.model` fetches the whole training state, unless another callback has since
+        # On JAX `self.model` fetches the complete training state, unless another callback has since
         # the last step. If none has, none can have set the rate.
         return getattr(self._model, "_jax_state_synced", True)
 
@@ -147,18 +150,18 @@ class AppliedRateCallback(keras.callbacks.Callback):
     def _look(self) -> None:
         optimizer = inner_optimizer(self.model.optimizer)
         self._reach = _accumulation(optimizer)
-        counted = keras.ops.copy(_kept_by_keras(optimizer, "_iterations"))
+        counted = keras.ops.copy(optimizer._iterations)
         self._looks.append((counted, _rate_of(optimizer)))
-        # The first look stands in where later ones are no answer. Of those `_reach` suffice, and
+        # The first look serves where later ones are no answer. Of those `_reach` suffice, and
         # one for the batch that Keras begins to find that a dataset of unknown size has ended.
         del self._looks[1 : -(self._reach + 1)]
 
     def _applied_rate(self) -> float | None:
-        """Give the rate of the last update; None before the first since training began."""
+        """Return the rate of the last update; None before the first since training began."""
         if not self._looks:
             return self._rate
         optimizer = inner_optimizer(self.model.optimizer)
-        # TensorFlow's `fit` counts one batch too many when a dataset of unknown size ends.
+        # One batch too many may have begun: docs/upstream/keras_begins_a_batch_too_many.md
         counted = min(
             batches_counted(optimizer), int(self._looks[0][0]) + max(self._ended, default=0)
         )
@@ -204,7 +207,7 @@ class LearningRateLogger(AppliedRateCallback):
 
     def __init__(self, every: str = "epoch") -> None:
         super().__init__()
-        self.every = _checks.one_of("every", every, ("batch", "epoch"))
+        self.every = checks.one_of("every", every, ("batch", "epoch"))
         self.async_safe = every == "epoch"
 
     def _is_near_the_end(self, batch: int) -> bool:
@@ -254,9 +257,9 @@ class PrintLR(AppliedRateCallback):
     def __init__(self, print_fn: Callable[[str], Any] = print, digits: int = 6) -> None:
         super().__init__()
         if not callable(print_fn):
-            _checks.refuse("`print_fn` must be a function of one line of text.", print_fn=print_fn)
+            checks.fail("`print_fn` must be a function of one line of text.", print_fn=print_fn)
         self.print_fn = print_fn
-        self.digits = _checks.integer("digits", digits)
+        self.digits = checks.integer("digits", digits)
         self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -279,27 +282,14 @@ class PrintLR(AppliedRateCallback):
         self._print()
 
     def _print(self) -> None:
-        if self._line and _processes.index() == 0:
+        if self._line and processes.index() == 0:
             self.print_fn(self._line)
         self._line = ""
 
 
-def _kept_by_keras(optimizer: Any, name: str) -> Any:
-    # `optimizer.learning_rate` is a number, without the schedule that gave it, and
-    # `optimizer.iterations` counts updates, without the batches that are being accumulated.
-    try:
-        return getattr(optimizer, name)
-    except AttributeError as error:
-        raise _checks.InputError(
-            f"This Keras ({keras.__version__}) has no `{name}` on its optimizers, from which "
-            f"kdpkit reads the applied learning rate. Received: optimizer={optimizer!r}. Use a "
-            "Keras that kdpkit's requirements allow, and report this one."
-        ) from error
-
-
-def _rate_of(optimizer: Any) -> Any:
-    """Give the schedule, or a copy of the plain rate as it is now."""
-    rate = _kept_by_keras(optimizer, "_learning_rate")
+def _rate_of(optimizer: Optimizer) -> Any:
+    """Return the schedule, or a copy of the plain rate as it is now."""
+    rate = optimizer._learning_rate  # `learning_rate` is a number, without its schedule
     return rate if _is_schedule(rate) else keras.ops.copy(optimizer.learning_rate)
 
 
@@ -309,15 +299,15 @@ def _rate_at(rate: Any, batch: int) -> float:
     return float(rate)
 
 
-def _is_schedule(rate: Any) -> bool:
-    return isinstance(rate, keras.optimizers.schedules.LearningRateSchedule)
+def _is_schedule(rate: object) -> bool:
+    return isinstance(rate, LearningRateSchedule)
 
 
-def _accumulation(optimizer: Any) -> int:
+def _accumulation(optimizer: Optimizer) -> int:
     return optimizer.gradient_accumulation_steps or 1
 
 
-def _last_update(optimizer: Any, counted: int) -> int:
-    """Give the index of the batch that the last update ended with; -1 before the first."""
+def _last_update(optimizer: Optimizer, counted: int) -> int:
+    """Return the index of the batch that the last update ended with; -1 before the first."""
     every = _accumulation(optimizer)
     return counted // every * every - 1

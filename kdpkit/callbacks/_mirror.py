@@ -6,7 +6,7 @@ import warnings
 import weakref
 from pathlib import Path
 
-from kdpkit import _storage
+from kdpkit._internal import storage
 
 
 class Mirror:
@@ -16,9 +16,9 @@ class Mirror:
     part then replaces the one before.
     """
 
-    def __init__(self, place: _storage.RemotePath) -> None:
+    def __init__(self, target: storage.RemotePath) -> None:
         self.local = Path(tempfile.mkdtemp())
-        self._place = place
+        self._target = target
         self._sizes: dict[Path, int] = {}  # when they were last copied
         weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)
 
@@ -32,7 +32,7 @@ class Mirror:
             if size == self._sizes.get(file):
                 continue
             try:
-                (self._place / file.relative_to(self.local).as_posix()).upload(file)
+                (self._target / file.relative_to(self.local).as_posix()).upload(file)
             except OSError as error:
                 warnings.warn(
                     f"{error} The end of the next epoch, if there is one, tries again.",

@@ -1,42 +1,41 @@
-"""What the devices of this process say of themselves: NVIDIA's GPUs, processor, and memory."""
+"""Readings of the devices of this process: NVIDIA's GPUs, processor, and memory."""
 
 import contextlib
 import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdpkit import _cpu_threads
+from kdpkit._internal import cpu_threads
 from kdpkit.callbacks._sampling import Source
+
+if TYPE_CHECKING:
+    import jax
 
 _GIB = 2**30
 
 
 def sources() -> tuple[list[Source], list[str]]:
-    """Give what can be read here, and a sentence on each thing that cannot."""
-    found: list[Source] = []
-    tried = [_opened(Host, "Processor and memory", "psutil")]
+    """Return what can be read here, and a sentence on each thing that cannot."""
+    found: list[Source] = [Allocations()]
+    missing: list[str] = []
+    makers: list[tuple[Callable[[], Source], str, str]] = [(Host, "Processor and memory", "psutil")]
     if gpus := _cuda_gpus():
-        tried = [_opened(functools.partial(Gpus, gpus), "The GPUs", "nvidia-ml-py"), *tried]
-    if allocations := Allocations():
-        found.append(allocations)
-    found += [source for source in tried if not isinstance(source, str)]
-    return found, [sentence for sentence in tried if isinstance(sentence, str)]
-
-
-def _opened(source: Callable[[], Source], what: str, package: str) -> Source | str:
-    """Give a source, or the sentence on why there is none."""
-    try:
-        return source()
-    except ImportError as error:
-        return (
-            f"{what} cannot be read, because the package `{package}` cannot be imported "
-            f"({error}). Install it with `pip install {package}`; training goes on without."
-        )
-    except Exception as error:  # NVML's own, which is imported where there are GPUs alone
-        return f"{what} cannot be read ({type(error).__name__}: {error}). Training goes on without."
+        makers.insert(0, (functools.partial(Gpus, gpus), "The GPUs", "nvidia-ml-py"))
+    for make, what, package in makers:
+        try:
+            found.append(make())
+        except ImportError as error:
+            missing.append(
+                f"{what} cannot be read, because the package `{package}` cannot be imported "
+                f"({error}). Install it with `pip install {package}`; training goes on without."
+            )
+        except Exception as error:  # NVML's own, which is imported where there are GPUs alone
+            reason = f"{type(error).__name__}: {error}"
+            missing.append(f"{what} cannot be read ({reason}). Training goes on without.")
+    return found, missing
 
 
 class Host:
@@ -47,7 +46,7 @@ class Host:
 
         self._psutil = psutil
         self._process = psutil.Process()
-        self._cores = _cpu_threads.cores()
+        self._cores = cpu_threads.cores()
 
     def __call__(self) -> dict[str, float]:
         """Read; times are those since the last call."""
@@ -64,7 +63,7 @@ class Host:
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs through NVML, which tells of a GPU what all processes do there.
+    """Reads NVIDIA's GPUs through NVML, which reports of a GPU what all processes do there.
 
     Args:
         gpus: Their numbers, as CUDA counts those that it shows this process.
@@ -96,7 +95,7 @@ class Gpus:
     def __str__(self) -> str:
         return "NVML"
 
-    def _kinds(self) -> Iterator[tuple[str, Any]]:
+    def _kinds(self) -> Iterator[tuple[str, Callable[[Any], float]]]:
         nvml = self._nvml
         yield "utilization", lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
         yield "memory_gib", lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _GIB
@@ -106,8 +105,8 @@ class Gpus:
         )
         yield "power_watts", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000
 
-    def _can(self, read: Any, handle: Any) -> bool:
-        """Tell whether a GPU has this reading; some, and parts of one, do not have all."""
+    def _can(self, read: Callable[[Any], float], handle: Any) -> bool:
+        """Return whether a GPU has this reading; some, and parts of one, do not have all."""
         try:
             read(handle)
         except self._nvml.NVMLError_NotSupported:
@@ -116,7 +115,7 @@ class Gpus:
 
 
 def visible_gpus(setting: str | None, identifiers: Sequence[str]) -> list[int]:
-    """Give the GPUs that CUDA shows a process, in its order, as indices of NVML.
+    """Return the GPUs that CUDA shows a process, in its order, as indices of NVML.
 
     As CUDA does, it takes numbers or the beginnings of identifiers, up to the first that is none.
     NVML counts by PCI bus, CUDA the fastest first: on a machine with several kinds of GPUs the
@@ -147,7 +146,7 @@ def visible_gpus(setting: str | None, identifiers: Sequence[str]) -> list[int]:
 
 
 def _cuda_gpus() -> list[int]:
-    """Give the GPUs that the backend trains on, as CUDA numbers those that it shows."""
+    """Return the GPUs that the backend trains on, as CUDA numbers those that it shows."""
     if keras.backend.backend() == "jax":
         return sorted(_number(gpu) for gpu in _jax_devices() if gpu.platform == "gpu")
     if keras.backend.backend() == "tensorflow":
@@ -159,29 +158,26 @@ def _cuda_gpus() -> list[int]:
 
 
 class Allocations:
-    """Reads how much memory the backend has handed out on each device, where it tells.
+    """Reads how much memory the backend has handed out on each device, where it reports that.
 
     NVML sees what a backend has taken from a GPU, which is nearly all of it, from the beginning;
-    this is what arrays and programs needed of that. Processors do not tell.
+    this is what arrays and programs needed of that. Processors do not report it.
     """
 
     def __init__(self) -> None:
-        tells = {"jax": _peaks_on_jax, "tensorflow": _peaks_on_tensorflow}
-        self._readers = dict(tells.get(keras.backend.backend(), dict)())
+        readers = {"jax": _peaks_on_jax, "tensorflow": _peaks_on_tensorflow}
+        self._readers = dict(readers.get(keras.backend.backend(), dict)())
 
     def __call__(self) -> dict[str, float]:
         """Read the highest since the last call; on JAX since the process began."""
         return {f"{name}_peak_memory_gib": read() / _GIB for name, read in self._readers.items()}
-
-    def __bool__(self) -> bool:
-        return bool(self._readers)
 
     def __str__(self) -> str:
         return f"The memory of Keras' backend {keras.backend.backend()}"
 
 
 def _peaks_on_jax() -> Iterator[tuple[str, Callable[[], float]]]:
-    def peak(device: Any) -> float:
+    def peak(device: "jax.Device") -> float:
         return device.memory_stats()["peak_bytes_in_use"]
 
     for device in _jax_devices():
@@ -206,19 +202,19 @@ def _peaks_on_tensorflow() -> Iterator[tuple[str, Callable[[], float]]]:
 
 
 def _logical_gpus() -> int:
-    """Count those of this process; the list of logical devices is that of a whole cluster."""
+    """Count those of this process; the list of logical devices is that of the cluster."""
     import tensorflow as tf
 
     parts = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices("GPU"))
     return sum(len(of_one or [None]) for of_one in parts)
 
 
-def _jax_devices() -> Any:
+def _jax_devices() -> "list[jax.Device]":
     import jax
 
     return jax.local_devices()
 
 
-def _number(device: Any) -> int:
+def _number(device: "jax.Device") -> int:
     number = device.local_hardware_id
     return device.id if number is None else number

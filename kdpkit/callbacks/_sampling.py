@@ -1,20 +1,20 @@
 """Readings taken at intervals in a thread of their own, and summed up epoch by epoch."""
 
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 
-from kdpkit.callbacks import _calls
-
 Source = Callable[[], Mapping[str, float]]
 
 _PEAKS = ("memory_gib", "temperature_celsius")
-_PATIENCE = 5.0  # seconds to wait for a reading, once, and for the thread at the end
+# Keras has no hook for training that failed, so without hooks for so long the thread ends; the next
+# hook starts it again. (To look at the frames of the thread that trains crashed CPython 3.11.)
+_QUIET_SECONDS = 600.0
+_PATIENCE = 5.0  # seconds to wait for the thread at the end
 
 
 class Summary:
-    """The mean of each reading over time, and of those whose highest value counts the highest.
+    """The mean of each reading over time, or the peak of those for which the highest value counts.
 
     Attributes:
         readings: How many there were.
@@ -33,7 +33,7 @@ class Summary:
         self._seconds: dict[str, float] = {}
 
     def add(self, values: Mapping[str, float], *, seconds: float) -> None:
-        """Add what was read, and for how many seconds it stands."""
+        """Add what was read, weighted by seconds."""
         self.readings += 1
         seconds = max(seconds, 1e-6)  # of the clock's resolution at least
         for name, value in values.items():
@@ -42,7 +42,7 @@ class Summary:
             self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def values(self) -> dict[str, float]:
-        """Give a number for each name."""
+        """Return a number for each name."""
         return {
             name: peak if name.endswith(_PEAKS) else self._sums[name] / self._seconds[name]
             for name, peak in self._peaks.items()
@@ -50,129 +50,88 @@ class Summary:
 
 
 class Sampler:
-    """A thread that reads while the call that trains is under way, and ends with it.
-
-    What happens in a source, an error or a wait without end, stays in the thread: training hears of
-    it in a sentence, and goes on.
+    """Reads the sources between `begin` and `finish`: at both, and in a thread of its own between.
 
     Args:
-        sources: Functions that give what they read, by name. One that raises is not asked again.
+        sources: Functions that return what they read, by name. One that raises is not called again,
+            and training gets a sentence about it.
         interval_seconds: From one reading to the next.
-        call: The call that trains, in the thread that makes the sampler.
     """
 
-    def __init__(
-        self, sources: Iterable[Source], interval_seconds: float, call: _calls.Call
-    ) -> None:
+    def __init__(self, sources: Iterable[Source], interval_seconds: float) -> None:
         self._sources = [*sources]
         self._interval = interval_seconds
-        self._call = call
-        self._trainer = threading.get_ident()
-        self._state = threading.Condition()  # guards all that follows
-        self._is_counting = False
-        self._is_anew = False  # the next reading begins to count, and stands for no time itself
-        self._is_awaited = False
-        self._has_ended = False
-        self._patience = _PATIENCE
+        self._thread: threading.Thread | None = None
+        self._has_ended = threading.Event()
+        self._last_hook = time.monotonic()
+        self._lock = threading.Lock()  # guards the sources and all that follows
         self._summary = Summary()
         self._failures: list[str] = []
-        self._thread = threading.Thread(target=self._run, name="kdpkit devices", daemon=True)
-        self._thread.start()
+        self._since: float | None = None  # the reading before; None while nothing is counted
 
     def begin(self) -> None:
         """Forget what was counted, and count from now on."""
-        with self._state:
+        with self._lock:
             self._summary = Summary()
-        self.go_on()
+        self.resume()
+
+    def resume(self) -> None:
+        """Count from now on."""
+        with self._lock:
+            self._read()  # what a source sums up since its last reading begins here
+            self._since = time.perf_counter()
+        self.note_progress()
+
+    def note_progress(self) -> None:
+        """Note that training goes on, for which the thread runs."""
+        self._last_hook = time.monotonic()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name="kdpkit devices", daemon=True)
+            self._thread.start()
 
     def pause(self) -> None:
-        """Count nothing until `go_on`; where nothing was counted, wait a little for one reading."""
-        with self._state:
-            if self._is_counting and not self._summary.readings:
-                self._wait_for_one()
-            self._is_counting = False
+        """Count up to now, and then nothing until `resume`."""
+        with self._lock:
+            self._count()
+            self._since = None
 
-    def go_on(self) -> None:
-        """Count from now on."""
-        with self._state:
-            self._is_counting = self._is_anew = True
-            self._state.notify_all()
-
-    def finish(self) -> Summary:
-        """Pause, and give what was counted."""
+    def finish(self) -> tuple[Summary, list[str]]:
+        """Pause; return what was counted, and sentences on what failed since the last call."""
         self.pause()
-        return self._summary
-
-    def _wait_for_one(self) -> None:
-        self._is_awaited = True
-        self._state.notify_all()
-        is_there = self._state.wait_for(
-            lambda: self._summary.readings or self._has_ended, self._patience
-        )
-        self._is_awaited = False
-        if not is_there and self._patience:
-            self._patience = 0.0  # it is not waited for again
-            self._failures.append(
-                f"The devices were not read within {_PATIENCE:g} seconds, so epochs that are "
-                "shorter than that have no readings."
-            )
-
-    def take_failures(self) -> list[str]:
-        """Give the sentences on what has failed since the last call."""
-        with self._state:
+        with self._lock:
             failures, self._failures = self._failures, []
-        return failures
+        return self._summary, failures
 
     def end(self) -> None:
-        """End the thread; one that hangs in a driver is not waited for."""
-        with self._state:
-            self._has_ended = True
-            self._state.notify_all()
-        self._thread.join(_PATIENCE)
+        """End the thread."""
+        self._has_ended.set()
+        if self._thread:
+            self._thread.join(_PATIENCE)
 
     def _run(self) -> None:
-        before = time.perf_counter()
-        while self._waited_for_turn() and self._is_training():
-            values = self._values()
-            now = time.perf_counter()
-            with self._state:
-                if self._is_counting and not self._is_anew:
-                    self._summary.add(values, seconds=now - before)
-                self._is_anew = False
-                self._state.notify_all()
-            before = now
-        with self._state:
-            self._has_ended = True  # whoever waits for a reading waits in vain
-            self._state.notify_all()
+        while not self._has_ended.wait(self._interval):
+            if time.monotonic() - self._last_hook > _QUIET_SECONDS:
+                return
+            with self._lock:
+                self._count()
 
-    def _waited_for_turn(self) -> bool:
-        """Wait until it is time to read; tell whether there is more to read."""
-        with self._state:
-            self._state.wait_for(lambda: self._has_ended or self._is_due(), self._interval)
-            return not self._has_ended
+    def _count(self) -> None:
+        """Read, for the time since the reading before."""
+        if self._since is not None:
+            values, now = self._read(), time.perf_counter()
+            self._summary.add(values, seconds=now - self._since)
+            self._since = now
 
-    def _is_due(self) -> bool:
-        is_first = self._is_awaited and not self._summary.readings
-        return self._is_counting and (self._is_anew or is_first)
-
-    def _is_training(self) -> bool:
-        return _calls.is_under_way(self._call, sys._current_frames().get(self._trainer))
-
-    def _values(self) -> dict[str, float]:
+    def _read(self) -> dict[str, float]:
         values: dict[str, float] = {}
         for source in [*self._sources]:
             try:
                 values |= {name: float(value) for name, value in source().items()}
             except Exception as error:  # whatever a driver, or a function of the caller's, raises
                 self._sources.remove(source)
-                failure = (
-                    f"{_name(source)} gives no readings any more ({type(error).__name__}: "
-                    f"{error}). Training goes on; from here on they are NaN."
+                self._failures.append(
+                    f"{getattr(source, '__qualname__', source)} has no readings any more "
+                    f"({type(error).__name__}: {error}). Training goes on; from here on they are "
+                    "NaN."
                 )
-                with self._state:
-                    self._failures.append(failure)
         return values
-
-
-def _name(source: Source) -> str:
-    return getattr(source, "__qualname__", "") or str(source)

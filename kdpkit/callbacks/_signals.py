@@ -4,10 +4,13 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
 
 from kdpkit.callbacks import _calls
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
@@ -18,9 +21,8 @@ class HeldSignals:
     Schedulers and launchers send SIGTERM, and some send it twice; none must cut short what the
     first one has begun.
 
-    Keras tells no callback that training has failed. Hence a signal is noted only while the
-    function that trains is running; where it has ended by an error, a signal does what it always
-    does.
+    Keras has no hook for training that failed. Hence a signal is noted only while the function that
+    trains is running; where it has ended by an error, a signal does what it always does.
 
     Attributes:
         received: The one that came while they were held.
@@ -28,8 +30,8 @@ class HeldSignals:
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
-        self._former: dict[signal.Signals, Any] = {}
-        self._set: dict[signal.Signals, Any] = {}
+        self._former: dict[signal.Signals, Handler] = {}
+        self._set: dict[signal.Signals, Handler] = {}
         self._training: _calls.Call = (0, None)
 
     def hold(self) -> None:
@@ -60,7 +62,7 @@ class HeldSignals:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def _put(self, number: signal.Signals, handler: Any) -> None:
+    def _put(self, number: signal.Signals, handler: Handler) -> None:
         self._set[number] = handler
         signal.signal(number, handler)
 
@@ -72,8 +74,10 @@ class HeldSignals:
         for held in self._former:
             self._put(held, signal.default_int_handler if held == signal.SIGINT else signal.SIG_IGN)
         # Not `print`: Keras may be writing its progress to the same buffer at this moment.
-        said = f"\n{_NAMES[self.received]}: training ends with this step, and its state is saved.\n"
-        os.write(2, said.encode())
+        message = (
+            f"\n{_NAMES[self.received]}: training ends with this step, and its state is saved.\n"
+        )
+        os.write(2, message.encode())
 
     def _do_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
         former = self._former.get(number, signal.SIG_DFL)

@@ -2,12 +2,15 @@
 
 import signal
 import time
-from typing import Any
+from typing import TYPE_CHECKING
 
 import keras
 
-from kdpkit import _processes
+from kdpkit._internal import processes
 from kdpkit.callbacks import _signals
+
+if TYPE_CHECKING:
+    import tensorflow as tf
 
 _SECONDS_BETWEEN_QUESTIONS = 1.0
 
@@ -35,8 +38,8 @@ class AgreedStop:
         self._calls_between = 1
         self._asked_at = time.monotonic()
 
-    def is_due(self, strategy: Any, *, asks_now: bool = False) -> bool:
-        """Tell whether to stop; every process must call it at the same places.
+    def is_due(self, strategy: "tf.distribute.Strategy | None", *, asks_now: bool = False) -> bool:
+        """Return whether to stop; every process must call it at the same points.
 
         Args:
             strategy: On TensorFlow, the one that spans the processes.
@@ -47,20 +50,22 @@ class AgreedStop:
             self.signal = self._agreed(strategy, asks_now)
         return self.signal is not None
 
-    def _agreed(self, strategy: Any, asks_now: bool) -> signal.Signals | None:
-        if _processes.count() == 1:
+    def _agreed(
+        self, strategy: "tf.distribute.Strategy | None", asks_now: bool
+    ) -> signal.Signals | None:
+        if processes.count() == 1:
             return self._signals.received
         if keras.backend.backend() == "jax":
-            return signal.SIGTERM if _processes.reached_preemption() else None
+            return signal.SIGTERM if processes.reached_preemption() else None
         is_time = asks_now or self._calls >= self._next_question
         return self._ask(strategy) if is_time else None
 
-    def _ask(self, strategy: Any) -> signal.Signals | None:
+    def _ask(self, strategy: "tf.distribute.Strategy | None") -> signal.Signals | None:
         """Ask whether any process has a signal, and agree on when to ask again."""
         now = time.monotonic()
         rate = self._calls_between / max(now - self._asked_at, 1e-6)
         own = [self._signals.received or 0, int(rate * _SECONDS_BETWEEN_QUESTIONS)]
-        of_all = _processes.gathered(own, strategy)
+        of_all = processes.gathered(own, strategy)
         # At most twice as many, since the next steps may last longer.
         self._calls_between = max(1, min(int(of_all[0, 1]), 2 * self._calls_between))
         self._next_question = self._calls + self._calls_between

@@ -6,12 +6,12 @@ import numbers
 import os
 from collections import deque
 from collections.abc import Mapping
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import Any
 
 import keras
 
-from kdpkit import _checks, _processes, _storage
+from kdpkit._internal import checks, processes, storage, writable
 from kdpkit.callbacks import _hyperparameters
 from kdpkit.callbacks._devices import is_reading
 from kdpkit.callbacks._learning_rate import (
@@ -22,49 +22,35 @@ from kdpkit.callbacks._learning_rate import (
 from kdpkit.callbacks._mirror import Mirror
 from kdpkit.callbacks._throughput import batches_ended
 
-_DRAWN_BY_KERAS = (
-    "histogram_freq",
-    "write_graph",
-    "write_images",
-    "profile_batch",
-    "embeddings_freq",
-    "embeddings_metadata",
-)
 _RUN = ""  # the directory of a run, above those of training and validation
 
 
 class TensorBoard(AppliedRateCallback):
     """Writes Keras' TensorBoard scalars, with the learning rate that was applied.
 
-    Tags and places are those of `keras.callbacks.TensorBoard`: `epoch_loss` and its like under
-    `train` and `validation`, `evaluation_loss_vs_iterations` under `validation`, and `batch_loss`
-    with `update_freq`. Two things differ. `epoch_learning_rate` is the rate of the epoch's last
-    update, where Keras writes the next step's. And scalars are written by the `tensorboard`
-    package alone, so they work on JAX too and no step waits for them. All that stands in the logs
-    is written; callbacks that add to them (`Throughput`, `DeviceMonitor`) come earlier in the list,
-    as in `training_callbacks`. What `DeviceMonitor` reads is grouped, as `device/cpu_utilization`.
-
-    Where several processes train, the first one writes, and in the others the callback does
-    nothing.
+    Tags and runs are those of `keras.callbacks.TensorBoard`, with two differences:
+    `epoch_learning_rate` is the rate of the epoch's last update, where Keras writes the next
+    step's; and the package `tensorboard` alone writes scalars, so they work on JAX too and no step
+    waits for them. All logs are written; callbacks that add to them (`Throughput`, `DeviceMonitor`)
+    come earlier in the list, as in `training_callbacks`. Of several processes the first one writes.
 
     Args:
-        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it. It
-            may be in object storage, as `gs://bucket/logs`; there the files are put anew at the end
-            of every epoch, since they cannot grow.
+        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it. In
+            object storage (`gs://bucket/logs`) the files, which cannot grow there, are replaced at
+            the end of every epoch.
         run_name: The run's directory inside `log_dir`, to compare several; None uses `log_dir`.
         hyperparameters: What the run was asked for, by name: numbers and texts, and mappings or
             dataclasses of them, such as a `kdpkit.scaling.ScalePlan`. The HParams page compares
             runs by them, and the text page shows them as a table, `hyperparameters`.
-        **keras_arguments: `update_freq` as in Keras: `"epoch"`, `"batch"`, or an integer N for
-            the logs of every Nth batch too, at the number of batches seen. `histogram_freq`,
-            `write_graph` (off here unless asked for), `write_images`, `profile_batch`,
-            `embeddings_freq` and `embeddings_metadata` are drawn by Keras' own callback, as a run
-            named `drawings`; they need the TensorFlow backend.
+        update_freq: `"epoch"`, `"batch"`, or an integer N for the logs of every Nth batch too, at
+            the number of batches seen.
+        **drawn_by_keras: `histogram_freq`, `write_graph` (off unless asked for), `write_images`,
+            `profile_batch` and `embeddings_...` as in Keras, whose own callback draws them, as a
+            run named `drawings`. They need the TensorFlow backend.
 
     Raises:
-        ValueError: An argument that Keras' callback does not have, or that needs TensorFlow;
-            `hyperparameters` are no mapping; or `log_dir` is no directory that can be written (also
-            an `OSError`).
+        ValueError: An argument that is invalid or needs TensorFlow, or `log_dir` is no directory
+            that can be written (also an `OSError`).
         ImportError: The package `tensorboard` is not installed.
 
     >>> import tempfile
@@ -74,7 +60,7 @@ class TensorBoard(AppliedRateCallback):
     >>> with tempfile.TemporaryDirectory() as directory:
     ...     board = TensorBoard(directory, run_name="first")
     ...     history = model.fit(x, x, verbose=0, callbacks=board)
-    ...     print(sorted(path.name for path in Path(directory).glob("first/*")))
+    ...     print(os.listdir(f"{directory}/first"))
     ['train']
     """
 
@@ -86,28 +72,31 @@ class TensorBoard(AppliedRateCallback):
         *,
         run_name: str | None = None,
         hyperparameters: Mapping[str, Any] | None = None,
-        **keras_arguments: Any,
+        update_freq: str | int = "epoch",
+        **drawn_by_keras: Any,
     ) -> None:
         super().__init__()
         _writer_class()
-        _check_names(keras_arguments)
         if not isinstance(log_dir, (str, os.PathLike)):
-            _checks.refuse("`log_dir` must be the path of a directory.", log_dir=log_dir)
-        self.log_dir = os.fspath(_storage.path(log_dir))
+            checks.fail("`log_dir` must be the path of a directory.", log_dir=log_dir)
+        self.log_dir = os.fspath(storage.path(log_dir))
         self.run_name = _run_name(run_name)
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
-            _checks.refuse(
+            checks.fail(
                 "`hyperparameters` must be values by name.", hyperparameters=hyperparameters
             )
         self.hyperparameters = hyperparameters
-        self.update_freq = _update_freq(keras_arguments.pop("update_freq", "epoch"))
-        place = _storage.path(log_dir) / (run_name or "")
-        self._run_dir = os.fspath(place)
-        self._drawings = _drawings(self._run_dir, keras_arguments)
+        self.update_freq = update_freq
+        if update_freq != "epoch":
+            every = 1 if update_freq == "batch" else update_freq
+            self._batches_between = checks.integer("update_freq", every)
+        path = storage.path(log_dir) / (run_name or "")
+        self._run_dir = os.fspath(path)
+        self._drawings = _drawings(self._run_dir, drawn_by_keras)
         self._mirror: Mirror | None = None
         if _is_writer():
-            _make_directory(self._run_dir)
-            self._mirror = Mirror(place) if isinstance(place, _storage.RemotePath) else None
+            writable.make(path)  # now, so that a wrong one is known before data are prepared
+            self._mirror = Mirror(path) if isinstance(path, storage.RemotePath) else None
         else:
             self._drawings = keras.callbacks.Callback()
         self._writers: dict[str, Any] = {}
@@ -160,7 +149,7 @@ class TensorBoard(AppliedRateCallback):
         if self._has_rate:
             scalars["learning_rate"] = self._applied_rate()
         for name, value in scalars.items():
-            self._write(*_place(name), value, epoch)
+            self._write(*_run_and_tag(name), value, epoch)
         self._flush()
         self._drawings.on_epoch_end(epoch)
 
@@ -199,7 +188,7 @@ class TensorBoard(AppliedRateCallback):
             seen, logs = self._waiting.popleft()
             self._batches_seen = max(self._batches_seen, seen)
             at_once = self._batches_at_once or seen - self._batches_before
-            if seen % self.update_freq < at_once:  # an Nth batch was among them
+            if seen % self._batches_between < at_once:  # an Nth batch was among them
                 for name, value in logs.items():
                     self._write("train", f"batch_{name}", value, seen)
 
@@ -232,21 +221,21 @@ class TensorBoard(AppliedRateCallback):
 def _run_name(name: Any) -> str | None:
     """Accept the name of a directory that is inside of another one."""
     if name is not None and not isinstance(name, str):
-        _checks.refuse("`run_name` must be a text.", run_name=name)
+        checks.fail("`run_name` must be a string.", run_name=name)
     if name and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
-        _checks.refuse("`run_name` must be a directory inside of `log_dir`.", run_name=name)
+        checks.fail("`run_name` must be a directory inside of `log_dir`.", run_name=name)
     return name
 
 
-def _place(name: str) -> tuple[str, str]:
-    """Give the run and the tag of an epoch's value."""
+def _run_and_tag(name: str) -> tuple[str, str]:
+    """Return the run and the tag of an epoch's value."""
     if name.startswith("val_"):
         return "validation", f"epoch_{name[4:]}"
     return "train", f"device/{name}" if is_reading(name) else f"epoch_{name}"
 
 
 def _is_writer() -> bool:
-    return _processes.index() == 0
+    return processes.index() == 0
 
 
 def _writer_class() -> Any:
@@ -260,56 +249,18 @@ def _writer_class() -> Any:
     return Writer
 
 
-def _check_names(keras_arguments: dict[str, Any]) -> None:
-    names = ("update_freq", *_DRAWN_BY_KERAS)
-    for name, value in keras_arguments.items():
-        if name not in names:
-            _checks.refuse(
-                f"`TensorBoard` takes of Keras' arguments {', '.join(names)}.",
-                **{name: value},
-                remedy="Speeds come from `kdpkit.callbacks.Throughput`, earlier in the list."
-                if name == "write_steps_per_second"
-                else "",
-            )
-
-
-def _update_freq(value: Any) -> Any:
-    if value == "epoch":
-        return value
-    return 1 if value == "batch" else _checks.integer("update_freq", value)
-
-
-def _make_directory(path: str) -> None:
-    """Make the directory now, so that a wrong one is known before data are read and prepared."""
-    place = _storage.path(path)
-    if isinstance(place, _storage.RemotePath):
-        place.try_writing()
-        return
-    try:
-        Path(path).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise _checks.FileInputError(
-            f"The log directory cannot be made ({error.strerror}): {path}. Give `log_dir` a "
-            "directory, not a file, where you may write."
-        ) from error
-    if not os.access(path, os.W_OK):
-        _checks.refuse_file(
-            "The log directory cannot be written", path, remedy="Choose another `log_dir`."
-        )
-
-
-def _drawings(run_dir: str, keras_arguments: dict[str, Any]) -> keras.callbacks.Callback:
-    """Give Keras' callback for all but scalars, or one that does nothing if nothing is wanted."""
-    wanted = {name: value for name, value in keras_arguments.items() if value}
+def _drawings(run_dir: str, arguments: dict[str, Any]) -> keras.callbacks.Callback:
+    """Return Keras' callback for all but scalars, or one that does nothing if nothing is wanted."""
+    wanted = {name: value for name, value in arguments.items() if value}
     if not wanted:
         return keras.callbacks.Callback()
     if keras.backend.backend() != "tensorflow":
-        _checks.refuse(
+        checks.fail(
             f"{', '.join(f'`{name}`' for name in wanted)} is drawn by TensorFlow, and this is the "
             f"{keras.backend.backend()} backend.",
             **wanted,
             remedy="Leave it out; scalars are written on every backend.",
         )
-    _storage.require_tensorflow(run_dir)
+    storage.require_tensorflow(run_dir)
     # In a directory of its own: TensorBoard follows only the newest file of a directory.
     return keras.callbacks.TensorBoard(f"{run_dir}/drawings", **{"write_graph": False, **wanted})

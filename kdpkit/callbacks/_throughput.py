@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import _checks, _versions
+from kdpkit._internal import checks, versions
 from kdpkit.callbacks._learning_rate import batches_counted
 
 
@@ -17,13 +17,13 @@ class Throughput(keras.callbacks.Callback):
 
     The clock runs from the beginning of an epoch's first batch to the moment its last result is
     there. Left out are the first execution of each `fit`, in which the step is compiled, and all
-    that happens between epochs: validation, checkpoints, other callbacks. The numbers so far
-    stand in Keras' progress line, those of the whole epoch in History and in callbacks that come
-    later in the list:
+    that happens between epochs: validation, checkpoints, other callbacks. The numbers so far are
+    in Keras' progress line, those of the complete epoch in History and in callbacks that come later
+    in the list:
 
     - `steps_per_second`: batches of all replicas together, exact under `steps_per_execution`.
     - `examples_per_second`: that times `global_batch_size`; with several replicas also
-      `examples_per_second_per_replica` (whole epochs only).
+      `examples_per_second_per_replica` (complete epochs only).
     - `tokens_per_second`: that times `tokens_per_example`.
 
     A short or padded last batch counts as a full one, so an epoch's figure is high by less than one
@@ -34,7 +34,7 @@ class Throughput(keras.callbacks.Callback):
 
     Args:
         global_batch_size: Examples in one batch, over all replicas; None measures steps alone.
-        replicas: Replicas that share a batch.
+        replicas: Replicas that a batch is split over.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
 
     Raises:
@@ -62,21 +62,21 @@ class Throughput(keras.callbacks.Callback):
         tokens_per_example: float | None = None,
     ) -> None:
         super().__init__()
-        self.replicas = _checks.integer("replicas", replicas)
+        self.replicas = checks.integer("replicas", replicas)
         self.global_batch_size = global_batch_size
         self.tokens_per_example = tokens_per_example
         if global_batch_size is not None:
-            self.global_batch_size, _ = _checks.global_batch(global_batch_size, replicas)
+            self.global_batch_size, _ = checks.global_batch(global_batch_size, replicas)
         if tokens_per_example is not None:
-            self.tokens_per_example = _checks.number(
+            self.tokens_per_example = checks.number(
                 "tokens_per_example", tokens_per_example, above=0
             )
             if global_batch_size is None:
-                _checks.refuse(
+                checks.fail(
                     "Tokens per second need the number of examples in a batch.",
                     global_batch_size=global_batch_size,
                     tokens_per_example=tokens_per_example,
-                    remedy="Give `global_batch_size` too.",
+                    remedy="Pass `global_batch_size` too.",
                 )
         self._compiled = False
         self._batches_at_once = 1
@@ -106,7 +106,7 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Note the time and put the speed so far into the progress line."""
         now = time.perf_counter()
-        batch = _versions.last_batch(batch, self._batches_at_once)
+        batch = versions.last_batch(batch, self._batches_at_once)
         self._ends.append((batch + 1, now))
         start = self._start  # once: on JAX the clock may start meanwhile
         if logs is not None and start is not None and batch >= start[0]:

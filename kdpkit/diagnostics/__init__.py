@@ -1,52 +1,50 @@
-"""What stands in the way of training somewhere else, known before going there.
+"""Checks of a training before it runs somewhere else, and reports on a machine.
 
-`check_tpu` checks a dataset, a model and callbacks for a TPU, on the machine at hand; `check_input`
-the `tf.data` pipelines of a training; `check_speed` trains for a moment, and says where a step's
-time goes. `plan` works out batches, steps and learning rates of a run
-on several replicas, and says where a rule leaves its range. `compare_schedules` draws learning
-rates in a terminal, `read_schedule` reads one from text. `environment` tells what this machine and
-this Python give a training; `probe` trains two steps in every way there is; `bench` measures how
-fast it trains, by replicas and batch sizes. Each name loads the framework that it needs on first
-use; the last three load none.
+`plan` works out batches, steps and learning rates of a run on several replicas. `compare_schedules`
+draws learning rates in a terminal; `read_schedule` reads one from text. `environment` reports what
+this machine and this Python offer; `probe` trains two steps with every strategy, and `bench`
+measures how fast it trains. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
+model and callbacks for a TPU, and `check_speed` finds where a step's time goes. Each name loads the
+framework that it needs on first use; `environment`, `probe` and `bench` load none.
 """
 
 from typing import TYPE_CHECKING
 
-from kdpkit import _lazy
+from kdpkit._internal import lazy
 
 if TYPE_CHECKING:
-    from kdpkit.diagnostics._bench import BenchReport, BenchRow, bench
-    from kdpkit.diagnostics._environment import Environment, environment
-    from kdpkit.diagnostics._input import InputReport, check_input
-    from kdpkit.diagnostics._plan import TrainingPlan, plan
-    from kdpkit.diagnostics._probe import ProbeReport, ProbeResult, probe
-    from kdpkit.diagnostics._schedule_expressions import read_schedule
-    from kdpkit.diagnostics._schedules import ScheduleComparison, compare_schedules
-    from kdpkit.diagnostics._speed import check_speed
-    from kdpkit.diagnostics._speed_report import SpeedEdit, SpeedReport
-    from kdpkit.diagnostics._tpu import TpuReport, check_tpu
+    from kdpkit.diagnostics._bench.benchmark import BenchReport, BenchRow, bench
+    from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
+    from kdpkit.diagnostics._env.environment import Environment, environment
+    from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
+    from kdpkit.diagnostics._probe.probing import ProbeReport, ProbeResult, probe
+    from kdpkit.diagnostics._rates.comparison import ScheduleComparison, compare_schedules
+    from kdpkit.diagnostics._rates.schedule_expressions import read_schedule
+    from kdpkit.diagnostics._speed.measurement import check_speed
+    from kdpkit.diagnostics._speed.speed_report import SpeedEdit, SpeedReport
+    from kdpkit.diagnostics._tpu.check import TpuReport, check_tpu
 
 _HOMES = {
-    "BenchReport": "_bench",
-    "BenchRow": "_bench",
-    "Environment": "_environment",
-    "InputReport": "_input",
-    "ProbeReport": "_probe",
-    "ProbeResult": "_probe",
-    "ScheduleComparison": "_schedules",
-    "SpeedEdit": "_speed_report",
-    "SpeedReport": "_speed_report",
-    "TpuReport": "_tpu",
-    "TrainingPlan": "_plan",
-    "bench": "_bench",
-    "check_input": "_input",
-    "check_speed": "_speed",
-    "check_tpu": "_tpu",
-    "compare_schedules": "_schedules",
-    "environment": "_environment",
-    "plan": "_plan",
-    "probe": "_probe",
-    "read_schedule": "_schedule_expressions",
+    "BenchReport": "_bench.benchmark",
+    "BenchRow": "_bench.benchmark",
+    "Environment": "_env.environment",
+    "InputReport": "_doctor.input_checks",
+    "ProbeReport": "_probe.probing",
+    "ProbeResult": "_probe.probing",
+    "ScheduleComparison": "_rates.comparison",
+    "SpeedEdit": "_speed.speed_report",
+    "SpeedReport": "_speed.speed_report",
+    "TpuReport": "_tpu.check",
+    "TrainingPlan": "_plan.training_plan",
+    "bench": "_bench.benchmark",
+    "check_input": "_doctor.input_checks",
+    "check_speed": "_speed.measurement",
+    "check_tpu": "_tpu.check",
+    "compare_schedules": "_rates.comparison",
+    "environment": "_env.environment",
+    "plan": "_plan.training_plan",
+    "probe": "_probe.probing",
+    "read_schedule": "_rates.schedule_expressions",
 }
 
 __all__ = [
@@ -72,4 +70,4 @@ __all__ = [
     "read_schedule",
 ]
 
-__getattr__, __dir__ = _lazy.names(__name__, _HOMES)
+__getattr__, __dir__ = lazy.names(__name__, _HOMES)

@@ -1,7 +1,7 @@
-"""A program of kdpkit's own in a process of its own, under a time limit, with nothing left behind.
+"""Modules of kdpkit that run in processes of their own, with a time limit and nothing left behind.
 
-TensorFlow and JAX may wait for ever, or end the process that loads them: so what is asked of them
-is asked of another one.
+TensorFlow and JAX may hang, or end the process that loads them. So `kdpkit env`, `probe` and
+`bench` run them in child processes, each of which ends with `report`.
 """
 
 import contextlib
@@ -12,49 +12,86 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from kdpkit import _children, cluster
-from kdpkit.diagnostics import _private
+from kdpkit import cluster, errors
+from kdpkit._internal import child_processes
+from kdpkit.diagnostics import _redaction
 
+WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
+_SIGN = "kdpkit-report "  # begins the line in which a process reports
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _KERNEL_SECONDS = 10.0  # for a process that was killed to be gone
 
 
+def report(work: Callable[[], dict[str, Any]]) -> int:
+    """Run something in the child process, print what came of it, and return the exit code."""
+    try:
+        found = {"result": WORKS} | work()
+    except errors.InputError as error:
+        found = {"result": CANNOT, "reason": str(error)}
+    except Exception as error:  # of any kind: what training raises is to be reported
+        traceback.print_exc()
+        first = str(error).strip().partition("\n")[0]
+        found = {"result": FAILED, "reason": f"{type(error).__name__}: {first}"}
+    sys.stdout.write(f"\n{_SIGN}{json.dumps(found)}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return [WORKS, FAILED, CANNOT].index(found["result"])
+
+
 @dataclasses.dataclass(frozen=True)
-class Ended:
-    """How a program ended, and what it wrote; its exit code is None where it took too long."""
+class Outcome:
+    """What came of a program.
 
-    exit_code: int | None
+    Attributes:
+        result: `"works"`, `"cannot"`, `"failed"` or `"timed out"`.
+        seconds: From its start to its end.
+        reason: Why it does not work.
+        reports: What each of its processes reported, if all work.
+    """
+
+    result: str
     seconds: float
-    stdout: str
-    stderr: str
+    reason: str = ""
+    reports: Sequence[dict[str, Any]] = ()
 
-    def said(self, sign: str) -> list[dict[str, Any]]:
-        """Give what its lines that hold a sign say behind it, as JSON."""
-        lines = self.stdout.splitlines()
-        return [json.loads(line.partition(sign)[2]) for line in lines if sign in line]
 
-    def how(self) -> str:
-        """Say how it ended, and what it said last."""
-        code = self.exit_code or 0
-        lines = [line.strip() for line in self.stderr.splitlines() if line.strip()]
-        last = f": {_private.without(lines[-1]).rstrip('.')}" if lines else ""
-        if code > 128 and code - 128 in set(signal.Signals):
-            return f"It was ended by {signal.Signals(code - 128).name}{last}"
-        return f"It ended with exit code {code}{last}"
+def outcome(exit_code: int | None, seconds: float, stdout: str, stderr: str) -> Outcome:
+    """Judge a program by its reports and its exit code, which is None if it took too long."""
+    lines = [line.partition(_SIGN)[2] for line in stdout.splitlines() if _SIGN in line]
+    reports = [json.loads(line) for line in lines]
+    for result in (CANNOT, FAILED):
+        for found in reports:
+            if found["result"] == result:
+                return Outcome(result, seconds, _redaction.without(found["reason"]))
+    if exit_code is None:
+        reason = f"It did not end within {seconds:.0f} s. Allow it longer with --timeout."
+        return Outcome(TIMED_OUT, seconds, reason)
+    if exit_code or not reports:
+        return Outcome(FAILED, seconds, _ending(exit_code, stderr))
+    return Outcome(WORKS, seconds, reports=reports)
+
+
+def _ending(exit_code: int, stderr: str) -> str:
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    last = f": {_redaction.without(lines[-1]).rstrip('.')}" if lines else ""
+    if exit_code > 128 and exit_code - 128 in set(signal.Signals):
+        return f"It was ended by {signal.Signals(exit_code - 128).name}{last}."
+    return f"It ended with exit code {exit_code}{last}."
 
 
 class Program:
-    """A Python module that runs, with all that it starts."""
+    """A Python module that runs, with all processes that it starts."""
 
     def __init__(self, words: Sequence[str], variables: Mapping[str, str], mark: str) -> None:
         self._mark = mark
         self._has_ended = threading.Event()
         self._written: dict[str, list[bytes]] = {"stdout": [], "stderr": []}
-        self.child = _children.Child(
+        self.child = child_processes.Child(
             [sys.executable, "-m", *words],
             _environment(variables),
             mark=mark,
@@ -62,44 +99,43 @@ class Program:
             on_end=self._has_ended.set,
         )
 
-    def wait(self, timeout_seconds: float) -> Ended:
-        """Wait until it has ended; after the limit end it."""
+    def wait(self, timeout_seconds: float) -> Outcome:
+        """Wait until it has ended; end it when the time is up."""
         left = self.child.started_at + timeout_seconds - time.monotonic()
         is_in_time = self._has_ended.wait(max(0.0, left))
         seconds = (self.child.ended_at or time.monotonic()) - self.child.started_at
         if not is_in_time:
             self.end()
-        stdout, stderr = (b"".join(parts).decode(errors="replace") for parts in self._both())
-        return Ended(self.child.exit_code if is_in_time else None, seconds, stdout, stderr)
+        stdout, stderr = (
+            b"".join([*self._written[stream]]).decode(errors="replace")
+            for stream in ("stdout", "stderr")
+        )
+        return outcome(self.child.exit_code if is_in_time else None, seconds, stdout, stderr)
 
     def end(self) -> None:
         """End what is left of it."""
         self.child.send(signal.SIGTERM)
-        _children.end_marked(
-            self._mark, grace_seconds=_GRACE_SECONDS, told_groups={self.child.group}
+        child_processes.end_marked(
+            self._mark, grace_seconds=_GRACE_SECONDS, signalled_groups={self.child.group}
         )
         self._has_ended.wait(_GRACE_SECONDS)
         self.child.send(signal.SIGKILL)  # where there is no /proc
         self._has_ended.wait(_KERNEL_SECONDS)
-
-    def _both(self) -> Iterator[list[bytes]]:
-        yield [*self._written["stdout"]]
-        yield [*self._written["stderr"]]
 
 
 @contextlib.contextmanager
 def started(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[Program]:
     """Run a module of kdpkit with these variables, in no cluster, and end it with the block.
 
-    However this process ends, nothing of the program is left: also when a second Ctrl-C comes while
-    it is ended, the guard sees to it.
+    However this process ends, nothing of the program is left: the guard ends it even if a second
+    Ctrl-C interrupts the end.
 
     Args:
         words: The module's name, and its arguments.
-        variables: What is set for it beside the variables that this process has.
+        variables: Variables to set beside those of this process.
     """
     mark = f"{uuid.uuid4().hex};"
-    with _children.Guard(mark, grace_seconds=_GRACE_SECONDS) as guard:
+    with child_processes.Guard(mark, grace_seconds=_GRACE_SECONDS) as guard:
         program = Program(words, variables, mark)
         guard.watch(program.child)
         try:

@@ -1,24 +1,23 @@
 """The machine that this process sees: processor, memory, GPUs and TPU chips."""
 
+import contextlib
 import dataclasses
 import os
 import platform
-import subprocess
 from pathlib import Path
 from typing import Any
 
-from kdpkit import _cpu_threads, _tpu
-from kdpkit.diagnostics import _cgroups
+from kdpkit._internal import cpu_threads, tpu_host
 
 _GIB = 2**30
 _CPU_FILE = Path("/proc/cpuinfo")
-_NVIDIA_FILES = Path("/proc/driver/nvidia")
-_MAC_QUERY = ["/usr/sbin/sysctl", "-n", "machdep.cpu.brand_string"]
+_GROUP_FILE = Path("/proc/self/cgroup")
+_GROUPS = Path("/sys/fs/cgroup")
 
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """One GPU, as NVML tells of it; None where it does not tell."""
+    """One GPU as NVML describes it; None where NVML does not know."""
 
     name: str
     memory_gib: float | None
@@ -27,18 +26,16 @@ class Gpu:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """What there is.
+    """Hardware, and what a container may use of it.
 
     Attributes:
         cpu: The processor's name.
-        cores: Logical cores on which this process may run.
-        cores_present: All of the machine.
+        cores: Logical cores on which this process may run, of `cores_present`.
         cores_limit: Cores whose time its container may use; None without a limit.
         memory_gib: Of the machine, or less where a container has less.
-        gpus: NVIDIA's, whether or not CUDA_VISIBLE_DEVICES shows them to programs.
+        gpus: NVIDIA's, also those that CUDA_VISIBLE_DEVICES hides; none without `nvidia-ml-py`.
         gpu_driver: The version of their driver.
         cuda_of_driver: The newest CUDA that the driver runs, such as `"12.8"`.
-        gpus_unread: Why nothing can be told of GPUs, if there are some.
         tpu_chips: On the machine's bus.
     """
 
@@ -50,7 +47,6 @@ class Machine:
     gpus: tuple[Gpu, ...]
     gpu_driver: str | None
     cuda_of_driver: str | None
-    gpus_unread: str | None
     tpu_chips: int
 
 
@@ -59,80 +55,80 @@ def look() -> Machine:
     memory = memory_bytes()
     return Machine(
         cpu=_cpu(),
-        cores=_cpu_threads.cores(),
+        cores=cpu_threads.cores(),
         cores_present=os.cpu_count() or 1,
-        cores_limit=_cgroups.limits().cores,
+        cores_limit=cores_limit(),
         memory_gib=round(memory / _GIB, 1) if memory else None,
-        tpu_chips=_tpu.chips(),
+        tpu_chips=tpu_host.chips(),
         **_of_nvml(),
     )
 
 
 def _cpu() -> str:
-    if _CPU_FILE.exists():
-        lines = _CPU_FILE.read_text(errors="replace").splitlines()
-        names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-        if name := next(names, ""):
-            return name
-    if platform.system() == "Darwin":
-        asked = subprocess.run(_MAC_QUERY, capture_output=True, text=True, check=False, timeout=10)  # noqa: S603 a fixed command
-        if asked.stdout.strip():
-            return asked.stdout.strip()
-    return platform.processor() or platform.machine()
+    lines = _CPU_FILE.read_text(errors="replace").splitlines() if _CPU_FILE.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, "") or platform.processor() or platform.machine()
 
 
 def memory_bytes() -> int | None:
-    """Give the memory that this process may use at most; None where that is not known."""
-    limits = [size for size in (_physical_bytes(), _cgroups.limits().memory_bytes) if size]
+    """The memory that this process may use at most; None where that is not known."""
+    sizes = [int(words[0]) for words in _group_limits("memory.max")]
+    with contextlib.suppress(AttributeError, ValueError):  # Windows has no `sysconf`
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return min(sizes, default=None)
+
+
+def cores_limit() -> float | None:
+    """The processor time in cores that the container of this process may use."""
+    limits = (int(quota) / int(period) for quota, period in _group_limits("cpu.max"))
     return min(limits, default=None)
 
 
-def _physical_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError):  # Windows
-        return None
+def _group_limits(name: str) -> list[list[str]]:
+    """Return the words of a limit in the control group of this process, and in those around it.
+
+    That is version 2 of control groups, on Linux. A container may see its own group as the root.
+    """
+    line = _GROUP_FILE.read_text().strip() if _GROUP_FILE.exists() else ""
+    group = _GROUPS / line.rpartition("::")[2].strip("/")
+    files = [each / name for each in (group, *group.parents) if each.is_relative_to(_GROUPS)]
+    limits = [file.read_text().split() for file in files if file.exists()]
+    return [words for words in limits if words and words[0] != "max"]
 
 
 def _of_nvml() -> dict[str, Any]:
-    nothing = {"gpus": (), "gpu_driver": None, "cuda_of_driver": None, "gpus_unread": None}
+    nothing = {"gpus": (), "gpu_driver": None, "cuda_of_driver": None}
     try:
         import pynvml as nvml
-    except ImportError:
-        return nothing | {"gpus_unread": _unread("the package `nvidia-ml-py` is not installed")}
-    try:
+
         nvml.nvmlInit()
-        try:
-            cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
-            handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
-            return nothing | {
-                "gpus": tuple(_gpu(nvml, handle) for handle in handles),
-                "gpu_driver": nvml.nvmlSystemGetDriverVersion(),
-                "cuda_of_driver": f"{cuda // 1000}.{cuda % 1000 // 10}",
-            }
-        finally:
-            nvml.nvmlShutdown()
-    except nvml.NVMLError as error:
-        return nothing | {"gpus_unread": _unread(f"NVML says: {error}")}
+    except Exception:  # it is not installed, or there is no driver
+        return nothing
+    try:
+        cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+        handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
+        return {
+            "gpus": tuple(_gpu(nvml, handle) for handle in handles),
+            "gpu_driver": nvml.nvmlSystemGetDriverVersion(),
+            "cuda_of_driver": f"{cuda // 1000}.{cuda % 1000 // 10}",
+        }
+    except nvml.NVMLError:
+        return nothing
+    finally:
+        nvml.nvmlShutdown()
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
-    def told(query: Any) -> Any:
+    def asked(query: Any) -> Any:
         try:
             return query(handle)
-        except nvml.NVMLError:  # parts of a GPU, and old ones, do not tell everything
+        except nvml.NVMLError:  # parts of a GPU and old ones do not answer everything
             return None
 
-    memory, capability = map(
-        told, (nvml.nvmlDeviceGetMemoryInfo, nvml.nvmlDeviceGetCudaComputeCapability)
-    )
+    memory = asked(nvml.nvmlDeviceGetMemoryInfo)
+    capability = asked(nvml.nvmlDeviceGetCudaComputeCapability)
     return Gpu(
         name=nvml.nvmlDeviceGetName(handle),
         memory_gib=round(memory.total / _GIB, 1) if memory else None,
         compute_capability=".".join(map(str, capability)) if capability else None,
     )
-
-
-def _unread(reason: str) -> str | None:
-    """Give the reason where there is a driver, and so may be a GPU."""
-    return reason if _NVIDIA_FILES.exists() else None

@@ -13,7 +13,7 @@ _DIRECTORIES = re.compile(rf"(?<![\w./\\])(?:~|[A-Za-z]:)?(?:[/\\]{_PART})+[/\\]
 
 
 def without(text: str) -> str:
-    """Leave directories, this machine's and user's name, and the values of secrets out of a text.
+    """Return a text without directories, names of machine and user, and values of secrets.
 
     >>> without("No such file: /home/ann/data/x.txt")
     'No such file: x.txt'

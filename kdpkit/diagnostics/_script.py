@@ -1,8 +1,8 @@
-"""Running a script up to its first `fit`, and checking there what it would train on what.
+"""Running a script up to its first `fit`, and checking there what it would train.
 
 The script runs in this process, as its user runs it. Keras is loaded by the script, after it chose
-its backend; so `fit` is replaced at that moment, and put back when the script has ended. The check
-is made inside of that `fit`: files are still open there, and modules are still found.
+its backend; so `fit` is replaced at that moment, and restored when the script has ended. The check
+is made inside of that `fit`, where files are still open and modules are still found.
 """
 
 import contextlib
@@ -10,21 +10,21 @@ import importlib.abc
 import importlib.util
 import inspect
 import math
-import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn
+from typing import Any
 
-from kdpkit import _checks, _files
+from kdpkit._internal import checks
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a script asked `fit` for; where that is not known, `epochs` is None."""
+    """The arguments of a script's `fit`; `epochs` is None where it is not known."""
 
     dataset: Any
     model: Any = None
@@ -40,57 +40,12 @@ Check = Callable[[Training], Any]
 
 
 class Reached(BaseException):
-    """Ends the script; no `except Exception` of its own is to catch that."""
-
-
-def run_to_fit(script: str, arguments: Sequence[str], check: Check) -> Any:
-    """Run a script up to its first `fit` or `TrainingLoop.fit`, and check there; train nothing.
-
-    What it prints goes to stderr.
-
-    Returns:
-        What the check returns.
-
-    Raises:
-        ValueError: There is no such file, the script raises or ends before, or the check raises.
-    """
-    path = _files.readable_here(script)
-    at_fit = AtFit(check)
-    try:
-        with as_program(str(path), arguments, path.resolve().parent), at_fit.replaced():
-            runpy.run_path(str(path), run_name="__main__")
-    except (Reached, SystemExit, Exception) as error:  # a script may raise anything
-        if not at_fit.outcome.done():
-            _refuse_end(script, error)
-    if not at_fit.outcome.done():
-        _refuse(f"`{script}` ended without a `fit` of a Keras model or a `TrainingLoop`.")
-    return at_fit.outcome.result()
-
-
-def _refuse_end(script: str, error: BaseException) -> None:
-    if not isinstance(error, SystemExit):
-        raise _checks.InputError(f"`{script}` failed before its `fit`: {said(error)}") from error
-    if error.code:
-        _refuse(f"`{script}` ended before its `fit`: {said(error)}.")
-
-
-def said(error: BaseException) -> str:
-    """Give an error in one line: its type, and the first line of what it says."""
-    first, *_ = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {first}"
-
-
-def _refuse(problem: str) -> NoReturn:
-    _checks.refuse(
-        problem,
-        remedy="Its own flags come after `--`; for a loop of your own name a dataset or a function "
-        "that gives (dataset, model): `kdpkit doctor --tpu train.py:make`.",
-    )
+    """Ends the script; no `except Exception` of its own may catch it."""
 
 
 @contextlib.contextmanager
 def as_program(name: str, arguments: Sequence[str], directory: Path) -> Iterator[None]:
-    """Give a program its arguments, and the modules of its directory; stdout is stderr."""
+    """Set `sys.argv` and `sys.path` as for a program; its stdout is stderr."""
     before = sys.argv, sys.path[:]
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(directory))
@@ -102,11 +57,11 @@ def as_program(name: str, arguments: Sequence[str], directory: Path) -> Iterator
 
 
 class AtFit:
-    """A check in the place of `fit`, which is made once and then ends the program.
+    """A check instead of `fit`, which is made once and then ends the program.
 
     Attributes:
-        outcome: What the check returned or raised; done when a `fit` was reached. It is held here,
-            as a program may catch what ends it, or raise something else on its way out.
+        outcome: What the check returned or raised; done when a `fit` was reached. It is kept here,
+            as a program may catch what ends it, or raise something else at its end.
     """
 
     def __init__(self, check: Check) -> None:
@@ -124,9 +79,8 @@ class AtFit:
                     undo, loop.TrainingLoop, _of_loop
                 ),
             }
-            for name in [*actions]:
-                if name in sys.modules:
-                    actions.pop(name)(sys.modules[name])
+            for name in actions.keys() & sys.modules.keys():
+                actions.pop(name)(sys.modules[name])
             finder = _WhenLoaded(actions)
             sys.meta_path.insert(0, finder)
             undo.callback(sys.meta_path.remove, finder)
@@ -144,7 +98,7 @@ class AtFit:
             call = signature.bind(*args, **settings)
             call.apply_defaults()
             if not self.outcome.done():
-                self._run_check(lambda: read(*args[:1], call.arguments))
+                self._run_check(lambda: read(args[0], call.arguments))
             raise Reached
 
         own = vars(owner).get("fit")
@@ -162,13 +116,13 @@ class AtFit:
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Calls functions of modules as soon as these are loaded; all else is found as ever."""
+    """Calls functions of modules as soon as these are loaded."""
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], None]]) -> None:
         self._actions = actions
 
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        """Let the other finders look, and the loader that they give call the function too."""
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        """Find a module with the other finders, and make its loader call the function too."""
         del path, target
         action = self._actions.pop(name, None)
         spec = importlib.util.find_spec(name) if action else None
@@ -219,8 +173,8 @@ def _of_loop(loop: Any, given: dict[str, Any]) -> Training:
 
 
 def _epochs(given: dict[str, Any]) -> int:
-    """Count the epochs that are to be trained, at least one."""
+    """Return the number of epochs to train, at least one."""
     begin, end = (
-        _checks.integer(name, given[name], minimum=0) for name in ("initial_epoch", "epochs")
+        checks.integer(name, given[name], minimum=0) for name in ("initial_epoch", "epochs")
     )
     return max(end - begin, 1)

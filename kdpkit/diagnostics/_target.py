@@ -1,44 +1,48 @@
-"""What a target names: a script that trains, or a dataset or a schedule in a module."""
+"""Targets of commands: a script that trains, or a dataset or a schedule in a module."""
 
 import contextlib
 import importlib
 import importlib.util
+import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from kdpkit import _checks, _files
-from kdpkit.diagnostics import _script
-from kdpkit.diagnostics._script import AtFit, Check, Reached, Training
+from kdpkit import errors
+from kdpkit._internal import atomic_files, checks
+from kdpkit.diagnostics import _text
+from kdpkit.diagnostics._script import AtFit, Check, Reached, Training, as_program
 
 
 def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
-    """Check what a target trains on what.
+    """Check the training of a target, of a script at its first `fit`, and train nothing.
+
+    What the target prints goes to stderr.
 
     Args:
         target: `train.py`; or `package.module:name` or `file.py:name` of a dataset, or of a
-            function without arguments that gives a dataset or (dataset, model).
+            function without arguments that returns a dataset or (dataset, model).
         arguments: Of the script.
-        check: Called with what the target trains, while the script is at its `fit`.
+        check: Called with the training, while the script is at its `fit`.
 
     Returns:
         What the check returns.
 
     Raises:
-        ValueError: There is no such thing, or it fails, or the check raises.
+        ValueError: There is no such target, it raises or trains nothing, or the check raises.
     """
     if ":" not in target:
         if not target.endswith(".py"):
-            _checks.refuse(
+            checks.fail(
                 "The target must be a Python script, or `module:name` of a dataset.",
                 target=target,
                 remedy="Write `kdpkit doctor --tpu train.py`.",
             )
-        return _script.run_to_fit(target, arguments, check)
+        return _at_fit_of(target, arguments, check)
     if arguments:
-        _checks.refuse(
+        checks.fail(
             "Arguments after `--` are those of a script.", target=target, arguments=arguments
         )
     with named(target, makes=_is_function) as given:
@@ -47,51 +51,79 @@ def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
         return check(Training(given))
 
 
+def _at_fit_of(script: str, arguments: Sequence[str], check: Check) -> Any:
+    path = atomic_files.readable_here(script)
+    at_fit = AtFit(check)
+    end = "ended without a `fit` of a Keras model or a `TrainingLoop`"
+    try:
+        with as_program(str(path), arguments, path.resolve().parent), at_fit.replaced():
+            runpy.run_path(str(path), run_name="__main__")
+    except Reached:
+        pass
+    except SystemExit as error:
+        if error.code:
+            end = f"ended before its `fit`: {_text.reason_of(error)}"
+    except Exception as error:  # a script may raise anything
+        if not at_fit.outcome.done():
+            raise errors.InputError(
+                f"`{script}` failed before its `fit`: {_text.reason_of(error)}"
+            ) from error
+    if not at_fit.outcome.done():
+        checks.fail(
+            f"`{script}` {end}.",
+            remedy="Its own flags come after `--`; for a loop of your own name a dataset or a "
+            "function that returns (dataset, model): `kdpkit doctor --tpu train.py:make`.",
+        )
+    return at_fit.outcome.result()
+
+
 @contextlib.contextmanager
 def named(target: str, *, makes: Callable[[Any], bool]) -> Iterator[Any]:
-    """Give what `module:name` or `file.py:name` names, within which its modules are found.
+    """Yield what `module:name` or `file.py:name` names; its modules are found in the block.
 
     Args:
         target: With a colon in it.
-        makes: Whether what has that name is a function that gives what is meant.
+        makes: Whether the named value is a function to call.
 
     Raises:
-        ValueError: There is no such thing, or it fails.
+        ValueError: There is no such target, or it raises.
     """
-    place, _, name = target.rpartition(":")
-    is_file = place.endswith(".py")
-    directory = _files.readable_here(place).resolve().parent if is_file else Path.cwd()
-    with _script.as_program(place, (), directory):
-        yield _given(target, place, name, makes)
+    module, _, name = target.rpartition(":")
+    is_file = module.endswith(".py")
+    directory = atomic_files.readable_here(module).resolve().parent if is_file else Path.cwd()
+    with as_program(module, (), directory):
+        yield _value(target, module, name, makes)
 
 
-def _given(target: str, place: str, name: str, makes: Callable[[Any], bool]) -> Any:
-    """Give what a module has under a name, or what the function of that name gives."""
+def _value(target: str, module: str, name: str, makes: Callable[[Any], bool]) -> Any:
+    """Return a value of a module, or what the function of that name returns."""
     at_fit = AtFit(lambda training: training)
+    value: Any = None
     try:
         with at_fit.replaced():
-            module = _from_file(place) if place.endswith(".py") else importlib.import_module(place)
-            given: Any = getattr(module, name, None)
-            given = given() if makes(given) else given
-    except _checks.InputError:
+            value = getattr(_imported(module), name, None)
+            value = value() if makes(value) else value
+    except errors.InputError:
         raise
     except (Reached, SystemExit, Exception) as error:  # a module and a function may raise anything
         if not at_fit.outcome.done():
-            raise _checks.InputError(f"`{target}` fails: {_script.said(error)}") from error
+            raise errors.InputError(f"`{target}` fails: {_text.reason_of(error)}") from error
     if at_fit.outcome.done():
-        _checks.refuse(
-            f"`{place}` comes to a `fit` before it gives `{name}`; nothing was trained.",
+        checks.fail(
+            f"`{module}` calls `fit` before it defines `{name}`; nothing was trained.",
             target=target,
             remedy="Put the `fit` under `if __name__ == '__main__':`, or check the program: "
-            f"`kdpkit doctor --tpu {place}`.",
+            f"`kdpkit doctor --tpu {module}`.",
         )
-    if given is None:
-        _checks.refuse(f"`{place}` has no `{name}`, or it is None.", target=target)
-    return given
+    if value is None:
+        checks.fail(f"`{module}` has no `{name}`, or it is None.", target=target)
+    return value
 
 
-def _from_file(place: str) -> ModuleType:
-    path = Path(place)
+def _imported(name: str) -> ModuleType:
+    if not name.endswith(".py"):
+        return importlib.import_module(name)
+    path = Path(name)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None, "every `.py` file has a loader"
     assert spec.loader is not None

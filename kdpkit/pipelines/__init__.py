@@ -1,9 +1,9 @@
 """tf.data input pipelines for several replicas: stages that stand alone, and two builders.
 
 A `Transform` is a function from dataset to dataset, for `Dataset.apply`. `train_pipeline` and
-`eval_pipeline` put the stages together in the order that keeps every epoch fresh: filter,
-prepare, cache, shuffle, batch, augment, prefetch. `lint` reads the mistakes of any pipeline from
-its stages, and `measure` tells which of them takes the time.
+`eval_pipeline` put the stages together in the order that keeps every epoch fresh: filter, prepare,
+cache, shuffle, batch, augment, prefetch. `lint` finds the mistakes of any pipeline from its stages,
+and `measure` reports how long each of them takes.
 """
 
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline

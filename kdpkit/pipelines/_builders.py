@@ -1,4 +1,4 @@
-"""Whole input pipelines, in the one order that is right."""
+"""Complete input pipelines, with the stages in the one order that is right."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -7,11 +7,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks
-from kdpkit._tuning import untuned
+from kdpkit._internal import checks
+from kdpkit._internal.dataset_tuning import untuned
 from kdpkit.pipelines import _disk_cache, _transforms
-from kdpkit.pipelines._counting import count_batches, refuse_repeats, require_dataset
-from kdpkit.pipelines._epochs import EpochCounter, MovableDataset, at_most
+from kdpkit.pipelines._counting import count_batches, require_dataset, require_no_repeat
+from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
 from kdpkit.pipelines._padding import pad_to_global_batch
 from kdpkit.pipelines._services import prepare_with_services
 from kdpkit.pipelines._tracing import rewritten
@@ -30,7 +30,7 @@ class PipelineConfig:
         seed: Fixes the order and the augmentation of every epoch.
         prefetch: Batches prepared ahead.
         remainder: What becomes of a smaller last training batch: `"drop"` leaves it out, `"pad"`
-            fills it up (see `pad_to_global_batch`), `"keep"` gives it as it is: on several
+            fills it up (see `pad_to_global_batch`), `"keep"` leaves it as it is: on several
             replicas only with `kdpkit.training`, as plain Keras weights its examples wrongly.
     """
 
@@ -41,12 +41,12 @@ class PipelineConfig:
     remainder: str = "drop"
 
     def __post_init__(self) -> None:
-        _checks.integer("shuffle_buffer", self.shuffle_buffer, minimum=0)
-        if _checks.integer("seed", self.seed, minimum=0) >= 1 << 63:
-            _checks.refuse("`seed` must be below 2**63.", seed=self.seed)
-        _checks.one_of("remainder", self.remainder, _REMAINDERS)
+        checks.integer("shuffle_buffer", self.shuffle_buffer, minimum=0)
+        if checks.integer("seed", self.seed, minimum=0) >= 1 << 63:
+            checks.fail("`seed` must be below 2**63.", seed=self.seed)
+        checks.one_of("remainder", self.remainder, _REMAINDERS)
         if self.prefetch != tf.data.AUTOTUNE:
-            _checks.integer("prefetch", self.prefetch)
+            checks.integer("prefetch", self.prefetch)
 
 
 def train_pipeline(
@@ -62,73 +62,63 @@ def train_pipeline(
     steps_per_epoch: int | None = None,
     initial_epoch: int = 0,
     initial_step: int = 0,
-) -> tf.data.Dataset:
+) -> TrainDataset:
     """Build the training input: filter, prepare, cache, shuffle, batch, augment, prefetch.
 
-    One iteration of the result is one epoch. Its order and its augmentation depend on the seed,
-    the epoch and the place in it alone: every epoch has its own, the same on any number of
-    replicas. `kdpkit.callbacks.Resume` moves it to where a run stopped, as `initial_epoch` and
-    `initial_step` do by hand. An epoch counts as given once its last batch has been handed on, so
-    looking at a batch or two costs nothing.
-
-    Under a strategy plain Keras takes a few batches ahead to build the model. Where an epoch has no
-    more than these (up to five), epochs are numbered from 1 there; `kdpkit.training.replica_exact`
-    builds without taking any.
+    One iteration of the result is one epoch. Its order and its augmentation depend on the seed, the
+    epoch and the position in it alone: every epoch has its own, the same on any number of replicas.
+    `kdpkit.callbacks.Resume` moves it to where a run stopped. An epoch is over once its last batch
+    was taken, so looking at a batch or two costs nothing. (Plain Keras takes up to five batches to
+    build a model under a strategy: shorter epochs are then numbered from 1.)
 
     Args:
         source: Single examples, of finite number.
         config: See `PipelineConfig`.
         global_batch_size: Examples in a batch, over all replicas.
-        replicas: Replicas that share a batch, evenly: `strategy.num_replicas_in_sync`.
+        replicas: Replicas that a batch is split over, evenly: `strategy.num_replicas_in_sync`.
         keep: A predicate on an example; others are left out.
         prepare: A function of an example, applied once, before the cache.
-        services: Addresses of processes in which the source is read and `keep` and `prepare` run
-            (see `prepare_with_services`); nothing else changes. They are needed until the cache
-            is filled, and not at all if a directory has it whole; with `cache=None` always.
-        augment: A function of a whole batch and a seed (two integers), applied afresh in every
-            epoch, after the cache; draw with `tf.random.stateless_*`. Python's `if` and `for` over
-            tensors work in it, as in `keep` and `prepare`.
-        steps_per_epoch: Batches in an epoch; None takes all there are. With fewer, each epoch
-            gives the first of its own order. Leave `fit(steps_per_epoch=...)` alone: Keras would
-            go on through the data and cut epochs short where it ends.
+        services: Where the source is read and `keep` and `prepare` run, until the cache is filled;
+            see `prepare_with_services`.
+        augment: A function of a batch and a seed (two integers), applied again in every epoch,
+            after the cache; draw with `tf.random.stateless_*`.
+        steps_per_epoch: Batches in an epoch, the first of its own order; None takes all there are.
+            Leave `fit(steps_per_epoch=...)` alone: it would cut epochs short where the data ends.
         initial_epoch: The epoch to begin with.
-        initial_step: Batches of that epoch that have been trained on. With `fit` train what is
-            left of it in a call of its own, with `epochs=initial_epoch + 1` and `steps_per_epoch`
-            the batches left, because Keras takes the first epoch's length for every epoch.
+        initial_step: Batches of that epoch that have been trained on. Train what is left of it in
+            a `fit` of its own, with `epochs=initial_epoch + 1` and `steps_per_epoch` the batches
+            left, because Keras takes the first epoch's length for every epoch.
 
     Returns:
-        A dataset of batches, of known length unless `initial_step` shortens the first epoch: in
-        an epoch of unknown length Keras counts a step too many. Where `keep` or the source hides
-        the length, the examples are counted: while the cache fills, or with `cache=None` by
-        reading them once more.
+        A dataset of batches, of known length unless `initial_step` shortens the first epoch. Where
+        `keep` or the source hides the length, the examples are counted: while the cache fills, or
+        with `cache=None` by reading them once more.
 
     Raises:
         ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
             would repeat it again), nothing is left after `keep`, or less than a batch.
 
-    >>> numbers = tf.data.Dataset.range(8)
-    >>> train = train_pipeline(numbers, global_batch_size=4, replicas=2)
+    >>> train = train_pipeline(tf.data.Dataset.range(8), global_batch_size=4, replicas=2)
     >>> epochs = [[int(number) for batch in train for number in batch] for _ in range(2)]
     >>> epochs[0] != epochs[1], sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
     (True, True)
     """
-    initial_epoch = _checks.integer("initial_epoch", initial_epoch, minimum=0)
-    initial_step = _checks.integer("initial_step", initial_step, minimum=0)
-    cut = _batching(global_batch_size, replicas, config.remainder, mode="train")
+    initial_epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
+    initial_step = checks.integer("initial_step", initial_step, minimum=0)
+    batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
     examples = _examples(source, config, keep, prepare, services)
-    batches = _epoch_length(count_batches(examples.apply(cut)), steps_per_epoch)
+    batches = _epoch_length(count_batches(examples.apply(batched)), steps_per_epoch)
     buffer_size = min(config.shuffle_buffer, count_batches(examples))
     skipped_epochs, first_step = divmod(initial_step, batches)
     counter = EpochCounter(
         batches=batches, initial_epoch=initial_epoch + skipped_epochs, initial_step=first_step
     )
-
     fresh = augment and rewritten(augment)
 
-    def one_epoch(epoch: Any, skipped: Any) -> tf.data.Dataset:
+    def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
         seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)
         ordered = _shuffled(examples, buffer_size, seed)
-        indexed = ordered.apply(cut).take(batches).skip(skipped).enumerate(skipped)
+        indexed = ordered.apply(batched).take(batches).skip(skipped).enumerate(skipped)
         if fresh is None:
             return indexed
         return indexed.map(
@@ -136,14 +126,13 @@ def train_pipeline(
             num_parallel_calls=tf.data.AUTOTUNE,
         )
 
-    given = untuned(counter.dataset(one_epoch, prefetch=config.prefetch))
-    checked = given.apply(tf.data.experimental.assert_cardinality(batches))
-    train = given if first_step else checked
-    movable = at_most(given, batches)
-    train.movable = given.movable = MovableDataset(
-        movable, counter, batches, global_batch_size, config.seed, examples
+    return TrainDataset(
+        untuned(counter.dataset(one_epoch, prefetch=config.prefetch)),
+        counter,
+        global_batch_size=global_batch_size,
+        seed=config.seed,
+        examples=examples,
     )
-    return train
 
 
 def eval_pipeline(
@@ -160,13 +149,13 @@ def eval_pipeline(
     """Build the input for validation and test: filter, prepare, cache, batch, prefetch.
 
     Nothing is shuffled, and by default every example is evaluated exactly once: the last batch is
-    filled up with rows of weight 0, so use `weighted_metrics`.
+    padded with examples of weight 0, so use `weighted_metrics`.
 
     Args:
         source: Single examples, of finite number.
         config: Its `cache` and `prefetch`; see `PipelineConfig`.
         global_batch_size: Examples in a batch, over all replicas.
-        replicas: Replicas that share a batch, evenly.
+        replicas: Replicas that a batch is split over, evenly.
         keep: A predicate on an example; others are left out.
         prepare: A function of an example, applied once, before the cache.
         services: As in `train_pipeline`.
@@ -181,29 +170,29 @@ def eval_pipeline(
     [1. 2.] [0 1] [1. 1.]
     [3. 3.] [0 0] [1. 0.]
     """
-    cut = _batching(global_batch_size, replicas, remainder, mode="eval")
-    batches = _examples(source, config, keep, prepare, services).apply(cut)
+    batched = _batching(global_batch_size, replicas, remainder, mode="eval")
+    batches = _examples(source, config, keep, prepare, services).apply(batched)
     return untuned(batches.prefetch(config.prefetch))
 
 
 def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
     if steps_per_epoch is None:
         return available
-    steps = _checks.integer("steps_per_epoch", steps_per_epoch)
+    steps = checks.integer("steps_per_epoch", steps_per_epoch)
     if steps > available:
-        _checks.refuse(
-            f"An epoch cannot have more batches than the data gives, which is {available}.",
+        checks.fail(
+            f"An epoch cannot have more batches than the data, which has {available}.",
             steps_per_epoch=steps,
             remedy="Train for more epochs instead.",
         )
     return steps
 
 
-def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: Any) -> tf.data.Dataset:
+def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> tf.data.Dataset:
     """Shuffle in the order of the seed alone; it is called while a graph is being traced."""
     if buffer_size == 0:
         return examples
-    tf.random.set_seed(1)  # of this graph; else the program's global seed has a say in the order
+    tf.random.set_seed(1)  # of this graph; else the program's global seed changes the order
     order = tf.random.stateless_uniform([], seed, minval=None, maxval=None, dtype=tf.int64)
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
 
@@ -211,13 +200,12 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: Any) -> tf.data
 def _batching(
     global_batch_size: int, replicas: int, remainder: str, *, mode: str
 ) -> _transforms.Transform:
-    _checks.one_of("remainder", remainder, _REMAINDERS)
-    cut = _transforms.batch_for(
-        global_batch_size, replicas=replicas, drop_remainder=remainder == "drop"
-    )
+    checks.one_of("remainder", remainder, _REMAINDERS)
+    drop = remainder == "drop"
+    batched = _transforms.batch_for(global_batch_size, replicas=replicas, drop_remainder=drop)
     if remainder != "pad":
-        return cut
-    return _transforms.chain(cut, pad_to_global_batch(global_batch_size, mode=mode))
+        return batched
+    return _transforms.chain(batched, pad_to_global_batch(global_batch_size, mode=mode))
 
 
 def _examples(
@@ -229,43 +217,33 @@ def _examples(
 ) -> tf.data.Dataset:
     """Filter, prepare and cache, then count: a cache fills while it is counted."""
     require_dataset("source", source)
-    refuse_repeats(source)
-    examples = source if keep is None else source.filter(keep)
-    if services:
-        examples = _prepared_by_services(examples, config, prepare, services)
-    else:
-        if prepare is not None:
-            examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-        if config.cache is not None:
-            examples = examples.apply(_transforms.cache(config.cache))
+    require_no_repeat(source)
+    if services and prepare is None:
+        checks.fail(
+            "`services` are where `prepare` runs, and there is none.",
+            services=services,
+            remedy="Pass `prepare`, or leave out `services`.",
+        )
+    kept = source if keep is None else source.filter(keep)
+    here = kept if prepare is None else kept.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+
+    def prepared() -> tf.data.Dataset:
+        if prepare is None or not services:
+            return here
+        return kept.apply(prepare_with_services(prepare, services))
+
+    if config.cache is None:
+        examples = prepared()
+    elif config.cache == "memory":
+        examples = prepared().cache()
+    else:  # on disk, the one that is filled without services
+        examples = _disk_cache.cached_on_disk(here, config.cache, fill_from=prepared)
     count = count_batches(examples)
     if count == 0:
-        _checks.refuse(
+        checks.fail(
             "No example is left to train or evaluate on: the source is empty, or `keep` is false "
             "for every example.",
             source=source.element_spec,
             remedy="Check the data, or loosen `keep`.",
         )
     return examples.apply(tf.data.experimental.assert_cardinality(count))
-
-
-def _prepared_by_services(
-    examples: tf.data.Dataset,
-    config: PipelineConfig,
-    prepare: Callable[..., Any] | None,
-    services: Sequence[str],
-) -> tf.data.Dataset:
-    """Prepare and cache; a cache on disk is the one that is filled without services."""
-    if prepare is None:
-        _checks.refuse(
-            "`services` are where `prepare` runs, and there is none.",
-            services=services,
-            remedy="Give `prepare`, or leave out `services`.",
-        )
-    stage = prepare_with_services(prepare, services)
-    if config.cache is None:
-        return examples.apply(stage)
-    if config.cache == "memory":
-        return examples.apply(stage).apply(_transforms.cache())
-    here = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-    return _disk_cache.cached_on_disk(here, config.cache, fill_from=lambda: examples.apply(stage))

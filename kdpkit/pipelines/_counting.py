@@ -4,11 +4,12 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit._internal import checks
+from kdpkit.pipelines import _structure
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:
-    """Give the number of elements of a dataset: of batches, if it is batched.
+    """Return the number of elements of a dataset: of batches, if it is batched.
 
     `len(dataset)` raises after `filter`, cached or not. Here the dataset is run through once where
     its length is unknown, which also fills a cache inside it; the steps of a decay schedule are
@@ -29,9 +30,9 @@ def count_batches(dataset: tf.data.Dataset) -> int:
 
 
 def require_dataset(name: str, value: Any) -> None:
-    """Refuse what is no `tf.data.Dataset`, such as arrays."""
+    """Raise for what is no `tf.data.Dataset`, such as arrays."""
     if not isinstance(value, tf.data.Dataset):
-        _checks.refuse(
+        checks.fail(
             f"`{name}` must be a tf.data.Dataset.",
             **{name: type(value).__name__},
             remedy="Make one of arrays with `tf.data.Dataset.from_tensor_slices`.",
@@ -39,27 +40,24 @@ def require_dataset(name: str, value: Any) -> None:
 
 
 def cardinality(dataset: tf.data.Dataset) -> int | None:
-    """Give the dataset's length, None where TensorFlow does not know it; refuse endless ones."""
+    """Length of the dataset, None where TensorFlow does not know it; raise for endless ones."""
     count = tf.get_static_value(dataset.cardinality())  # None while a graph is being traced
     if count == tf.data.INFINITE_CARDINALITY:
-        _refuse("`dataset` never ends")
+        _raise_endless("`dataset` never ends")
     return None if count in (None, tf.data.UNKNOWN_CARDINALITY) else int(count)
 
 
-def refuse_repeats(dataset: tf.data.Dataset) -> None:
-    """Refuse a `repeat` inside a source: together with `fit(epochs=N)` it multiplies the data."""
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY or _has_repeat(dataset):
-        _refuse("`source` repeats its examples")
+def require_no_repeat(dataset: tf.data.Dataset) -> None:
+    """Raise for a `repeat` in a source: together with `fit(epochs=N)` it multiplies the data."""
+    stages = _structure.paths(_structure.end_of(dataset))
+    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY or any(
+        stage.kind == "repeat" for stage, _ in stages
+    ):
+        _raise_endless("`source` repeats its examples")
 
 
-def _refuse(problem: str) -> NoReturn:
-    _checks.refuse(
+def _raise_endless(problem: str) -> NoReturn:
+    checks.fail(
         f"{problem}, and `fit(epochs=N)` would repeat what it gives.",
         remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
     )
-
-
-def _has_repeat(dataset: Any) -> bool:
-    """Look for a `repeat` among the dataset's inputs, as far as TensorFlow shows them."""
-    inputs: list[Any] = getattr(dataset, "_inputs", list)()  # private; may go away
-    return "Repeat" in type(dataset).__name__ or any(map(_has_repeat, inputs))

@@ -8,7 +8,6 @@ thread when nobody wants their batches any more, count for nothing.
 """
 
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,19 +17,19 @@ from kdpkit.pipelines._tracing import as_written
 
 
 class EpochCounter:
-    """The place of the next iterator, kept where a dataset's graph can read and move it.
+    """The position of the next iterator, kept where a dataset's graph can read and move it.
 
     A lookup table holds it because, unlike a `tf.Variable`, it is the same object inside and
     outside a strategy's scope.
 
     Args:
-        batches: Batches in a whole epoch.
+        batches: Batches in a complete epoch.
         initial_epoch: The epoch to begin with.
         initial_step: Batches of that epoch to leave out.
     """
 
     def __init__(self, *, batches: int, initial_epoch: int = 0, initial_step: int = 0) -> None:
-        self._batches = batches
+        self.batches = batches
         with tf.device("CPU:0"):
             self._table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)
             self.move(initial_epoch, initial_step)
@@ -41,14 +40,14 @@ class EpochCounter:
         self._table.insert(keys, tf.constant([epoch, epoch, step, 0], tf.int64))
         self._start()
 
-    def place(self) -> tuple[int, int]:
-        """Give the epoch of the next iterator, and the batches that it leaves out."""
+    def position(self) -> tuple[int, int]:
+        """Return the epoch of the next iterator, and the batches that it leaves out."""
         epoch = self._get("epoch")
         return int(epoch), int(self._skipped(epoch))
 
-    def left(self) -> Any:
-        """Give the batches of the next iterator, as `tf.data.Dataset.cardinality` does."""
-        return self._batches - self._skipped(self._get("epoch"))
+    def left(self) -> tf.Tensor:
+        """Return the batches of the next iterator, as `tf.data.Dataset.cardinality` does."""
+        return self.batches - self._skipped(self._get("epoch"))
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
@@ -60,85 +59,126 @@ class EpochCounter:
             self._table.insert(keys, values)
 
     def has_given(self) -> bool:
-        """Tell whether any batch was handed on since the last move."""
+        """Return whether any batch was handed on since the last move."""
         return int(self._get("batches given")) > 0
 
     def dataset(
-        self, one_epoch: Callable[[Any, Any], tf.data.Dataset], *, prefetch: int
+        self, one_epoch: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset], *, prefetch: int
     ) -> tf.data.Dataset:
-        """Give a dataset of batches whose every full iteration is the next epoch.
+        """Return a dataset of batches whose every full iteration is the next epoch.
 
-        `one_epoch` takes the epoch and the batches of it to leave out, int64 scalars, and gives a
+        `one_epoch` takes the epoch and the batches of it to leave out, int64 scalars, and returns a
         dataset of `(index, batch)` pairs, where `index` counts the batches from the start of a
-        whole epoch; it is traced as written. Batches are prefetched before they are counted, so
+        complete epoch; it is traced as written. Batches are prefetched before they are counted, so
         that the work ahead counts for nothing either.
         """
 
         @as_written
-        def batches(started: Any, epoch: Any) -> tf.data.Dataset:
+        def batches(started: tf.Tensor, epoch: tf.Tensor) -> tf.data.Dataset:
             indexed = one_epoch(epoch, self._skipped(epoch))
             return indexed.map(lambda index, batch: (started, epoch, index, batch))
 
         @as_written
-        def begin(_: Any) -> tuple[Any, Any]:
+        def begin(_: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
             return self._start(), self._get("epoch")
 
         start = tf.data.Dataset.range(1).map(begin)
         return start.flat_map(batches).prefetch(prefetch).map(self._hand_on)
 
-    def _start(self) -> Any:
+    def _start(self) -> tf.Tensor:
         """Count another iterator, from which on those before count for nothing."""
         started = self._get("started") + 1
         self._table.insert(tf.constant("started"), started)
         return started
 
-    def _skipped(self, epoch: Any) -> Any:
+    def _skipped(self, epoch: tf.Tensor) -> tf.Tensor:
         moved_here = tf.equal(epoch, self._get("moved to epoch"))
         return tf.where(moved_here, self._get("moved to step"), tf.constant(0, tf.int64))
 
-    def _get(self, key: str) -> Any:
+    def _get(self, key: str) -> tf.Tensor:
         return self._table.lookup(tf.constant(key))
 
     @as_written
-    def _hand_on(self, started: Any, epoch: Any, index: Any, batch: Any) -> Any:
+    def _hand_on(self, started: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor, batch: Any) -> Any:
         """Pass a batch on; with the last one the epoch is over."""
         counts = tf.equal(started, self._get("started"))
-        is_last = tf.equal(index, self._batches - 1)
+        is_last = tf.equal(index, self.batches - 1)
         following = tf.where(counts & is_last, epoch + 1, self._get("epoch"))
         given = self._get("batches given") + tf.cast(counts, tf.int64)
         self._table.insert(tf.constant(["epoch", "batches given"]), tf.stack([following, given]))
         return batch
 
 
-@dataclasses.dataclass(frozen=True)
-class MovableDataset:
-    """What `kdpkit.callbacks.Resume` needs of a dataset that can begin anywhere.
+class TrainDataset(tf.data.Dataset):
+    """The batches of `train_pipeline`, with what kdpkit asks about them.
 
     Attributes:
-        dataset: Gives the rest of an epoch, and then whole ones. Its cardinality is a whole one's.
-        counter: Says where it is, and moves it.
-        batches: Batches in a whole epoch.
+        epoch_counter: Has the position of the next iterator, and moves it.
         global_batch_size: Examples in a batch, over all replicas.
         seed: Of the order and the augmentation.
         examples: What the batches are made of: kept, prepared and cached, in the source's order.
     """
 
-    dataset: tf.data.Dataset
-    counter: EpochCounter
-    batches: int
-    global_batch_size: int
-    seed: int
-    examples: tf.data.Dataset
+    def __init__(
+        self,
+        epochs: tf.data.Dataset,
+        epoch_counter: EpochCounter,
+        *,
+        global_batch_size: int,
+        seed: int,
+        examples: tf.data.Dataset,
+    ) -> None:
+        self.epoch_counter = epoch_counter
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.examples = examples
+        self._epochs = epochs
+        self._sized = self._with_length()
+        super().__init__(self._sized._variant_tensor)
+
+    def tracked(self) -> "TrackedDataset":
+        """Return the same batches for `kdpkit.callbacks.Resume`, as an object of its own."""
+        return TrackedDataset(
+            self._epochs,
+            self.epoch_counter,
+            global_batch_size=self.global_batch_size,
+            seed=self.seed,
+            examples=self.examples,
+        )
+
+    @property
+    def element_spec(self) -> Any:
+        """The types of a batch."""
+        return self._sized.element_spec
+
+    def _inputs(self) -> list[tf.data.Dataset]:
+        return [self._sized]
+
+    def _with_length(self) -> tf.data.Dataset:
+        """Set the cardinality of a complete epoch, unless the first one is shorter."""
+        if self.epoch_counter.position()[1]:
+            return self._epochs
+        length = tf.data.experimental.assert_cardinality(self.epoch_counter.batches)
+        return self._epochs.apply(length)
 
 
-def at_most(dataset: tf.data.Dataset, batches: int) -> tf.data.Dataset:
-    """Give a dataset the cardinality that it does not go beyond, unlike `assert_cardinality`.
+class TrackedDataset(TrainDataset):
+    """The same, where the first epoch may begin with any of its batches."""
 
-    A `take` of what never ends has that cardinality, and a choice between datasets never ends, as
-    far as TensorFlow knows, if one of them does not. Here the first one is chosen always.
-    """
-    always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
-    endless = tf.data.Dataset.choose_from_datasets(
-        [dataset, dataset.repeat()], always_first, stop_on_empty_dataset=True
-    )
-    return endless.take(batches)
+    is_tracked = True
+
+    def cardinality(self) -> tf.Tensor:
+        """Return the batches left, for a loop, which asks in every epoch; Keras asks once."""
+        return self.epoch_counter.left()
+
+    def _with_length(self) -> tf.data.Dataset:
+        """Set the cardinality of a complete epoch, without asserting it.
+
+        A `take` of what never ends has that cardinality, and a choice between datasets never ends,
+        as far as TensorFlow knows, if one of them does not. Here the first one is chosen always.
+        """
+        always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
+        endless = tf.data.Dataset.choose_from_datasets(
+            [self._epochs, self._epochs.repeat()], always_first, stop_on_empty_dataset=True
+        )
+        return endless.take(self.epoch_counter.batches)

@@ -1,19 +1,23 @@
 """Mistakes in a `tf.data` pipeline that can be read from its stages, without running it."""
 
+import dataclasses
 from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import tensorflow as tf
 
-from kdpkit import _checks
-from kdpkit._findings import Finding, in_order
-from kdpkit.pipelines import _lint_epochs, _linted, _structure
+from kdpkit._internal import checks
+from kdpkit._internal.check_results import Finding, in_order
+from kdpkit.pipelines import _structure
 from kdpkit.pipelines._counting import require_dataset
-from kdpkit.pipelines._linted import CUTS, Pipeline
-from kdpkit.pipelines._structure import KEEPS, Stage, has_work, is_kept, shuffles
+from kdpkit.pipelines._structure import Stage
 
+_BATCHES = frozenset({"batch", "padded_batch", "ragged_batch", "rebatch", "group_by_window"})
 _OPENS = frozenset({"flat_map", "interleave", "unbatch", "group_by_window", "window"})
 _SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
 _SMALL_PART = 0.01
+_SHORT_PART = 0.25  # of a batch
+_ONCE = "; the cache behind it makes it do so once."
 
 
 def lint(
@@ -27,43 +31,34 @@ def lint(
 ) -> list[Finding]:
     """Find mistakes in a pipeline from its stages alone; nothing is run.
 
-    Each finding has a level: `"refused"` stops there, `"wrong"` trains something other than what
-    was meant, `"slow"` wastes time, and `"note"` is good to know and may be as you want it. A
+    Each finding has a level: `"refused"` raises in training, `"wrong"` trains something other than
+    what was meant, `"slow"` wastes time, and `"note"` is good to know and may be as you want it. A
     pipeline that has notes alone is fine. The rules:
 
-    - `shuffle-before-cache`, `random-before-cache` (wrong): a cache keeps what the first epoch
-      drew, so every epoch has its order, or its augmentation.
-    - `batch-before-shuffle` (wrong): whole batches are shuffled, and their examples never mixed.
-    - `small-shuffle` (wrong or a note): a buffer below one batch, or a small part of the data.
-    - `repeat-before-cache` (wrong): the cache holds the repeats too, and fills memory if these
-      have no end. `repeat-before-batch` (a note): epochs whose examples mix.
-    - `repeat` (a note, or wrong where the `fit` is known): data that never end, or that each epoch
-      gives several times. `runs-out` (wrong): fewer batches than `fit` is to take.
-    - `overwritten-arrays` (wrong): several replicas of plain Keras write into what Python gave.
-    - `python` (slow): `py_function`, `numpy_function`, `from_generator`.
-    - `serial-map`, `serial-interleave`, `no-prefetch` (slow, or a note where TensorFlow mends it by
-      itself, as it does with stateless maps and a missing prefetch while its autotune is on).
-    - `file-shards` (refused), `python-shards` (slow): what several workers cannot divide.
-    - `unknown-length`, `short-batch`: notes.
+    - `shuffle-before-cache`, `random-before-cache`, `repeat-before-cache`: a cache keeps what each
+      epoch should draw again, or the data several times.
+    - `batch-before-shuffle`, `small-shuffle`, `repeat-before-batch`: examples hardly mix, or those
+      of several epochs do.
+    - `repeat`, `runs-out`, `unknown-length`, `short-batch`: what an epoch is for `fit`.
+    - `overwritten-arrays`: several replicas of plain Keras write into what Python gave.
+    - `python`, `serial-map`, `serial-interleave`, `no-prefetch`: what makes training wait. It is a
+      note where a cache makes it happen once, or TensorFlow's autotune fixes it by itself.
+    - `file-shards`, `python-shards`: what several workers cannot divide.
 
-    What is done before a cache is done once, so slow work there is a note. What `train_pipeline`
-    and `eval_pipeline` add is right, and what you give them is looked at like all else, `augment`
-    excepted.
+    What `train_pipeline` and `eval_pipeline` add is right, and what you pass them is looked at like
+    all else, `augment` excepted.
 
     Args:
-        dataset: What `fit` is to be given; on several replicas, before it is distributed.
+        dataset: What is passed to `fit`; on several replicas, before it is distributed.
         training: Whether it is for training. For validation only the rules about speed, caches and
             workers count: nothing needs a new order there.
-        replicas: Replicas that share a batch; with several a smaller last batch is a note.
+        replicas: Replicas that a batch is split over; with several a smaller last batch is a note.
         workers: Processes that divide the dataset between them (see `auto_shard`).
-        epochs: Those of `fit`. None says that the `fit` is not known: what depends on it is a note.
-        steps_per_epoch: That of `fit`; None is the whole dataset.
+        epochs: As `fit` gets it. None if that is not known: what depends on it is a note.
+        steps_per_epoch: As `fit` gets it; None is all of the dataset.
 
     Returns:
         The findings, the worst first.
-
-    Raises:
-        ValueError: It is no `tf.data.Dataset`, or a count below one.
 
     >>> images = tf.data.Dataset.range(1000).shuffle(1000).cache().batch(50).prefetch(2)
     >>> for finding in lint(images):
@@ -74,41 +69,131 @@ def lint(
         Remedy: Move `shuffle` behind it: `.cache(...).shuffle(...)`.
     """
     require_dataset("dataset", dataset)
-    replicas = _checks.integer("replicas", replicas)
-    workers = _checks.integer("workers", workers)
-    fit = _lint_epochs.Fit(epochs, steps_per_epoch)
-    pipeline = _linted.read(dataset)
-    rules: list[Callable[[Pipeline], Iterator[Finding]]] = [_python, _serial, _no_prefetch]
-    if training:
-        rules += [_frozen, _batches_shuffled, _small_shuffle]
-        rules.append(lambda pipeline: _lint_epochs.findings(pipeline, fit, replicas))
-    rules += [_repeats_kept, lambda pipeline: _shards(pipeline, workers)]
-    if replicas > 1:
-        rules.append(_overwritten)
-    return [*in_order(finding for rule in rules for finding in rule(pipeline))]
+    end = _structure.end_of(dataset)
+    pipeline = _Pipeline(
+        dataset,
+        _structure.line(end),
+        tuple(_structure.paths(end)),
+        replicas=checks.integer("replicas", replicas),
+        workers=checks.integer("workers", workers),
+        epochs=_count("epochs", epochs),
+        steps=_count("steps_per_epoch", steps_per_epoch),
+    )
+    rules = {**_RULES, **_TRAINING_RULES} if training else _RULES
+    return [
+        *in_order(
+            Finding(name, level, pipeline.where(stage), problem, remedy)
+            for name, rule in rules.items()
+            for level, stage, problem, remedy in rule(pipeline)
+        )
+    ]
 
 
-def _frozen(pipeline: Pipeline) -> Iterator[Finding]:
-    """Look for caches that keep what should be drawn anew."""
-    for cache, after in pipeline.stages:
-        if cache.kind not in KEEPS:
-            continue
-        shuffle = next((stage for stage in _structure.before(cache) if shuffles(stage)), None)
-        if shuffle is not None and not any(map(shuffles, after)):
-            yield Finding(
-                "shuffle-before-cache",
+def _count(name: str, value: int | None) -> int | None:
+    return None if value is None else checks.integer(name, value)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pipeline:
+    """A dataset, and what is known of the `fit` that it is for.
+
+    Attributes:
+        dataset: The dataset.
+        line: Its stages, from where datasets come together to the end.
+        stages: All of them, with those that follow.
+        replicas: Replicas that a batch is split over.
+        workers: Processes that divide the dataset.
+        epochs: Epochs that are trained; None where the `fit` is not known.
+        steps: Batches of an epoch; None for all of the dataset.
+    """
+
+    dataset: tf.data.Dataset
+    line: tuple[Stage, ...]
+    stages: tuple[tuple[Stage, tuple[Stage, ...]], ...]
+    replicas: int
+    workers: int
+    epochs: int | None
+    steps: int | None
+
+    @property
+    def caches(self) -> list[tuple[Stage, tuple[Stage, ...]]]:
+        """Stages that keep what they are given, with those that follow."""
+        return [(stage, after) for stage, after in self.stages if stage.keeps]
+
+    @property
+    def length(self) -> int | None:
+        """Elements of the dataset: None if TensorFlow does not know, infinity as -1."""
+        return self.line[-1].cardinality
+
+    @property
+    def shard_policy(self) -> tf.data.experimental.AutoShardPolicy:
+        """How the workers divide it."""
+        return self.dataset.options().experimental_distribute.auto_shard_policy
+
+    def where(self, stage: Stage) -> str:
+        """Name a stage, and its position where it has one."""
+        if stage not in self.line:
+            return stage.label
+        return f"{stage.label}, stage {self.line.index(stage) + 1} of {len(self.line)}"
+
+    def behind(self, stage: Stage) -> tuple[Stage, ...]:
+        """Return the stages of the line that follow one of it."""
+        return self.line[self.line.index(stage) + 1 :]
+
+    def is_fixed_by(self, optimization: str) -> bool:
+        """Whether TensorFlow applies one of its optimizations by itself."""
+        options = self.dataset.options()
+        asked = getattr(options.experimental_optimization, optimization)
+        by_default = options.experimental_optimization.apply_default_optimizations
+        applies = asked if asked is not None else by_default is not False
+        return bool(applies and options.autotune.enabled is not False)
+
+
+_Fault: TypeAlias = tuple[str, Stage, str, str]  # level, stage, problem, remedy
+_Rule: TypeAlias = Callable[[_Pipeline], Iterator[_Fault]]
+_RULES: dict[str, _Rule] = {}
+_TRAINING_RULES: dict[str, _Rule] = {}
+
+
+def _rule(name: str, *, training: bool = False) -> Callable[[_Rule], _Rule]:
+    """Keep a rule under its name, among those for training alone or among those for all data."""
+
+    def keep(rule: _Rule) -> _Rule:
+        (_TRAINING_RULES if training else _RULES)[name] = rule
+        return rule
+
+    return keep
+
+
+def _first(kind: str, stages: tuple[Stage, ...]) -> Stage | None:
+    return next((stage for stage in stages if stage.kind == kind), None)
+
+
+# What a cache keeps.
+
+
+@_rule("shuffle-before-cache", training=True)
+def _shuffle_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
+    for cache, after in pipeline.caches:
+        shuffle = next((stage for stage in _structure.before(cache) if stage.shuffles), None)
+        if shuffle is not None and not any(stage.shuffles for stage in after):
+            yield (
                 "wrong",
-                pipeline.where(cache),
+                cache,
                 f"The cache keeps the order that `{shuffle.label}` drew in the first epoch, so "
                 "every epoch has the same.",
                 f"Move `shuffle` behind it: `.{cache.kind}(...).shuffle(...)`.",
             )
+
+
+@_rule("random-before-cache", training=True)
+def _random_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
+    for cache, _ in pipeline.caches:
         for stage in _structure.before(cache):
             if any(function.draws for function in stage.functions):
-                yield Finding(
-                    "random-before-cache",
+                yield (
                     "wrong",
-                    pipeline.where(stage),
+                    stage,
                     f"It draws at random, and `{cache.label}` behind it keeps what it drew in the "
                     "first epoch: every epoch has the same.",
                     "Move this stage behind the cache, and leave before it what is the same each "
@@ -116,248 +201,354 @@ def _frozen(pipeline: Pipeline) -> Iterator[Finding]:
                 )
 
 
-def _batches_shuffled(pipeline: Pipeline) -> Iterator[Finding]:
-    """Look for a shuffle of whole batches."""
-    cuts = [stage for stage in pipeline.line if stage.kind in CUTS]
-    if not cuts:
-        return
-    batch = cuts[-1]
-    following = pipeline.line[pipeline.line.index(batch) + 1 :]
-    shuffle = next((stage for stage in following if stage.kind == "shuffle"), None)
+@_rule("repeat-before-cache")
+def _repeat_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
+    remedy = "Put `repeat` behind the cache."
+    for cache, _ in pipeline.caches:
+        repeat = _first("repeat", _structure.line(cache))
+        if cache.inputs and cache.inputs[0].cardinality == tf.data.INFINITE_CARDINALITY:
+            yield (
+                "wrong",
+                cache,
+                "What comes before the cache never ends, so the cache is never complete: it grows "
+                "until memory or disk is full, and nothing is read from it.",
+                remedy,
+            )
+        elif repeat is not None and repeat.setting("count") != 1:
+            problem = f"It keeps every example as often as `{repeat.label}` gives it."
+            yield "slow", cache, problem, remedy
+
+
+# How examples are mixed.
+
+
+@_rule("batch-before-shuffle", training=True)
+def _batch_before_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
+    batches = [stage for stage in pipeline.line if stage.kind in _BATCHES]
+    following = pipeline.behind(batches[-1]) if batches else ()
+    shuffle = _first("shuffle", following)
     if shuffle is None or any(stage.kind in _OPENS for stage in following):
         return
-    is_mixed = any(stage.kind == "shuffle" or shuffles(stage) for stage in _structure.before(batch))
-    between = following[: following.index(shuffle)]
-    if is_mixed and is_kept(between):
-        yield Finding(
-            "batch-before-shuffle",
+    batch = batches[-1]
+    is_mixed = any(stage.kind == "shuffle" or stage.shuffles for stage in _structure.before(batch))
+    if is_mixed and any(stage.keeps for stage in following[: following.index(shuffle)]):
+        yield (
             "note",
-            pipeline.where(shuffle),
-            "The cache before it holds whole batches, so every epoch has the same batches, in "
-            "another order.",
+            shuffle,
+            "The cache before it holds batches, so every epoch has the same batches, in another "
+            "order.",
             "Cache examples: `.cache().shuffle(...).batch(...)`.",
         )
     elif not is_mixed and batch.kind != "group_by_window":
-        yield Finding(
-            "batch-before-shuffle",
+        yield (
             "wrong",
-            pipeline.where(shuffle),
-            f"It shuffles whole batches, as it comes behind `{batch.label}`: the examples of a "
-            "batch are neighbours of the source, and the same in every epoch.",
+            shuffle,
+            f"It shuffles batches, as it comes behind `{batch.label}`: the examples of a batch are "
+            "neighbours of the source, and the same in every epoch.",
             f"Put `.shuffle(...)` before `.{batch.kind}(...)`, with a buffer counted in examples.",
         )
 
 
-def _small_shuffle(pipeline: Pipeline) -> Iterator[Finding]:
-    """Look for shuffles of examples that hardly move them."""
+@_rule("small-shuffle", training=True)
+def _small_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
+    remedy = "Use a buffer of the size of the data, or of as many examples as memory allows."
     for shuffle, after in pipeline.stages:
-        sizes = [stage.setting("batch_size") for stage in after if stage.kind in CUTS]
         buffer = shuffle.setting("buffer_size") if shuffle.kind == "shuffle" else None
-        before = [*_structure.before(shuffle)]
-        is_of_examples = not any(stage.kind in _OPENS for stage in after) and not any(
-            stage.kind in CUTS for stage in before
+        is_of_examples = not (
+            any(stage.kind in _OPENS for stage in after)
+            or any(stage.kind in {*_BATCHES, "shuffle"} for stage in _structure.before(shuffle))
         )
-        if buffer is None or not is_of_examples or any(one.kind == "shuffle" for one in before):
+        if buffer is None or not is_of_examples:
             continue
         examples = shuffle.inputs[0].cardinality if shuffle.inputs else None
         if examples is not None and 0 <= examples <= buffer:
             continue
-        remedy = "Use a buffer of the size of the data, or of as many examples as memory allows."
-        if sizes and sizes[0] is not None and buffer < sizes[0]:
-            yield Finding(
-                "small-shuffle",
+        sizes = [stage.setting("batch_size") or 0 for stage in after if stage.kind in _BATCHES]
+        if sizes and buffer < sizes[0]:
+            yield (
                 "wrong",
-                pipeline.where(shuffle),
+                shuffle,
                 f"The buffer holds {buffer} examples, fewer than the {sizes[0]} of a batch, so "
                 "that neighbours of the source stay together.",
                 remedy,
             )
         elif examples and 0 < buffer < min(_SMALL_BUFFER, _SMALL_PART * examples):
-            yield Finding(
-                "small-shuffle",
+            yield (
                 "note",
-                pipeline.where(shuffle),
+                shuffle,
                 f"The buffer holds {buffer} of {examples} examples: if the source is in an order, "
                 "such as one class after the other, it stays nearly so.",
                 remedy,
             )
 
 
-def _repeats_kept(pipeline: Pipeline) -> Iterator[Finding]:
-    """Look for caches that hold more than the data."""
-    for cache, _ in pipeline.stages:
-        if cache.kind not in KEEPS or not cache.inputs:
-            continue
-        if cache.inputs[0].cardinality == tf.data.INFINITE_CARDINALITY:
-            yield Finding(
-                "repeat-before-cache",
-                "wrong",
-                pipeline.where(cache),
-                "What comes before the cache never ends, so the cache is never whole: it grows "
-                "until memory or disk is full, and nothing is read from it.",
-                "Put `repeat()` behind the cache.",
-            )
-            continue
-        upstream = _structure.line(cache)[:-1]
-        repeat = next((one for one in upstream if one.kind == "repeat"), None)
-        if repeat is not None and repeat.setting("count") != 1:
-            yield Finding(
-                "repeat-before-cache",
-                "slow",
-                pipeline.where(cache),
-                f"It keeps every example as often as `{repeat.label}` gives it.",
-                "Put `repeat` behind the cache.",
+@_rule("repeat-before-batch", training=True)
+def _repeat_before_batch(pipeline: _Pipeline) -> Iterator[_Fault]:
+    for repeat in pipeline.line:
+        following = pipeline.behind(repeat)
+        mixing = next((one for one in following if one.kind in {*_BATCHES, "shuffle"}), None)
+        if repeat.kind == "repeat" and mixing is not None and repeat.setting("count") != 1:
+            yield (
+                "note",
+                repeat,
+                f"`{mixing.label}` behind it mixes the end of one pass with the beginning of the "
+                "next: an example may come twice before another comes once.",
+                f"If each epoch is to have every example once, move `repeat` behind "
+                f"`{mixing.kind}`.",
             )
 
 
-def _python(pipeline: Pipeline) -> Iterator[Finding]:
-    for stage, after in pipeline.stages:
-        if not _is_python(stage):
-            continue
-        once = is_kept(after)
-        yield Finding(
-            "python",
-            "note" if once else "slow",
-            pipeline.where(stage),
-            "It calls Python, one call at a time, which also stands in the way of the training "
-            "step's own Python" + ("; the cache behind it makes it do so once." if once else "."),
-            "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), or "
-            "cache its result.",
+# What an epoch is for `fit`.
+
+
+@_rule("repeat", training=True)
+def _repeat(pipeline: _Pipeline) -> Iterator[_Fault]:
+    repeats = [stage for stage in pipeline.line if stage.kind == "repeat"]
+    if pipeline.steps is not None:
+        return
+    if pipeline.length == tf.data.INFINITE_CARDINALITY:
+        stage = repeats[-1] if repeats else pipeline.line[0]
+        remedy = (
+            "Pass `steps_per_epoch` to `fit`, or leave out `repeat()`: `fit(epochs=...)` begins "
+            "again by itself."
         )
+        if pipeline.epochs is None:
+            yield "note", stage, "It never ends, so `fit` needs `steps_per_epoch`.", remedy
+        else:
+            problem = (
+                "It never ends, and `fit` has no `steps_per_epoch`: the first epoch does not end "
+                "either."
+            )
+            yield "wrong", stage, problem, remedy
+    for stage in repeats:
+        count = stage.setting("count")
+        if count is None or count <= 1 or pipeline.epochs == 1:
+            continue
+        is_cut = any(one.kind in ("take", "take_while") for one in pipeline.behind(stage))
+        epochs = None if is_cut else pipeline.epochs
+        times = f"{count} * N" if epochs is None else f"{count} * {epochs} = {count * epochs}"
+        yield (
+            "note" if epochs is None else "wrong",
+            stage,
+            f"One iteration gives the data {count} times, and `fit(epochs={epochs or 'N'})` "
+            f"{times} times.",
+            "Leave out `repeat`, and let `epochs` count the passes.",
+        )
+
+
+@_rule("runs-out", training=True)
+def _runs_out(pipeline: _Pipeline) -> Iterator[_Fault]:
+    batches, steps, epochs = pipeline.length, pipeline.steps, pipeline.epochs
+    if steps is None or batches is None or batches <= 0:
+        return
+    complete, left = divmod(batches, steps)
+    if complete == 0:
+        problem = f"An epoch is to have {steps} steps, and ends after {batches}"
+    elif left and epochs is not None and epochs > complete:
+        problem = (
+            f"{epochs} epochs of {steps} steps are to be trained, but epoch {complete + 1} ends "
+            f"after {left}"
+        )
+    else:
+        return
+    yield (
+        "wrong",
+        pipeline.line[-1],
+        f"{problem}: the dataset has no more, so a schedule made for all steps does not reach its "
+        "end.",
+        "Write `.repeat()` last, or leave out `steps_per_epoch`.",
+    )
+
+
+@_rule("unknown-length", training=True)
+def _unknown_length(pipeline: _Pipeline) -> Iterator[_Fault]:
+    if pipeline.length is None and pipeline.steps is None:
+        yield (
+            "note",
+            next(stage for stage in pipeline.line if stage.cardinality is None),
+            "TensorFlow does not know how many elements it gives, so `fit` shows no progress in "
+            "the first epoch, and a schedule cannot know its steps.",
+            "If you need them: `steps = kdpkit.pipelines.count_batches(dataset)`, once, and "
+            "`dataset.apply(tf.data.experimental.assert_cardinality(steps))`.",
+        )
+
+
+@_rule("short-batch", training=True)
+def _short_batch(pipeline: _Pipeline) -> Iterator[_Fault]:
+    batch = next((stage for stage in reversed(pipeline.line) if stage.kind in _BATCHES), None)
+    if batch is None or batch.kind not in ("batch", "padded_batch") or not batch.inputs:
+        return
+    size, examples = batch.setting("batch_size"), batch.inputs[0].cardinality
+    if not size or not examples or examples < 0 or batch.setting("drop_remainder") is not False:
+        return
+    last = examples % size
+    if last and (pipeline.replicas > 1 or last <= _SHORT_PART * size):
+        is_uneven = last % pipeline.replicas
+        uneven = f", split unevenly over {pipeline.replicas} replicas" if is_uneven else ""
+        yield (
+            "note",
+            batch,
+            f"The last batch has {last} of {size} examples{uneven}; it weighs as much in the "
+            "training as a full one, and XLA compiles for its shape too.",
+            "Use `drop_remainder=True` for training, or `kdpkit.pipelines.pad_to_global_batch`.",
+        )
+
+
+# What makes training wait.
 
 
 def _is_python(stage: Stage) -> bool:
     return stage.kind == "from_generator" or any(one.calls_python for one in stage.functions)
 
 
-def _overwritten(pipeline: Pipeline) -> Iterator[Finding]:
-    """Look for batches that lie in arrays of Python's when replicas cut them."""
+@_rule("python")
+def _python(pipeline: _Pipeline) -> Iterator[_Fault]:
     for stage, after in pipeline.stages:
-        if _is_python(stage) and not any(one.kind in ("batch", "padded_batch") for one in after):
-            yield Finding(
-                "overwritten-arrays",
+        if _is_python(stage):
+            once = any(one.keeps for one in after)
+            yield (
+                "note" if once else "slow",
+                stage,
+                "It calls Python, one call at a time, which also stands in the way of the training "
+                f"step's own Python{_ONCE if once else '.'}",
+                "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), "
+                "or cache its result.",
+            )
+
+
+@_rule("overwritten-arrays")
+def _overwritten_arrays(pipeline: _Pipeline) -> Iterator[_Fault]:
+    """Look for batches that lie in arrays of Python's when replicas split them."""
+    for stage, after in pipeline.stages:
+        is_copied = any(one.kind in ("batch", "padded_batch") for one in after)
+        if pipeline.replicas > 1 and _is_python(stage) and not is_copied:
+            yield (
                 "wrong",
-                pipeline.where(stage),
-                "It gives whole batches from Python. TensorFlow does not copy them, and plain "
-                "Keras on several replicas writes into them: if they are views of your arrays, "
-                "these hold other labels after the first epoch.",
-                "Give single examples and `.batch(...)` them here; or have Python give copies "
+                stage,
+                "It gives batches from Python. TensorFlow does not copy them, and plain Keras on "
+                "several replicas writes into them: if they are views of your arrays, these hold "
+                "other labels after the first epoch.",
+                "Pass single examples and `.batch(...)` them here; or have Python give copies "
                 "(`y[i:j].copy()`); or train with `kdpkit.training.replica_exact(model)`.",
             )
 
 
-def _serial(pipeline: Pipeline) -> Iterator[Finding]:
-    """Look for work that waits for the work before it."""
+@_rule("serial-map")
+def _serial_map(pipeline: _Pipeline) -> Iterator[_Fault]:
+    fixes = pipeline.is_fixed_by("map_parallelization")
     for stage, after in pipeline.stages:
-        if stage.is_parallel or stage.kind not in ("map", "interleave") or not stage.functions:
+        is_work = stage.kind == "map" and any(not one.is_cheap for one in stage.functions)
+        if stage.is_parallel or not is_work:
             continue
-        function, once = stage.functions[0], is_kept(after)
-        if stage.kind == "interleave":
-            if function.reads_files:
-                yield _serial_interleave(pipeline.where(stage), once=once)
-        elif not function.is_cheap:
-            mended = pipeline.mends_maps and not function.is_stateful
-            yield _serial_map(pipeline.where(stage), once=once, mended=mended)
+        once = any(one.keeps for one in after)
+        is_fixed = fixes and not stage.functions[0].is_stateful
+        because = "; TensorFlow makes it parallel by itself, while its autotune is on."
+        because = _ONCE if once else because if is_fixed else "."
+        yield (
+            "note" if once or is_fixed else "slow",
+            stage,
+            f"It makes one element after the other, on one core{because}",
+            "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`.",
+        )
 
 
-def _serial_map(where: str, *, once: bool, mended: bool) -> Finding:
-    because = "; TensorFlow makes it parallel by itself, while its autotune is on" if mended else ""
-    because = "; the cache behind it makes it do so once" if once else because
-    return Finding(
-        "serial-map",
-        "note" if once or mended else "slow",
-        where,
-        f"It makes one element after the other, on one core{because}.",
-        "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`.",
-    )
+@_rule("serial-interleave")
+def _serial_interleave(pipeline: _Pipeline) -> Iterator[_Fault]:
+    for stage, after in pipeline.stages:
+        is_reading = any(function.reads_files for function in stage.functions)
+        if stage.kind == "interleave" and is_reading and not stage.is_parallel:
+            once = any(one.keeps for one in after)
+            yield (
+                "note" if once else "slow",
+                stage,
+                "It reads one file at a time, in the thread that waits for the data"
+                f"{_ONCE if once else '.'}",
+                "Write `.interleave(..., num_parallel_calls=tf.data.AUTOTUNE)`, or use "
+                "`kdpkit.pipelines.interleave_files`.",
+            )
 
 
-def _serial_interleave(where: str, *, once: bool) -> Finding:
-    return Finding(
-        "serial-interleave",
-        "note" if once else "slow",
-        where,
-        "It reads one file at a time, in the thread that waits for the data"
-        + ("; the cache behind it makes it do so once." if once else "."),
-        "Write `.interleave(..., num_parallel_calls=tf.data.AUTOTUNE)`, or use "
-        "`kdpkit.pipelines.interleave_files`.",
-    )
-
-
-def _no_prefetch(pipeline: Pipeline) -> Iterator[Finding]:
+@_rule("no-prefetch")
+def _no_prefetch(pipeline: _Pipeline) -> Iterator[_Fault]:
     """Look for work that begins when the training asks for its result."""
-    last_work = None
+    late: list[Stage] = []  # the last one first
+    ahead = None
     for stage in reversed(pipeline.line):
         if stage.is_parallel or stage.kind in ("prefetch", "distribute", "train_pipeline"):
+            ahead = stage
             break
-        if not _is_light(stage):
-            last_work = last_work or stage
-    else:
-        if not any(map(has_work, pipeline.line)):
-            return
-    if last_work is None:
+        late.append(stage)
+    working = [stage for stage in late if not _is_light(stage)]
+    if not working or (ahead is None and not any(stage.has_work for stage in pipeline.line)):
         return
-    early = next((one for one in reversed(pipeline.line) if one.kind == "prefetch"), None)
-    place = f"`{early.label}` comes before" if early else "There is no `prefetch` behind"
-    mended = "; TensorFlow adds one by itself, while its autotune is on"
-    yield Finding(
-        "no-prefetch",
-        "note" if pipeline.mends_prefetch else "slow",
-        pipeline.where(last_work),
-        f"{place} this stage, so its work begins when the training step before has ended"
-        f"{mended if pipeline.mends_prefetch else ''}.",
+    is_fixed = pipeline.is_fixed_by("inject_prefetch")
+    early = _first("prefetch", pipeline.line[::-1])
+    position = f"`{early.label}` comes before" if early else "There is no `prefetch` behind"
+    fixed = "; TensorFlow adds one by itself, while its autotune is on" if is_fixed else ""
+    yield (
+        "note" if is_fixed else "slow",
+        working[0],
+        f"{position} this stage, so its work begins when the training step before has ended"
+        f"{fixed}.",
         "End the pipeline with `.prefetch(tf.data.AUTOTUNE)`.",
     )
 
 
 def _is_light(stage: Stage) -> bool:
-    """Tell whether a stage hands elements on, or moves a few numbers."""
+    """Return whether a stage hands elements on, or moves a few numbers."""
     if stage.functions:
         return stage.kind in ("map", "filter") and all(one.is_cheap for one in stage.functions)
-    return stage.kind not in (*CUTS, "shuffle")
+    return stage.kind not in {*_BATCHES, "shuffle"}
 
 
-def _shards(pipeline: Pipeline, workers: int) -> Iterator[Finding]:
-    """Look for sources that workers cannot divide as they are told to."""
-    policy = pipeline.end.dataset.options().experimental_distribute.auto_shard_policy
-    policies = tf.data.experimental.AutoShardPolicy
-    by_file = policy == policies.FILE
-    if policy not in (policies.FILE, policies.AUTO) or (workers == 1 and not by_file):
+# What several workers cannot divide.
+
+_DIVIDE = (
+    "Let each worker keep its shard of the examples: "
+    "`.apply(kdpkit.pipelines.auto_shard('data'))`; or write as many files as there are workers, "
+    "or more."
+)
+
+
+@_rule("file-shards")
+def _file_shards(pipeline: _Pipeline) -> Iterator[_Fault]:
+    by_file = pipeline.shard_policy == tf.data.experimental.AutoShardPolicy.FILE
+    may_be = pipeline.shard_policy == tf.data.experimental.AutoShardPolicy.AUTO
+    if not by_file and not (may_be and pipeline.workers > 1):
         return
-    remedy = (
-        "Let each worker keep its share of the examples: "
-        "`.apply(kdpkit.pipelines.auto_shard('data'))`; or write as many files as there are "
-        "workers, or more."
-    )
-    reading = [
-        (stage, files) for stage, _ in pipeline.stages if (files := _structure.files_of(stage))
-    ]
-    for stage, files in reading:
-        if files < max(workers, 2):
-            yield Finding(
-                "file-shards",
-                "refused",
-                pipeline.where(stage),
-                f"It reads {files} file{'s' * (files > 1)}, which {max(workers, 2)} workers cannot "
-                "divide: a worker without a file has no data.",
-                remedy,
-            )
+    workers = max(pipeline.workers, 2)
+    is_read = False
     for stage, _ in pipeline.stages:
-        if stage.inputs or reading or stage.kind.endswith("Dataset"):
-            continue
-        if by_file:
-            yield Finding(
-                "file-shards",
-                "refused",
-                pipeline.where(stage),
-                "It reads no files, and the workers are told to divide files.",
-                remedy,
+        files = stage.files
+        is_read = is_read or files is not None
+        if files is not None and files < workers:
+            problem = (
+                f"It reads {files} file{'s' * (files > 1)}, which {workers} workers cannot divide: "
+                "a worker without a file has no data."
             )
-        elif stage.kind == "from_generator":
-            yield Finding(
-                "python-shards",
-                "slow",
-                pipeline.where(stage),
-                f"Each of {workers} workers runs the whole generator and keeps its share.",
-                "Write TFRecord files, one or more for each worker.",
-            )
+            yield "refused", stage, problem, _DIVIDE
+    for stage in _sources(pipeline) if by_file and not is_read else ():
+        problem = "It reads no files, and the workers' policy is to divide files."
+        yield "refused", stage, problem, _DIVIDE
+
+
+@_rule("python-shards")
+def _python_shards(pipeline: _Pipeline) -> Iterator[_Fault]:
+    may_be = pipeline.shard_policy == tf.data.experimental.AutoShardPolicy.AUTO
+    is_read = any(stage.files for stage, _ in pipeline.stages)
+    if may_be and pipeline.workers > 1 and not is_read:
+        for stage in _sources(pipeline):
+            if stage.kind == "from_generator":
+                yield (
+                    "slow",
+                    stage,
+                    f"Each of {pipeline.workers} workers runs all of the generator and keeps its "
+                    "shard.",
+                    "Write TFRecord files, one or more for each worker.",
+                )
+
+
+def _sources(pipeline: _Pipeline) -> list[Stage]:
+    """Return what gives elements, where it is not files that they are read from."""
+    sources = [stage for stage, _ in pipeline.stages if not stage.inputs]
+    return [stage for stage in sources if not stage.kind.endswith("Dataset")]

@@ -1,29 +1,30 @@
-"""Rows of tokens without wasted places: documents end to end, or batches of similar lengths."""
+"""Sequences of tokens with little padding: documents end to end, or batches of similar lengths."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TypeAlias
 
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 from kdpkit.pipelines._transforms import Transform
 
 _DOCUMENTS_AT_ONCE = 256
+_Tokens: TypeAlias = tf.Tensor | tf.RaggedTensor
 
 
 def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
-    """Lay documents end to end, and cut them into rows that are full.
+    """Lay documents end to end, and cut them into sequences that are full.
 
-    A row is `start`, then `length - 2` tokens, then `end`; between two documents stands an `end`
-    (FULL-SENTENCES of RoBERTa, Liu et al. 2019). Every token comes once, in order, and only the
-    last row has padding, after its `end`. Rows hold parts of several documents, and attention sees
-    all of a row.
+    A sequence is `start`, then `length - 2` tokens, then `end`; between two documents comes an
+    `end` (FULL-SENTENCES of RoBERTa, Liu et al. 2019). Every token comes once, in order, and only
+    the last sequence has padding, after its `end`. Sequences hold parts of several documents, and
+    attention sees all of a sequence.
 
     Args:
-        length: Tokens in a row, `start` and `end` included.
-        start: Id before each row, such as BERT's `[CLS]`.
-        end: Id after each row and between documents, such as `[SEP]`.
-        pad: Id that fills the last row.
+        length: Tokens in a sequence, `start` and `end` included.
+        start: Id before each sequence, such as BERT's `[CLS]`.
+        end: Id after each sequence and between documents, such as `[SEP]`.
+        pad: Id that fills the last sequence.
 
     Returns:
         A stage from integer vectors of any length, one a document, to int32 `[length]`.
@@ -31,45 +32,46 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
     >>> documents = tf.data.Dataset.from_generator(
     ...     lambda: [[5, 6, 7], [8], [9, 9]], output_signature=tf.TensorSpec([None], tf.int32)
     ... )
-    >>> for row in documents.apply(pack_tokens(6, start=2, end=3, pad=0)):
-    ...     print(row.numpy())
+    >>> for sequence in documents.apply(pack_tokens(6, start=2, end=3, pad=0)):
+    ...     print(sequence.numpy())
     [2 5 6 7 3 3]
     [2 8 3 9 9 3]
     """
-    length = _checks.integer("length", length, minimum=3)
+    length = checks.integer("length", length, minimum=3)
     start, end, pad = (
-        _checks.integer(name, value, minimum=0)
+        checks.integer(name, value, minimum=0)
         for name, value in (("start", start), ("end", end), ("pad", pad))
     )
     room = length - 2
 
-    def closed(documents: Any) -> Any:
-        """Give a batch of documents as one vector, with an `end` after each."""
+    def closed(documents: _Tokens) -> tuple[tf.Tensor, bool]:
+        """Return a batch of documents as one vector, with an `end` after each."""
         if not isinstance(documents, tf.RaggedTensor):  # all are of one known length
             documents = tf.RaggedTensor.from_tensor(documents)
         ends = tf.fill([documents.nrows(), 1], tf.constant(end, tf.int32))
         return tf.concat([tf.cast(documents, tf.int32), ends], axis=1).flat_values, False
 
-    def rows_of(bodies: Any) -> Any:
+    def framed(bodies: tf.Tensor) -> tf.Tensor:
         edge = tf.ones([tf.shape(bodies)[0], 1], tf.int32)
         return tf.concat([start * edge, bodies, end * edge], axis=1)
 
-    def last_row(left: Any) -> Any:
-        """Give what is left, without the `end` after the last document, as a row or none."""
+    def last_sequence(left: tf.Tensor) -> tf.Tensor:
+        """Return what is left, without the `end` after the last document, as a sequence or none."""
         body = tf.concat([[start], left[:-1], [end]], axis=0)
-        row = tf.pad(body, [[0, length - tf.size(body)]], constant_values=pad)
-        return tf.reshape(row, [1, length])[: tf.minimum(tf.size(left[:-1]), 1)]
+        sequence = tf.pad(body, [[0, length - tf.size(body)]], constant_values=pad)
+        return tf.reshape(sequence, [1, length])[: tf.minimum(tf.size(left[:-1]), 1)]
 
-    def cut(left: Any, item: Any) -> Any:
-        """Cut full rows, and leave at least one token, which the last document's `end` is."""
-        tokens = tf.concat([left, item[0]], axis=0)
-        whole = tf.maximum(tf.size(tokens) - 1, 0) // room * room
-        rows = tf.cond(
-            item[1],
-            lambda: last_row(tokens),
-            lambda: rows_of(tf.reshape(tokens[:whole], [-1, room])),
+    def cut(left: tf.Tensor, item: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Cut full sequences, and leave at least one token, which the last document's `end` is."""
+        added, is_end = item
+        tokens = tf.concat([left, added], axis=0)
+        full = tf.maximum(tf.size(tokens) - 1, 0) // room * room
+        sequences = tf.cond(
+            is_end,
+            lambda: last_sequence(tokens),
+            lambda: framed(tf.reshape(tokens[:full], [-1, room])),
         )
-        return tokens[whole:], tf.ensure_shape(rows, [None, length])
+        return tokens[full:], tf.ensure_shape(sequences, [None, length])
 
     def apply(documents: tf.data.Dataset) -> tf.data.Dataset:
         _require_vectors("pack_tokens", documents)
@@ -89,46 +91,49 @@ def bucket_by_length(
     pad: int = 0,
     drop_remainder: bool = True,
 ) -> Transform:
-    """Batch rows with others of about their length, so that little is padding.
+    """Batch sequences with others of about their length, so that little is padding.
 
-    A row goes into the first bucket that it fits, and a batch leaves as soon as its bucket is
+    A sequence goes into the first bucket that it fits, and a batch leaves as soon as its bucket is
     full. Batches have as many shapes as there are buckets, each compiled once. Their order depends
-    on the order of the rows alone.
+    on the order of the sequences alone.
 
     Args:
-        boundaries: The longest row of each bucket, rising; its batches are padded to that.
-        global_batch_size: Rows in a batch, over all replicas.
-        replicas: Replicas that share a batch.
-        pad: Id that fills rows up.
-        drop_remainder: Leave out the rows of buckets that are not full at the end. Otherwise they
-            come as short batches, which `kdpkit.training` takes on any number of replicas.
+        boundaries: The longest sequence of each bucket, rising; its batches are padded to that.
+        global_batch_size: Examples in a batch, over all replicas.
+        replicas: Replicas that a batch is split over.
+        pad: Id that fills sequences up.
+        drop_remainder: Leave out the sequences of buckets that are not full at the end. Otherwise
+            they come as short batches, which `kdpkit.training` takes on any number of replicas.
 
     Returns:
-        A stage from integer vectors of any length to `[global_batch_size, boundary]`. A row that is
-        longer than the last boundary is an `InvalidArgumentError` that says so.
+        A stage from integer vectors of any length to `[global_batch_size, boundary]`. A sequence
+        that is longer than the last boundary raises `InvalidArgumentError`.
 
-    >>> rows = tf.data.Dataset.from_tensor_slices(tf.ragged.constant([[1], [1, 2, 3], [4], [5]]))
-    >>> for batch in rows.apply(bucket_by_length([2, 4], global_batch_size=2, replicas=2)):
+    >>> ragged = tf.ragged.constant([[1], [1, 2, 3], [4], [5]])
+    >>> sequences = tf.data.Dataset.from_tensor_slices(ragged)
+    >>> for batch in sequences.apply(bucket_by_length([2, 4], global_batch_size=2, replicas=2)):
     ...     print(batch.numpy().tolist())
     [[1, 0], [4, 0]]
     """
-    several = boundaries if isinstance(boundaries, Iterable) else ()
-    limits = [_checks.integer("boundaries", boundary) for boundary in several]
+    is_list = isinstance(boundaries, Iterable)
+    limits = [checks.integer("boundaries", one) for one in boundaries] if is_list else []
     if not limits or sorted(set(limits)) != limits:
-        _checks.refuse("`boundaries` must be rising lengths, at least one.", boundaries=boundaries)
-    size, _ = _checks.global_batch(global_batch_size, replicas)
+        checks.fail("`boundaries` must be rising lengths, at least one.", boundaries=boundaries)
+    size, _ = checks.global_batch(global_batch_size, replicas)
     longest = limits[-1]
-    problem = f"A row is longer than the last of `boundaries`, {longest}: cut it, or add a bucket."
+    problem = (
+        f"A sequence is longer than the last of `boundaries`, {longest}: cut it, or add a bucket."
+    )
 
-    def checked(row: Any) -> Any:
-        with tf.control_dependencies(
-            [tf.debugging.assert_less_equal(tf.size(row), longest, problem)]
-        ):
-            return tf.identity(row)
+    def checked(sequence: _Tokens) -> tf.Tensor:
+        dense = sequence.values if isinstance(sequence, tf.RaggedTensor) else sequence
+        check = tf.debugging.assert_less_equal(tf.size(dense), longest, problem)
+        with tf.control_dependencies([check]):
+            return tf.identity(dense)
 
-    def apply(rows: tf.data.Dataset) -> tf.data.Dataset:
-        _require_vectors("bucket_by_length", rows)
-        vectors = rows.map(lambda row: checked(_dense(row)), tf.data.AUTOTUNE)
+    def apply(sequences: tf.data.Dataset) -> tf.data.Dataset:
+        _require_vectors("bucket_by_length", sequences)
+        vectors = sequences.map(checked, tf.data.AUTOTUNE)
         return vectors.bucket_by_sequence_length(
             tf.size,
             bucket_boundaries=[limit + 1 for limit in limits],
@@ -142,16 +147,12 @@ def bucket_by_length(
     return apply
 
 
-def _dense(row: Any) -> Any:
-    return row.values if isinstance(row, tf.RaggedTensor) else row
-
-
 def _require_vectors(stage: str, dataset: tf.data.Dataset) -> None:
     spec = dataset.element_spec
     if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) or (
         spec.shape.rank != 1 or not spec.dtype.is_integer
     ):
-        _checks.refuse(
+        checks.fail(
             f"`{stage}` takes vectors of token ids.",
             element_spec=spec,
             remedy="`pipelines.tokenize(tokenizer)` makes them from lines.",

@@ -4,26 +4,26 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 from kdpkit.pipelines._tracing import as_written
 from kdpkit.pipelines._transforms import Transform
 
 
 def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Transform:
-    """Fill smaller batches up to the global size, and weight the filling 0.
+    """Pad smaller batches to the global size, and weight the padding 0.
 
-    Every batch then has the same shape, which TPUs and XLA want, and pieces of equal size for the
-    replicas. Filling repeats the last real row, because a row of zeros can turn into NaN (a
+    Every batch then has the same shape, which TPUs and XLA want, and shards of equal size for the
+    replicas. Padding repeats the last real example, because one of zeros can turn into NaN (a
     normalised zero vector), and NaN times weight 0 is NaN.
 
-    Where rows of a batch interact, as in training with BatchNormalization, filling is not exact:
-    there drop the remainder. `predict` gives the filling's rows as well, after the real ones of a
-    batch: with a last batch that was filled, `model.predict(batches)[:examples]` are the real ones.
+    Where the examples of a batch interact, as in training with BatchNormalization, padding is not
+    exact: there drop the remainder. `predict` returns outputs of the padding as well: with a last
+    batch that was padded, `model.predict(batches)[:examples]` are the real ones.
 
     Args:
-        global_batch_size: Rows of every batch that comes out.
-        mode: `"train"` weights the n real rows `global_batch_size / n`, so that a loss averaged
-            over the whole batch is the mean over the real rows. `"eval"` weights them 1, for
+        global_batch_size: Examples in every batch that comes out.
+        mode: `"train"` weights the n real examples `global_batch_size / n`, so that a loss averaged
+            over the padded batch is the mean over the real examples. `"eval"` weights them 1, for
             `weighted_metrics`. Weights that are there already are multiplied by these.
 
     Returns:
@@ -40,21 +40,21 @@ def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Trans
     [1. 2.] [1. 1.]
     [3. 3.] [1. 0.]
     """
-    size = _checks.integer("global_batch_size", global_batch_size)
-    _checks.one_of("mode", mode, ("train", "eval"))
+    size = checks.integer("global_batch_size", global_batch_size)
+    checks.one_of("mode", mode, ("train", "eval"))
 
     @as_written
     def pad(*batch: Any) -> tuple[Any, Any, Any]:
         x, y, weight = (*batch, None, None)[:3]
-        rows = tf.shape(_dense(tf.nest.flatten((x, y))[0]))[0]
+        count = tf.shape(_dense(tf.nest.flatten((x, y))[0]))[0]
         check = tf.debugging.assert_less_equal(
-            rows, size, message="A batch has more rows than `global_batch_size`."
+            count, size, message="A batch has more examples than `global_batch_size`."
         )
         with tf.control_dependencies([check]):
-            source = tf.minimum(tf.range(size), rows - 1)
-        real = tf.cast(tf.range(size) < rows, tf.float32)
+            source = tf.minimum(tf.range(size), count - 1)
+        real = tf.cast(tf.range(size) < count, tf.float32)
         if mode == "train":
-            real *= size / tf.cast(rows, tf.float32)
+            real *= size / tf.cast(count, tf.float32)
         x, y, weight = (_taken(part, source) for part in (x, y, weight))
         return x, y, _weighted(weight, real)
 
@@ -66,11 +66,11 @@ def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
 
     Keras divides a weighted loss by the number of elements, those of weight 0 included, so that
     padding and unused prediction slots make `val_loss` too small. After this stage it is the
-    weighted mean over the whole dataset, on any number of replicas; weighted metrics, ratios as
+    weighted mean over all of the dataset, on any number of replicas; weighted metrics, ratios as
     they are, do not change. It reads the dataset once: put it after a cache.
 
     Args:
-        batches: A dataset of `(x, y, sample_weight)`, such as `eval_pipeline` gives.
+        batches: A dataset of `(x, y, sample_weight)`, as from `eval_pipeline`.
 
     Raises:
         ValueError: The elements have no sample weights, or all weights are 0.
@@ -83,10 +83,10 @@ def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
     """
     spec = batches.element_spec
     if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], tf.TensorSpec)):
-        _checks.refuse("Weights can be scaled in (x, y, sample_weight) alone.", elements=spec)
+        checks.fail("Weights can be scaled in (x, y, sample_weight) alone.", elements=spec)
 
     @as_written
-    def add(sums: Any, batch: Any) -> tuple[Any, Any]:
+    def add(sums: tuple[tf.Tensor, tf.Tensor], batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
         total, count = sums
         weight = tf.cast(batch[2], tf.float64)
         return total + tf.reduce_sum(weight), count + tf.cast(tf.size(weight), tf.float64)
@@ -94,27 +94,27 @@ def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
     nothing = tf.constant(0.0, tf.float64)
     total, count = batches.reduce((nothing, nothing), add)
     if float(total) == 0:
-        _checks.refuse("Every sample weight is 0, so there is nothing to average over.")
+        checks.fail("Every sample weight is 0, so there is nothing to average over.")
     factor = tf.cast(count / total, tf.float32)
     return batches.map(as_written(lambda x, y, weight: (x, y, weight * factor)))
 
 
-def _dense(part: Any) -> Any:
+def _dense(part: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
     return part.to_tensor() if isinstance(part, tf.RaggedTensor) else part
 
 
-def _taken(nest: Any, source: Any) -> Any:
+def _taken(nest: Any, source: tf.Tensor) -> Any:
     if nest is None:
         return None
     return tf.nest.map_structure(lambda part: tf.gather(_dense(part), source), nest)
 
 
-def _weighted(weight: Any, real: Any) -> Any:
-    """Multiply each weight, of any rank, by its row's share."""
+def _weighted(weight: Any, real: tf.Tensor) -> Any:
+    """Multiply each weight, of any rank, by its example's part of `real`."""
     if weight is None:
         return real
 
-    def multiply(part: Any) -> Any:
+    def multiply(part: tf.Tensor) -> tf.Tensor:
         shape = tf.concat([tf.shape(real), tf.ones([tf.rank(part) - 1], tf.int32)], axis=0)
         return tf.cast(part, real.dtype) * tf.reshape(real, shape)
 

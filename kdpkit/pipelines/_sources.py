@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import tensorflow as tf
 
-from kdpkit import _checks, _storage
+from kdpkit import errors
+from kdpkit._internal import checks, storage
 
 Paths = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
@@ -26,20 +28,18 @@ _FRAME = 16  # bytes around each TFRecord: its length, and two checksums
 def text_lines(paths: Paths, *, compression: str | None = None) -> tf.data.Dataset:
     r"""Read text files line by line, in the order given.
 
-    Every file is read through once beforehand, because TensorFlow ends a truncated GZIP file
-    without a word and finds bytes that are not UTF-8 in the middle of training, if at all.
+    Every file is read through once beforehand: TensorFlow ends a truncated GZIP file silently, and
+    finds bytes that are not UTF-8 in the middle of training, if at all.
 
     Args:
-        paths: A path or several, of this machine or of any file system that TensorFlow knows, as
-            `gs://bucket/text.txt`.
+        paths: A path or several, also as `gs://bucket/text.txt`.
         compression: `"GZIP"`, or None, which looks at the first bytes of each file.
 
     Returns:
         A dataset of string scalars, without the line ends.
 
     Raises:
-        ValueError: A file is missing, empty, unreadable, truncated or not UTF-8; the sentence
-            names it, and the line where it broke off.
+        ValueError: A file is missing, empty, unreadable, truncated or not UTF-8.
 
     >>> import tempfile, pathlib
     >>> file = pathlib.Path(tempfile.mkdtemp(), "text.txt")
@@ -47,23 +47,20 @@ def text_lines(paths: Paths, *, compression: str | None = None) -> tf.data.Datas
     >>> [line.numpy() for line in text_lines(file)]
     [b'one line', b'another']
     """
-    _checks.one_of("compression", compression, (None, "GZIP"))
+    checks.one_of("compression", compression, (None, "GZIP"))
     files = [_readable(path) for path in _listed(paths)]
-    compressions = [compression or _compression_of(file) for file in files]
-    for file, kind in zip(files, compressions, strict=True):
+    kinds = [compression or _compression_of(file) for file in files]
+    for file, kind in zip(files, kinds, strict=True):
         _check_text(file, kind)
-    if len(set(compressions)) == 1:
-        return tf.data.TextLineDataset(files, compression_type=compressions[0])
-    datasets = [
-        tf.data.TextLineDataset(file, compression_type=kind)
-        for file, kind in zip(files, compressions, strict=True)
-    ]
+    if len(set(kinds)) == 1:
+        return tf.data.TextLineDataset(files, compression_type=kinds[0])
+    datasets = [*map(tf.data.TextLineDataset, files, kinds)]
     return tf.data.Dataset.from_tensor_slices(datasets).flat_map(lambda lines: lines)
 
 
 def tfrecords(
     pattern: Paths,
-    parse: Callable[[Any], Any] | None = None,
+    parse: Callable[[tf.Tensor], Any] | None = None,
     *,
     compression: str | None = None,
     files_at_once: int = 16,
@@ -72,45 +69,44 @@ def tfrecords(
     """Read TFRecord files, several at once, and parse their records in parallel.
 
     The order of the examples is the same on every run. Where reading is what training waits for,
-    leave `parse` out and parse whole batches, behind the shuffle: a `train_pipeline` does so in
+    leave `parse` out and parse batches, behind the shuffle: a `train_pipeline` does so in
     `augment=lambda records, _: parse(records)`.
 
     Args:
         pattern: A glob such as `"data/train-*.tfrecord"`, or paths, also as `gs://bucket/...`.
-        parse: Makes an example from a record, a string scalar; see `example_parser`. None gives
+        parse: Makes an example from a record, a string scalar; see `example_parser`. None leaves
             the records as they are.
         compression: `"GZIP"`, `"ZLIB"`, or None, which recognises GZIP by the first bytes.
         files_at_once: Files to read from in parallel.
-        validate: Read every file through first (near 1 GB/s) and refuse damaged ones by name.
+        validate: Read every file through first (near 1 GB/s) and raise for damaged ones, by name.
             Without it TensorFlow's `DataLossError` comes in the middle of training, and names
-            neither file nor record; `validate_tfrecords` then does.
+            neither file nor record.
 
     Raises:
-        ValueError: The pattern matches no file, or those of two writings with other numbers of
-            shards, or a file is missing, empty or unreadable.
+        ValueError: As `interleave_files`.
     """
-    _checks.one_of("compression", compression, (None, "GZIP", "ZLIB"))
+    checks.one_of("compression", compression, (None, "GZIP", "ZLIB"))
     files = _matching(pattern)
     kinds = {compression or _compression_of(file) for file in files}
     if len(kinds) > 1:
-        _checks.refuse("Compressed and plain TFRecord files cannot be mixed.", pattern=pattern)
+        checks.fail("Compressed and plain TFRecord files cannot be mixed.", pattern=pattern)
     kind = kinds.pop()
-    if validate:
-        validate_tfrecords(files, compression=kind)
+    for file in files if validate else ():
+        _count_records(file, kind)
 
-    def reader(file: Any) -> tf.data.Dataset:
+    def reader(file: tf.Tensor) -> tf.data.Dataset:
         return tf.data.TFRecordDataset(file, compression_type=kind)
 
-    records = interleave_files(files, reader, files_at_once=files_at_once)
+    records = _interleaved(files, reader, files_at_once)
     if parse is None:
         return records
     return records.map(parse, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
 
 
 def interleave_files(
-    pattern: Paths, reader: Callable[[Any], tf.data.Dataset], *, files_at_once: int = 16
+    pattern: Paths, reader: Callable[[tf.Tensor], tf.data.Dataset], *, files_at_once: int = 16
 ) -> tf.data.Dataset:
-    """Read several files at once and take an example from each in turn.
+    """Read several files at once and take an example from each, round-robin.
 
     Args:
         pattern: A glob, whose files come in sorted order, or paths in yours, also as
@@ -122,23 +118,28 @@ def interleave_files(
         ValueError: The pattern matches no file, or those of two writings with other numbers of
             shards, or a file is missing, empty or unreadable.
     """
-    files = _matching(pattern)
+    return _interleaved(_matching(pattern), reader, files_at_once)
+
+
+def _interleaved(
+    files: list[str], reader: Callable[[tf.Tensor], tf.data.Dataset], files_at_once: int
+) -> tf.data.Dataset:
     return tf.data.Dataset.from_tensor_slices(files).interleave(
         reader,
-        cycle_length=min(_checks.integer("files_at_once", files_at_once), len(files)),
+        cycle_length=min(checks.integer("files_at_once", files_at_once), len(files)),
         num_parallel_calls=tf.data.AUTOTUNE,
         deterministic=True,
     )
 
 
 def write_tfrecords(
-    examples: Iterable[Mapping[str, Any]],
+    examples: Iterable[Mapping[str, npt.ArrayLike]],
     path: str | os.PathLike[str],
     *,
     shards: int = 1,
     compression: str | None = "GZIP",
 ) -> list[str]:
-    """Write examples to TFRecord files, dealt out in turn, that appear when all are whole.
+    """Write examples round-robin to TFRecord files, which appear when all are complete.
 
     Args:
         examples: Mappings from feature name to an array or scalar of integers, floats, bytes or
@@ -152,8 +153,8 @@ def write_tfrecords(
         The files' paths.
 
     Raises:
-        ValueError: There are no examples, fewer than `shards`, or a feature has no TFRecord form;
-            or the files cannot be written there.
+        ValueError: There are fewer examples than `shards`, a feature has no TFRecord form, or the
+            files cannot be written there.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -163,38 +164,39 @@ def write_tfrecords(
     >>> [int(example["y"]) for example in tfrecords(files, parse)]
     [0, 1, 2]
     """
-    shards = _checks.integer("shards", shards)
-    _checks.one_of("compression", compression, (None, "GZIP"))
-    beginning = _storage.require_tensorflow(path)
+    shards = checks.integer("shards", shards)
+    checks.one_of("compression", compression, (None, "GZIP"))
+    beginning = storage.require_tensorflow(path)
     names = [f"{beginning}-{shard:05}-of-{shards:05}.tfrecord" for shard in range(shards)]
     unfinished = [f"{name}.unfinished" for name in names]
-    with _naming_what_fails(names[0]):
-        tf.io.gfile.makedirs(os.fspath(_storage.path(names[0]).parent))
+    with _reporting(names[0]):
+        tf.io.gfile.makedirs(os.fspath(storage.path(names[0]).parent))
     try:
-        _write_in_turn(examples, unfinished, compression or "")
-        with _naming_what_fails(names[0]):
+        _write_alternating(examples, unfinished, compression or "")
+        with _reporting(names[0]):
             for file, name in zip(unfinished, names, strict=True):
                 tf.io.gfile.rename(file, name, overwrite=True)
     finally:
         for file in unfinished:
-            _storage.path(file).unlink(missing_ok=True)
+            storage.path(file).unlink(missing_ok=True)
     return names
 
 
-def example_parser(features: Mapping[str, tf.TensorSpec]) -> Callable[[Any], dict[str, Any]]:
-    """Give the `parse` function for records that `write_tfrecords` wrote.
+def example_parser(
+    features: Mapping[str, tf.TensorSpec],
+) -> Callable[[tf.Tensor], dict[str, tf.Tensor]]:
+    """Return the `parse` function for records that `write_tfrecords` wrote.
 
     Args:
         features: The shape and dtype of each feature; shapes must be static.
 
     Returns:
         A function from a record, a string scalar, to a dictionary of tensors of those shapes and
-        dtypes; from a batch of records, in a vector, to tensors with the batch's size in front.
-        The latter makes one call for all of them.
+        dtypes; or, in one call, from a vector of records to batches of these.
     """
     stored = {name: _stored_feature(name, spec) for name, spec in features.items()}
 
-    def parse(record: Any) -> dict[str, Any]:
+    def parse(record: tf.Tensor) -> dict[str, tf.Tensor]:
         values = tf.io.parse_example(record, stored)
         return {name: _decoded(values[name], spec) for name, spec in features.items()}
 
@@ -202,7 +204,7 @@ def example_parser(features: Mapping[str, tf.TensorSpec]) -> Callable[[Any], dic
 
 
 def validate_tfrecords(paths: Paths, *, compression: str | None = None) -> int:
-    """Read TFRecord files through, checksums included, and give the number of records.
+    """Read TFRecord files through, checksums included, and return the number of records.
 
     Raises:
         ValueError: A file is damaged; the sentence names it and the record, counted from 0.
@@ -220,15 +222,15 @@ def _count_records(file: str, compression: str) -> int:
             size += len(record.numpy()) + _FRAME
     except tf.errors.DataLossError as error:
         reason = error.message.partition("}} ")[2].partition(" [Op:")[0] or error.message
-        raise _checks.FileInputError(
+        raise errors.FileInputError(
             f"Record {count} (counted from 0) of the TFRecord file {file} is damaged ({reason}). "
             "Write or copy the file again, or leave it out."
         ) from error
-    # TensorFlow takes a file that is cut off between two records, or in a header, for whole.
+    # docs/upstream/tensorflow_takes_cut_tfrecords.md
     if compression == "GZIP":
         collections.deque(_blocks(file, compression), maxlen=0)
     elif not compression and size != tf.io.gfile.stat(file).length:
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"The TFRecord file breaks off after record {count - 1} (counted from 0)",
             file,
             remedy="Write or copy it again.",
@@ -236,21 +238,23 @@ def _count_records(file: str, compression: str) -> int:
     return count
 
 
-def _write_in_turn(examples: Iterable[Mapping[str, Any]], files: list[str], kind: str) -> None:
-    with _naming_what_fails(files[0]):
+def _write_alternating(
+    examples: Iterable[Mapping[str, npt.ArrayLike]], files: list[str], kind: str
+) -> None:
+    with _reporting(files[0]):
         writers = [tf.io.TFRecordWriter(file, options=kind) for file in files]
     count = 0
     try:
         for record in map(_serialized, examples):
-            with _naming_what_fails(files[0]):
+            with _reporting(files[0]):
                 writers[count % len(writers)].write(record)
             count += 1
     finally:
-        with _naming_what_fails(files[0]):
+        with _reporting(files[0]):
             for writer in writers:
                 writer.close()
     if count < len(files):
-        _checks.refuse(
+        checks.fail(
             "There are too few examples for the files asked for.",
             examples=count,
             shards=len(files),
@@ -258,38 +262,36 @@ def _write_in_turn(examples: Iterable[Mapping[str, Any]], files: list[str], kind
 
 
 @contextlib.contextmanager
-def _naming_what_fails(file: str) -> Iterator[None]:
-    """Say in one sentence why a file cannot be written, on this machine or elsewhere."""
+def _reporting(file: str) -> Iterator[None]:
+    """Raise one sentence about why a file cannot be written, on this machine or elsewhere."""
     try:
-        with _storage.reporting(file):
+        with storage.reporting(file):
             yield
     except tf.errors.OpError as error:
         reason = error.message.rpartition("; ")[2]
-        raise _checks.FileInputError(
-            f"The TFRecord file cannot be written ({reason}): {file}. Give a path in a directory "
+        raise errors.FileInputError(
+            f"The TFRecord file cannot be written ({reason}): {file}. Pass a path in a directory "
             "with room, and with the right to write there."
         ) from error
 
 
-def _serialized(example: Mapping[str, Any]) -> bytes:
+def _serialized(example: Mapping[str, npt.ArrayLike]) -> bytes:
     feature = {name: _feature(name, value) for name, value in example.items()}
     return tf.train.Example(features=tf.train.Features(feature=feature)).SerializeToString()
 
 
-def _feature(name: str, value: Any) -> tf.train.Feature:
-    if isinstance(value, str):
-        value = value.encode()
-    if isinstance(value, bytes):
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[value]))
+def _feature(name: str, value: npt.ArrayLike) -> tf.train.Feature:
+    value = value.encode() if isinstance(value, str) else value
     array = np.asarray(value)
+    if isinstance(value, bytes) or array.dtype == np.uint8:
+        content = value if isinstance(value, bytes) else array.tobytes()
+        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[content]))
     if array.dtype.kind not in "biuf":
-        _checks.refuse(
+        checks.fail(
             f"Feature `{name}` cannot be stored in a TFRecord file.",
             dtype=str(array.dtype),
             remedy="Use integers, floats, bytes or text.",
         )
-    if array.dtype == np.uint8:
-        return tf.train.Feature(bytes_list=tf.train.BytesList(value=[array.tobytes()]))
     if array.dtype.kind == "f":
         return tf.train.Feature(float_list=tf.train.FloatList(value=array.ravel()))
     return tf.train.Feature(int64_list=tf.train.Int64List(value=array.ravel().astype(int)))
@@ -297,9 +299,9 @@ def _feature(name: str, value: Any) -> tf.train.Feature:
 
 def _stored_feature(name: str, spec: tf.TensorSpec) -> tf.io.FixedLenFeature:
     if not spec.shape.is_fully_defined():
-        _checks.refuse(f"Feature `{name}` needs a static shape.", shape=spec.shape)
+        checks.fail(f"Feature `{name}` needs a static shape.", shape=spec.shape)
     if spec.dtype == tf.string and spec.shape.rank:
-        _checks.refuse(
+        checks.fail(
             f"Feature `{name}` is one text or bytes, as `write_tfrecords` stores it.",
             shape=spec.shape,
             remedy="Use `tf.TensorSpec([], tf.string)`, and several features for several texts.",
@@ -309,62 +311,63 @@ def _stored_feature(name: str, spec: tf.TensorSpec) -> tf.io.FixedLenFeature:
     return tf.io.FixedLenFeature(spec.shape, tf.float32 if spec.dtype.is_floating else tf.int64)
 
 
-def _decoded(value: Any, spec: tf.TensorSpec) -> Any:
+def _decoded(value: tf.Tensor, spec: tf.TensorSpec) -> tf.Tensor:
     if spec.dtype == tf.uint8:
         batch = value.shape if value.shape.is_fully_defined() else tf.shape(value)
-        whole = tf.reshape(tf.io.decode_raw(value, tf.uint8), tf.concat([batch, spec.shape], 0))
-        return tf.ensure_shape(whole, value.shape.concatenate(spec.shape))
+        decoded = tf.reshape(tf.io.decode_raw(value, tf.uint8), tf.concat([batch, spec.shape], 0))
+        return tf.ensure_shape(decoded, value.shape.concatenate(spec.shape))
     return value if spec.dtype == tf.string else tf.cast(value, spec.dtype)
 
 
 def _listed(paths: Paths) -> list[str]:
     several = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
     if not several:
-        _checks.refuse("`paths` names no file.", paths=paths)
-    return [_storage.require_tensorflow(path) for path in several]
+        checks.fail("`paths` names no file.", paths=paths)
+    return [storage.require_tensorflow(path) for path in several]
 
 
 def _matching(pattern: Paths) -> list[str]:
     """List the files that globs match, sorted within each glob, all of them readable."""
     files: list[str] = []
     for part in _listed(pattern):
-        with _storage.reporting(part):
+        with storage.reporting(part):
             found = sorted(tf.io.gfile.glob(part))
         if not found:
-            _checks.refuse_file("No file matches", part, remedy="Check the path or the pattern.")
-        _refuse_two_writings(part, found)
+            checks.fail_for_file("No file matches", part, remedy="Check the path or the pattern.")
+        _check_one_writing(part, found)
         files += [_readable(file) for file in found]
     return files
 
 
-def _refuse_two_writings(pattern: str, files: list[str]) -> None:
-    """Refuse a glob that takes `train-...-of-00002` and what is left of `train-...-of-00004`."""
-    shards: dict[str, set[str]] = {}
+def _check_one_writing(pattern: str, files: list[str]) -> None:
+    """Raise for a glob that takes `train-...-of-00002` and what is left of `train-...-of-00004`."""
+    counts: dict[str, set[int]] = {}
     for file in files:
         if found := _SHARD.fullmatch(file):
-            shards.setdefault(found["beginning"], set()).add(found["count"])
-    for beginning, counts in shards.items():
-        if len(counts) > 1:
-            _checks.refuse_file(
-                f"Files of several writings match, with the same examples perhaps: {beginning} has "
-                f"been cut into {' and into '.join(str(int(n)) for n in sorted(counts))} files",
+            counts.setdefault(found["beginning"], set()).add(int(found["count"]))
+    for beginning, several in counts.items():
+        if len(several) > 1:
+            checks.fail_for_file(
+                "Files of several runs of `write_tfrecords` match, perhaps with the same examples: "
+                f"{beginning} has been cut into {' and into '.join(map(str, sorted(several)))} "
+                "files",
                 pattern,
-                remedy="Delete those of the older one, or give a pattern that ends in their count.",
+                remedy="Delete those of the older one, or pass a pattern that ends in their count.",
             )
 
 
 def _readable(file: str) -> str:
     """Accept a file that exists, may be read and is not empty, on any file system of gfile."""
     if tf.io.gfile.isdir(file):
-        _checks.refuse_file("A file is needed here, this is a directory", file)
+        checks.fail_for_file("A file is needed, and this is a directory", file)
     try:
         first = _head(file, 1)
     except tf.errors.NotFoundError:
-        _checks.refuse_file("There is no such file", file, remedy="Check the path.")
+        checks.fail_for_file("There is no such file", file, remedy="Check the path.")
     except tf.errors.OpError as error:
-        _checks.refuse_file(f"The file cannot be read ({error.message})", file)
+        checks.fail_for_file(f"The file cannot be read ({error.message})", file)
     if not first:
-        _checks.refuse_file("The file is empty", file)
+        checks.fail_for_file("The file is empty", file)
     return file
 
 
@@ -378,7 +381,7 @@ def _head(file: str, size: int) -> bytes:
 
 
 def _check_text(file: str, compression: str) -> None:
-    """Read the file through and refuse it where it is damaged or is not UTF-8."""
+    """Read the file to its end and raise where it is damaged or is not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = 0
     try:
@@ -388,7 +391,7 @@ def _check_text(file: str, compression: str) -> None:
         decoder.decode(b"", final=True)
     except UnicodeDecodeError as error:
         line = lines + error.object[: error.start].count(b"\n") + 1
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"The file is not UTF-8 text (byte 0x{error.object[error.start]:02x} in line {line})",
             file,
             remedy="Convert it, for example with `iconv -t UTF-8`.",
@@ -396,15 +399,15 @@ def _check_text(file: str, compression: str) -> None:
 
 
 def _blocks(file: str, compression: str) -> Iterator[bytes]:
-    """Give the content in blocks; refuse a GZIP file that is damaged or lacks its end."""
+    """Yield the content in blocks; raise for a GZIP file that is damaged or lacks its end."""
     with tf.io.gfile.GFile(file, "rb") as raw:
         stream = gzip.GzipFile(fileobj=raw) if compression else raw
         try:
             while block := stream.read(_BLOCK):
                 yield block
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            _checks.refuse_file(
-                f"The GZIP file is damaged or breaks off ({error})",
+            checks.fail_for_file(
+                f"The GZIP file is damaged or incomplete ({error})",
                 file,
                 remedy="Copy or download it again.",
             )

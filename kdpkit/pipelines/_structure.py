@@ -1,9 +1,9 @@
 """The stages of a dataset, as its user wrote them.
 
-This is the one place that reads tf.data's private parts: the names of its dataset classes, their
-attributes, `_inputs()` and `_functions()`, which are alike in TensorFlow 2.19 to 2.21. They give
-the dataset of each stage, which a serialised graph does not, and copy no data, which it would.
-What they do not give is None, or an empty set, and nothing is concluded from that.
+This file reads tf.data's private parts: the names of its dataset classes, their attributes,
+`_inputs()` and `_functions()`, which are alike in TensorFlow 2.19 to 2.21. They give the dataset of
+each stage, which a serialised graph does not, and copy no data, which it would. What they do not
+give is None, or an empty set, and nothing is concluded from that.
 """
 
 import dataclasses
@@ -15,20 +15,16 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
-_PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
-_VARIABLE_OPS = frozenset({"ReadVariableOp", "ResourceGather", "ResourceGatherNd"})
-_READING_OPS = frozenset(
-    {"TFRecordDataset", "TFRecordDatasetV2", "TextLineDataset", "FixedLengthRecordDataset"}
-    | {"FixedLengthRecordDatasetV2", "CSVDataset", "CSVDatasetV2"}
-)
-# Those with a state: they draw anew whenever they run.
-_RANDOM_OPS = frozenset(
-    {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal"}
-    | {"ParameterizedTruncatedNormal", "RandomShuffle", "Multinomial", "RandomGamma"}
-    | {"RandomPoisson", "RandomPoissonV2", "SampleDistortedBoundingBox"}
-    | {"SampleDistortedBoundingBoxV2", "RngReadAndSkip", "RngSkip", "RandomCrop"}
-    | {"StatefulUniform", "StatefulUniformInt", "StatefulStandardNormalV2", "RandomDatasetV2"}
-    | {"StatefulTruncatedNormal", "StatefulUniformFullInt", "AnonymousRandomSeedGenerator"}
+from kdpkit.pipelines._epochs import TrainDataset
+
+# Names of operations, as regular expressions.
+_PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
+_STORED = r"LookupTable.*|ReadVariableOp|ResourceGather(Nd)?"
+_READING = r"(TFRecord|TextLine|FixedLengthRecord|CSV)Dataset(V2)?"
+# Those with a state: they draw again whenever they run.
+_RANDOM = (
+    r"Random(?!Index).*|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox.*"
+    r"|Rng.*|Stateful(Uniform|StandardNormal|Truncated|Random).*|AnonymousRandomSeedGenerator"
 )
 _CHEAP_NAMES = """
     Placeholder Const Identity IdentityN NoOp Cast Bitcast Reshape ExpandDims Squeeze Pack Unpack
@@ -53,11 +49,15 @@ _KINDS = {
     "data_service": "distribute",
     "variant": "dataset",
 }
-KEEPS = frozenset({"cache", "snapshot"})  # kinds of stages that keep what they are given
 # They change neither the elements nor the work.
 _TRANSPARENT = frozenset(
     {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
 )
+_NAMED_BY = {
+    **dict.fromkeys(("shuffle", "prefetch"), "buffer_size"),
+    **dict.fromkeys(("batch", "padded_batch"), "batch_size"),
+    **dict.fromkeys(("repeat", "take", "skip"), "count"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,41 +67,54 @@ class Function:
     Attributes:
         name: Its name in Python.
         ops: The names of its operations, also those inside datasets and functions within it.
-        is_stateful: Whether tf.data leaves it in its order, one call after the other.
-        call: The function itself, as its user gave it; None where it is not known.
+        call: The function itself, as its user passed it; None where it is not known.
     """
 
     name: str
     ops: frozenset[str]
-    is_stateful: bool
-    call: Callable[..., Any] | None = None
+    call: Callable[..., Any] | None
+
+    @property
+    def is_stateful(self) -> bool:
+        """Whether tf.data leaves it in its order, one call after the other."""
+        return any(map(_is_stateful, self.ops))
 
     @property
     def calls_python(self) -> bool:
         """Whether it holds a `py_function`, a `numpy_function` or a generator."""
-        return bool(self.ops & _PYTHON_OPS)
+        return self._has(_PYTHON)
 
     @property
     def looks_up(self) -> bool:
         """Whether it reads a variable or a lookup table, such as a Keras layer's."""
-        return any(op.startswith("LookupTable") or op in _VARIABLE_OPS for op in self.ops)
+        return self._has(_STORED)
 
     @property
     def draws(self) -> bool:
         """Whether it draws other numbers each time, as augmentation and Keras layers do."""
-        moves_a_seed = any(op.startswith("Assign") for op in self.ops)
-        stateless = any(op.startswith("StatelessRandom") for op in self.ops)
-        return bool(self.ops & _RANDOM_OPS) or (stateless and moves_a_seed)
+        moves_a_seed = self._has("StatelessRandom.*") and self._has("Assign.*")
+        return self._has(_RANDOM) or moves_a_seed
 
     @property
     def reads_files(self) -> bool:
         """Whether it opens files of records or lines as a dataset."""
-        return bool(self.ops & _READING_OPS)
+        return self._has(_READING)
 
     @property
     def is_cheap(self) -> bool:
         """Whether it only moves and compares numbers, for which a thread of its own is too much."""
         return self.ops <= _CHEAP_OPS
+
+    def _has(self, pattern: str) -> bool:
+        return any(re.fullmatch(pattern, op) for op in self.ops)
+
+
+def _is_stateful(op: str) -> bool:
+    """Return whether tf.data takes an operation for one whose calls must keep their order."""
+    if op in ("Assert", "StatefulPartitionedCall", "If", "While") or "Dataset" in op:
+        return False  # the functions inside have operations that decide it
+    definition = op_def_registry.get(op)
+    return definition is not None and definition.is_stateful
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,21 +126,24 @@ class Stage:
         made_by: The dataset object of the stage itself.
         kind: The method or class that made it, such as `"map"` or `"TFRecordDataset"`.
         inputs: The stages that it takes elements from.
-        functions: What it calls.
     """
 
-    dataset: Any
-    made_by: Any
+    dataset: tf.data.Dataset
+    made_by: tf.data.Dataset
     kind: str
     inputs: tuple["Stage", ...]
-    functions: tuple[Function, ...]
+
+    @functools.cached_property
+    def functions(self) -> tuple[Function, ...]:
+        """What it calls."""
+        return tuple(_functions(self.made_by))
 
     def argument(self, name: str) -> Any:
-        """Give an argument as the dataset keeps it, None where it is unknown."""
+        """Return an argument as the dataset keeps it, None where it is unknown."""
         return getattr(self.made_by, f"_{name}", None)
 
     def setting(self, name: str) -> Any:
-        """Give an argument as a Python value, None where it is unknown."""
+        """Return an argument as a Python value, None where it is unknown."""
         value = self.argument(name)
         value = tf.get_static_value(value) if tf.is_tensor(value) else value
         if value is None or isinstance(value, (bool, str)):
@@ -146,19 +162,54 @@ class Stage:
         return "Parallel" in type(self.made_by).__name__
 
     @property
+    def keeps(self) -> bool:
+        """Whether it keeps what it is given."""
+        return self.kind in ("cache", "snapshot")
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether it has a new order each epoch, or its datasets within have."""
+        if self.kind == "shuffle":
+            return self.setting("reshuffle_each_iteration") is not False
+        within = (op for function in self.functions for op in function.ops)
+        return self.kind == "train_pipeline" or any("ShuffleDataset" in op for op in within)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether it computes or reads, and does not only cut and mix what is in memory."""
+        return self.kind.endswith("Dataset") or not all(one.is_cheap for one in self.functions)
+
+    @property
     def label(self) -> str:
         """The stage as its user writes it: `map(decode)`, `shuffle(1000)`, `batch(32)`."""
-        argument = _argument(self)
+        argument = self.setting(_NAMED_BY[self.kind]) if self.kind in _NAMED_BY else None
+        if self.kind == "prefetch" and argument == tf.data.AUTOTUNE:
+            argument = "AUTOTUNE"
+        elif self.kind in ("repeat", "take", "skip") and argument == -1:
+            argument = ""
+        elif self.kind in ("map", "filter", "flat_map", "interleave") and self.functions:
+            argument = self.functions[0].name or None
         return self.kind if argument is None else f"{self.kind}({argument})"
+
+    @property
+    def files(self) -> int | None:
+        """The number of files that it reads itself; None if it reads none, or it is not known."""
+        names = None
+        if self.kind in ("TextLineDataset", "TFRecordDataset", "FixedLengthRecordDataset"):
+            names = self.argument("filenames")
+        elif len(self.inputs) == 1 and any(one.reads_files for one in self.functions):
+            names = self.inputs[0].dataset
+        count = int(names.cardinality()) if isinstance(names, tf.data.Dataset) else 0
+        return count if count > 0 else None
 
 
 def end_of(dataset: tf.data.Dataset) -> Stage:
-    """Give the last stage of a dataset, with all before it."""
+    """Return the last stage of a dataset, with all before it."""
     return _stage(dataset, {})
 
 
 def line(end: Stage) -> tuple[Stage, ...]:
-    """Give the stages from the last one back to where datasets come together, the source first."""
+    """Return the stages from the last one back to where datasets come together, source first."""
     stages = [end]
     while len(stages[-1].inputs) == 1:
         stages += stages[-1].inputs
@@ -166,7 +217,7 @@ def line(end: Stage) -> tuple[Stage, ...]:
 
 
 def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
-    """Give each stage once, with the stages that follow it, the nearest first."""
+    """Yield each stage once, with the stages that follow it, the nearest first."""
     waiting: list[tuple[Stage, tuple[Stage, ...]]] = [(end, ())]
     seen: set[int] = set()
     while waiting:
@@ -178,113 +229,44 @@ def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
 
 
 def before(stage: Stage) -> Iterator[Stage]:
-    """Give all stages that a stage takes from."""
+    """Return all stages that a stage takes from."""
     return (one for one, after in paths(stage) if after)
 
 
-def is_kept(after: tuple[Stage, ...]) -> bool:
-    """Tell whether one of the stages that follow keeps what it was given."""
-    return any(stage.kind in KEEPS for stage in after)
-
-
-def shuffles(stage: Stage) -> bool:
-    """Tell whether a stage has a new order each epoch, or its datasets within have."""
-    if stage.kind == "train_pipeline":
-        return True
-    if stage.kind == "shuffle":
-        return stage.setting("reshuffle_each_iteration") is not False
-    return any("ShuffleDataset" in op for function in stage.functions for op in function.ops)
-
-
-def has_work(stage: Stage) -> bool:
-    """Tell whether a stage computes or reads, and does not only cut and mix what is in memory."""
-    return any(not one.is_cheap for one in stage.functions) or stage.kind.endswith("Dataset")
-
-
-def _stage(dataset: Any, known: dict[int, Stage]) -> Stage:
+def _stage(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
     if id(dataset) not in known:
         known[id(dataset)] = _read(dataset, known)
     return known[id(dataset)]
 
 
-def _read(dataset: Any, known: dict[int, Stage]) -> Stage:
-    movable = getattr(dataset, "movable", None)  # of `train_pipeline`, whose graph hides its source
-    if movable is not None:
-        return Stage(dataset, dataset, "train_pipeline", (_stage(movable.examples, known),), ())
-    functions = tuple(_functions(dataset))
+def _read(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
+    if isinstance(dataset, TrainDataset):  # whose graph hides its source
+        return Stage(dataset, dataset, "train_pipeline", (_stage(dataset.examples, known),))
     kind = _kind(dataset)
-    inputs = getattr(dataset, "_data_inputs", None) or _inputs(dataset)
+    # Of a choice between datasets, without what chooses.
+    inputs = getattr(dataset, "_data_inputs", None) or dataset._inputs()
     if kind in _TRANSPARENT and len(inputs) == 1:
-        within = _stage(_normalized(kind, inputs[0]), known)
-        return dataclasses.replace(within, dataset=dataset)
-    if any("GeneratorDataset" in function.ops for function in functions) and kind == "flat_map":
+        if kind == "restructured" and _kind(inputs[0]) == "map":
+            inputs = inputs[0]._inputs()  # `unbatch`, `rebatch` and `snapshot` add their own map
+        return dataclasses.replace(_stage(inputs[0], known), dataset=dataset)
+    if kind == "flat_map" and any("GeneratorDataset" in one.ops for one in _functions(dataset)):
         kind, inputs = "from_generator", ()
     if kind == "TFRecordDataset" and [_kind(one) for one in inputs] == ["from_tensor_slices"]:
         inputs = ()  # the names of its files
-    return Stage(dataset, dataset, kind, tuple(_stage(one, known) for one in inputs), functions)
+    return Stage(dataset, dataset, kind, tuple(_stage(one, known) for one in inputs))
 
 
-def _normalized(kind: str, dataset: Any) -> Any:
-    """Give what `unbatch`, `rebatch` and `snapshot` were called on: they add a map of their own."""
-    inputs = _inputs(dataset)
-    return inputs[0] if kind == "restructured" and _kind(dataset) == "map" else dataset
-
-
-def _inputs(dataset: Any) -> list[Any]:
-    return [*getattr(dataset, "_inputs", list)()]
-
-
-def _kind(dataset: Any) -> str:
-    """Give `"take_while"` for `_TakeWhileDataset`, `"map"` for `_ParallelMapDataset`."""
-    name = re.sub(r"(Dataset|V\d)+$", "", type(dataset).__name__.lstrip("_")).replace(
-        "Parallel", ""
-    )
+def _kind(dataset: tf.data.Dataset) -> str:
+    """Return `"take_while"` for `_TakeWhileDataset`, `"map"` for `_ParallelMapDataset`."""
+    name = re.sub(r"^_|Parallel|(Dataset|V\d)+$", "", type(dataset).__name__)
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
     return _KINDS.get(words, words)
 
 
-def _functions(dataset: Any) -> Iterator[Function]:
-    for wrapper in getattr(dataset, "_functions", list)():
+def _functions(dataset: tf.data.Dataset) -> Iterator[Function]:
+    for wrapper in dataset._functions():
         graph = wrapper.function.graph.as_graph_def()
         nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-        ops = frozenset(node.op for node in nodes)
         call = getattr(wrapper, "_func", None)
-        name = getattr(call, "__name__", "")
-        yield Function(name.strip("<>"), ops, any(map(_is_stateful, ops)), call)
-
-
-def _is_stateful(op: str) -> bool:
-    """Tell whether tf.data takes an operation for one whose calls must keep their order."""
-    if op in ("Assert", "StatefulPartitionedCall", "If", "While") or "Dataset" in op:
-        return False  # the functions inside say so themselves
-    definition = op_def_registry.get(op)
-    return definition is not None and definition.is_stateful
-
-
-def _argument(stage: Stage) -> Any:
-    by_kind = {"shuffle": "buffer_size", "batch": "batch_size", "padded_batch": "batch_size"}
-    if stage.kind in by_kind:
-        return stage.setting(by_kind[stage.kind])
-    if stage.kind == "prefetch":
-        ahead = stage.setting("buffer_size")
-        return "AUTOTUNE" if ahead == tf.data.AUTOTUNE else ahead
-    if stage.kind in ("repeat", "take", "skip"):
-        count = stage.setting("count")
-        return "" if count == -1 else count
-    if stage.kind in ("map", "filter", "flat_map", "interleave") and stage.functions:
-        return stage.functions[0].name or None
-    return None
-
-
-def files_of(stage: Stage) -> int | None:
-    """Count the files that a stage reads itself, None if it reads none or they are not known."""
-    if stage.kind in ("TextLineDataset", "TFRecordDataset", "FixedLengthRecordDataset"):
-        names = getattr(stage.made_by, "_filenames", None)
-        if isinstance(names, tf.data.Dataset):
-            count = int(names.cardinality())
-            return count if count >= 0 else None
-        return None
-    if any(function.reads_files for function in stage.functions) and len(stage.inputs) == 1:
-        count = stage.inputs[0].cardinality or 0
-        return count if count > 0 else None
-    return None
+        name = getattr(call, "__name__", "").strip("<>")
+        yield Function(name, frozenset(node.op for node in nodes), call)

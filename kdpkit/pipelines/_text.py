@@ -1,33 +1,36 @@
-"""Text: vocabularies, rows of tokens, and masks for masked-language-model training."""
+"""Text: vocabularies, sequences of tokens, and masks for masked-language-model training."""
 
 import math
 import os
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import keras_hub
 import tensorflow as tf
 
-from kdpkit import _checks, _files
+from kdpkit._internal import atomic_files, checks
 from kdpkit.pipelines._tracing import as_written
 from kdpkit.pipelines._transforms import Transform
 
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _LINES_AT_ONCE = 256
 
+Tokenizer: TypeAlias = keras_hub.tokenizers.Tokenizer
+Masked: TypeAlias = tuple[dict[str, tf.Tensor], tf.Tensor, tf.Tensor]  # features, labels, weights
+
 
 def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True) -> list[str]:
-    """Learn a WordPiece vocabulary of at most `size` pieces, BERT's special tokens included.
+    """Learn a WordPiece vocabulary of at most `size` tokens, BERT's special tokens included.
 
     It is keras_hub's learner: https://keras.io/keras_hub/api/tokenizers.
 
     Raises:
         ValueError: There are no lines, or `size` has no room for the special tokens.
     """
-    size = _checks.integer("size", size, minimum=len(_SPECIAL) + 1)
+    size = checks.integer("size", size, minimum=len(_SPECIAL) + 1)
     texts = list(lines)
     if not any(text.strip() for text in texts):
-        _checks.refuse("A vocabulary cannot be learned from no text.", lines=texts)
+        checks.fail("A vocabulary cannot be learned without text.", lines=texts)
     return list(
         keras_hub.tokenizers.compute_word_piece_vocabulary(
             tf.data.Dataset.from_tensor_slices(texts).batch(_LINES_AT_ONCE),
@@ -39,67 +42,68 @@ def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True)
 
 
 def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
-    """Read a WordPiece vocabulary, one piece a line, whose line numbers are the token ids.
+    """Read a WordPiece vocabulary, one token a line, whose line numbers are the token ids.
 
     The file may be in object storage, as `gs://bucket/vocabulary.txt`.
 
     Raises:
-        ValueError: The file is missing, empty or not UTF-8, a special token of BERT is not in
-            it, or a piece stands in it twice.
+        ValueError: The file is missing, empty or not UTF-8, a special token of BERT is not in it,
+            or a token is in it twice.
     """
-    file = _files.readable(path)
+    file = atomic_files.readable(path)
     try:
         lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
     except UnicodeDecodeError:
-        _checks.refuse_file("The vocabulary is not UTF-8 text", file)
-    pieces = [line.rstrip() for line in lines]  # as keras_hub reads it
-    missing = [token for token in _SPECIAL if token not in pieces]
+        checks.fail_for_file("The vocabulary is not UTF-8 text", file)
+    tokens = [line.rstrip() for line in lines]  # as keras_hub reads it
+    missing = [token for token in _SPECIAL if token not in tokens]
     if missing:
-        _checks.refuse_file(
+        checks.fail_for_file(
             f"The vocabulary lacks the special token{'s' * (len(missing) > 1)} "
             f"{', '.join(missing)}",
             file,
             remedy="Add a line for each, or let a vocabulary be learned from the corpus.",
         )
-    if len(set(pieces)) < len(pieces):
-        twice = next(piece for piece in pieces if pieces.count(piece) > 1)
-        _checks.refuse_file(f"The vocabulary has {twice!r} more than once", file)
-    return pieces
+    if len(set(tokens)) < len(tokens):
+        twice = next(token for token in tokens if tokens.count(token) > 1)
+        checks.fail_for_file(f"The vocabulary has {twice!r} more than once", file)
+    return tokens
 
 
-def tokenize(tokenizer: Any, *, sequence_length: int | None = None) -> Transform:
+def tokenize(tokenizer: Tokenizer, *, sequence_length: int | None = None) -> Transform:
     """Turn lines into token ids, many lines at a time.
 
     Args:
         tokenizer: A keras_hub tokenizer, such as `keras_hub.models.BertTokenizer`.
-        sequence_length: Give rows of this many int32 ids, `[CLS] ... [SEP]` and padding, where a
-            long line goes on in the next row so that no token is lost. None gives each line's
+        sequence_length: Sequences of this many int32 ids, `[CLS] ... [SEP]` and padding, where a
+            long line goes on in the next sequence so that no token is lost. None gives each line's
             ids as they are, without special tokens, in vectors of varying length.
 
     Returns:
         A stage from string scalars to int32 vectors.
 
     Raises:
-        ValueError: The tokenizer pads or cuts rows itself, or the dataset gives no single lines.
+        ValueError: The tokenizer pads or cuts sequences itself, or the dataset gives no single
+            lines.
     """
     if sequence_length is not None:
-        _checks.integer("sequence_length", sequence_length, minimum=3)
+        checks.integer("sequence_length", sequence_length, minimum=3)
     if getattr(tokenizer, "sequence_length", None) is not None:
-        _checks.refuse(
+        checks.fail(
             "The tokenizer has a `sequence_length` of its own, to which it pads and cuts lines.",
             sequence_length=tokenizer.sequence_length,
-            remedy="Make it without, and give the length to `tokenize`.",
+            remedy="Make it without, and pass the length to `tokenize`.",
         )
 
-    def convert(lines: Any) -> Any:
+    def convert(lines: tf.Tensor) -> tf.Tensor | tf.RaggedTensor:
         tokens = tokenizer(lines)
-        return tokens if sequence_length is None else _rows(tokens, tokenizer, sequence_length)
+        return tokens if sequence_length is None else _sequences(tokens, tokenizer, sequence_length)
 
     def apply(lines: tf.data.Dataset) -> tf.data.Dataset:
         spec = lines.element_spec
         is_string = isinstance(spec, tf.TensorSpec) and spec.dtype == tf.string
         if not is_string or spec.shape.rank not in (0, None):
-            _checks.refuse(
+            checks.fail(
                 "`tokenize` takes lines of text one by one, as string scalars.",
                 element_spec=spec,
                 remedy="Map a dataset to its text, and `unbatch` one of batches.",
@@ -111,27 +115,26 @@ def tokenize(tokenizer: Any, *, sequence_length: int | None = None) -> Transform
 
 
 def mask_tokens(
-    tokenizer: Any, *, rate: float = 0.15, slots: int | None = None
-) -> Callable[..., tuple[dict[str, Any], Any, Any]]:
-    """Give the masking of BERT (Devlin et al. 2019) as a function of tokens and a seed.
+    tokenizer: Tokenizer, *, rate: float = 0.15, slots: int | None = None
+) -> Callable[..., Masked]:
+    """Return the masking of BERT (Devlin et al. 2019) as a function of tokens and a seed.
 
-    Of every row `ceil(rate * tokens)` ordinary tokens are to be predicted: 80 % of them are
-    replaced by `[MASK]`, 10 % by a token drawn from the whole vocabulary, 10 % left alone. The
-    draw depends on the seed and the row's place in the batch alone, so any number of replicas
+    Of every sequence `ceil(rate * tokens)` ordinary tokens are to be predicted: 80 % of them are
+    replaced by `[MASK]`, 10 % by a token drawn from the vocabulary, 10 % left alone. The draw
+    depends on the seed and the sequence's position in the batch alone, so any number of replicas
     sees the same masks.
 
     Args:
         tokenizer: The keras_hub tokenizer of the tokens, for its special ids.
-        rate: Share of the ordinary tokens to predict, between 0 and 1.
-        slots: Predictions a row has room for; None takes what a full row needs.
+        rate: Fraction of the ordinary tokens to predict, between 0 and 1.
+        slots: Predictions a sequence has room for; None takes what a full one needs.
 
     Returns:
         A function `mask(tokens, seed)` from int32 `[batch, length]` (or `[length]`) and a seed of
-        two integers to `(features, labels, weights)` for `keras_hub.models.BertMaskedLM`; masks
-        stay integers there, because bool features cannot be reduced over replicas. Weights sum
-        to the number of slots in the whole batch, so that a loss averaged over all slots is the
-        mean over the masked tokens, on any number of replicas. Without a seed, masks are drawn
-        from the row's own tokens, the same in every epoch, and weights are 0 or 1: for validation.
+        two integers to `(features, labels, weights)` for `keras_hub.models.BertMaskedLM`. Weights
+        sum to the number of slots in the batch, so that a loss averaged over all slots is the mean
+        over the masked tokens, on any number of replicas. Without a seed, masks are drawn from the
+        sequence's own tokens, the same in every epoch, and weights are 0 or 1: for validation.
 
     >>> import keras_hub
     >>> tokenizer = keras_hub.models.BertTokenizer(
@@ -142,14 +145,14 @@ def mask_tokens(
     >>> labels.shape, float(tf.reduce_mean(weights))
     (TensorShape([1, 2]), 1.0)
     """
-    rate = _checks.number("rate", rate, above=0, maximum=1)
+    rate = checks.number("rate", rate, above=0, maximum=1)
     if slots is not None:
-        slots = _checks.integer("slots", slots)
+        slots = checks.integer("slots", slots)
 
     @as_written
-    def mask(tokens: Any, seed: Any = None) -> tuple[dict[str, Any], Any, Any]:
+    def mask(tokens: tf.Tensor, seed: Sequence[int] | tf.Tensor | None = None) -> Masked:
         tokens = tokens if tf.is_tensor(tokens) else tf.convert_to_tensor(tokens)
-        _require_rows(tokens)
+        _require_sequences(tokens)
         if tokens.shape.rank == 1:
             masked = mask(tokens[tf.newaxis], seed)
             return tf.nest.map_structure(lambda part: part[0], masked)
@@ -165,39 +168,41 @@ def mask_tokens(
     return mask
 
 
-def _require_rows(tokens: Any) -> None:
-    """Refuse what is no row of token ids, nor rows of one length."""
+def _require_sequences(tokens: tf.Tensor | tf.RaggedTensor) -> None:
+    """Raise for what is no sequence of token ids, nor sequences of one length."""
     if not tokens.dtype.is_integer or tokens.shape.rank not in (1, 2):
-        _checks.refuse(
-            "Rows to mask are token ids, int32 [batch, length] or [length].",
+        checks.fail(
+            "Sequences to mask are token ids, int32 [batch, length] or [length].",
             shape=tokens.shape,
             dtype=tokens.dtype.name,
         )
     if not tokens.shape[-1]:
-        _checks.refuse(
-            "Rows to mask need one static length.",
+        checks.fail(
+            "Sequences to mask need one static length.",
             shape=tokens.shape,
-            remedy="`pack_tokens` and `tokenize(sequence_length=...)` give such rows, and "
-            "`tf.ensure_shape(batch, [None, length])` says the length of a batch.",
+            remedy="`pack_tokens` and `tokenize(sequence_length=...)` have one, and "
+            "`tf.ensure_shape(batch, [None, length])` sets it.",
         )
 
 
-def _draws(tokens: Any, count: int, seed: Any) -> Any:
-    """Draw `count` numbers in [0, 1) for each row: from the seed, or from the row's own tokens."""
+def _draws(tokens: tf.Tensor, count: int, seed: Sequence[int] | tf.Tensor | None) -> tf.Tensor:
+    """Draw `count` numbers in [0, 1) for each sequence: from the seed, or from its own tokens."""
     if seed is not None:
         return tf.random.stateless_uniform([tf.shape(tokens)[0], count], seed)
 
-    def from_row(row: Any) -> Any:
-        text = tf.strings.reduce_join(tf.strings.as_string(row), separator=" ")
+    def from_tokens(own: tf.Tensor) -> tf.Tensor:
+        text = tf.strings.reduce_join(tf.strings.as_string(own), separator=" ")
         seed = tf.stack([tf.strings.to_hash_bucket_fast(text, 1 << 62), 0])
         return tf.random.stateless_uniform([count], seed)
 
-    return tf.map_fn(from_row, tokens, fn_output_signature=tf.float32)
+    return tf.map_fn(from_tokens, tokens, fn_output_signature=tf.float32)
 
 
-def _masked(tokens: Any, draws: Any, tokenizer: Any, rate: float, room: int) -> Any:
-    """Mask the rows: the draws say which tokens, then what becomes of each, then the stand-ins."""
-    rows, length = tf.shape(tokens)[0], tokens.shape[-1]
+def _masked(
+    tokens: tf.Tensor, draws: tf.Tensor, tokenizer: Tokenizer, rate: float, room: int
+) -> Masked:
+    """Mask sequences: draws decide which tokens, then what becomes of each, then the stand-ins."""
+    count, length = tf.shape(tokens)[0], tokens.shape[-1]
     order, fate, stand_in = tf.split(draws, [length, room, room], axis=1)
     special = tf.constant(tokenizer.special_token_ids, tokens.dtype)
     ordinary = tf.reduce_all(tokens[:, :, tf.newaxis] != special, axis=-1)
@@ -209,11 +214,11 @@ def _masked(tokens: Any, draws: Any, tokenizer: Any, rate: float, room: int) -> 
     drawn = tf.cast(stand_in * tokenizer.vocabulary_size(), tokens.dtype)
     mask_id = tf.constant(tokenizer.mask_token_id, tokens.dtype)
     replaced = tf.where(fate < 0.8, mask_id, tf.where(fate < 0.9, drawn, originals))
-    places = tf.stack([tf.repeat(tf.range(rows), room), tf.reshape(positions, [-1])], axis=1)
-    # Added and not set: places that were not chosen stand for 0, which may be chosen itself.
+    indices = tf.stack([tf.repeat(tf.range(count), room), tf.reshape(positions, [-1])], axis=1)
+    # Added and not set: positions that were not chosen stand for 0, which may be chosen itself.
     changes = tf.reshape(tf.where(chosen, replaced - originals, 0), [-1])
     features = {
-        "token_ids": tf.tensor_scatter_nd_add(tokens, places, changes),
+        "token_ids": tf.tensor_scatter_nd_add(tokens, indices, changes),
         "segment_ids": tf.zeros_like(tokens),
         "padding_mask": tf.cast(tokens != tokenizer.pad_token_id, tf.int32),
         "mask_positions": positions,
@@ -221,8 +226,8 @@ def _masked(tokens: Any, draws: Any, tokenizer: Any, rate: float, room: int) -> 
     return features, tf.where(chosen, originals, 0), tf.cast(chosen, tf.float32)
 
 
-def _rows(tokens: Any, tokenizer: Any, length: int) -> Any:
-    """Cut ragged lines into rows of `length` ids with their special tokens and padding."""
+def _sequences(tokens: tf.RaggedTensor, tokenizer: Tokenizer, length: int) -> tf.Tensor:
+    """Cut ragged lines into sequences of `length` ids with their special tokens and padding."""
     starts = tf.ragged.range(tokens.row_starts(), tokens.row_limits(), length - 2).flat_values
     splits = tf.concat([starts, [tf.size(tokens.flat_values, tf.int64)]], axis=0)
     body = tf.RaggedTensor.from_row_splits(tokens.flat_values, splits)
@@ -230,5 +235,5 @@ def _rows(tokens: Any, tokenizer: Any, length: int) -> Any:
         tf.fill([tf.size(starts), 1], special)
         for special in (tokenizer.cls_token_id, tokenizer.sep_token_id)
     )
-    rows = tf.concat([first, body, last], axis=1)
-    return rows.to_tensor(tokenizer.pad_token_id, shape=[None, length])
+    sequences = tf.concat([first, body, last], axis=1)
+    return sequences.to_tensor(tokenizer.pad_token_id, shape=[None, length])

@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import tensorflow as tf
 
-from kdpkit import _checks
+from kdpkit._internal import checks
 from kdpkit.pipelines import _disk_cache
 from kdpkit.pipelines._counting import cardinality
 
@@ -47,12 +47,11 @@ def filter_by(predicate: Callable[..., Any]) -> Transform:
     return lambda dataset: dataset.filter(predicate)
 
 
-def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., Any]:
-    """Tell texts longer than `length` from shorter ones.
+def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., tf.Tensor]:
+    """Return a predicate for texts longer than `length`.
 
-    It is a predicate on an example, whose first part is the text: for `train_pipeline(keep=...)`,
-    `filter_by` and `Dataset.filter`. Given a dataset it filters it, so `Dataset.apply` takes it
-    as well.
+    It is for `train_pipeline(keep=...)`, `filter_by` and `Dataset.filter`, where the first part of
+    an example is the text; `Dataset.apply` takes it as well.
 
     Args:
         length: Texts of this length or shorter are left out.
@@ -62,10 +61,10 @@ def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., Any]:
     >>> [line.numpy() for line in lines.filter(longer_than(3))]
     [b'three']
     """
-    length = _checks.integer("length", length, minimum=0)
-    _checks.one_of("unit", unit, ("BYTE", "UTF8_CHAR"))
+    length = checks.integer("length", length, minimum=0)
+    checks.one_of("unit", unit, ("BYTE", "UTF8_CHAR"))
 
-    def is_longer(*example: Any) -> Any:
+    def is_longer(*example: Any) -> tf.Tensor | tf.data.Dataset:
         if isinstance(example[0], tf.data.Dataset):
             return example[0].filter(is_longer)
         return tf.strings.length(example[0], unit=unit) > length
@@ -76,18 +75,16 @@ def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., Any]:
 def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     """Keep the examples after their first reading, in memory or in a directory.
 
-    Put it before `shuffle`: after it, one order would be frozen for ever. On disk each pipeline has
-    a place of its own in the directory, filled at once and moved there when it is whole; one that
-    is damaged or half written is filled again. It knows the pipeline, not the content of the files
-    behind it: give another directory when those change. Nor does it know what generators and other
-    Python functions compute, or what variables and lookup tables hold, as those of Keras'
-    preprocessing layers: a warning says so whenever such a pipeline is read from its cache. One
-    with a generator may be filled again each time: TensorFlow gives it now this fingerprint, now
-    that.
+    Put it before `shuffle`: after it, one order would be frozen. On disk each pipeline has a
+    directory of its own in `where`, filled at once and complete when it appears; one that is
+    damaged or half written is filled again. It knows the pipeline, not the content of the files
+    behind it: pass another directory when those change. Nor does it know what Python functions
+    compute, or what variables and lookup tables hold, as those of Keras' preprocessing layers: a
+    warning reports it. One with a generator may be filled again each time.
 
     Args:
         where: `"memory"`, or the path of a directory. In object storage, `gs://bucket/cache` say,
-            the place is filled on this machine's disk (`TMPDIR`) and then copied there.
+            the cache is filled on this machine's disk (`TMPDIR`) and then copied there.
 
     Raises:
         ValueError: The directory cannot be written, or TensorFlow does not know its scheme.
@@ -98,7 +95,7 @@ def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     """
     if where == "memory":
         return lambda dataset: dataset.cache()
-    return lambda dataset: _disk_cache.cached_on_disk(dataset, where)
+    return lambda dataset: _disk_cache.cached_on_disk(dataset, where, fill_from=lambda: dataset)
 
 
 def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
@@ -109,7 +106,7 @@ def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
     `train_pipeline` counts epochs instead.
 
     Args:
-        buffer_size: Examples to draw from; the whole dataset's size shuffles uniformly.
+        buffer_size: Examples to draw from; the dataset's size shuffles uniformly.
         seed: Fixes the sequence of orders.
 
     >>> numbers = tf.data.Dataset.range(5).apply(shuffle(5, seed=3))
@@ -117,32 +114,32 @@ def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
     >>> first != second, sorted(first) == sorted(second)
     (True, True)
     """
-    buffer_size = _checks.integer("buffer_size", buffer_size)
-    seed = _checks.integer("seed", seed, minimum=0)
+    buffer_size = checks.integer("buffer_size", buffer_size)
+    seed = checks.integer("seed", seed, minimum=0)
     return lambda dataset: dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
 
 
 def batch_for(
     global_batch_size: int, *, replicas: int = 1, drop_remainder: bool = True
 ) -> Transform:
-    """Cut global batches that the replicas divide evenly.
+    """Batch examples globally, in a size that the replicas divide evenly.
 
     `tf.distribute` then gives each replica `global_batch_size / replicas` examples of every
     batch. With `drop_remainder=False` the last batch may be smaller, and uneven.
 
     Raises:
-        ValueError: The replicas do not divide the batch (the sentence names the nearest sizes
-            that they do), or the dataset is known to be smaller than one batch.
+        ValueError: The replicas do not divide the batch, or the dataset is known to be smaller than
+            one batch.
 
     >>> [batch.shape[0] for batch in tf.data.Dataset.range(10).apply(batch_for(4, replicas=2))]
     [4, 4]
     """
-    global_batch_size, replicas = _checks.global_batch(global_batch_size, replicas)
+    global_batch_size, replicas = checks.global_batch(global_batch_size, replicas)
 
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
         examples = cardinality(dataset)
         if drop_remainder and examples is not None and examples < global_batch_size:
-            _checks.refuse(
+            checks.fail(
                 "The dataset has too few examples for one full batch.",
                 examples=examples,
                 global_batch_size=global_batch_size,
@@ -160,27 +157,27 @@ def prefetch(batches: int = tf.data.AUTOTUNE) -> Transform:
     np.int64(3)
     """
     if batches != tf.data.AUTOTUNE:
-        batches = _checks.integer("batches", batches)
+        batches = checks.integer("batches", batches)
     return lambda dataset: dataset.prefetch(batches)
 
 
 def auto_shard(policy: str = "data") -> Transform:
-    """Say how several workers divide the dataset between them.
+    """Set how several workers divide the dataset between them.
 
-    Without it TensorFlow guesses, and with one file and two workers leaves one worker without
-    data. It matters under MultiWorkerMirroredStrategy alone; the replicas of one process always
-    share its global batches.
+    Without it TensorFlow guesses, and with one file and two workers leaves one worker without data.
+    It matters under MultiWorkerMirroredStrategy alone; the replicas of one process always split its
+    global batches.
 
     Args:
-        policy: `"data"`, every worker reads all and keeps its share; `"file"`, the files are
-            divided, of which there must be one or more for each worker; `"off"`, every worker
-            sees everything, as when the source has been divided already.
+        policy: `"data"`, every worker reads all and keeps its shard; `"file"`, the files are
+            divided, of which there must be one or more for each worker; `"off"`, every worker sees
+            everything, as when the source has been divided already.
 
     >>> stage = auto_shard("data")
     >>> stage(tf.data.Dataset.range(3)).options().experimental_distribute.auto_shard_policy.name
     'DATA'
     """
-    _checks.one_of("policy", policy, _POLICIES)
+    checks.one_of("policy", policy, _POLICIES)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = _POLICIES[policy]
     return lambda dataset: dataset.with_options(options)

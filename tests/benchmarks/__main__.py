@@ -3,9 +3,9 @@
     python -m tests.benchmarks                                    # all, on built-in data
     python -m tests.benchmarks bert --text wiki.tokens --vocabulary vocab.txt --json bert.json
 
-Every benchmark is a module beside this file and runs in a process of its own. Its contestants take
-turns, so that a busy machine slows all alike; figures are medians over the rounds with quartiles,
-ratios are taken round by round. PyTorch takes part where it is installed.
+Every benchmark is a module beside this file and runs in a process of its own. Its contestants
+alternate, so that a busy machine slows all alike; figures are medians over the rounds with
+quartiles, ratios are taken round by round. PyTorch takes part where it is installed.
 """
 
 # ruff: noqa: T201 a command-line program prints
@@ -22,11 +22,12 @@ import sys
 import tempfile
 
 from kdpkit import experiment
+from kdpkit.diagnostics import _machine
 from tests.benchmarks.paired import Row, Spread
 
 NAMES = (
     *("machine", "bert", "bert_loss", "cnn", "replicas", "loops", "watching", "exact"),
-    *("start", "memory", "pauses", "reading"),
+    *("start", "memory", "pauses", "reading", "noise_scale"),
 )
 
 
@@ -54,7 +55,7 @@ def name(word):
 
 
 def checked(argv):
-    """Read the arguments, and refuse now what would be missed when all has been measured."""
+    """Read the arguments, and reject now what would be missed when all has been measured."""
     found = parser()
     args = found.parse_args(argv)
     for file in (args.text, args.vocabulary):
@@ -67,7 +68,7 @@ def checked(argv):
 
 
 def main(argv=None):
-    """Measure, and print the table; give 1 if a goal was missed or a benchmark failed.
+    """Measure, and print the table; return 1 if a goal was missed or a benchmark failed.
 
     Ctrl-C ends it with the table of what has been measured, and 130.
     """
@@ -102,13 +103,13 @@ def main(argv=None):
 
 
 def flags_of(args):
-    """Give the flags that a benchmark's own process needs."""
+    """Return the flags that a benchmark's own process needs."""
     given = {name: getattr(args, name) for name in ("rounds", "text", "vocabulary", "images")}
     return [f"--{name}={value}" for name, value in given.items() if value is not None]
 
 
 def measured(name, flags):
-    """Run one benchmark in its own process, and give its rows; None if it failed."""
+    """Run one benchmark in its own process, and return its rows; None if it failed."""
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory) / "rows.json"
         command = [sys.executable, "-m", "tests.benchmarks", name, *flags, "--child", str(file)]
@@ -130,20 +131,13 @@ def row_of(values):
 
 
 def machine():
-    """Say what the figures were measured on."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        "unknown",
-    )
-    return f"{len(os.sched_getaffinity(0))} cores of {cpu}"
+    """Return what the figures were measured on."""
+    found = _machine.look()
+    return f"{found.cores} cores of {found.cpu}"
 
 
 def markdown(report, rows):
-    """Give the table for people."""
+    """Return the table for people."""
     lines = [
         f"{report['machine']}; {', '.join(' '.join(pair) for pair in report['versions'].items())}; "
         f"{report['date']}.",
@@ -163,7 +157,7 @@ def markdown(report, rows):
 
 
 def figure(spread):
-    """Give a median with three digits or more."""
+    """Return a median with three digits or more."""
     if spread is None:
         return ""
     return f"{spread.median:,.0f}" if spread.median >= 100 else f"{spread.median:.3g}"

@@ -2,9 +2,9 @@
 
     KERAS_BACKEND=jax python tests/benchmarks/bench_jax_guide.py [--devices 1] [--json]
 
-The guide's loop, mended so that it starts, alternates with ours, epoch by epoch, on the same NumPy
+The guide's loop, fixed so that it starts, alternates with ours, epoch by epoch, on the same NumPy
 batches: a small MLP, where what Python does counts, and the guide's convnet, where the devices do.
-Times are medians over the rounds; the ratio is the median of the rounds' ratios. On GPUs give
+Times are medians over the rounds; the ratio is the median of the rounds' ratios. On GPUs pass
 `--devices` as many as there are.
 """
 
@@ -50,7 +50,7 @@ def loss():
 
 
 def contestants(build, data, devices):
-    """Give by name functions that train one epoch."""
+    """Return by name functions that train one epoch."""
     model, _ = build()
     optimizer = keras.optimizers.Adam()
     optimizer.build(model.trainable_variables)
@@ -70,7 +70,7 @@ def contestants(build, data, devices):
 
 
 def compare(build, steps, rounds, devices):
-    """Give by name the median microseconds of a step, and the ratio to the guide's."""
+    """Return by name the median microseconds of a step, and the ratio to the guide's."""
     _, row = build()
     x = np.repeat(row, steps * BATCH, axis=0)
     found = contestants(build, (x, np.arange(len(x)) % 10), devices)

@@ -40,17 +40,17 @@ def rows(args):
 
 
 def rate(tokens, train):
-    """Give tokens a second of a call."""
+    """Return tokens a second of a call."""
     return tokens / seconds_of(train)
 
 
 def trained_by(loop, data, tokens):
-    """Give the rate of an epoch of our loop."""
+    """Return the rate of an epoch of our loop."""
     return lambda: rate(tokens, lambda: loop.fit(data, epochs=1, verbose=0))
 
 
 def published(args):
-    """Give the rate of the published recipe, on the next lines in every round."""
+    """Return the rate of the published recipe, on the next lines in every round."""
     model, data = workload.published(args)
     batches = list(data)
     groups = workload.cycle(batches, PUBLISHED_STEPS)
@@ -65,7 +65,7 @@ def published(args):
 
 
 def stock_fit(args, data, tokens):
-    """Give the rate of `fit` on our batches."""
+    """Return the rate of `fit` on our batches."""
     size = workload.tokenizer(args.text, args.vocabulary).vocabulary_size()
     model = workload.compiled(workload.masked_lm(size))
     return lambda: rate(tokens, lambda: model.fit(data, verbose=0))

@@ -37,7 +37,7 @@ def rows(args):
 
 
 def race(args):
-    """Give seconds of ours and the other, the loss, and the accuracies after as many tokens."""
+    """Return seconds of ours and the other, the loss, and the accuracies after as many tokens."""
     model, data = workload.published(args)
     *batches, _ = list(data)
     held_out = evaluation(args, batches)
@@ -68,7 +68,7 @@ def evaluation(args, batches):
 
 
 def scores(model, held_out):
-    """Give the loss of a masked token, and the accuracy, both by hand."""
+    """Return the loss of a masked token, and the accuracy, both by hand."""
     total = right = weight = 0.0
     for x, y, weights in held_out:
         logits = model(x, training=False)
@@ -81,7 +81,7 @@ def scores(model, held_out):
 
 
 def ours(args, start, held_out, loss, seen):
-    """Train until the loss is reached; give the seconds of training, and accuracy after `seen`."""
+    """Train until the loss is reached; return the seconds of it, and accuracy after `seen`."""
     array = workload.rows(args)
     loop = workload.loop_of(args, jit=True)
     data = workload.packed(args, array).repeat()

@@ -55,7 +55,7 @@ def build(images, classes):
 
 
 def ours(images, labels, classes):
-    """Give an epoch as `cnn_custom_loop.py` trains it."""
+    """Return an epoch as `cnn_custom_loop.py` trains it."""
     data = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices((images, labels)), global_batch_size=BATCH
     )
@@ -71,7 +71,7 @@ def ours(images, labels, classes):
 
 
 def stock(images, labels, classes):
-    """Give an epoch of `fit` on the usual pipeline."""
+    """Return an epoch of `fit` on the usual pipeline."""
     data = tf.data.Dataset.from_tensor_slices((images, labels)).shuffle(10_000)
     data = data.batch(BATCH, drop_remainder=True).prefetch(tf.data.AUTOTUNE)
     model = build(images, classes)
@@ -84,7 +84,7 @@ def stock(images, labels, classes):
 
 
 def article(images, labels, classes):
-    """Give an epoch of the article's loop: floats and one-hot labels, a call for each batch."""
+    """Return an epoch of the article's loop: floats and one-hot labels, a call for each batch."""
     strategy = strategies.select_strategy("mirrored", devices=1)
     floats = (images / 255).astype("float32")
     one_hot = np.eye(classes, dtype="float32")[labels]
@@ -129,7 +129,7 @@ def without_rescaling(images, classes):
 
 
 def convolutions(images, classes):
-    """Give the convolutions of an epoch, forwards and back: what no loop around them can save."""
+    """Return the convolutions of an epoch, forwards and back: what no loop around them can save."""
     model = build(images, classes)
     kinds = [layer for layer in model.layers if isinstance(layer, keras.layers.Conv2D)]
     inputs = [tf.random.normal((BATCH, *layer.input.shape[1:])) for layer in kinds]

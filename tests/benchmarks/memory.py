@@ -51,7 +51,7 @@ def main(way, *paths):
     steps.build(feed, training=True)
     batch = next(data.as_numpy_iterator())
     step = jax.jit(steps._train_step, donate_argnums=0)
-    analysis = step.lower(steps._values(), batch).compile().memory_analysis()
+    analysis = step.lower(steps._variables.read(), batch).compile().memory_analysis()
     sys.stdout.write(f"{analysis.temp_size_in_bytes / 2**20:.1f}\n")
 
 

@@ -1,14 +1,8 @@
 """What a step of `TrainingLoop` costs with `noise_scale=True` next to one without.
 
-    [KERAS_BACKEND=jax] python tests/benchmarks/bench_noise_scale.py [--rounds 15]
-
-An epoch of the one alternates with an epoch of the other, so that a busy machine slows both alike.
-Times are medians over the rounds; the ratio is the median of the rounds' ratios, with quartiles.
+On the backend that KERAS_BACKEND names.
 """
 
-# ruff: noqa: T201 a command-line program prints
-
-import argparse
 import contextlib
 
 import keras
@@ -23,6 +17,12 @@ CASES = {  # replicas, micro-batches
     "2 micro-batches": (1, 2),
     "2 replicas": (2, 2 if ON_JAX else 1),
 }
+
+
+def rows(args):
+    """Measure each model on replicas and on micro-batches."""
+    testing.use_logical_cpus(2)
+    return [row_of(name, case, args.rounds or 15) for name in MODELS for case in CASES]
 
 
 def small_cnn():
@@ -43,14 +43,14 @@ def images(rows):
     return x.reshape(rows, 28, 28, 1), y
 
 
-MODELS = {  # a model, its data, rows of a batch, and steps of an epoch
+MODELS = {  # a model, its data, examples of a batch, and steps of an epoch
     "tiny classifier": (testing.tiny_classifier, testing.toy_classification, 32, 512),
     "small CNN": (small_cnn, images, 64, 32),
 }
 
 
 def epoch_of(build, data, replicas, accumulation, *, noise_scale):
-    """Give a function that trains an epoch."""
+    """Return a function that trains an epoch."""
     if ON_JAX:
         from kdpkit import sharding
 
@@ -97,22 +97,6 @@ def row_of(name, case, rounds):
         for noise_scale in (False, True)
     }
     figures = in_turns(contestants, rounds)
-    return compared(f"{name}, {case}", "us", figures[True], figures[False])
-
-
-def main():
-    """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=15)
-    arguments = parser.parse_args()
-    testing.use_logical_cpus(2)
-    print("microseconds of a step                  with  without  ratio (quartiles)")
-    for name in MODELS:
-        for case in CASES:
-            row = row_of(name, case, arguments.rounds)
-            ratio = f"{row.ratio.median:.3f} ({row.ratio.low:.3f} to {row.ratio.high:.3f})"
-            print(f"{row.what:36}{row.ours.median:8.0f}{row.other.median:9.0f}  {ratio}")
-
-
-if __name__ == "__main__":
-    main()
+    return compared(
+        f"noise scale on against off, {name}, {case}", "us a step", figures[True], figures[False]
+    )

@@ -1,4 +1,4 @@
-"""Contestants measured in turns in one process, and what their figures say together."""
+"""Contestants measured alternately in one process, and their figures compared."""
 
 import dataclasses
 import statistics

@@ -61,6 +61,6 @@ def workers(args):
 
 
 def speed(command):
-    """Give the images a second of the last epoch that a recipe prints."""
-    said = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
-    return float(re.findall(r"examples_per_second: ([\d.e+]+)", said)[-1])
+    """Return the images a second of the last epoch that a recipe prints."""
+    output = subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
+    return float(re.findall(r"examples_per_second: ([\d.e+]+)", output)[-1])

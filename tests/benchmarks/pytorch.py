@@ -16,7 +16,7 @@ NAMES = ("token_ids", "segment_ids", "padding_mask", "mask_positions")
 
 
 def contestants(vocabulary_size, batches):
-    """Give by name functions that train on the batches once and tell the seconds."""
+    """Return by name functions that train on the batches once and tell the seconds."""
     if importlib.util.find_spec("torch") is None:
         return {}
     with tempfile.NamedTemporaryFile(suffix=".pickle", delete=False) as file:
@@ -36,7 +36,7 @@ class Trainer:
         self.works = self._process.stdout.readline().strip() == "ready"
 
     def epoch(self):
-        """Train on all batches; give the seconds that it took."""
+        """Train on all batches; return the seconds that it took."""
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
@@ -70,7 +70,7 @@ def tensors(torch, batch):
 
 
 def trainer(torch, vocabulary_size, given, compile_with):
-    """Give a function that makes a step for each batch."""
+    """Return a function that makes a step for each batch."""
     model = bert(torch, vocabulary_size)
     forward = compile_with(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, weight_decay=0.004)

@@ -27,7 +27,7 @@ def rows(args):
 
 
 def waited(args):
-    """Take batches and train on them one by one; give the share of time in which nothing trains."""
+    """Train on batches one by one; return the share of time in which nothing trains."""
     loop = workload.loop_of(args, jit=True)
     data = workload.packed(args, workload.rows(args), steps=STEPS)
     one = next(iter(data))
@@ -73,7 +73,7 @@ def records(files, rounds):
 
 
 def drained(dataset, size):
-    """Give the records a second of a whole pass."""
+    """Return the records a second of a whole pass."""
 
     @tf.function
     def drain():

@@ -39,7 +39,7 @@ def rows(args):
 
 
 def timed(epoch, steps):
-    """Give milliseconds of a step."""
+    """Return milliseconds of a step."""
     return lambda: 1e3 * seconds_of(epoch) / steps
 
 
@@ -49,7 +49,7 @@ def strategy_of(replicas):
 
 
 def bert(args, array, replicas):
-    """Give an epoch of our BERT."""
+    """Return an epoch of our BERT."""
     strategy = strategy_of(replicas)
     with strategy.scope():
         loop = workload.loop_of(args, strategy=strategy, jit=True)
@@ -58,7 +58,7 @@ def bert(args, array, replicas):
 
 
 def cnn(args, _, replicas):
-    """Give an epoch of the article's CNN."""
+    """Return an epoch of the article's CNN."""
     splits = corpora.load_images(args.images)
     strategy = strategy_of(replicas)
     with strategy.scope():

@@ -33,14 +33,14 @@ def rows(args):
 
 
 def first_step(command):
-    """Give the seconds until the progress line counts a step."""
-    start, said = time.perf_counter(), b""
+    """Return the seconds until the progress line counts a step."""
+    start, output = time.perf_counter(), b""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        while not re.search(rb"1/1\D", said):
+        while not re.search(rb"1/1\D", output):
             byte = process.stdout.read(1)
             if not byte:
-                raise RuntimeError(f"the recipe ended without a step: {said[-500:]!r}")
-            said += byte
+                raise RuntimeError(f"the recipe ended without a step: {output[-500:]!r}")
+            output += byte
         seconds = time.perf_counter() - start
         process.kill()
     return seconds

@@ -39,7 +39,7 @@ def rows(args):
 
 
 def tiny():
-    """Give an epoch of `fit` on a model without work."""
+    """Return an epoch of `fit` on a model without work."""
     model = testing.tiny_classifier()
     rate = keras.optimizers.schedules.PolynomialDecay(0.1, 1_000_000)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -52,7 +52,7 @@ def tiny():
 
 
 def bert(args):
-    """Give an epoch of our BERT."""
+    """Return an epoch of our BERT."""
     data = workload.packed(args, workload.rows(args), steps=BERT_STEPS)
     loop = workload.loop_of(args, jit=True)
     return lambda usual: (

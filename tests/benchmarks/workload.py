@@ -20,14 +20,14 @@ RATE = 1e-4
 
 @functools.cache
 def lines(path):
-    """Give the lines that are long enough."""
+    """Return the lines that are long enough."""
     text = path.read_text().splitlines() if path else corpora.documentation_text().train
     return [line for line in text if len(line.encode()) > MIN_BYTES]
 
 
 @functools.cache
 def tokenizer(path, vocabulary):
-    """Give BERT's tokenizer, with a vocabulary of its size."""
+    """Return BERT's tokenizer, with a vocabulary of its size."""
     if vocabulary:
         pieces = pipelines.read_vocabulary(vocabulary)
     else:
@@ -80,7 +80,7 @@ def published(args):
 
 
 def rows(args):
-    """Give the packed rows."""
+    """Return the packed rows."""
     tokens = tokenizer(args.text, args.vocabulary)
     ids = (getattr(tokens, f"{role}_token_id") for role in ("start", "end", "pad"))
     pack = pipelines.pack_tokens(LENGTH, **dict(zip(("start", "end", "pad"), ids, strict=True)))
@@ -90,7 +90,7 @@ def rows(args):
 
 
 def packed(args, array, steps=None, replicas=1, batch=BATCH):
-    """Give our batches, masked afresh in every epoch."""
+    """Return our batches, masked afresh in every epoch."""
     return pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices(array),
         pipelines.PipelineConfig(cache=None),
@@ -125,7 +125,7 @@ def real_tokens(args, batches):
 
 
 def cycle(items, count):
-    """Give the items over and over, `count` at a time."""
+    """Return the items over and over, `count` at a time."""
     endless = itertools.cycle(items)
     while True:
         yield list(itertools.islice(endless, count))

@@ -1,16 +1,13 @@
-"""A run that was stopped and taken up again ends as one that was not, on both backends."""
+"""A run that was stopped and resumed ends as one that was not, on both backends."""
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
-import functools
-import json
 import os
 import pathlib
 import resource
 import signal
 import subprocess
 import sys
-import tempfile
 
 import keras
 import numpy as np
@@ -18,13 +15,25 @@ import pytest
 
 import kdpkit
 from kdpkit import testing
+from kdpkit._internal import atomic_files
 from kdpkit.batches import ArrayBatches
 from kdpkit.callbacks import Resume
 from kdpkit.training import TrainingLoop, replica_exact
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-ROWS, STEPS, EPOCHS = 20, 5, 3
+EXAMPLES, STEPS, EPOCHS = 20, 5, 3
 ON_JAX = keras.backend.backend() == "jax"
+
+
+def data_of(examples=EXAMPLES, **settings):
+    settings = {"global_batch_size": 4} | settings
+    return ArrayBatches(testing.toy_classification(examples), **settings)
+
+
+def fit(model, data, *callbacks, epochs=1, **settings):
+    """Train with callbacks, the last `Resume` or after it, in the order of the batches."""
+    settings = {"shuffle": False, "verbose": 0, "epochs": epochs} | settings
+    return model.fit(data, callbacks=[*callbacks], **settings)
 
 
 class CrashError(Exception):
@@ -69,14 +78,8 @@ def build():
 
 def by_fit(resume, data, validation, others):
     model = replica_exact(build())
-    history = model.fit(
-        resume.track(data),
-        validation_data=validation,
-        epochs=EPOCHS,
-        shuffle=False,
-        callbacks=[*others[:-1], resume, *others[-1:]],
-        verbose=0,
-    )
+    callbacks = [*others[:-1], resume, *others[-1:]]
+    history = fit(model, resume.track(data), *callbacks, epochs=EPOCHS, validation_data=validation)
     return model, history.history
 
 
@@ -105,7 +108,7 @@ def by_loop_with_noise_scale(*arguments):
 
 
 def on_pipelines(train):
-    """Train on what `train_pipeline` gives, shuffled and augmented, in place of `ArrayBatches`."""
+    """Train on what `train_pipeline` gives, shuffled and augmented, instead of `ArrayBatches`."""
 
     def by_pipeline(resume, data, validation, *others):
         import tensorflow as tf
@@ -159,38 +162,45 @@ TRAINERS = {
 )
 
 
-def run(train, directory, *, crash_at=None, save_freq=1, learning=()):
-    x, y = testing.toy_classification(ROWS)
-    data = ArrayBatches((x, y), global_batch_size=ROWS // STEPS, seed=1)
-    validation = ArrayBatches((x, y), global_batch_size=8, remainder="keep")
+def run(train, directory, *, crash_at=None, save_freq=1, learning=(), last=None):
+    validation = data_of(global_batch_size=8, remainder="keep")
     resume = Resume(directory, save_freq=save_freq, callbacks=learning)
-    return train(resume, data, validation, [*learning, CrashAt(crash_at)])
+    return train(resume, data_of(seed=1), validation, [*learning, last or CrashAt(crash_at)])
 
 
-def assert_same(one, other):
-    (model, history), (of_other, history_of_other) = one, other
+def assert_same_variables(model, other, **tolerance):
     pairs = zip(
         model.variables + model.optimizer.variables,
-        of_other.variables + of_other.optimizer.variables,
+        other.variables + other.optimizer.variables,
         strict=True,
     )
     for left, right in pairs:
         left, right = (keras.ops.convert_to_numpy(v.value) for v in (left, right))
-        np.testing.assert_array_equal(left, right)
+        np.testing.assert_allclose(left, right, **{"rtol": 0, "atol": 0} | tolerance)
+
+
+def assert_same_weights(ones, others):
+    for one, other in zip(ones, others, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def assert_same(one, other):
+    (model, history), (of_other, history_of_other) = one, other
+    assert_same_variables(model, of_other)
     assert history.keys() == history_of_other.keys()
     for name, values in history.items():
-        # What the replicas of TensorFlow have summed is shared out among them anew.
+        # What the replicas of TensorFlow have summed is divided among them again.
         np.testing.assert_allclose(values, history_of_other[name], rtol=1e-6)
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    """Give the result of a run that nothing stopped, by the function that trains."""
+    """Return the result of a run that nothing stopped, by the function that trains."""
     found = {}
 
     def of(train):
         if train not in found:
-            found[train] = run(train, tmp_path_factory.mktemp("whole"))
+            found[train] = run(train, tmp_path_factory.mktemp("complete"))
         return found[train]
 
     return of
@@ -216,7 +226,7 @@ def test_a_run_stopped_before_any_step_ends_as_one_that_was_not(tmp_path, undist
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("save_freq", ["epoch", 2, 7])
+@pytest.mark.parametrize("save_freq", ["epoch", 7])
 def test_what_was_not_saved_is_done_again(tmp_path, undisturbed, save_freq):
     for stop in (7, 1):  # a run that is stopped again and again
         with pytest.raises(CrashError):
@@ -226,28 +236,25 @@ def test_what_was_not_saved_is_done_again(tmp_path, undisturbed, save_freq):
 
 @pytest.mark.slow
 def test_several_steps_in_an_execution_may_pass_the_end_of_an_epoch(tmp_path):
-    def fit(directory, crash_at=None):
+    def weights(directory, crash_at=None):
         model = build()
         model.steps_per_execution = 2  # of five
-        data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4, seed=1)
         resume = Resume(directory, save_freq=2)
-        watching = [resume, CrashAt(crash_at)]
-        model.fit(resume.track(data), epochs=3, shuffle=False, callbacks=watching, verbose=0)
+        fit(model, resume.track(data_of(seed=1)), resume, CrashAt(crash_at), epochs=3)
         return model.get_weights()
 
-    for stop in (1, 2, 3):
+    for stop in (1, 3):
         with pytest.raises(CrashError):
-            fit(tmp_path / "stopped", crash_at=stop)
-    for one, other in zip(fit(tmp_path / "stopped"), fit(tmp_path / "whole"), strict=True):
-        np.testing.assert_array_equal(one, other)
+            weights(tmp_path / "stopped", crash_at=stop)
+    assert_same_weights(weights(tmp_path / "stopped"), weights(tmp_path / "complete"))
 
 
 @pytest.mark.slow
 def test_a_run_that_is_over_stays_so(tmp_path):
-    whole = run(by_fit, tmp_path, save_freq="epoch")
+    complete = run(by_fit, tmp_path, save_freq="epoch")
     with pytest.warns(UserWarning, match="Nothing is left to train.* 3 of 3 epochs"):
         again = run(by_fit, tmp_path, save_freq="epoch")
-    assert_same(again, whole)
+    assert_same(again, complete)
 
 
 @pytest.mark.slow
@@ -278,11 +285,8 @@ class StopEarly(keras.callbacks.Callback):
 
 @pytest.mark.slow
 def test_an_epoch_that_a_callback_cut_short_is_gone_on_with(tmp_path, undisturbed):
-    x, y = testing.toy_classification(ROWS)
-    data = ArrayBatches((x, y), global_batch_size=ROWS // STEPS, seed=1)
-    resume, model = Resume(tmp_path), build()
-    callbacks = [StopEarly(), resume]
-    model.fit(resume.track(data), epochs=EPOCHS, shuffle=False, callbacks=callbacks, verbose=0)
+    resume = Resume(tmp_path)
+    fit(build(), resume.track(data_of(seed=1)), StopEarly(), resume, epochs=EPOCHS)
     assert_same(run(by_fit, tmp_path), undisturbed(by_fit))
 
 
@@ -307,47 +311,35 @@ class Subclassed(keras.Model):
 
 @pytest.mark.slow
 def test_a_rate_that_is_lowered_each_epoch_is_lowered_once_in_a_model_not_built(tmp_path):
-    def fit(directory, crash_at=None):
+    def trained(directory, crash_at=None):
         keras.utils.set_random_seed(0)
         model = Subclassed()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        data = ArrayBatches(testing.toy_classification(12), global_batch_size=4)
         resume = Resume(directory, save_freq=1)
-        callbacks = [Halving(), resume, CrashAt(crash_at)]
-        model.fit(resume.track(data), epochs=3, shuffle=False, callbacks=callbacks, verbose=0)
-        return float(model.optimizer.learning_rate), model.get_weights()
+        fit(model, resume.track(data_of(12)), Halving(), resume, CrashAt(crash_at), epochs=3)
+        return model
 
     with pytest.raises(CrashError):
-        fit(tmp_path / "stopped", crash_at=4)
-    (rate, weights), (expected, of_whole) = fit(tmp_path / "stopped"), fit(tmp_path / "whole")
-    assert rate == pytest.approx(expected) == pytest.approx(0.01 / 8)
-    for one, other in zip(weights, of_whole, strict=True):
-        np.testing.assert_array_equal(one, other)
+        trained(tmp_path / "stopped", crash_at=4)
+    resumed, complete = trained(tmp_path / "stopped"), trained(tmp_path / "complete")
+    assert float(resumed.optimizer.learning_rate) == pytest.approx(0.01 / 8)
+    assert_same_weights(resumed.get_weights(), complete.get_weights())
 
 
 @pytest.mark.slow
 def test_the_best_weights_come_back_when_a_run_that_is_over_is_started_again(tmp_path):
-    def fit():
+    def weights():
         model = build()
         stopper = keras.callbacks.EarlyStopping(
             "loss", mode="max", patience=1, restore_best_weights=True
         )
-        data = ArrayBatches(testing.toy_classification(12), global_batch_size=4)
         resume = Resume(tmp_path, callbacks=[stopper])
-        model.fit(
-            resume.track(data),
-            epochs=5,
-            shuffle=False,
-            callbacks=[stopper, resume],
-            verbose=0,
-        )
+        fit(model, resume.track(data_of(12)), stopper, resume, epochs=5)
         return model.get_weights()
 
-    first = fit()
+    first = weights()
     with pytest.warns(UserWarning, match="Nothing is left to train"):
-        second = fit()
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one, other)
+        assert_same_weights(weights(), first)
 
 
 @pytest.mark.slow
@@ -358,47 +350,32 @@ def test_the_best_weights_come_back_when_a_run_that_is_over_is_started_again(tmp
         ({"seed": 2}, "another seed, and stopped inside an epoch. Received: saved=1, seed=2"),
     ],
 )
-def test_other_data_inside_an_epoch_are_refused(tmp_path, changed, sentence):
+def test_other_data_inside_an_epoch_raise(tmp_path, changed, sentence):
     with pytest.raises(CrashError):
         run(by_fit, tmp_path, crash_at=2)
-    settings = {"global_batch_size": ROWS // STEPS, "seed": 1} | changed
-    data = ArrayBatches(testing.toy_classification(ROWS), **settings)
-    resume = Resume(tmp_path)
     with pytest.raises(ValueError, match=sentence):
-        by_fit(resume, data, None, [CrashAt(None)])
+        by_fit(Resume(tmp_path), data_of(**{"seed": 1} | changed), None, [CrashAt(None)])
 
 
-def test_another_dataset_than_the_tracked_one_is_refused(tmp_path):
-    data = ArrayBatches(testing.toy_classification(12), global_batch_size=4)
-    resume = Resume(tmp_path)
+def test_another_dataset_than_the_tracked_one_raises(tmp_path):
+    data, resume = data_of(12), Resume(tmp_path)
     resume.track(data)
-    with pytest.raises(ValueError, match=r"trains on another dataset; give it `resume.track"):
-        build().fit(data, shuffle=False, callbacks=[resume], verbose=0)
+    with pytest.raises(ValueError, match=r"trains on another dataset.*`resume.track"):
+        fit(build(), data, resume)
 
 
 @pytest.mark.slow
 def test_a_plain_rate_that_was_lowered_stays_so(tmp_path):
-    def rated():
+    def rate_after(epochs):
         model = testing.tiny_classifier()
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        return model
-
-    def fit(epochs):
-        model = rated()
         plateau = keras.callbacks.ReduceLROnPlateau("loss", patience=1, min_delta=10.0)
         resume = Resume(tmp_path, callbacks=[plateau])
-        data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
-        model.fit(
-            resume.track(data),
-            epochs=epochs,
-            shuffle=False,
-            callbacks=[plateau, resume],
-            verbose=0,
-        )
+        fit(model, resume.track(data_of(8)), plateau, resume, epochs=epochs)
         return float(model.optimizer.learning_rate)
 
-    assert fit(2) == pytest.approx(1e-3)
-    assert fit(3) == pytest.approx(1e-4)
+    assert rate_after(2) == pytest.approx(1e-3)
+    assert rate_after(3) == pytest.approx(1e-4)
 
 
 # What stands in the way.
@@ -416,7 +393,7 @@ def test_a_damaged_state_costs_the_steps_since_the_one_before(tmp_path, undistur
 
 
 @pytest.mark.slow
-def test_a_state_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, undisturbed):
+def test_a_state_that_cannot_be_written_is_reported_and_training_goes_on(tmp_path, undisturbed):
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))  # as good as a full disk
     try:
@@ -428,15 +405,9 @@ def test_a_state_that_cannot_be_written_is_told_and_training_goes_on(tmp_path, u
     assert [path.name for path in (tmp_path / "full").iterdir()] == [".lock"]
 
 
-def test_a_dataset_that_was_not_tracked_is_refused(tmp_path):
-    model = build()
-    data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
+def test_a_dataset_that_was_not_tracked_raises(tmp_path):
     with pytest.raises(ValueError, match=r"train on `resume.track\(dataset\)`"):
-        model.fit(data, callbacks=[Resume(tmp_path)], verbose=0)
-
-
-def eight_rows():
-    return ArrayBatches(testing.toy_classification(8), global_batch_size=4)
+        fit(build(), data_of(8), Resume(tmp_path))
 
 
 @pytest.mark.parametrize(
@@ -446,24 +417,24 @@ def eight_rows():
         (lambda path: Resume(path, save_freq="batch"), "`save_freq`.*'batch'"),
         (lambda path: Resume(path, keep=0), "`keep` must be a positive integer"),
         (lambda path: Resume(path).track([1, 2]), "PyDataset.*list.*ArrayBatches"),
-        (lambda path: Resume(path).track(Resume(path).track(eight_rows())), "tracked already"),
+        (lambda path: Resume(path).track(Resume(path).track(data_of(8))), "tracked already"),
         (
             lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]),
             "does not know what this callback learns.*get_state",
         ),
     ],
 )
-def test_bad_arguments_are_refused(tmp_path, make, sentence):
+def test_bad_arguments_raise(tmp_path, make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make(tmp_path)
 
 
 @pytest.mark.tensorflow
 def test_pipelines_are_tracked_as_they_are_and_once(tmp_path):
-    train, resume = pipeline(eight_rows()), Resume(tmp_path)
+    train, resume = pipeline(data_of(8)), Resume(tmp_path)
     with pytest.raises(ValueError, match="as it is.*to `train_pipeline` as `prepare` or `augment`"):
         resume.track(train.map(lambda x, y: (x, y)))
-    with pytest.raises(ValueError, match="tracked already; give `track` the dataset itself"):
+    with pytest.raises(ValueError, match="tracked already; pass the dataset itself"):
         resume.track(resume.track(train))
 
 
@@ -472,62 +443,57 @@ def test_a_tracked_pipeline_gives_what_it_gave_and_can_begin_anywhere(tmp_path):
     def given(dataset):
         return [[x.tolist() for x, _ in dataset.as_numpy_iterator()] for _ in range(3)]
 
-    whole = given(pipeline(eight_rows()))
+    complete = given(pipeline(data_of(8)))
     resume = Resume(tmp_path)
-    tracked = resume.track(pipeline(eight_rows()))
-    assert given(tracked) == whole
+    tracked = resume.track(pipeline(data_of(8)))
+    assert given(tracked) == complete
     assert int(tracked.map(lambda *batch: batch).cardinality()) == 2  # as `class_weight` maps
     resume._dataset.go_to(1, 1)
     assert int(tracked.cardinality()) == 1
-    assert resume._dataset.first_batch()[0].numpy().tolist() == whole[1][1]
-    assert given(tracked)[:2] == [whole[1][1:], whole[2]]
+    assert resume._dataset.first_batch()[0].numpy().tolist() == complete[1][1]
+    assert given(tracked)[:2] == [complete[1][1:], complete[2]]
 
 
 def test_steps_belong_to_the_dataset(tmp_path):
-    data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
     resume = Resume(tmp_path)
-    with pytest.raises(ValueError, match="Give `steps_per_epoch` to the dataset"):
-        build().fit(
-            resume.track(data), steps_per_epoch=1, shuffle=False, callbacks=[resume], verbose=0
-        )
+    with pytest.raises(ValueError, match="Pass `steps_per_epoch` to the dataset"):
+        fit(build(), resume.track(data_of(8)), resume, steps_per_epoch=1)
 
 
-def test_a_state_of_another_model_is_refused(tmp_path):
+def test_a_state_of_another_model_raises(tmp_path):
     run(by_fit, tmp_path)
     other = testing.tiny_classifier()
     other.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     resume = Resume(tmp_path)
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
-    with pytest.raises(ValueError, match="variables of the model.*choose another directory"):
-        other.fit(resume.track(data), shuffle=False, callbacks=[resume], verbose=0)
+    with pytest.raises(ValueError, match="variables of the model"):
+        fit(other, resume.track(data_of()), resume)
 
 
-def test_batches_that_keras_shuffles_are_refused(tmp_path):
-    data = ArrayBatches(testing.toy_classification(400), global_batch_size=4)
+def test_batches_that_keras_shuffles_raise(tmp_path):
     resume = Resume(tmp_path)
-    with pytest.raises(Exception, match="Give `fit` `shuffle=False`"):  # TensorFlow wraps it
-        build().fit(resume.track(data), callbacks=[resume], verbose=0)
+    with pytest.raises(Exception, match="`shuffle=False`"):  # TensorFlow wraps it
+        fit(build(), resume.track(data_of(400)), resume, shuffle=True)
 
 
 # A directory for one run at a time.
 
 HOLDING = """
 import sys
-from kdpkit import _files
-assert _files.acquire(sys.argv[1])
+from kdpkit._internal import atomic_files
+assert atomic_files.acquire(sys.argv[1])
 print("held", flush=True)
 sys.stdin.read()
 """
 
 
-def test_a_directory_that_another_run_uses_is_refused_until_it_ends(tmp_path):
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
+    data = data_of()
     command = [sys.executable, "-c", HOLDING, tmp_path / ".lock"]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout.readline() == "held\n"
-        with pytest.raises(ValueError, match="Another run keeps its state in this directory"):
+        with pytest.raises(ValueError, match="Another run is using this directory"):
             by_fit(Resume(tmp_path), data, None, [])
         other.kill()
     by_fit(Resume(tmp_path), data, None, [])
@@ -543,49 +509,28 @@ def test_a_run_that_failed_leaves_the_directory_to_the_next_of_its_process(tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("remote", ["ram", "memory"], indirect=True)
 def test_a_run_in_object_storage_goes_on_where_it_was(remote, undisturbed):
     with pytest.raises(CrashError):
         run(by_fit, remote, crash_at=6)
     assert_same(run(by_fit, remote), undisturbed(by_fit))
 
 
-TAKING_OVER = """
-import sys
-from kdpkit import _files
-_files.acquire(sys.argv[1])
-"""
-
-
-@pytest.mark.slow
 def test_in_object_storage_the_run_that_began_last_has_the_directory(tmp_path):
-    class Another(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            command = [sys.executable, "-c", TAKING_OVER, f"file://{tmp_path}/.lock"]
-            subprocess.run(command, cwd=ROOT, check=True, timeout=300)
+    def another_begins(*_, **__):
+        with atomic_files.replacing(f"file://{tmp_path}/.lock") as mark:
+            mark.write_text("0123 process 7 on another machine")
 
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
-    with pytest.raises(ValueError, match="Another run, which began later.*other='process .* on"):
-        by_fit(Resume(f"file://{tmp_path}"), data, None, [Another()])
+    data = data_of()
+    another = keras.callbacks.LambdaCallback(on_epoch_end=another_begins)
+    with pytest.raises(ValueError, match="Another run, which began later.*'process 7 on another"):
+        by_fit(Resume(f"file://{tmp_path}"), data, None, [another])
     saved = [path.name for path in tmp_path.glob("state-*")]
     assert saved == ["state-000001-000000000.npz"]  # before the other one began
 
 
-@pytest.mark.slow
-def test_a_run_in_object_storage_that_was_killed_goes_on_to_the_same_weights(tmp_path):
-    program = PROGRAM.replace("save_freq=100", "save_freq=1")
-    killed = start(f"file://{tmp_path}", "by_fit", program)
-    for steps, line in enumerate(killed.stdout):
-        if steps > 3 and line.strip() == "step":
-            break
-    killed.kill()
-    killed.communicate(timeout=300)
-    assert killed.returncode == -signal.SIGKILL
-    assert [*tmp_path.glob("state-*.npz")]
-    assert finish(start(f"file://{tmp_path}", "by_fit")) == sums_of_a_whole_run("by_fit")
-
-
 def test_a_bucket_that_is_not_there_is_named_before_training():
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    data = data_of()
     with pytest.raises(ValueError, match="file:///sys/kernel/states/.lock"):
         by_fit(Resume("file:///sys/kernel/states"), data, None, [])
 
@@ -594,7 +539,7 @@ def test_a_bucket_that_is_not_there_is_named_before_training():
 
 
 def crash(resume, train):
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    data = data_of()
     with pytest.raises(CrashError):
         train(resume, data, data, [CrashAt(1)])
 
@@ -632,7 +577,7 @@ def test_a_handler_that_calls_the_one_before_it_hears_of_a_signal_once(tmp_path)
         signal.signal(signal.SIGTERM, lambda *given: (came.append("last"), ours(*given)))
 
     resume = Resume(tmp_path)
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    data = data_of()
     installing = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: install())
     with pytest.raises(CrashError):
         by_fit(resume, data, None, [installing, CrashAt(1)])
@@ -650,7 +595,7 @@ class Sending(keras.callbacks.Callback):
 
 
 def test_a_second_sigterm_cuts_nothing_short(tmp_path):
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    data = data_of()
     before = signal.getsignal(signal.SIGTERM)
     loop_or_fit = loop_on_pipelines if ON_JAX else by_fit  # `fit` on JAX calls hooks in threads
     twice = [Sending(signal.SIGTERM), Sending(signal.SIGTERM)]
@@ -664,7 +609,7 @@ def test_a_signal_that_no_epoch_hears_any_more_acts_after_training(tmp_path):
     came = []
     signal.signal(signal.SIGTERM, lambda *_: came.append("SIGTERM"))
     former = signal.getsignal(signal.SIGTERM)
-    data = ArrayBatches(testing.toy_classification(ROWS), global_batch_size=4)
+    data = data_of()
     sending = keras.callbacks.LambdaCallback(
         on_train_end=lambda _: (os.kill(os.getpid(), signal.SIGTERM), came.append("trained"))
     )
@@ -683,87 +628,68 @@ def test_a_handler_that_came_after_failed_training_stays(tmp_path):
 
 
 def test_training_that_failed_after_it_went_on_does_not_move_the_next_one(tmp_path):
-    model = build()
-    data = ArrayBatches(testing.toy_classification(8), global_batch_size=4)
-    resume = Resume(tmp_path)
-    model.fit(resume.track(data), callbacks=[resume], shuffle=False, verbose=0)
+    model, data, resume = build(), data_of(8), Resume(tmp_path)
+    fit(model, resume.track(data), resume)
     resume = Resume(tmp_path)
     with pytest.raises(CrashError):
-        model.fit(
-            resume.track(data), epochs=2, callbacks=[resume, CrashAt(1)], shuffle=False, verbose=0
-        )
-    assert model.fit(data, shuffle=False, verbose=0).epoch == [0]
+        fit(model, resume.track(data), resume, CrashAt(1), epochs=2)
+    assert fit(model, data).epoch == [0]
 
 
-# Signals, in a process of its own.
+# Signals while it trains.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("hook", "number", "raised"),
+    [
+        ("on_test_batch_end", signal.SIGTERM, SystemExit),
+        ("on_train_batch_end", signal.SIGINT, KeyboardInterrupt),
+    ],
+)
+def test_a_signal_saves_and_the_next_run_goes_on(tmp_path, undisturbed, hook, number, raised):
+    train = by_loop if ON_JAX else by_fit  # `fit` on JAX calls hooks in threads
+    sending = keras.callbacks.LambdaCallback(
+        **{hook: lambda *_, **__: os.kill(os.getpid(), number)}
+    )
+    with pytest.raises(raised):
+        run(train, tmp_path, last=sending)
+    # The validation that was cut short is missing in History.
+    assert_same_variables(run(train, tmp_path)[0], undisturbed(train)[0])
+
 
 PROGRAM = """
-import json, sys, time
+import sys, time
 import keras
-from kdpkit.callbacks import Resume
-from tests.callbacks import test_resume as t
+from tests.callbacks import test_resume
 
-class Slow(keras.callbacks.Callback):
-    def on_train_batch_end(self, batch, logs=None):
-        print("step", flush=True)
-        time.sleep(0.05)
-    def on_test_batch_end(self, batch, logs=None):
-        print("validation", flush=True)
-        time.sleep(0.05)
+def step(*_, **__):
+    print("step", flush=True)
+    time.sleep(0.05)
 
-x, y = t.testing.toy_classification(t.ROWS)
-data = t.ArrayBatches((x, y), global_batch_size=4, seed=1)
-validation = t.ArrayBatches((x, y), global_batch_size=4)
-resume = Resume(sys.argv[1], save_freq=100)
-model, history = getattr(t, sys.argv[2])(resume, data, validation, [Slow()])
-print(json.dumps([float(abs(w).sum()) for w in model.get_weights()]))
+slow = keras.callbacks.LambdaCallback(on_train_batch_end=step)
+test_resume.run(test_resume.by_fit, sys.argv[1], save_freq=100, last=slow)
 """
 
 
-def start(directory, train, program=PROGRAM):
-    return subprocess.Popen(
-        [sys.executable, "-c", program, directory, train],
+@pytest.mark.slow
+def test_after_sigterm_a_program_ends_with_42_and_the_next_goes_on(tmp_path, undisturbed):
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, tmp_path],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
-
-
-def finish(process):
-    out, err = process.communicate(timeout=300)
-    assert process.returncode == 0, err
-    return json.loads(out.splitlines()[-1])
-
-
-@functools.cache
-def sums_of_a_whole_run(train):
-    with tempfile.TemporaryDirectory() as directory:
-        return finish(start(directory, train))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("train", "when", "sent", "name", "code"),
-    [
-        ("by_fit", "step", signal.SIGTERM, "SIGTERM", 42),
-        ("by_fit", "validation", signal.SIGTERM, "SIGTERM", 42),
-        # Python ends itself by the signal, after `KeyboardInterrupt`.
-        ("by_loop" if ON_JAX else "by_fit", "step", signal.SIGINT, "Ctrl-C", -signal.SIGINT),
-    ],
-)
-def test_a_signal_saves_and_the_next_start_goes_on(tmp_path, train, when, sent, name, code):
-    process = start(tmp_path / "stopped", train)
     try:
-        for line in process.stdout:
-            if line.strip() == when:
-                break
-        process.send_signal(sent)
+        assert process.stdout.readline() == "step\n"
+        process.terminate()
         _, err = process.communicate(timeout=300)
     finally:
         process.kill()
         process.communicate()
-    assert process.returncode == code, err
-    assert f"Training was stopped by {name}. Its state is in" in err.splitlines()[-1]
-    assert ("Traceback" in err) == (name == "Ctrl-C")
-    assert finish(start(tmp_path / "stopped", train)) == sums_of_a_whole_run(train)
+    assert process.returncode == 42, err
+    assert "Training was stopped by SIGTERM. Its state is in" in err.splitlines()[-1]
+    assert "Traceback" not in err
+    model, _ = run(by_fit, tmp_path)
+    assert_same_variables(model, undisturbed(by_fit)[0], rtol=1e-5, atol=1e-6)

@@ -21,7 +21,7 @@ def build():
 
 
 def asked_by(target, arguments=()):
-    """Give what a target asks `fit` for."""
+    """Return what a target asks `fit` for."""
     return _target.checked(target, arguments, lambda training: training)
 
 
@@ -65,9 +65,9 @@ def test_a_script_is_run_up_to_its_first_fit_and_nothing_is_trained(script, caps
     assert reached.batch_size == 16
     assert len(reached.callbacks) == 1
     assert len(reached.validation_data) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert "reads ['--data', 'here']" in said.err
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert "reads ['--data', 'here']" in output.err
 
 
 def test_fit_is_keras_own_again_afterwards(script):
@@ -180,20 +180,18 @@ def test_a_dataset_or_a_function_that_gives_one_is_found_by_name(script, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("text", "arguments", "sentence"),
+    ("text", "sentence"),
     [
-        ("build()", [], "ended without a `fit`.*(dataset, model)"),
-        ("1 / 0", [], "failed before its `fit`: ZeroDivisionError: division by zero"),
-        ("sys.exit(3)", [], "ended before its `fit`: SystemExit: 3"),
-        ("sys.exit('no data')", [], "ended before its `fit`: SystemExit: no data"),
-        ("raise ValueError('first\\nsecond')", [], "ValueError: first$"),
-        ("sys.exit()", [], "ended without a `fit`"),
-        ("def (", [], "failed before its `fit`: SyntaxError"),
+        ("build()", "ended without a `fit`.*(dataset, model)"),
+        ("1 / 0", "failed before its `fit`: ZeroDivisionError: division by zero"),
+        ("sys.exit('no data')", "ended before its `fit`: SystemExit: no data"),
+        ("raise ValueError('first\\nsecond')", "ValueError: first$"),
+        ("sys.exit()", "ended without a `fit`"),
     ],
 )
-def test_a_script_that_gets_to_no_fit_is_one_sentence(text, arguments, sentence, script):
+def test_a_script_that_gets_to_no_fit_is_one_sentence(text, sentence, script):
     with pytest.raises(ValueError, match=sentence):
-        asked_by(script(text), arguments)
+        asked_by(script(text))
 
 
 @pytest.mark.parametrize(
@@ -207,7 +205,7 @@ def test_a_script_that_gets_to_no_fit_is_one_sentence(text, arguments, sentence,
 )
 def test_a_module_that_trains_is_refused_and_trains_nothing(text, script):
     path = script("model = build()\n" + text.replace("build()", "model"), "data.py")
-    with pytest.raises(ValueError, match="comes to a `fit` before it gives `data`.*__main__"):
+    with pytest.raises(ValueError, match="calls `fit` before it defines `data`.*__main__"):
         asked_by(f"{path}:data")
     assert int(sys.modules["data"].model.optimizer.iterations) == 0
 
@@ -219,22 +217,19 @@ def test_a_module_gets_no_arguments_of_the_command(script, monkeypatch):
     assert sys.argv == ["kdpkit", "doctor", "--tpu", "data.py:x"]
 
 
-@pytest.mark.parametrize("code", [0, 3])
-def test_a_module_that_exits_is_one_sentence(code, script):
-    path = script(f"sys.exit({code})", "data.py")
-    with pytest.raises(ValueError, match=f"data.py:x` fails: SystemExit: {code}"):
+def test_a_module_that_exits_is_one_sentence(script):
+    path = script("sys.exit(0)", "data.py")
+    with pytest.raises(ValueError, match="data.py:x` fails: SystemExit: 0"):
         asked_by(f"{path}:x")
 
 
 @pytest.mark.parametrize(
     ("target", "arguments", "sentence"),
     [
-        ("nowhere.py", [], "There is no such file: nowhere.py"),
         ("nowhere.py:data", [], "There is no such file: nowhere.py"),
         ("train", [], "must be a Python script, or `module:name`"),
-        ("no_such_module:data", [], "fails: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("no_such_module:data", [], "fails: ModuleNotFoundError"),
         ("kdpkit.scaling:data", [], "`kdpkit.scaling` has no `data`"),
-        ("kdpkit.scaling:split_batch", [], "fails: TypeError: split_batch"),
         ("kdpkit.scaling:split_batch", ["--flag"], "those of a script"),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 
 from kdpkit import callbacks, experiment, testing
 from kdpkit.diagnostics import check_tpu
-from kdpkit.diagnostics._tpu_callbacks import makes_keras_wait
+from kdpkit.diagnostics._tpu.callback_costs import makes_keras_wait
 
 ON_JAX = keras.backend.backend() == "jax"
 
@@ -77,20 +77,6 @@ def test_callbacks_with_hooks_at_the_end_of_a_batch_are_found(tmp_path):
     assert len(slow(*waiting)) == len(waiting)
 
 
-@pytest.mark.jax
-def test_callbacks_without_such_hooks_are_not(tmp_path):
-    assert (
-        slow(
-            Safe(),
-            Epochwise(),
-            keras.callbacks.EarlyStopping(),
-            keras.callbacks.CSVLogger(str(tmp_path / "log.csv")),
-            keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: None),
-        )
-        == []
-    )
-
-
 def test_the_usual_set_of_kdpkit_is_clean(tmp_path):
     usual = callbacks.training_callbacks(tmp_path, global_batch_size=64, replicas=8)
     with experiment.saving_on_interrupt(testing.tiny_classifier(), None) as stop:
@@ -104,21 +90,6 @@ def test_keras_does_not_wait_for_the_usual_set_of_kdpkit(tmp_path):
     assert threading.main_thread() not in spy.threads
 
 
-@pytest.mark.tensorflow
-@pytest.mark.parametrize(("every", "found"), [("batch", 1), (10, 1), (500, 0), ("epoch", 0)])
-def test_event_files_written_every_few_batches_are_found(every, found, tmp_path):
-    for kind in (keras.callbacks.TensorBoard, callbacks.TensorBoard):
-        assert len(slow(kind(str(tmp_path), update_freq=every))) == found
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize(("every", "found"), [("batch", 1), (None, 0), ("never", 0), (1, 1)])
-def test_a_callback_of_a_user_may_call_its_frequency_anything(every, found):
-    callback = Epochwise()
-    callback.update_freq = every
-    assert len(slow(callback)) == found
-
-
 @pytest.mark.jax
 def test_a_list_of_callbacks_is_opened():
     keras_own = {"add_history": True, "add_progbar": True}
@@ -126,22 +97,3 @@ def test_a_list_of_callbacks_is_opened():
         together = keras.callbacks.CallbackList([callback], **keras_own)
         assert slow(together) == found
         assert [f.where for f in check_tpu(callbacks=together).findings] == found
-
-
-@pytest.mark.tensorflow
-def test_on_tensorflow_keras_waits_in_any_case_and_one_note_says_so():
-    spy = Safe()
-    trained_with(spy, Epochwise())
-    assert spy.threads == {threading.main_thread()}
-    report = check_tpu(callbacks=[Batchwise()])
-    assert report.clean
-    assert [finding.rule for finding in report.findings] == ["host-transfer", "tensorflow"]
-
-
-@pytest.mark.tensorflow
-def test_several_steps_in_a_call_need_no_note():
-    model = testing.tiny_classifier()
-    model.compile("sgd", "mse", steps_per_execution=4)
-    report = check_tpu(model=model, callbacks=[Epochwise()])
-    assert [finding.rule for finding in report.findings] == ["tensorflow"]
-    assert "KERAS_BACKEND=jax" in str(report)

@@ -1,6 +1,5 @@
 """What tf.data pipelines say, on TensorFlow and on JAX."""
 
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -10,9 +9,6 @@ from kdpkit.diagnostics import check_tpu
 from tests.diagnostics.test_tpu_data import rules
 
 X, Y = testing.toy_classification(192, features=8)
-on_tensorflow = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="TensorFlow's TPU hosts read the data"
-)
 
 
 def dataset(*, drop_remainder=True):
@@ -38,11 +34,7 @@ def test_what_train_pipeline_and_eval_pipeline_give_is_clean():
     assert rules(check_tpu(pipelines.train_pipeline(examples, padding, **sizes))) == set()
 
 
-def test_an_endless_dataset_is_looked_at_and_not_exhausted():
-    assert rules(check_tpu(dataset().repeat())) == set()
-
-
-def test_batches_without_drop_remainder_are_refused():
+def test_batches_without_drop_remainder_are_findings():
     finding = only(check_tpu(dataset(drop_remainder=False)))
     assert (finding.rule, finding.level) == ("dynamic-batch", "refused")
     assert "drop_remainder=True" in finding.remedy
@@ -57,25 +49,12 @@ def test_lengths_that_vary_are_refused_until_they_are_padded_to_one():
     assert rules(check_tpu(fixed)) == set()
 
 
-def test_what_is_advised_for_lengths_that_vary_is_clean():
-    lines = tf.data.Dataset.range(1, 129).map(lambda n: tf.ones([n]))
-    advice = only(check_tpu(lines.padded_batch(64, drop_remainder=True))).remedy
-    assert "padded_batch(size, padded_shapes=..., drop_remainder=True)" in advice
-    assert "tf.ensure_shape" in advice
-    assert "bucket" not in advice  # gives a few lengths, and the shape (None, None)
-    full = lines.padded_batch(64, padded_shapes=[128], drop_remainder=True)
-    assert rules(check_tpu(full)) == set()
-
-
-def test_a_part_that_is_none_is_not_looked_at():
+def test_a_part_that_is_none_is_not_checked():
     report = check_tpu(dataset().map(lambda x, _: (x, None)))
     assert rules(report) == set()
-    four = dataset().map(lambda x, y: (x, y, y, y))
-    with pytest.raises(ValueError, match=r"must give `x`, `\(x, y\)` or .*parts=4"):
-        check_tpu(four)
 
 
-def test_ragged_batches_are_refused():
+def test_ragged_batches_are_findings():
     lines = tf.data.Dataset.range(1, 65).map(lambda n: tf.range(tf.cast(n, tf.int32)))
     report = check_tpu(lines.ragged_batch(64, drop_remainder=True))
     assert {f.rule for f in report.findings if f.level == "refused"} == {"dynamic-shape"}
@@ -120,108 +99,18 @@ def test_the_shape_that_python_hides_is_found_too():
     assert rules(check_tpu(hidden)) == {"python-op", "dynamic-shape"}
 
 
-@pytest.fixture
-def records(tmp_path):
-    """TFRecord files, and how to parse them."""
-    pipelines.write_tfrecords(({"x": row} for row in X[:64]), tmp_path / "rows", shards=2)
-    parse = pipelines.example_parser({"x": tf.TensorSpec((8,), "float32")})
-    return tmp_path, parse
-
-
-def reading(directory, parse):
-    rows = pipelines.tfrecords(sorted(directory.glob("rows*.tfrecord")), parse)
-    return rows.map(lambda row: row["x"]).batch(64, drop_remainder=True)
-
-
-@on_tensorflow
-def test_local_files_stop_a_remote_tpu_and_no_other(records):
-    assert rules(check_tpu(reading(*records))) == set()
-    finding = only(check_tpu(reading(*records), remote=True))
-    assert (finding.rule, finding.level) == ("local-file", "refused")
-    assert str(records[0]) in finding.problem
-    assert "gs://" in finding.remedy
-
-
-@on_tensorflow
-def test_every_kind_of_file_is_seen(tmp_path):
-    file = tmp_path / "lines"
-    file.write_bytes(b"12345678\n" * 64)
-    path = str(file)
-    full = {"batch_size": 64, "drop_remainder": True}
-    texts = (
-        tf.data.TextLineDataset(path),
-        tf.data.FixedLengthRecordDataset(path, 9),
-        tf.data.Dataset.list_files(f"{path}*").interleave(tf.data.TextLineDataset),
-    )
-    numbers = (text.map(tf.strings.length).batch(**full) for text in texts)
-    cached = dataset().cache(str(tmp_path / "cache"))
-    for given in (*numbers, cached):
-        assert only(check_tpu(given, remote=True)).rule == "local-file"
-
-
-@on_tensorflow
-@pytest.mark.parametrize("form", ["{}", "file://{}"])
-def test_the_names_of_files_are_seen_where_reading_begins(form, tmp_path):
-    rows = tmp_path / "rows"
-    rows.write_bytes(b"12345678\n" * 64)
-    name, full = form.format(rows), {"batch_size": 64, "drop_remainder": True}
-    paths = tf.data.Dataset.from_tensors(name).repeat(64)
-    for texts in (
-        tf.data.TextLineDataset(name),
-        paths.map(tf.io.read_file),
-        tf.data.Dataset.range(64).map(lambda _: tf.io.read_file(name)),
-        paths.map(lambda path: tf.strings.join(["", path])).interleave(tf.data.TextLineDataset),
-    ):
-        read = texts.map(lambda text: tf.size(tf.strings.split(text, "/")))
-        finding = only(check_tpu(read.batch(**full), remote=True))
-        assert finding.rule == "local-file"
-        assert f"({name})" in finding.problem
-
-
-@on_tensorflow
-def test_a_cache_to_be_made_is_a_file_under_any_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    finding = only(check_tpu(dataset().cache("relative"), remote=True))
-    assert finding.rule == "local-file"
-
-
-@on_tensorflow
-def test_text_that_no_file_is_read_by_is_nothing_to_a_remote_tpu(records):
-    pipelines_of_text = (
-        dataset().map(lambda x, y: (x, y + tf.size(tf.strings.split("a/b", "/")))).cache(),
-        dataset().map(lambda x, y: (x, y + tf.strings.length(str(records[0])))),
-    )
-    for given in pipelines_of_text:
-        assert rules(check_tpu(given, remote=True)) == set()
-
-
-@on_tensorflow
-def test_memory_and_text_that_is_no_file_are_nothing_to_a_remote_tpu():
-    named = dataset().map(lambda x, y: (x, y * tf.cast(tf.strings.length("gs://a"), tf.int32)))
-    assert rules(check_tpu(named.cache(), remote=True)) == set()
-
-
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
         (lambda: dataset().take(0), "is empty"),
-        (lambda: dataset().filter(lambda *_: False), "is empty"),
-        (lambda: dataset().unbatch(), "gives single examples"),
+        (lambda: dataset().unbatch(), "has single examples"),
         (
             lambda: dataset().map(lambda x, _: tf.debugging.check_numerics(x / 0, "no number")),
-            "fails when it is to give a batch: InvalidArgumentError: .*no number",
+            "raises before its first batch: InvalidArgumentError: .*no number",
         ),
     ],
-    ids=["empty", "filtered", "unbatched", "failing"],
+    ids=["empty", "unbatched", "failing"],
 )
 def test_a_dataset_that_gives_no_batch_is_one_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         check_tpu(make())
-
-
-def test_remote_is_a_question_to_tensorflow_alone():
-    if keras.backend.backend() == "jax":
-        with pytest.raises(ValueError, match="`remote` is about TensorFlow"):
-            check_tpu(dataset(), remote=True)
-    else:
-        assert check_tpu(dataset(), remote=True).clean

@@ -8,13 +8,36 @@ import pytest
 
 from kdpkit import batches, sharding, testing, training
 from kdpkit.diagnostics import check_tpu
-from tests.diagnostics.test_tpu_step import Calling, Subclassed
 
 pytestmark = pytest.mark.jax
 
 X, Y = testing.toy_classification(64, features=8)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 DATA = batches.ArrayBatches((X, Y), global_batch_size=64)
+
+
+class Calling(keras.layers.Layer):
+    """A user's layer that calls a function."""
+
+    def __init__(self, function, **settings):
+        super().__init__(**settings)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+    def compute_output_shape(self, shape):
+        return shape
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(8)
+        self.head = keras.layers.Dense(3)
+
+    def call(self, x):
+        return self.head(self.dense(x))
 
 
 def with_layer(function):
@@ -93,15 +116,6 @@ def test_a_step_that_cannot_be_traced_is_a_finding_with_the_error():
     (finding,) = check_tpu(DATA, model=model).findings
     assert finding.rule == "untraceable-step"
     assert "ConcretizationTypeError" in finding.problem
-
-
-@pytest.mark.needs(jax="0.8", reason="`jax.enable_x64`")
-def test_64_bits_are_found_where_jax_has_them():
-    with jax.enable_x64(True):
-        model = with_layer(lambda x: x.astype("float64").astype("float32"))
-        rules = found(model)
-    assert ("64-bit", "slow", "layer planted") in rules
-    assert found(with_layer(lambda x: x.astype("int32").astype("float32"))) == []
 
 
 def test_what_a_tpu_can_do_is_not_found_and_nothing_is_trained():

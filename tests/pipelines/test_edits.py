@@ -10,7 +10,7 @@ from kdpkit import pipelines
 from kdpkit.pipelines import _edits
 
 Dataset = tf.data.Dataset
-ROWS = 40
+EXAMPLES = 40
 
 
 def work(number):
@@ -26,17 +26,17 @@ def opened(number):
 
 
 PIPELINES = {
-    "map": Dataset.range(ROWS).map(work).shuffle(7).batch(8, drop_remainder=True),
-    "map behind a shuffle": Dataset.range(ROWS).shuffle(7).map(work).batch(8),
-    "interleave": Dataset.range(ROWS).interleave(opened, cycle_length=4).batch(8),
+    "map": Dataset.range(EXAMPLES).map(work).shuffle(7).batch(8, drop_remainder=True),
+    "map behind a shuffle": Dataset.range(EXAMPLES).shuffle(7).map(work).batch(8),
+    "interleave": Dataset.range(EXAMPLES).interleave(opened, cycle_length=4).batch(8),
     "padded batches": (
-        Dataset.range(ROWS)
+        Dataset.range(EXAMPLES)
         .map(lambda n: tf.fill([n % 3 + 1], work(n)))
         .padded_batch(8, padded_shapes=[4], padding_values=-1.0)
         .prefetch(1)
     ),
-    "pairs": Dataset.range(ROWS).map(lambda n: (n, work(n))).filter(lambda n, _: n % 2 == 0),
-    "skipped": Dataset.range(ROWS).skip(4).map(work).take(20).batch(4, num_parallel_calls=2),
+    "pairs": Dataset.range(EXAMPLES).map(lambda n: (n, work(n))).filter(lambda n, _: n % 2 == 0),
+    "skipped": Dataset.range(EXAMPLES).skip(4).map(work).take(20).batch(4, num_parallel_calls=2),
 }
 
 
@@ -81,9 +81,9 @@ def test_edits_are_named_as_they_are_written():
     )
 
 
-def test_a_cache_tells_the_bytes_of_all_examples():
+def test_a_cache_reports_the_bytes_of_all_examples():
     *_, cache = _edits.edits(PIPELINES["map"])
-    assert cache.memory_bytes == ROWS * 4
+    assert cache.memory_bytes == EXAMPLES * 4
     *_, cache = _edits.edits(PIPELINES["interleave"])
     assert cache.memory_bytes is None
 
@@ -91,11 +91,11 @@ def test_a_cache_tells_the_bytes_of_all_examples():
 @pytest.mark.parametrize(
     "dataset",
     [
-        Dataset.range(ROWS).map(noisy).batch(8),
-        Dataset.range(ROWS).map(work).cache().shuffle(7).batch(8),
-        Dataset.range(ROWS).shuffle(7).batch(8),
-        Dataset.range(ROWS).repeat().map(work).batch(8),
-        pipelines.train_pipeline(Dataset.range(ROWS), global_batch_size=8),
+        Dataset.range(EXAMPLES).map(noisy).batch(8),
+        Dataset.range(EXAMPLES).map(work).cache().shuffle(7).batch(8),
+        Dataset.range(EXAMPLES).shuffle(7).batch(8),
+        Dataset.range(EXAMPLES).repeat().map(work).batch(8),
+        pipelines.train_pipeline(Dataset.range(EXAMPLES), global_batch_size=8),
     ],
     ids=["random", "cached", "nothing to keep", "endless", "train_pipeline"],
 )
@@ -104,7 +104,7 @@ def test_no_cache_where_it_would_freeze_or_save_nothing(dataset):
 
 
 def test_nothing_is_made_again_across_a_stage_that_is_not_known():
-    kept = Dataset.range(ROWS).map(work).batch(8).unbatch().batch(4)
+    kept = Dataset.range(EXAMPLES).map(work).batch(8).unbatch().batch(4)
     assert not any("num_parallel_calls" in text for text in texts(kept))
 
 

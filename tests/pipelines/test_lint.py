@@ -54,7 +54,7 @@ def faults(dataset, **settings):
 
 @pytest.fixture
 def lines(tmp_path):
-    """Give the path of a file of lines."""
+    """Return the path of a file of lines."""
     path = tmp_path / "lines.txt"
     path.write_text("one\ntwo\nthree\n")
     return str(path)
@@ -148,7 +148,7 @@ def test_a_generator_that_every_worker_runs_is_found():
     assert "python-shards" not in faults(generator().batch(2))
 
 
-def test_what_runs_once_or_is_mended_by_tensorflow_is_a_note():
+def test_what_runs_once_or_is_fixed_by_tensorflow_is_a_note():
     assert ("python", "note") in found(numbers().map(by_python, AUTOTUNE).cache().batch(20))
     assert ("python", "note") in found(generator().cache().shuffle(200).batch(20))
     assert ("serial-map", "note") in found(numbers().map(decode).batch(20).prefetch(2))
@@ -160,8 +160,8 @@ def test_what_runs_once_or_is_mended_by_tensorflow_is_a_note():
 
 
 @pytest.mark.usefixtures("tuned")
-def test_what_tensorflow_mends_is_what_it_does_mend():
-    """The rules say so; here its own optimizer is asked which transformation follows."""
+def test_what_tensorflow_is_expected_to_fix_it_fixes():
+    """The rules assume it; here its own optimizer is asked which transformation follows."""
     from tensorflow.python.data.experimental.ops import testing
 
     def runs_as(names, stages, *, tuned=True):
@@ -203,7 +203,7 @@ def test_endless_data_are_right_with_steps_and_wrong_without():
     (finding,) = lint(endless, epochs=3)
     assert (finding.rule, finding.level) == ("repeat", "wrong")
     assert finding.where == "repeat(), stage 4 of 5"
-    assert "the first one goes on for ever" in finding.problem
+    assert "the first epoch does not end" in finding.problem
 
 
 def test_repeated_data_are_right_in_one_epoch_and_wrong_in_several():
@@ -216,14 +216,14 @@ def test_repeated_data_are_right_in_one_epoch_and_wrong_in_several():
     assert faults(numbers().batch(20).repeat(3).take(10).prefetch(1), epochs=4) == set()
 
 
-def test_a_length_that_fit_is_told_is_no_note():
+def test_a_length_that_fit_gets_is_no_note():
     filtered = numbers().filter(lambda n: n > 3).batch(20).prefetch(1)
     assert found(filtered, epochs=2) == {("unknown-length", "note")}
     assert found(filtered, epochs=2, steps_per_epoch=3) == set()
 
 
 def steps_of_epochs(batches, *, epochs, steps_per_epoch):
-    """Count as Keras does: data that end within an epoch end it, and begin anew with the next."""
+    """Count as Keras does: data that end within an epoch end it, and begin again with the next."""
     left, counts = 0, []
     for _ in range(epochs):
         left = left or batches
@@ -333,14 +333,15 @@ def test_a_finding_names_the_stage_as_it_was_written():
     assert finding.where == "map(decode), stage 2 of 4"
 
 
-def test_bad_input_is_refused():
+@pytest.mark.parametrize(
+    "bad", [{"replicas": 0}, {"workers": 0}, {"epochs": 0}, {"steps_per_epoch": 2.5}]
+)
+def test_bad_input_raises(bad):
+    (name,) = bad
+    with pytest.raises(ValueError, match=f"`{name}` must be a positive integer"):
+        lint(numbers(), **bad)
+
+
+def test_what_is_no_dataset_raises():
     with pytest.raises(ValueError, match="`dataset` must be a tf.data.Dataset"):
         lint(np.zeros(3))
-    with pytest.raises(ValueError, match="`replicas` must be a positive integer"):
-        lint(numbers(), replicas=0)
-    with pytest.raises(ValueError, match="`workers` must be a positive integer"):
-        lint(numbers(), workers=0)
-    with pytest.raises(ValueError, match="`epochs` must be a positive integer"):
-        lint(numbers(), epochs=0)
-    with pytest.raises(ValueError, match="`steps_per_epoch` must be a positive integer"):
-        lint(numbers(), steps_per_epoch=2.5)

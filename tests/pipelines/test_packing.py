@@ -7,95 +7,87 @@ from hypothesis import strategies as st
 from kdpkit import pipelines
 
 START, END, PAD = 2, 3, 0
-documents_of_tokens = st.lists(st.lists(st.integers(5, 99), max_size=12), min_size=1, max_size=9)
 
 
-def vectors(rows, dtype=tf.int32):
+def vectors(sequences):
     return tf.data.Dataset.from_generator(
-        lambda: rows, output_signature=tf.TensorSpec([None], dtype)
+        lambda: sequences, output_signature=tf.TensorSpec([None], tf.int32)
     )
 
 
 def packed(documents, length):
     stage = pipelines.pack_tokens(length, start=START, end=END, pad=PAD)
-    return [row.numpy() for row in vectors(documents).apply(stage)]
+    return [sequence.numpy() for sequence in vectors(documents).apply(stage)]
 
 
 @pytest.mark.slow
 @settings(max_examples=20)
-@given(documents=documents_of_tokens, length=st.integers(3, 10))
-def test_packed_rows_hold_every_token_in_order_and_only_the_last_has_padding(documents, length):
-    rows = packed(documents, length)
+@given(
+    documents=st.lists(st.lists(st.integers(5, 99), max_size=12), max_size=9),
+    times=st.sampled_from([1, 60]),  # more than are packed at a time
+    length=st.integers(3, 10),
+)
+def test_packed_sequences_hold_every_token_in_order_and_only_the_last_has_padding(
+    documents, times, length
+):
+    sequences = packed(documents * times, length)
     stream = []
-    for row in rows:
-        assert row.shape == (length,)
-        assert row.dtype == np.int32
-        assert row[0] == START
-        used = len(row) - int((row == PAD).sum())
-        assert row[used - 1] == END
-        assert used == length or row is rows[-1]
-        stream += row[1 : used - 1].tolist()
-    wanted = [token for document in documents for token in [*document, END]]
-    assert stream == wanted[:-1]
-
-
-@pytest.mark.slow
-@settings(max_examples=5)
-@given(documents=documents_of_tokens, length=st.integers(3, 10))
-def test_packing_is_the_same_wherever_documents_are_read_in_batches(documents, length):
-    once = packed(documents * 60, length)  # more than are packed at a time
-    again = packed(documents * 60, length)
-    np.testing.assert_array_equal(once, again)
-    tokens = 60 * sum(len(document) + 1 for document in documents) - 1
-    assert len(once) == -(-tokens // (length - 2))
-
-
-@pytest.mark.slow
-def test_nothing_gives_no_rows():
-    assert packed([], 5) == []
-    assert packed([[]], 5) == []
+    for sequence in sequences:
+        assert sequence.shape == (length,)
+        assert sequence.dtype == np.int32
+        assert sequence[0] == START
+        used = len(sequence) - int((sequence == PAD).sum())
+        assert sequence[used - 1] == END
+        assert used == length or sequence is sequences[-1]
+        stream += sequence[1 : used - 1].tolist()
+    wanted = [token for document in documents * times for token in [*document, END]][:-1]
+    assert stream == wanted
+    assert len(sequences) == -(-len(wanted) // (length - 2))
 
 
 def test_documents_of_one_known_length_are_packed_too():
     documents = tf.data.Dataset.from_tensor_slices([[5, 6], [7, 8]])
-    rows = documents.apply(pipelines.pack_tokens(5, start=START, end=END, pad=PAD))
-    assert [row.numpy().tolist() for row in rows] == [[2, 5, 6, 3, 3], [2, 7, 8, 3, 0]]
+    first, last = documents.apply(pipelines.pack_tokens(5, start=START, end=END, pad=PAD))
+    assert first.numpy().tolist() == [2, 5, 6, 3, 3]
+    assert last.numpy().tolist() == [2, 7, 8, 3, 0]
 
 
 @pytest.mark.slow
 @settings(max_examples=15)
 @given(
-    rows=st.lists(st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=30),
+    sequences=st.lists(
+        st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=30
+    ),
     boundaries=st.sets(st.integers(1, 8), max_size=3),
-    rows_each=st.integers(1, 3),
+    examples_each=st.integers(1, 3),
     replicas=st.integers(1, 3),
 )
-def test_buckets_hold_every_row_once_padded_to_the_first_that_fits(
-    rows, boundaries, rows_each, replicas
+def test_buckets_hold_every_sequence_once_padded_to_the_first_that_fits(
+    sequences, boundaries, examples_each, replicas
 ):
     limits = [*sorted(boundaries), 9]
-    size = rows_each * replicas
+    size = examples_each * replicas
     stage = pipelines.bucket_by_length(
         limits, global_batch_size=size, replicas=replicas, drop_remainder=False
     )
     seen = []
-    for batch in vectors(rows).apply(stage):
+    for batch in vectors(sequences).apply(stage):
         assert batch.shape[1] in limits
         assert batch.shape[0] <= size
-        for row in batch.numpy():
-            ids = row[row != 0].tolist()
-            assert len(row) == min(limit for limit in limits if limit >= len(ids))
+        for sequence in batch.numpy():
+            ids = sequence[sequence != 0].tolist()
+            assert len(sequence) == min(limit for limit in limits if limit >= len(ids))
             seen.append(ids)
-    assert sorted(seen) == sorted(rows)
+    assert sorted(seen) == sorted(sequences)
 
 
 def test_short_buckets_are_left_out_unless_they_are_asked_for():
-    rows = [[1], [1], [1], [2] * 4]
+    sequences = [[1], [1], [1], [2] * 4]
     stage = pipelines.bucket_by_length([2, 4], global_batch_size=2)
-    assert [batch.shape for batch in vectors(rows).apply(stage)] == [(2, 2)]
+    assert [batch.shape for batch in vectors(sequences).apply(stage)] == [(2, 2)]
 
 
-def test_a_row_that_fits_no_bucket_says_so():
+def test_a_sequence_that_fits_no_bucket_raises():
     batches = vectors([[1, 2, 3]]).apply(pipelines.bucket_by_length([2], global_batch_size=1))
     with pytest.raises(tf.errors.InvalidArgumentError, match="longer than the last of `bound"):
         list(batches)
@@ -128,6 +120,6 @@ def test_bad_arguments_get_one_sentence(stage, sentence):
     ],
 )
 @pytest.mark.parametrize("examples", [tf.constant(["text"]), tf.ones([3, 2])])
-def test_what_is_not_token_ids_is_refused(stage, examples):
+def test_what_is_not_token_ids_raises(stage, examples):
     with pytest.raises(ValueError, match="takes vectors of token ids.*tokenize"):
         tf.data.Dataset.from_tensor_slices(examples).apply(stage)

@@ -23,12 +23,12 @@ nests = st.recursive(
 )
 
 
-def part(kind, rows):
+def part(kind, examples):
     if kind == "ragged":
-        return tf.ragged.constant([[1] * (row % 3) for row in range(rows)], dtype=tf.int32)
+        return tf.ragged.constant([[1] * (n % 3) for n in range(examples)], dtype=tf.int32)
     if kind == "string":
-        return tf.constant([f"row {row}" for row in range(rows)])
-    return tf.cast(tf.range(rows) % 2, tf.as_dtype(kind))
+        return tf.constant([f"example {n}" for n in range(examples)])
+    return tf.cast(tf.range(examples) % 2, tf.as_dtype(kind))
 
 
 @pytest.mark.slow
@@ -36,22 +36,22 @@ def part(kind, rows):
 @given(
     x=nests,
     y=nests,
-    rows=st.integers(1, 6),
+    examples=st.integers(1, 6),
     filling=st.integers(0, 4),
     mode=st.sampled_from(["train", "eval"]),
     weighted=st.booleans(),
 )
-def test_any_nest_is_filled_and_its_real_rows_kept(x, y, rows, filling, mode, weighted):
-    size = rows + filling
-    x, y = (tf.nest.map_structure(lambda kind: part(kind, rows), nest) for nest in (x, y))
-    batch = (x, y, tf.range(1.0, rows + 1)) if weighted else (x, y)
+def test_any_nest_is_padded_and_its_real_examples_kept(x, y, examples, filling, mode, weighted):
+    size = examples + filling
+    x, y = (tf.nest.map_structure(lambda kind: part(kind, examples), nest) for nest in (x, y))
+    batch = (x, y, tf.range(1.0, examples + 1)) if weighted else (x, y)
     padded = only(tf.data.Dataset.from_tensors(batch).apply(pad_to_global_batch(size, mode=mode)))
     for before, after in zip(tf.nest.flatten((x, y)), tf.nest.flatten(padded[:2]), strict=True):
         dense = before.to_tensor() if isinstance(before, tf.RaggedTensor) else before
         assert after.shape[0] == size
-        np.testing.assert_array_equal(after[:rows], dense)
-    share = size / rows if mode == "train" else 1
-    given_weight = np.arange(1, rows + 1) if weighted else np.ones(rows)
+        np.testing.assert_array_equal(after[:examples], dense)
+    share = size / examples if mode == "train" else 1
+    given_weight = np.arange(1, examples + 1) if weighted else np.ones(examples)
     expected = np.concatenate([given_weight * share, np.zeros(filling)])
     np.testing.assert_allclose(padded[2], expected, rtol=1e-6)
 
@@ -60,17 +60,17 @@ def test_any_nest_is_filled_and_its_real_rows_kept(x, y, rows, filling, mode, we
 @settings(max_examples=5)
 @given(
     widths=st.dictionaries(st.sampled_from("abc"), st.integers(1, 3), min_size=1),
-    rows=st.integers(1, 8),
+    examples=st.integers(1, 8),
     replicas=st.sampled_from([1, 2, 4]),
     weighted=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_training_on_a_padded_batch_is_training_on_the_real_rows(
-    widths, rows, replicas, weighted, seed
+def test_training_on_a_padded_batch_is_training_on_the_real_examples(
+    widths, examples, replicas, weighted, seed
 ):
     random = np.random.default_rng(seed)
-    x = {name: random.normal(size=(rows, width)) for name, width in widths.items()}
-    batch = (x, random.integers(0, 3, rows), random.uniform(0.5, 2, rows).astype("float32"))
+    x = {name: random.normal(size=(examples, width)) for name, width in widths.items()}
+    batch = (x, random.integers(0, 3, examples), random.uniform(0.5, 2, examples).astype("float32"))
 
     def step(dataset, replicas):
         keras.utils.set_random_seed(seed)
@@ -85,9 +85,9 @@ def test_training_on_a_padded_batch_is_training_on_the_real_rows(
         model.fit(dataset, verbose=0)
         return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
-    whole = tf.data.Dataset.from_tensors(batch if weighted else batch[:2])
-    padded = step(whole.apply(pad_to_global_batch(8)), replicas)
-    np.testing.assert_allclose(padded, step(whole, 1), rtol=0, atol=1e-5)
+    plain = tf.data.Dataset.from_tensors(batch if weighted else batch[:2])
+    padded = step(plain.apply(pad_to_global_batch(8)), replicas)
+    np.testing.assert_allclose(padded, step(plain, 1), rtol=0, atol=1e-5)
 
 
 @functools.cache
@@ -104,9 +104,9 @@ def evaluated_on(replicas):
 
 @pytest.mark.slow
 @settings(max_examples=8)
-@given(rows=st.integers(1, 20), size=st.sampled_from([4, 8]), replicas=st.sampled_from([2, 4]))
-def test_evaluation_sees_every_row_once_padded_or_not(rows, size, replicas):
-    x, y = testing.toy_classification(rows)
+@given(examples=st.integers(1, 20), size=st.sampled_from([4, 8]), replicas=st.sampled_from([2, 4]))
+def test_evaluation_sees_every_example_once_padded_or_not(examples, size, replicas):
+    x, y = testing.toy_classification(examples)
     batches = tf.data.Dataset.from_tensor_slices((x, np.eye(3)[y])).batch(size)
     padded = batches.apply(pad_to_global_batch(size, mode="eval"))
     one, many = evaluated_on(1), evaluated_on(replicas)
@@ -115,17 +115,17 @@ def test_evaluation_sees_every_row_once_padded_or_not(rows, size, replicas):
     weighted = many.evaluate(normalize_weights(padded), verbose=0, return_dict=True)
     assert weighted == pytest.approx(expected, rel=1e-5)
     np.testing.assert_allclose(many.predict(batches, verbose=0), one(x), rtol=1e-5)
-    np.testing.assert_allclose(many.predict(padded, verbose=0)[:rows], one(x), rtol=1e-5)
+    np.testing.assert_allclose(many.predict(padded, verbose=0)[:examples], one(x), rtol=1e-5)
 
 
-def test_weights_of_any_rank_are_scaled_row_by_row():
+def test_weights_of_any_rank_are_scaled_example_by_example():
     weights = np.array([[1.0, 0.0], [0.5, 2.0]], "float32")
     batch = tf.data.Dataset.from_tensors((np.zeros(2), np.zeros((2, 2)), weights))
     _, _, padded = only(batch.apply(pad_to_global_batch(3)))
     np.testing.assert_allclose(padded, [[1.5, 0], [0.75, 3.0], [0, 0]])
 
 
-def test_filling_repeats_the_last_row_so_that_no_nan_appears():
+def test_padding_repeats_the_last_example_so_that_no_nan_appears():
     x = only(tf.data.Dataset.from_tensors(tf.constant([[3.0, 4.0]])).apply(pad_to_global_batch(2)))[
         0
     ]
@@ -134,7 +134,9 @@ def test_filling_repeats_the_last_row_so_that_no_nan_appears():
 
 def test_a_batch_that_is_too_large_fails():
     batch = tf.data.Dataset.range(5).batch(5)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="more rows than `global_batch_size`"):
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="more examples than `global_batch_size`"
+    ):
         only(batch.apply(pad_to_global_batch(4)))
 
 

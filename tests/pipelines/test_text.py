@@ -18,40 +18,37 @@ lines = st.lists(st.lists(st.sampled_from(WORDS), max_size=15).map(" ".join), mi
 @pytest.mark.slow
 @settings(max_examples=10)
 @given(lines=lines, length=st.integers(3, 9))
-def test_rows_hold_every_token_of_every_line_in_order(lines, length):
+def test_sequences_hold_every_token_of_every_line_in_order(lines, length):
     source = tf.data.Dataset.from_tensor_slices(lines)
-    rows = [
-        row.numpy() for row in source.apply(pipelines.tokenize(TOKENIZER, sequence_length=length))
-    ]
+    stage = pipelines.tokenize(TOKENIZER, sequence_length=length)
+    sequences = [sequence.numpy() for sequence in source.apply(stage)]
     seen = []
-    for row in rows:
-        assert row.shape == (length,)
-        assert row.dtype == np.int32
-        body = row[row != PAD]
+    for sequence in sequences:
+        assert sequence.shape == (length,)
+        assert sequence.dtype == np.int32
+        body = sequence[sequence != PAD]
         assert body[0] == CLS
         assert body[-1] == SEP
         assert len(body) > 2
         seen += body[1:-1].tolist()
     assert seen == [len(SPECIAL) + int(word[1:]) for line in lines for word in line.split()]
-    assert len(rows) == sum(-(-len(line.split()) // (length - 2)) for line in lines)
+    assert len(sequences) == sum(-(-len(line.split()) // (length - 2)) for line in lines)
 
 
 def test_without_a_length_each_line_gives_its_ids():
     source = tf.data.Dataset.from_tensor_slices(["w1 w0", "w3"])
-    assert [row.numpy().tolist() for row in source.apply(pipelines.tokenize(TOKENIZER))] == [
-        [6, 5],
-        [8],
-    ]
+    first, second = source.apply(pipelines.tokenize(TOKENIZER))
+    assert (first.numpy().tolist(), second.numpy().tolist()) == ([6, 5], [8])
 
 
-def some_rows(count, length, seed=0):
-    """Rows of random ordinary tokens, of random length, with their special tokens."""
+def some_sequences(count, length, seed=0):
+    """Return sequences of random ordinary tokens, of random length, with their special tokens."""
     random = np.random.default_rng(seed)
-    rows = np.zeros((count, length), "int32")
-    for row in rows:
+    sequences = np.zeros((count, length), "int32")
+    for sequence in sequences:
         size = random.integers(1, length - 1)
-        row[: size + 2] = [CLS, *random.integers(5, 45, size), SEP]
-    return tf.constant(rows)
+        sequence[: size + 2] = [CLS, *random.integers(5, 45, size), SEP]
+    return tf.constant(sequences)
 
 
 @settings(max_examples=30)
@@ -61,28 +58,28 @@ def some_rows(count, length, seed=0):
     rate=st.floats(0.05, 1.0),
     seed=st.tuples(st.integers(0, 99), st.integers(0, 99)),
 )
-def test_masks_cover_the_asked_share_of_ordinary_tokens(count, length, rate, seed):
-    tokens = some_rows(count, length)
+def test_masks_cover_the_asked_fraction_of_ordinary_tokens(count, length, rate, seed):
+    tokens = some_sequences(count, length)
     features, labels, weights = pipelines.mask_tokens(TOKENIZER, rate=rate)(tokens, seed)
     originals, masked = tokens.numpy(), features["token_ids"].numpy()
-    for row in range(count):
-        chosen = weights[row].numpy() > 0
-        positions = features["mask_positions"][row].numpy()[chosen]
-        ordinary = int((originals[row] >= len(SPECIAL)).sum())
+    for index in range(count):
+        chosen = weights[index].numpy() > 0
+        positions = features["mask_positions"][index].numpy()[chosen]
+        ordinary = int((originals[index] >= len(SPECIAL)).sum())
         room = labels.shape[1]
         assert chosen.sum() == min(room, np.ceil(np.float32(rate) * np.float32(ordinary)))
         assert len(set(positions)) == len(positions)
-        assert (originals[row][positions] >= len(SPECIAL)).all()
-        np.testing.assert_array_equal(labels[row].numpy()[chosen], originals[row][positions])
+        assert (originals[index][positions] >= len(SPECIAL)).all()
+        np.testing.assert_array_equal(labels[index].numpy()[chosen], originals[index][positions])
         untouched = np.setdiff1d(np.arange(length), positions)
-        np.testing.assert_array_equal(masked[row][untouched], originals[row][untouched])
+        np.testing.assert_array_equal(masked[index][untouched], originals[index][untouched])
     assert features["padding_mask"].dtype == tf.int32
     np.testing.assert_array_equal(features["padding_mask"], originals != PAD)
     np.testing.assert_allclose(np.sum(weights), tf.size(weights), rtol=1e-5)
 
 
 def test_of_the_masked_tokens_eight_in_ten_become_mask_and_one_in_ten_another():
-    tokens = some_rows(600, 40)
+    tokens = some_sequences(600, 40)
     features, labels, weights = pipelines.mask_tokens(TOKENIZER)(tokens, (3, 4))
     chosen = weights.numpy() > 0
     become = np.take_along_axis(
@@ -95,7 +92,7 @@ def test_of_the_masked_tokens_eight_in_ten_become_mask_and_one_in_ten_another():
 
 
 def test_a_first_token_without_cls_before_it_is_masked_too():
-    """The room of a short row is filled with the place 0, which must not undo its mask."""
+    """The room of a short sequence is filled with position 0, which must not undo its mask."""
     tokens = tf.constant([[6, 7, 8, *[PAD] * 9]] * 400)
     features, _, weights = pipelines.mask_tokens(TOKENIZER, rate=0.5)(tokens, (1, 2))
     chosen = (weights.numpy() > 0) & (features["mask_positions"].numpy() == 0)
@@ -105,14 +102,14 @@ def test_a_first_token_without_cls_before_it_is_masked_too():
 
 
 @pytest.mark.parametrize("length", [1, 2])
-def test_the_shortest_rows_have_a_place_to_predict(length):
+def test_the_shortest_sequences_have_a_position_to_predict(length):
     _, labels, weights = pipelines.mask_tokens(TOKENIZER)(np.array([[6, 7][:length]]), (1, 2))
     assert labels.numpy().item() in (6, 7)
     assert weights.numpy() == 1
 
 
 def test_masks_are_new_for_every_seed_and_the_same_for_the_same():
-    mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_rows(4, 30)
+    mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_sequences(4, 30)
     first, again, other = (
         mask(tokens, seed)[0]["token_ids"].numpy() for seed in [(1, 2), (1, 2), (1, 3)]
     )
@@ -126,18 +123,18 @@ def test_a_batch_without_a_token_to_predict_has_weight_zero():
     np.testing.assert_array_equal(weights, np.zeros((2, 1)))
 
 
-def test_validation_masks_depend_on_the_row_alone():
-    mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_rows(5, 30)
+def test_validation_masks_depend_on_the_sequence_alone():
+    mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_sequences(5, 30)
     together = mask(tokens)
-    for row in range(5):
-        alone = mask(tokens[row])
-        for whole, part in zip(tf.nest.flatten(together), tf.nest.flatten(alone), strict=True):
-            np.testing.assert_array_equal(whole[row], part)
+    for index in range(5):
+        alone = mask(tokens[index])
+        for batch, part in zip(tf.nest.flatten(together), tf.nest.flatten(alone), strict=True):
+            np.testing.assert_array_equal(batch[index], part)
     assert set(np.unique(together[2])) == {0.0, 1.0}
 
 
 def test_a_fixed_number_of_slots_caps_the_predictions():
-    _, labels, weights = pipelines.mask_tokens(TOKENIZER, rate=0.9, slots=3)(some_rows(4, 30))
+    _, labels, weights = pipelines.mask_tokens(TOKENIZER, rate=0.9, slots=3)(some_sequences(4, 30))
     assert labels.shape == (4, 3)
     assert weights.numpy().sum(axis=1).max() == 3
 
@@ -153,9 +150,9 @@ def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
 
 def test_a_vocabulary_file_gives_ids_by_line(tmp_path):
     file = tmp_path / "vocab.txt"
-    pieces = [*SPECIAL, "a", "##b", "x\x85y"]
-    file.write_text("\ufeff" + "\n".join(pieces) + "\n", encoding="utf-8")
-    assert pipelines.read_vocabulary(file) == pieces
+    tokens = [*SPECIAL, "a", "##b", "x\x85y"]
+    file.write_text("\ufeff" + "\n".join(tokens) + "\n", encoding="utf-8")
+    assert pipelines.read_vocabulary(file) == tokens
 
 
 @pytest.mark.parametrize(
@@ -191,15 +188,21 @@ def tokenized(lines):
     [
         (lambda: pipelines.mask_tokens(TOKENIZER, rate=0), "`rate` must be above 0 and at most 1"),
         (lambda: pipelines.mask_tokens(TOKENIZER, slots=0), "`slots` must be a positive"),
-        (lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4])), "Rows to mask are token ids"),
-        (lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4, 1], int)), "Rows to mask are"),
+        (
+            lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4])),
+            "Sequences to mask are token ids",
+        ),
+        (
+            lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4, 1], int)),
+            "Sequences to mask are",
+        ),
         (lambda: pipelines.mask_tokens(TOKENIZER)(tf.ragged.constant([[6], [6, 7]])), "one static"),
         (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
         (lambda: pipelines.tokenize(padding_tokenizer()), "a `sequence_length` of its own"),
         (lambda: tokenized(LINES.batch(2)), "lines of text one by one"),
         (lambda: tokenized(tf.data.Dataset.zip(LINES, LINES)), "lines of text one by one"),
-        (lambda: pipelines.learn_vocabulary([], 100), "cannot be learned from no text"),
-        (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned from no text"),
+        (lambda: pipelines.learn_vocabulary([], 100), "cannot be learned without text"),
+        (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned without text"),
         (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),
     ],
 )

@@ -16,9 +16,6 @@ def test_a_chain_applies_its_stages_from_left_to_right():
         lambda dataset: dataset.map(lambda number: number * 2),
     )
     assert values(tf.data.Dataset.range(3).apply(plus_one_then_double)) == [2, 4, 6]
-
-
-def test_an_empty_chain_changes_nothing():
     assert values(tf.data.Dataset.range(3).apply(pipelines.chain())) == [0, 1, 2]
 
 
@@ -99,10 +96,10 @@ def test_bad_arguments_get_one_sentence(make, sentence):
 @settings(max_examples=20)
 @given(examples=st.integers(0, 30), size=st.integers(1, 7), drop=st.booleans())
 def test_counting_finds_what_filter_hides(examples, size, drop):
-    kept = tf.data.Dataset.range(examples).filter(lambda number: number % 2 == 0)
-    batches = kept.batch(size, drop_remainder=drop)
+    pairs = tf.data.Dataset.range(examples).map(lambda n: (n, {"double": 2 * n}))
+    batches = pairs.filter(lambda n, _: n % 2 == 0).batch(size, drop_remainder=drop)
     assert batches.cardinality() == tf.data.UNKNOWN_CARDINALITY
-    assert pipelines.count_batches(batches) == len(values(batches))
+    assert pipelines.count_batches(batches) == len(list(batches))
 
 
 def test_counting_takes_a_known_length_without_reading():
@@ -115,11 +112,6 @@ def test_counting_takes_a_known_length_without_reading():
     assert pipelines.count_batches(unread.batch(4)) == 3
 
 
-def test_counting_a_dataset_of_pairs():
-    pairs = tf.data.Dataset.range(5).map(lambda n: (n, {"double": 2 * n}))
-    assert pipelines.count_batches(pairs.filter(lambda n, _: n > 1)) == 3
-
-
-def test_counting_an_endless_dataset_is_refused():
+def test_counting_an_endless_dataset_raises():
     with pytest.raises(ValueError, match=r"`dataset` never ends.*Take `.repeat\(...\)` out"):
         pipelines.count_batches(tf.data.Dataset.range(3).repeat())

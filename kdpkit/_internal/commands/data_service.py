@@ -6,17 +6,18 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import queue
 import signal
 import socket
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
-from kdpkit import _checks
+from kdpkit import errors
+from kdpkit._internal import checks, signal_handlers
 
 HELP = "prepare the examples of programs that train, in this process"
 
-_EXAMPLE = """\
+EXAMPLE = """\
 Trainers name it in `services` of `kdpkit.pipelines.train_pipeline`:
 
     kdpkit data-service --port 5050
@@ -27,8 +28,6 @@ It serves until SIGTERM or Ctrl-C; the exit code is 128 and the signal's number.
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Name where to serve, and with what."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("--port", type=int, required=True, metavar="P", help="where it listens; 0 takes a free one")
     add(
@@ -54,26 +53,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C; give 128 and the signal's number, as a shell does."""
+    """Serve until SIGTERM or Ctrl-C; return 128 and the signal's number, as a shell does."""
     if importlib.util.find_spec("tensorflow") is None:
-        _checks.refuse(
+        checks.fail(
             "`kdpkit data-service` needs TensorFlow, which is not installed.",
             remedy="Run `pip install kdpkit[tensorflow]`.",
         )
     _import(args.modules)
     from kdpkit import pipelines
 
+    came: queue.SimpleQueue[int] = queue.SimpleQueue()
     with (
-        _awaited(signal.SIGTERM, signal.SIGINT) as wait,
+        signal_handlers.handling(lambda number, _: came.put(number), signal.SIGTERM, signal.SIGINT),
         pipelines.data_service(
             args.port, host=args.host or _own_name(), worker_port=args.worker_port
         ) as service,
     ):
-        said = f"Serves at {service.address}; examples come from {service.worker_address}."
+        sentence = f"Serves at {service.address}; examples come from {service.worker_address}."
         where = json.dumps(dataclasses.asdict(service))
-        sys.stdout.write((where if args.json else said) + "\n")
+        sys.stdout.write((where if args.json else sentence) + "\n")
         sys.stdout.flush()
-        return 128 + wait()
+        return 128 + came.get()
 
 
 def _import(modules: Sequence[str]) -> None:
@@ -81,38 +81,16 @@ def _import(modules: Sequence[str]) -> None:
         try:
             importlib.import_module(module)
         except Exception as error:  # a package may fail in any way
-            raise _checks.InputError(
+            raise errors.InputError(
                 f"`--import {module}` fails: {type(error).__name__}: {error}. Name a package that "
                 "Python finds here, as in `import` statements."
             ) from error
 
 
 def _own_name() -> str:
-    """Give this machine's name if it is found under it, else one for this machine alone."""
+    """Return this machine's name if it is found under it, else one for this machine alone."""
     name = socket.gethostname()
     with contextlib.suppress(OSError):
         socket.getaddrinfo(name, None)
         return name
     return "localhost"
-
-
-@contextlib.contextmanager
-def _awaited(*numbers: signal.Signals) -> Iterator[Callable[[], int]]:
-    """Give a function that waits for a signal."""
-    came: list[int] = []
-    event = threading.Event()
-
-    def note(number: int, _: object) -> None:
-        came.append(number)
-        event.set()
-
-    def wait() -> int:
-        event.wait()
-        return came[0]
-
-    before = {number: signal.signal(number, note) for number in numbers}
-    try:
-        yield wait
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -2,7 +2,7 @@
 
 import os
 
-from kdpkit import _checks
+from kdpkit import errors
 
 
 def require() -> None:
@@ -11,8 +11,8 @@ def require() -> None:
         import keras  # noqa: F401 it is there for those who come after
     except (ImportError, ValueError) as error:  # the latter for a backend that there is not
         first, *_ = str(error).splitlines() or [""]
-        raise _checks.InputError(
+        raise errors.InputError(
             f"Keras cannot be imported with its backend ({type(error).__name__}: {first}). "
             f"Received: KERAS_BACKEND={os.environ.get('KERAS_BACKEND')!r}. Set "
-            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax; `kdpkit env` says which is installed."
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax; `kdpkit env` lists what is installed."
         ) from error

@@ -5,13 +5,14 @@ import dataclasses
 import json
 import sys
 
-from kdpkit import _checks, launch
+from kdpkit import launch
+from kdpkit._internal import checks
 
 TAKES_REST = True
 HELP = "run a command as several processes of this machine that train together"
 
-_EXAMPLE = """\
-Every process runs the command, and finds its place in the cluster in its
+EXAMPLE = """\
+Every process runs the command, and finds its role in the cluster in its
 environment:
 
     kdpkit launch --workers 2 -- python train.py --epochs 3
@@ -23,8 +24,6 @@ Exit code: that of the process that failed first, else 0."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Name what `kdpkit.launch.launch` takes."""
     parser.usage = "kdpkit launch --workers N [flags] -- command ..."
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("--workers", type=int, required=True, metavar="N", help="processes that train")
     add(
@@ -63,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Launch; with `--json` stdout has the report alone, and what processes print is on stderr."""
     if not args.rest:
-        _checks.refuse(
+        checks.fail(
             "The command to run comes after `--`.",
             remedy="Write `kdpkit launch --workers 2 -- python train.py`.",
         )

@@ -1,4 +1,4 @@
-"""What a command says on stderr while it is at work."""
+"""What a command reports on stderr while it is at work."""
 
 import contextlib
 import sys
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def telling(verb: str) -> Iterator[Callable[[str], None]]:
-    """Give a function that says what is being done: on a terminal in one place, else in lines."""
+    """Yield a function that reports what is being done: on a terminal in place, else in lines."""
     if not sys.stderr.isatty():
         yield lambda what: print(f"{verb} {what} ...", file=sys.stderr, flush=True)  # noqa: T201
         return

@@ -1,16 +1,14 @@
 """`kdpkit bench`: how fast this machine trains, by replicas and batch sizes."""
 
 import argparse
-import json
-import sys
 
-from kdpkit._commands import _telling
+from kdpkit._internal.commands import telling
 
 HELP = "measure how fast this machine trains, by replicas and batch sizes"
 
 _JIT: dict[str, bool | str] = {"measure": "measure", "on": True, "off": False}
-_EXAMPLE = """\
-TARGET is `file.py:name` or `module:name` of a function that gives (dataset,
+EXAMPLE = """\
+TARGET is `file.py:name` or `module:name` of a function that returns (dataset,
 model); without it a workload of kdpkit's own is trained. Replicas are GPUs, or
 logical CPUs where there are none, which share the cores; each pair of replicas
 and batch size is a process of its own:
@@ -25,12 +23,10 @@ too long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Name what `kdpkit.diagnostics.bench` takes."""
+    """Add the arguments of `kdpkit.diagnostics.bench`."""
     parser.usage = "kdpkit bench [TARGET] [flags]"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLE
     add = parser.add_argument
-    add("target", metavar="TARGET", nargs="?", help="your own training, in place of a workload")
+    add("target", metavar="TARGET", nargs="?", help="your own training, instead of a workload")
     add("--workload", help="cnn or bert (default: cnn)")
     add(
         "--replicas",
@@ -44,14 +40,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         metavar="N",
-        help="rows of each replica, for weak scaling (default: 32 64 128)",
+        help="examples of each replica, for weak scaling (default: 32 64 128)",
     )
     add(
         "--global-batch-size",
         type=int,
         nargs="+",
         metavar="N",
-        help="rows over all replicas, for strong scaling",
+        help="examples over all replicas, for strong scaling",
     )
     add("--backend", help="tensorflow or jax (default: Keras' own choice)")
     add(
@@ -61,12 +57,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="compile with XLA, or take what is faster (default: measure)",
     )
     add("--split", action="store_true", help="split a single GPU for several replicas (TensorFlow)")
+    _add_time(parser)
+
+
+def _add_time(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--seconds",
         type=float,
         default=5.0,
         metavar="S",
-        help="to train each pair for, beside compiling (default: %(default)s)",
+        help="to train each pair for, besides compiling (default: %(default)s)",
     )
     add("--rounds", type=int, default=5, metavar="N", help="to divide these (default: %(default)s)")
     add(
@@ -79,10 +80,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the table and the verdict; give 0 if nothing failed, else 1."""
+    """Print the table and the verdict; return 0 if nothing failed, else 1."""
     from kdpkit import diagnostics
+    from kdpkit.diagnostics import _text
 
-    with _telling.telling("Measuring") as say:
+    with telling.telling("Measuring") as say:
         report = diagnostics.bench(
             args.target,
             workload=args.workload,
@@ -97,19 +99,5 @@ def run(args: argparse.Namespace) -> int:
             timeout_seconds=args.timeout,
             on_start=say,
         )
-    if args.json:
-        sys.stdout.write(json.dumps(report.to_dict(), indent=2) + "\n")
-    else:
-        _print(str(report))
+    _text.show(report, as_json=args.json)
     return 0 if report.works else 1
-
-
-def _print(text: str) -> None:
-    """Print, with what failed in colour on a terminal."""
-    from rich.console import Console
-    from rich.text import Text
-
-    shown = Text(text)
-    shown.highlight_regex(r"failed|timed out|out of memory", "red")
-    shown.highlight_regex(r"(?m)^ *replicas .*$", "bold")
-    Console(highlight=False, soft_wrap=True).print(shown)

@@ -2,23 +2,31 @@
 
 import argparse
 import contextlib
-import json
 import os
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kdpkit import _checks
-from kdpkit._commands import _keras
+from kdpkit._internal import checks
+from kdpkit._internal.commands import keras_logs
+
+if TYPE_CHECKING:
+    from kdpkit.diagnostics._script import Training
 
 TAKES_REST = True
 HELP = "find mistakes in a training's input, what slows it, or what would stop it on a TPU"
 _SECONDS = 20.0
 _STDOUT, _STDERR = 1, 2  # file descriptors
+# What each check is passed of the training, besides its dataset.
+_OF_TRAINING = {
+    "check_input": ("model", "validation_data", "epochs", "steps_per_epoch"),
+    "check_speed": ("model", "callbacks", "batch_size"),
+    "check_tpu": ("model", "callbacks", "validation_data", "batch_size", "validation_batch_size"),
+}
 
-_EXAMPLE = """\
+EXAMPLE = """\
 TARGET is a script, which runs up to its first `fit` and trains nothing, or
-`module:name` or `file.py:name` of a dataset, or of a function that gives a
+`module:name` or `file.py:name` of a dataset, or of a function that returns a
 dataset or (dataset, model):
 
     kdpkit doctor train.py -- --epochs 3
@@ -26,26 +34,25 @@ dataset or (dataset, model):
     kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
     KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make_dataset --json
 
-With --measure it trains for a moment, takes that back, and says whether a step
-waits for input, computes, or waits for Python, and which edit to try first.
+With --measure it trains for a moment, undoes that, and reports whether a step
+waits for input, computes, or waits for callbacks and calls, and which edit to
+try first.
 
-Exit code 0: nothing found, or notes alone; with --measure: the time goes into
+Exit code 0: nothing found, or only notes; with --measure: the time goes into
 computing, and no edit that was tried saves much of it. 1: findings, or time
 that goes elsewhere. 2: the target cannot be checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Name what to check, and for what."""
+    """Add what to check, and for what."""
     parser.usage = "kdpkit doctor [--tpu | --measure] TARGET [flags] [-- script's arguments]"
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLE
     add = parser.add_argument
     add("target", metavar="TARGET", nargs="?", help="check the tf.data pipelines of this")
     add("--tpu", metavar="TARGET", help="check this for a TPU")
     add(
         "--measure",
         action="store_true",
-        help="train TARGET for a moment, and tell where a step's time goes",
+        help="train TARGET for a moment, and report where a step's time goes",
     )
     add(
         "--seconds",
@@ -67,81 +74,54 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="cores of the TPU that share a global batch (default: %(default)s)",
     )
-    add(
-        "--remote",
-        action="store_true",
-        help="the TPU is reached over the network, and reads no disk of this machine (TensorFlow)",
-    )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; give 0 if it is clean, else 1."""
+    """Print the report; return 0 if it is clean, else 1."""
+    name, settings = _check_of(args)
+    from kdpkit.diagnostics import _target, _text
+
+    def check(training: "Training") -> Any:
+        keras_logs.require()
+        from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
+
+        given = {field: getattr(training, field) for field in _OF_TRAINING[name]}
+        return getattr(diagnostics, name)(training.dataset, **given, **settings)
+
+    with _stdout_to_stderr():
+        report = _target.checked(args.tpu or args.target, args.rest, check)
+    _text.show(report, as_json=args.json)
+    return 0 if report.clean else 1
+
+
+def _check_of(args: argparse.Namespace) -> tuple[str, dict[str, float]]:
+    """Return the name of the check that the flags ask for, and its settings."""
     if (args.tpu is None) == (args.target is None):
-        _checks.refuse(
-            "`kdpkit doctor` checks one target.",
+        checks.fail(
+            "`kdpkit doctor` checks one target, on this machine or for a TPU.",
             target=args.target,
             tpu=args.tpu,
             remedy="Write `kdpkit doctor train.py`, or `kdpkit doctor --tpu train.py`.",
         )
-    _refuse_other_flags(args)
-    seconds = _checks.number("seconds", _SECONDS if args.seconds is None else args.seconds, above=0)
-    replicas = _checks.integer("replicas", args.replicas)
-    workers = _checks.integer("workers", args.workers)
-    from kdpkit.diagnostics import _target
-
-    def check(training: Any) -> Any:
-        _keras.require()
-        from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
-
-        if args.tpu is not None:
-            return diagnostics.check_tpu(
-                training.dataset,
-                model=training.model,
-                replicas=replicas,
-                callbacks=training.callbacks,
-                validation_data=training.validation_data,
-                batch_size=training.batch_size,
-                validation_batch_size=training.validation_batch_size,
-                remote=args.remote,
-            )
-        if args.measure:
-            return diagnostics.check_speed(
-                training.dataset,
-                model=training.model,
-                callbacks=training.callbacks,
-                batch_size=training.batch_size,
-                seconds=seconds,
-            )
-        return diagnostics.check_input(
-            training.dataset,
-            validation_data=training.validation_data,
-            model=training.model,
-            workers=workers,
-            epochs=training.epochs,
-            steps_per_epoch=training.steps_per_epoch,
-        )
-
-    with _stdout_to_stderr():
-        report = _target.checked(args.tpu or args.target, args.rest, check)
-    said = json.dumps(report.to_dict(), indent=2) if args.json else str(report)
-    sys.stdout.write(said + "\n")
-    return 0 if report.clean else 1
-
-
-def _refuse_other_flags(args: argparse.Namespace) -> None:
     if args.measure and args.tpu is not None:
-        _checks.refuse(
+        checks.fail(
             "Speed is measured on this machine, not on a TPU.",
             tpu=args.tpu,
             remedy="Write `kdpkit doctor --measure train.py`.",
         )
     if args.seconds is not None and not args.measure:
-        _checks.refuse("`--seconds` is about `--measure`.", seconds=args.seconds)
+        checks.fail("`--seconds` is about `--measure`.", seconds=args.seconds)
+    seconds = checks.number("seconds", _SECONDS if args.seconds is None else args.seconds, above=0)
+    if args.tpu is not None:
+        return "check_tpu", {"replicas": checks.integer("replicas", args.replicas)}
+    if args.measure:
+        return "check_speed", {"seconds": seconds}
+    return "check_input", {"workers": checks.integer("workers", args.workers)}
 
 
 @contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Keep stdout for the report: what is printed meanwhile, also by child processes, is stderr."""
+    """Keep stdout for the report: what is printed meanwhile, by child processes too, is stderr."""
     sys.stdout.flush()
     saved = os.dup(_STDOUT)
     os.dup2(_STDERR, _STDOUT)

@@ -1,10 +1,10 @@
-"""What is wrong with the pipelines that a program trains from."""
+"""Mistakes in the pipelines that a program trains from."""
 
 import dataclasses
 from typing import Any
 
-from kdpkit import _checks, _findings
-from kdpkit.diagnostics import _batch, _report
+from kdpkit._internal import check_results, checks
+from kdpkit.diagnostics import _batch, _report, _training_step
 
 
 class InputReport(_report.Report):
@@ -12,7 +12,7 @@ class InputReport(_report.Report):
 
     Attributes:
         findings: See `kdpkit.pipelines.lint`; the worst first.
-        checked: What was looked at: `"train"`, `"validation"`.
+        checked: What was checked: `"train"`, `"validation"`.
     """
 
 
@@ -28,19 +28,16 @@ def check_input(
     """Find mistakes in the `tf.data` pipelines of a training, without running them.
 
     Each is read by `kdpkit.pipelines.lint`, which has the rules: the training data with all of
-    them, the validation data without those about order and length. Data of other kinds are left
-    alone.
+    them, the validation data without those about order and length. Data of other kinds are not
+    checked.
 
     Args:
         dataset: What `fit` trains on.
         validation_data: What it validates on.
-        model: The model; its strategy says how many replicas share a batch.
+        model: The model; its strategy has the number of replicas that share a batch.
         workers: Processes that divide the data between them.
         epochs: Those of `fit`; None where it is not known.
-        steps_per_epoch: That of `fit`; None is the whole dataset.
-
-    Returns:
-        The report, with `findings`, `clean` and `to_dict()`.
+        steps_per_epoch: That of `fit`; None is the complete dataset.
 
     Raises:
         ValueError: None of it is a `tf.data.Dataset`; a count below one.
@@ -48,8 +45,8 @@ def check_input(
     given = {"train": dataset, "validation": validation_data}
     read = {name: data for name, data in given.items() if _batch.is_tf_dataset(data)}
     if not read:
-        _checks.refuse(
-            "There is no `tf.data` pipeline to look at.",
+        checks.fail(
+            "There is no `tf.data` pipeline to check.",
             dataset=type(dataset).__name__,
             remedy="`kdpkit doctor --tpu` checks arrays and `PyDataset` too.",
         )
@@ -68,11 +65,7 @@ def check_input(
             epochs=epochs,
             steps_per_epoch=steps_per_epoch,
         )
-        if not (finding.rule == "overwritten-arrays" and _is_exact(model))
+        # `replica_exact` copies arrays from Python.
+        if not (finding.rule == "overwritten-arrays" and _training_step.is_exact(model))
     ]
-    return InputReport(_findings.in_order(found), tuple(read))
-
-
-def _is_exact(model: Any) -> bool:
-    """Tell a model of `replica_exact`, which copies what Python gives."""
-    return "fit" in vars(model)
+    return InputReport(check_results.in_order(found), tuple(read))

@@ -1,30 +1,26 @@
-"""`kdpkit env`: what this machine and its Python give a training."""
+"""`kdpkit env`: what this machine and its Python offer for training."""
 
 import argparse
-import json
-import sys
 
-HELP = "versions, devices, strategies and settings of this machine, and what is amiss"
+HELP = "versions, devices and settings of this machine, and what is wrong"
 
-_EXAMPLE = """\
+EXAMPLE = """\
 The report holds no path, no host's name and no secret, so that it can go into
 an issue:
 
     kdpkit env
     kdpkit env --quick --json
 
-Exit code 0: nothing is amiss, or notes alone; 1: findings."""
+Exit code 0: nothing is wrong, or only notes; 1: findings."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Name what `kdpkit.diagnostics.environment` takes."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLE
+    """Add the arguments of `kdpkit.diagnostics.environment`."""
     add = parser.add_argument
     add(
         "--quick",
         action="store_true",
-        help="start neither TensorFlow nor JAX, and so count no devices of theirs",
+        help="start neither TensorFlow nor JAX, and do not count their devices",
     )
     add(
         "--timeout",
@@ -36,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print what was found; give 0 if nothing is amiss, else 1."""
+    """Print the report; return 0 if nothing is wrong, else 1."""
     from kdpkit import diagnostics
+    from kdpkit.diagnostics import _text
 
     found = diagnostics.environment(start_frameworks=not args.quick, timeout_seconds=args.timeout)
-    said = json.dumps(found.to_dict(), indent=2) if args.json else str(found)
-    sys.stdout.write(said + "\n")
+    _text.show(found, as_json=args.json)
     return 0 if found.clean else 1

@@ -1,24 +1,13 @@
-"""What TensorFlow or JAX finds on this machine, told by a process of its own.
+"""Which devices TensorFlow or JAX finds on this machine, in a process of its own.
 
-    python -m kdpkit.diagnostics._framework_child tensorflow
-
-The last line is JSON.
+python -m kdpkit.diagnostics._env.framework_child tensorflow
 """
 
-import json
+import os
 import sys
 from typing import Any
 
-SIGN = "kdpkit-framework "  # begins the line that says what was found
-
-
-def ask(framework: str) -> dict[str, Any]:
-    """Give the devices by kind and how the framework was built, or why it does not start."""
-    try:
-        return (_jax if framework == "jax" else _tensorflow)()
-    except Exception as error:  # of any kind: a broken installation raises what it likes
-        first = str(error).strip().partition("\n")[0]
-        return {"problem": f"{type(error).__name__}: {first}"}
+from kdpkit.diagnostics import _child_program
 
 
 def _tensorflow() -> dict[str, Any]:
@@ -38,4 +27,4 @@ def _jax() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(f"{SIGN}{json.dumps(ask(sys.argv[1]))}\n")
+    os._exit(_child_program.report(_jax if sys.argv[1] == "jax" else _tensorflow))

@@ -1,36 +1,31 @@
 """`kdpkit plan`: the numbers of a run on several replicas, before it starts."""
 
 import argparse
-import json
-import sys
-from typing import Any
 
-from kdpkit._commands import _keras
+from kdpkit._internal.commands import keras_logs
 
 HELP = "work out batches, steps and learning rates of a run on several replicas"
 
-_EXAMPLE = """\
+EXAMPLE = """\
 One column for each number of replicas, then what is wrong with the plan and how
-to mend it:
+to fix it:
 
     kdpkit plan --examples 60000 --per-replica-batch-size 32 \\
         --base-learning-rate 0.1 --replicas 1 2 4 8 --epochs 5 --optimizer sgd \\
         --warmup-epochs 1 --shape cosine --plot rate.png
 
-Exit code 0: nothing found, or notes alone; 1: findings; 2: no such plan is
+Exit code 0: nothing found, or only notes; 1: findings; 2: no such plan is
 possible."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Name the run: its data, its batches, its learning rate."""
+    """Add the run: its data, its batches, its learning rate."""
     parser.usage = (
         "kdpkit plan --examples N --per-replica-batch-size N\n"
         "                   --base-learning-rate RATE [--replicas R ...] [flags]"
     )
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = _EXAMPLE
     add = parser.add_argument
-    add("--examples", type=int, required=True, metavar="N", help="training examples in all")
+    add("--examples", type=int, required=True, metavar="N", help="training examples")
     add(
         "--per-replica-batch-size",
         type=int,
@@ -43,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=float,
         required=True,
         metavar="RATE",
-        help="the rate that suits one replica",
+        help="the rate for one replica",
     )
     add("--replicas", type=int, nargs="+", default=[1], metavar="R", help="one number or several")
     add("--rule", default="linear", help="linear, sqrt or none (default: %(default)s)")
@@ -51,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--accumulation", type=int, default=1, metavar="K", help="batches that make one update")
     _add_rate(parser)
     _add_data(parser)
-    add("--plot", metavar="FILE", help="draw the learning rates into this picture")
+    add("--plot", metavar="FILE", help="draw the learning rates into this image")
 
 
 def _add_rate(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +57,7 @@ def _add_rate(parser: argparse.ArgumentParser) -> None:
     add("--decay-steps", type=int, metavar="N", help="of stable-decay (default: a fifth)")
     add("--end-learning-rate", type=float, default=0.0, metavar="RATE", help="after a decay")
     add("--power", type=float, default=1.0, help="of a polynomial decay")
-    add("--optimizer", help="sgd, or adam for it and what is made after it")
+    add("--optimizer", help="sgd, or adam for Adam and its variants")
     add("--beta-1", type=float, default=0.9, help="Adam's on one replica (default: %(default)s)")
     add("--beta-2", type=float, default=0.999, help="Adam's on one replica (default: %(default)s)")
     add("--epsilon", type=float, default=1e-7, help="Adam's on one replica (default: %(default)s)")
@@ -76,10 +71,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plans; give 0 if they are clean, else 1."""
+    """Print the plans; return 0 if they are clean, else 1."""
     if args.plot or args.shape != "constant" or args.warmup_steps or args.warmup_epochs:
-        _keras.require()
-    from kdpkit.diagnostics import _chart, _plan, _plan_text
+        keras_logs.require()
+    from kdpkit.diagnostics import _text
+    from kdpkit.diagnostics._plan import plan_text, training_plan
 
     settings = {
         name: value
@@ -87,13 +83,8 @@ def run(args: argparse.Namespace) -> int:
         if name not in ("command", "json", "plot", "replicas", "rest", "run", "takes_rest")
     }
     counts = sorted({*args.replicas})
-    plans = [_plan.plan(**settings, replicas=replicas) for replicas in counts]
+    plans = [training_plan.plan(**settings, replicas=replicas) for replicas in counts]
     if args.plot is not None:
-        _plan.plot(plans, args.plot)
-    said = _as_json(plans) if args.json else _chart.printable(_plan_text.of(plans), sys.stdout)
-    sys.stdout.write(said + "\n")
+        training_plan.plot(plans, args.plot)
+    _text.show(plan_text.Plans(plans), as_json=args.json)
     return 0 if all(plan.clean for plan in plans) else 1
-
-
-def _as_json(plans: list[Any]) -> str:
-    return json.dumps({"plans": [plan.to_dict() for plan in plans]}, indent=2)

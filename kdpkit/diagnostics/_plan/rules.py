@@ -1,24 +1,25 @@
-"""Where the numbers of a plan leave the range in which they are known to work."""
+"""Findings on the numbers of a plan: where a rule leaves its range, or the run wastes data."""
 
 import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kdpkit._findings import Finding, in_order
+from kdpkit._internal.check_results import Finding, in_order
 
 if TYPE_CHECKING:
-    from kdpkit.diagnostics._plan import TrainingPlan
+    from kdpkit.diagnostics._plan.training_plan import TrainingPlan
 
 _FACTOR_WITHOUT_WARMUP = 8  # a rate that grows more at once is where Goyal et al. 2017 warm up
 _LARGEST_LINEAR_BATCH = 8192  # to which they hold the linear rule
 _SHARE_LEFT_OUT = 0.05
 _SHARE_SHUFFLED = 0.1
 _GOYAL = "Goyal et al. 2017 (arXiv:1706.02677)"
+_NO_STEP = ("refused", "No step is made.")
 _MALLADI = "Malladi et al. 2022 (arXiv:2205.10287)"
 
 
 def of(plan: "TrainingPlan") -> tuple[Finding, ...]:
-    """Give what there is to say of a plan, the worst first."""
+    """Return the findings on a plan, the worst first."""
     rules = (_batches, _length, _linear_rule, _adam, _last_batch, _shuffling)
     return in_order(finding for rule in rules for finding in rule(plan))
 
@@ -34,12 +35,8 @@ def _batches(plan: "TrainingPlan") -> Iterator[Finding]:
         if largest
         else f"Use at most {plan.examples:,} replicas."
     )
-    if plan.steps_per_epoch:
-        yield Finding(
-            "large-batch", "slow", "batch size", f"{problem} An epoch is one batch.", remedy
-        )
-    else:
-        yield Finding("large-batch", "refused", "batch size", f"{problem} No step is made.", remedy)
+    level, effect = ("slow", "An epoch is one batch.") if plan.steps_per_epoch else _NO_STEP
+    yield Finding("large-batch", level, "batch size", f"{problem} {effect}", remedy)
 
 
 def _length(plan: "TrainingPlan") -> Iterator[Finding]:
@@ -112,23 +109,22 @@ def _linear_rule(plan: "TrainingPlan") -> Iterator[Finding]:
             "optimizer",
             "note",
             "rule",
-            "The linear rule is one for SGD; for Adam and what is made after it use 'sqrt'.",
-            "Say the optimizer, 'sgd' or 'adam'.",
+            "The linear rule is one for SGD; for Adam and its variants use 'sqrt'.",
+            "Set the optimizer, 'sgd' or 'adam'.",
         )
 
 
 def _adam(plan: "TrainingPlan") -> Iterator[Finding]:
-    if plan.scale.rule != "sqrt" or plan.optimizer == "sgd" or not plan.adam_refusal:
-        return
-    yield Finding(
-        "adam-factor",
-        # The rate alone can still be scaled; with Adam said to be used, the rule is at its end.
-        "refused" if plan.optimizer == "adam" else "note",
-        "rule",
-        f"The square-root rule has no settings for Adam here. {plan.adam_refusal}",
-        "Use fewer replicas or less accumulation; or scale the rate alone and keep the betas, for "
-        "which nothing is proven.",
-    )
+    if plan.adam_problem:
+        yield Finding(
+            "adam-factor",
+            # Without a given optimizer the rate alone can still be scaled.
+            "refused" if plan.optimizer == "adam" else "note",
+            "rule",
+            f"The square-root rule has no settings for Adam here. {plan.adam_problem}",
+            "Use fewer replicas or less accumulation; or scale the rate alone and keep the betas, "
+            "for which nothing is proven.",
+        )
 
 
 def _last_batch(plan: "TrainingPlan") -> Iterator[Finding]:
@@ -149,7 +145,7 @@ def _last_batch(plan: "TrainingPlan") -> Iterator[Finding]:
             "note",
             "last batch",
             "The replicas do not divide the last batch"
-            + (f", and {idle} of them get nothing of it" if idle else "")
+            + (f", and {idle} of them get no example" if idle else "")
             + ": plain Keras weights its examples wrongly.",
             "Train with `kdpkit.training`, or use the remainder 'pad' or 'drop'.",
         )
@@ -157,24 +153,19 @@ def _last_batch(plan: "TrainingPlan") -> Iterator[Finding]:
 
 def _shuffling(plan: "TrainingPlan") -> Iterator[Finding]:
     held, size = plan.buffered_examples, plan.scale.global_batch_size
-    if held >= plan.examples:
+    least = max(size, math.ceil(_SHARE_SHUFFLED * plan.examples))
+    if held >= min(least, plan.examples):
         return
-    remedy = f"Use at least {max(size, math.ceil(_SHARE_SHUFFLED * plan.examples)):,}"
-    if held < size:
-        yield Finding(
-            "small-shuffle",
-            "slow",
-            "shuffle buffer",
-            f"The buffer of {held:,} examples is smaller than a global batch of {size:,}: batches "
-            "hold neighbours, nearly in their order.",
-            f"{remedy}, or shuffle the data once beforehand.",
-        )
-    elif held < _SHARE_SHUFFLED * plan.examples:
-        yield Finding(
-            "small-shuffle",
-            "note",
-            "shuffle buffer",
-            f"The buffer of {held:,} examples is less than a tenth of the {plan.examples:,}: data "
-            "in an order, by class say, stay in parts of it.",
-            f"{remedy}, or shuffle the data once beforehand, or read many files at once.",
-        )
+    mixes = (
+        f"smaller than a global batch of {size:,}: batches hold neighbors, nearly in their order"
+        if held < size
+        else f"less than a tenth of the {plan.examples:,}: data in an order, such as by class, "
+        "stay in parts of it"
+    )
+    yield Finding(
+        "small-shuffle",
+        "slow" if held < size else "note",
+        "shuffle buffer",
+        f"The buffer of {held:,} examples is {mixes}.",
+        f"Use at least {least:,}, or shuffle the data once beforehand.",
+    )

@@ -2,37 +2,47 @@
 
 import dataclasses
 import os
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
-from kdpkit import _checks, _findings, scaling
-from kdpkit.diagnostics import _milestones, _plan_findings, _plan_text
+from kdpkit import errors, scaling
+from kdpkit._internal import check_results, checks
+from kdpkit.diagnostics._plan import plan_text, rules
+from kdpkit.diagnostics._rates import rate_milestones
+
+if TYPE_CHECKING:
+    from keras.optimizers.schedules import LearningRateSchedule
+    from matplotlib.axes import Axes
 
 SHAPES = ("constant", "cosine", "linear", "polynomial", "stable-decay")
 OPTIMIZERS = ("sgd", "adam")
 REMAINDERS = ("drop", "pad", "keep")  # those of `pipelines.PipelineConfig`
 
+_OF_SCALE = ("global_batch_size", "effective_batch_size", "factor", "learning_rate")
 _MOST_REPLICAS = 1_000_000
 _MOST_RATE = (2 - 2**-23) * 2.0**127  # of float32
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingPlan:
-    """What `plan` gives: the settings of a run, and as properties the numbers that follow.
+    """What `plan` returns: the settings of a run, see there, and the numbers that follow.
 
     Attributes:
         scale: Batch sizes and the scaled rate, see `kdpkit.scaling.ScalePlan`.
-        examples: In one epoch, all replicas together.
-        epochs: Passes over the examples.
-        optimizer: `"sgd"`, `"adam"`, or None where it was not said.
-        base_adam: Adam's settings that suit one replica.
-        shape: Of the learning rate.
-        warmup_steps: Steps of linear warmup.
-        decay_steps: Steps of the decay; 0 without one.
-        end_learning_rate: Rate that the decay reaches.
-        power: Exponent of a polynomial decay.
-        remainder: What becomes of a smaller last batch.
-        shuffle_buffer: Examples to draw from when shuffling, as asked for.
-        bytes_per_example: Of one example in the shuffle buffer; None where it was not said.
+        base_adam: Adam's settings for one replica.
+        warmup_steps: Also where they were set in epochs.
+        decay_steps: Steps of the decay of any shape; 0 without one.
+        steps_per_epoch: Global batches in one epoch; 0 where there are too few examples for one.
+        total_steps: Global batches of the run, which is what a schedule counts.
+        updates: Updates of the weights in the run; 0 where it ends before the first.
+        left_out: Examples of each epoch that are in no batch.
+        padded: Empty examples of each epoch that fill the last batch.
+        last_batch: Examples that each replica gets of an epoch's last batch, padding included.
+        buffered_examples: Examples that the shuffle buffer holds: never more than there are.
+        shuffle_buffer_bytes: Memory of the full buffer, in each process that has one.
+        adam: Adam's settings for the batch of an update; None under another rule or optimizer, or
+            where the rule has none for the factor.
+        adam_problem: Why it has none; empty if it has.
     """
 
     scale: scaling.ScalePlan
@@ -48,98 +58,32 @@ class TrainingPlan:
     remainder: str
     shuffle_buffer: int
     bytes_per_example: int | None
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Global batches in one epoch; 0 where there are too few examples for one."""
-        return _steps_per_epoch(self.scale, self.examples, self.remainder)
-
-    @property
-    def total_steps(self) -> int:
-        """Global batches of the whole run, which is what a schedule counts."""
-        return self.epochs * self.steps_per_epoch
-
-    @property
-    def updates(self) -> int:
-        """Updates of the weights in the whole run; 0 where it ends before the first."""
-        if self.total_steps < self.scale.accumulation:
-            return 0
-        return self.scale.updates(self.examples, epochs=self.epochs, drop_remainder=self._drops)
-
-    @property
-    def left_out(self) -> int:
-        """Examples of each epoch that are in no batch."""
-        return self._rest if self._drops else 0
-
-    @property
-    def padded(self) -> int:
-        """Rows of each epoch that fill the last batch up, and hold no example."""
-        return -self.examples % self.scale.global_batch_size if self.remainder == "pad" else 0
-
-    @property
-    def last_batch(self) -> tuple[int, ...]:
-        """Rows that each replica gets of an epoch's last batch, filling included."""
-        is_smaller = self.remainder == "keep" and self._rest
-        size = self._rest if is_smaller else self.scale.global_batch_size
-        return scaling.split_batch(size if self.steps_per_epoch else 0, self.scale.replicas)
-
-    @property
-    def _drops(self) -> bool:
-        return self.remainder == "drop"
-
-    @property
-    def _rest(self) -> int:
-        return self.examples % self.scale.global_batch_size
-
-    @property
-    def buffered_examples(self) -> int:
-        """Examples that the shuffle buffer holds: never more than there are."""
-        return min(self.shuffle_buffer, self.examples)
-
-    @property
-    def shuffle_buffer_bytes(self) -> int | None:
-        """Memory of the full shuffle buffer in bytes, in each process that has one."""
-        if self.bytes_per_example is None:
-            return None
-        return self.buffered_examples * self.bytes_per_example
-
-    @property
-    def adam(self) -> scaling.AdamScaling | None:
-        """Adam's settings for the batch of an update; None under another rule or optimizer.
-
-        It is None too where the rule refuses the factor, which a finding says.
-        """
-        is_asked_for = self.scale.rule == "sqrt" and self.optimizer != "sgd"
-        return None if not is_asked_for or self.adam_refusal else self._scaled_adam()
-
-    @property
-    def adam_refusal(self) -> str:
-        """Why the square-root rule has no settings of Adam for the factor; empty if it has."""
-        try:
-            self._scaled_adam()
-        except _checks.InputError as error:
-            return str(error)
-        return ""
-
-    def _scaled_adam(self) -> scaling.AdamScaling:
-        base = dataclasses.asdict(self.base_adam)
-        return scaling.scale_adam(**base, factor=self.scale.factor)
+    steps_per_epoch: int
+    total_steps: int
+    updates: int
+    left_out: int
+    padded: int
+    last_batch: tuple[int, ...]
+    buffered_examples: int
+    shuffle_buffer_bytes: int | None
+    adam: scaling.AdamScaling | None
+    adam_problem: str
 
     @property
     def has_schedule(self) -> bool:
-        """Whether there are steps enough for the warmup and the decay."""
+        """Whether there are enough steps for the warmup and the decay."""
         if self.shape == "constant":
             return self.total_steps > 0
         return self.decay_steps > 0 and self.warmup_steps + self.decay_steps <= self.total_steps
 
-    def schedule(self) -> Any:
-        """Make the learning rate of the run, for an optimizer: a Keras schedule, or a number.
+    def schedule(self) -> "LearningRateSchedule | float":
+        """Return the learning rate of the run, for an optimizer: a Keras schedule, or a number.
 
         Raises:
             ValueError: The run has too few steps for it.
         """
         if not self.has_schedule:
-            _checks.refuse(
+            checks.fail(
                 "The run has too few steps for its schedule.",
                 total_steps=self.total_steps,
                 warmup_steps=self.warmup_steps,
@@ -150,91 +94,69 @@ class TrainingPlan:
             return peak
         from kdpkit import schedules  # loads Keras
 
-        if self.shape == "constant":
-            return schedules.LinearWarmup(peak, warmup)
         settings: dict[str, Any] = {
             "total_steps": self.total_steps,
             "warmup_steps": warmup,
             "end_learning_rate": self.end_learning_rate,
         }
-        if self.shape == "cosine":
-            return schedules.warmup_cosine(peak, **settings)
-        if self.shape == "stable-decay":
-            return schedules.WarmupStableDecay(peak, **settings, decay_steps=self.decay_steps)
+        match self.shape:
+            case "constant":
+                return schedules.LinearWarmup(peak, warmup)
+            case "cosine":
+                return schedules.warmup_cosine(peak, **settings)
+            case "stable-decay":
+                decay = self.decay_steps
+                return schedules.WarmupStableDecay(peak, **settings, decay_steps=decay)
         return schedules.warmup_polynomial(peak, **settings, power=self.power)
 
     @property
-    def milestones(self) -> tuple[_milestones.Milestone, ...]:
+    def milestones(self) -> tuple[rate_milestones.Milestone, ...]:
         """Rates at the first step, the end of the warmup, the middle and the last step.
 
         With `"stable-decay"` also where the decay begins. Empty where the run has too few steps.
         """
         if not self.has_schedule:
             return ()
-        decay_begins = self.total_steps - self.decay_steps
-        events = [
-            (0, "first"),
-            *([(self.warmup_steps, "end of warmup")] if self.warmup_steps else []),
-            (self.total_steps // 2, "middle"),
-            *([(decay_begins, "decay begins")] if self.shape == "stable-decay" else []),
-            (self.total_steps - 1, "last"),
-        ]
-        reached = [event for event in events if event[0] < self.total_steps]
-        return _milestones.at(self.schedule(), sorted(reached, key=lambda event: event[0]))
+        total, warmup = self.total_steps, self.warmup_steps
+        events = [(0, "first"), (total // 2, "middle"), (total - 1, "last")]
+        if 0 < warmup < total:
+            events.insert(1, (warmup, "end of warmup"))
+        if self.shape == "stable-decay":
+            events.insert(-1, (total - self.decay_steps, "decay begins"))
+        return rate_milestones.at(self.schedule(), sorted(events, key=lambda event: event[0]))
 
     @property
-    def findings(self) -> tuple[_findings.Finding, ...]:
+    def findings(self) -> tuple[check_results.Finding, ...]:
         """Where a rule leaves its range, or the run wastes data; the worst first."""
-        return _plan_findings.of(self)
+        return rules.of(self)
 
     @property
     def clean(self) -> bool:
-        """Whether there is nothing to mend; notes are fine."""
-        return _findings.are_notes(self.findings)
+        """Whether there are only notes."""
+        return check_results.are_notes(self.findings)
 
     def __str__(self) -> str:
-        """Say it in lines of at most 80 columns."""
-        return _plan_text.of([self])
+        """Return lines of at most 80 columns."""
+        return str(plan_text.Plans([self]))
 
-    def plot(self, path: str | os.PathLike[str] | None = None) -> Any:
-        """Draw the learning rate over the steps of the run.
+    def plot(self, path: str | os.PathLike[str] | None = None) -> "Axes":
+        """Draw the learning rate over the steps of the run, and return the axes.
 
         Args:
-            path: Picture file to write, as for `kdpkit.schedules.plot`.
-
-        Returns:
-            The matplotlib `Axes`.
-
-        Raises:
-            ValueError: The run has too few steps, or the picture cannot be written.
-            ImportError: matplotlib is not installed.
+            path: Image file to write, as for `kdpkit.schedules.plot`, which has the errors too.
         """
         return plot([self], path)
 
     def to_dict(self) -> dict[str, Any]:
-        """Give settings and numbers as plain values, for JSON."""
-        settings = dataclasses.asdict(self)
-        scale, base_adam = settings.pop("scale"), settings.pop("base_adam")
+        """Return settings and numbers as plain values, for JSON."""
+        numbers = dataclasses.asdict(self)
+        scale = numbers.pop("scale") | {name: getattr(self.scale, name) for name in _OF_SCALE}
         return {
             "clean": self.clean,
             **scale,
-            **settings,
-            "base_adam": base_adam,
-            "global_batch_size": self.scale.global_batch_size,
-            "effective_batch_size": self.scale.effective_batch_size,
-            "factor": self.scale.factor,
-            "learning_rate": self.scale.learning_rate,
-            "steps_per_epoch": self.steps_per_epoch,
-            "total_steps": self.total_steps,
-            "updates": self.updates,
-            "left_out": self.left_out,
-            "padded": self.padded,
-            "last_batch": list(self.last_batch),
-            "buffered_examples": self.buffered_examples,
-            "shuffle_buffer_bytes": self.shuffle_buffer_bytes,
-            "adam": dataclasses.asdict(self.adam) if self.adam else None,
-            "milestones": _milestones.as_dicts(self.milestones),
-            "findings": _findings.as_dicts(self.findings),
+            **numbers,
+            "milestones": rate_milestones.as_dicts(self.milestones),
+            "findings": check_results.as_dicts(self.findings),
         }
 
 
@@ -264,7 +186,7 @@ def plan(
     """Work out the numbers of a run on several replicas, and what is wrong with them.
 
     Nothing is trained and no device is looked for. Batch sizes and rates are those of
-    `kdpkit.scaling.ScalePlan`, the last batch is cut as `kdpkit.scaling.split_batch` says, and the
+    `kdpkit.scaling.ScalePlan`, the last batch is cut as by `kdpkit.scaling.split_batch`, and the
     schedule is one of `kdpkit.schedules`.
 
     >>> small = plan(
@@ -278,19 +200,19 @@ def plan(
     Args:
         examples: Number of training examples, all replicas together.
         per_replica_batch_size: Examples that one replica takes from each batch.
-        base_learning_rate: Rate that suits `per_replica_batch_size` examples per update.
+        base_learning_rate: Rate for `per_replica_batch_size` examples per update.
         epochs: Passes over the examples.
         replicas: Number of replicas that train in step.
         rule: How the rate grows with the batch: `"linear"`, `"sqrt"` or `"none"`.
         accumulation: Batches whose gradients make one update.
-        optimizer: `"sgd"`, or `"adam"` for Adam and what is made after it. None leaves it open.
+        optimizer: `"sgd"`, or `"adam"` for Adam and its variants. None leaves it open.
         beta_1: Adam's at the batch of one replica.
         beta_2: Adam's at the batch of one replica.
         epsilon: Adam's at the batch of one replica.
         shape: `"constant"`, `"cosine"`, `"linear"`, `"polynomial"` or `"stable-decay"`: the rate
             after the warmup. The last one is `kdpkit.schedules.WarmupStableDecay`.
         warmup_steps: Steps (global batches) of linear warmup from 0.
-        warmup_epochs: The same in epochs, also parts of one; give one of the two.
+        warmup_epochs: The same in epochs, also parts of one; instead of `warmup_steps`.
         decay_steps: Steps of the decay of `"stable-decay"`; None is a fifth of the run, in the
             range that Hägele et al. 2024 (arXiv:2405.18392) recommend.
         end_learning_rate: Rate that a decay reaches.
@@ -301,7 +223,7 @@ def plan(
 
     Raises:
         ValueError: A number out of its range, or settings that exclude each other. What a longer
-            run, or fewer replicas, would mend is a finding.
+            run, or fewer replicas, would fix is a finding.
     """
     scale = scaling.ScalePlan(
         replicas=replicas,
@@ -310,88 +232,100 @@ def plan(
         rule=rule,
         accumulation=accumulation,
     )
-    if scale.replicas > _MOST_REPLICAS:
-        _checks.refuse(
-            f"A plan holds what each replica gets, for {_MOST_REPLICAS:,} of them at most.",
-            replicas=scale.replicas,
-        )
-    if scale.learning_rate > _MOST_RATE:
-        _checks.refuse(
-            "The scaled rate is more than a float32 holds.",
-            base_learning_rate=scale.base_learning_rate,
-            factor=scale.factor,
-        )
-    examples = _checks.integer("examples", examples)
-    epochs = _checks.integer("epochs", epochs)
-    _checks.one_of("remainder", remainder, REMAINDERS)
-    _checks.one_of("optimizer", optimizer, (None, *OPTIMIZERS))
-    steps_per_epoch = _steps_per_epoch(scale, examples, remainder)
-    warmup = _warmup(warmup_steps, warmup_epochs, steps_per_epoch)
+    checks.number("replicas", replicas, maximum=_MOST_REPLICAS)  # each gets its last batch listed
+    checks.number("learning_rate", scale.learning_rate, maximum=_MOST_RATE)
+    examples = checks.integer("examples", examples)
+    epochs = checks.integer("epochs", epochs)
+    buffer = checks.integer("shuffle_buffer", shuffle_buffer, minimum=0)
+    if bytes_per_example is not None:
+        bytes_per_example = checks.integer("bytes_per_example", bytes_per_example)
+    checks.one_of("remainder", remainder, REMAINDERS)
+    checks.one_of("optimizer", optimizer, (None, *OPTIMIZERS))
+    checks.one_of("shape", shape, SHAPES)
+    batches = _batches(scale, examples, epochs, remainder)
+    total = batches["total_steps"]
+    warmup = _warmup(warmup_steps, warmup_epochs, batches["steps_per_epoch"])
     if shape != "constant" or warmup:
-        _milestones.countable("warmup_steps", warmup)
-        _milestones.countable("total_steps", epochs * steps_per_epoch)
+        rate_milestones.countable("warmup_steps", warmup)
+        rate_milestones.countable("total_steps", total)
+    base_adam = scaling.scale_adam(
+        scale.base_learning_rate, factor=1, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon
+    )
+    is_asked_for = scale.rule == "sqrt" and optimizer != "sgd"
+    adam, adam_problem = _scaled(base_adam, scale.factor) if is_asked_for else (None, "")
+    buffered = min(buffer, examples)
     return TrainingPlan(
         scale=scale,
         examples=examples,
         epochs=epochs,
         optimizer=optimizer,
-        base_adam=_base_adam(scale.base_learning_rate, beta_1, beta_2, epsilon),
-        shape=_checks.one_of("shape", shape, SHAPES),
+        base_adam=base_adam,
+        shape=shape,
         warmup_steps=warmup,
-        decay_steps=_decay(shape, decay_steps, epochs * steps_per_epoch, warmup),
+        decay_steps=_decay(shape, decay_steps, total, warmup),
         end_learning_rate=_end_rate(shape, end_learning_rate, scale.learning_rate),
         power=_power(shape, power),
         remainder=remainder,
-        shuffle_buffer=_checks.integer("shuffle_buffer", shuffle_buffer, minimum=0),
-        bytes_per_example=None
-        if bytes_per_example is None
-        else _checks.integer("bytes_per_example", bytes_per_example),
+        shuffle_buffer=buffer,
+        bytes_per_example=bytes_per_example,
+        buffered_examples=buffered,
+        shuffle_buffer_bytes=bytes_per_example and buffered * bytes_per_example,
+        adam=adam,
+        adam_problem=adam_problem,
+        **batches,
     )
 
 
-def plot(plans: list[TrainingPlan], path: str | os.PathLike[str] | None = None) -> Any:
-    """Draw the rates of plans that differ in their replicas, of all with steps enough for one."""
+def _batches(
+    scale: scaling.ScalePlan, examples: int, epochs: int, remainder: str
+) -> dict[str, Any]:
+    size, drops = scale.global_batch_size, remainder == "drop"
+    steps, rest = examples // size, examples % size
+    steps += bool(rest and not drops)
+    last = rest if remainder == "keep" and rest else size
+    return {
+        "steps_per_epoch": steps,
+        "total_steps": epochs * steps,
+        "updates": epochs * steps // scale.accumulation,
+        "left_out": rest if drops else 0,
+        "padded": -examples % size if remainder == "pad" else 0,
+        "last_batch": scaling.split_batch(last if steps else 0, scale.replicas),
+    }
+
+
+def plot(plans: Sequence[TrainingPlan], path: str | os.PathLike[str] | None = None) -> "Axes":
+    """Draw the rates of plans that differ in their replicas, of all with enough steps for one."""
     drawn = [each for each in plans if each.has_schedule]
     if not drawn:
-        plans[0].schedule()  # which says why there is none
-    from kdpkit.diagnostics import _rate_picture  # loads Keras
+        plans[0].schedule()  # which raises the reason
+    from kdpkit.diagnostics._rates import rate_plot  # loads Keras
 
-    return _rate_picture.draw(
-        {
-            f"R = {each.scale.replicas}": (each.schedule(), each.total_steps, each.milestones)
-            for each in drawn
-        },
-        path,
-        epochs=drawn[0].epochs if len(drawn) > 1 else None,
-    )
-
-
-def _steps_per_epoch(scale: scaling.ScalePlan, examples: int, remainder: str) -> int:
-    drops = remainder == "drop"
-    if drops and examples < scale.global_batch_size:
-        return 0
-    return scale.steps_per_epoch(examples, drop_remainder=drops)
+    curves = {
+        f"R = {each.scale.replicas}": (each.schedule(), each.total_steps, each.milestones)
+        for each in drawn
+    }
+    return rate_plot.draw(curves, path, epochs=drawn[0].epochs if len(drawn) > 1 else None)
 
 
 def _warmup(steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
     if steps is not None and epochs is not None:
-        _checks.refuse(
-            "Give the warmup in steps or in epochs.", warmup_steps=steps, warmup_epochs=epochs
+        checks.fail(
+            "Set the warmup in steps or in epochs.", warmup_steps=steps, warmup_epochs=epochs
         )
     if epochs is not None:
-        most = float(_milestones.MOST_STEPS)
-        epochs = _checks.number("warmup_epochs", epochs, minimum=0, maximum=most)
+        most = float(rate_milestones.MOST_STEPS)
+        epochs = checks.number("warmup_epochs", epochs, minimum=0, maximum=most)
         return round(epochs * steps_per_epoch)
-    return _checks.integer("warmup_steps", steps or 0, minimum=0)
+    return checks.integer("warmup_steps", steps or 0, minimum=0)
 
 
 def _decay(shape: str, steps: int | None, total_steps: int, warmup: int) -> int:
     left = max(total_steps - warmup, 0)
     if shape == "stable-decay":
         fifth = min(max(total_steps // 5, 1), left)
-        return fifth if steps is None else _checks.integer("decay_steps", steps)
+        return fifth if steps is None else checks.integer("decay_steps", steps)
     if steps is not None:
-        _checks.refuse(
+        checks.fail(
             "`decay_steps` is for the shape 'stable-decay'; the others decay from the warmup to "
             "the end of the run.",
             shape=shape,
@@ -401,18 +335,22 @@ def _decay(shape: str, steps: int | None, total_steps: int, warmup: int) -> int:
 
 
 def _end_rate(shape: str, rate: float, peak: float) -> float:
-    rate = _checks.number("end_learning_rate", rate, minimum=0, maximum=peak)
+    rate = checks.number("end_learning_rate", rate, minimum=0, maximum=peak)
     if rate and shape == "constant":
-        _checks.refuse("A constant rate ends where it began.", shape=shape, end_learning_rate=rate)
+        checks.fail("A constant rate ends where it began.", shape=shape, end_learning_rate=rate)
     return rate
 
 
 def _power(shape: str, power: float) -> float:
-    power = _checks.number("power", power, above=0)
+    power = checks.number("power", power, above=0)
     if power != 1 and shape != "polynomial":
-        _checks.refuse("`power` is for the shape 'polynomial'.", shape=shape, power=power)
+        checks.fail("`power` is for the shape 'polynomial'.", shape=shape, power=power)
     return power
 
 
-def _base_adam(rate: float, beta_1: float, beta_2: float, epsilon: float) -> scaling.AdamScaling:
-    return scaling.scale_adam(rate, factor=1, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon)
+def _scaled(base: scaling.AdamScaling, factor: int) -> tuple[scaling.AdamScaling | None, str]:
+    """Return Adam's settings by the square-root rule, or why it has none for the factor."""
+    try:
+        return scaling.scale_adam(**dataclasses.asdict(base), factor=factor), ""
+    except errors.InputError as error:
+        return None, str(error)

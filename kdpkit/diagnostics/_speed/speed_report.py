@@ -1,46 +1,42 @@
-"""What `check_speed` found, and how it is said."""
+"""What `check_speed` found, and how it prints."""
 
 import dataclasses
-import textwrap
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-_WIDTH = 80
+from kdpkit._internal.check_results import wrapped
+
+if TYPE_CHECKING:
+    from kdpkit.pipelines._measure import PipelineReport
+
 _NAMES = {
     "waiting": "waiting for input",
     "computing": "computing",
-    "host": "host (Python, callbacks, calls)",
+    "host": "host (callbacks, calls)",
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class SpeedEdit:
-    """An edit that makes training faster.
+    """An edit that makes training faster, as it was tried.
 
     Attributes:
         part: What it shortens: `"waiting"`, `"computing"` or `"host"`.
         text: What to do.
-        step_seconds: What a step takes with it; None if that is not known.
-        speedup: The step time before over that; None if it is not known.
-        tried: Whether it was tried, so that these are measured; else they are an estimate.
+        step_seconds: What a step takes with it.
+        speedup: The step time before over that.
         needs_memory: Whether it keeps the data in memory.
     """
 
     part: str
     text: str
-    step_seconds: float | None = None
-    speedup: float | None = None
-    tried: bool = True
+    step_seconds: float
+    speedup: float
     needs_memory: bool = False
 
     def __str__(self) -> str:
-        """Say it in one sentence or two."""
-        if self.step_seconds is None or self.speedup is None:
-            return f"{self.text} Not tried."
-        how = "Measured" if self.tried else "Not tried; estimated"
-        return (
-            f"{self.text} {how}: {milliseconds(self.step_seconds)} a step, {self.speedup:.1f} "
-            "times as fast."
-        )
+        """Return two sentences."""
+        step = milliseconds(self.step_seconds)
+        return f"{self.text} Measured: {step} a step, {self.speedup:.1f} times as fast."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +48,11 @@ class SpeedReport:
         step_seconds: What a step of the real training takes: the sum of the next three.
         waiting_seconds: Of it, waiting for input.
         computing_seconds: Of it, computing.
-        host_seconds: Of it, Python, callbacks, and the calls of compiled functions.
+        host_seconds: Of it, callbacks and the calls of compiled functions.
         evidence: What was measured, in sentences.
-        edits: What to change, first what makes a step shortest; those that were not tried come
-            last.
-        notes: What could not be measured, and why.
-        pipeline: What `kdpkit.pipelines.measure` says of the dataset; None if it is no
+        edits: What to change, first what makes a step shortest.
+        notes: What could not be measured or gains nothing, and why.
+        pipeline: What `kdpkit.pipelines.measure` reports on the dataset; None if it is no
             `tf.data.Dataset`.
     """
 
@@ -69,12 +64,12 @@ class SpeedReport:
     evidence: tuple[str, ...]
     edits: tuple[SpeedEdit, ...]
     notes: tuple[str, ...] = ()
-    pipeline: Any = None
+    pipeline: "PipelineReport | None" = None
 
     @property
     def clean(self) -> bool:
-        """Whether the time is spent on computing, and no edit that was tried saves much of it."""
-        return self.verdict == "compute-bound" and not any(edit.speedup for edit in self.edits)
+        """Whether the time is spent on computing, and no edit saves much of it."""
+        return self.verdict == "compute-bound" and not self.edits
 
     @property
     def shares(self) -> dict[str, float]:
@@ -82,15 +77,16 @@ class SpeedReport:
         return {name: getattr(self, f"{name}_seconds") / self.step_seconds for name in _NAMES}
 
     def __str__(self) -> str:
-        """Say it in lines of at most 80 columns."""
-        parts = [self._head(), self._parts(), *map(_wrapped, self.evidence)]
+        """Return lines of at most 80 columns."""
+        head = f"{self.verdict.capitalize()}: a step takes {milliseconds(self.step_seconds)}."
+        parts = [head, self._parts(), *map(wrapped, self.evidence)]
         if self.edits:
-            numbered = (_numbered(number, edit) for number, edit in enumerate(self.edits, 1))
+            numbered = (
+                wrapped(str(edit), first=f"{number}. ", indent=3)
+                for number, edit in enumerate(self.edits, 1)
+            )
             parts.append("\n".join(["What to change, the first one first:", *numbered]))
-        return "\n\n".join([*parts, *(_wrapped(f"Note: {note}") for note in self.notes)])
-
-    def _head(self) -> str:
-        return f"{self.verdict.capitalize()}: a step takes {milliseconds(self.step_seconds)}."
+        return "\n\n".join([*parts, *(wrapped(f"Note: {note}") for note in self.notes)])
 
     def _parts(self) -> str:
         return "\n".join(
@@ -100,20 +96,17 @@ class SpeedReport:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Give the report as plain values, for JSON."""
-        plain = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return plain | {
+        """Return the report as plain values, for JSON."""
+        return vars(self) | {
             "clean": self.clean,
             "shares": self.shares,
-            "evidence": [*self.evidence],
             "edits": [dataclasses.asdict(edit) for edit in self.edits],
-            "notes": [*self.notes],
             "pipeline": self.pipeline and self.pipeline.to_dict(),
         }
 
 
 def milliseconds(seconds: float) -> str:
-    """Give three digits of a time, in milliseconds.
+    """Return three digits of a time, in milliseconds.
 
     >>> milliseconds(0.0123456), milliseconds(1.23456), milliseconds(0.0000123), milliseconds(0)
     ('12.3 ms', '1,235 ms', '0.0123 ms', '0 ms')
@@ -122,13 +115,3 @@ def milliseconds(seconds: float) -> str:
     digits = next((d for d, least in enumerate((100, 10, 1, 0.1)) if number >= least), 4)
     digits = digits if number else 0
     return f"{number:,.{digits}f} ms"
-
-
-def _numbered(number: int, edit: SpeedEdit) -> str:
-    return textwrap.fill(
-        f"{number}. {edit}", _WIDTH, subsequent_indent="   ", break_on_hyphens=False
-    )
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, _WIDTH, break_on_hyphens=False)

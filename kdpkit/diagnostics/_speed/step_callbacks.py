@@ -3,13 +3,14 @@
 from typing import Any
 
 import keras
+from keras.callbacks import Callback
 
 _HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 _WRITING = ("BackupAndRestore", "ModelCheckpoint", "RemoteMonitor", "Resume", "TensorBoard")
 
 
-def acting_on_steps(callbacks: Any) -> tuple[list[Any], list[Any]]:
-    """Give the callbacks that act on steps: those to measure, and those that save or log to disk.
+def acting_on_steps(callbacks: Any) -> tuple[list[Callback], list[Callback]]:
+    """Return the callbacks that act on steps: those to measure, and those that save or log to disk.
 
     A callback that acts between epochs alone takes no time of a step.
     """
@@ -19,25 +20,24 @@ def acting_on_steps(callbacks: Any) -> tuple[list[Any], list[Any]]:
     return [callback for callback in acting if callback not in writing], writing
 
 
-def left_out(writing: list[Any]) -> str:
-    """Say which callbacks are not measured."""
+def left_out(writing: list[Callback]) -> str:
+    """Return a note on callbacks that are not measured."""
     return f"{names_of(writing)} may save or log at steps, and was left out."
 
 
-def names_of(callbacks: list[Any]) -> str:
-    """Give the names of callbacks' classes."""
+def names_of(callbacks: list[Callback]) -> str:
+    """Return the names of callbacks' classes."""
     return ", ".join(dict.fromkeys(f"`{type(callback).__name__}`" for callback in callbacks))
 
 
-def _acts(callback: Any) -> bool:
-    stock = keras.callbacks.Callback
+def _acts(callback: Callback) -> bool:
     return any(
-        name in vars(callback) or getattr(type(callback), name) is not getattr(stock, name)
+        name in vars(callback) or getattr(type(callback), name) is not getattr(Callback, name)
         for name in _HOOKS
     )
 
 
-def _writes(callback: Any) -> bool:
+def _writes(callback: Callback) -> bool:
     return any(
         parent.__name__ in _WRITING and parent.__module__.split(".")[0] in ("keras", "kdpkit")
         for parent in type(callback).__mro__

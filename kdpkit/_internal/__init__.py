@@ -1,0 +1,1 @@
+"""What the parts of kdpkit have in common and users never import."""

@@ -1,0 +1,1 @@
+"""`kdpkit bench`: how fast this machine trains, by replicas and batch sizes."""

@@ -1,0 +1,1 @@
+"""`kdpkit env`: what this machine and its Python offer for training."""

@@ -1,0 +1,1 @@
+"""`kdpkit lr`: learning-rate schedules, drawn and compared without training."""

@@ -1,0 +1,1 @@
+"""`kdpkit doctor --measure`: where the time of a training step goes."""

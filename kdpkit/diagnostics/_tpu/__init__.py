@@ -1,0 +1,1 @@
+"""`kdpkit doctor --tpu`: what a TPU does not support, or does slowly."""

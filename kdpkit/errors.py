@@ -1,0 +1,49 @@
+"""Every exception that a user may want to catch; importing it loads no framework.
+
+>>> from kdpkit import errors, scaling
+>>> try:
+...     scaling.split_batch(10, 0)
+... except errors.InputError as error:
+...     print(error)
+`replicas` must be a positive integer. Received: replicas=0.
+"""
+
+
+class InputError(ValueError):
+    """An argument, a model or a dataset is invalid; the message names it, its value and a fix."""
+
+
+class FileInputError(InputError, OSError):
+    """A file that the caller named is missing, unreadable or damaged."""
+
+    def __str__(self) -> str:
+        """Return the sentence alone, without the `[Errno ...]` of an `OSError`."""
+        return str(self.args[0]) if self.args else ""
+
+
+class RemoteFileError(FileInputError):
+    """A file in object storage cannot be used; `strerror` holds the reason alone."""
+
+
+class NoRemoteFileError(RemoteFileError, FileNotFoundError):
+    """There is no such file, directory or bucket."""
+
+
+class PackageInputError(InputError, ImportError):
+    """What the caller asked for needs a package that is not installed."""
+
+
+class VerificationError(InputError):
+    """A training step depends on how its batch is split over the replicas.
+
+    Attributes:
+        problem: Which part of it does, in a sentence.
+    """
+
+    def __init__(self, message: str, *, problem: str) -> None:
+        super().__init__(message)
+        self.problem = problem
+
+
+class ProcessLostError(RuntimeError):
+    """Another process that this one trains with is gone."""

@@ -1,0 +1,200 @@
+"""The flags that all recipes have, and the types of a recipe's own."""
+
+import argparse
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from kdpkit import errors, scaling
+from kdpkit._internal import checks, storage, writable
+
+Number = TypeVar("Number", int, float)
+
+_DEFAULT = "(default: %(default)s)"
+
+
+def argument_parser(
+    description: str | None,
+    *,
+    epochs: int,
+    per_replica_batch_size: int,
+    base_learning_rate: float,
+    rule: str = "linear",
+    smoke: Mapping[str, Any] | None = None,
+) -> argparse.ArgumentParser:
+    """Make the parser of a recipe, with the flags that all recipes have.
+
+    Add the recipe's own flags with `add_argument`. A bad flag raises a `ValueError` of one
+    sentence, which a notebook shows as it is and `run` prints. `--results` and `--log-dir` are
+    made and tried when they are parsed, so that a run of hours does not end where it cannot write.
+    Wherever a flag takes a path, it may be in object storage: `gs://bucket/logs`.
+
+    Args:
+        description: What `--help` shows above the flags, usually the recipe's `__doc__`.
+        epochs: Default of `--epochs`; so with the three that follow, whose flags have their names.
+        per_replica_batch_size: Examples in a batch, on each replica.
+        base_learning_rate: Learning rate for one replica's batch.
+        rule: How the rate grows with the replicas.
+        smoke: What `--smoke` sets, by flag, for a run of seconds; flags of the caller's win.
+
+    >>> settings = {"epochs": 5, "per_replica_batch_size": 32, "base_learning_rate": 1e-4}
+    >>> parser = argument_parser("Trains.", **settings, smoke={"epochs": 1, "steps_per_epoch": 4})
+    >>> args = parser.parse_args(["--smoke", "--steps-per-epoch", "7"])
+    >>> args.epochs, args.steps_per_epoch
+    (1, 7)
+    """
+    parser = _Parser(description, smoke or {})
+    _add_training_flags(parser.add_argument)
+    _add_file_flags(parser.add_argument)
+    parser.add_argument("--smoke", action="store_true", help="a run of seconds, to try everything")
+    parser.set_defaults(
+        epochs=epochs,
+        per_replica_batch_size=per_replica_batch_size,
+        base_learning_rate=base_learning_rate,
+        rule=rule,
+    )
+    return parser
+
+
+def _add_training_flags(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--strategy",
+        default="auto",
+        metavar="KIND",
+        help="one, mirrored, multi_worker, parameter_server, tpu, or auto: a TPU, else all GPUs, "
+        f"else one device {_DEFAULT}",
+    )
+    add(
+        "--replicas",
+        type=positive_integer,
+        metavar="N",
+        help="replicas that train in step; the CPU, or a single GPU, is split into N logical "
+        "devices (default: what the strategy finds)",
+    )
+    add("--data", default="builtin", metavar="builtin|PATH|NAME", help="what to train on")
+    add("--epochs", type=positive_integer, help=_DEFAULT)
+    add(
+        "--steps-per-epoch",
+        type=positive_integer,
+        metavar="STEPS",
+        help="batches of all replicas together in an epoch (default: all the data)",
+    )
+    add("--per-replica-batch-size", type=positive_integer, metavar="EXAMPLES", help=_DEFAULT)
+    add(
+        "--base-learning-rate",
+        type=positive_number,
+        metavar="RATE",
+        help=f"learning rate for one replica's batch {_DEFAULT}",
+    )
+    add("--rule", choices=scaling.RULES, help=f"how the rate grows with the replicas {_DEFAULT}")
+    add("--seed", type=_seed, default=0, help=f"of every random choice {_DEFAULT}")
+
+
+def _add_file_flags(add: Callable[..., argparse.Action]) -> None:
+    add(
+        "--log-dir",
+        type=_writable_directory,
+        metavar="DIRECTORY",
+        help="for TensorBoard files, and for the model if Ctrl-C ends training (default: none)",
+    )
+    add(
+        "--resume",
+        type=_writable_directory,
+        metavar="DIRECTORY",
+        help="keep the state of training there, and go on from it (default: none)",
+    )
+    add("--results", type=_writable_file, metavar="FILE", help="write what happened, as JSON")
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    add(
+        "--cache-dir",
+        type=storage.path,
+        default=caches / "kdpkit",
+        metavar="DIRECTORY",
+        help=f"keeps prepared data between runs {_DEFAULT}",
+    )
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that raises what is wrong, and takes other defaults under `--smoke`."""
+
+    def __init__(self, description: str | None, smoke: Mapping[str, Any]) -> None:
+        super().__init__(
+            description=description,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        self._smoke = smoke
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """Parse; with `--smoke` once more, where its settings stand in for the defaults."""
+        parsed, rest = super().parse_known_args(args, namespace)
+        if not parsed.smoke:
+            return parsed, rest
+        unknown = self._smoke.keys() - vars(parsed).keys()
+        if unknown:
+            checks.fail("`smoke` sets flags that the recipe does not have.", flags=sorted(unknown))
+        return super().parse_known_args(args, argparse.Namespace(**self._smoke))
+
+    def error(self, message: str) -> NoReturn:
+        """Raise what is wrong, in place of printing the usage and leaving Python."""
+        raise errors.InputError(f"{message.rstrip('.')}. The flags are listed by --help.")
+
+
+def positive_integer(text: str) -> int:
+    """Parse a recipe's own flag, for `add_argument(type=...)`."""
+    return _parsed(text, int, "a positive integer", lambda number: number > 0)
+
+
+def count(text: str) -> int:
+    """Parse a flag that may be 0."""
+    return _parsed(text, int, "a non-negative integer", lambda number: number >= 0)
+
+
+def _seed(text: str) -> int:
+    """Parse a seed that NumPy takes too."""
+    return _parsed(text, int, "an integer from 0 to 2**32 - 1", lambda seed: 0 <= seed < 1 << 32)
+
+
+def positive_number(text: str) -> float:
+    """Parse a flag that is a rate or a factor."""
+    return _parsed(text, float, "a positive number", lambda number: 0 < number < math.inf)
+
+
+def _parsed(
+    text: str, parse: Callable[[str], Number], kind: str, is_valid: Callable[[Number], bool]
+) -> Number:
+    """Parse a flag's value; argparse adds the flag's name to the sentence."""
+    with contextlib.suppress(ValueError):
+        if is_valid(value := parse(text)):
+            return value
+    raise argparse.ArgumentTypeError(f"must be {kind}. Received: {text!r}")
+
+
+def _writable_directory(text: str) -> storage.AnyPath:
+    with _flag_errors(text):
+        directory = storage.path(text)
+        writable.make(directory)
+        return directory
+
+
+def _writable_file(text: str) -> storage.AnyPath:
+    with _flag_errors(text):
+        file = storage.path(text)
+        if file.exists() and not file.is_file():
+            checks.fail_for_file("A regular file is needed", file)
+        writable.make(file.parent)
+        return file
+
+
+@contextlib.contextmanager
+def _flag_errors(text: str) -> Iterator[None]:
+    """Raise bad input as the type whose sentence argparse reports, with the flag's name."""
+    try:
+        yield
+    except errors.InputError as error:
+        raise argparse.ArgumentTypeError(f"{error} Received: {text!r}") from error

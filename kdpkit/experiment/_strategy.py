@@ -1,0 +1,152 @@
+"""The strategy and the batch sizes that a recipe's flags ask for."""
+
+import argparse
+import contextlib
+import os
+import re
+import subprocess
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Protocol
+
+import kdpkit
+from kdpkit import errors, scaling
+from kdpkit._internal import checks, cpu_threads
+
+if TYPE_CHECKING:
+    import tensorflow as tf
+
+    from kdpkit import sharding
+
+
+class Strategy(Protocol):
+    """What a `tf.distribute` strategy and a `kdpkit.sharding.DataParallel` have in common."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """Replicas that train in step."""
+
+    def scope(self) -> AbstractContextManager:
+        """Enter a block that builds a model for this strategy."""
+
+
+def strategy_from(args: argparse.Namespace) -> Strategy:
+    """Return the strategy that `--strategy` and `--replicas` name: on JAX a `DataParallel`, set.
+
+    `--replicas N` above 1 mirrors over N devices; if there are fewer, the CPU, or the memory of a
+    single GPU on TensorFlow, is first split into N logical devices, which has to happen before the
+    framework's runtime starts. Without `--replicas` the strategy takes what
+    `kdpkit.strategies.select_strategy` finds, and on JAX all devices. `auto` prints what it takes,
+    and why.
+
+    A recipe's own flag `--communication` goes on to `select_strategy`.
+
+    Raises:
+        ValueError: The backend, this machine or the cluster does not have such a strategy.
+    """
+    kind, replicas = args.strategy, args.replicas
+    if kind == "one" and replicas not in (None, 1):
+        checks.fail(
+            "The strategy 'one' trains a single replica.",
+            replicas=replicas,
+            remedy="Use `--strategy mirrored`.",
+        )
+    if _backend() == "jax":
+        return _data_parallel(kind, replicas)
+    return _tensorflow_strategy(kind, replicas, getattr(args, "communication", "auto"))
+
+
+def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan:
+    """Return batch sizes and learning rate for the strategy's replicas, as the flags ask."""
+    return scaling.ScalePlan(
+        replicas=strategy.num_replicas_in_sync,
+        per_replica_batch_size=args.per_replica_batch_size,
+        base_learning_rate=args.base_learning_rate,
+        rule=args.rule,
+    )
+
+
+def describe(strategy: Strategy) -> str:
+    """Describe a strategy of either backend in one line."""
+    module = kdpkit.strategies if _backend() == "tensorflow" else kdpkit.sharding
+    return str(module.describe(strategy))
+
+
+def _backend() -> str:
+    import keras
+
+    return str(checks.one_of("KERAS_BACKEND", keras.backend.backend(), ("tensorflow", "jax")))
+
+
+def _tensorflow_strategy(
+    kind: str, replicas: int | None, communication: str
+) -> "tf.distribute.Strategy":
+    from kdpkit import strategies
+
+    if replicas is None:
+        return strategies.select_strategy(kind, communication=communication)
+    if kind == "auto":
+        kind = "mirrored" if replicas > 1 else "one"
+    if kind == "mirrored":
+        _split_for(replicas)
+    elif kind in ("multi_worker", "parameter_server", "tpu"):
+        checks.fail(
+            f"The strategy {kind!r} takes its replicas from the cluster.",
+            replicas=replicas,
+            remedy="Leave `--replicas` out.",
+        )
+    return strategies.select_strategy(kind, devices=replicas)
+
+
+def _data_parallel(kind: str, replicas: int | None) -> "sharding.DataParallel":
+    import jax
+    import keras
+
+    from kdpkit import sharding
+
+    if kind not in ("auto", "one", "mirrored", "tpu"):
+        checks.fail(
+            f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores.",
+            backend="jax",
+        )
+    replicas = 1 if kind == "one" else replicas
+    asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if replicas and not asked:
+        with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices that it has
+            jax.config.update("jax_num_cpu_devices", replicas)
+    cpu_threads.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
+    if kind == "tpu":
+        sharding.tpu_devices()  # or an error with the reason why there are none
+    if kind == "auto" and not replicas:
+        print(f"Strategy: {sharding.describe_choice()}")
+    distribution = sharding.DataParallel(replicas)
+    keras.distribution.set_distribution(distribution)
+    return distribution
+
+
+def _split_for(replicas: int) -> None:
+    """Split the CPU or a single GPU, unless there are devices enough."""
+    import tensorflow as tf
+
+    from kdpkit import strategies
+
+    gpus = tf.config.list_physical_devices("GPU")
+    device, *others = gpus or tf.config.list_physical_devices("CPU")
+    present = len(tf.config.get_logical_device_configuration(device) or [device])
+    if others or replicas <= present:
+        return
+    memory = int(0.9 * _free_gpu_memory_mb() / replicas) if gpus else None  # the rest is CUDA's own
+    strategies.split_device("GPU" if gpus else "CPU", replicas, memory_limit_mb=memory)
+
+
+def _free_gpu_memory_mb() -> int:
+    """Ask the driver; TensorFlow knows once its runtime runs, too late for splitting."""
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    query = f"nvidia-smi --id={gpu} --query-gpu=memory.free --format=csv,noheader,nounits"
+    try:
+        return int(subprocess.check_output(query.split(), text=True, timeout=60))  # noqa: S603 fixed
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        raise errors.InputError(
+            f"The GPU cannot be split, as nvidia-smi does not report free memory ({error}). Call "
+            "`kdpkit.strategies.split_device` with `memory_limit_mb` before the recipe's `main`, "
+            "or train one replica on the GPU."
+        ) from error
