@@ -1,7 +1,7 @@
-"""Batches of numpy arrays by the rules of `kdpkit.pipelines`, where there is no TensorFlow.
+"""Batches of numpy arrays by the rules of `kdpkit.pipelines`, without TensorFlow.
 
 `ArrayBatches` is a `keras.utils.PyDataset`, so `fit`, `evaluate` and `TrainingLoop` take it on
-every backend. `pad_batch` fills a single batch, and is what a Grain dataset maps over its own.
+every backend. `pad_batch` pads a single batch, and can be mapped over a Grain dataset.
 """
 
 import functools
@@ -22,39 +22,39 @@ _REMAINDERS = ("drop", "pad", "keep")
 
 
 class ArrayBatches(keras.utils.PyDataset):
-    """Cuts arrays into global batches, every epoch in an order of its own.
+    """Cuts arrays into global batches, in a new order each epoch.
 
-    A batch is a function of the seed, the epoch and its position in it alone: the same on any
-    number of devices and processes, and drawn again when a run that stopped goes on. An epoch is
-    over when its last batch was handed out: Keras takes the first one, too, to build a model. Call
-    `fit` with `shuffle=False`, or Keras shuffles the batches once more, in an order of its own.
+    A batch depends only on the seed, the epoch and its position in the epoch: it is the same on any
+    number of devices and processes, and the same again when a run is resumed. An epoch is over once
+    its last batch has been returned, since Keras also takes a first batch to build a model. Call
+    `fit` with `shuffle=False`, or Keras shuffles the batches again.
 
-    With several processes each gets its examples of every global batch, in the order of the
-    processes, so that together they train what one process would.
+    Each of several processes gets its examples of every global batch, in the order of the
+    processes, so together they train what one process would.
 
     Args:
-        data: Inputs `x`, `(x, y)` or `(x, y, sample_weight)`, each any nest of arrays with equally
-            many examples. `None` may stand for labels that are not there.
+        data: Inputs `x`, `(x, y)` or `(x, y, sample_weight)`, each any nest of arrays with the same
+            number of examples. Missing labels may be `None`.
         global_batch_size: Examples in a batch, over all devices and processes.
-        seed: Fixes the order of every epoch; None keeps the order that the data has.
-        remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch. Plain Keras raises on JAX for
-            a batch that the devices do not divide; `kdpkit.training` trains on it exactly.
-        mode: How a padded batch is weighted. `"train"`: so that its loss is the mean over its real
-            examples (see `kdpkit.scaling.padded_rows`). `"eval"`: all real examples alike, with
-            weights that average 1 over an epoch, so that the loss of Keras' `evaluate` is the mean
-            over all real examples; use `weighted_metrics`.
-        augment: A function of a batch and a `numpy.random.Generator`, which is a new one for every
-            batch of every epoch. It sees the examples of this process.
-        steps_per_epoch: Batches in an epoch; None takes all there are. With fewer, each epoch gives
-            the first of its own order.
-        process_count: Processes that train together, as from `jax.process_count()`.
-        process_index: Which of them this is, as from `jax.process_index()`.
-        initial_epoch: The epoch to begin with.
+        seed: Fixes the order of every epoch; None keeps the order of the data.
+        remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch. On JAX plain Keras raises if
+            the devices do not divide a batch; `kdpkit.training` trains on it exactly.
+        mode: How a padded batch is weighted. With `"train"` its loss is the mean over its real
+            examples (see `kdpkit.scaling.padded_rows`). With `"eval"` all real examples have the
+            same weight, and weights average 1 over an epoch, so the loss of Keras' `evaluate` is
+            the mean over all real examples; use `weighted_metrics`.
+        augment: A function of a batch and a `numpy.random.Generator`, a new one for every batch of
+            every epoch. It gets the examples of this process.
+        steps_per_epoch: Batches in an epoch; None takes all. If fewer, each epoch takes the first
+            ones of its order.
+        process_count: Number of processes that train together, such as `jax.process_count()`.
+        process_index: Index of this process, such as `jax.process_index()`.
+        initial_epoch: The first epoch.
 
     Raises:
-        ValueError: Arrays of different lengths or without examples, more than three parts, less
-            than a batch to drop, more steps than there are, or processes that do not divide the
-            batch.
+        ValueError: Arrays of different lengths or without examples, more than three parts, fewer
+            examples than one batch with `"drop"`, too many steps, or processes that do not divide
+            the batch.
 
     >>> batches = ArrayBatches((np.arange(5), np.arange(5) % 2), global_batch_size=2)
     >>> len(batches), batches[1]
@@ -93,22 +93,22 @@ class ArrayBatches(keras.utils.PyDataset):
         self.process_count = checks.integer("process_count", process_count)
         self.process_index = checks.integer("process_index", process_index, minimum=0)
         self.epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
-        self._is_given = False  # up to its last batch
+        self._is_given = False  # including its last batch
         self._num_examples = rows_of(self.data)
         self._check_processes()
         self.steps_per_epoch = self._length(steps_per_epoch)
 
     @property
     def examples(self) -> int:
-        """Examples of an epoch, over all processes, padding not counted."""
+        """Examples in an epoch, over all processes, without padding."""
         return min(self._num_examples, self.steps_per_epoch * self.global_batch_size)
 
     def __len__(self) -> int:
-        """Return the batches in an epoch."""
+        """Return the number of batches in an epoch."""
         return self.steps_per_epoch
 
     def __getitem__(self, index: int) -> Batch:
-        """Return a batch of the current epoch: this process's examples of it."""
+        """Return this process's examples of a batch of the current epoch."""
         if not 0 <= index < len(self):
             raise IndexError(f"There is no batch {index} in an epoch of {len(self)}.")
         self._is_given |= index == len(self) - 1
@@ -122,7 +122,7 @@ class ArrayBatches(keras.utils.PyDataset):
         return self.augment(batch, np.random.default_rng(position))
 
     def on_epoch_end(self) -> None:
-        """Go on to the next epoch, which has another order, if this one was given."""
+        """Advance to the next epoch and its order, if this epoch was returned completely."""
         self.epoch += self._is_given
         self._is_given = False
 
@@ -158,7 +158,7 @@ class ArrayBatches(keras.utils.PyDataset):
         steps = available if wanted is None else checks.integer("steps_per_epoch", wanted)
         if steps > available:
             checks.fail(
-                f"An epoch cannot have more batches than the data has, which is {available}.",
+                f"An epoch cannot have more batches than the data, which has {available}.",
                 steps_per_epoch=steps,
                 remedy="Train for more epochs instead.",
             )
@@ -188,20 +188,19 @@ class ArrayBatches(keras.utils.PyDataset):
 def pad_batch(batch: Batch, global_batch_size: int, *, mode: str = "train") -> Batch:
     """Pad a batch of numpy arrays to `global_batch_size`; `pad_to_global_batch` without tf.data.
 
-    Where the examples of a batch interact, as in training with BatchNormalization, padding is not
+    If the examples of a batch interact, as in training with BatchNormalization, padding is not
     exact.
 
     Args:
         batch: Inputs `x`, `(x, y)`, or `(x, y, sample_weight)`, each any nest of arrays.
-        global_batch_size: The examples that come out.
+        global_batch_size: Examples in the padded batch.
         mode: `"train"` or `"eval"`, as in `kdpkit.scaling.padded_rows`.
 
     Returns:
-        `(x, y, sample_weight)`, with `y` None if there was none. Weights that were there are
-        multiplied.
+        `(x, y, sample_weight)`, with `y` None if there was none. Existing weights are multiplied.
 
     Raises:
-        ValueError: There are more examples than that, or none.
+        ValueError: There are more examples than that, or none at all.
 
     >>> x, _, weight = pad_batch(np.array([5.0, 6.0]), 4)
     >>> x.tolist(), weight.tolist()
@@ -234,13 +233,13 @@ def rows_of(batch: Nest) -> int:
 
 
 def _as_batch(data: Batch) -> Batch:
-    """Make arrays of the leaves, and see that there are as many parts as Keras takes."""
+    """Convert the leaves to arrays, and check the number of parts."""
     keras.utils.unpack_x_y_sample_weight(data)
     return _as_arrays(data)
 
 
 def _as_arrays(nest: Nest) -> Nest:
-    """Make arrays of the leaves; a list is a nest if it holds arrays, and else an array."""
+    """Convert the leaves to arrays; a list is a nest if it contains arrays, else an array."""
     if isinstance(nest, list) and not any(hasattr(part, "shape") for part in nest):
         return np.asarray(nest)
     if isinstance(nest, list | tuple):
@@ -268,6 +267,6 @@ def _weighted(batch: Batch, weights: Sequence[float] | np.ndarray) -> Batch:
     return x, y, keras.tree.map_structure(times, weight)
 
 
-@functools.lru_cache(maxsize=4)  # an epoch asks for it with every batch
+@functools.lru_cache(maxsize=4)  # every batch of an epoch needs it
 def _permutation(num_examples: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(num_examples)

@@ -1,7 +1,7 @@
-"""States of training on disk: written atomically, numbered by epoch and step.
+"""Training states on disk: written atomically, numbered by epoch and step.
 
-`kdpkit.callbacks.Resume` saves and restores them. A state is one `.npz` file of arrays, all
-variables that training changes among them, with its epoch, its step and notes as JSON.
+`kdpkit.callbacks.Resume` saves and restores them. A state is one `.npz` file with arrays, including
+all variables that training changes, and its epoch, step and notes as JSON.
 """
 
 import contextlib
@@ -17,19 +17,19 @@ import numpy as np
 
 from kdpkit._internal import array_files, atomic_files, checks, storage
 
-_FORMAT = 1  # of the file; a later one that reads this adds to it
+_FORMAT = 1  # of the file; later formats that can read this one add to it
 _NAME = re.compile(r"state-(\d+)-(\d+)\.npz")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingState:
-    """All that training goes on from.
+    """Everything needed to continue training.
 
     Args:
-        epoch: The epoch to go on in, from 0.
-        step: Batches of that epoch that were trained on.
+        epoch: The epoch to continue in, from 0.
+        step: Batches of that epoch that have been trained on.
         arrays: Values by name.
-        notes: Whatever else there is, as plain values that JSON has.
+        notes: Other values that JSON can represent.
     """
 
     epoch: int
@@ -41,19 +41,19 @@ class TrainingState:
 class CheckpointDirectory:
     """Keeps the newest states of a run in a directory.
 
-    A state is written to a temporary file and moved to its name once it is complete on disk. One
-    that was damaged later is skipped, with a warning. One process writes; any number may read.
+    A state is written to a temporary file and renamed once it is complete on disk. A state that is
+    damaged later is skipped with a warning. One process writes; any number may read.
 
-    In object storage a state is made on this machine's disk (`TMPDIR`) and then put there, as one
-    object that appears when it is complete.
+    For object storage a state is written to this machine's disk (`TMPDIR`) and then uploaded as one
+    object, which appears when it is complete.
 
     Args:
-        directory: It is made when the first state is saved. It may be in object storage, as
+        directory: Created when the first state is saved. It may be in object storage, such as
             `gs://bucket/run`.
-        keep: States to keep: those that were written last.
+        keep: Number of states to keep, the most recently written ones.
 
     Raises:
-        ValueError: The directory is a file, or no path.
+        ValueError: The directory is a file, or not a path.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as directory:
@@ -74,7 +74,7 @@ class CheckpointDirectory:
             checks.fail_for_file("A directory is needed, and this is a file", self.directory)
 
     def paths(self) -> list[storage.AnyPath]:
-        """Return the files of the states, the newest first."""
+        """Return the files of the states, newest first."""
         found = {
             tuple(map(int, match.groups())): path
             for path in self.directory.glob("state-*.npz")
@@ -83,10 +83,10 @@ class CheckpointDirectory:
         return [found[position] for position in sorted(found, reverse=True)]
 
     def save(self, state: TrainingState) -> storage.AnyPath:
-        """Write a state, and remove those that were written before the last `keep`.
+        """Write a state, and remove all but the last `keep`.
 
         Raises:
-            OSError: It cannot be written; the states that were there are still there.
+            OSError: It cannot be written; earlier states are kept.
         """
         path = self.directory / f"state-{state.epoch:06}-{state.step:09}.npz"
         header = {"format": _FORMAT, "epoch": state.epoch, "step": state.step}
@@ -101,10 +101,10 @@ class CheckpointDirectory:
         return path
 
     def latest(self) -> TrainingState | None:
-        """Read the newest state that is not damaged; None if there is no state.
+        """Read the newest undamaged state; None if there is no state.
 
         Raises:
-            ValueError: All states are damaged, or one is of another format.
+            ValueError: All states are damaged, or one has another format.
         """
         paths = self.paths()
         for path in paths:
@@ -161,13 +161,13 @@ def _by_name(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, ker
 def _read_variable(variable: keras.Variable) -> np.ndarray:
     value = variable.value
     with _scope_of(variable):
-        if hasattr(value, "read_value"):  # the sum, where TensorFlow's replicas hold parts
+        if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
             value = value.read_value()
         return np.asarray(keras.ops.convert_to_numpy(value))
 
 
 def _scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:
-    """Return the scope of TensorFlow's strategy that holds a variable on its replicas, if any."""
+    """Return the scope of the TensorFlow strategy that mirrors a variable, if any."""
     strategy = getattr(variable.value, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
@@ -175,10 +175,10 @@ def _scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[obj
 def assign(
     variables: Mapping[str, Iterable[keras.Variable]], arrays: Mapping[str, np.ndarray]
 ) -> None:
-    """Assign to Keras variables the values that `values_of` read, all of a group or none at all.
+    """Assign values from `values_of` to Keras variables, all of a group or none.
 
     Raises:
-        ValueError: A group has other variables than were saved, in number or in shape.
+        ValueError: The variables of a group differ from the saved ones in number or shape.
     """
     wanted = _by_name(variables)
     for group in variables:
@@ -189,7 +189,7 @@ def assign(
             checks.fail(
                 f"The saved state has {saved} variables of the {group}, and the current one has "
                 f"{present}.",
-                remedy="Build and compile it as when it was saved, or choose another directory.",
+                remedy="Build and compile it as when it was saved, or use another directory.",
             )
     for name, variable in wanted.items():
         if tuple(variable.shape) != arrays[name].shape:
@@ -198,7 +198,7 @@ def assign(
                 variable=variable.path,
                 shape=tuple(variable.shape),
                 saved_shape=arrays[name].shape,
-                remedy="Build it as when it was saved, or choose another directory.",
+                remedy="Build it as when it was saved, or use another directory.",
             )
     for name, variable in wanted.items():
         with _scope_of(variable):

@@ -1,6 +1,6 @@
 """The command line: `kdpkit launch`, `kdpkit doctor`, and the other commands.
 
-A mistake in the flags is one sentence on stderr, and exit code 2.
+An invalid flag is reported in one sentence on stderr, with exit code 2.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from typing import NoReturn
 from kdpkit import __version__, errors
 from kdpkit._internal import worker_output
 
-_COMMANDS = {  # and the module of each
+_COMMANDS = {  # name: module
     "bench": "diagnostics._bench.command",
     "data-service": "_internal.commands.data_service",
     "doctor": "diagnostics._doctor.command",
@@ -35,8 +35,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of `kdpkit ... >file` on a 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a subcommand and return its exit code; 130 after Ctrl-C.
 
-    Without `argv` the command is the program of this process, and its arguments are used. Then the
-    process ends with the command, and waits for no thread that a program left behind.
+    Without `argv` it uses the arguments of this process, and exits when the command has ended,
+    without waiting for threads that a program left running.
 
     >>> main(["launch", "--workers", "1", "--", "echo", "hello"])
     worker 0 | hello
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _prepare_streams() -> None:
-    """Let every character be printed somehow, and what has no stream go nowhere."""
+    """Make every character printable, and replace closed streams by the null device."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # as after `kdpkit ... >&-`
             nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 until the end
@@ -72,7 +72,7 @@ def _run(words: list[str]) -> int:
         code = int(args.run(args))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # of `kdpkit ... | head`: nobody reads on, which is no mistake
+    except BrokenPipeError:  # as in `kdpkit ... | head`, which is not an error
         worker_output.discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except errors.InputError as error:
@@ -94,7 +94,7 @@ def _run(words: list[str]) -> int:
 
 def _leave(code: int) -> None:
     sys.stdout.flush()
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a program may print while Python ends
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # a program may print while Python exits
     threads = [thread for thread in threading.enumerate() if not thread.daemon]
     if threads != [threading.main_thread()]:
         sys.stderr.flush()
@@ -107,7 +107,7 @@ def _fail(command: str, problem: str) -> NoReturn:
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong, in place of printing the usage and leaving Python."""
+        """Raise the error instead of printing the usage and exiting."""
         _fail(self.prog, message)
 
 

@@ -1,9 +1,9 @@
-"""Who takes part in a training of several processes, and which of them this one is.
+"""The processes that train together, and which of them this one is.
 
-Each scheduler describes it in variables of its own. `ClusterConfig.from_environment()` reads them
-all, raises for what cannot work before anything waits for it, and writes what TensorFlow
-(TF_CONFIG) and Keras (KERAS_DISTRIBUTION_*) read. On JAX it goes with
-`kdpkit.sharding.join_processes`:
+Each scheduler describes a cluster in its own environment variables.
+`ClusterConfig.from_environment()` reads them, raises for an invalid cluster before anything waits
+for it, and writes what TensorFlow (TF_CONFIG) and Keras (KERAS_DISTRIBUTION_*) read. On JAX use it
+with `kdpkit.sharding.join_processes`:
 
     config = ClusterConfig.from_environment()
     sharding.join_processes(
@@ -31,21 +31,21 @@ VARIABLES = ("TF_CONFIG", ADDRESSES, COUNT, INDEX)  # what `to_environment` may 
 
 @dataclasses.dataclass(frozen=True)
 class ClusterConfig:
-    """The processes that train together, by address, and the one that this is.
+    """The processes that train together, by address, and the role of this one.
 
-    Without parameter servers chief and workers train in step; the chief, or else the first worker,
-    is number 0, which the others need and which writes files. With parameter servers the chief
-    coordinates, and workers and servers wait for its calls.
+    Without parameter servers the chief and the workers train synchronously; the chief, or else the
+    first worker, is process 0, which coordinates the others and writes files. With parameter
+    servers the chief coordinates, and workers and servers wait for its calls.
 
     Args:
         workers: `"host:port"` of each.
         chief: `"host:port"` of a chief apart from the workers, if there is one.
         parameter_servers: `"host:port"` of each.
         evaluators: `"host:port"` of each; an evaluator need not be listed.
-        role: What this process is: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
-        index: Which one of its role it is, from 0.
-        processes: How many processes there are, where `workers` has the first one's address alone.
-            Keras on JAX needs no other.
+        role: Role of this process: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
+        index: Index of this process within its role, from 0.
+        processes: Number of processes, if `workers` has only the first one's address. Keras on JAX
+            needs no other address.
 
     Raises:
         ValueError: An argument is invalid; `validate` lists what is checked.
@@ -87,24 +87,24 @@ class ClusterConfig:
     ) -> Self:
         """Read the cluster from the environment variables of this process.
 
-        The first of these that is there counts: `TF_CONFIG`, Keras' `KERAS_DISTRIBUTION_*`, SLURM's
-        in tasks that `srun` started, and Kubernetes' in indexed Jobs and JobSets. The variables
-        that are read are listed in `docs/how_to/several_processes.md`.
+        The first of these that is set is used: `TF_CONFIG`, Keras' `KERAS_DISTRIBUTION_*`, SLURM's
+        in tasks started by `srun`, and Kubernetes' in indexed Jobs and JobSets.
+        `docs/how_to/several_processes.md` lists the variables.
 
         Args:
             environ: The variables; None reads `os.environ`.
-            processes: How many processes there are, where the environment does not have it: on
-                Kubernetes. Elsewhere it must agree.
-            parameter_servers: How many of the processes are parameter servers, the last ones; the
-                first is then the chief. TF_CONFIG has them itself, and must agree.
-            base_port: First port on SLURM and Kubernetes, to which a task adds its number on its
-                node. None derives it from the job's number on SLURM, so that jobs that share a node
-                do not meet there, and is 9876 on Kubernetes.
-            service: The headless service of a Kubernetes Job, its pods' `subdomain`; None takes
-                the JobSet's name.
+            processes: Number of processes. Needed on Kubernetes, where the environment does not
+                have it; elsewhere it must agree.
+            parameter_servers: How many of the processes, counted from the last, are parameter
+                servers; the first is then the chief. Must agree with TF_CONFIG, if that is set.
+            base_port: First port on SLURM and Kubernetes, to which a task adds its index on its
+                node. None derives it from the job's number on SLURM, so jobs on the same node use
+                different ports, and is 9876 on Kubernetes.
+            service: The headless service of a Kubernetes Job, its pods' `subdomain`; None uses the
+                JobSet's name.
 
         Raises:
-            ValueError: No cluster is described, or what is there cannot work.
+            ValueError: The environment describes no cluster, or an invalid one.
 
         >>> config = ClusterConfig.from_environment({
         ...     "SLURM_PROCID": "2",
@@ -140,17 +140,17 @@ class ClusterConfig:
 
     @property
     def coordinator(self) -> str:
-        """`"host:port"` of the process that the others need first."""
+        """`"host:port"` of the process that the others connect to first."""
         return self.chief or self.workers[0]
 
     @property
     def process_count(self) -> int:
-        """How many processes train: workers, and the chief if it is none of them."""
+        """Number of processes that train: the workers, and the chief if it is not one of them."""
         return self.processes or len(self.workers) + (self.chief is not None)
 
     @property
     def process_index(self) -> int:
-        """Which of these this is; the chief, or else the first worker, is 0.
+        """Index of this process among those; the chief, or else the first worker, is 0.
 
         Raises:
             ValueError: This process is a parameter server or an evaluator.
@@ -165,24 +165,24 @@ class ClusterConfig:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process is the one that writes files."""
+        """Whether this process writes files."""
         return self.role in ("chief", "worker") and self.process_index == 0
 
     def for_task(self, role: str, index: int) -> Self:
-        """The same cluster as another of its processes sees it.
+        """Return the same cluster as seen by another of its processes.
 
         >>> ClusterConfig(["a:1", "b:1"]).for_task("worker", 1).address
         'b:1'
         """
         return dataclasses.replace(self, role=role, index=index)
 
-    # What others read.
+    # For other libraries.
 
     def to_tf_config(self) -> str:
-        """Write TF_CONFIG, as TensorFlow's strategies and cluster resolvers read it.
+        """Return TF_CONFIG, as TensorFlow's strategies and cluster resolvers read it.
 
         Raises:
-            ValueError: The address of the first process alone is known.
+            ValueError: Only the address of the first process is known.
         """
         if self.processes is not None:
             checks.fail(
@@ -194,9 +194,9 @@ class ClusterConfig:
         return json.dumps({"cluster": self._by_role(), "task": task})
 
     def to_environment(self) -> dict[str, str]:
-        """All variables to set for this process; `from_environment` reads them back.
+        """Return the environment variables for this process; `from_environment` reads them back.
 
-        They are TF_CONFIG and, for processes that train in step, those of
+        These are TF_CONFIG and, for processes that train synchronously, those of
         `keras.distribution.initialize`.
         """
         variables = {}
@@ -212,19 +212,19 @@ class ClusterConfig:
     # Checks.
 
     def validate(self, *, reachable: bool = False, timeout_seconds: float = 10.0) -> Self:
-        """Raise for a cluster that cannot work, with the reason; return one that can.
+        """Raise if the cluster cannot work, with the reason; return it otherwise.
 
-        Roles, addresses, ports and this process's role and index are checked whenever a
-        `ClusterConfig` is made. Here the network is asked too.
+        Roles, addresses, ports and this process's role and index are already checked when a
+        `ClusterConfig` is created. This method also checks the network.
 
         Args:
-            reachable: Whether to look every host up and connect to it. A host that answers that
-                nothing listens at the port yet is reachable.
-            timeout_seconds: How long hosts may take, all together; a machine that starts later
-                may get its name and its network in that time.
+            reachable: Whether to resolve every host and connect to it. A host that refuses the
+                connection, because nothing listens at the port yet, is reachable.
+            timeout_seconds: Time limit for all hosts together, for example until a machine that
+                starts later has its name and network.
 
         Raises:
-            ValueError: It cannot work; for a host, its name does not resolve or it does not answer.
+            ValueError: The cluster is invalid, or a host cannot be resolved or does not answer.
 
         >>> ClusterConfig(["localhost:1", "localhost:1"])
         Traceback (most recent call last):
@@ -291,10 +291,10 @@ class ClusterConfig:
         addresses = len(self.workers) + (self.chief is not None)
         others = self.chief or self.parameter_servers or self.evaluators
         if self.processes == addresses:
-            object.__setattr__(self, "processes", None)  # the addresses have it
+            object.__setattr__(self, "processes", None)  # implied by the addresses
         elif others or len(self.workers) != 1:
             checks.fail(
-                "There must be an address for every process, or that of the first alone.",
+                "There must be an address for every process, or only that of the first.",
                 addresses=addresses,
                 processes=self.processes,
             )
@@ -315,7 +315,7 @@ class ClusterConfig:
 
 
 def source(environ: Mapping[str, str] | None = None) -> str | None:
-    """Name what describes a cluster in the environment; None if this process is alone.
+    """Return what describes a cluster in the environment; None for a single process.
 
     >>> source({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {}}'}), source({})
     ('TF_CONFIG', None)
@@ -326,7 +326,7 @@ def source(environ: Mapping[str, str] | None = None) -> str | None:
 def _check_wanted(
     config: ClusterConfig, wanted: cluster_sources.Wanted, environ: Mapping[str, str]
 ) -> None:
-    """Raise where the environment contradicts the caller, or itself."""
+    """Raise if the environment contradicts the caller or itself."""
     servers = len(config.parameter_servers)
     found = {"processes": config.process_count + servers, "parameter_servers": servers}
     for name, count in found.items():
@@ -344,5 +344,5 @@ def _check_wanted(
                 f"TF_CONFIG makes this process {config.process_index} of {config.process_count}, "
                 "and Keras' variables another.",
                 **left,
-                remedy="Unset those that are left from another run.",
+                remedy="Unset the variables left over from another run.",
             )

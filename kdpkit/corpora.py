@@ -1,4 +1,4 @@
-"""Real text and images that need no download, and readers for the usual files.
+"""Real text and images that need no download, and readers for common file formats.
 
 Every corpus comes in splits without overlap: text as `TextSplits` of lines, images as `ImageSplits`
 of arrays. The same files give the same splits on every machine and in every run.
@@ -36,10 +36,9 @@ _IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0
 
 @dataclass(frozen=True)
 class TextSplits:
-    """Lines of text to train on, to validate with and to test on, with no line in two of them.
+    """Lines of text for training, validation and test; no line is in two of them.
 
-    `note` is a sentence on what a reader of the results should know about the splits; it is empty
-    when there is nothing to know.
+    `note` is what a reader of the results should know about the splits, or empty.
     """
 
     train: tuple[str, ...]
@@ -57,7 +56,7 @@ class LabelledImages(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSplits:
-    """Images to train and to test on; `note` as in `TextSplits`."""
+    """Images for training and test; `note` as in `TextSplits`."""
 
     train: LabelledImages
     test: LabelledImages
@@ -108,13 +107,13 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
 
 
 def documentation_text() -> TextSplits:
-    """Read the English documentation that every Python carries: about 300,000 words.
+    """Read the English documentation that ships with Python: about 300,000 words.
 
-    One line is one paragraph of a docstring of the standard library, or of the language reference
-    behind `help()`. The source is parsed, never imported. Interpreter sessions, tests and repeated
-    paragraphs are left out. About 90 % of the words train and 5 % each validate and test. All
-    modules of a directory go to one split, and held-out paragraphs that a paragraph of an earlier
-    split nearly repeats (half of their five-word sequences) are dropped.
+    Each line is one paragraph of a docstring of the standard library, or of the language reference
+    that `help()` shows. The source is parsed, never imported. Interpreter sessions, tests and
+    repeated paragraphs are left out. About 90 % of the words train and 5 % each validate and test.
+    All modules of a directory go to one split, and held-out paragraphs that a paragraph of an
+    earlier split nearly repeats (half of their five-word sequences) are dropped.
 
     The text depends on the Python version.
 
@@ -137,8 +136,8 @@ def documentation_text() -> TextSplits:
 def wikitext(directory: str | os.PathLike[str]) -> TextSplits:
     """Read WikiText-2 or WikiText-103 from `wiki.{train,valid,test}.tokens`, blank lines left out.
 
-    Where `wiki.train.tokens` is missing it trains on the validation file, and validates and tests
-    on the two halves of the test file, cut between two articles; `note` then reports it.
+    If `wiki.train.tokens` is missing, the validation file is used for training, and the two halves
+    of the test file, cut between two articles, for validation and test; `note` then reports it.
 
     Raises:
         ValueError: The directory or its files are missing, empty or not UTF-8.
@@ -168,8 +167,8 @@ def wikitext(directory: str | os.PathLike[str]) -> TextSplits:
 def text_file(path: str | os.PathLike[str]) -> TextSplits:
     """Read a UTF-8 text file, plain or gzipped, one example per line, blank lines left out.
 
-    The first 90 % of the lines train, the next 5 % validate, the last 5 % test, so that
-    neighbouring lines stay together.
+    The first 90 % of the lines are for training, the next 5 % for validation and the last 5 % for
+    test, so neighbouring lines stay together.
 
     Raises:
         ValueError: The file is missing, empty, damaged, not UTF-8, or has fewer than 3 lines.
@@ -191,8 +190,9 @@ def text_file(path: str | os.PathLike[str]) -> TextSplits:
 def digits() -> ImageSplits:
     """Return scikit-learn's 1,797 handwritten digits: 8 x 8 pixels, ten classes.
 
-    The intensities of 0 to 16 are spread over 0 to 255. The last fifth of each class is the test,
-    so that both splits hold the classes alike, and most of its writers were not trained on.
+    The intensities of 0 to 16 are scaled to 0 to 255. The last fifth of each class is the test
+    split, so both splits have the same class balance, and most writers of the test split are not in
+    the training split.
 
     Raises:
         ValueError: scikit-learn is not installed.
@@ -222,9 +222,9 @@ def mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplits:
 
     Args:
         directory: Where the IDX files are (`train-images-idx3-ubyte` and its three companions,
-            gzipped or not). With the `t10k` files alone it trains on the first four fifths of them
-            (8,000 images) and tests on the last; `note` then reports it. None downloads it through
-            Keras, once, into `~/.keras`.
+            gzipped or not). With only the `t10k` files, the first four fifths of them (8,000
+            images) are for training and the rest for test; `note` then reports it. None downloads
+            the files through Keras, once, into `~/.keras`.
 
     Raises:
         ValueError: A file is missing or damaged, or there is no network.
@@ -247,11 +247,12 @@ def fashion_mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplit
 def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
     """Read an array from an IDX file, the format of MNIST, gzipped or not.
 
-    Any data type and number of dimensions of the format is read, into the machine's byte order.
+    All data types of the format and any number of dimensions are supported; the result has the
+    machine's byte order.
     Source: Yann LeCun's MNIST page, "The IDX file format".
 
     Raises:
-        ValueError: The file is missing, is no IDX file, is cut short, or goes on after its data.
+        ValueError: The file is missing, not an IDX file, truncated, or has bytes after its data.
     """
     content = _content(storage.path(path))
     try:
@@ -279,7 +280,7 @@ def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
 def _read_documents(root: Path) -> tuple[dict[str, list[str]], int]:
     """Read the paragraphs by document, and count the files that cannot be parsed.
 
-    A document goes to one split: a directory of modules, or a module of no directory.
+    A document, which goes to one split, is a directory of modules or a top-level module.
     """
     documents: dict[str, list[str]] = {}
     unparsed = 0
@@ -334,10 +335,10 @@ def _without_repeats(documents: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _split_documents(documents: dict[str, list[str]]) -> list[list[str]]:
-    """Divide documents between train, validation and test, in an order that names decide.
+    """Divide documents between train, validation and test, in an order derived from their names.
 
-    Test and validation take documents until they hold their fraction of the words; a document that
-    would be too much for them trains.
+    Test and validation take documents until they have their fraction of the words; a document that
+    would exceed it is for training.
     """
     words = {name: sum(len(line.split()) for line in lines) for name, lines in documents.items()}
     quota = _SHARE_HELD_OUT * sum(words.values())
@@ -367,7 +368,7 @@ def _held_apart(splits: Iterable[list[str]]) -> Iterator[tuple[str, ...]]:
 def _shingles(line: str) -> set[tuple[str, ...]]:
     """Return the sequences of five words in a line, or all its words where they are fewer.
 
-    Digits and capitals are left out of account, so that "codec cp1250" repeats "codec cp1251".
+    Digits and case are ignored, so "codec cp1250" repeats "codec cp1251".
     """
     words = re.findall(r"[^\W\d_]+", line.lower())
     last = max(1, len(words) - _SHINGLE_WORDS + 1)
@@ -406,7 +407,7 @@ def _content(path: storage.AnyPath) -> bytes:
 
 
 def _middle_article(lines: Sequence[str]) -> int:
-    """Index of the article's title nearest to the middle, in the middle half of lines."""
+    """Return the index of the article title nearest to the middle, in the middle half of lines."""
     middle = len(lines) // 2
     titles = [
         index

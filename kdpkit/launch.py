@@ -1,4 +1,4 @@
-"""Start the processes of a cluster on this machine, watch them, end and restart them together.
+"""Start the processes of a cluster on this machine, watch, stop and restart them together.
 
     kdpkit launch --workers 2 --max-restarts 3 -- python train.py
 
@@ -38,26 +38,26 @@ from kdpkit._internal import (
 __all__ = ["Failure", "Report", "Task", "launch", "plan", "run"]
 
 STOPPED = 42  # exit code of a program that saved its state on SIGTERM, as `callbacks.Resume` does
-LEFT_ALONE = 43  # of one that lost another process, as after `sharding.join_processes`
+LEFT_ALONE = 43  # of a program that lost another process, as after `sharding.join_processes`
 
-_LAUNCHER = "launch"  # its own name among those of the processes
-_PORTS = range(15_000, 32_768)  # below those that Linux gives to connections
-_SETTLE_SECONDS = 2.0  # in which the others may end by themselves after the first that fails
-_KILL_SECONDS = 10.0  # until the kernel has ended a process that was killed
-_SILENT_SECONDS = 60.0  # without output, after which it is reported
-_TICK_SECONDS = 0.2  # between two looks at clocks
-_KEPT_LINES = 20  # of what each process wrote last
+_LAUNCHER = "launch"  # the launcher's name in front of its own lines
+_PORTS = range(15_000, 32_768)  # below Linux' ephemeral ports
+_SETTLE_SECONDS = 2.0  # for the others to end on their own after the first failure
+_KILL_SECONDS = 10.0  # for the kernel to end a killed process
+_SILENT_SECONDS = 60.0  # without output before it is reported
+_TICK_SECONDS = 0.2  # between checks of the time
+_KEPT_LINES = 20  # the last lines of each process
 _SHOWN_LINES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What one process is to be: its name, its role in the cluster, its command and variables."""
+    """One process to start: its name, role in the cluster, command and environment variables."""
 
     name: str
     config: cluster.ClusterConfig
     command: tuple[str, ...]
-    variables: Mapping[str, str]  # beside those that the launcher has itself
+    variables: Mapping[str, str]  # in addition to the launcher's own
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """How a run ended: the exit code, how often processes were restarted, and what failed first."""
+    """How a run ended: the exit code, the number of restarts, and what failed first."""
 
     exit_code: int
     restarts: int
@@ -89,38 +89,39 @@ def launch(
     start_timeout_seconds: float | None = None,
     dry_run: bool = False,
 ) -> int:
-    """Run a command as several processes of this machine that train together.
+    """Run a command as several processes on this machine that train together.
 
-    Each gets TF_CONFIG and KERAS_DISTRIBUTION_* of a cluster on free ports; the backend is what
-    KERAS_BACKEND names. What they print comes line by line, each under its process's name. It ends
-    when all workers have ended. When one fails, the others are ended, and all start again with
-    other ports as long as restarts are left. No process outlives this call, nor does one that a
-    process started, also when the launcher is killed.
+    Each process gets TF_CONFIG and KERAS_DISTRIBUTION_* of a cluster on free ports; KERAS_BACKEND
+    selects the backend. Their output is printed line by line, each with the name of its process.
+    The call returns when all workers have ended. If one fails, the others are stopped, and all
+    start again on other ports as long as restarts are left. No process or child process outlives
+    this call, even if the launcher is killed.
 
-    With parameter servers, a chief is started too. Workers and servers serve it until it ends; a
-    lost worker is started again alone, a lost server or chief means that all are.
+    With parameter servers, a chief is started too. Workers and servers serve it until it ends. A
+    lost worker is restarted individually; after a lost server or chief all processes are restarted.
 
-    SIGTERM and Ctrl-C are passed on, and a second Ctrl-C ends all at once. They are handled in the
-    main thread alone.
+    SIGTERM and Ctrl-C are forwarded, and a second Ctrl-C stops everything at once. They are only
+    handled in the main thread.
 
     Args:
-        command: Its words, such as `["python", "train.py"]`.
-        workers: How many.
-        parameter_servers: How many; each cluster with some has a chief beside its workers.
-        max_restarts: How often processes may be started again, in all.
-        gpus_per_worker: GPUs that each worker sees, others than the next; None lets all see all.
-        grace_seconds: How long a process may take to end after a signal before it is killed.
-        start_timeout_seconds: How long a process may take until it prints something, or listens at
-            its address; None waits without limit, and reports it after a minute.
-        dry_run: Print what each process would get, and start none.
+        command: The command as a list, such as `["python", "train.py"]`.
+        workers: Number of workers.
+        parameter_servers: Number of parameter servers; if positive, a chief is started too.
+        max_restarts: Number of restarts allowed in total.
+        gpus_per_worker: GPUs that each worker sees, different ones for each; with None every worker
+            sees all.
+        grace_seconds: How long a process may take to exit after a signal before it is killed.
+        start_timeout_seconds: How long a process may take until it prints something or listens at
+            its address; None waits without limit and prints a notice after a minute.
+        dry_run: Only print the environment variables and command of each process.
 
     Returns:
-        An exit code: 0 if all ended well, else that of the process that failed first (not of those
-        that failed because of it, which end with 43), 128 and its number for a signal, 42 when
-        SIGTERM stopped programs that saved their state, 130 after Ctrl-C.
+        An exit code: 0 on success, else that of the process that failed first (not of those that
+        failed as a consequence, which exit with 43), 128 plus the number of a signal, 42 if SIGTERM
+        stopped programs that saved their state, 130 after Ctrl-C.
 
     Raises:
-        ValueError: Bad arguments, or a command that there is not.
+        ValueError: An argument is invalid, or the command does not exist.
 
     >>> launch(["echo", "hello"], workers=1)
     worker 0 | hello
@@ -154,7 +155,7 @@ def plan(
     parameter_servers: int = 0,
     gpus_per_worker: int | None = None,
 ) -> tuple[Task, ...]:
-    """Return what each process would get from `launch`, on ports that are free now.
+    """Return the tasks that `launch` would start, on ports that are free now.
 
     >>> [task.name for task in plan(["echo"], workers=2, parameter_servers=1)]
     ['chief', 'worker 0', 'worker 1', 'ps 0']
@@ -190,9 +191,9 @@ def run(
     start_timeout_seconds: float | None = None,
     stdout: TextIO | None = None,
 ) -> Report:
-    """Do what `launch` does, with its arguments, and report more of how it ended.
+    """Do the same as `launch`, but return a detailed report.
 
-    What processes write to their stdout goes to `stdout`, or else to that of this process.
+    The stdout of the processes goes to `stdout`, or by default to that of this process.
     """
     if start_timeout_seconds is not None:
         checks.number("start_timeout_seconds", start_timeout_seconds, above=0)
@@ -210,12 +211,12 @@ def run(
     ).run()
 
 
-# What each process gets.
+# The tasks.
 
 
 def _checked(command: Sequence[str]) -> tuple[str, ...]:
     if os.name != "posix":
-        checks.fail("Processes are launched on Linux and macOS alone.", system=os.name)
+        checks.fail("Processes can only be launched on Linux and macOS.", system=os.name)
     words = checks.strings("command", command)
     if not words:
         checks.fail("`command` must not be empty.", command=command)
@@ -230,7 +231,7 @@ def _checked(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Find ports at which nothing listens; all are held until the last is found."""
+    """Find ports that are free; all are held until the last is found."""
     ports: list[int] = []
     with contextlib.ExitStack() as held:
         for port in random.sample(_PORTS, len(_PORTS)):
@@ -246,12 +247,12 @@ def _free_ports(count: int) -> list[int]:
 
 
 def _gpus(visible: str | None, workers: int, each: int | None) -> list[str] | None:
-    """Return what each worker sees as CUDA_VISIBLE_DEVICES."""
+    """Return CUDA_VISIBLE_DEVICES of each worker."""
     if each is None:
         return None
     each = checks.integer("gpus_per_worker", each)
     wanted = workers * each
-    present = len(list(Path("/dev").glob("nvidia[0-9]*")))  # none where drivers hide them
+    present = len(list(Path("/dev").glob("nvidia[0-9]*")))  # none if drivers hide them
     names = list(map(str, range(present or wanted)))
     if visible is not None:
         names = [name for name in visible.split(",") if name]
@@ -270,13 +271,13 @@ def _gpus(visible: str | None, workers: int, each: int | None) -> list[str] | No
 
 
 class _Process:
-    """A task that was started, and what is known of it.
+    """A started task and its state.
 
     Args:
-        task: What it is.
-        mark: What it is found by.
-        show: Called in a thread with its name, each line that it writes, and the stream's name.
-        on_end: Called in a thread when it has ended and all that it wrote is shown.
+        task: The task.
+        mark: Identifies the process and its children.
+        show: Called in a thread with the task's name, each line of output, and the stream's name.
+        on_end: Called in a thread when it has ended and all its output has been shown.
     """
 
     def __init__(
@@ -289,9 +290,9 @@ class _Process:
     ) -> None:
         self.task = task
         self.has_ended = False
-        self.is_signalled = False  # to end
-        self.is_alive = False  # it has printed something, or listens
-        self.is_noted = False  # that it has not
+        self.is_signalled = False  # a signal to end was sent
+        self.is_alive = False  # it has printed something or listens
+        self.is_noted = False  # it was reported as silent
         self._show = show
         self._lines = {name: worker_output.Lines() for name in ("stdout", "stderr")}
         self._last: dict[str, collections.deque[str]] = {
@@ -319,7 +320,7 @@ class _Process:
             self._show(self.task.name, line, stream)
 
     def signal(self, number: int) -> None:
-        """Let it end by a signal."""
+        """Send it a signal to end."""
         if not self.has_ended:
             self.is_signalled = True
             self.child.send(number)
@@ -327,7 +328,7 @@ class _Process:
     @property
     def exit_code(self) -> int:
         code = self.child.exit_code
-        return 128 + signal.SIGKILL if code is None else code  # the kernel is still at it
+        return 128 + signal.SIGKILL if code is None else code  # the kernel has not finished
 
     @property
     def ending(self) -> str:
@@ -337,14 +338,14 @@ class _Process:
         return f"{self.task.name} failed with exit code {self.exit_code}"
 
     def failure(self) -> Failure:
-        """How it failed, with what it wrote to stderr, or else to stdout."""
+        """How it failed, with its last lines of stderr, or else of stdout."""
         lines = self._last["stderr"] or self._last["stdout"]
         return Failure(self.task.name, self.exit_code, tuple(lines))
 
 
 @dataclasses.dataclass
 class _Run:
-    """All attempts at one run. Threads put what happens into a queue; one loop acts on it."""
+    """All attempts of one run. Threads put events into a queue; one loop handles them."""
 
     make_tasks: Callable[[], tuple[Task, ...]]
     max_restarts: int
@@ -358,7 +359,7 @@ class _Run:
     failed: list[_Process] = dataclasses.field(default_factory=list)
 
     def run(self) -> Report:
-        """Start all, again and again if need be, and return how it ended."""
+        """Start all processes, restart them as needed, and return how the run ended."""
         self._mark = f"{uuid.uuid4().hex}."
         self._numbers = itertools.count()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -410,7 +411,7 @@ class _Run:
         return process
 
     def _heads(self) -> list[_Process]:
-        """Processes whose end is the run's: the chief, or without one all workers."""
+        """Return the processes whose end is the end of the run: the chief, or else all workers."""
         chief = [process for process in self.running if process.task.config.role == "chief"]
         return chief or self.running
 
@@ -420,7 +421,7 @@ class _Run:
     # Events.
 
     def _wait_for(self, done: Callable[[], bool]) -> None:
-        """Act on what happens until something is so."""
+        """Handle events until `done` returns true."""
         while not done():
             try:
                 self._events.get(timeout=_TICK_SECONDS)()
@@ -428,7 +429,7 @@ class _Run:
                 self._look_for_signs_of_life()
 
     def _wait_for_ends(self, processes: Sequence[_Process], seconds: float | None = None) -> None:
-        """Wait until all have ended, for `seconds` or the grace, which a signal may cut short."""
+        """Wait until all have ended, for `seconds` or the grace period; a signal may shorten it."""
         began = time.monotonic()
 
         def is_over() -> bool:
@@ -459,16 +460,16 @@ class _Run:
         return f"restart {self.restarts} of {self.max_restarts}"
 
     def _note_signal(self, number: int, _frame: object = None) -> None:
-        self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another
+        self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another one
 
     def _on_signal(self, number: int) -> None:
-        # Not for SIGTERM, which some send twice: to a process, and to its group.
+        # Not for SIGTERM, which some schedulers send twice: to a process and to its group.
         if self.is_ending and number != signal.SIGTERM:
             self.grace_seconds = 0.0
         self.stop = self.stop or number
 
     def _look_for_signs_of_life(self) -> None:
-        """Report processes that neither print nor listen, and kill those that are late."""
+        """Report processes that neither print nor listen, and kill those over the time limit."""
         limit = self.start_timeout_seconds or math.inf
         for process in self.running:
             seconds = time.monotonic() - process.child.started_at
@@ -494,7 +495,7 @@ class _Run:
         self._wait_for_ends(processes)
 
     def _end_all(self) -> None:
-        """End what still runs, by SIGTERM if they did not get it, and what they left."""
+        """Stop what still runs, by SIGTERM first, and any child processes that are left."""
         self.is_ending = True
         rest = [process for process in self.running if not process.is_signalled]
         self._signal_and_wait(rest, signal.SIGTERM)
@@ -517,10 +518,10 @@ class _Run:
         self._report(f"All processes start again, on other ports ({self._count_restart()}).")
         return True
 
-    # What it came to.
+    # The result.
 
     def _by_cause(self) -> list[_Process]:
-        """Return those that failed; first the one that did so first, and not because others had."""
+        """Return the failed processes, with the cause of the failure first."""
         by_end = sorted(self.failed, key=lambda process: process.child.ended_at or 0.0)
         return sorted(by_end, key=lambda process: process.exit_code == LEFT_ALONE)
 
@@ -531,7 +532,7 @@ class _Run:
             return
         sentence = cause.ending
         if cause.exit_code == LEFT_ALONE:
-            sentence += ", because it lost another, and none failed by itself"
+            sentence += ", because it lost another process, and none failed on its own"
         elif len(self.running) > 1:
             sentence += ", before any other; the errors of the others follow from that"
         lines = [line for line in cause.failure().last_lines if line.strip()][-_SHOWN_LINES:]

@@ -1,6 +1,6 @@
-"""What changes in the numbers when one device becomes R replicas: batches, shards, learning rates.
+"""Batch sizes, shards and learning rates for R replicas instead of one device.
 
-Integers and floats alone, so that every input pipeline and both backends follow the same rules.
+Plain integers and floats, so every input pipeline and both backends follow the same rules.
 """
 
 import dataclasses
@@ -24,9 +24,9 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
     >>> split_batch(5, 4)
     (2, 2, 1, 0)
 
-    A size that `replicas` divides is cut evenly, the only case that plain Keras trains right. This
-    is `tf.distribute.Strategy.experimental_distribute_dataset` and `fit` on TensorFlow; JAX does
-    not support uneven batches.
+    A size that `replicas` divides is split evenly, the only case that plain Keras trains correctly.
+    This is how `tf.distribute.Strategy.experimental_distribute_dataset` and `fit` on TensorFlow
+    split; JAX does not support uneven batches.
 
     Args:
         size: Examples in the global batch; 0 gives every replica none.
@@ -47,10 +47,10 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
 def shard_indices(
     examples: int, shards: int, index: int, *, remainder: str = "balance"
 ) -> Sequence[int]:
-    """Return the examples that one of several processes reads, when `shards` do not divide them.
+    """Return the examples that one of several processes reads.
 
-    Each shard is one contiguous run, and the runs follow each other in shard order. Processes that
-    step together need equal shards ("drop", "pad", "wrap"): with "balance" some run out first.
+    Shards are contiguous and in order. Processes that train synchronously need equal shards
+    ("drop", "pad", "wrap"): with "balance" some run out of examples first.
 
     >>> [list(shard_indices(5, 2, index)) for index in range(2)]
     [[0, 1, 2], [3, 4]]
@@ -61,23 +61,24 @@ def shard_indices(
     >>> [list(shard_indices(5, 2, index, remainder="wrap")) for index in range(2)]
     [[0, 1, 2], [3, 4, 0]]
 
-    With fewer examples than shards, "balance" leaves the last shards empty and "drop" all of them;
-    "pad" and "wrap" give every shard one example.
+    With fewer examples than shards, the last shards are empty with "balance" and all of them with
+    "drop"; with "pad" and "wrap" every shard has one example.
 
     Args:
-        examples: Number of examples in all.
+        examples: Total number of examples.
         shards: Number of shards, usually the number of processes.
         index: The shard wanted, from 0 to `shards - 1`.
-        remainder: `"balance"`: sizes differ by at most one, the first shards are the larger.
-            `"drop"`: equal sizes, the last `examples % shards` examples are left out. `"pad"`:
-            equal sizes, the last example is repeated. `"wrap"`: equal sizes, going on from the
+        remainder: `"balance"`: sizes differ by at most one, and the first shards are the larger
+            ones. `"drop"`: equal sizes, without the last `examples % shards` examples. `"pad"`:
+            equal sizes, repeating the last example. `"wrap"`: equal sizes, continuing from the
             first example.
 
     Returns:
-        Example indices in reading order: a `range`, or a list where a shard holds filling.
+        Example indices in reading order: a `range`, or a list if the shard is padded.
 
     Raises:
-        ValueError: A count or index out of range, an unknown `remainder`, or nothing to fill with.
+        ValueError: A count or index out of range, an unknown `remainder`, or no example to pad
+            with.
     """
     examples = checks.integer("examples", examples, minimum=0)
     shards = checks.integer("shards", shards)
@@ -98,13 +99,13 @@ def shard_indices(
 def padded_rows(
     examples: int, global_batch_size: int, *, mode: str = "train"
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return which example is at each position of a padded batch, and with which weight.
+    """Return the index and the weight of each example in a padded batch.
 
     `kdpkit.pipelines.pad_to_global_batch` and `kdpkit.batches.pad_batch` follow this rule.
 
     Args:
-        examples: Examples that are there.
-        global_batch_size: Examples that are wanted.
+        examples: Number of real examples.
+        global_batch_size: Number of examples in the padded batch.
         mode: `"train"` weights the real examples `global_batch_size / examples`, so that a loss
             averaged over the padded batch is the mean over the real examples. `"eval"` weights them
             1, for weighted metrics.
@@ -113,7 +114,7 @@ def padded_rows(
         Indices of examples, the last one repeated, and weights, 0 for the padding.
 
     Raises:
-        ValueError: There are more examples than wanted, or none.
+        ValueError: There are more examples than `global_batch_size`, or none.
 
     >>> padded_rows(2, 4)
     ((0, 1, 1, 1), (2.0, 2.0, 0.0, 0.0))
@@ -139,7 +140,7 @@ def padded_rows(
 class ScalePlan:
     """The batch sizes, learning rate and step counts of a run on several replicas.
 
-    Keep what suits one device as the per-replica batch and base rate, and let the plan scale them:
+    Set the batch size and rate that suit one device, and the plan scales them:
 
     >>> plan = ScalePlan(replicas=4, per_replica_batch_size=32, base_learning_rate=1e-4)
     >>> plan.global_batch_size, plan.learning_rate
@@ -148,9 +149,8 @@ class ScalePlan:
     78
 
     With `accumulation=K` (Keras' `gradient_accumulation_steps`) the optimizer averages the
-    gradients of K batches into one update. Keras moves a schedule on with every batch, not with
-    every update, so a schedule is K times longer than the updates it shapes. Pass it
-    `total_steps`, never `updates`:
+    gradients of K batches into one update. Keras advances a schedule with every batch, not with
+    every update, so build schedules with `total_steps`, not `updates`:
 
     >>> plan = dataclasses.replace(plan, accumulation=2)
     >>> plan.effective_batch_size, plan.learning_rate
@@ -159,7 +159,7 @@ class ScalePlan:
     (234, 117)
 
     Args:
-        replicas: Number of replicas that train in step.
+        replicas: Number of replicas that train synchronously.
         per_replica_batch_size: Examples that one replica takes from each batch.
         base_learning_rate: Rate that suits `per_replica_batch_size` examples per update.
         rule: How the rate grows with the batch; see `scale_learning_rate`.
@@ -183,22 +183,22 @@ class ScalePlan:
         checks.one_of("rule", self.rule, RULES)
 
     def _keep(self, name: str, value: int | float) -> None:
-        """Store an argument as the plain Python number that JSON takes (the class is frozen)."""
+        """Store an argument as a plain Python number, for JSON (the class is frozen)."""
         object.__setattr__(self, name, value)
 
     @property
     def global_batch_size(self) -> int:
-        """Examples in one batch of the pipeline, all replicas together."""
+        """Examples in one batch of the pipeline, over all replicas."""
         return self.replicas * self.per_replica_batch_size
 
     @property
     def effective_batch_size(self) -> int:
-        """Examples behind one update of the weights, accumulated batches included."""
+        """Examples per update of the weights, including accumulated batches."""
         return self.global_batch_size * self.accumulation
 
     @property
     def factor(self) -> int:
-        """How many times more examples an update sees than on one device without accumulation."""
+        """Examples per update, relative to one device without accumulation."""
         return self.replicas * self.accumulation
 
     @property
@@ -207,10 +207,10 @@ class ScalePlan:
         return scale_learning_rate(self.base_learning_rate, factor=self.factor, rule=self.rule)
 
     def steps_per_epoch(self, examples: int, *, drop_remainder: bool = True) -> int:
-        """Count the global batches that one pass over `examples` makes, which `fit` calls steps.
+        """Return the steps of an epoch, one for each global batch.
 
         Args:
-            examples: Number of training examples, all replicas together.
+            examples: Number of training examples, over all replicas.
             drop_remainder: Whether the pipeline leaves out a last, smaller batch.
 
         Raises:
@@ -231,9 +231,9 @@ class ScalePlan:
         return steps
 
     def total_steps(self, examples: int, *, epochs: int, drop_remainder: bool = True) -> int:
-        """Count the steps of a run as a Keras schedule does, one for each global batch.
+        """Return the steps of a run as a Keras schedule counts them, one for each global batch.
 
-        The arguments are those of `steps_per_epoch`, and the `epochs` that pass over the examples.
+        The arguments are those of `steps_per_epoch`, and the number of `epochs`.
 
         Raises:
             ValueError: There are too few examples for one batch.
@@ -242,12 +242,11 @@ class ScalePlan:
         return epochs * self.steps_per_epoch(examples, drop_remainder=drop_remainder)
 
     def updates(self, examples: int, *, epochs: int, drop_remainder: bool = True) -> int:
-        """Count the updates of the weights in a run: `total_steps // accumulation`.
+        """Return the updates of the weights in a run: `total_steps // accumulation`.
 
-        Keras accumulates on through the end of an epoch, so only the run's last
-        `total_steps % accumulation` batches never reach the weights. The rate of an update is the
-        schedule's at the last batch that went into it: update u (from 0) applies
-        `schedule(u * accumulation + accumulation - 1)`.
+        Keras continues to accumulate across epochs, so only the run's last `total_steps %
+        accumulation` batches never reach the weights. An update uses the schedule's rate at its
+        last batch: update u (from 0) applies `schedule(u * accumulation + accumulation - 1)`.
 
         The arguments are those of `total_steps`.
 
@@ -273,8 +272,8 @@ def scale_learning_rate(base: float, *, factor: float, rule: str = "linear") -> 
 
     Args:
         base: Learning rate that suits the smaller batch.
-        factor: Size of the new batch over the old one: the number of replicas, where each keeps
-            its batch. Below one for smaller batches.
+        factor: Ratio of the new to the old batch size: the number of replicas, if each keeps its
+            batch size. Below one for smaller batches.
         rule: `"linear"` multiplies by `factor` (Goyal et al. 2017, "Accurate, Large Minibatch
             SGD", arXiv:1706.02677), usual for SGD and with warmup. `"sqrt"` multiplies by its
             square root (Krizhevsky 2014, arXiv:1404.5997; Hoffer et al. 2017, arXiv:1705.08741),
@@ -293,7 +292,7 @@ def scale_learning_rate(base: float, *, factor: float, rule: str = "linear") -> 
 class AdamScaling:
     """Adam's settings for a larger batch: `keras.optimizers.Adam(**dataclasses.asdict(scaling))`.
 
-    `scale_adam` makes them; the names are those of Keras' arguments.
+    `scale_adam` returns them; the names are those of Keras' arguments.
     """
 
     learning_rate: float
@@ -322,7 +321,7 @@ def scale_adam(
 
     Args:
         learning_rate: Rate that suits the smaller batch.
-        factor: Size of the new batch over the old one.
+        factor: Ratio of the new to the old batch size.
         beta_1: Decay of the first moment at the smaller batch, at least 0 and below 1.
         beta_2: Decay of the second moment at the smaller batch, at least 0 and below 1.
         epsilon: Adam's epsilon at the smaller batch.
@@ -365,7 +364,7 @@ def _filled_shard(examples: int, shards: int, index: int, remainder: str) -> Seq
 
 def _scaled_beta(name: str, beta: float, factor: float) -> float:
     beta = checks.number(name, beta, minimum=0, below=1)
-    # 1 - factor * (1 - beta), summed so that the largest factor gives exactly 0.
+    # 1 - factor * (1 - beta), in an order in which the largest factor gives exactly 0.
     scaled = 1 - factor + factor * beta
     if not 0 <= scaled < 1:
         checks.fail(

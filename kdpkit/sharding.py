@@ -1,10 +1,10 @@
-"""Data-parallel training on JAX with `jax.sharding`: meshes, and batches on their devices.
+"""Data-parallel training on JAX with `jax.sharding`: meshes and sharded batches.
 
-A program under `jax.jit` sees the global batch, and XLA splits the work: so a mean, a batch
-statistic or a dropout mask is that of one device, on any number of devices. What is left to do is
-to put the arrays there: variables on every device, batches cut along their examples.
-`DataParallel` does so under Keras' `fit`, `kdpkit.training.TrainingLoop` with a step of its own,
-and `replicated` and `shard_batch` in a loop of yours.
+A program under `jax.jit` sees the global batch, and XLA splits the work, so means, batch statistics
+and dropout masks equal those of one device on any number of devices. Only the arrays have to be
+placed: variables on every device, batches sharded along their examples. `DataParallel` does that
+for Keras' `fit`, `kdpkit.training.TrainingLoop` does it itself, and `replicated` and `shard_batch`
+are for your own loop.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kdpkit import errors
-from kdpkit._internal import checks, tpu_host
+from kdpkit._internal import checks, error_text, tpu_host
 from kdpkit._internal.processes import join_processes
 from kdpkit.batches import pad_batch, rows_of
 from kdpkit.errors import ProcessLostError
@@ -44,21 +44,21 @@ BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
 
 
 def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh of one axis, `"batch"`, over which batches are cut.
+    """Return a mesh with one axis, `"batch"`, over which batches are sharded.
 
-    Its axis is of the type `Auto`, so that XLA decides how to cut what is computed from a batch.
-    `jax.make_mesh` has `Explicit` axes by default, under which Keras' Dropout raises.
+    Its axis has the type `Auto`, so XLA decides how to shard what is computed from a batch.
+    `jax.make_mesh` has `Explicit` axes by default, with which Keras' Dropout raises.
 
-    Logical CPU devices need two threads each: with fewer, and steps that Python runs ahead of, XLA
-    can hang in an all-reduce. `kdpkit.testing.use_logical_cpus` sees to that, as the recipes'
-    `--replicas` does; with XLA_FLAGS set by hand, set the environment variable PJRT_NPROC.
+    Logical CPU devices need two threads each: with fewer, XLA can hang in an all-reduce when Python
+    runs ahead of the steps. `kdpkit.testing.use_logical_cpus` and the recipes' `--replicas` take
+    care of that; if you set XLA_FLAGS by hand, also set the environment variable PJRT_NPROC.
 
     Args:
         devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
-            all, of all processes.
+            all devices of all processes.
 
     Raises:
-        ValueError: More devices than there are, none, or one twice.
+        ValueError: More devices than available, none, or one twice.
 
     >>> mesh = data_mesh(2)
     >>> mesh.axis_names, mesh.size
@@ -96,14 +96,14 @@ def _way_to_more(platform: str, count: int) -> str:
 
 
 def tpu_devices() -> list[jax.Device]:
-    """Return the TPU cores that JAX trains on, of all processes, for `data_mesh`.
+    """Return the TPU cores of all processes that JAX trains on, for `data_mesh`.
 
-    Where JAX cannot have the TPU it continues on the CPU with no more than a line in its log; this
+    If the TPU is not available, JAX continues on the CPU with only a line in its log; this function
     raises with the reason instead.
 
     Raises:
-        ValueError: There is no TPU, another process has it, or what drives it is not installed; the
-            message names the reason and the fix.
+        ValueError: There is no TPU, another process uses it, or its driver is not installed; the
+            message has the reason and the fix.
 
     >>> tpu_devices()
     Traceback (most recent call last):
@@ -116,10 +116,10 @@ def tpu_devices() -> list[jax.Device]:
 
 
 def describe_choice() -> str:
-    """Describe in one line what JAX trains on here, and, where that is the CPU, why.
+    """Describe in one line what JAX trains on here, and why if it is the CPU.
 
     Raises:
-        ValueError: JAX cannot start the platform that it was asked for.
+        ValueError: JAX cannot start the requested platform.
 
     >>> describe_choice()
     'the CPU, as 8 devices. There is no GPU and no TPU.'
@@ -134,7 +134,7 @@ def describe_choice() -> str:
 
 
 def _platform() -> str:
-    """Start JAX, and return the kind of device that it trains on."""
+    """Start JAX, and return the kind of device it trains on."""
     try:
         return str(jax.default_backend())
     except (RuntimeError, AssertionError) as error:  # the second for an unknown platform
@@ -142,18 +142,18 @@ def _platform() -> str:
 
 
 def _why_not_started(error: Exception) -> str:
-    """Return why JAX found nothing; where libtpu finds chips, JAX wants these and nothing else."""
+    """Return why JAX found nothing; if libtpu finds chips, JAX only tries these."""
     if "tpu" in str(jax.config.jax_platforms).split(","):
         return _why_no_tpu(error)
     return (
-        f"JAX cannot start its platform ({tpu_host.first_line(error) or 'unknown'}). "
+        f"JAX cannot start its platform ({error_text.first_line(error)}). "
         f"Received: JAX_PLATFORMS={jax.config.jax_platforms}. Leave the environment variable out, "
         "or install the JAX for it."
     )
 
 
 def _why_no_tpu(error: Exception | None = None) -> str:
-    """Return why there is no TPU, or from the error that JAX raised why it could not be had."""
+    """Return why there is no TPU, or, from JAX's error, why it is not available."""
     if not tpu_host.chips():
         return tpu_host.nowhere()
     platforms = jax.config.jax_platforms
@@ -169,18 +169,18 @@ def _why_no_tpu(error: Exception | None = None) -> str:
         tpu_host.in_use(error)
         or tpu_host.without_libtpu()
         or f"JAX could not start this machine's {tpu_host.counted(tpu_host.chips())} "
-        f"({tpu_host.first_line(error)}). Restart Python, in a notebook the runtime; if that does "
-        'not help, `pip install --upgrade "jax[tpu]"`.'
+        f"({error_text.first_line(error)}). Restart Python, in a notebook the runtime; if that "
+        'does not help, `pip install --upgrade "jax[tpu]"`.'
     )
 
 
 def as_mesh(where: Mesh | keras.distribution.DataParallel | None) -> Mesh:
-    """Return the mesh of a `Mesh` or a `keras.distribution.DataParallel`; of one device for None.
+    """Return the mesh of a `Mesh` or `keras.distribution.DataParallel`; for None one device.
 
-    None takes the distribution that is set in Keras, if one is.
+    For None, a distribution that is set in Keras takes precedence.
 
     Raises:
-        ValueError: It is something else, or a mesh of several axes.
+        ValueError: It is something else, or a mesh with several axes.
 
     >>> as_mesh(None).size
     1
@@ -193,14 +193,14 @@ def as_mesh(where: Mesh | keras.distribution.DataParallel | None) -> Mesh:
     if not isinstance(where, Mesh) or len(where.axis_names) != 1:
         checks.fail(
             "On JAX a strategy is a `jax.sharding.Mesh` of one axis, such as "
-            "`kdpkit.sharding.data_mesh()` gives, or a `keras.distribution.DataParallel`.",
+            "`kdpkit.sharding.data_mesh()` returns, or a `keras.distribution.DataParallel`.",
             strategy=where,
         )
     return where
 
 
 class DataParallel(keras.distribution.DataParallel):
-    """Keras' data parallelism over the devices of `data_mesh`, every process with its own data.
+    """Keras' data parallelism over the devices of `data_mesh`, with separate data per process.
 
     Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
 
@@ -222,12 +222,12 @@ class DataParallel(keras.distribution.DataParallel):
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """The number of devices, under the name that it has in `tf.distribute`."""
+        """The number of devices, named as in `tf.distribute`."""
         return int(self.device_mesh.devices.size)
 
 
 def describe(distribution: keras.distribution.DataParallel) -> str:
-    """Describe in one line over which devices a distribution cuts its batches.
+    """Describe in one line the devices over which a distribution shards its batches.
 
     >>> describe(DataParallel(2))
     'DataParallel: 2 replicas on cpu:0, cpu:1'
@@ -238,37 +238,37 @@ def describe(distribution: keras.distribution.DataParallel) -> str:
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that puts a copy of an array on every device."""
+    """Return the sharding that copies an array to every device."""
     return NamedSharding(mesh, PartitionSpec())
 
 
 def by_rows(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that splits an array along its first axis, that of the examples."""
+    """Return the sharding that splits an array along its first axis, the examples."""
     return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
 
 def shard_batch(
     batch: Any, mesh: Mesh, *, pad: str | None = None, global_batch_size: int | None = None
 ) -> Any:
-    """Put a batch on the devices of a mesh, cut along its examples.
+    """Put a batch on the devices of a mesh, sharded along its examples.
 
     Args:
-        batch: A nest of arrays of equally many examples: inputs `x`, `(x, y)`, or
-            `(x, y, sample_weight)`.
+        batch: A nest of arrays with the same number of examples: inputs `x`, `(x, y)`, or `(x, y,
+            sample_weight)`.
         mesh: From `data_mesh`.
-        pad: None raises where the devices do not divide the examples. `"train"` and `"eval"` repeat
-            the last example until they do, and weight the padding 0, by the rule of
-            `kdpkit.scaling.padded_rows`; then `(x, y, sample_weight)` comes back. Padding is not
-            exact where examples interact, as in training with BatchNormalization.
-        global_batch_size: The examples to pad to, so that every batch has the same shape; None pads
-            to the next multiple of the devices.
+        pad: None raises if the devices do not divide the examples. `"train"` and `"eval"` repeat
+            the last example until they do, and weight the padding 0, as in
+            `kdpkit.scaling.padded_rows`; the result is then `(x, y, sample_weight)`. Padding is not
+            exact if examples interact, as in training with BatchNormalization.
+        global_batch_size: Number of examples to pad to, so every batch has the same shape; None
+            pads to the next multiple of the devices.
 
     Returns:
-        The same nest, of `jax.Array`.
+        The same nest of `jax.Array`s.
 
     Raises:
-        ValueError: The devices do not divide the examples (or `global_batch_size`), parts of the
-            batch differ in their number, or one has none.
+        ValueError: The devices do not divide the examples (or `global_batch_size`), or parts of the
+            batch have different numbers of examples, or none.
 
     >>> import numpy as np
     >>> x, y, weight = shard_batch((np.arange(3.0), np.arange(3)), data_mesh(2), pad="eval")
@@ -289,13 +289,13 @@ def shard_batch(
 def place_batch(batch: Any, mesh: Mesh) -> Any:
     """Put a batch of any size on the devices, for a program that calls `split_rows`.
 
-    A batch that the devices divide is cut; any other goes to every device complete.
+    A batch that the devices divide is sharded; any other is replicated.
     """
     return _placed(batch, mesh, examples=rows_of(batch), cut=by_rows(mesh))
 
 
 def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
-    """Stack batches of equal shapes along a new first axis, and distribute as `place_batch`."""
+    """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
     cut = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
     return _placed(stacked, mesh, examples=rows_of(batches[0]), cut=cut)
@@ -318,19 +318,19 @@ def _placed(batch: Any, mesh: Mesh, *, examples: int, cut: NamedSharding) -> Any
 
 
 def split_rows(batch: Any, mesh: Mesh) -> Any:
-    """Inside `jax.jit`: cut the work on a batch along its examples, however many they are.
+    """Shard the work on a batch of any size along its examples, inside `jax.jit`.
 
-    JAX does not accept an uneven array at the border of a program. Within it XLA cuts into shards
-    of ceil(examples / devices), the last ones smaller or empty, and computes what one device would,
-    batch statistics included. Outside of `jax.jit` an uneven batch stays as `place_batch` has put
-    it: every device computes with all of it.
+    JAX does not accept unevenly sharded arrays as inputs of a program. Inside it, XLA splits into
+    shards of ceil(examples / devices), the last ones smaller or empty, and computes what one device
+    would, batch statistics included. Outside `jax.jit` an uneven batch stays replicated: every
+    device computes with all of it.
     """
     is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
     return jax.lax.with_sharding_constraint(batch, by_rows(mesh)) if is_traced else batch
 
 
 def describe_placement(batch: Any) -> str:
-    """Describe how a batch lies on the devices: a line for each array, with each device's examples.
+    """Describe the placement of a batch: a line for each array, with each device's examples.
 
     Args:
         batch: A nest of `jax.Array`, as from `shard_batch`.

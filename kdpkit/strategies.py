@@ -1,8 +1,8 @@
-"""tf.distribute strategies, chosen and checked before a model is built on them.
+"""tf.distribute strategies that are checked before a model is built.
 
 `tf.distribute` accepts devices that do not exist and reports it much later, or never. Here every
-device is looked up first, and the way gradients are reduced fits the devices: NCCL between physical
-GPUs, the sum on one device where replicas run on one processor.
+device is looked up first, and the gradient reduction fits the devices: NCCL between physical GPUs,
+a sum on one device if the replicas share a processor.
 """
 
 import re
@@ -28,7 +28,7 @@ def select_strategy(
     communication: str = "auto",
     start_timeout_seconds: int = 120,
 ) -> tf.distribute.Strategy:
-    """Return the `tf.distribute` strategy of one kind, on devices that are really there.
+    """Return a `tf.distribute` strategy on devices that exist.
 
     Call it once, outside any strategy's scope, then build and compile the model in
     `strategy.scope()`. The replica count for batch sizes is `strategy.num_replicas_in_sync`.
@@ -38,26 +38,26 @@ def select_strategy(
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
             environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
             then trains on all its GPUs, or all its logical CPUs; `"parameter_server"` is for the
-            chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` takes a TPU, this
-            machine's or one that the environment names, else mirrors over the GPUs if there are
-            several, else uses one device; it prints in one line what it takes and why.
+            chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` uses a TPU, this
+            machine's or one named by the environment, else mirrors over the GPUs if there are
+            several, else uses one device; it prints its choice and the reason in one line.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
             GPU. For `"one"` a single device string.
         tpu: The TPU's name or address; see `connect_tpu`.
         communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the
             network, which works everywhere, `"nccl"` between GPUs, or `"auto"`.
-        start_timeout_seconds: How long a process of `"multi_worker"` waits for the others to come.
+        start_timeout_seconds: How long a process of `"multi_worker"` waits for the others to start.
 
     Returns:
-        A `tf.distribute.Strategy`. On CPUs, and where several logical GPUs are on a physical one,
-        mirrored replicas sum their gradients by `tf.distribute.ReductionToOneDevice`, which is
-        faster there than the collectives and lets one process have strategies of different size.
+        A `tf.distribute.Strategy`. On CPUs, and with several logical GPUs on a physical one,
+        mirrored replicas sum their gradients with `tf.distribute.ReductionToOneDevice`, which is
+        faster there than collectives and allows strategies of different sizes in one process.
 
     Raises:
-        ValueError: An unknown kind, a device that does not exist, more devices than there are; a
-            cluster strategy where no cluster is described, or a wrong one; for `"multi_worker"` a
-            process that does not come in time, a port that is taken, or TensorFlow in use already.
+        ValueError: An unknown kind, a device that does not exist, too many devices; a cluster
+            strategy without a cluster, or with an invalid one; for `"multi_worker"` a process that
+            does not start in time, a port in use, or a TensorFlow runtime that has already started.
 
     >>> select_strategy("one").num_replicas_in_sync
     1
@@ -78,7 +78,7 @@ def select_strategy(
         return tf.distribute.TPUStrategy(connect_tpu(tpu))
     if kind == "parameter_server":
         return parameter_servers.connect()
-    from kdpkit._internal import multi_worker  # works inside TensorFlow, for this strategy alone
+    from kdpkit._internal import multi_worker  # uses TensorFlow's internals, only for this strategy
 
     return multi_worker.start(
         multi_worker.read(),
@@ -102,11 +102,10 @@ def _check_kind(kind: str, devices: int | Sequence[str] | None, tpu: str | None)
 
 
 def is_chief() -> bool:
-    """Return whether this process is the one that writes files and prints.
+    """Return whether this process writes files and prints.
 
-    It is so where a process trains alone, and for the first of several, the `chief` or worker 0.
-    All of them must do what needs all, such as training, evaluating, and saving a model; only the
-    chief should write results:
+    True for a single process, and for the first of several (the `chief` or worker 0). All processes
+    must take part in training, evaluating and saving a model; only the chief should write results:
 
     >>> if is_chief():
     ...     print("Trained.")
@@ -116,10 +115,10 @@ def is_chief() -> bool:
 
 
 def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -> list[str]:
-    """Split the first CPU or GPU into logical devices, on which replicas behave as on real ones.
+    """Split the first CPU or GPU into logical devices, where replicas behave as on real ones.
 
-    It must come before TensorFlow's runtime starts, that is before the first tensor, variable or
-    `list_logical_devices`. Asking again for the same split is fine.
+    Call it before TensorFlow's runtime starts, that is before the first tensor, variable or
+    `list_logical_devices`. Repeating the same split is allowed.
 
     Args:
         kind: `"CPU"` or `"GPU"`.
@@ -158,9 +157,9 @@ def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
-    """Describe a strategy in one line: its kind, its replicas and the devices they are on.
+    """Describe a strategy in one line: its kind, number of replicas and devices.
 
-    Of several processes, or workers, it has their number.
+    With several processes or workers, their number is included.
 
     >>> describe(select_strategy("mirrored", devices=["CPU:0", "CPU:1"]))
     'MirroredStrategy: 2 replicas on CPU:0, CPU:1'
@@ -174,14 +173,14 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     replicas = strategy.num_replicas_in_sync
     own = strategy.extended.worker_devices
     where = ", ".join(map(_short, own))
-    workers = replicas // len(own)  # all have as many devices, which TensorFlow takes for granted
+    workers = replicas // len(own)  # all have the same number of devices, as TensorFlow assumes
     if workers > 1:
         where += f" of each of {workers} workers"
     return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {where}"
 
 
 def _best_kind(tpu: str | None) -> tuple[str, str]:
-    """Choose what trains fastest here, and return the reason."""
+    """Choose the fastest kind for this machine, and return it with the reason."""
     chips = tpu_host.chips()
     if named := repr(tpu) if tpu else tpu_host.named_by_environment():
         return "tpu", f"a TPU, which {named} names"
@@ -237,7 +236,7 @@ def _existing(devices: int | Sequence[str] | None) -> list[str]:
             f"More replicas were asked for than there are devices ({len(gpus)} GPU(s), "
             f"{len(cpus)} logical CPU(s)).",
             devices=count,
-            remedy=f'Call `kdpkit.strategies.split_device("{kind}", {count})` first, or ask for '
+            remedy=f'Call `kdpkit.strategies.split_device("{kind}", {count})` first, or use '
             f"at most {max(len(gpus), len(cpus))}.",
         )
     return available[:count]

@@ -1,7 +1,7 @@
-"""Logical devices, toy data and tiny models: for our tests and for yours.
+"""Logical devices, toy data and tiny models for tests.
 
-Four logical CPUs are real replicas: what breaks on four GPUs, in how batches are cut and
-gradients are summed, breaks on them too.
+Four logical CPUs are real replicas: what breaks on four GPUs when batches are split and gradients
+are summed breaks on them too.
 """
 
 import os
@@ -16,8 +16,8 @@ from kdpkit._internal import cpu_threads
 def use_logical_cpus(count: int = 8) -> None:
     """Split the CPU into logical devices for the backend in use, before its runtime starts.
 
-    On TensorFlow they are `CPU:0` to `CPU:{count - 1}`, on JAX `jax.devices()`, with threads enough
-    for programs over all of them.
+    On TensorFlow they are `CPU:0` to `CPU:{count - 1}`, on JAX `jax.devices()`, with enough threads
+    for programs that use all of them.
     """
     if keras.backend.backend() == "jax":
         flag = f"--xla_force_host_platform_device_count={count}"
@@ -32,7 +32,7 @@ def use_logical_cpus(count: int = 8) -> None:
 def toy_classification(
     examples: int, *, features: int = 4, classes: int = 3, seed: int = 0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Draw float32 features and integer labels that a linear model can learn.
+    """Return float32 features and integer labels that a linear model can learn.
 
     >>> x, y = toy_classification(10)
     >>> x.shape, y.shape
@@ -45,7 +45,7 @@ def toy_classification(
 
 
 def tiny_classifier(*, features: int = 4, classes: int = 3, seed: int = 0) -> keras.Model:
-    """Build a small dense classifier (logits) whose initial weights depend on `seed` alone."""
+    """Build a small dense classifier (logits) whose initial weights depend only on `seed`."""
     initializer = keras.initializers.GlorotUniform(seed=seed)
     return keras.Sequential(
         [
@@ -62,11 +62,11 @@ def assert_parity(build: Callable[[], keras.Model], data: object, *, replicas: i
     Args:
         build: Returns a new, compiled model; see `kdpkit.training.check_parity`.
         data: A dataset of global batches, or one batch as a tuple of arrays.
-        replicas: Number of replicas, each on a device of its own.
+        replicas: Number of replicas, each on its own device.
 
     Raises:
-        AssertionError: They do not; the message is the report, with the likely cause. What
-            training on replicas raised, if that is it, is the `__cause__`.
+        AssertionError: They do not; the message is the report, with the likely cause. If training
+            on replicas raised an error, it is the `__cause__`.
         ValueError: Nothing can be compared; see `kdpkit.training.check_parity`.
 
     >>> from kdpkit.training import replica_exact

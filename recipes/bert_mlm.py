@@ -2,14 +2,13 @@
 
     python recipes/bert_mlm.py --strategy mirrored --replicas 2
 
-It is the workload of the Keras guide to data-parallel training with KerasHub, in which the decay of
-the learning rate reaches the optimizer, masks are drawn again each epoch, validation is not
-shuffled, every batch is one that the replicas divide, and no token of a long line is thrown away.
-It is also several times as fast for each real token: training sequences are full, the loss looks at
-the masked positions alone and never holds all their logits, and XLA compiles the step where it
-helps. `--data` takes "builtin" (the English documentation that Python carries), a directory with
-the WikiText files, or a text file. With KERAS_BACKEND=jax it trains on JAX, where dropout too is
-that of one device. recipes/README.md has measured results.
+This is the workload of the Keras guide to data-parallel training with KerasHub, with its mistakes
+fixed: the learning-rate decay reaches the optimizer, masks are new in each epoch, validation is not
+shuffled, the replicas divide every batch, and no token of a long line is lost. It is also several
+times as fast per real token: training sequences are full, the loss only uses the masked positions
+and never holds all their logits, and XLA compiles the step if that helps. `--data` takes "builtin"
+(the English documentation that ships with Python), a directory with the WikiText files, or a text
+file. With KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment
@@ -21,7 +20,7 @@ with experiment.quick_imports():
 
     from kdpkit import callbacks, corpora, pipelines, schedules, training
 
-MIN_BYTES = 100  # shorter lines, headings and the like, are left out
+MIN_BYTES = 100  # shorter lines, such as headings, are dropped
 JIT = {"measure": "measure", "on": True, "off": False}
 
 
@@ -35,34 +34,34 @@ def parse(argv):
     )
     add, positive = parser.add_argument, experiment.positive_integer
     add("--preset", help="a KerasHub name such as bert_tiny_en_uncased, or a preset directory")
-    add("--vocabulary", metavar="FILE", help="WordPiece tokens, one a line (default: learned)")
-    add("--vocabulary-size", type=positive, default=8000, help="of a learned one (default: 8000)")
-    add("--sequence-length", type=positive, default=128, help="in tokens (default: 128)")
-    add("--warmup-steps", type=experiment.count, default=0, help="of rising rate (default: 0)")
+    add("--vocabulary", metavar="FILE", help="WordPiece tokens, one per line (default: learned)")
+    add("--vocabulary-size", type=positive, default=8000, help="if learned (default: 8000)")
+    add("--sequence-length", type=positive, default=128, help="tokens in a sequence (default: 128)")
+    add("--warmup-steps", type=experiment.count, default=0, help="linear warmup (default: 0)")
     add(
         "--jit",
         choices=JIT,
         default="measure",
-        help="compile forward and backward pass with XLA, or not, or measure what is faster "
+        help="compile the forward and backward pass with XLA, or not, or measure what is faster "
         "(default: measure)",
     )
     add(
         "--precision",
         choices=experiment.PRECISIONS,
         default="auto",
-        help="of the computation; auto halves it on GPUs and TPUs (default: auto)",
+        help="numerical precision; auto is half precision on GPUs and TPUs (default: auto)",
     )
     add(
         "--steps-per-loop",
         type=positive,
         default=1,
-        help="steps in a compiled call; such as 16 where a step takes milliseconds (default: 1)",
+        help="steps per compiled call, such as 16 if a step takes milliseconds (default: 1)",
     )
     return parser.parse_args(argv)
 
 
 def load_tokenizer(args, splits):
-    """The preset's tokenizer, or one with the vocabulary given or learned from the text."""
+    """Return the preset's tokenizer, or one with the given or a learned vocabulary."""
     if args.preset and not args.vocabulary:
         return experiment.from_preset(keras_hub.models.BertTokenizer, args.preset)
     if args.vocabulary:
@@ -78,9 +77,9 @@ def load_tokenizer(args, splits):
 
 
 def load_sequences(args, splits, tokenizer):
-    """Sequences of token ids: full ones to train on, and of single lines to validate and test on.
+    """Return token sequences: packed for training, single lines for validation and test.
 
-    Short lines are left out, and long ones go on in the next sequence.
+    Short lines are dropped, and long ones continue in the next sequence.
     """
     start, end, pad = (getattr(tokenizer, f"{role}_token_id") for role in ("start", "end", "pad"))
     packed = pipelines.chain(
@@ -122,7 +121,7 @@ def load_sequences(args, splits, tokenizer):
 
 
 def build_model(args, tokenizer):
-    """BERT tiny (2 layers, 128 wide, 2 heads) from scratch, or the preset's model."""
+    """Build BERT tiny (2 layers, 128 wide, 2 heads) from scratch, or the preset's model."""
     if args.preset:
         kind = keras_hub.models.BertMaskedLM
         model = experiment.from_preset(kind, args.preset, preprocessor=None)
@@ -139,14 +138,14 @@ def build_model(args, tokenizer):
     if model.backbone.vocabulary_size != tokenizer.vocabulary_size():
         raise experiment.InputError(
             f"The vocabulary has {tokenizer.vocabulary_size()} tokens, the preset's model "
-            f"{model.backbone.vocabulary_size}. Pass the preset's own by --vocabulary."
+            f"{model.backbone.vocabulary_size}. Pass the preset's vocabulary by --vocabulary."
         )
     if args.sequence_length > model.backbone.max_sequence_length:
         raise experiment.InputError(
             f"The preset's model takes {model.backbone.max_sequence_length} tokens at most. "
             f"Received: --sequence-length {args.sequence_length}."
         )
-    model.backbone.get_layer("pooled_dense").trainable = False  # masked words do not use it
+    model.backbone.get_layer("pooled_dense").trainable = False  # unused by the masked-word task
     return model
 
 

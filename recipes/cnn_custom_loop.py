@@ -1,14 +1,14 @@
-"""Classify images with a training loop of one's own, on one device or many.
+"""Classify images with a custom training loop, on one device or many.
 
     python recipes/cnn_custom_loop.py --strategy mirrored --replicas 2 --log-dir logs/cnn
 
-It is the workload of TensorFlow's guide to customized training loops: two convolutions, 64 images
-on each replica, Adam. The loop trains on every image, those of an uneven last batch too, and a step
-can be changed by overriding one method, as `Smoothed` does for `--label-smoothing`. With
-`--log-dir` it draws samples of the data and the learning curves, and saves a checkpoint each epoch,
-from which `--restore FILE` goes on, on any number of replicas. `--data` takes "builtin"
-(scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a directory with IDX files.
-recipes/README.md has measured results.
+This is the workload of TensorFlow's guide to custom training loops: two convolutions, 64 images on
+each replica, Adam. The loop trains on every image, including an uneven last batch. To change a
+step, override one method, as `Smoothed` does for `--label-smoothing`. With `--log-dir` the recipe
+plots samples of the data and the learning curves, and saves a checkpoint each epoch; `--restore
+FILE` continues from one on any number of replicas. `--data` takes "builtin" (scikit-learn's
+digits), "mnist" or "fashion_mnist" (downloaded), or a directory with IDX files. recipes/README.md
+has measured results.
 """
 
 import argparse
@@ -30,7 +30,7 @@ FASHION = (
 
 
 def smoothing(text):
-    """Parse `--label-smoothing`; at 1 the labels would mean nothing."""
+    """Parse `--label-smoothing`; at 1 the labels would have no effect."""
     value = float(text)
     if not 0 <= value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 0 and below 1. Received: {text!r}")
@@ -47,23 +47,22 @@ def parse(argv):
         smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
     )
     add = parser.add_argument
-    add("--steps-per-loop", type=int, default=10, help="steps in a compiled call (default: 10)")
-    add("--accumulation", type=int, default=1, help="micro-batches in a step (default: 1)")
+    add("--steps-per-loop", type=int, default=10, help="steps per compiled call (default: 10)")
+    add("--accumulation", type=int, default=1, help="micro-batches per step (default: 1)")
     add("--jit", action="store_true", help="compile the forward and backward pass with XLA")
-    add("--label-smoothing", type=smoothing, default=0.0, help="of the loss, below 1 (default: 0)")
+    add("--label-smoothing", type=smoothing, default=0.0, help="below 1 (default: 0)")
     add(
         "--remainder",
         choices=("keep", "drop"),
         default="keep",
-        help="of the images that fill no batch: train on them too, or not, for a TPU (default: "
-        "keep)",
+        help="keep or drop a smaller last batch; drop it for a TPU (default: keep)",
     )
-    add("--restore", type=experiment.path, metavar="FILE", help="go on from a checkpoint (.keras)")
+    add("--restore", type=experiment.path, metavar="FILE", help="checkpoint to load (.keras)")
     return parser.parse_args(argv)
 
 
 def build_model(shape, classes):
-    """Two convolutions of 64 and 128 filters; images stay uint8 until they are on the device."""
+    """Build two convolutions of 64 and 128 filters; images are uint8 until on the device."""
     return keras.Sequential(
         [
             keras.Input(shape, dtype="uint8"),
@@ -80,12 +79,12 @@ def build_model(shape, classes):
 
 
 def restore(path, shape, classes, learning_rate):
-    """Load a model that goes on with such images and this rate."""
+    """Load a model for these images, and set the learning rate."""
     try:
         with experiment.reading(path) as file:
             model = keras.models.load_model(file)
         model.optimizer.learning_rate = learning_rate
-    except Exception as error:  # damaged bytes, or no optimizer with such a rate
+    except Exception as error:  # a damaged file, or an optimizer without such a rate
         raise experiment.InputError(
             f"--restore: {path} cannot be used ({' '.join(str(error).split())}). Pass a "
             "complete .keras file that this recipe saved while it trained."
@@ -93,21 +92,21 @@ def restore(path, shape, classes, learning_rate):
     found, needed = (model.input_shape, model.output_shape), ((None, *shape), (None, classes))
     if found != needed:
         raise experiment.InputError(
-            f"--restore: the model in {path} maps {found[0]} to {found[1]}, and these data need "
+            f"--restore: the model in {path} maps {found[0]} to {found[1]}, but the data need "
             f"{needed[0]} to {needed[1]}. Pass the `--data` that it was trained on."
         )
     return model
 
 
 class Smoothed(training.TrainingLoop):
-    """A loop whose training loss is that of smoothed labels; evaluation keeps the plain one."""
+    """A loop with label smoothing in the training loss but not in evaluation."""
 
     def __init__(self, *args, label_smoothing, **settings):
         super().__init__(*args, **settings)
         self.label_smoothing = label_smoothing
 
     def per_example_loss(self, x, y, *, training):
-        """Return the loss of each image; this is all there is to change a step."""
+        """Return the loss of each image; overriding this method changes the step."""
         losses, predictions = super().per_example_loss(x, y, training=training)
         if not training:
             return losses, predictions
@@ -116,7 +115,7 @@ class Smoothed(training.TrainingLoop):
 
 
 def draw_samples(images, labels, names, path):
-    """Show the first 25 images with the names of their labels."""
+    """Plot the first 25 images with the names of their labels."""
     figure = Figure(figsize=(8, 8), layout="constrained")
     for axes, image, label in zip(figure.subplots(5, 5).flat, images, labels, strict=False):
         axes.imshow(image[..., 0], cmap="gray_r")
@@ -126,7 +125,7 @@ def draw_samples(images, labels, names, path):
 
 
 def draw_curves(history, path):
-    """Show loss and accuracy of training and test by epoch."""
+    """Plot loss and accuracy of training and test by epoch."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     epochs = [epoch + 1 for epoch in history.epoch]
     for axes, name in zip(figure.subplots(1, 2), ("loss", "accuracy"), strict=True):

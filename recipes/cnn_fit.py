@@ -3,8 +3,8 @@
     python recipes/cnn_fit.py --strategy mirrored --replicas 2
 
 `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
-directory with MNIST's IDX files. With `--tfrecords DIRECTORY` the training images go through
-GZIP TFRecord files there, read several at once, as data larger than memory would be.
+directory with MNIST's IDX files. With `--tfrecords DIRECTORY` the training images are written to
+GZIP TFRecord files there and read back in parallel, as for data larger than memory.
 recipes/README.md has measured results.
 """
 
@@ -34,13 +34,13 @@ def parse(argv):
         "--tfrecords",
         type=experiment.path,
         metavar="DIRECTORY",
-        help="train from TFRecord files made there",
+        help="write TFRecord files there and train from them",
     )
     return parser.parse_args(argv)
 
 
 def from_tfrecords(directory, images, labels):
-    """Write the images to TFRecord files, unless all are there, and read them back."""
+    """Write the images to TFRecord files, unless they exist, and read them back."""
     name = f"train-{zlib.crc32(images):08x}-{zlib.crc32(labels):08x}"
     if len(list(directory.glob(f"{name}-*.tfrecord"))) < FILES:
         examples = (
@@ -60,7 +60,7 @@ def from_tfrecords(directory, images, labels):
 
 
 def shift(batch, seed):
-    """Move every image by up to a tenth of its side, another way each epoch."""
+    """Shift every image by up to a tenth of its size, differently each epoch."""
     images, labels = batch
     count, side = tf.shape(images)[0], images.shape[1]
     reach = max(1, side // 10)
@@ -78,7 +78,7 @@ def shift(batch, seed):
 
 
 def build_model(shape, classes):
-    """Two convolutions and a dense layer; images stay uint8 until they are on the device."""
+    """Build two convolutions and a dense layer; images are uint8 until on the device."""
     return keras.Sequential(
         [
             keras.Input(shape, dtype="uint8"),

@@ -2,10 +2,10 @@
 
     python recipes/cnn_jax.py --replicas 2
 
-It is the workload of the Keras guide to multi-GPU training with JAX: a small convnet with batch
-normalization and dropout. A step sees the statistics of the global batch, as on one device, every
-image is trained on, those of an uneven last batch too, and optimizer, statistics and metrics are
-the model's when it ends. With `--resume DIRECTORY` a run that was stopped goes on where it was.
+This is the workload of the Keras guide to multi-GPU training with JAX: a small convnet with batch
+normalization and dropout. A step uses the statistics of the global batch, as on one device, every
+image is trained on, including those of an uneven last batch, and the model has its optimizer state,
+statistics and metrics when training ends. With `--resume DIRECTORY` a stopped run continues.
 `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
 directory with MNIST's IDX files. recipes/README.md has measured results.
 
@@ -13,9 +13,9 @@ Several processes, on one machine or many, train together:
 
     kdpkit launch --workers 2 --max-restarts 3 -- python recipes/cnn_jax.py --resume state
 
-Under SLURM's `srun`, or with TF_CONFIG, they find each other in the same way. Elsewhere each is
-given the address of the first, their number and its own: `--coordinator localhost:9876 --processes
-2 --process 0`.
+Under SLURM's `srun`, or with TF_CONFIG, they find each other in the same way. Otherwise pass the
+address of the first process, their number and the index of each: `--coordinator localhost:9876
+--processes 2 --process 0`.
 """
 
 import os
@@ -42,17 +42,17 @@ def parse(argv):
         smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
     )
     add = parser.add_argument
-    add("--steps-per-loop", type=int, default=1, help="steps in a compiled call (default: 1)")
+    add("--steps-per-loop", type=int, default=1, help="steps per compiled call (default: 1)")
     add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
     add("--processes", type=experiment.positive_integer, default=1, help="how many (default: 1)")
-    add("--process", type=experiment.count, default=0, help="which this is (default: 0)")
+    add("--process", type=experiment.count, default=0, help="index of this process (default: 0)")
     return parser.parse_args(argv)
 
 
 def build_model(shape, classes):
-    """The guide's convnet; images stay uint8 until they are on the device."""
+    """Build the guide's convnet; images are uint8 until on the device."""
     layers = keras.layers
-    # Keras' momentum of 0.99 takes more steps than a small dataset has to forget where it began.
+    # With Keras' momentum of 0.99 the initial statistics would outlast a small dataset.
     normalized = {"scale": False, "momentum": 0.9}
     return keras.Sequential(
         [
@@ -76,14 +76,14 @@ def build_model(shape, classes):
 
 
 def join_others(args):
-    """Join the other processes, if the flags or the environment name some."""
+    """Join the other processes, if the flags or the environment describe any."""
     if not args.coordinator and cluster.source():
         here = cluster.ClusterConfig.from_environment()
         args.coordinator = here.coordinator
         args.processes, args.process = here.process_count, here.process_index
     if args.processes > 1 and not args.coordinator:
         raise experiment.InputError(
-            "Several processes need the address of the first. Received: "
+            "Several processes need the address of the first one. Received: "
             f"--processes {args.processes}. Pass --coordinator, such as localhost:9876."
         )
     if args.coordinator:

@@ -4,19 +4,19 @@
                        "task": {"type": "worker", "index": 0}}'
     python recipes/multi_worker.py
 
-Each process is started with the same flags and a TF_CONFIG that has its own index; each trains on
-all its GPUs, or on its CPU. It is the workload of TensorFlow's guide to multi-worker training: a
-small convnet and `fit`. Here every process reads the same images in the same order and takes its
-examples of every batch, so that the losses are those of one device with the same global batch,
-uneven last batches and batch normalization included. The first process writes checkpoints, results
-and TensorBoard files. If one is killed or fails, the others end within seconds with the reason;
-started again, they go on from the last epoch:
+Start each process with the same flags and a TF_CONFIG with its own index; each trains on all its
+GPUs, or on its CPU. This is the workload of TensorFlow's guide to multi-worker training: a small
+convnet and `fit`. Every process reads the same images in the same order and takes its examples of
+every batch, so the losses equal those of one device with the same global batch, even with uneven
+last batches and batch normalization. The first process writes checkpoints, results and TensorBoard
+files. If a process is killed or fails, the others end within seconds with the reason; started
+again, they continue from the last epoch:
 
     kdpkit launch --workers 2 --max-restarts 3 -- python recipes/multi_worker.py --resume state
 
 `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
-directory with MNIST's IDX files. `--strategy mirrored` and `--strategy one` train without others.
-recipes/README.md has measured results.
+directory with MNIST's IDX files. `--strategy mirrored` and `--strategy one` train in a single
+process. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment
@@ -42,13 +42,13 @@ def parse(argv):
         "--communication",
         choices=["auto", "ring", "nccl"],
         default="auto",
-        help="how gradients are summed: over the network, or between GPUs (default: auto)",
+        help="sum gradients over the network or between GPUs (default: auto)",
     )
     return parser.parse_args(argv)
 
 
 def build_model(shape, classes):
-    """A convolution and two dense layers; images stay uint8 until they are on the device."""
+    """Build a convolution and two dense layers; images are uint8 until on the device."""
     layers = keras.layers
     return keras.Sequential(
         [

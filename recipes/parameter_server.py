@@ -4,11 +4,11 @@
 
 All processes run this program. Parameter servers keep the weights; workers take batches, each at
 its own pace, and update the weights without waiting for each other; the chief hands out the
-batches, evaluates, saves and prints. A worker may be killed and started again meanwhile, which
-`kdpkit launch --max-restarts 3` does; with `--resume DIRECTORY` the run goes on after anything
-else. The chief reads the data, so every image is trained on once an epoch; with `--shards` each
-worker reads a part of its own. `--data` takes "builtin" (scikit-learn's digits), "mnist" or
-"fashion_mnist" (downloaded), or a directory with IDX files. recipes/README.md has measured results.
+batches, evaluates, saves and prints. A killed worker can be restarted, as `kdpkit launch
+--max-restarts 3` does; with `--resume DIRECTORY` the run also continues after any other failure.
+The chief reads the data, so every image is trained on once an epoch; with `--shards` each worker
+reads its own shard. `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist"
+(downloaded), or a directory with IDX files. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment
@@ -29,19 +29,19 @@ def parse(argv):
         smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
     )
     parser.set_defaults(strategy="parameter_server")
-    parser.add_argument("--shards", action="store_true", help="each worker reads its own data")
+    parser.add_argument("--shards", action="store_true", help="each worker reads its own shard")
     parser.add_argument(
         "--steps-per-loop",
         type=experiment.positive_integer,
         default=1,
         metavar="STEPS",
-        help="of all workers, after which callbacks are called (default: 16 for each worker)",
+        help="steps of all workers between calls of the callbacks (default: 16 per worker)",
     )
     return parser.parse_args(argv)
 
 
 def build_model(shape, classes):
-    """Two convolutions; images stay uint8 until they are on the worker."""
+    """Build two convolutions; images are uint8 until on the worker."""
     return keras.Sequential(
         [
             keras.Input(shape, dtype="uint8"),
@@ -57,7 +57,7 @@ def build_model(shape, classes):
 
 
 def shards_of(split, *, batch_size, seed):
-    """Return what makes each worker's dataset, on the worker: its shard, in an order of its own."""
+    """Return a function that builds a worker's dataset: its shard, in its own order."""
     images, labels = split
 
     def of_worker(worker, workers):
@@ -68,7 +68,7 @@ def shards_of(split, *, batch_size, seed):
 
 
 def main(argv=None):
-    strategies.serve_if_server()  # workers and parameter servers stay here
+    strategies.serve_if_server()  # does not return on workers and parameter servers
     args = parse(argv)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)

@@ -125,7 +125,7 @@ def test_steps_of_an_epoch_are_the_first_of_its_order():
         ({"global_batch_size": 0}, "`global_batch_size`.*0"),
         ({"remainder": "wrap"}, "`remainder`.*'wrap'"),
         ({"mode": "test"}, "`mode`.*'test'"),
-        ({"steps_per_epoch": 4}, "which is 3. Received: steps_per_epoch=4"),
+        ({"steps_per_epoch": 4}, "which has 3. Received: steps_per_epoch=4"),
         ({"process_index": 1}, "`process_index` must be less than `process_count`"),
         ({"process_count": 2, "global_batch_size": 3}, "same number of examples.*process_count=2"),
         ({"process_count": 2, "remainder": "keep"}, "same number of examples.*examples=7"),

@@ -467,7 +467,7 @@ def test_the_process_environment_is_read(monkeypatch):
         ({"workers": ["a:1"], "role": "ps"}, "one of the cluster's.*of_this_role=0"),
         ({"workers": ["a:1"], "role": "chief"}, "one of the cluster's.*of_this_role=0"),
         ({"workers": ["a:1"], "role": "boss"}, "`role` must be one of"),
-        ({"workers": ["a:1", "b:1"], "processes": 3}, "that of the first alone"),
+        ({"workers": ["a:1", "b:1"], "processes": 3}, "only that of the first"),
         ({"workers": [], "chief": "a:1", "parameter_servers": ["b:1"]}, "need workers"),
     ],
 )

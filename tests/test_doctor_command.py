@@ -63,9 +63,9 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
 def test_what_is_printed_while_python_ends_is_not_on_stdout(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import atexit\natexit.register(print, 'at the end')\n")
-    refused = doctor("--tpu", path)
-    assert (refused.returncode, refused.stdout) == (2, "")
-    assert "at the end" in refused.stderr
+    stopped = doctor("--tpu", path)
+    assert (stopped.returncode, stopped.stdout) == (2, "")
+    assert "at the end" in stopped.stderr
 
 
 @pytest.mark.slow

@@ -18,12 +18,12 @@ ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 ON_JAX = {
     "parts": [
         "tests/test_schedules.py",
-        "tests/test_versions.py",
+        "tests/_internal/test_versions.py",
         "tests/test_doctests.py",
         "tests/test_batches.py",
         "tests/test_checkpoints.py",
         "tests/test_sharding.py",
-        "tests/test_tpu.py",
+        "tests/_internal/test_tpu_host.py",
     ],
     "callbacks": ["tests/callbacks"],
     "loop": [
@@ -81,7 +81,7 @@ def test_what_serves_both_backends_passes_on_jax(files, request):
 
 @pytest.mark.slow
 def test_ctrl_c_on_jax_leaves_the_weights_complete():
-    interrupt = ["tests/test_interrupt.py", "--all", "-m", "jax"]
+    interrupt = ["tests/_internal/test_interrupt.py", "--all", "-m", "jax"]
     run([sys.executable, "-m", "pytest", "-n", "0", *interrupt], KERAS_BACKEND="jax")
 
 

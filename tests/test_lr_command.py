@@ -124,6 +124,7 @@ def test_where_there_is_only_ascii_the_curve_is_of_asterisks():
     )
     first = finished.stdout.decode("ascii").splitlines()[1]
     assert first.strip().startswith("1 |*")
+    assert b"rebuild TensorFlow" not in finished.stderr  # what TensorFlow logs of its own
 
 
 @pytest.mark.parametrize(

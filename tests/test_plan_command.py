@@ -42,11 +42,11 @@ def test_many_replicas_are_tables_below_each_other(capsys):
     assert output.count("29.9 MiB") == 6
 
 
-def test_a_finding_of_several_plans_is_said_once_with_exit_code_1(capsys):
+def test_a_finding_of_several_plans_is_reported_once_with_exit_code_1(capsys):
     assert plan("--replicas", "1", "2", "4", "--optimizer", "adam") == 1
     output = capsys.readouterr().out
     assert output.count("Remedy:") == 1
-    assert "slow     linear-adam: rule (replicas: 2, 4)" in output
+    assert "wrong    linear-adam: rule (replicas: 2, 4)" in output
 
 
 def test_json_has_every_plan(capsys):

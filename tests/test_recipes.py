@@ -164,7 +164,7 @@ def test_a_preset_without_a_tokenizer_takes_a_vocabulary_of_its_size(on_a_preset
         (["--preset", "bert_enormous"], "preset 'bert_enormous' .* cannot be loaded .*Unknown"),
         (["--vocabulary", "none.txt"], "There is no such file: none.txt"),
         (["--data", "nowhere"], "nowhere"),
-        (["--steps-per-epoch", "999"], "more batches than the data gives"),
+        (["--steps-per-epoch", "999"], "more batches than the data"),
         (["--sequence-length", "2"], "`length` must be an integer of at least 3"),
         (["--warmup-steps", "99"], "warmup_steps"),
     ],

@@ -6,7 +6,7 @@ import sys
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import find, given, settings
 from hypothesis import strategies as st
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
@@ -22,6 +22,22 @@ quick = settings(max_examples=30)
 
 def rates_in_double(schedule, steps):
     return np.array([oracles.learning_rate(schedule, step) for step in range(steps)])
+
+
+CLASSES = [
+    value
+    for name, value in vars(schedules).items()
+    if isinstance(value, type) and value.__module__ == "kdpkit.schedules" and name[0] != "_"
+]
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_laws_below_are_tried_with_every_schedule(kind):
+    find(generators.learning_rate_schedules, lambda drawn: type(drawn) is kind)
+
+
+def test_there_are_schedules_to_try():
+    assert schedules.LinearWarmup in CLASSES
 
 
 @given(generators.learning_rate_schedules)

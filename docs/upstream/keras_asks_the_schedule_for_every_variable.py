@@ -1,4 +1,4 @@
-"""Keras asks a schedule for its rate once for each variable of an update. Run: python FILE"""
+"""Keras computes a schedule's rate again for each variable of an update. Run: python FILE"""
 
 import keras
 import numpy as np

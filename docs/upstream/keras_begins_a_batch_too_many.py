@@ -1,4 +1,4 @@
-"""Keras on TensorFlow begins a batch that there is not, at the end of data of unknown length."""
+"""Keras on TensorFlow begins one batch too many at the end of a dataset of unknown length."""
 
 import keras
 import numpy as np

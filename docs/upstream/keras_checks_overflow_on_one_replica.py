@@ -1,4 +1,4 @@
-"""Keras' loss scaling skips a step if the first replica overflows, not if another does."""
+"""Keras' loss scaling only skips a step if the first replica overflows."""
 
 import keras
 import numpy as np

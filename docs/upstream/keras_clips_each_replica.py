@@ -1,4 +1,4 @@
-"""Keras clips each replica's gradient, and then adds them up. Run: python FILE"""
+"""Keras clips each replica's gradient, and sums afterwards. Run: python FILE"""
 
 import keras
 import numpy as np

@@ -1,4 +1,4 @@
-"""Keras' `assign_add` reads and assigns, so that updates at the same time are lost."""
+"""Keras' `assign_add` reads, then assigns, so concurrent updates are lost."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Keras divides a loss by what one replica has, and by the number of replicas. Run: python FILE"""
+"""Keras divides a loss by each replica's count and the number of replicas. Run: python FILE"""
 
 import keras
 import numpy as np
@@ -33,7 +33,7 @@ sequences = np.array(
     [[1.0, 2.0, 1.0], [2.0, 1.0, 3.0], [1.0, 0.0, 0.0], [2.0, 0.0, 0.0]], "float32"
 )
 cases = {
-    "a last batch of 3 rows": (rows, lambda: [keras.layers.Dense(1, use_bias=False)], [4, 3]),
+    "a last batch of 3 examples": (rows, lambda: [keras.layers.Dense(1, use_bias=False)], [4, 3]),
     "masked sequences": (
         sequences[..., None] / 4,
         lambda: [keras.layers.Masking(), keras.layers.Dense(1, use_bias=False)],

@@ -1,4 +1,4 @@
-"""Keras' Dropout drops the same units of all replicas' examples. Run: python FILE"""
+"""Keras' Dropout drops the same units on every replica. Run: python FILE"""
 
 import keras
 import numpy as np

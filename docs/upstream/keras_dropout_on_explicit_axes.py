@@ -1,4 +1,4 @@
-"""Keras' Dropout fails on a mesh as `jax.make_mesh` makes it, with Explicit axes."""
+"""Keras' Dropout fails on a mesh with Explicit axes, as `jax.make_mesh` creates it."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""On JAX a model whose `evaluate` or `predict` fails has no weights left. Run: python FILE"""
+"""On JAX a model loses its weights if `evaluate` or `predict` fails. Run: python FILE"""
 
 import os
 

@@ -1,4 +1,4 @@
-"""BatchNormalization's moving statistics are another on each replica. Run: python FILE"""
+"""BatchNormalization's moving statistics differ between replicas. Run: python FILE"""
 
 import keras
 import numpy as np

@@ -1,13 +1,13 @@
-"""oneDNN's kernels on no examples; see the page of the same name.
+"""oneDNN's kernels on an empty batch; see the page of the same name.
 
     python docs/upstream/onednn_without_examples.py
 
-It needs TensorFlow alone, on x86. The second part ends the process.
+It only needs TensorFlow, on x86. The second part aborts the process.
 """
 
 import os
 
-os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"  # where the processor is new, TensorFlow sets it itself
+os.environ["TF_ENABLE_ONEDNN_OPTS"] = "1"  # the default on new CPUs
 
 import numpy as np
 import tensorflow as tf
@@ -23,14 +23,14 @@ def convolution(x):
 
 @tf.function(input_signature=[tf.TensorSpec([None, 9, 9, 3])])
 def gradient_of_pooling(x):
-    """Return the gradient of a pooling by its input."""
+    """Return the gradient of a pooling with respect to its input."""
     return tf.gradients(tf.reduce_sum(tf.sin(tf.nn.max_pool2d(x, 2, 2, "VALID"))), x)[0]
 
 
 nothing = np.zeros((0, 9, 9, 3), "float32")
 shape = convolution(nothing).numpy().tolist()
-print("shape of a convolution of nothing, which should be [0, 7, 7, 8]:", shape)
-print("gradient of a pooling of nothing:", flush=True)
+print("shape of a convolution of an empty batch, which should be [0, 7, 7, 8]:", shape)
+print("gradient of a pooling of an empty batch:", flush=True)
 print(gradient_of_pooling(nothing).shape)
 
 raise SystemExit(int(shape != [0, 7, 7, 8]))

@@ -1,4 +1,4 @@
-"""A TFRecord file that is cut off between records, or in a header, reads without an error."""
+"""A TFRecord file truncated between records, or in a header, reads without an error."""
 
 import pathlib
 import tempfile

@@ -1,4 +1,4 @@
-"""Keras' `fit` on two replicas overwrites the labels that it is given. Run: python FILE"""
+"""Keras' `fit` on two replicas overwrites the user's labels. Run: python FILE"""
 
 import keras
 import numpy as np
@@ -10,7 +10,7 @@ reduction = tf.distribute.ReductionToOneDevice()
 
 
 def aligned(shape):
-    """Ones at an address that 64 divides, as large arrays of NumPy often have it."""
+    """Return ones at an address aligned to 64 bytes, as for many large NumPy arrays."""
     memory = np.empty(np.prod(shape) * 4 + 64, "uint8")
     start = -memory.ctypes.data % 64
     array = memory[start : start + np.prod(shape) * 4].view("float32").reshape(shape)

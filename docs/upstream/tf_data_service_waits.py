@@ -1,4 +1,4 @@
-"""A dataset whose tf.data service is not there waits without a limit. Run: python FILE"""
+"""Reading from a tf.data service that is not running waits forever. Run: python FILE"""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""XLA takes other rows where a strided slice of sharded rows has one row. Run: python FILE"""
+"""XLA returns the wrong element for a strided slice of one element. Run: python FILE"""
 
 import os
 
@@ -22,6 +22,6 @@ def parts(x):
 
 rows = np.arange(4.0)
 given = [float(part) for part in parts(rows)]
-print("rows:", rows.tolist(), "and taken one by one:", given)
+print("examples:", rows.tolist(), "and taken one by one:", given)
 
 raise SystemExit(int(given != rows.tolist()))

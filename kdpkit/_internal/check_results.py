@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from kdpkit._internal import checks
 
-LEVELS = ("refused", "wrong", "slow", "note")
+LEVELS = ("error", "wrong", "slow", "note")
 WIDTH = 80
 _MOST_ALIKE = 8  # findings of one rule, with one remedy
 
@@ -18,14 +18,14 @@ class Finding:
 
     Attributes:
         rule: The short name of what was looked for, such as `"dynamic-shape"`.
-        level: `"refused"`: it raises there; `"wrong"`: it trains, but not what was meant; `"slow"`:
+        level: `"error"`: it raises there; `"wrong"`: it trains, but not what was meant; `"slow"`:
             it works, but wastes time; `"note"`: good to know.
         where: The input, layer or callback that it is about.
         problem: What is wrong, in one or two sentences.
         remedy: How to fix it.
 
-    >>> print(Finding("string", "refused", "x", "`x` holds text.", "Look it up before."))
-    refused  string: x
+    >>> print(Finding("string", "error", "x", "`x` holds text.", "Look it up before."))
+    error    string: x
         `x` holds text.
         Remedy: Look it up before.
     """
@@ -53,9 +53,9 @@ class Finding:
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings with the worst first and without repetitions; many alike are counted.
 
-    >>> slow, refused = (Finding("a", level, "x", "", "") for level in ("slow", "refused"))
-    >>> [finding.level for finding in in_order([slow, refused, slow])]
-    ['refused', 'slow']
+    >>> slow, error = (Finding("a", level, "x", "", "") for level in ("slow", "error"))
+    >>> [finding.level for finding in in_order([slow, error, slow])]
+    ['error', 'slow']
     >>> many = [Finding("a", "slow", f"x[{i:02}]", "", "") for i in range(12)]
     >>> [finding.where for finding in in_order(many)][-2:]
     ['x[06]', 'x[07] and 4 more like it']

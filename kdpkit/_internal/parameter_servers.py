@@ -12,7 +12,7 @@ from typing import NoReturn, TypeVar
 import tensorflow as tf
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, reachability
+from kdpkit._internal import checks, error_text, reachability
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
 _SILENT_SECONDS = 10.0  # in which processes start, usually
@@ -186,7 +186,7 @@ def _serve(config: cluster.ClusterConfig) -> None:
 
 
 def _raise_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
-    reason = str(error).splitlines()[0]
+    reason = error_text.first_line(error)
     with socket.socket() as probe:
         try:
             probe.bind(("", checks.address("address", config.address)[1]))

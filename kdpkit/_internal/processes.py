@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import checks, versions
+from kdpkit._internal import checks, error_text, versions
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -217,7 +217,7 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
         last_words.cancel()
         raise errors.InputError(
             f"Process {this} of {processes} could not join the others at {coordinator} "
-            f"({str(error).splitlines()[0]}). Check that all were started, with one address, and "
+            f"({error_text.first_line(error)}). Check that all were started, with one address, and "
             "that nothing computes on JAX before they join."
         ) from error
     others = ", or the first process, which all others need, is gone: its output has the reason"
@@ -326,6 +326,6 @@ def _sign_of_loss(error: Exception) -> str:
         silent = re.findall(r"^/job:(\w+)/replica:0/task:(\d+)$", message, re.MULTILINE)
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
-        return message.partition(aborted)[2].partition("\n")[0] or message.splitlines()[0]
+        return error_text.first_line(message.partition(aborted)[2] or error)
     is_loss = isinstance(error, RuntimeError) and any(sign in message.lower() for sign in _SIGNS)
-    return message.splitlines()[0] if is_loss else ""
+    return error_text.first_line(error) if is_loss else ""

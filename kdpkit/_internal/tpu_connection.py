@@ -6,7 +6,7 @@ from urllib.error import URLError
 import tensorflow as tf
 
 from kdpkit import errors
-from kdpkit._internal import checks, reachability, tpu_host
+from kdpkit._internal import checks, error_text, reachability, tpu_host
 
 _ANSWER_SECONDS = 10.0
 _connected: dict[str, tf.distribute.cluster_resolver.TPUClusterResolver] = {}
@@ -92,7 +92,7 @@ def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResol
 
 
 def _explained(error: Exception, address: str) -> str:
-    reason = tpu_host.first_line(error)
+    reason = error_text.first_line(error)
     if taken := tpu_host.in_use(error):
         return f"{taken} Received: name={address!r}."
     if isinstance(error, URLError):

@@ -88,8 +88,3 @@ def without_libtpu() -> str | None:
         f"This machine has {counted(chips())}, but the library that drives them is not installed. "
         'Run `pip install "jax[tpu]"`, then start Python again.'
     )
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of an error's text, without its full stop."""
-    return str(error).strip().partition("\n")[0].rstrip(".")

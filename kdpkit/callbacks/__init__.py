@@ -1,7 +1,7 @@
-"""Keras callbacks that report what training really did, and atomic checkpoints.
+"""Keras callbacks for learning rates, speed, devices, checkpoints and resuming.
 
-They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` gives the
-usual set in the right order; each also works alone.
+They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` returns
+the usual set in the right order; each callback also works alone.
 """
 
 import os
@@ -39,7 +39,7 @@ def training_callbacks(
     devices: bool | None = None,
     hyperparameters: Mapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
-    """Return the usual callbacks in the order in which they need each other.
+    """Return the usual callbacks in the right order.
 
     Those that add to the logs come before those that write them: `LearningRateLogger`,
     `Throughput`, `PrintLR`, and with `log_dir` `DeviceMonitor` and `TensorBoard`. Your own
@@ -47,13 +47,12 @@ def training_callbacks(
 
     Args:
         log_dir: Directory for TensorBoard's event files; None writes none.
-        global_batch_size: Examples in one batch, over all replicas; None measures steps alone.
+        global_batch_size: Examples in one batch, over all replicas; None only measures steps.
         replicas: Replicas that a batch is split over.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
-        devices: Whether `DeviceMonitor` takes part. Its readings are curves, and make the progress
-            line longer; so None lets it where TensorBoard draws them.
-        hyperparameters: What the run was asked for, which `TensorBoard` shows beside the curves, if
-            there is a `log_dir`.
+        devices: Whether to include `DeviceMonitor`. None includes it if there is a `log_dir`,
+            because its readings are mainly useful as curves and make the progress line longer.
+        hyperparameters: Settings of the run, shown by `TensorBoard` if there is a `log_dir`.
 
     Raises:
         ValueError: An argument is invalid, as in `Throughput` and `TensorBoard`.

@@ -1,4 +1,4 @@
-"""Checkpoints whose files are complete, whatever happens while they are written."""
+"""Checkpoints that are written atomically."""
 
 import contextlib
 import functools
@@ -13,17 +13,17 @@ from kdpkit._internal import atomic_files, storage
 
 
 class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """Saves as `keras.callbacks.ModelCheckpoint` does, but atomically.
+    """Saves like `keras.callbacks.ModelCheckpoint`, but atomically.
 
-    Keras writes to the file's final name, so a process killed meanwhile leaves a part of a file
-    there, and with `save_best_only` the best model so far is lost. Here the file is written to a
-    hidden name (`.model-....keras`) beside it, and moved to its name when it is complete. Until
-    then the old file stays; a killed process leaves the hidden one behind, an error leaves none.
+    Keras writes to the final name, so a process that is killed while saving leaves a truncated
+    file, and with `save_best_only` the best model so far is lost. Here the file is written to a
+    hidden name (`.model-....keras`) in the same directory and renamed when it is complete. Until
+    then the old file stays. A killed process leaves the hidden file, an error does not.
 
-    Arguments, names of files and messages are Keras'. Works in `fit` on TensorFlow and JAX, under
-    any strategy. Of several processes all save, since a model may have parts of which each holds
-    its own, and the first one's file stays. In object storage, as `gs://bucket/model.keras`, the
-    file is made on this machine's disk and then put there.
+    Arguments, file names and messages are Keras'. Works in `fit` on TensorFlow and JAX, under any
+    strategy. With several processes all take part in saving, since each may hold parts of the
+    model, and the first one's file is kept. For object storage, such as `gs://bucket/model.keras`,
+    the file is written to this machine's disk and then uploaded.
 
     >>> import tempfile
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -36,28 +36,28 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     ['epoch-1.keras', 'epoch-2.keras']
     """
 
-    writes_once = True  # in the first process, if there are several
+    writes_once = True  # only in the first of several processes
 
-    # Keras has no hook for how a file is written, but its callback saves by `self.model.save` and
-    # `self.model.save_weights`. So while its own hooks run, `self.model` is one that saves
-    # atomically. That takes public names alone, where overriding `_save_model` would take three
-    # private methods and repeat what they do.
+    # Keras has no hook for how a file is written, but its callback saves with `self.model.save` and
+    # `self.model.save_weights`. So while its hooks run, `self.model` is a wrapper that saves
+    # atomically. This only uses public names; overriding `_save_model` would need three private
+    # methods and duplicate their code.
     _in_hook = False
     filepath: str  # where to save, as given
 
     @functools.wraps(keras.callbacks.ModelCheckpoint.__init__)  # type: ignore[misc]
     def __init__(self, filepath: str | os.PathLike[str], *args: Any, **keywords: Any) -> None:
-        # Keras would take `gs:/...`, which pathlib makes of `gs://...`, for a path on this disk.
+        # pathlib turns `gs://...` into `gs:/...`, which Keras would treat as a local path.
         super().__init__(os.fspath(storage.path(filepath)), *args, **keywords)
 
     @property
     def model(self) -> "keras.Model | _SavingAtomically":
-        """The model that trains."""
+        """The model in training."""
         model = super().model
         return _SavingAtomically(model) if self._in_hook else model
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save, if `save_freq` asks for it."""
+        """Save if `save_freq` is due."""
         with self._hook():
             super().on_train_batch_end(batch, logs)
 
@@ -79,10 +79,10 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
 
 class _RemoteName(str):
-    """The name of a remote file, which shows as its path.
+    """The name of a remote file, which is formatted as its path.
 
-    Keras makes the directory of the file by TensorFlow alone, and where there is none in the name
-    it makes none. `atomic_files.replacing` makes what is needed.
+    Keras creates the file's directory through TensorFlow, and none if the name has no directory.
+    `atomic_files.replacing` creates it instead.
     """
 
     url: str
@@ -119,10 +119,10 @@ class _SavingAtomically:
 
 @contextlib.contextmanager
 def _beside(filepath: str) -> Iterator[str]:
-    """Yield a path to write to for `filepath`, with an ending by which Keras knows the format."""
+    """Yield a temporary path with the suffix of `filepath`, which tells Keras the format."""
     path = getattr(filepath, "url", filepath)
     with atomic_files.replacing_in_first_process(path) as temporary:
-        # `replacing` keeps one suffix, and of weights Keras wants both.
+        # `replacing` keeps one suffix, but Keras needs both for weights.
         ending = ".weights.h5" if filepath.endswith(".weights.h5") else temporary.suffix
         written = temporary.with_name(temporary.name + ending)
         try:

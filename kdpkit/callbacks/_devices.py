@@ -1,4 +1,4 @@
-"""How busy the devices are while a model trains, how much memory they need, and which one waits."""
+"""Utilization and memory of the devices during training, and a warning for idle GPUs."""
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
@@ -14,43 +14,44 @@ from kdpkit._internal import checks, processes
 from kdpkit.callbacks import _readings
 from kdpkit.callbacks._sampling import Sampler, Source
 
-_BUSY = 50  # percent of the time; below, a GPU is idle for most of it
-_ENOUGH = 10  # readings in an epoch, to judge by
+_BUSY = 50  # percent; below it a GPU is idle most of the time
+_ENOUGH = 10  # readings in an epoch, at least, before a warning
 _REMEDY = "`kdpkit.pipelines.measure(train)` measures the input pipeline, stage by stage."
 
 
 class DeviceMonitor(keras.callbacks.Callback):
-    """Puts into the logs of each epoch how busy the devices were, and how much memory they needed.
+    """Logs the utilization and memory of the devices in each epoch.
 
-    A thread reads them every `interval_seconds` while training steps run; validation, and the first
-    execution of a `fit`, in which the step is compiled, are left out (unless the epoch has no
-    other). For each epoch the logs get, of what the machine reports:
+    A thread reads them every `interval_seconds` while training steps run. Validation is excluded,
+    and so is the first execution of a `fit`, which compiles the step (unless the epoch has no
+    other). The logs of each epoch get, as far as the machine reports them:
 
-    | name | of what | unit |
+    | name | meaning | unit |
     | --- | --- | --- |
-    | `gpu_0_utilization` | time in which the GPU computed anything, mean | % |
-    | `gpu_0_memory_gib` | memory taken of the GPU, by all programs, peak | GiB |
-    | `gpu_0_peak_memory_gib` | of that, what this process' arrays and programs needed, peak | GiB |
+    | `gpu_0_utilization` | time in which the GPU was computing, mean | % |
+    | `gpu_0_memory_gib` | GPU memory used by all programs, peak | GiB |
+    | `gpu_0_peak_memory_gib` | part of it used by this process' arrays and programs, peak | GiB |
     | `gpu_0_temperature_celsius`, `gpu_0_power_watts` | peak; mean | °C; W |
-    | `cpu_utilization` | of all cores that this process may use, by this process, mean | % |
+    | `cpu_utilization` | this process' use of the cores available to it, mean | % |
     | `memory_gib` | memory of this process, peak | GiB |
-    | `machine_cpu_utilization`, `machine_memory_gib` | by all programs, mean; peak | %; GiB |
+    | `machine_cpu_utilization`, `machine_memory_gib` | the same for all programs, mean; peak | %;
+    GiB |
 
-    GPUs are those that the backend trains on, as CUDA numbers them for it. The peak of arrays and
-    programs (on TPUs `tpu_0_peak_memory_gib`) is on JAX the highest since the program began.
+    The GPUs are those that the backend trains on, with the numbers that CUDA shows it. The peak of
+    arrays and programs (on TPUs `tpu_0_peak_memory_gib`) is, on JAX, the peak since the program
+    started.
 
-    Where one GPU is busy for less than half as long as another, or none for half of the time, it
-    waits, most often for its data: a warning reports it, once in a training. Of
-    several processes each warns of its own devices, and the first one's readings are in the logs. A
-    source that fails does not stop training: a warning reports it, and its readings are NaN from
-    there on.
+    If one GPU is busy less than half as long as another, or no GPU is busy half of the time, they
+    are waiting, most often for data; a warning reports that once per training. Each of several
+    processes warns about its own devices; the logs have the first one's readings. A source that
+    fails does not stop training: a warning reports it, and its readings are NaN from then on.
 
     Args:
-        interval_seconds: From one reading to the next.
-        sources: Functions that give numbers by name, read instead of all of the above. Of names
-            that end in `memory_gib` and `temperature_celsius` the peak is logged, of others the
-            mean over time; a `gpu_3_utilization` is judged as above. They are called in a thread,
-            and where epochs and validation begin and end.
+        interval_seconds: Seconds between readings.
+        sources: Functions that return a mapping from names to numbers, used instead of all of the
+            above. The peak is logged for names that end in `memory_gib` and `temperature_celsius`,
+            else the mean over time; a `gpu_3_utilization` can cause the warning above. They are
+            called in a thread, and when epochs and validation begin and end.
 
     Raises:
         ValueError: `interval_seconds` is not positive, or a source cannot be called.
@@ -77,13 +78,13 @@ class DeviceMonitor(keras.callbacks.Callback):
             if not callable(source):
                 checks.fail("`sources` must be functions of no argument.", source=source)
         self._sampler: Sampler | None = None
-        self._names: dict[str, float] = {}  # that the logs have had, each as NaN
+        self._names: dict[str, float] = {}  # names logged so far, each with NaN
         self._executions = 0
         self._has_warned = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Look for what can be read."""
-        self.on_train_end()  # of a training before this one that failed
+        """Find the sources."""
+        self.on_train_end()  # of an earlier training that failed
         found, missing = (self.sources, []) if self.sources is not None else _readings.sources()
         for sentence in missing:
             _warn(sentence)
@@ -91,12 +92,12 @@ class DeviceMonitor(keras.callbacks.Callback):
         self._sampler = Sampler(found, self.interval_seconds)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Begin to count."""
+        """Start counting."""
         if self._sampler:
             self._sampler.begin()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Forget the first execution, which has compiled the step."""
+        """Discard the first execution, which compiled the step."""
         self._executions += 1
         if self._sampler and self._executions == 2:
             self._sampler.begin()
@@ -104,7 +105,7 @@ class DeviceMonitor(keras.callbacks.Callback):
             self._sampler.note_progress()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Leave validation out."""
+        """Exclude validation."""
         if self._sampler:
             self._sampler.pause()
 
@@ -114,14 +115,14 @@ class DeviceMonitor(keras.callbacks.Callback):
             self._sampler.resume()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log what the epoch's readings come to, and warn of GPUs that wait."""
+        """Log the epoch's readings, and warn about GPUs that wait."""
         if self._sampler is None:
             return
         summary, failures = self._sampler.finish()
         for sentence in failures:
             _warn(sentence)
         values = summary.values()
-        # A name that was there stays, so that History has a number for every epoch.
+        # Earlier names stay, so History has a number for every epoch.
         self._names |= dict.fromkeys(values, math.nan)
         if logs is not None and processes.index() == 0:
             logs |= self._names | values
@@ -138,13 +139,13 @@ class DeviceMonitor(keras.callbacks.Callback):
 
 
 def starving(utilizations: Mapping[int, float]) -> str:
-    """Name the GPUs that wait, most often for their data; empty if none does.
+    """Describe which GPUs wait, most often for data; empty if none does.
 
-    In synchronous training a GPU that waits for the others' gradients counts as busy: NCCL's
-    programs run on it. So the one that is not busy is the one that all wait for.
+    In synchronous training a GPU that waits for the others' gradients counts as busy, since it runs
+    NCCL's kernels. So the one that is not busy is the one that all others wait for.
 
     Args:
-        utilizations: The mean of each GPU's, in percent, by its number.
+        utilizations: Mean utilization in percent, by GPU number.
 
     >>> print(starving({0: 96.0, 1: 40.0, 2: 97.0}).partition(":")[0])
     GPU 1 computed for 40 % of the time, and GPU 2 for 97 %
@@ -173,7 +174,7 @@ def starving(utilizations: Mapping[int, float]) -> str:
 
 
 def is_reading(name: str) -> bool:
-    """Distinguish the names of readings from those of losses and metrics."""
+    """Return whether a name is that of a reading, not of a loss or metric."""
     return bool(re.match(r"(gpu|tpu)_\d+_|machine_|cpu_utilization$|memory_gib$", name))
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 
 def flattened(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return plain values by name, what is inside of others as `outer.inner`.
+    """Return plain values by name; nested ones as `outer.inner`.
 
-    Of a dataclass fields and properties are taken, of a mapping its items. What is neither a number
-    nor a text is converted to text.
+    Dataclasses contribute their fields and properties, mappings their items. Other values than
+    numbers and strings are converted to strings.
 
     >>> from kdpkit.scaling import ScalePlan
     >>> plan = ScalePlan(replicas=2, per_replica_batch_size=32, base_learning_rate=1e-4)
@@ -48,7 +48,7 @@ def _plain(value: Any) -> bool | int | float | str:
 
 
 def as_table(values: Mapping[str, Any]) -> str:
-    r"""Write a table in Markdown.
+    r"""Return a Markdown table.
 
     >>> print(as_table({"rule": "linear", "a|b": 0.5}))
     | name | value |
@@ -74,7 +74,7 @@ def begin_events(values: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def end_event() -> Any:
-    """Return the event by which TensorBoard sees that the run was not cut short."""
+    """Return the event that marks the run as complete for TensorBoard."""
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 

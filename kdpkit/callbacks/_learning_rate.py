@@ -1,8 +1,8 @@
-"""The learning rate that was applied, as opposed to the one that comes next.
+"""The learning rate that the last step applied, as opposed to the next step's.
 
-After a step `optimizer.learning_rate` is already the rate of the *next* step. With n batches
-counted and K of them accumulated into an update, the last update happened at batch index
-`i = n // K * K - 1` (from 0) and used `schedule(i)`.
+After a step `optimizer.learning_rate` is already the rate of the *next* step. After n batches, with
+K of them accumulated into each update, the last update was at batch index `i = n // K * K - 1`
+(from 0) and used `schedule(i)`.
 """
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
@@ -21,15 +21,14 @@ from kdpkit._internal import checks, optimizers, processes, versions
 def applied_learning_rate(optimizer: Optimizer) -> float | None:
     """Return the learning rate that the optimizer's last update used, or None before the first.
 
-    With a schedule the result is exact at any time: `schedule(i)` of the batch index i at which the
-    last update happened. Batches that gradient accumulation only collects and steps that a
-    `LossScaleOptimizer` skips are no updates. A plain rate is the present value: read it before
-    anything sets it for the next step. Inside `fit`, `LearningRateLogger` sees to that, and
-    to the batch too many that TensorFlow counts when a dataset of unknown size ends. Every replica
-    applies the same rate.
+    With a schedule the result is always exact: `schedule(i)` for the batch index i of the last
+    update. Batches that gradient accumulation only collects and steps that a `LossScaleOptimizer`
+    skips are not updates. A plain rate is the current value: read it before anything sets it for
+    the next step. Inside `fit`, `LearningRateLogger` does that, and corrects the extra batch that
+    TensorFlow counts when a dataset of unknown size ends. Every replica applies the same rate.
 
     Args:
-        optimizer: A Keras optimizer, a `LossScaleOptimizer` around one included.
+        optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one.
 
     Raises:
         ValueError: The optimizer is not a Keras optimizer.
@@ -51,12 +50,12 @@ def applied_learning_rate(optimizer: Optimizer) -> float | None:
 
 
 def is_keras_optimizer(optimizer: object) -> bool:
-    """Return whether the model has an optimizer to ask; a custom `train_step` may keep its own."""
+    """Return whether this is a Keras optimizer."""
     return isinstance(optimizer, Optimizer)
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Unwrap an optimizer whose rate and step count are asked for."""
+    """Return the optimizer inside a `LossScaleOptimizer`."""
     inner = optimizers.wrapped(optimizer)
     if not is_keras_optimizer(inner):
         checks.fail(
@@ -68,43 +67,46 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def batches_counted(optimizer: object) -> int:
-    """Return the optimizer's count of batches, without those skipped; 0 for no Keras optimizer."""
+    """Return the optimizer's count of batches, without skipped ones; else 0."""
     if not is_keras_optimizer(optimizer):
         return 0
-    # Copied, because a number that every replica holds is no single one yet. Private, because the
-    # public `iterations` counts updates, without the batches that are being accumulated.
+    # Copied, because it may be one value per replica. The private name, because the public
+    # `iterations` counts updates, without the batches being accumulated.
     return int(keras.ops.copy(inner_optimizer(optimizer)._iterations))
 
 
 class AppliedRateCallback(keras.callbacks.Callback):
-    """A callback that knows at the end of an epoch which rate its last update used.
+    """A callback that knows the rate of an epoch's last update.
 
-    Other callbacks may set a plain rate around epochs or batches, earlier or later in the list
-    than this one. So the rate is looked at when a batch begins: before the first batch of an epoch,
-    and again before those that can hold its last update. That is exact unless a callback *later*
-    in the list sets the rate in `on_train_batch_begin`. A schedule needs no second look. A look
-    copies two numbers on the device and does not wait for them.
+    Other callbacks may set a plain rate around epochs or batches, earlier or later in the list than
+    this one. So the rate is read when a batch begins: before the first batch of an epoch, and again
+    before those that may have its last update. That is exact unless a callback *later* in the list
+    sets the rate in `on_train_batch_begin`. A schedule only needs one reading. Reading copies two
+    numbers on the device and does not wait for them.
     """
 
-    # Nothing here makes Keras wait for every step on JAX, where it otherwise calls batch hooks in
-    # threads of its own: the model is touched in `on_train_batch_begin` and in epoch hooks alone.
+    # On JAX Keras calls batch hooks in other threads unless a callback needs the model there. So
+    # that it need not wait for every step, the model is only used in `on_train_batch_begin` and
+    # epoch hooks.
     async_safe = True
     _rate_is_optional = False
 
     def __init__(self) -> None:
         super().__init__()
         self._has_rate = False
-        self._looks: list[tuple[Any, Any]] = []  # the batches counted and the rate, before a batch
-        self._ended: deque[int] = deque(maxlen=64)  # batches done in this epoch, the last few ends
-        self._reach = 1  # the last update lies in the last so many batches
+        self._looks: list[tuple[Any, Any]] = []  # the batch count and the rate before a batch
+        self._ended: deque[int] = deque(maxlen=64)  # batch counts at the last ends
+        self._reach = 1  # the last update is in the last `_reach` batches
         self._previous_batch = 0
-        self._batches_at_once: int | None = None  # in a call, once a second one begins
+        self._batches_at_once: int | None = (
+            None  # batches per call, known once a second call begins
+        )
         self._steps_per_execution = 1
-        self._last_update = -1  # the batch index, as the schedule counts,
-        self._rate: float | None = None  # and what it applied
+        self._last_update = -1  # the batch index that the schedule got
+        self._rate: float | None = None  # and the rate applied
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Raise for an optimizer whose rate cannot be known, before any training."""
+        """Raise if the optimizer's rate cannot be determined."""
         optimizer = self.model.optimizer
         self._has_rate = is_keras_optimizer(optimizer) or not self._rate_is_optional
         if self._has_rate:
@@ -114,12 +116,12 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Forget the epoch before."""
+        """Discard the previous epoch."""
         self._looks.clear()
         self._ended.clear()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Look at the rate, if this batch may hold the epoch's last update."""
+        """Read the rate, if this batch may have the epoch's last update."""
         if batch:
             self._batches_at_once = batch - self._previous_batch
         self._previous_batch = batch
@@ -139,8 +141,8 @@ class AppliedRateCallback(keras.callbacks.Callback):
         _, rate = self._looks[0]
         if _is_schedule(rate) or not self._is_near_the_end(batch):
             return False
-        # On JAX `self.model` fetches the complete training state, unless another callback has since
-        # the last step. If none has, none can have set the rate.
+        # On JAX `self.model` fetches the complete training state, unless another callback has done
+        # so since the last step. If none has, none can have set the rate.
         return getattr(self._model, "_jax_state_synced", True)
 
     def _is_near_the_end(self, batch: int) -> bool:
@@ -152,12 +154,12 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._reach = _accumulation(optimizer)
         counted = keras.ops.copy(optimizer._iterations)
         self._looks.append((counted, _rate_of(optimizer)))
-        # The first look serves where later ones are no answer. Of those `_reach` suffice, and
-        # one for the batch that Keras begins to find that a dataset of unknown size has ended.
+        # The first reading is used if later ones are not valid. Keep `_reach` later ones, and one
+        # for the extra batch that Keras begins at the end of a dataset of unknown size.
         del self._looks[1 : -(self._reach + 1)]
 
     def _applied_rate(self) -> float | None:
-        """Return the rate of the last update; None before the first since training began."""
+        """Return the rate of the last update; None before the first one of this training."""
         if not self._looks:
             return self._rate
         optimizer = inner_optimizer(self.model.optimizer)
@@ -175,23 +177,22 @@ class AppliedRateCallback(keras.callbacks.Callback):
 
 
 class LearningRateLogger(AppliedRateCallback):
-    """Puts the learning rate that was applied into the logs, as `learning_rate`.
+    """Adds the applied learning rate to the logs, as `learning_rate`.
 
-    History, the progress line, and callbacks that come later in the list (`TensorBoard`,
-    `CSVLogger`) then have it. At the end of an epoch it is the rate of the epoch's last update,
-    under schedules, `LossScaleOptimizer`, gradient accumulation and `steps_per_execution`. The key
-    is Keras' own: `LearningRateScheduler` and `ReduceLROnPlateau` write it too. Works in `fit` on
-    TensorFlow and JAX, under any strategy. While gradient accumulation has not made the first
-    update there is no rate and no key.
+    History, the progress line, and callbacks later in the list (`TensorBoard`, `CSVLogger`) then
+    have it. At the end of an epoch it is the rate of the epoch's last update, also with schedules,
+    `LossScaleOptimizer`, gradient accumulation and `steps_per_execution`. `LearningRateScheduler`
+    and `ReduceLROnPlateau` use the same key. Works in `fit` on TensorFlow and JAX, under any
+    strategy. Before the first update, with gradient accumulation, there is no such key.
 
     A plain rate may be set by any callback in any epoch hook or `on_train_batch_end`; a callback
     that sets it in `on_train_batch_begin` must come before this one.
 
     Args:
-        every: `"epoch"` logs once an epoch, at no cost per batch (where Keras does not know the
-            number of steps, a plain rate is copied each batch). `"batch"` logs each batch (each
-            execution under `steps_per_execution`) too, which reads the optimizer every time and on
-            JAX makes every step wait for the device.
+        every: `"epoch"` logs once per epoch, without a cost per batch (if Keras does not know the
+            number of steps, a plain rate is copied each batch). `"batch"` also logs each batch
+            (each execution under `steps_per_execution`), which reads the optimizer every time and
+            on JAX makes every step wait for the device.
 
     Raises:
         ValueError: `every` is neither, or the model has no Keras optimizer.
@@ -214,7 +215,7 @@ class LearningRateLogger(AppliedRateCallback):
         return self.every == "batch" or super()._is_near_the_end(batch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate of the last update up to here, if every batch is wanted."""
+        """Log the rate of the last update so far, if `every="batch"`."""
         super().on_train_batch_end(batch, logs)
         if self.every == "batch":
             self._log(logs)
@@ -230,15 +231,15 @@ class LearningRateLogger(AppliedRateCallback):
 
 
 class PrintLR(AppliedRateCallback):
-    """Prints once an epoch the learning rate that its last update applied.
+    """Prints, once per epoch, the learning rate of its last update.
 
-    The line appears when the epoch is over and Keras' progress line is complete. `step` counts the
-    batches that the optimizer had seen with that update, since its first; with a schedule the rate
-    is `schedule(step - 1)`. See `LearningRateLogger` for what may change the rate. Of several
-    processes the first one prints.
+    The line appears after Keras' progress line is complete. `step` is the optimizer's number of
+    batches up to and including that update; with a schedule the rate is `schedule(step - 1)`. See
+    `LearningRateLogger` for callbacks that change the rate. With several processes only the first
+    one prints.
 
     Args:
-        print_fn: Called with each line, such as `logging.info`.
+        print_fn: Function that is called with each line, such as `logging.info`.
         digits: Significant digits of the rate.
 
     Raises:
@@ -263,12 +264,12 @@ class PrintLR(AppliedRateCallback):
         self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Print the line of the epoch before."""
+        """Print the line of the previous epoch."""
         self._print()
         super().on_epoch_begin(epoch, logs)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Compose the line; it waits until Keras has ended its progress line."""
+        """Format the line, to be printed after Keras' progress line."""
         rate = self._applied_rate()
         value = (
             "none, no update was applied yet"
@@ -289,7 +290,7 @@ class PrintLR(AppliedRateCallback):
 
 def _rate_of(optimizer: Optimizer) -> Any:
     """Return the schedule, or a copy of the plain rate as it is now."""
-    rate = optimizer._learning_rate  # `learning_rate` is a number, without its schedule
+    rate = optimizer._learning_rate  # `learning_rate` would be a number instead of the schedule
     return rate if _is_schedule(rate) else keras.ops.copy(optimizer.learning_rate)
 
 
@@ -308,6 +309,6 @@ def _accumulation(optimizer: Optimizer) -> int:
 
 
 def _last_update(optimizer: Optimizer, counted: int) -> int:
-    """Return the index of the batch that the last update ended with; -1 before the first."""
+    """Return the batch index of the last update; -1 before the first."""
     every = _accumulation(optimizer)
     return counted // every * every - 1

@@ -1,4 +1,4 @@
-"""Files that grow on this machine and are kept in object storage."""
+"""Growing local files that are copied to object storage."""
 
 import shutil
 import tempfile
@@ -10,22 +10,23 @@ from kdpkit._internal import storage
 
 
 class Mirror:
-    """A local directory whose files are copied to object storage when they have grown.
+    """A local directory whose files are uploaded to object storage when they have grown.
 
-    TensorBoard's own writer appends to its file, which object storage does not know: by gcsfs each
-    part then replaces the one before.
+    TensorBoard's writer appends to its file, which object storage does not support: with gcsfs each
+    part would replace the previous one.
     """
 
     def __init__(self, target: storage.RemotePath) -> None:
         self.local = Path(tempfile.mkdtemp())
         self._target = target
-        self._sizes: dict[Path, int] = {}  # when they were last copied
+        self._sizes: dict[Path, int] = {}  # at the last copy
         weakref.finalize(self, shutil.rmtree, self.local, ignore_errors=True)
 
     def copy(self) -> None:
-        """Copy what has grown; what cannot be copied now is warned of, and copied by the next call.
+        """Copy files that have grown; warn about failures, which the next call retries.
 
-        The local files go with the program, so that what the last call has not copied is lost.
+        The local files are deleted with the program, so anything not copied by the last call is
+        lost.
         """
         for file in sorted(path for path in self.local.rglob("*") if path.is_file()):
             size = file.stat().st_size

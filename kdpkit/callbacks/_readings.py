@@ -1,4 +1,4 @@
-"""Readings of the devices of this process: NVIDIA's GPUs, processor, and memory."""
+"""Readings of this process' devices: NVIDIA GPUs, CPU, and memory."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ _GIB = 2**30
 
 
 def sources() -> tuple[list[Source], list[str]]:
-    """Return what can be read here, and a sentence on each thing that cannot."""
+    """Return the available sources, and a message for each one that is not available."""
     found: list[Source] = [Allocations()]
     missing: list[str] = []
     makers: list[tuple[Callable[[], Source], str, str]] = [(Host, "Processor and memory", "psutil")]
@@ -30,16 +30,16 @@ def sources() -> tuple[list[Source], list[str]]:
         except ImportError as error:
             missing.append(
                 f"{what} cannot be read, because the package `{package}` cannot be imported "
-                f"({error}). Install it with `pip install {package}`; training goes on without."
+                f"({error}). Install it with `pip install {package}`; training continues without."
             )
-        except Exception as error:  # NVML's own, which is imported where there are GPUs alone
+        except Exception as error:  # NVML's own, which is only imported if there are GPUs
             reason = f"{type(error).__name__}: {error}"
-            missing.append(f"{what} cannot be read ({reason}). Training goes on without.")
+            missing.append(f"{what} cannot be read ({reason}). Training continues without.")
     return found, missing
 
 
 class Host:
-    """Reads the processor's time and the memory, of this process and of the machine."""
+    """Reads CPU time and memory of this process and of the machine."""
 
     def __init__(self) -> None:
         import psutil
@@ -49,7 +49,7 @@ class Host:
         self._cores = cpu_threads.cores()
 
     def __call__(self) -> dict[str, float]:
-        """Read; times are those since the last call."""
+        """Read; times are since the last call."""
         memory = self._psutil.virtual_memory()
         return {
             "cpu_utilization": self._process.cpu_percent(None) / self._cores,
@@ -63,10 +63,10 @@ class Host:
 
 
 class Gpus:
-    """Reads NVIDIA's GPUs through NVML, which reports of a GPU what all processes do there.
+    """Reads NVIDIA GPUs through NVML, which reports the use by all processes.
 
     Args:
-        gpus: Their numbers, as CUDA counts those that it shows this process.
+        gpus: Numbers of the GPUs, as CUDA shows them to this process.
     """
 
     def __init__(self, gpus: Sequence[int]) -> None:
@@ -89,7 +89,7 @@ class Gpus:
             raise LookupError("CUDA_VISIBLE_DEVICES names none of the GPUs that NVML shows")
 
     def __call__(self) -> dict[str, float]:
-        """Read all GPUs; utilisation is NVML's own mean of the last second or less."""
+        """Read all GPUs; utilization is NVML's mean over the last second or less."""
         return {name: read(handle) for name, read, handle in self._readers}
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Gpus:
         yield "power_watts", lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000
 
     def _can(self, read: Callable[[Any], float], handle: Any) -> bool:
-        """Return whether a GPU has this reading; some, and parts of one, do not have all."""
+        """Return whether a GPU supports this reading; some GPUs and MIG instances do not."""
         try:
             read(handle)
         except self._nvml.NVMLError_NotSupported:
@@ -115,15 +115,15 @@ class Gpus:
 
 
 def visible_gpus(setting: str | None, identifiers: Sequence[str]) -> list[int]:
-    """Return the GPUs that CUDA shows a process, in its order, as indices of NVML.
+    """Return the NVML indices of the GPUs visible to a process, in CUDA's order.
 
-    As CUDA does, it takes numbers or the beginnings of identifiers, up to the first that is none.
-    NVML counts by PCI bus, CUDA the fastest first: on a machine with several kinds of GPUs the
-    numbers agree under `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+    Like CUDA, it accepts numbers or prefixes of identifiers, up to the first invalid one. NVML
+    orders GPUs by PCI bus, CUDA by speed: on a machine with different GPUs the numbers only agree
+    with `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
 
     Args:
-        setting: The variable `CUDA_VISIBLE_DEVICES`; None where it is not set.
-        identifiers: Those of all GPUs, in NVML's order.
+        setting: The variable `CUDA_VISIBLE_DEVICES`; None if it is not set.
+        identifiers: Identifiers of all GPUs, in NVML's order.
 
     >>> visible_gpus("2,GPU-a", ["GPU-a1", "GPU-b2", "GPU-c3"])
     [2, 0]
@@ -146,7 +146,7 @@ def visible_gpus(setting: str | None, identifiers: Sequence[str]) -> list[int]:
 
 
 def _cuda_gpus() -> list[int]:
-    """Return the GPUs that the backend trains on, as CUDA numbers those that it shows."""
+    """Return the CUDA numbers of the GPUs that the backend trains on."""
     if keras.backend.backend() == "jax":
         return sorted(_number(gpu) for gpu in _jax_devices() if gpu.platform == "gpu")
     if keras.backend.backend() == "tensorflow":
@@ -158,10 +158,10 @@ def _cuda_gpus() -> list[int]:
 
 
 class Allocations:
-    """Reads how much memory the backend has handed out on each device, where it reports that.
+    """Reads how much memory the backend has allocated on each device, if it reports that.
 
-    NVML sees what a backend has taken from a GPU, which is nearly all of it, from the beginning;
-    this is what arrays and programs needed of that. Processors do not report it.
+    NVML reports the memory that a backend has reserved, nearly all of the GPU from the start; this
+    is the part that arrays and programs used. CPUs do not report it.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class Allocations:
         self._readers = dict(readers.get(keras.backend.backend(), dict)())
 
     def __call__(self) -> dict[str, float]:
-        """Read the highest since the last call; on JAX since the process began."""
+        """Read the peak since the last call; on JAX since the process started."""
         return {f"{name}_peak_memory_gib": read() / _GIB for name, read in self._readers.items()}
 
     def __str__(self) -> str:
@@ -196,13 +196,13 @@ def _peaks_on_tensorflow() -> Iterator[tuple[str, Callable[[], float]]]:
         return highest
 
     for i in range(_logical_gpus()):
-        with contextlib.suppress(ValueError):  # an allocator that keeps no count
+        with contextlib.suppress(ValueError):  # an allocator without statistics
             peak(f"GPU:{i}")
             yield f"gpu_{i}", functools.partial(peak, f"GPU:{i}")
 
 
 def _logical_gpus() -> int:
-    """Count those of this process; the list of logical devices is that of the cluster."""
+    """Count the GPUs of this process; `list_logical_devices` has those of the cluster."""
     import tensorflow as tf
 
     parts = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices("GPU"))

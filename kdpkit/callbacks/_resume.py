@@ -1,4 +1,4 @@
-"""Resuming a run where it stopped: its weights, its randomness and its position in the data."""
+"""Resume a run where it stopped: weights, random state and position in the data."""
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
@@ -21,9 +21,9 @@ from kdpkit.callbacks import _signals, _stopping, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
-EXIT_CODE = 42  # of a run that a SIGTERM stopped, as in TensorFlow's PreemptionCheckpointHandler
+EXIT_CODE = 42  # after SIGTERM, as in TensorFlow's PreemptionCheckpointHandler
 
-# What callbacks of Keras learn while they train; theirs has no name for it.
+# The state of Keras' callbacks, for which Keras has no interface.
 _LEARNED = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
@@ -32,33 +32,32 @@ _LEARNED = {
 
 
 class Resume(keras.callbacks.Callback):
-    """Saves the state of training, and restores it when the same program is started again.
+    """Saves the state of training, and restores it when the program is started again.
 
-    The state is all that decides what comes next: weights, optimizer, random layers, metrics,
-    History, the callbacks named, and the position in the data. A run that was stopped between any
-    two steps ends with the weights of one that was not. Train on `track(dataset)`, and pass the
-    callback last.
+    The state includes weights, optimizer, random layers, metrics, History, the given callbacks, and
+    the position in the data. A run that was stopped between any two steps ends with the same
+    weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last.
 
-    On SIGTERM, by which clusters end a job, the step or the batch of a validation is finished, the
-    state saved, and the program exits with code 42. Ctrl-C does the same but raises
-    `KeyboardInterrupt`; a second one ends the program at once. Several processes all stop before
-    the same step when one gets the signal (on JAX SIGTERM only); the first one writes, and all must
-    see the directory.
+    On SIGTERM, which clusters send to end a job, the current step or validation batch is finished,
+    the state is saved, and the program exits with code 42. Ctrl-C does the same but raises
+    `KeyboardInterrupt`; a second Ctrl-C ends the program at once. If one of several processes gets
+    the signal, all stop before the same step (on JAX only for SIGTERM). The first process writes,
+    and all must be able to read the directory.
 
     Args:
-        directory: Where the states are; a new run needs an empty one. In object storage
-            (`gs://bucket/run`), which has no locks, the run that began last has the directory, and
-            an earlier one stops with an error before it would save there again.
+        directory: Directory of the states; a new run needs an empty one. Object storage
+            (`gs://bucket/run`) has no locks: the most recently started run owns the directory, and
+            an earlier one stops with an error instead of saving there again.
         save_freq: `"epoch"`, or a number of batches.
-        keep: States to keep. One that is damaged is skipped, with a warning.
-        callbacks: Callbacks passed to `fit` that learn while training: `EarlyStopping`,
-            `ReduceLROnPlateau`, `ModelCheckpoint`, or others that have `get_state()`, which returns
-            plain values by name, and `set_state(values)`.
+        keep: Number of states to keep. A damaged one is skipped with a warning.
+        callbacks: Callbacks passed to `fit` that have state: `EarlyStopping`, `ReduceLROnPlateau`,
+            `ModelCheckpoint`, or others with `get_state()`, which returns plain values by name, and
+            `set_state(values)`.
 
     Raises:
-        ValueError: An argument is invalid; when training begins: a state of another model, a
-            dataset that was not tracked, a directory that another run is using, or processes that
-            see different states.
+        ValueError: An argument is invalid. When training begins: the state is of another model, the
+            dataset was not tracked, another run uses the directory, or processes see different
+            states.
 
     >>> import tempfile
     >>> from kdpkit import batches, testing
@@ -69,8 +68,8 @@ class Resume(keras.callbacks.Callback):
     >>> history = model.fit(train, epochs=2, shuffle=False, callbacks=[resume], verbose=0)
     """
 
-    # On JAX Keras calls hooks at the end of a batch in threads of its own, and so need not wait for
-    # every step. Here they touch no model there; those at its beginning are called as ever.
+    # On JAX Keras calls `on_train_batch_end` in other threads, so it need not wait for every step.
+    # That hook does not use the model; `on_train_batch_begin` is called as usual.
     async_safe = True
 
     def __init__(
@@ -90,39 +89,39 @@ class Resume(keras.callbacks.Callback):
         self._restored: checkpoints.TrainingState | None = None
         self._at_once = 1  # batches in an execution
         self._epoch = 0
-        self._first = 0  # batches that this epoch had before this run
+        self._first = 0  # batches of this epoch trained by earlier runs
         self._done = 0  # batches of this epoch
-        self._saved = 0  # of these; negative if the last state is of an earlier epoch
-        self._counting = threading.Lock()  # JAX reports the ends of batches in several threads
+        self._saved = 0  # batches saved; negative if the last state is of an earlier epoch
+        self._counting = threading.Lock()  # on JAX batches end in several threads
         self._signals = _signals.HeldSignals()
         self._stop = _stopping.AgreedStop(self._signals)
         self._catching = contextlib.ExitStack()
         self._lock = self._checkpoints.directory / ".lock"
         for callback in self.callbacks:
-            _state_of(callback)  # raises for one that has none
+            _state_of(callback)  # raises for an unknown kind
 
     def track(self, dataset: Any) -> Any:
-        """Return a dataset to train on in place of this one, which can begin anywhere.
+        """Return a dataset to train on instead of this one, which can start at any batch.
 
         Pass what `kdpkit.pipelines.train_pipeline` returned, without further stages, or a
-        `keras.utils.PyDataset`: an `epoch` attribute, as `kdpkit.batches.ArrayBatches` has, is set
-        to the epoch to go on in; without one, `on_epoch_end` is called once for every epoch that is
-        over. `fit` needs `shuffle=False`.
+        `keras.utils.PyDataset`: its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set
+        to the epoch to continue in; without one, `on_epoch_end` is called once for every completed
+        epoch. `fit` needs `shuffle=False`.
 
         Raises:
-            ValueError: It is neither.
+            ValueError: `dataset` is neither.
         """
         self._dataset = _tracked.tracked(dataset)
         return self._dataset.given
 
     @property
     def _data(self) -> _tracked.Tracked:
-        assert self._dataset is not None  # `on_train_begin` raises where there is none
+        assert self._dataset is not None  # `on_train_begin` raises if there is none
         return self._dataset
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Restore the newest state, if there is one."""
-        self._catching.close()  # if training before this one has failed
+        self._catching.close()  # if an earlier training failed
         if self._dataset is None:
             checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
         self._check_steps(self._dataset)
@@ -141,7 +140,7 @@ class Resume(keras.callbacks.Callback):
             self._dataset.start()
         self._at_once = getattr(self.model, "steps_per_execution", 1)
         self._stop.begin()
-        if processes.count() == 1 or keras.backend.backend() != "jax":  # which handles SIGTERM
+        if processes.count() == 1 or keras.backend.backend() != "jax":  # JAX handles SIGTERM itself
             self._signals.hold()
 
     def _check_steps(self, dataset: _tracked.Tracked) -> None:
@@ -186,14 +185,14 @@ class Resume(keras.callbacks.Callback):
         if model._initial_epoch >= epochs:
             warnings.warn(
                 f"Nothing is left to train: the state in {self._checkpoints.directory} is that of "
-                f"a run that is over after {state.epoch} of {epochs} epochs. For more ask for more "
-                "`epochs`, for another run use another directory.",
+                f"a run that is over after {state.epoch} of {epochs} epochs. For more, pass more "
+                "`epochs`; for another run, use another directory.",
                 stacklevel=2,
             )
         self._data.go_to(state.epoch, state.step)
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
-        """Raise where training would not continue the same run."""
+        """Raise if training would not continue the same run."""
         saved, present = state.notes["setup"], self._setup(self.model)
         for name, value in present.items():
             is_of_data = name in _OF_DATA
@@ -203,11 +202,11 @@ class Resume(keras.callbacks.Callback):
                     + (", and stopped inside an epoch." if is_of_data else "."),
                     saved=saved[name],
                     **{name: value},
-                    remedy="Go on with what it had, or choose another directory.",
+                    remedy="Continue with the saved setting, or use another directory.",
                 )
 
     def _setup(self, model: keras.Model) -> dict[str, Any]:
-        """What must stay the same for a run to go on."""
+        """Return what must stay the same to continue a run."""
         return {
             "optimizers": [type(optimizer).__name__ for optimizer in _optimizers(model)],
             "callbacks": [type(callback).__name__ for callback in self.callbacks],
@@ -217,14 +216,15 @@ class Resume(keras.callbacks.Callback):
         }
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """In the first epoch of a run that goes on, restore what Keras has just reset."""
+        """In the first epoch of a resumed run, restore what Keras has just reset."""
         self._epoch, self._first = epoch, 0
         if state := self._restore_history():
             self._first = self._saved = state.step
             if state.step:
                 self._build_metrics()
                 metrics = {"metrics": self._metrics(self.model)}
-                # All of it: other callbacks began this epoch once before, a rate's schedule, say.
+                # Everything: other callbacks, such as a rate schedule, have already begun this
+                # epoch.
                 checkpoints.assign(self._variables(self.model) | metrics, state.arrays)
                 # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
                 self._catching.enter_context(warnings.catch_warnings())
@@ -232,11 +232,11 @@ class Resume(keras.callbacks.Callback):
         self._done = self._first
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Save, if it is time; the end of an epoch is saved when all of it is done."""
+        """Save if it is due; the end of an epoch is saved in `on_epoch_end`."""
         done = self._first + batch
         length = self._length()
         if length is not None and done >= length:
-            # docs/upstream/keras_begins_a_batch_too_many.md: this is how Keras hears of an end.
+            # docs/upstream/keras_begins_a_batch_too_many.md: this ends the epoch for Keras.
             raise StopIteration
         if batch and not self._data.is_used:
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
@@ -252,17 +252,17 @@ class Resume(keras.callbacks.Callback):
         self._count(self._first + versions.last_batch(batch, self._at_once) + 1)
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Let a validation end with this batch when the program is to end.
+        """Stop validation before this batch if the program is to stop.
 
-        Several processes finish it, and stop with the epoch.
+        Several processes finish the validation, and stop at the end of the epoch.
         """
         if processes.count() == 1 and self._is_to_stop():
             self.model.stop_evaluating = True
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Leave, without the results of a part of the validation."""
+        """Exit after an interrupted validation, discarding its partial results."""
         if self._stop.signal:
-            is_over = self._done >= (self._length() or 0)  # else a callback has stopped training
+            is_over = self._done >= (self._length() or 0)  # else a callback stopped training
             self._save(*((self._epoch + 1, 0) if is_over else (self._epoch, self._done)))
             self._leave()
 
@@ -280,28 +280,28 @@ class Resume(keras.callbacks.Callback):
             self._leave()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Restore History, if there was no epoch left."""
+        """Restore History if no epoch was left."""
         self._restore_history()
         atomic_files.release(self._lock)
         self._signals.release()
-        if self._signals.received:  # too late to be heard by an epoch
+        if self._signals.received:  # after the last epoch
             signal.raise_signal(self._signals.received)
 
     def _count(self, done: int) -> None:
-        """Count when a step begins, and when it ends.
+        """Count batches, when a step begins and when it ends.
 
-        On JAX Keras may report the ends too late, and a loop only then how many they are.
+        On JAX Keras may report ends late, and a `TrainingLoop` only reports the count at the end.
         """
         with self._counting:
             self._done = max(self._done, min(done, self._length() or done))
 
     def _length(self) -> int | None:
-        """Return the batches in a complete epoch."""
+        """Return the number of batches in a complete epoch."""
         return self._data.full_length or self.params.get("steps")
 
     def _restore_history(self) -> checkpoints.TrainingState | None:
         """Restore History and callbacks, which Keras has just reset; return the state, once."""
-        self.model._initial_epoch = None  # Keras has read it; the next training begins with 0
+        self.model._initial_epoch = None  # Keras has used it; the next training starts at 0
         state, self._restored = self._restored, None
         if state:
             history = self.model.history
@@ -319,7 +319,7 @@ class Resume(keras.callbacks.Callback):
     def _save(self, epoch: int, step: int, logs: dict[str, Any] | None = None) -> None:
         """Save the state at a position in the data, with the logs of an epoch that just ended."""
         self._saved = step
-        # In all processes, since some values are the sum of what they hold.
+        # In all processes, since some values are sums over processes.
         arrays = checkpoints.values_of(
             self._variables(self.model) | {"metrics": self._metrics(self.model) if step else []}
         )
@@ -345,7 +345,7 @@ class Resume(keras.callbacks.Callback):
         given = self.model.history
         history = {name: [*map(_plain, values)] for name, values in given.history.items()}
         epochs = [*map(int, given.epoch)]
-        if logs is not None and epoch - 1 not in epochs:  # Keras calls History last
+        if logs is not None and epoch - 1 not in epochs:  # Keras calls History after this callback
             epochs.append(epoch - 1)
             for name, value in logs.items():
                 history.setdefault(name, []).append(_plain(value))
@@ -359,8 +359,8 @@ class Resume(keras.callbacks.Callback):
                 self._checkpoints.save(state)
         except OSError as error:
             warnings.warn(
-                f"The state of training could not be saved in {directory} "
-                f"({error.strerror or error}). Training goes on; what was saved before is still "
+                f"The training state could not be saved in {directory} "
+                f"({error.strerror or error}). Training continues; what was saved before is still "
                 "there.",
                 stacklevel=2,
             )
@@ -381,7 +381,7 @@ class Resume(keras.callbacks.Callback):
         }
 
     def _build_metrics(self) -> None:
-        """Let Keras make the metrics' variables now; on TensorFlow it does so in the first step."""
+        """Create the metrics' variables now; on TensorFlow Keras does so in the first step."""
         parts = [part.built for part in self.model.metrics if hasattr(part, "built")]
         if not all(parts):
             self._build()
@@ -403,14 +403,14 @@ class Resume(keras.callbacks.Callback):
 
     def _leave(self) -> None:
         if processes.count() > 1:
-            # The first one has written the state: who starts them may end all when one leaves.
+            # The first process has written the state: a launcher may stop all when one exits.
             processes.gathered([0], self._strategy())
         atomic_files.release(self._lock)
         by_ctrl_c = self._stop.signal == signal.SIGINT
         self._stop.begin()
         message = (
             f"Training was stopped by {'Ctrl-C' if by_ctrl_c else 'SIGTERM'}. Its state is in "
-            f"{self._checkpoints.directory}, and the same program goes on from there."
+            f"{self._checkpoints.directory}, and the same program continues from there."
         )
         if by_ctrl_c:
             self._signals.release()
@@ -434,7 +434,7 @@ def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def _state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return what a callback has learned: plain values, and weights."""
+    """Return a callback's state: plain values, and weights."""
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
         return keras.tree.map_structure(_plain, callback.get_state()), []
     for kind, names in _LEARNED.items():
@@ -443,7 +443,7 @@ def _state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[
             weights = values.pop("best_weights", None)
             return {name: _plain(value) for name, value in values.items()}, weights or []
     return checks.fail(
-        "`Resume` does not know what this callback learns.",
+        "`Resume` does not know the state of this callback.",
         callback=type(callback).__name__,
         remedy="Add `get_state()` and `set_state(values)`, or leave it out.",
     )
@@ -462,7 +462,7 @@ def _set_state(
 
 
 def _plain(value: Any) -> Any:
-    """Turn numbers and arrays of NumPy and of the backend into Python's."""
+    """Convert numbers and arrays of NumPy and the backend to Python values."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     return keras.ops.convert_to_numpy(value).tolist()

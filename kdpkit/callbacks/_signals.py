@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C, held back until training is where it can be stopped."""
+"""Defer SIGTERM and Ctrl-C until training can be stopped."""
 
 import os
 import signal
@@ -16,16 +16,16 @@ _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 
 
 class HeldSignals:
-    """Notes the first SIGTERM or Ctrl-C; after that Ctrl-C acts at once, and SIGTERM no more.
+    """Defers the first SIGTERM or Ctrl-C; later, Ctrl-C acts at once and SIGTERM is ignored.
 
-    Schedulers and launchers send SIGTERM, and some send it twice; none must cut short what the
-    first one has begun.
+    Some schedulers and launchers send SIGTERM twice; the second one must not interrupt what the
+    first one has started.
 
-    Keras has no hook for training that failed. Hence a signal is noted only while the function that
-    trains is running; where it has ended by an error, a signal does what it always does.
+    Keras has no hook for failed training. So a signal is only deferred while the training function
+    is running; after an error in it, signals act as usual.
 
     Attributes:
-        received: The one that came while they were held.
+        received: The signal that arrived while signals were deferred.
     """
 
     def __init__(self) -> None:
@@ -35,29 +35,29 @@ class HeldSignals:
         self._training: _calls.Call = (0, None)
 
     def hold(self) -> None:
-        """Begin to hold them back; Python lets only the main thread do so."""
+        """Start deferring signals; Python only allows this in the main thread."""
         self.received = None
         if threading.current_thread() is not threading.main_thread():
             return
-        self.release()  # what an earlier training left that ended by an error
+        self.release()  # left by an earlier training that failed
         self._training = _calls.training_call(sys._getframe(1))
         for number in _NAMES:
             former = signal.getsignal(number)
-            # A handler that is not Python's could not be put back; a shell's background job is
-            # not to hear of Ctrl-C.
+            # A handler that was not set from Python could not be restored; background jobs of a
+            # shell must keep ignoring Ctrl-C.
             if former is not None and (number, former) != (signal.SIGINT, signal.SIG_IGN):
                 self._former[number] = former
                 self._put(number, self._handle)
 
     def release(self) -> None:
-        """Put back what handled them before, where nobody has put something else there since."""
+        """Restore the previous handlers, unless they were replaced meanwhile."""
         while self._former:
             number, former = self._former.popitem()
             if signal.getsignal(number) == self._set.pop(number):
                 signal.signal(number, former)
 
     def release_to_leave(self) -> None:
-        """Put back what handled Ctrl-C; SIGTERM is no news any more."""
+        """Restore the handler of Ctrl-C; SIGTERM is still ignored."""
         self.release()
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -73,7 +73,7 @@ class HeldSignals:
         self.received = signal.Signals(number)
         for held in self._former:
             self._put(held, signal.default_int_handler if held == signal.SIGINT else signal.SIG_IGN)
-        # Not `print`: Keras may be writing its progress to the same buffer at this moment.
+        # Not `print`: Keras may be writing its progress to the same buffer.
         message = (
             f"\n{_NAMES[self.received]}: training ends with this step, and its state is saved.\n"
         )
@@ -82,7 +82,7 @@ class HeldSignals:
     def _do_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
         former = self._former.get(number, signal.SIG_DFL)
         self.release()
-        if callable(former):  # also where another handler stands now, which has called this one
+        if callable(former):  # also if a later handler has called this one
             former(number, frame)
         elif former == signal.SIG_DFL:
             signal.signal(number, former)

@@ -1,4 +1,4 @@
-"""When a signal stops training: before the same step in all processes."""
+"""Stop training after a signal before the same step in all processes."""
 
 import signal
 import time
@@ -16,14 +16,14 @@ _SECONDS_BETWEEN_QUESTIONS = 1.0
 
 
 class AgreedStop:
-    """Whether training is to stop now, since this process or another got a signal.
+    """Decides whether training stops now, because any process got a signal.
 
-    On JAX its coordination service decides. On TensorFlow the processes ask each other, before the
-    same steps. That is a small sum over the network, so they ask about once a second, as the first
-    one's clock has it, and where an epoch ends.
+    On JAX the coordination service decides. On TensorFlow the processes ask each other before the
+    same steps. That is a small sum over the network, so they ask about once per second of the first
+    process' clock, and at the end of an epoch.
 
     Attributes:
-        signal: The one that all stop for, once they have agreed.
+        signal: The signal for which all stop, once they have agreed.
     """
 
     def __init__(self, signals: _signals.HeldSignals) -> None:
@@ -31,7 +31,7 @@ class AgreedStop:
         self.begin()
 
     def begin(self) -> None:
-        """Forget what an earlier training agreed upon."""
+        """Reset what an earlier training agreed on."""
         self.signal: signal.Signals | None = None
         self._calls = 0
         self._next_question = 1
@@ -39,11 +39,11 @@ class AgreedStop:
         self._asked_at = time.monotonic()
 
     def is_due(self, strategy: "tf.distribute.Strategy | None", *, asks_now: bool = False) -> bool:
-        """Return whether to stop; every process must call it at the same points.
+        """Return whether to stop; every process must call this at the same points.
 
         Args:
-            strategy: On TensorFlow, the one that spans the processes.
-            asks_now: Whether to ask the others here in any case.
+            strategy: On TensorFlow, the strategy that spans the processes.
+            asks_now: Whether to ask the others now in any case.
         """
         if self.signal is None:
             self._calls += 1
@@ -61,12 +61,12 @@ class AgreedStop:
         return self._ask(strategy) if is_time else None
 
     def _ask(self, strategy: "tf.distribute.Strategy | None") -> signal.Signals | None:
-        """Ask whether any process has a signal, and agree on when to ask again."""
+        """Ask whether any process got a signal, and agree when to ask again."""
         now = time.monotonic()
         rate = self._calls_between / max(now - self._asked_at, 1e-6)
         own = [self._signals.received or 0, int(rate * _SECONDS_BETWEEN_QUESTIONS)]
         of_all = processes.gathered(own, strategy)
-        # At most twice as many, since the next steps may last longer.
+        # At most twice as many, since the next steps may be slower.
         self._calls_between = max(1, min(int(of_all[0, 1]), 2 * self._calls_between))
         self._next_question = self._calls + self._calls_between
         self._asked_at = now

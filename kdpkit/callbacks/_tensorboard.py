@@ -22,35 +22,36 @@ from kdpkit.callbacks._learning_rate import (
 from kdpkit.callbacks._mirror import Mirror
 from kdpkit.callbacks._throughput import batches_ended
 
-_RUN = ""  # the directory of a run, above those of training and validation
+_RUN = ""  # the run's directory itself, which contains those of training and validation
 
 
 class TensorBoard(AppliedRateCallback):
-    """Writes Keras' TensorBoard scalars, with the learning rate that was applied.
+    """Writes Keras' TensorBoard scalars, with the applied learning rate.
 
     Tags and runs are those of `keras.callbacks.TensorBoard`, with two differences:
     `epoch_learning_rate` is the rate of the epoch's last update, where Keras writes the next
-    step's; and the package `tensorboard` alone writes scalars, so they work on JAX too and no step
+    step's; and scalars only need the package `tensorboard`, so they work on JAX too and no step
     waits for them. All logs are written; callbacks that add to them (`Throughput`, `DeviceMonitor`)
-    come earlier in the list, as in `training_callbacks`. Of several processes the first one writes.
+    must be earlier in the list, as in `training_callbacks`. With several processes only the first
+    one writes.
 
     Args:
-        log_dir: Directory of the event files, made if need be. `tensorboard --logdir` shows it. In
-            object storage (`gs://bucket/logs`) the files, which cannot grow there, are replaced at
-            the end of every epoch.
+        log_dir: Directory of the event files, created if needed, for `tensorboard --logdir`. In
+            object storage (`gs://bucket/logs`), which cannot append, files are replaced at the end
+            of every epoch.
         run_name: The run's directory inside `log_dir`, to compare several; None uses `log_dir`.
-        hyperparameters: What the run was asked for, by name: numbers and texts, and mappings or
+        hyperparameters: Settings of the run by name: numbers and strings, and mappings or
             dataclasses of them, such as a `kdpkit.scaling.ScalePlan`. The HParams page compares
-            runs by them, and the text page shows them as a table, `hyperparameters`.
-        update_freq: `"epoch"`, `"batch"`, or an integer N for the logs of every Nth batch too, at
-            the number of batches seen.
+            runs by them, and the text page shows them as the table `hyperparameters`.
+        update_freq: `"epoch"`, `"batch"`, or an integer N to also write the logs of every Nth
+            batch, at the number of batches seen.
         **drawn_by_keras: `histogram_freq`, `write_graph` (off unless asked for), `write_images`,
-            `profile_batch` and `embeddings_...` as in Keras, whose own callback draws them, as a
-            run named `drawings`. They need the TensorFlow backend.
+            `profile_batch` and `embeddings_...` as in Keras, whose callback writes them as a run
+            named `drawings`. They need the TensorFlow backend.
 
     Raises:
-        ValueError: An argument that is invalid or needs TensorFlow, or `log_dir` is no directory
-            that can be written (also an `OSError`).
+        ValueError: An argument is invalid or needs TensorFlow, or `log_dir` is not a writable
+            directory (also an `OSError`).
         ImportError: The package `tensorboard` is not installed.
 
     >>> import tempfile
@@ -95,27 +96,27 @@ class TensorBoard(AppliedRateCallback):
         self._drawings = _drawings(self._run_dir, drawn_by_keras)
         self._mirror: Mirror | None = None
         if _is_writer():
-            writable.make(path)  # now, so that a wrong one is known before data are prepared
+            writable.make(path)  # now, so errors are raised before data are prepared
             self._mirror = Mirror(path) if isinstance(path, storage.RemotePath) else None
         else:
             self._drawings = keras.callbacks.Callback()
         self._writers: dict[str, Any] = {}
         self._in_fit = False
-        # Batch logs, which threads may bring; tensorboard's writer is for one thread.
+        # Batch logs, which may come from other threads; tensorboard's writer is not thread-safe.
         self._waiting: deque[tuple[int, dict[str, Any]]] = deque()
-        # Batches that the optimizer had seen when the epoch began and at the latest log.
+        # The optimizer's number of batches at the start of the epoch and at the latest log.
         self._batches_before = self._batches_seen = 0
 
     def set_model(self, model: keras.Model) -> None:
-        """Take the model; Keras draws its graph if asked for."""
+        """Set the model; Keras writes its graph if requested."""
         super().set_model(model)
         self._drawings.set_model(model)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Open the training run's file, so that a full disk shows before training."""
+        """Open the training run's file, so a full disk is detected before training."""
         super().on_train_begin(logs)
         self._in_fit = True
-        self._waiting.clear()  # of a fit that was interrupted
+        self._waiting.clear()  # left by an interrupted `fit`
         self._batches_seen = batches_counted(self.model.optimizer)
         if _is_writer():
             self._writer("train")
@@ -124,18 +125,18 @@ class TensorBoard(AppliedRateCallback):
         self._drawings.on_train_begin()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Go on counting batches where the epoch before ended."""
+        """Continue to count batches from the previous epoch."""
         super().on_epoch_begin(epoch, logs)
         self._batches_before = self._batches_seen
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the batch logs that came in."""
+        """Write the batch logs received so far."""
         super().on_train_batch_begin(batch, logs)
         self._write_batches()
         self._drawings.on_train_batch_begin(batch)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep the batch's logs for writing."""
+        """Store the batch's logs for writing."""
         super().on_train_batch_end(batch, logs)
         if self.update_freq != "epoch":
             seen = self._batches_before + batches_ended(self._last_batch(batch), self.params)
@@ -154,7 +155,7 @@ class TensorBoard(AppliedRateCallback):
         self._drawings.on_epoch_end(epoch)
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Write what `evaluate` found, inside `fit` or alone, at the optimizer's updates."""
+        """Write the results of `evaluate`, inside or outside `fit`, at the optimizer's step."""
         optimizer = self.model.optimizer
         if is_keras_optimizer(optimizer):
             updates = int(keras.ops.copy(optimizer.iterations))
@@ -174,7 +175,7 @@ class TensorBoard(AppliedRateCallback):
         self._drawings.on_train_end()
 
     def _write_hyperparameters(self) -> None:
-        """Write them where TensorBoard looks for them: above the curves of a run."""
+        """Write them where TensorBoard expects them: in the parent directory of the curves."""
         if self.hyperparameters:
             from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
@@ -188,7 +189,7 @@ class TensorBoard(AppliedRateCallback):
             seen, logs = self._waiting.popleft()
             self._batches_seen = max(self._batches_seen, seen)
             at_once = self._batches_at_once or seen - self._batches_before
-            if seen % self._batches_between < at_once:  # an Nth batch was among them
+            if seen % self._batches_between < at_once:  # they include an Nth batch
                 for name, value in logs.items():
                     self._write("train", f"batch_{name}", value, seen)
 
@@ -219,11 +220,11 @@ class TensorBoard(AppliedRateCallback):
 
 
 def _run_name(name: Any) -> str | None:
-    """Accept the name of a directory that is inside of another one."""
+    """Return the name of a directory inside `log_dir`, if valid."""
     if name is not None and not isinstance(name, str):
         checks.fail("`run_name` must be a string.", run_name=name)
     if name and (PurePath(name).is_absolute() or ".." in PurePath(name).parts):
-        checks.fail("`run_name` must be a directory inside of `log_dir`.", run_name=name)
+        checks.fail("`run_name` must be a directory inside `log_dir`.", run_name=name)
     return name
 
 
@@ -250,7 +251,7 @@ def _writer_class() -> Any:
 
 
 def _drawings(run_dir: str, arguments: dict[str, Any]) -> keras.callbacks.Callback:
-    """Return Keras' callback for all but scalars, or one that does nothing if nothing is wanted."""
+    """Return Keras' callback for everything except scalars, or an empty one if not needed."""
     wanted = {name: value for name, value in arguments.items() if value}
     if not wanted:
         return keras.callbacks.Callback()
@@ -262,5 +263,5 @@ def _drawings(run_dir: str, arguments: dict[str, Any]) -> keras.callbacks.Callba
             remedy="Leave it out; scalars are written on every backend.",
         )
     storage.require_tensorflow(run_dir)
-    # In a directory of its own: TensorBoard follows only the newest file of a directory.
+    # In a separate directory: TensorBoard only follows the newest file of a directory.
     return keras.callbacks.TensorBoard(f"{run_dir}/drawings", **{"write_graph": False, **wanted})

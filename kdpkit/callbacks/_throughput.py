@@ -1,4 +1,4 @@
-"""How fast training really goes: steps, examples and tokens per second."""
+"""Measure training speed: steps, examples and tokens per second."""
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
@@ -13,27 +13,26 @@ from kdpkit.callbacks._learning_rate import batches_counted
 
 
 class Throughput(keras.callbacks.Callback):
-    """Measures steps, examples and tokens per second, as the device really did them.
+    """Measures steps, examples and tokens per second, as completed on the device.
 
-    The clock runs from the beginning of an epoch's first batch to the moment its last result is
-    there. Left out are the first execution of each `fit`, in which the step is compiled, and all
-    that happens between epochs: validation, checkpoints, other callbacks. The numbers so far are
-    in Keras' progress line, those of the complete epoch in History and in callbacks that come later
-    in the list:
+    The clock runs from the start of an epoch's first batch until its last result is available. The
+    first execution of each `fit`, which compiles the step, is excluded, and so is everything
+    between epochs: validation, checkpoints, other callbacks. Keras' progress line has the numbers
+    so far; History and callbacks later in the list have those of the complete epoch:
 
     - `steps_per_second`: batches of all replicas together, exact under `steps_per_execution`.
     - `examples_per_second`: that times `global_batch_size`; with several replicas also
       `examples_per_second_per_replica` (complete epochs only).
     - `tokens_per_second`: that times `tokens_per_example`.
 
-    A short or padded last batch counts as a full one, so an epoch's figure is high by less than one
-    batch. A first epoch of a single execution has no numbers. Where a later batch has another
-    shape (a short last one), the epoch that compiles for it looks slower than the next. The time
-    spent waiting for input is part of the step: on TensorFlow and JAX alike, Keras takes the next
-    batch where no callback can see it.
+    A short or padded last batch counts as a full one, so an epoch's figure is too high by less than
+    one batch. A first epoch with a single execution has no numbers. If a later batch has a new
+    shape (such as a short last one), the epoch that compiles it appears slower. Waiting for input
+    is part of the step: on TensorFlow and JAX, Keras takes the next batch where no callback can
+    measure it.
 
     Args:
-        global_batch_size: Examples in one batch, over all replicas; None measures steps alone.
+        global_batch_size: Examples in one batch, over all replicas; None only measures steps.
         replicas: Replicas that a batch is split over.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
 
@@ -50,8 +49,8 @@ class Throughput(keras.callbacks.Callback):
     ['examples_per_second', 'loss', 'steps_per_second', 'tokens_per_second']
     """
 
-    # On JAX Keras calls the batch hooks in threads of its own, once a step's result is there, and
-    # so need not wait for every step. Hence they touch no model, and only append.
+    # On JAX Keras calls the batch hooks in other threads, once a step's result is available, so it
+    # need not wait for every step. Hence they do not use the model, and only append.
     async_safe = True
 
     def __init__(
@@ -80,14 +79,14 @@ class Throughput(keras.callbacks.Callback):
                 )
         self._compiled = False
         self._batches_at_once = 1
-        self._start: tuple[int, float] | None = None  # the first batch on the clock, and when
-        # The last few executions: the batches done after each, and when. Threads may bring them
-        # in a slightly different order.
+        self._start: tuple[int, float] | None = None  # the first measured batch, and its start time
+        # The last few executions: the batches done after each, and the time. With threads the order
+        # may differ slightly.
         self._ends: deque[tuple[int, float]] = deque(maxlen=64)
         self._batches_before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Expect the first execution to compile."""
+        """Expect that the first execution compiles."""
         self._compiled = False
         self._batches_at_once = getattr(self.model, "steps_per_execution", 1)
 
@@ -98,17 +97,17 @@ class Throughput(keras.callbacks.Callback):
         self._batches_before = batches_counted(self.model.optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Start the clock, unless this execution compiles."""
+        """Start the clock, unless this execution compiles the step."""
         if self._start is None and self._compiled:
             self._start = batch, time.perf_counter()
         self._compiled = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Note the time and put the speed so far into the progress line."""
+        """Record the time and add the speed so far to the progress line."""
         now = time.perf_counter()
         batch = versions.last_batch(batch, self._batches_at_once)
         self._ends.append((batch + 1, now))
-        start = self._start  # once: on JAX the clock may start meanwhile
+        start = self._start  # read once: on JAX the clock may start meanwhile
         if logs is not None and start is not None and batch >= start[0]:
             logs.update(self._speeds(batches_ended(batch, self.params) - start[0], now - start[1]))
 
@@ -137,7 +136,7 @@ class Throughput(keras.callbacks.Callback):
         return speeds
 
     def _batches_done(self) -> int:
-        """Count the epoch's batches; its end may have cut the last execution of several short."""
+        """Return the epoch's number of batches; the last execution may have been shorter."""
         *before, end = sorted(end for end, _ in self._ends)
         if (self.params or {}).get("steps"):
             return batches_ended(end - 1, self.params)
@@ -147,8 +146,8 @@ class Throughput(keras.callbacks.Callback):
 
 
 def batches_ended(batch: int, params: dict[str, Any] | None) -> int:
-    """Count the epoch's batches up to the last one of an execution.
+    """Return the epoch's number of batches up to the end of an execution.
 
-    Under `steps_per_execution` the last index of an epoch lies beyond its end.
+    With `steps_per_execution` the last index can be beyond the end of the epoch.
     """
     return min(batch + 1, (params or {}).get("steps") or batch + 1)

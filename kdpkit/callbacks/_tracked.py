@@ -1,4 +1,4 @@
-"""Datasets that can begin with any batch of any epoch, as `Resume` needs them."""
+"""Datasets that can start at any batch of any epoch, for `Resume`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -11,10 +11,10 @@ if TYPE_CHECKING:
 
 
 def tracked(dataset: Any) -> "Tracked":
-    """Make a dataset able to begin anywhere.
+    """Return a dataset that can start at any batch.
 
     Raises:
-        ValueError: It is of no kind that can.
+        ValueError: This kind of dataset is not supported.
     """
     if isinstance(dataset, TrackedBatches) or hasattr(dataset, "is_tracked"):
         checks.fail(
@@ -27,7 +27,7 @@ def tracked(dataset: Any) -> "Tracked":
         return TrackedPipeline(dataset)
     return checks.fail(
         "Only what `kdpkit.pipelines.train_pipeline` returned, as it is, and a "
-        "`keras.utils.PyDataset` can begin at any of their batches.",
+        "`keras.utils.PyDataset` can start at any of their batches.",
         dataset=type(dataset).__name__,
         remedy="Pass further stages to `train_pipeline` as `prepare` or `augment`; for arrays "
         "there is `kdpkit.batches.ArrayBatches`.",
@@ -38,10 +38,10 @@ class TrackedPipeline:
     """A `tf.data` pipeline that keeps its own count of epochs and batches.
 
     Attributes:
-        given: What `fit` trains on.
-        full_length: Batches in a complete epoch, None if that is unknown.
-        global_batch_size: Examples in a batch, None if that is unknown.
-        seed: Of the order, None if there is none or it is unknown.
+        given: The dataset that `fit` trains on.
+        full_length: Batches in a complete epoch, None if unknown.
+        global_batch_size: Examples in a batch, None if unknown.
+        seed: Seed of the order, None if there is none or it is unknown.
     """
 
     def __init__(self, dataset: "TrainDataset") -> None:
@@ -54,27 +54,27 @@ class TrackedPipeline:
 
     @property
     def is_used(self) -> bool:
-        """Whether any batch was taken since the last move."""
+        """Whether any batch was taken since the last `go_to`."""
         return self._counter.has_given()
 
     def first_batch(self) -> Any:
         """Return a batch to build a model for."""
         position = self._counter.position()
         batch = next(iter(self.given))
-        self.go_to(*position)  # a last batch that is handed on ends the epoch
+        self.go_to(*position)  # returning the last batch ends the epoch
         return batch
 
     def start(self) -> None:
-        """Begin where it was when it was tracked: Keras may have taken batches to build."""
+        """Start where it was when tracked: Keras may have taken batches to build a model."""
         self.go_to(*self._start)
 
     def go_to(self, epoch: int, step: int) -> None:
-        """Begin with a batch of an epoch."""
+        """Start at a step of an epoch."""
         self._counter.move(epoch, step)
 
 
 class TrackedBatches(keras.utils.PyDataset):
-    """Batches by their index; the attributes are those of `TrackedPipeline`."""
+    """A `PyDataset` that can start at any batch; see `TrackedPipeline` for the attributes."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(
@@ -96,7 +96,7 @@ class TrackedBatches(keras.utils.PyDataset):
 
     @property
     def num_batches(self) -> int | None:
-        """Batches that are left in the epoch."""
+        """The number of batches left in the epoch."""
         length = self.full_length
         return None if length is None else length - self._skipped
 
@@ -106,7 +106,7 @@ class TrackedBatches(keras.utils.PyDataset):
     def __getitem__(self, index: int) -> Any:
         if self.workers <= 1 and index not in (0, self._expected):
             checks.fail(
-                "Keras shuffles the batches, in an order that no later run can restore.",
+                "Keras shuffles the batches, in an order that a resumed run cannot restore.",
                 remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
             )
         self._expected = index + 1
@@ -118,10 +118,10 @@ class TrackedBatches(keras.utils.PyDataset):
         return self._dataset[0]
 
     def start(self) -> None:
-        """Begin where it is: an epoch that was given in part is not over."""
+        """Start at the current epoch, which is not over if only a part was used."""
 
     def go_to(self, epoch: int, step: int) -> None:
-        """Begin with a batch of an epoch."""
+        """Start at a step of an epoch."""
         self._skipped = step
         if hasattr(self._dataset, "epoch"):
             self._dataset.epoch = epoch

@@ -21,6 +21,7 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.batches import ArrayBatches, rows_of
+from kdpkit.diagnostics import _text
 
 Shape = tuple[int | None, ...]
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
@@ -88,12 +89,12 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
 
 
 def is_generator(value: Any) -> bool:
-    """Whether it is a Python generator, which yields each batch once."""
+    """Return whether it is a Python generator, which yields each batch once."""
     return isinstance(value, types.GeneratorType)
 
 
 def are_arrays(data: Any) -> bool:
-    """Whether `fit` cuts it into batches itself."""
+    """Return whether `fit` cuts it into batches itself."""
     parts = [part for part in keras.tree.flatten(data) if part is not None]
     return bool(parts) and all(hasattr(part, "__array__") for part in parts)
 
@@ -116,7 +117,7 @@ def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
 
 
 def is_tf_dataset(value: Any) -> bool:
-    """Whether it is a `tf.data.Dataset`, without loading TensorFlow for it."""
+    """Return whether it is a `tf.data.Dataset`, without loading TensorFlow for it."""
     tf = sys.modules.get("tensorflow")
     return tf is not None and isinstance(value, tf.data.Dataset)
 
@@ -186,7 +187,7 @@ def _ends_of_py_dataset(dataset: keras.utils.PyDataset) -> tuple[Any, Any, str |
 
 
 def _is_loader(value: Any) -> bool:
-    """Whether it is a Grain dataset or a PyTorch `DataLoader`, without loading these."""
+    """Return whether it is a Grain dataset or a PyTorch `DataLoader`, without loading these."""
     return any(
         parent.__name__ in _LOADERS and parent.__module__.split(".")[0] in ("grain", "torch")
         for parent in type(value).__mro__
@@ -197,10 +198,9 @@ def _first(batches: Iterator[Any], dataset: Any) -> Any:
     try:
         first = next(batches, None)
     except Exception as error:  # reading and preparing examples may raise anything
-        reason = f"{type(error).__name__}: {error}".strip().split("\n")[0]
         raise errors.InputError(
-            f"`dataset` raises before its first batch: {reason} Fix that first: training would "
-            "fail in the same way."
+            f"`dataset` raises before its first batch: {_text.reason_of(error)}. Fix that first: "
+            "training would fail in the same way."
         ) from error
     if first is None:
         checks.fail("`dataset` is empty: it has no batch.", dataset=type(dataset).__name__)

@@ -19,7 +19,7 @@ from typing import Any
 
 from kdpkit import cluster, errors
 from kdpkit._internal import child_processes
-from kdpkit.diagnostics import _redaction
+from kdpkit.diagnostics import _redaction, _text
 
 WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
 _SIGN = "kdpkit-report "  # begins the line in which a process reports
@@ -35,8 +35,7 @@ def report(work: Callable[[], dict[str, Any]]) -> int:
         found = {"result": CANNOT, "reason": str(error)}
     except Exception as error:  # of any kind: what training raises is to be reported
         traceback.print_exc()
-        first = str(error).strip().partition("\n")[0]
-        found = {"result": FAILED, "reason": f"{type(error).__name__}: {first}"}
+        found = {"result": FAILED, "reason": _text.reason_of(error)}
     sys.stdout.write(f"\n{_SIGN}{json.dumps(found)}\n")
     sys.stdout.flush()
     sys.stderr.flush()

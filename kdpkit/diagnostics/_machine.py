@@ -71,7 +71,7 @@ def _cpu() -> str:
 
 
 def memory_bytes() -> int | None:
-    """The memory that this process may use at most; None where that is not known."""
+    """Return the memory that this process may use; None where that is not known."""
     sizes = [int(words[0]) for words in _group_limits("memory.max")]
     with contextlib.suppress(AttributeError, ValueError):  # Windows has no `sysconf`
         sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -79,7 +79,7 @@ def memory_bytes() -> int | None:
 
 
 def cores_limit() -> float | None:
-    """The processor time in cores that the container of this process may use."""
+    """Return the processor time, in cores, that the container of this process may use."""
     limits = (int(quota) / int(period) for quota, period in _group_limits("cpu.max"))
     return min(limits, default=None)
 

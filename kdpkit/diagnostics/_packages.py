@@ -86,7 +86,7 @@ def findings() -> Iterator[Finding]:
             is_newer = any(not bound.contains(installed) for bound in newer)
             yield Finding(
                 "untested-version" if is_newer else "old-version",
-                "refused",
+                "error",
                 package,
                 f"Version {installed} is installed, and kdpkit works with {text}.",
                 f"Run `{install_command(text)}`.",
@@ -94,7 +94,7 @@ def findings() -> Iterator[Finding]:
     if len(installed_ones := _installed_tensorflows()) > 1:
         yield Finding(
             "two-tensorflows",
-            "refused",
+            "error",
             "tensorflow",
             f"Several distributions overwrite each other's files: {', '.join(installed_ones)}.",
             "Uninstall all of them, then install one.",

@@ -46,9 +46,12 @@ def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
             "Arguments after `--` are those of a script.", target=target, arguments=arguments
         )
     with named(target, makes=_is_function) as given:
-        if isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit"):
-            return check(Training(*given))
-        return check(Training(given))
+        return check(Training(*given) if has_model(given) else Training(given))
+
+
+def has_model(given: Any) -> bool:
+    """Return whether it is (dataset, model)."""
+    return isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit")
 
 
 def _at_fit_of(script: str, arguments: Sequence[str], check: Check) -> Any:

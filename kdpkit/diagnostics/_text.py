@@ -1,12 +1,12 @@
 """Reports and errors as text, and on stdout: what the commands have in common."""
 
 import json
-import re
 import sys
+import textwrap
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kdpkit._internal import check_results
+from kdpkit._internal import check_results, error_text
 
 _ASCII = dict.fromkeys(range(0x2801, 0x2900), "*") | {0x2800: " "}  # of braille
 _LONGEST_REASON = 300  # characters
@@ -60,10 +60,10 @@ def reason_of(error: BaseException) -> str:
     >>> reason_of(ValueError("no data\nand more"))
     'ValueError: no data'
     """
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = re.sub(r"\x1b\[\d*m", "", lines[0]) if lines else ""
-    text = text if len(text) <= _LONGEST_REASON else text[:_LONGEST_REASON] + "..."
-    return f"{type(error).__name__}: {text}".rstrip(": ")
+    kind = type(error).__name__
+    line = error_text.first_line(error).removeprefix(f"{kind}: ")
+    line = textwrap.shorten(line, _LONGEST_REASON, placeholder="...")
+    return kind if line == kind else f"{kind}: {line}"
 
 
 def show(report: Report, *, as_json: bool) -> None:

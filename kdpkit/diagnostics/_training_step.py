@@ -31,12 +31,12 @@ def check_model(trainer: Any) -> None:
 
 
 def is_loop(trainer: Any) -> TypeGuard[TrainingLoop]:
-    """Whether it is a `TrainingLoop`."""
+    """Return whether it is a `TrainingLoop`."""
     return isinstance(trainer, TrainingLoop)
 
 
 def is_exact(trainer: Any) -> bool:
-    """Whether it is a model of `replica_exact`, which has a `fit` of its own."""
+    """Return whether it is a model of `replica_exact`, which has a `fit` of its own."""
     return isinstance(trainer, keras.Model) and "fit" in vars(trainer)
 
 

@@ -1,6 +1,6 @@
-"""What all recipes need: flags, strategy, prepared data, progress, Ctrl-C and the results file.
+"""What the recipes share: flags, strategy, cached data, progress, Ctrl-C and results.
 
-A recipe reads:
+A recipe looks like this:
 
     def main(argv=None):
         parser = experiment.argument_parser(__doc__, epochs=5, per_replica_batch_size=32,

@@ -1,4 +1,4 @@
-"""The flags that all recipes have, and the types of a recipe's own."""
+"""The common flags of the recipes, and types for a recipe's own flags."""
 
 import argparse
 import contextlib
@@ -25,20 +25,21 @@ def argument_parser(
     rule: str = "linear",
     smoke: Mapping[str, Any] | None = None,
 ) -> argparse.ArgumentParser:
-    """Make the parser of a recipe, with the flags that all recipes have.
+    """Return a recipe's parser, with the flags that all recipes share.
 
-    Add the recipe's own flags with `add_argument`. A bad flag raises a `ValueError` of one
-    sentence, which a notebook shows as it is and `run` prints. `--results` and `--log-dir` are
-    made and tried when they are parsed, so that a run of hours does not end where it cannot write.
-    Wherever a flag takes a path, it may be in object storage: `gs://bucket/logs`.
+    Add the recipe's own flags with `add_argument`. An invalid flag raises a `ValueError` with one
+    sentence, which a notebook shows and `run` prints. `--results` and `--log-dir` are created and
+    tried when they are parsed, so a long run does not fail at its end. All paths may be in object
+    storage, such as `gs://bucket/logs`.
 
     Args:
         description: What `--help` shows above the flags, usually the recipe's `__doc__`.
-        epochs: Default of `--epochs`; so with the three that follow, whose flags have their names.
-        per_replica_batch_size: Examples in a batch, on each replica.
+        epochs: Default of `--epochs`; the next three are defaults of the flags with their names.
+        per_replica_batch_size: Examples in a batch on each replica.
         base_learning_rate: Learning rate for one replica's batch.
         rule: How the rate grows with the replicas.
-        smoke: What `--smoke` sets, by flag, for a run of seconds; flags of the caller's win.
+        smoke: Settings of `--smoke` by flag, for a run of a few seconds; explicit flags take
+            precedence.
 
     >>> settings = {"epochs": 5, "per_replica_batch_size": 32, "base_learning_rate": 1e-4}
     >>> parser = argument_parser("Trains.", **settings, smoke={"epochs": 1, "steps_per_epoch": 4})
@@ -49,7 +50,7 @@ def argument_parser(
     parser = _Parser(description, smoke or {})
     _add_training_flags(parser.add_argument)
     _add_file_flags(parser.add_argument)
-    parser.add_argument("--smoke", action="store_true", help="a run of seconds, to try everything")
+    parser.add_argument("--smoke", action="store_true", help="run for a few seconds, as a test")
     parser.set_defaults(
         epochs=epochs,
         per_replica_batch_size=per_replica_batch_size,
@@ -71,7 +72,7 @@ def _add_training_flags(add: Callable[..., argparse.Action]) -> None:
         "--replicas",
         type=positive_integer,
         metavar="N",
-        help="replicas that train in step; the CPU, or a single GPU, is split into N logical "
+        help="number of synchronous replicas; the CPU, or a single GPU, is split into N logical "
         "devices (default: what the strategy finds)",
     )
     add("--data", default="builtin", metavar="builtin|PATH|NAME", help="what to train on")
@@ -80,7 +81,7 @@ def _add_training_flags(add: Callable[..., argparse.Action]) -> None:
         "--steps-per-epoch",
         type=positive_integer,
         metavar="STEPS",
-        help="batches of all replicas together in an epoch (default: all the data)",
+        help="global batches in an epoch (default: all the data)",
     )
     add("--per-replica-batch-size", type=positive_integer, metavar="EXAMPLES", help=_DEFAULT)
     add(
@@ -90,7 +91,7 @@ def _add_training_flags(add: Callable[..., argparse.Action]) -> None:
         help=f"learning rate for one replica's batch {_DEFAULT}",
     )
     add("--rule", choices=scaling.RULES, help=f"how the rate grows with the replicas {_DEFAULT}")
-    add("--seed", type=_seed, default=0, help=f"of every random choice {_DEFAULT}")
+    add("--seed", type=_seed, default=0, help=f"seed of all random numbers {_DEFAULT}")
 
 
 def _add_file_flags(add: Callable[..., argparse.Action]) -> None:
@@ -104,21 +105,21 @@ def _add_file_flags(add: Callable[..., argparse.Action]) -> None:
         "--resume",
         type=_writable_directory,
         metavar="DIRECTORY",
-        help="keep the state of training there, and go on from it (default: none)",
+        help="directory of the training state, to resume from (default: none)",
     )
-    add("--results", type=_writable_file, metavar="FILE", help="write what happened, as JSON")
+    add("--results", type=_writable_file, metavar="FILE", help="write the results as JSON")
     caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     add(
         "--cache-dir",
         type=storage.path,
         default=caches / "kdpkit",
         metavar="DIRECTORY",
-        help=f"keeps prepared data between runs {_DEFAULT}",
+        help=f"directory of cached data {_DEFAULT}",
     )
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises what is wrong, and takes other defaults under `--smoke`."""
+    """A parser that raises errors, and has other defaults with `--smoke`."""
 
     def __init__(self, description: str | None, smoke: Mapping[str, Any]) -> None:
         super().__init__(
@@ -131,7 +132,7 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; with `--smoke` once more, where its settings stand in for the defaults."""
+        """Parse; with `--smoke` parse again, with its settings as defaults."""
         parsed, rest = super().parse_known_args(args, namespace)
         if not parsed.smoke:
             return parsed, rest
@@ -141,34 +142,34 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, argparse.Namespace(**self._smoke))
 
     def error(self, message: str) -> NoReturn:
-        """Raise what is wrong, in place of printing the usage and leaving Python."""
+        """Raise the error instead of printing the usage and exiting."""
         raise errors.InputError(f"{message.rstrip('.')}. The flags are listed by --help.")
 
 
 def positive_integer(text: str) -> int:
-    """Parse a recipe's own flag, for `add_argument(type=...)`."""
+    """Parse a positive integer, for `add_argument(type=...)`."""
     return _parsed(text, int, "a positive integer", lambda number: number > 0)
 
 
 def count(text: str) -> int:
-    """Parse a flag that may be 0."""
+    """Parse a non-negative integer."""
     return _parsed(text, int, "a non-negative integer", lambda number: number >= 0)
 
 
 def _seed(text: str) -> int:
-    """Parse a seed that NumPy takes too."""
+    """Parse a seed that NumPy also accepts."""
     return _parsed(text, int, "an integer from 0 to 2**32 - 1", lambda seed: 0 <= seed < 1 << 32)
 
 
 def positive_number(text: str) -> float:
-    """Parse a flag that is a rate or a factor."""
+    """Parse a positive number."""
     return _parsed(text, float, "a positive number", lambda number: 0 < number < math.inf)
 
 
 def _parsed(
     text: str, parse: Callable[[str], Number], kind: str, is_valid: Callable[[Number], bool]
 ) -> Number:
-    """Parse a flag's value; argparse adds the flag's name to the sentence."""
+    """Parse a flag's value; argparse adds the flag's name to the error."""
     with contextlib.suppress(ValueError):
         if is_valid(value := parse(text)):
             return value
@@ -193,7 +194,7 @@ def _writable_file(text: str) -> storage.AnyPath:
 
 @contextlib.contextmanager
 def _flag_errors(text: str) -> Iterator[None]:
-    """Raise bad input as the type whose sentence argparse reports, with the flag's name."""
+    """Raise invalid input as the error type that argparse reports with the flag's name."""
     try:
         yield
     except errors.InputError as error:

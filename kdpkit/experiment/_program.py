@@ -1,4 +1,4 @@
-"""A recipe as a program: its imports, progress, Ctrl-C, resuming and exit codes."""
+"""Recipes as programs: imports, progress, Ctrl-C, resuming and exit codes."""
 
 import contextlib
 import gc
@@ -24,11 +24,11 @@ Item = TypeVar("Item")
 
 @contextlib.contextmanager
 def quick_imports() -> Iterator[None]:
-    """Import Keras and its backend in a fifth less time, at the top of a program.
+    """Import Keras and its backend a fifth faster, at the top of a program.
 
-    Python's garbage collector rests meanwhile, and leaves out for good what was imported
-    (`gc.freeze`); where Keras is loaded already, as in a notebook, it is left alone. TensorFlow's
-    notes on how it was built are not shown, unless TF_CPP_MIN_LOG_LEVEL asks for them.
+    Python's garbage collector is paused meanwhile, and permanently excludes the imported objects
+    (`gc.freeze`), unless Keras is already loaded, as in a notebook. TensorFlow's messages about how
+    it was built are hidden unless TF_CPP_MIN_LOG_LEVEL is set.
 
     >>> with quick_imports():
     ...     import keras
@@ -43,11 +43,11 @@ def quick_imports() -> Iterator[None]:
 
 
 def track(items: Iterable[Item], description: str, *, total: int | None = None) -> Iterator[Item]:
-    """Yield the items one by one, and show how far along they are.
+    """Yield the items one by one, and show the progress.
 
-    On a terminal there is a progress bar meanwhile. When the last item is done, one line reports
-    how many there were and how long they took; elsewhere (files, notebooks) that line is all.
-    `total` is the number of items, where `items` does not know its length.
+    A terminal shows a progress bar. After the last item one line reports the number of items and
+    the time; elsewhere (files, notebooks) there is only that line. `total` is the number of items,
+    if `items` has no length.
 
     >>> [word.upper() for word in track(["a", "b"], "Shouting")]
     Shouting: 2 in 0.0 s
@@ -59,7 +59,7 @@ def track(items: Iterable[Item], description: str, *, total: int | None = None) 
     console = Console()
     started, count = time.perf_counter(), 0
     with contextlib.ExitStack() as stack:
-        if console.is_terminal:  # elsewhere rich 13 prints an empty line, also where it is disabled
+        if console.is_terminal:  # elsewhere rich 13 prints an empty line, even if disabled
             progress = stack.enter_context(Progress(console=console, transient=True))
             items = progress.track(items, total=total, description=description)
         for item in items:
@@ -69,10 +69,10 @@ def track(items: Iterable[Item], description: str, *, total: int | None = None) 
 
 
 def collect(dataset: "tf.data.Dataset", description: str) -> np.ndarray:
-    """Put the examples of a finite dataset, tensors of one shape, into one array; see `track`.
+    """Collect the examples of a finite dataset, tensors of one shape, in an array; see `track`.
 
     Raises:
-        ValueError: There is no example, as when a filter left none.
+        ValueError: There is no example, for example because a filter removed all.
 
     >>> import tensorflow as tf
     >>> collect(tf.data.Dataset.range(3), "Counting")
@@ -84,7 +84,7 @@ def collect(dataset: "tf.data.Dataset", description: str) -> np.ndarray:
         checks.fail(
             "No example is left.",
             while_doing=description,
-            remedy="The data are empty, or every example was filtered out.",
+            remedy="Check that the data are not empty and that the filter keeps some examples.",
         )
     return np.stack(examples)
 
@@ -92,14 +92,14 @@ def collect(dataset: "tf.data.Dataset", description: str) -> np.ndarray:
 def saving_on_interrupt(
     model: "keras.Model", log_dir: str | os.PathLike[str] | None
 ) -> "AbstractContextManager[keras.callbacks.Callback]":
-    """Let Ctrl-C end training cleanly, with what was learned so far saved.
+    """End training cleanly on Ctrl-C, and save the model.
 
-    Pass `fit` (or `TrainingLoop.fit`) the callback that the block begins with. On Ctrl-C the step
-    or the validation batch in progress is finished on all replicas, the model is saved as
-    `log_dir/interrupted.keras` (with None not at all), and `KeyboardInterrupt` is raised; `run`
-    turns that into exit code 130. Where `kdpkit.callbacks.Resume` saves the state of training
-    instead, the sentence names its directory. A second Ctrl-C stops at once and saves nothing.
-    Outside the main thread, and where Ctrl-C was being ignored, nothing changes.
+    Pass the callback that the `with` statement returns to `fit` (or `TrainingLoop.fit`). On Ctrl-C
+    the current step or validation batch is finished on all replicas, the model is saved as
+    `log_dir/interrupted.keras` (not with None), and `KeyboardInterrupt` is raised; `run` turns that
+    into exit code 130. If `kdpkit.callbacks.Resume` saves the training state instead, the message
+    names its directory. A second Ctrl-C stops at once and saves nothing. This does nothing outside
+    the main thread, or if Ctrl-C was already ignored.
 
     >>> from kdpkit import testing
     >>> model = testing.tiny_classifier()
@@ -117,10 +117,10 @@ def resuming(
     train: Any,
     watching: "Iterable[keras.callbacks.Callback]",
 ) -> "tuple[Any, list[keras.callbacks.Callback]]":
-    """Return the dataset and callbacks with which a run goes on from its last state.
+    """Return the dataset and callbacks that resume a run from its last state.
 
-    The states are in `directory`, such as `args.resume`; None changes nothing. What `train` may be
-    is documented at `kdpkit.callbacks.Resume.track`; `watching` are the callbacks so far.
+    The states are in `directory`, such as `args.resume`; None changes nothing. For `train` see
+    `kdpkit.callbacks.Resume.track`; `watching` are the other callbacks.
 
     >>> resuming(None, "data", ["callback"])
     ('data', ['callback'])
@@ -134,13 +134,13 @@ def resuming(
 
 
 def run(main: Callable[[], Any]) -> None:
-    """Run a recipe's `main` as a program: errors of the caller end in one sentence.
+    """Run a recipe's `main` as a program: invalid input ends with one sentence.
 
-    Exit code 2 with the sentence for bad input (`InputError`, which recipes may raise too), 130
-    for Ctrl-C, 43 where another process of the training is gone, else Python's own: 0, or 1 with
-    the traceback of what was not foreseen.
+    The exit code is 2 for invalid input (`InputError`, which recipes can raise too), 130 after
+    Ctrl-C, 43 if another process was lost, else Python's own: 0, or 1 with the traceback of any
+    other error.
 
-    `main` takes its flags from the command line when it is called without arguments.
+    Without arguments `main` takes its flags from the command line.
     """
     from kdpkit._internal import processes
 

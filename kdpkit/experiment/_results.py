@@ -1,4 +1,4 @@
-"""What a recipe returns and writes: one dictionary of plain values, and the trained model."""
+"""The results of a recipe: a dictionary of plain values, and the trained model."""
 
 import json
 import os
@@ -26,16 +26,16 @@ def results_of(
     global_batch_size: int,
     test: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
-    """Put together what a recipe returns and writes: one dictionary of plain values.
+    """Return the results of a recipe as a dictionary of plain values.
 
     Args:
-        model: The trained model; its optimizer has counted the `steps`.
-        history: What `fit` returned. Where `LearningRateLogger` and `Throughput` were among its
-            callbacks, `learning_rates` are those of each epoch's last step, and
-            `examples_per_second` and `tokens_per_second` means over the epochs.
-        strategy: The strategy that trained.
+        model: The trained model; its optimizer has the number of `steps`.
+        history: The return value of `fit`. With the callbacks `LearningRateLogger` and `Throughput`
+            the results include `learning_rates`, those of each epoch's last step, and
+            `examples_per_second` and `tokens_per_second`, means over the epochs.
+        strategy: The strategy used for training.
         global_batch_size: Examples in one step, over all replicas.
-        test: Metrics of the test, as from `evaluate(..., return_dict=True)`.
+        test: Test metrics, as from `evaluate(..., return_dict=True)`.
     """
     import keras
 
@@ -58,7 +58,7 @@ def results_of(
 
 
 def _schedule_of(optimizer: "keras.optimizers.Optimizer") -> Mapping[str, Any] | None:
-    """The learning-rate schedule as Keras writes it into files; None for a plain rate."""
+    """Return the learning-rate schedule as Keras serializes it; None for a plain rate."""
     from kdpkit._internal import optimizers
 
     rate = optimizers.wrapped(optimizer).get_config().get("learning_rate")
@@ -66,21 +66,22 @@ def _schedule_of(optimizer: "keras.optimizers.Optimizer") -> Mapping[str, Any] |
 
 
 def _mean_speed(speeds: list[float] | None) -> float | None:
-    """Average over epochs of the same work, that is all work over all time."""
+    """Average the speed over epochs of equal work, as total work over total time."""
     return statistics.harmonic_mean(speeds) if speeds else None
 
 
 def save_model(model: "keras.Model", path: str | os.PathLike[str]) -> None:
-    """Save a model atomically, as `model.keras` or `gs://bucket/model.keras`.
+    """Save a model atomically, for example as `model.keras` or `gs://bucket/model.keras`.
 
-    All processes call it, since each may hold parts of the model; the first one's file stays.
+    All processes must call this, since each may hold parts of the model; the first one's file is
+    kept.
     """
     with atomic_files.replacing_in_first_process(path) as temporary:
         model.save(temporary)
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that a result depends on: Python, kdpkit, Keras, backend and platform.
+    """Return the versions of Python, kdpkit, Keras, the backend and the platform.
 
     >>> sorted(versions())
     ['backend', ...'kdpkit', 'keras', ...'numpy', 'platform', 'python'...]
@@ -100,14 +101,14 @@ def versions() -> dict[str, str]:
 
 
 def write_results(path: str | os.PathLike[str] | None, results: Mapping[str, Any]) -> None:
-    """Write the results as JSON, atomically, making directories as needed; with None nothing.
+    """Write the results as JSON, atomically, creating directories; None writes nothing.
 
-    Arrays and numbers of NumPy, TensorFlow and JAX become plain ones. JSON has no NaN and no
-    infinity: both are written as `null`. What has no JSON form is written as its `str`, since the
-    run that it comes from is over. Of several processes the first one writes.
+    Arrays and numbers of NumPy, TensorFlow and JAX become plain values. NaN and infinity, which
+    JSON does not have, become `null`. Other values are written as their `str`, because the run is
+    already over. With several processes only the first one writes.
 
     Raises:
-        OSError: The file cannot be written. A path from `--results` was tried before the run.
+        OSError: The file cannot be written. A path from `--results` is tried before the run.
     """
     from kdpkit._internal import processes
 
@@ -120,7 +121,7 @@ def write_results(path: str | os.PathLike[str] | None, results: Mapping[str, Any
 
 
 def _plain(value: Any, **decoding: Any) -> Any:
-    """Return the value as JSON has it: arrays and numbers of any library as Python's own."""
+    """Return a JSON value: arrays and numbers of any library as Python values."""
     return json.loads(json.dumps(value, default=_of_another_type), **decoding)
 
 

@@ -1,4 +1,4 @@
-"""The strategy and the batch sizes that a recipe's flags ask for."""
+"""The strategy and the batch sizes for a recipe's flags."""
 
 import argparse
 import contextlib
@@ -19,29 +19,29 @@ if TYPE_CHECKING:
 
 
 class Strategy(Protocol):
-    """What a `tf.distribute` strategy and a `kdpkit.sharding.DataParallel` have in common."""
+    """The common interface of `tf.distribute` strategies and `kdpkit.sharding.DataParallel`."""
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """Replicas that train in step."""
+        """The number of synchronous replicas."""
 
     def scope(self) -> AbstractContextManager:
-        """Enter a block that builds a model for this strategy."""
+        """Return a context manager in which to build a model for this strategy."""
 
 
 def strategy_from(args: argparse.Namespace) -> Strategy:
-    """Return the strategy that `--strategy` and `--replicas` name: on JAX a `DataParallel`, set.
+    """Return the strategy for `--strategy` and `--replicas`: on JAX a `DataParallel`, already set.
 
-    `--replicas N` above 1 mirrors over N devices; if there are fewer, the CPU, or the memory of a
-    single GPU on TensorFlow, is first split into N logical devices, which has to happen before the
-    framework's runtime starts. Without `--replicas` the strategy takes what
-    `kdpkit.strategies.select_strategy` finds, and on JAX all devices. `auto` prints what it takes,
-    and why.
+    `--replicas N` above 1 mirrors over N devices. If there are fewer, the CPU, or on TensorFlow the
+    memory of a single GPU, is first split into N logical devices, which must happen before the
+    framework's runtime starts. Without `--replicas` the strategy uses the devices found by
+    `kdpkit.strategies.select_strategy`, on JAX all devices. `auto` prints its choice and the
+    reason.
 
-    A recipe's own flag `--communication` goes on to `select_strategy`.
+    A recipe's flag `--communication` is passed to `select_strategy`.
 
     Raises:
-        ValueError: The backend, this machine or the cluster does not have such a strategy.
+        ValueError: The backend, this machine or the cluster does not support the strategy.
     """
     kind, replicas = args.strategy, args.replicas
     if kind == "one" and replicas not in (None, 1):
@@ -56,7 +56,7 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
 
 
 def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan:
-    """Return batch sizes and learning rate for the strategy's replicas, as the flags ask."""
+    """Return the flags' batch size and learning rate, scaled to the strategy's replicas."""
     return scaling.ScalePlan(
         replicas=strategy.num_replicas_in_sync,
         per_replica_batch_size=args.per_replica_batch_size,
@@ -66,7 +66,7 @@ def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan
 
 
 def describe(strategy: Strategy) -> str:
-    """Describe a strategy of either backend in one line."""
+    """Describe a TensorFlow or JAX strategy in one line."""
     module = kdpkit.strategies if _backend() == "tensorflow" else kdpkit.sharding
     return str(module.describe(strategy))
 
@@ -90,7 +90,7 @@ def _tensorflow_strategy(
         _split_for(replicas)
     elif kind in ("multi_worker", "parameter_server", "tpu"):
         checks.fail(
-            f"The strategy {kind!r} takes its replicas from the cluster.",
+            f"The strategy {kind!r} gets its replicas from the cluster.",
             replicas=replicas,
             remedy="Leave `--replicas` out.",
         )
@@ -111,11 +111,11 @@ def _data_parallel(kind: str, replicas: int | None) -> "sharding.DataParallel":
     replicas = 1 if kind == "one" else replicas
     asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if replicas and not asked:
-        with contextlib.suppress(RuntimeError):  # JAX runs already, with the devices that it has
+        with contextlib.suppress(RuntimeError):  # JAX has already started, with its devices
             jax.config.update("jax_num_cpu_devices", replicas)
     cpu_threads.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
     if kind == "tpu":
-        sharding.tpu_devices()  # or an error with the reason why there are none
+        sharding.tpu_devices()  # raises if there are none
     if kind == "auto" and not replicas:
         print(f"Strategy: {sharding.describe_choice()}")
     distribution = sharding.DataParallel(replicas)
@@ -124,7 +124,7 @@ def _data_parallel(kind: str, replicas: int | None) -> "sharding.DataParallel":
 
 
 def _split_for(replicas: int) -> None:
-    """Split the CPU or a single GPU, unless there are devices enough."""
+    """Split the CPU or a single GPU, unless there are enough devices."""
     import tensorflow as tf
 
     from kdpkit import strategies
@@ -134,12 +134,12 @@ def _split_for(replicas: int) -> None:
     present = len(tf.config.get_logical_device_configuration(device) or [device])
     if others or replicas <= present:
         return
-    memory = int(0.9 * _free_gpu_memory_mb() / replicas) if gpus else None  # the rest is CUDA's own
+    memory = int(0.9 * _free_gpu_memory_mb() / replicas) if gpus else None  # the rest is for CUDA
     strategies.split_device("GPU" if gpus else "CPU", replicas, memory_limit_mb=memory)
 
 
 def _free_gpu_memory_mb() -> int:
-    """Ask the driver; TensorFlow knows once its runtime runs, too late for splitting."""
+    """Ask the driver; TensorFlow only knows once its runtime runs, too late for splitting."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     query = f"nvidia-smi --id={gpu} --query-gpu=memory.free --format=csv,noheader,nounits"
     try:

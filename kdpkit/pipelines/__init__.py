@@ -1,9 +1,9 @@
-"""tf.data input pipelines for several replicas: stages that stand alone, and two builders.
+"""tf.data input pipelines for several replicas: single stages, and two builders.
 
 A `Transform` is a function from dataset to dataset, for `Dataset.apply`. `train_pipeline` and
-`eval_pipeline` put the stages together in the order that keeps every epoch fresh: filter, prepare,
-cache, shuffle, batch, augment, prefetch. `lint` finds the mistakes of any pipeline from its stages,
-and `measure` reports how long each of them takes.
+`eval_pipeline` combine the stages in the order that gives every epoch a new order and new
+augmentation: filter, prepare, cache, shuffle, batch, augment, prefetch. `lint` finds mistakes in
+any pipeline from its stages, and `measure` times each stage.
 """
 
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline

@@ -1,4 +1,4 @@
-"""Complete input pipelines, with the stages in the one order that is right."""
+"""Complete input pipelines, with the stages in the right order."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,14 +24,14 @@ class PipelineConfig:
     """How a pipeline keeps, shuffles and prepares its examples.
 
     Args:
-        cache: `"memory"`, the path of a directory, also as `gs://bucket/cache` (see `cache`), or
+        cache: `"memory"`, the path of a directory such as `gs://bucket/cache` (see `cache`), or
             None.
         shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
         seed: Fixes the order and the augmentation of every epoch.
         prefetch: Batches prepared ahead.
-        remainder: What becomes of a smaller last training batch: `"drop"` leaves it out, `"pad"`
-            fills it up (see `pad_to_global_batch`), `"keep"` leaves it as it is: on several
-            replicas only with `kdpkit.training`, as plain Keras weights its examples wrongly.
+        remainder: What happens to a smaller last training batch: `"drop"` removes it, `"pad"` pads
+            it (see `pad_to_global_batch`), `"keep"` keeps it: on several replicas only with
+            `kdpkit.training`, since plain Keras weights its examples wrongly.
     """
 
     cache: str | os.PathLike[str] | None = "memory"
@@ -65,38 +65,38 @@ def train_pipeline(
 ) -> TrainDataset:
     """Build the training input: filter, prepare, cache, shuffle, batch, augment, prefetch.
 
-    One iteration of the result is one epoch. Its order and its augmentation depend on the seed, the
-    epoch and the position in it alone: every epoch has its own, the same on any number of replicas.
-    `kdpkit.callbacks.Resume` moves it to where a run stopped. An epoch is over once its last batch
-    was taken, so looking at a batch or two costs nothing. (Plain Keras takes up to five batches to
-    build a model under a strategy: shorter epochs are then numbered from 1.)
+    One iteration of the result is one epoch. Its order and augmentation depend only on the seed,
+    the epoch and the position in the epoch: they change every epoch, and are the same on any number
+    of replicas. `kdpkit.callbacks.Resume` can start it where a run stopped. An epoch is over once
+    its last batch was taken, so you can look at a few batches. (Plain Keras takes up to five
+    batches to build a model under a strategy: shorter epochs are then numbered from 1.)
 
     Args:
-        source: Single examples, of finite number.
+        source: A finite dataset of single examples.
         config: See `PipelineConfig`.
         global_batch_size: Examples in a batch, over all replicas.
-        replicas: Replicas that a batch is split over, evenly: `strategy.num_replicas_in_sync`.
-        keep: A predicate on an example; others are left out.
+        replicas: Replicas that a batch is split over evenly: `strategy.num_replicas_in_sync`.
+        keep: A predicate on an example; only examples for which it is true are kept.
         prepare: A function of an example, applied once, before the cache.
-        services: Where the source is read and `keep` and `prepare` run, until the cache is filled;
-            see `prepare_with_services`.
-        augment: A function of a batch and a seed (two integers), applied again in every epoch,
-            after the cache; draw with `tf.random.stateless_*`.
-        steps_per_epoch: Batches in an epoch, the first of its own order; None takes all there are.
-            Leave `fit(steps_per_epoch=...)` alone: it would cut epochs short where the data ends.
-        initial_epoch: The epoch to begin with.
-        initial_step: Batches of that epoch that have been trained on. Train what is left of it in
-            a `fit` of its own, with `epochs=initial_epoch + 1` and `steps_per_epoch` the batches
-            left, because Keras takes the first epoch's length for every epoch.
+        services: Addresses of processes that read the source and run `keep` and `prepare` until the
+            cache is filled; see `prepare_with_services`.
+        augment: A function of a batch and a seed (two integers), applied after the cache in every
+            epoch; draw with `tf.random.stateless_*`.
+        steps_per_epoch: Batches in an epoch, the first ones of its order; None takes all. Do not
+            use `fit(steps_per_epoch=...)`: it would cut epochs short where the data ends.
+        initial_epoch: The first epoch.
+        initial_step: Batches of that epoch that have been trained on. Train the rest of it in a
+            separate `fit` with `epochs=initial_epoch + 1` and `steps_per_epoch` set to the
+            remaining batches, because Keras uses the first epoch's length for every epoch.
 
     Returns:
-        A dataset of batches, of known length unless `initial_step` shortens the first epoch. Where
+        A dataset of batches, of known length unless `initial_step` shortens the first epoch. If
         `keep` or the source hides the length, the examples are counted: while the cache fills, or
-        with `cache=None` by reading them once more.
+        with `cache=None` in an additional pass.
 
     Raises:
         ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
-            would repeat it again), nothing is left after `keep`, or less than a batch.
+            would repeat it again), or fewer examples than one batch are left after `keep`.
 
     >>> train = train_pipeline(tf.data.Dataset.range(8), global_batch_size=4, replicas=2)
     >>> epochs = [[int(number) for batch in train for number in batch] for _ in range(2)]
@@ -146,17 +146,17 @@ def eval_pipeline(
     services: Sequence[str] = (),
     remainder: str = "pad",
 ) -> tf.data.Dataset:
-    """Build the input for validation and test: filter, prepare, cache, batch, prefetch.
+    """Build the input for validation or test: filter, prepare, cache, batch, prefetch.
 
     Nothing is shuffled, and by default every example is evaluated exactly once: the last batch is
     padded with examples of weight 0, so use `weighted_metrics`.
 
     Args:
-        source: Single examples, of finite number.
+        source: A finite dataset of single examples.
         config: Its `cache` and `prefetch`; see `PipelineConfig`.
         global_batch_size: Examples in a batch, over all replicas.
-        replicas: Replicas that a batch is split over, evenly.
-        keep: A predicate on an example; others are left out.
+        replicas: Replicas that a batch is split over evenly.
+        keep: A predicate on an example; only examples for which it is true are kept.
         prepare: A function of an example, applied once, before the cache.
         services: As in `train_pipeline`.
         remainder: `"pad"`, `"drop"` or `"keep"` a smaller last batch.
@@ -189,10 +189,10 @@ def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
 
 
 def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> tf.data.Dataset:
-    """Shuffle in the order of the seed alone; it is called while a graph is being traced."""
+    """Shuffle in an order that depends only on the seed; called while a graph is traced."""
     if buffer_size == 0:
         return examples
-    tf.random.set_seed(1)  # of this graph; else the program's global seed changes the order
+    tf.random.set_seed(1)  # of this graph; otherwise the program's global seed changes the order
     order = tf.random.stateless_uniform([], seed, minval=None, maxval=None, dtype=tf.int64)
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
 
@@ -215,12 +215,12 @@ def _examples(
     prepare: Callable[..., Any] | None,
     services: Sequence[str],
 ) -> tf.data.Dataset:
-    """Filter, prepare and cache, then count: a cache fills while it is counted."""
+    """Filter, prepare and cache, then count; counting also fills the cache."""
     require_dataset("source", source)
     require_no_repeat(source)
     if services and prepare is None:
         checks.fail(
-            "`services` are where `prepare` runs, and there is none.",
+            "`services` run `prepare`, and there is none.",
             services=services,
             remedy="Pass `prepare`, or leave out `services`.",
         )
@@ -236,7 +236,7 @@ def _examples(
         examples = prepared()
     elif config.cache == "memory":
         examples = prepared().cache()
-    else:  # on disk, the one that is filled without services
+    else:  # on disk, filled without services
         examples = _disk_cache.cached_on_disk(here, config.cache, fill_from=prepared)
     count = count_batches(examples)
     if count == 0:

@@ -1,4 +1,4 @@
-"""How many batches a dataset has, which `filter` hides."""
+"""Count the batches of a dataset, whose number `filter` hides."""
 
 from typing import Any, NoReturn
 
@@ -9,11 +9,11 @@ from kdpkit.pipelines import _structure
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:
-    """Return the number of elements of a dataset: of batches, if it is batched.
+    """Return the number of elements of a dataset (batches, if it is batched).
 
-    `len(dataset)` raises after `filter`, cached or not. Here the dataset is run through once where
-    its length is unknown, which also fills a cache inside it; the steps of a decay schedule are
-    then `count_batches(train) * epochs`. Under a strategy a global batch counts once.
+    `len(dataset)` raises after `filter`, cached or not. This function iterates a dataset of unknown
+    length once, which also fills a cache inside it. The steps of a decay schedule are
+    `count_batches(train) * epochs`. Under a strategy a global batch counts once.
 
     Raises:
         ValueError: The dataset never ends.
@@ -30,7 +30,7 @@ def count_batches(dataset: tf.data.Dataset) -> int:
 
 
 def require_dataset(name: str, value: Any) -> None:
-    """Raise for what is no `tf.data.Dataset`, such as arrays."""
+    """Raise unless `value` is a `tf.data.Dataset`."""
     if not isinstance(value, tf.data.Dataset):
         checks.fail(
             f"`{name}` must be a tf.data.Dataset.",
@@ -40,7 +40,7 @@ def require_dataset(name: str, value: Any) -> None:
 
 
 def cardinality(dataset: tf.data.Dataset) -> int | None:
-    """Length of the dataset, None where TensorFlow does not know it; raise for endless ones."""
+    """Return the length of a dataset, None if unknown; raise for endless ones."""
     count = tf.get_static_value(dataset.cardinality())  # None while a graph is being traced
     if count == tf.data.INFINITE_CARDINALITY:
         _raise_endless("`dataset` never ends")
@@ -58,6 +58,6 @@ def require_no_repeat(dataset: tf.data.Dataset) -> None:
 
 def _raise_endless(problem: str) -> NoReturn:
     checks.fail(
-        f"{problem}, and `fit(epochs=N)` would repeat what it gives.",
+        f"{problem}, and `fit(epochs=N)` would repeat it again.",
         remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
     )

@@ -1,12 +1,12 @@
-"""A dataset's cache on disk that is complete or not used.
+"""A dataset's cache on disk, which is only used if it is complete.
 
-`Dataset.cache(filename)` leaves a lock behind when its first pass is cut short, which stops the
-next run, and trusts any file under its name. Here the first pass runs to its end in a directory of
-its own, which is then moved to its path with a manifest of what it holds. Each pipeline has its own
-directory, named by TensorFlow's fingerprint of it, so several may use one cache directory.
+If the first pass of `Dataset.cache(filename)` is interrupted, it leaves a lock that stops the next
+run; and it trusts any file with its name. Here the first pass fills a temporary directory
+completely, which is then renamed, with a manifest of its content. Each pipeline has its own
+directory, named by TensorFlow's fingerprint, so several pipelines can share a cache directory.
 
-Object storage has no directories to move. There the files are copied one by one, each of which
-appears when it is complete, and the manifest last; it has their checksums.
+Object storage has no directories to rename. There the files are uploaded one by one, each
+atomically, and the manifest with their checksums last.
 """
 
 import json
@@ -34,9 +34,9 @@ def cached_on_disk(
     *,
     fill_from: Callable[[], tf.data.Dataset],
 ) -> tf.data.Dataset:
-    """Cache `dataset` inside `directory`, filling its own directory there unless that is complete.
+    """Cache `dataset` in its own directory inside `directory`, filled unless it is complete.
 
-    `fill_from` makes a dataset of the same examples to fill it from, called when it is needed.
+    `fill_from` returns a dataset of the same examples to fill it from; called if needed.
     """
     root = storage.path(storage.require_tensorflow(directory))
     target = root / f"kdpkit-{int(dataset.fingerprint()):016x}"
@@ -54,7 +54,7 @@ def cached_on_disk(
 
 
 def _warn_of_unknown(dataset: tf.data.Dataset, target: storage.AnyPath) -> None:
-    """Warn that a pipeline is taken for an earlier one, which may have been another."""
+    """Warn that the cache of an earlier pipeline is used, which may have been different."""
     stages = _structure.paths(_structure.end_of(dataset))
     functions = [function for stage, _ in stages for function in stage.functions]
     unknown = ["Python functions"] * any(one.calls_python for one in functions)
@@ -69,7 +69,7 @@ def _warn_of_unknown(dataset: tf.data.Dataset, target: storage.AnyPath) -> None:
 
 
 def _fill(dataset: tf.data.Dataset, target: storage.AnyPath) -> None:
-    parent = None  # any file system does for what is copied later
+    parent = None  # any local file system will do, since the files are copied later
     if isinstance(target, Path):
         parent = target.parent
         parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Edits that make a `tf.data` pipeline faster, each as a dataset on which it can be tried."""
+"""Edits that make a `tf.data` pipeline faster, each with a dataset to try it on."""
 
 import dataclasses
 import itertools
@@ -12,10 +12,10 @@ from kdpkit.pipelines import _structure
 from kdpkit.pipelines._structure import Stage
 
 _AUTOTUNE = "tf.data.AUTOTUNE"
-_FILES = 8  # that are read at once, where the user set nothing
-_BATCHES_KEPT = 4  # for a trial, in place of all the data
+_FILES = 8  # read in parallel, unless the user set a number
+_BATCHES_KEPT = 4  # for a trial, instead of all the data
 _AHEAD = frozenset({"prefetch", "distribute", "train_pipeline"})
-# Methods of a dataset that can be called again, with the arguments that matter.
+# Dataset methods that can be applied again, with the arguments that matter.
 _AGAIN = {
     "map": ("map_func", "num_parallel_calls"),
     "filter": ("predicate",),
@@ -36,10 +36,8 @@ class PipelineEdit:
 
     Attributes:
         text: What to write.
-        make: Returns the pipeline with this change, to be trained on for a while: it may go on
-            without end.
-        memory_bytes: What it keeps in memory for all the data; None if that is not known, 0 if it
-            keeps nothing.
+        make: Returns the pipeline with this change for a trial; it may be endless.
+        memory_bytes: The memory it needs for all the data; None if unknown, 0 if it stores nothing.
     """
 
     text: str
@@ -50,8 +48,8 @@ class PipelineEdit:
 def edits(dataset: tf.data.Dataset) -> Iterator[PipelineEdit]:
     """Yield the changes of a pipeline that can be tried: parallel work, a prefetch, a cache.
 
-    A pipeline is made again from the change on. Stages that cannot be made again (a
-    `train_pipeline`, a cache on disk, what `unbatch` adds) leave the changes before them out.
+    The stages after the change are applied again. Changes before a stage that cannot be applied
+    again (a `train_pipeline`, a cache on disk, what `unbatch` adds) are not tried.
     """
     stages = _structure.line(_structure.end_of(dataset))
     for index, stage in enumerate(stages):
@@ -79,7 +77,7 @@ def _in_parallel(
     if stage.kind == "interleave":
         given = stage.setting("cycle_length") or 0
         files = given if given > 1 else _FILES
-        # Not as tf.data would tune it, which takes the processor's cores: readers wait.
+        # A fixed number: tf.data would tune it to the number of cores, but readers wait for files.
         changed = {"cycle_length": files, "num_parallel_calls": files}
         written = f"cycle_length={files}, num_parallel_calls={files}"
 
@@ -92,12 +90,12 @@ def _in_parallel(
 
 
 def _cached(stages: Sequence[Stage], options: tf.data.Options) -> Iterator[PipelineEdit]:
-    """Look for the last position where a cache keeps what is the same in every epoch."""
+    """Find the last position where a cache stores what is the same in every epoch."""
     fixed = [*itertools.takewhile(_is_fixed, stages)]
     following = stages[len(fixed) :]
     if not fixed or any(stage.keeps for stage in stages):
         return
-    moved: list[Stage] = []  # maps behind a shuffle, which do as well before the cache
+    moved: list[Stage] = []  # maps after a shuffle, which can also be before the cache
     if following and following[0].kind == "shuffle":
         shuffle, *after = following
         moved = [*itertools.takewhile(lambda one: one.kind == "map" and _is_fixed(one), after)]
@@ -115,14 +113,14 @@ def _cached(stages: Sequence[Stage], options: tf.data.Options) -> Iterator[Pipel
         return _followed(first.repeat(), following).with_options(options)
 
     names = ", ".join(f"`{stage.label}`" for stage in moved)
-    text = f"Put `.cache()` behind `{fixed[-1].label}`."
+    text = f"Put `.cache()` after `{fixed[-1].label}`."
     if moved:
         text = f"Put {names} and then `.cache()` before the `shuffle`."
     yield PipelineEdit(text, make, _bytes_of(kept, fixed[-1].cardinality))
 
 
 def _is_fixed(stage: Stage) -> bool:
-    """Return whether a stage gives the same elements in the same order in each epoch."""
+    """Return whether a stage yields the same elements in the same order in each epoch."""
     if stage.kind in ("shuffle", "repeat", *_AHEAD) or stage.cardinality == -1:
         return False
     of_one = [stage] if len(stage.inputs) == 1 else [stage, *_structure.before(stage)]
@@ -132,7 +130,7 @@ def _is_fixed(stage: Stage) -> bool:
 
 
 def _bytes_of(dataset: tf.data.Dataset, elements: int | None) -> int | None:
-    """Return the bytes of all elements; None if their number or a size is not known."""
+    """Return the bytes of all elements; None if their number or a size is unknown."""
     size = 0
     for part in tf.nest.flatten(dataset.element_spec):
         shape = getattr(part, "shape", None)
@@ -156,13 +154,13 @@ def _followed(dataset: tf.data.Dataset, stages: Sequence[Stage]) -> tf.data.Data
 
 
 def _again(stage: Stage, dataset: tf.data.Dataset, **changed: Any) -> tf.data.Dataset:
-    """Put a stage on another dataset."""
+    """Apply a stage to another dataset."""
     arguments: dict[str, Any] = {}
     for name in _AGAIN[stage.kind]:
         value = stage.setting(name)
         arguments[name] = stage.argument(name) if value is None else value
     if stage.functions:
         arguments[_AGAIN[stage.kind][0]] = stage.functions[0].call
-    if stage.kind == "shuffle":  # else TensorFlow's own random numbers would go on by one
+    if stage.kind == "shuffle":  # else TensorFlow's own random numbers would advance by one
         arguments["seed"] = 0
     return getattr(dataset, stage.kind)(**{**arguments, **changed})

@@ -1,10 +1,10 @@
-"""Which epoch a dataset is giving, known to the dataset itself.
+"""Datasets that know their current epoch.
 
 Keras starts more iterators than there are epochs: one to build the model under a strategy, and
-one ahead of each epoch. `shuffle(reshuffle_each_iteration=True)` counts them all, so that the
-same seed gives other orders on one device than on many. Here an epoch is over when its last
-batch has been handed on by the iterator that started last; others, which may still run in a
-thread when nobody wants their batches any more, count for nothing.
+one ahead of each epoch. `shuffle(reshuffle_each_iteration=True)` counts them all, so the same seed
+gives different orders on one device and on many. Here an epoch is over when the most recently
+started iterator has returned its last batch; older iterators, which may still run in a thread, are
+not counted.
 """
 
 import contextlib
@@ -17,15 +17,15 @@ from kdpkit.pipelines._tracing import as_written
 
 
 class EpochCounter:
-    """The position of the next iterator, kept where a dataset's graph can read and move it.
+    """The position of the next iterator, stored where a dataset's graph can read and change it.
 
-    A lookup table holds it because, unlike a `tf.Variable`, it is the same object inside and
-    outside a strategy's scope.
+    It is stored in a lookup table because, unlike a `tf.Variable`, that is the same object inside
+    and outside a strategy's scope.
 
     Args:
         batches: Batches in a complete epoch.
-        initial_epoch: The epoch to begin with.
-        initial_step: Batches of that epoch to leave out.
+        initial_epoch: The first epoch.
+        initial_step: Batches of that epoch to skip.
     """
 
     def __init__(self, *, batches: int, initial_epoch: int = 0, initial_step: int = 0) -> None:
@@ -35,23 +35,23 @@ class EpochCounter:
             self.move(initial_epoch, initial_step)
 
     def move(self, epoch: int, step: int) -> None:
-        """Let the next iterator begin with a batch of an epoch."""
+        """Make the next iterator start at a step of an epoch."""
         keys = tf.constant(["epoch", "moved to epoch", "moved to step", "batches given"])
         self._table.insert(keys, tf.constant([epoch, epoch, step, 0], tf.int64))
         self._start()
 
     def position(self) -> tuple[int, int]:
-        """Return the epoch of the next iterator, and the batches that it leaves out."""
+        """Return the epoch of the next iterator, and the batches that it skips."""
         epoch = self._get("epoch")
         return int(epoch), int(self._skipped(epoch))
 
     def left(self) -> tf.Tensor:
-        """Return the batches of the next iterator, as `tf.data.Dataset.cardinality` does."""
+        """Return the number of batches of the next iterator, like `Dataset.cardinality`."""
         return self.batches - self._skipped(self._get("epoch"))
 
     @contextlib.contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Count as if nothing had been given meanwhile; iterators of before go on counting."""
+        """Ignore iterators started in this block; earlier ones still count."""
         keys, values = self._table.export()
         try:
             yield
@@ -59,18 +59,18 @@ class EpochCounter:
             self._table.insert(keys, values)
 
     def has_given(self) -> bool:
-        """Return whether any batch was handed on since the last move."""
+        """Return whether any batch was returned since the last move."""
         return int(self._get("batches given")) > 0
 
     def dataset(
         self, one_epoch: Callable[[tf.Tensor, tf.Tensor], tf.data.Dataset], *, prefetch: int
     ) -> tf.data.Dataset:
-        """Return a dataset of batches whose every full iteration is the next epoch.
+        """Return a dataset of batches in which every complete iteration is the next epoch.
 
-        `one_epoch` takes the epoch and the batches of it to leave out, int64 scalars, and returns a
+        `one_epoch` takes the epoch and the number of batches to skip, int64 scalars, and returns a
         dataset of `(index, batch)` pairs, where `index` counts the batches from the start of a
-        complete epoch; it is traced as written. Batches are prefetched before they are counted, so
-        that the work ahead counts for nothing either.
+        complete epoch; it is traced as written. Batches are counted after the prefetch, so
+        prefetched batches do not count.
         """
 
         @as_written
@@ -86,7 +86,7 @@ class EpochCounter:
         return start.flat_map(batches).prefetch(prefetch).map(self._hand_on)
 
     def _start(self) -> tf.Tensor:
-        """Count another iterator, from which on those before count for nothing."""
+        """Count a new iterator; earlier ones are no longer counted."""
         started = self._get("started") + 1
         self._table.insert(tf.constant("started"), started)
         return started
@@ -100,7 +100,7 @@ class EpochCounter:
 
     @as_written
     def _hand_on(self, started: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor, batch: Any) -> Any:
-        """Pass a batch on; with the last one the epoch is over."""
+        """Return a batch; after the last one the epoch is over."""
         counts = tf.equal(started, self._get("started"))
         is_last = tf.equal(index, self.batches - 1)
         following = tf.where(counts & is_last, epoch + 1, self._get("epoch"))
@@ -110,13 +110,13 @@ class EpochCounter:
 
 
 class TrainDataset(tf.data.Dataset):
-    """The batches of `train_pipeline`, with what kdpkit asks about them.
+    """The batches of `train_pipeline`, with attributes for other parts of kdpkit.
 
     Attributes:
-        epoch_counter: Has the position of the next iterator, and moves it.
+        epoch_counter: Has the position of the next iterator.
         global_batch_size: Examples in a batch, over all replicas.
-        seed: Of the order and the augmentation.
-        examples: What the batches are made of: kept, prepared and cached, in the source's order.
+        seed: The seed of the order and the augmentation.
+        examples: The examples of the batches: kept, prepared and cached, in the source's order.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class TrainDataset(tf.data.Dataset):
         super().__init__(self._sized._variant_tensor)
 
     def tracked(self) -> "TrackedDataset":
-        """Return the same batches for `kdpkit.callbacks.Resume`, as an object of its own."""
+        """Return the same batches as a separate dataset for `kdpkit.callbacks.Resume`."""
         return TrackedDataset(
             self._epochs,
             self.epoch_counter,
@@ -163,19 +163,19 @@ class TrainDataset(tf.data.Dataset):
 
 
 class TrackedDataset(TrainDataset):
-    """The same, where the first epoch may begin with any of its batches."""
+    """A `TrainDataset` whose first epoch may start at any of its batches."""
 
     is_tracked = True
 
     def cardinality(self) -> tf.Tensor:
-        """Return the batches left, for a loop, which asks in every epoch; Keras asks once."""
+        """Return the remaining batches, for a loop that asks in every epoch; Keras asks once."""
         return self.epoch_counter.left()
 
     def _with_length(self) -> tf.data.Dataset:
         """Set the cardinality of a complete epoch, without asserting it.
 
-        A `take` of what never ends has that cardinality, and a choice between datasets never ends,
-        as far as TensorFlow knows, if one of them does not. Here the first one is chosen always.
+        A `take` of an endless dataset has that cardinality, and TensorFlow considers a choice
+        between datasets endless if one of them is. Here the first one is always chosen.
         """
         always_first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64)).repeat()
         endless = tf.data.Dataset.choose_from_datasets(

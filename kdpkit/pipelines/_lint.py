@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from kdpkit._internal import checks
+from kdpkit._internal import checks, shuffle_buffer
 from kdpkit._internal.check_results import Finding, in_order
 from kdpkit.pipelines import _structure
 from kdpkit.pipelines._counting import require_dataset
@@ -14,10 +14,8 @@ from kdpkit.pipelines._structure import Stage
 
 _BATCHES = frozenset({"batch", "padded_batch", "ragged_batch", "rebatch", "group_by_window"})
 _OPENS = frozenset({"flat_map", "interleave", "unbatch", "group_by_window", "window"})
-_SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
-_SMALL_PART = 0.01
 _SHORT_PART = 0.25  # of a batch
-_ONCE = "; the cache behind it makes it do so once."
+_ONCE = "; the cache after it makes it do so once."
 
 
 def lint(
@@ -31,7 +29,7 @@ def lint(
 ) -> list[Finding]:
     """Find mistakes in a pipeline from its stages alone; nothing is run.
 
-    Each finding has a level: `"refused"` raises in training, `"wrong"` trains something other than
+    Each finding has a level: `"error"` raises in training, `"wrong"` trains something other than
     what was meant, `"slow"` wastes time, and `"note"` is good to know and may be as you want it. A
     pipeline that has notes alone is fine. The rules:
 
@@ -45,8 +43,8 @@ def lint(
       note where a cache makes it happen once, or TensorFlow's autotune fixes it by itself.
     - `file-shards`, `python-shards`: what several workers cannot divide.
 
-    What `train_pipeline` and `eval_pipeline` add is right, and what you pass them is looked at like
-    all else, `augment` excepted.
+    What `train_pipeline` and `eval_pipeline` add is right. What you pass them is checked like all
+    else; of `augment` only whether it calls Python.
 
     Args:
         dataset: What is passed to `fit`; on several replicas, before it is distributed.
@@ -66,7 +64,7 @@ def lint(
     wrong    shuffle-before-cache: cache, stage 3 of 5
         The cache keeps the order that `shuffle(1000)` drew in the first epoch, so
         every epoch has the same.
-        Remedy: Move `shuffle` behind it: `.cache(...).shuffle(...)`.
+        Remedy: Move `shuffle` after it: `.cache(...).shuffle(...)`.
     """
     require_dataset("dataset", dataset)
     end = _structure.end_of(dataset)
@@ -136,12 +134,12 @@ class _Pipeline:
             return stage.label
         return f"{stage.label}, stage {self.line.index(stage) + 1} of {len(self.line)}"
 
-    def behind(self, stage: Stage) -> tuple[Stage, ...]:
+    def following(self, stage: Stage) -> tuple[Stage, ...]:
         """Return the stages of the line that follow one of it."""
         return self.line[self.line.index(stage) + 1 :]
 
     def is_fixed_by(self, optimization: str) -> bool:
-        """Whether TensorFlow applies one of its optimizations by itself."""
+        """Return whether TensorFlow applies one of its optimizations by itself."""
         options = self.dataset.options()
         asked = getattr(options.experimental_optimization, optimization)
         by_default = options.experimental_optimization.apply_default_optimizations
@@ -182,7 +180,7 @@ def _shuffle_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
                 cache,
                 f"The cache keeps the order that `{shuffle.label}` drew in the first epoch, so "
                 "every epoch has the same.",
-                f"Move `shuffle` behind it: `.{cache.kind}(...).shuffle(...)`.",
+                f"Move `shuffle` after it: `.{cache.kind}(...).shuffle(...)`.",
             )
 
 
@@ -194,16 +192,16 @@ def _random_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
                 yield (
                     "wrong",
                     stage,
-                    f"It draws at random, and `{cache.label}` behind it keeps what it drew in the "
+                    f"It draws at random, and `{cache.label}` after it keeps what it drew in the "
                     "first epoch: every epoch has the same.",
-                    "Move this stage behind the cache, and leave before it what is the same each "
+                    "Move this stage after the cache, and leave before it what is the same each "
                     "time.",
                 )
 
 
 @_rule("repeat-before-cache")
 def _repeat_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
-    remedy = "Put `repeat` behind the cache."
+    remedy = "Put `repeat` after the cache."
     for cache, _ in pipeline.caches:
         repeat = _first("repeat", _structure.line(cache))
         if cache.inputs and cache.inputs[0].cardinality == tf.data.INFINITE_CARDINALITY:
@@ -225,7 +223,7 @@ def _repeat_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
 @_rule("batch-before-shuffle", training=True)
 def _batch_before_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
     batches = [stage for stage in pipeline.line if stage.kind in _BATCHES]
-    following = pipeline.behind(batches[-1]) if batches else ()
+    following = pipeline.following(batches[-1]) if batches else ()
     shuffle = _first("shuffle", following)
     if shuffle is None or any(stage.kind in _OPENS for stage in following):
         return
@@ -243,15 +241,14 @@ def _batch_before_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
         yield (
             "wrong",
             shuffle,
-            f"It shuffles batches, as it comes behind `{batch.label}`: the examples of a batch are "
-            "neighbours of the source, and the same in every epoch.",
+            f"It shuffles batches, as it comes after `{batch.label}`: the examples of a batch are "
+            "neighbors in the source, and the same in every epoch.",
             f"Put `.shuffle(...)` before `.{batch.kind}(...)`, with a buffer counted in examples.",
         )
 
 
 @_rule("small-shuffle", training=True)
 def _small_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
-    remedy = "Use a buffer of the size of the data, or of as many examples as memory allows."
     for shuffle, after in pipeline.stages:
         buffer = shuffle.setting("buffer_size") if shuffle.kind == "shuffle" else None
         is_of_examples = not (
@@ -261,39 +258,25 @@ def _small_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
         if buffer is None or not is_of_examples:
             continue
         examples = shuffle.inputs[0].cardinality if shuffle.inputs else None
-        if examples is not None and 0 <= examples <= buffer:
-            continue
-        sizes = [stage.setting("batch_size") or 0 for stage in after if stage.kind in _BATCHES]
-        if sizes and buffer < sizes[0]:
-            yield (
-                "wrong",
-                shuffle,
-                f"The buffer holds {buffer} examples, fewer than the {sizes[0]} of a batch, so "
-                "that neighbours of the source stay together.",
-                remedy,
-            )
-        elif examples and 0 < buffer < min(_SMALL_BUFFER, _SMALL_PART * examples):
-            yield (
-                "note",
-                shuffle,
-                f"The buffer holds {buffer} of {examples} examples: if the source is in an order, "
-                "such as one class after the other, it stays nearly so.",
-                remedy,
-            )
+        sizes = (stage.setting("batch_size") for stage in after if stage.kind in _BATCHES)
+        fault = shuffle_buffer.fault(buffer, examples=examples, batch_size=next(sizes, None))
+        if fault:
+            level, problem, remedy = fault
+            yield level, shuffle, problem, remedy
 
 
 @_rule("repeat-before-batch", training=True)
 def _repeat_before_batch(pipeline: _Pipeline) -> Iterator[_Fault]:
     for repeat in pipeline.line:
-        following = pipeline.behind(repeat)
+        following = pipeline.following(repeat)
         mixing = next((one for one in following if one.kind in {*_BATCHES, "shuffle"}), None)
         if repeat.kind == "repeat" and mixing is not None and repeat.setting("count") != 1:
             yield (
                 "note",
                 repeat,
-                f"`{mixing.label}` behind it mixes the end of one pass with the beginning of the "
+                f"`{mixing.label}` after it mixes the end of one pass with the beginning of the "
                 "next: an example may come twice before another comes once.",
-                f"If each epoch is to have every example once, move `repeat` behind "
+                f"If each epoch is to have every example once, move `repeat` after "
                 f"`{mixing.kind}`.",
             )
 
@@ -324,7 +307,7 @@ def _repeat(pipeline: _Pipeline) -> Iterator[_Fault]:
         count = stage.setting("count")
         if count is None or count <= 1 or pipeline.epochs == 1:
             continue
-        is_cut = any(one.kind in ("take", "take_while") for one in pipeline.behind(stage))
+        is_cut = any(one.kind in ("take", "take_while") for one in pipeline.following(stage))
         epochs = None if is_cut else pipeline.epochs
         times = f"{count} * N" if epochs is None else f"{count} * {epochs} = {count * epochs}"
         yield (
@@ -401,16 +384,22 @@ def _is_python(stage: Stage) -> bool:
     return stage.kind == "from_generator" or any(one.calls_python for one in stage.functions)
 
 
+def _augments_in_python(stage: Stage) -> bool:
+    end = _structure.end_of(stage.made_by._epochs)
+    return any(_is_python(one) for one, _ in _structure.paths(end))
+
+
 @_rule("python")
 def _python(pipeline: _Pipeline) -> Iterator[_Fault]:
     for stage, after in pipeline.stages:
-        if _is_python(stage):
+        augments = stage.kind == "train_pipeline" and _augments_in_python(stage)
+        if augments or _is_python(stage):
             once = any(one.keeps for one in after)
             yield (
                 "note" if once else "slow",
                 stage,
-                "It calls Python, one call at a time, which also stands in the way of the training "
-                f"step's own Python{_ONCE if once else '.'}",
+                "It calls Python, one call at a time, which also holds up the training step's own "
+                f"Python{_ONCE if once else '.'}",
                 "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), "
                 "or cache its result.",
             )
@@ -418,7 +407,7 @@ def _python(pipeline: _Pipeline) -> Iterator[_Fault]:
 
 @_rule("overwritten-arrays")
 def _overwritten_arrays(pipeline: _Pipeline) -> Iterator[_Fault]:
-    """Look for batches that lie in arrays of Python's when replicas split them."""
+    """Look for batches that are still arrays of Python's when replicas split them."""
     for stage, after in pipeline.stages:
         is_copied = any(one.kind in ("batch", "padded_batch") for one in after)
         if pipeline.replicas > 1 and _is_python(stage) and not is_copied:
@@ -483,7 +472,7 @@ def _no_prefetch(pipeline: _Pipeline) -> Iterator[_Fault]:
         return
     is_fixed = pipeline.is_fixed_by("inject_prefetch")
     early = _first("prefetch", pipeline.line[::-1])
-    position = f"`{early.label}` comes before" if early else "There is no `prefetch` behind"
+    position = f"`{early.label}` comes before" if early else "There is no `prefetch` after"
     fixed = "; TensorFlow adds one by itself, while its autotune is on" if is_fixed else ""
     yield (
         "note" if is_fixed else "slow",
@@ -526,10 +515,10 @@ def _file_shards(pipeline: _Pipeline) -> Iterator[_Fault]:
                 f"It reads {files} file{'s' * (files > 1)}, which {workers} workers cannot divide: "
                 "a worker without a file has no data."
             )
-            yield "refused", stage, problem, _DIVIDE
+            yield "error", stage, problem, _DIVIDE
     for stage in _sources(pipeline) if by_file and not is_read else ():
         problem = "It reads no files, and the workers' policy is to divide files."
-        yield "refused", stage, problem, _DIVIDE
+        yield "error", stage, problem, _DIVIDE
 
 
 @_rule("python-shards")

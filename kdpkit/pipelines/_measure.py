@@ -1,4 +1,4 @@
-"""How fast a `tf.data` pipeline is, and which of its stages takes the time."""
+"""Measure the speed of a `tf.data` pipeline and the cost of its stages."""
 
 import contextlib
 import dataclasses
@@ -20,20 +20,20 @@ _CUTS = _JOINS | {"rebatch", "group_by_window"}
 _OPENS = frozenset({"flat_map", "interleave", "unbatch", "window"})
 _CLOCK_SECONDS = 0.2
 _TRIES = 3
-_WARM_UP = 2  # elements, after which every function of a pipeline has run
+_WARM_UP = 2  # elements, after which every function of a pipeline has run once
 
 
 @dataclasses.dataclass(frozen=True)
 class StageCost:
-    """What one stage adds to the time that an example takes.
+    """The time that one stage adds to each example.
 
     Attributes:
-        stage: The stage as it was written, such as `"map(decode)"` or `"batch(32)"`.
-        microseconds_per_example: What it adds in the first epoch, at least 0, for one who waits for
-            the examples. Work that a stage does in parallel to other work, or ahead of time, costs
-            what of it remains. None if it was not measured.
-        later_microseconds_per_example: The same in later epochs, which read what a cache has
-            stored. None if it was not measured, as when a cache was not filled in time.
+        stage: The stage as written, such as `"map(decode)"` or `"batch(32)"`.
+        microseconds_per_example: Time added in the first epoch, at least 0, as seen by the
+            consumer. Work done in parallel or ahead of time only counts as far as the consumer
+            waits for it. None if it was not measured.
+        later_microseconds_per_example: The same in later epochs, which read from caches. None if it
+            was not measured, for example because a cache was not filled in time.
     """
 
     stage: str
@@ -46,13 +46,13 @@ class PipelineReport:
     """What `measure` found. Printed, it is a table.
 
     Attributes:
-        examples_per_second: Examples per second, after the first batch. Caches that were filled
-            while stages were measured are read here, as in later epochs.
+        examples_per_second: Examples per second, after the first batch. Caches filled while stages
+            were measured are read, as in later epochs.
         batches_per_second: Elements of the dataset per second, after the first.
-        first_batch_seconds: From the beginning of an iteration to its first element, the filling of
-            shuffle buffers included.
-        batches: Elements on which this was measured.
-        examples: Examples in them.
+        first_batch_seconds: Time from the start of an iteration to its first element, including the
+            filling of shuffle buffers.
+        batches: Number of elements measured.
+        examples: Number of examples in them.
         stages: The cost of each stage, the source first.
     """
 
@@ -65,7 +65,7 @@ class PipelineReport:
 
     @property
     def slowest(self) -> str | None:
-        """The stage that adds most to an example's time; None if none was measured."""
+        """The stage that adds the most time; None if none was measured."""
         measured = [one for one in self.stages if one.microseconds_per_example is not None]
         if not measured:
             return None
@@ -98,29 +98,27 @@ def _figure(microseconds: float | None) -> str:
 
 
 def measure(dataset: tf.data.Dataset, *, seconds: float = 5.0) -> PipelineReport:
-    """Iterate a pipeline without training, and report its speed and what each stage costs.
+    """Iterate a pipeline without training, and report its speed and the cost of each stage.
 
-    The pipeline is run as it is, and so is what it gives up to each of its stages. A stage's cost
-    is the time that an example takes longer with it than without it. Datasets that come together
-    (`zip`, `choose_from_datasets`), files that are opened (`interleave`, `flat_map`) and all before
-    them are one stage; so are shuffling, batching and augmentation inside of a `train_pipeline`.
-    Where examples are left out, by `filter` say, the stage is charged with the reading of those
-    too.
+    The pipeline is run up to each of its stages and as a complete pipeline. A stage's cost is the
+    additional time per example with it. Combined datasets (`zip`, `choose_from_datasets`), opened
+    files (`interleave`, `flat_map`) and everything before them are one stage; so are shuffling,
+    batching and augmentation inside a `train_pipeline`. The cost of a stage that removes examples,
+    such as `filter`, includes reading the removed ones.
 
-    Options stay as they are, but for tf.data's tuning, which is off while single stages are
-    measured: dropping such an iterator can stall for up to a minute. So a serial map that the
-    tuning would make parallel is timed as it is written. The epoch of a `train_pipeline` does not
-    move; `shuffle` draws the orders of some epochs, and caches are filled as training would fill
-    them.
+    Options are not changed, except that tf.data's tuning is off while single stages are measured,
+    because dropping a tuned iterator can stall for up to a minute. So a serial map that tuning
+    would make parallel is timed as written. The epoch of a `train_pipeline` does not change;
+    `shuffle` draws the orders of some epochs, and caches are filled as in training.
 
     Args:
-        dataset: What is passed to `fit`, before it is distributed.
-        seconds: How long to measure, all in all, and longer where three elements of each stage take
-            longer. Filling a shuffle's buffer comes on top: stages behind one that takes longer
-            than their part of the time are left out.
+        dataset: The dataset for `fit`, before it is distributed.
+        seconds: Total time to measure; longer if three elements of each stage take longer. Filling
+            a shuffle buffer is extra: if that takes longer than a stage's part of the time, the
+            stages after the shuffle are skipped.
 
     Raises:
-        ValueError: It is no `tf.data.Dataset`, or gives nothing; `seconds` is not positive.
+        ValueError: `dataset` is not a `tf.data.Dataset` or is empty, or `seconds` is not positive.
 
     >>> report = measure(tf.data.Dataset.range(1000).batch(10).prefetch(2), seconds=0.5)
     >>> [cost.stage for cost in report.stages]
@@ -138,7 +136,7 @@ def measure(dataset: tf.data.Dataset, *, seconds: float = 5.0) -> PipelineReport
 
 @contextlib.contextmanager
 def undisturbed(dataset: tf.data.Dataset) -> Iterator[None]:
-    """Leave the epoch of every `train_pipeline` within a dataset where it is."""
+    """Keep the epoch of every `train_pipeline` inside a dataset."""
     with contextlib.ExitStack() as counters:
         for stage, _ in _structure.paths(_structure.end_of(dataset)):
             if isinstance(stage.made_by, TrainDataset):
@@ -160,7 +158,7 @@ def _is_batched(end: Stage) -> bool:
 
 def _examples_in(element: Any) -> int:
     shape = tf.nest.flatten(element)[0].shape
-    return int(shape[0] or 0) if len(shape) else 1  # a batch that was made one number
+    return int(shape[0] or 0) if len(shape) else 1  # a batch that was reduced to one number
 
 
 def _examples_in_batch(dataset: tf.data.Dataset, end: Stage) -> int:
@@ -175,7 +173,7 @@ def _examples_in_batch(dataset: tf.data.Dataset, end: Stage) -> int:
 def _iterated(
     dataset: tf.data.Dataset, seconds: float, *, is_batched: bool, stages: tuple[StageCost, ...]
 ) -> PipelineReport:
-    """Iterate the dataset as `fit` does, for a time."""
+    """Iterate the dataset as `fit` does, for some time."""
     began = time.perf_counter()
     examples: list[int] = []
     first = ended = began
@@ -186,8 +184,8 @@ def _iterated(
         if ended - first > seconds:
             break
     if not examples:
-        checks.fail("`dataset` gives nothing to measure.", dataset=dataset.element_spec)
-    counted = examples[1:] or examples  # where there is only one, with the time that it took
+        checks.fail("`dataset` is empty.", dataset=dataset.element_spec)
+    counted = examples[1:] or examples  # if there is only one, with the time it took
     elapsed = ended - first if len(examples) > 1 else first - began
     return PipelineReport(
         sum(counted) / elapsed,
@@ -205,7 +203,7 @@ def _costs(end: Stage, size: int, seconds: float) -> list[StageCost]:
     each = seconds / (len(measured) + 1)
     clock = _fastest(tf.data.Dataset.from_tensors(0).repeat(), min(each, _CLOCK_SECONDS))
     costs: list[StageCost] = []
-    before = 0.0  # seconds for an example, as the next stage sees it
+    before = 0.0  # seconds per example, as seen by the next stage
     reads_cache = not any(stage.kind == "cache" for stage, _ in measured)
     for stage, per_example in measured:
         if _fills_too_long(stage, before, each):
@@ -229,7 +227,7 @@ def _costs(end: Stage, size: int, seconds: float) -> list[StageCost]:
 
 
 def _measured_stages(end: Stage, size: int) -> list[tuple[Stage, float]]:
-    """Return the stages whose elements can be counted, and how many make one example at the end."""
+    """Return the stages whose elements can be counted, and their elements per final example."""
     stages: list[tuple[Stage, float]] = []
     per_example = 1 / size
     for stage in reversed(_structure.line(end)):
@@ -242,7 +240,7 @@ def _measured_stages(end: Stage, size: int) -> list[tuple[Stage, float]]:
 
 
 def _elements_joined(stage: Stage) -> int | None:
-    """Count the elements of its input that a stage makes one of; None if that is unknown."""
+    """Return how many input elements a stage combines into one; None if unknown."""
     if isinstance(stage.made_by, TrainDataset):
         return stage.made_by.global_batch_size
     if stage.kind in _OPENS or stage.kind in _CUTS - _JOINS:
@@ -251,7 +249,7 @@ def _elements_joined(stage: Stage) -> int | None:
 
 
 def _fills_too_long(stage: Stage, seconds_per_element: float, available_seconds: float) -> bool:
-    """Return whether a shuffle's buffer takes longer to fill than a stage is measured."""
+    """Return whether filling a shuffle buffer takes longer than measuring a stage."""
     if stage.kind != "shuffle":
         return False
     buffer, available = stage.setting("buffer_size") or 0, stage.inputs[0].cardinality
@@ -260,7 +258,7 @@ def _fills_too_long(stage: Stage, seconds_per_element: float, available_seconds:
 
 
 def _fastest(dataset: tf.data.Dataset, seconds: float) -> float:
-    """Return the seconds for an element in the fastest of a few runs: others were disturbed."""
+    """Return the seconds per element of the fastest of a few runs; others were disturbed."""
     until = time.perf_counter() + seconds
     fastest, _ = _run(dataset, seconds / _TRIES)
     for _ in range(_TRIES - 1):
@@ -270,13 +268,13 @@ def _fastest(dataset: tf.data.Dataset, seconds: float) -> float:
 
 
 def _run(dataset: tf.data.Dataset, seconds: float) -> tuple[float, bool]:
-    """Take elements inside of TensorFlow, where Python adds nothing to their time.
+    """Take elements inside TensorFlow, without Python's overhead.
 
-    Return the seconds for one, the first two left out if there are more, and whether the dataset
-    came to its end.
+    Return the seconds per element, without the first two if there are more, and whether the dataset
+    ended.
     """
     started = tf.timestamp()
-    nothing = (tf.constant(0, tf.int64), started)  # elements before, and when the clock started
+    nothing = (tf.constant(0, tf.int64), started)  # elements so far, and the start time
 
     def count(state: Any, *_: Any) -> Any:
         number, clock = state

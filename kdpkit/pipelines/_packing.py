@@ -1,4 +1,4 @@
-"""Sequences of tokens with little padding: documents end to end, or batches of similar lengths."""
+"""Token sequences with little padding: packed documents, or batches of similar lengths."""
 
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
@@ -13,21 +13,21 @@ _Tokens: TypeAlias = tf.Tensor | tf.RaggedTensor
 
 
 def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
-    """Lay documents end to end, and cut them into sequences that are full.
+    """Concatenate documents, and cut them into full sequences.
 
-    A sequence is `start`, then `length - 2` tokens, then `end`; between two documents comes an
-    `end` (FULL-SENTENCES of RoBERTa, Liu et al. 2019). Every token comes once, in order, and only
-    the last sequence has padding, after its `end`. Sequences hold parts of several documents, and
-    attention sees all of a sequence.
+    A sequence is `start`, then `length - 2` tokens, then `end`; documents are separated by `end`
+    (FULL-SENTENCES of RoBERTa, Liu et al. 2019). Every token occurs once, in order, and only the
+    last sequence has padding, after its `end`. A sequence can contain parts of several documents,
+    and attention spans the complete sequence.
 
     Args:
         length: Tokens in a sequence, `start` and `end` included.
         start: Id before each sequence, such as BERT's `[CLS]`.
         end: Id after each sequence and between documents, such as `[SEP]`.
-        pad: Id that fills the last sequence.
+        pad: Id that pads the last sequence.
 
     Returns:
-        A stage from integer vectors of any length, one a document, to int32 `[length]`.
+        A stage from integer vectors of any length, one per document, to int32 `[length]`.
 
     >>> documents = tf.data.Dataset.from_generator(
     ...     lambda: [[5, 6, 7], [8], [9, 9]], output_signature=tf.TensorSpec([None], tf.int32)
@@ -45,8 +45,8 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
     room = length - 2
 
     def closed(documents: _Tokens) -> tuple[tf.Tensor, bool]:
-        """Return a batch of documents as one vector, with an `end` after each."""
-        if not isinstance(documents, tf.RaggedTensor):  # all are of one known length
+        """Concatenate a batch of documents, with an `end` after each."""
+        if not isinstance(documents, tf.RaggedTensor):  # all have one known length
             documents = tf.RaggedTensor.from_tensor(documents)
         ends = tf.fill([documents.nrows(), 1], tf.constant(end, tf.int32))
         return tf.concat([tf.cast(documents, tf.int32), ends], axis=1).flat_values, False
@@ -56,13 +56,13 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
         return tf.concat([start * edge, bodies, end * edge], axis=1)
 
     def last_sequence(left: tf.Tensor) -> tf.Tensor:
-        """Return what is left, without the `end` after the last document, as a sequence or none."""
+        """Return the rest, without the `end` of the last document, as a sequence or none."""
         body = tf.concat([[start], left[:-1], [end]], axis=0)
         sequence = tf.pad(body, [[0, length - tf.size(body)]], constant_values=pad)
         return tf.reshape(sequence, [1, length])[: tf.minimum(tf.size(left[:-1]), 1)]
 
     def cut(left: tf.Tensor, item: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Cut full sequences, and leave at least one token, which the last document's `end` is."""
+        """Cut full sequences, and leave at least one token, the last document's `end`."""
         added, is_end = item
         tokens = tf.concat([left, added], axis=0)
         full = tf.maximum(tf.size(tokens) - 1, 0) // room * room
@@ -91,19 +91,19 @@ def bucket_by_length(
     pad: int = 0,
     drop_remainder: bool = True,
 ) -> Transform:
-    """Batch sequences with others of about their length, so that little is padding.
+    """Batch sequences of similar lengths, so there is little padding.
 
-    A sequence goes into the first bucket that it fits, and a batch leaves as soon as its bucket is
-    full. Batches have as many shapes as there are buckets, each compiled once. Their order depends
-    on the order of the sequences alone.
+    A sequence goes into the first bucket that it fits, and a bucket that is full becomes a batch.
+    There is one batch shape per bucket, each compiled once. The order of the batches depends only
+    on the order of the sequences.
 
     Args:
-        boundaries: The longest sequence of each bucket, rising; its batches are padded to that.
+        boundaries: The maximum length of each bucket, increasing; its batches are padded to that.
         global_batch_size: Examples in a batch, over all replicas.
         replicas: Replicas that a batch is split over.
-        pad: Id that fills sequences up.
-        drop_remainder: Leave out the sequences of buckets that are not full at the end. Otherwise
-            they come as short batches, which `kdpkit.training` takes on any number of replicas.
+        pad: Id that pads the sequences.
+        drop_remainder: Drop the sequences in buckets that are not full at the end. Otherwise they
+            become smaller batches, which `kdpkit.training` supports on any number of replicas.
 
     Returns:
         A stage from integer vectors of any length to `[global_batch_size, boundary]`. A sequence

@@ -1,4 +1,4 @@
-"""Batches filled up to one size, with weights that make the filling count for nothing."""
+"""Batches padded to one size, with weights that exclude the padding."""
 
 from typing import Any
 
@@ -12,24 +12,24 @@ from kdpkit.pipelines._transforms import Transform
 def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Transform:
     """Pad smaller batches to the global size, and weight the padding 0.
 
-    Every batch then has the same shape, which TPUs and XLA want, and shards of equal size for the
-    replicas. Padding repeats the last real example, because one of zeros can turn into NaN (a
-    normalised zero vector), and NaN times weight 0 is NaN.
+    Every batch then has the same shape, as TPUs and XLA prefer, and the replicas get shards of
+    equal size. Padding repeats the last real example, because zeros can become NaN (a normalized
+    zero vector), and NaN times weight 0 is NaN.
 
-    Where the examples of a batch interact, as in training with BatchNormalization, padding is not
-    exact: there drop the remainder. `predict` returns outputs of the padding as well: with a last
-    batch that was padded, `model.predict(batches)[:examples]` are the real ones.
+    If the examples of a batch interact, as in training with BatchNormalization, padding is not
+    exact: drop the remainder instead. `predict` also returns outputs for the padding:
+    `model.predict(batches)[:examples]` are the real ones.
 
     Args:
-        global_batch_size: Examples in every batch that comes out.
+        global_batch_size: Examples in every padded batch.
         mode: `"train"` weights the n real examples `global_batch_size / n`, so that a loss averaged
             over the padded batch is the mean over the real examples. `"eval"` weights them 1, for
-            `weighted_metrics`. Weights that are there already are multiplied by these.
+            `weighted_metrics`. Existing weights are multiplied by these.
 
     Returns:
         A stage from batches `x`, `(x, y)` or `(x, y, sample_weight)`, each any nest of tensors,
-        to `(x, y, sample_weight)`; `x` alone gives `(x, None, sample_weight)`. Ragged tensors
-        become dense, filled with zeros.
+        to `(x, y, sample_weight)`; `x` becomes `(x, None, sample_weight)`. Ragged tensors become
+        dense, padded with zeros.
 
     Raises:
         ValueError: The mode is unknown. A larger batch fails when it arrives.
@@ -64,10 +64,10 @@ def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Trans
 def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
     """Scale the sample weights of equally sized batches by one factor, so that they average 1.
 
-    Keras divides a weighted loss by the number of elements, those of weight 0 included, so that
-    padding and unused prediction slots make `val_loss` too small. After this stage it is the
-    weighted mean over all of the dataset, on any number of replicas; weighted metrics, ratios as
-    they are, do not change. It reads the dataset once: put it after a cache.
+    Keras divides a weighted loss by the number of elements, including those of weight 0, so padding
+    and unused prediction slots make `val_loss` too small. With this stage it is the weighted mean
+    over the dataset, on any number of replicas; weighted metrics are ratios and do not change. The
+    stage reads the dataset once, so put it after a cache.
 
     Args:
         batches: A dataset of `(x, y, sample_weight)`, as from `eval_pipeline`.
@@ -83,7 +83,7 @@ def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
     """
     spec = batches.element_spec
     if not (isinstance(spec, tuple) and len(spec) == 3 and isinstance(spec[2], tf.TensorSpec)):
-        checks.fail("Weights can be scaled in (x, y, sample_weight) alone.", elements=spec)
+        checks.fail("Weights can only be scaled in (x, y, sample_weight).", elements=spec)
 
     @as_written
     def add(sums: tuple[tf.Tensor, tf.Tensor], batch: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -110,7 +110,7 @@ def _taken(nest: Any, source: tf.Tensor) -> Any:
 
 
 def _weighted(weight: Any, real: tf.Tensor) -> Any:
-    """Multiply each weight, of any rank, by its example's part of `real`."""
+    """Multiply each weight, of any rank, by its example's entry of `real`."""
     if weight is None:
         return real
 

@@ -1,12 +1,12 @@
-"""Preparing examples in other processes, with tf.data service.
+"""Prepare examples in other processes, with tf.data service.
 
-Several workers under one dispatcher give examples in the order in which they are ready, which is
-another one every time. Here every process has a dispatcher and one worker, blocks of examples are
-dealt out to the processes round-robin, and what comes back is taken in the same order, and checked
-to be what is due. The examples, and their order, are those of a plain `map`.
+Several workers under one dispatcher return examples as they become ready, in a different order
+every time. Here every process has a dispatcher and one worker. Blocks of examples are assigned to
+the processes round-robin, and read back and checked in the same order. The examples and their order
+are those of a plain `map`.
 
-TensorFlow hangs when a service is gone, without an error that a program could catch. So a pipeline
-looks for it while it waits, and fails with one sentence.
+If a service is lost, TensorFlow hangs without an error. So a pipeline checks the service while it
+waits, and fails with an error.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
 from kdpkit import errors
-from kdpkit._internal import checks, reachability
+from kdpkit._internal import checks, error_text, reachability
 from kdpkit.pipelines import _structure
 from kdpkit.pipelines._counting import cardinality
 from kdpkit.pipelines._structure import Stage
@@ -32,22 +32,22 @@ from kdpkit.pipelines._transforms import Transform
 _service = tf.data.experimental.service
 
 _CONNECT_SECONDS = 5.0
-_START_SECONDS = 60.0  # for a service to take a pipeline; it takes about one
-_PAUSE_MICROSECONDS = 50_000  # the end of an epoch waits for one or two
-_PAUSES = 10  # between two looks at a service
-_BLOCK_EXAMPLES, _BLOCK_BYTES = 64, 1 << 20  # a block of examples travels at once, of either size
-_UNKNOWN_BYTES = 4096  # what a tensor of unknown size is taken to have
-_ROUNDS = 8  # or more, in which examples are dealt out; else blocks are smaller
-_EXAMPLES, _STILL_THERE, _END = range(3)  # kinds of blocks
+_START_SECONDS = 60.0  # for a service to accept a pipeline; it takes about one
+_PAUSE_MICROSECONDS = 50_000  # the end of an epoch waits one or two of these
+_PAUSES = 10  # between checks of a service
+_BLOCK_EXAMPLES, _BLOCK_BYTES = 64, 1 << 20  # maximum size of a block of examples
+_UNKNOWN_BYTES = 4096  # assumed for a tensor of unknown size
+_ROUNDS = 8  # at least; blocks are smaller for few examples
+_EXAMPLES, _STILL_THERE, _END = range(3)  # the kinds of blocks
 
 
 @dataclasses.dataclass(frozen=True)
 class DataService:
-    """The addresses of a service that runs, `"host:port"`.
+    """The addresses of a running service, `"host:port"`.
 
     Attributes:
-        address: The service's, for `services`.
-        worker_address: Its worker's, where pipelines fetch examples.
+        address: Address of the service, for `services`.
+        worker_address: Address of its worker, from which pipelines fetch examples.
     """
 
     address: str
@@ -60,17 +60,18 @@ def data_service(
 ) -> Iterator[DataService]:
     """Serve pipelines from this process, until the `with` block ends.
 
-    `kdpkit data-service` is a process that does nothing else. Inside a program that trains, a
-    service is good for trying things out, and takes the same processor.
+    `kdpkit data-service` is a process that only does this. A service inside the training program
+    shares its CPU and is meant for tests.
 
     Args:
-        port: Where it listens; 0 takes a free one.
-        host: The name or number under which trainers reach this machine, IPv6 in brackets. All
-            its network interfaces listen, and whoever reaches them may have work done.
-        worker_port: Where its worker listens; 0 takes a free one.
+        port: Port of the service; 0 uses a free one.
+        host: The name or IP address under which trainers reach this machine, IPv6 in brackets. The
+            service listens on all network interfaces, and anyone who can reach them can run work on
+            it.
+        worker_port: Port of its worker; 0 uses a free one.
 
     Raises:
-        ValueError: A port is taken.
+        ValueError: A port is in use.
 
     >>> with data_service() as service:
     ...     numbers = tf.data.Dataset.range(4)
@@ -92,38 +93,38 @@ def data_service(
         )
     )
     try:
-        own_worker_port = worker._address.rpartition(":")[2]  # no public way to ask
+        own_worker_port = worker._address.rpartition(":")[2]  # there is no public attribute
         yield DataService(f"{host}:{own_port}", f"{host}:{own_worker_port}")
     finally:
-        worker._stop()  # as they do themselves when nobody holds them
+        worker._stop()  # as their destructors do
         dispatcher._stop()
 
 
 def prepare_with_services(prepare: Callable[..., Any], services: Sequence[str]) -> Transform:
-    """Map `prepare` over the examples in other processes, the services.
+    """Map `prepare` over the examples in other processes.
 
-    Examples and order are those of `dataset.map(prepare)`. Every service reads all of the dataset
-    before this stage, and prepares its shard of the examples, at most 64 at a time. So files must
-    be there under the same paths, and examples that are arrays in this program travel to each
-    service when the pipeline is built. Several trainers may use the same services; each has its own
-    pipeline prepared, unless they use one directory cache.
+    The examples and their order are those of `dataset.map(prepare)`. Every service reads the
+    complete dataset up to this stage, and prepares its shard of the examples, at most 64 at a time.
+    So files need the same paths there, and arrays in this program are sent to each service when the
+    pipeline is built. Several trainers can use the same services; each has its own pipeline, unless
+    they share a directory cache.
 
-    `prepare` must be made of TensorFlow operations that depend on the example alone: Python code
-    (`tf.py_function`, `tf.numpy_function`), variables and random numbers are not supported, except
-    those of `tf.random.stateless_*`. Operations that a package brings must be known to the service:
-    `--import tensorflow_text`.
+    `prepare` must consist of TensorFlow operations that depend only on the example: Python code
+    (`tf.py_function`, `tf.numpy_function`), variables and random numbers other than
+    `tf.random.stateless_*` are not supported. The service must import packages with custom
+    operations: `--import tensorflow_text`.
 
-    A service that is lost while it is needed fails the pipeline in a few seconds, with a sentence
-    that names it. Started again it knows nothing of earlier pipelines: then the program that trains
-    starts again too.
+    If a service is lost while it is needed, the pipeline fails within a few seconds with an error
+    that names it. A restarted service does not know earlier pipelines, so restart the training
+    program too.
 
     Args:
         prepare: A function of an example.
         services: Addresses, `"host:port"`, as `kdpkit data-service` prints them.
 
     Raises:
-        ValueError: No service answers at an address, or it cannot run what it is asked to, or the
-            dataset changes its order from one reading to the next.
+        ValueError: No service answers at an address, a service cannot run the pipeline, or the
+            order of the dataset changes between iterations.
     """
     addresses = checks.strings("services", services)
     if not addresses:
@@ -143,7 +144,7 @@ def prepare_with_services(prepare: Callable[..., Any], services: Sequence[str]) 
             shard = _shard(examples, size, index, len(addresses))
             return _blocks(shard, prepare, code, size, address)
 
-        # In this thread: Python functions go with the thread that they were traced in.
+        # In this thread: Python functions belong to the thread in which they were traced.
         blocks = zip(_built(addresses, build), addresses, strict=True)
         watched = [_watched(one, code, address) for one, address in blocks]
         prepared = code.decoded(_side_by_side(watched, deterministic=True))
@@ -154,13 +155,13 @@ def prepare_with_services(prepare: Callable[..., Any], services: Sequence[str]) 
     return apply
 
 
-# What travels: blocks of examples. Each is a kind, the examples' positions, and their tensors.
+# Blocks of examples: each has a kind, the examples' positions, and their tensors.
 
 _Block = tuple[tf.Tensor, tf.Tensor, tuple[tf.Tensor, ...]]
 
 
 class _Code:
-    """Turns examples into tensors that can be batched, whatever their shapes, and back.
+    """Encodes examples of any shape as tensors that can be batched, and decodes them.
 
     Args:
         spec: The type of a prepared example.
@@ -171,14 +172,14 @@ class _Code:
         self._parts = tf.nest.flatten(spec, expand_composites=True)
         if any(part.dtype in (tf.variant, tf.resource) for part in self._parts):
             checks.fail(
-                "A service gives tensors, and no datasets or resources.",
+                "A service returns tensors, not datasets or resources.",
                 prepare=spec,
                 remedy="Let `prepare` return tensors.",
             )
 
     @property
     def examples_in_block(self) -> int:
-        """How many examples travel together."""
+        """The number of examples in a block."""
         sizes = [
             part.shape.num_elements() * part.dtype.size
             if part.shape.is_fully_defined() and part.dtype != tf.string
@@ -188,7 +189,7 @@ class _Code:
         return max(1, min(_BLOCK_EXAMPLES, _BLOCK_BYTES // max(1, sum(sizes))))
 
     def encode(self, example: Any) -> tuple[tf.Tensor, ...]:
-        """Return the tensors of an example, those of unknown shape as strings."""
+        """Return the tensors of an example; those of unknown shape as strings."""
         tensors = tf.nest.flatten(example, expand_composites=True)
         return tuple(
             tensor if part.shape.is_fully_defined() else tf.io.serialize_tensor(tensor)
@@ -206,7 +207,7 @@ class _Code:
         return tf.constant(kind, tf.int64), tf.zeros([0], tf.int64), tensors
 
     def decoded(self, blocks: tf.data.Dataset) -> tf.data.Dataset:
-        """Return examples again, after checking that each is the one that is due."""
+        """Return the decoded examples, after checking that their order is right."""
         tensors = blocks.scan(tf.constant(0, tf.int64), _in_order).unbatch()
         is_parsed = not all(part.shape.is_fully_defined() for part in self._parts)
         return tensors.map(self._decode, tf.data.AUTOTUNE if is_parsed else None)
@@ -222,27 +223,27 @@ class _Code:
 
 
 def _in_order(due: tf.Tensor, block: _Block) -> tuple[tf.Tensor, tuple[tf.Tensor, ...]]:
-    """Pass on the tensors of a block, which must begin with the example that is due."""
+    """Return the tensors of a block, which must start with the expected example."""
     _, positions, tensors = block
     following = due + tf.size(positions, tf.int64)
     right = tf.reduce_all(positions == tf.range(due, following))
-    with _asserted(right, "A service gave examples", positions, "where this is due:", due):
+    with _asserted(right, "A service returned examples", positions, "but this was expected:", due):
         return tf.identity(following), tensors
 
 
 def _asserted(condition: tf.Tensor, *data: Any) -> contextlib.AbstractContextManager:
-    """Have what is in the block computed only if a condition holds."""
+    """Assert a condition for the operations inside the `with` block."""
     check = tf.debugging.Assert(condition, data)
     return tf.control_dependencies([] if check is None else [check])
 
 
-# One service's blocks.
+# The blocks of one service.
 
 
 def _shard(
     examples: tf.data.Dataset, block_size: int, index: int, services: int
 ) -> tf.data.Dataset:
-    """Return each `services`-th block of the examples, with their positions in the dataset."""
+    """Return every `services`-th block of examples, with their positions in the dataset."""
     if services == 1:
         return examples.enumerate()
     return examples.enumerate().filter(
@@ -276,15 +277,15 @@ def _blocks(
     options.autotune.enabled = False
     options.experimental_external_state_policy = tf.data.experimental.ExternalStatePolicy.FAIL
     blocks = blocks.with_options(options)
-    for _ in _served(blocks.take(0), code, address):  # the worker builds it all, and reads nothing
+    for _ in _served(blocks.take(0), code, address):  # built by the worker, nothing read
         pass
     return _served(blocks, code, address)
 
 
 def _served(blocks: tf.data.Dataset, code: _Code, address: str) -> tf.data.Dataset:
-    """Return the blocks as they come from a service.
+    """Return the blocks from a service.
 
-    Their end is a block too: TensorFlow would notice it up to a second later.
+    The end is a block too, because TensorFlow detects the end up to a second later.
     """
     mode = _service.ShardingPolicy.OFF
     distribute = _service.distribute(processing_mode=mode, service=f"grpc://{address}")
@@ -300,10 +301,10 @@ def _is_before_end(kind: tf.Tensor, *_: Any) -> tf.Tensor:
 
 
 def _watched(blocks: tf.data.Dataset, code: _Code, address: str) -> tf.data.Dataset:
-    """Return the blocks, and fail when their service is gone while they are waited for.
+    """Return the blocks, and fail if their service is lost while waiting.
 
-    Two datasets run side by side: the blocks, and an endless one that looks for the service and
-    raises. What is ready comes first.
+    Two datasets run in parallel: the blocks, and an endless one that checks the service and raises.
+    The one that is ready comes first.
     """
 
     def ask() -> tf.Tensor:
@@ -313,14 +314,11 @@ def _watched(blocks: tf.data.Dataset, code: _Code, address: str) -> tf.data.Data
 
     def look(pause: tf.Tensor) -> _Block:
         is_there = tf.cond(pause % _PAUSES == 0, ask, lambda: True)
-        lost = (
-            f"The service at {address} is gone while it is needed. Start it again, and then this "
-            "program again."
-        )
+        lost = f"The service at {address} is gone. Start it again, and then this program again."
         with _asserted(is_there, lost):
             return code.empty_block(_STILL_THERE)
 
-    # Look before each beginning: docs/upstream/tf_data_service_waits.md
+    # Check before each start: docs/upstream/tf_data_service_waits.md
     beginning = tf.data.Dataset.range(1).map(look)
     sides = [_every(_PAUSE_MICROSECONDS).map(look), _ended(blocks, code)]
     both = beginning.flat_map(lambda *_: _side_by_side(sides, deterministic=False))
@@ -328,7 +326,7 @@ def _watched(blocks: tf.data.Dataset, code: _Code, address: str) -> tf.data.Data
 
 
 def _every(microseconds: int) -> tf.data.Dataset:
-    """Return a number after each pause, without end."""
+    """Return an endless dataset that yields a number after each pause."""
     numbers = tf.data.Dataset.counter()
     slow = tf.raw_ops.SleepDataset(
         input_dataset=numbers._variant_tensor,
@@ -340,7 +338,7 @@ def _every(microseconds: int) -> tf.data.Dataset:
 
 
 def _side_by_side(datasets: Sequence[tf.data.Dataset], *, deterministic: bool) -> tf.data.Dataset:
-    """Read all at the same time, and take from each round-robin, or from the one that is ready."""
+    """Read all datasets in parallel, round-robin or as they become ready."""
     alone = [tf.data.Dataset.from_tensors(dataset) for dataset in datasets]
     together = functools.reduce(lambda first, second: first.concatenate(second), alone)
     return together.interleave(
@@ -351,16 +349,16 @@ def _side_by_side(datasets: Sequence[tf.data.Dataset], *, deterministic: bool) -
     )
 
 
-# Whether a service is there, and can do it.
+# Whether a service runs, and supports the pipeline.
 
 
 def _built(
     addresses: Sequence[str], build: Callable[[int, str], tf.data.Dataset]
 ) -> list[tf.data.Dataset]:
-    """Build each service's blocks, all at once; raise for those that fail or take too long.
+    """Build the blocks of all services in parallel; raise for those that fail or time out.
 
-    TensorFlow waits for an answer without limit, and cannot be stopped: a thread waits instead,
-    which the end of the program does not wait for.
+    TensorFlow waits for an answer without limit and cannot be interrupted, so daemon threads wait
+    for it.
     """
     threads = ThreadPool(len(addresses))
     waiting = [threads.apply_async(build, one) for one in enumerate(addresses)]
@@ -398,18 +396,17 @@ def _raise_explained(address: str, error: tf.errors.OpError) -> NoReturn:
             operation=stateful[1],
             remedy="Draw with `tf.random.stateless_*`, or leave out `services`.",
         )
-    reason = message.rpartition("}} ")[2].partition(" [Op:")[0].strip().splitlines()[0]
     raise errors.InputError(
         f"The service at {address} cannot run this pipeline: TensorFlow reports: "
-        f"{reason.rstrip('.')}."
+        f"{error_text.first_line(message)}."
     ) from error
 
 
 def _free_port(name: str, port: Any) -> int:
-    """Accept a port that nobody has; gRPC would take one that another program uses."""
+    """Return a port if it is free; gRPC would also accept one that another program uses."""
     port = checks.integer(name, port, minimum=0)
     with contextlib.closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its last user may be gone
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its last user may have ended
         try:
             probe.bind(("", port))
         except (OSError, OverflowError) as error:
@@ -417,18 +414,18 @@ def _free_port(name: str, port: Any) -> int:
             checks.fail(
                 f"A service cannot listen there ({reason}).",
                 **{name: port},
-                remedy="Pass another port, or stop the program that has this one.",
+                remedy="Pass another port, or stop the program that uses this one.",
             )
     return port
 
 
 def _require_fixed_order(dataset: tf.data.Dataset) -> None:
-    """Raise for what gives another order each time; services would each deal out their own."""
+    """Raise for a source whose order changes; services would see different orders."""
     for stage, _ in _structure.paths(_structure.end_of(dataset)):
         reshuffles = stage.kind == "shuffle" and stage.shuffles
         if reshuffles or stage.argument("deterministic") == "false" or _takes_what_is_ready(stage):
             checks.fail(
-                "Services need a source that gives the same order every time.",
+                "Services need a source with the same order every time.",
                 source=stage.label,
                 remedy="Leave shuffling to the pipeline: no `.shuffle(...)`, `list_files(..., "
                 "shuffle=False)`, and no `deterministic=False`.",
@@ -436,7 +433,7 @@ def _require_fixed_order(dataset: tf.data.Dataset) -> None:
 
 
 def _takes_what_is_ready(stage: Stage) -> bool:
-    """Return whether it is a parallel `interleave` without an order, which only its graph shows."""
+    """Return whether it is a non-deterministic parallel `interleave`, as its graph shows."""
     if stage.kind != "interleave" or not stage.is_parallel:
         return False
     serialized = tf.raw_ops.DatasetToGraphV2(input_dataset=stage.made_by._variant_tensor)

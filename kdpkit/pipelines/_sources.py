@@ -1,4 +1,4 @@
-"""Where examples come from: text lines, TFRecord files, many files at once."""
+"""Sources of examples: text lines, TFRecord files, several files in parallel."""
 
 import codecs
 import collections
@@ -28,12 +28,12 @@ _FRAME = 16  # bytes around each TFRecord: its length, and two checksums
 def text_lines(paths: Paths, *, compression: str | None = None) -> tf.data.Dataset:
     r"""Read text files line by line, in the order given.
 
-    Every file is read through once beforehand: TensorFlow ends a truncated GZIP file silently, and
-    finds bytes that are not UTF-8 in the middle of training, if at all.
+    Every file is read once beforehand, because TensorFlow silently accepts truncated GZIP files,
+    and detects invalid UTF-8 only during training, if at all.
 
     Args:
-        paths: A path or several, also as `gs://bucket/text.txt`.
-        compression: `"GZIP"`, or None, which looks at the first bytes of each file.
+        paths: One or several paths, such as `gs://bucket/text.txt`.
+        compression: `"GZIP"`, or None to detect it from the first bytes of each file.
 
     Returns:
         A dataset of string scalars, without the line ends.
@@ -66,21 +66,21 @@ def tfrecords(
     files_at_once: int = 16,
     validate: bool = False,
 ) -> tf.data.Dataset:
-    """Read TFRecord files, several at once, and parse their records in parallel.
+    """Read several TFRecord files in parallel, and parse their records in parallel.
 
-    The order of the examples is the same on every run. Where reading is what training waits for,
-    leave `parse` out and parse batches, behind the shuffle: a `train_pipeline` does so in
-    `augment=lambda records, _: parse(records)`.
+    The order of the examples is the same in every run. If reading limits training, leave out
+    `parse` and parse batches after the shuffle: `train_pipeline(augment=lambda records, _:
+    parse(records))`.
 
     Args:
-        pattern: A glob such as `"data/train-*.tfrecord"`, or paths, also as `gs://bucket/...`.
-        parse: Makes an example from a record, a string scalar; see `example_parser`. None leaves
-            the records as they are.
-        compression: `"GZIP"`, `"ZLIB"`, or None, which recognises GZIP by the first bytes.
-        files_at_once: Files to read from in parallel.
-        validate: Read every file through first (near 1 GB/s) and raise for damaged ones, by name.
-            Without it TensorFlow's `DataLossError` comes in the middle of training, and names
-            neither file nor record.
+        pattern: A glob such as `"data/train-*.tfrecord"`, or paths; `gs://bucket/...` works too.
+        parse: Returns an example for a record, a string scalar; see `example_parser`. None returns
+            the records unparsed.
+        compression: `"GZIP"`, `"ZLIB"`, or None to detect GZIP from the first bytes.
+        files_at_once: Number of files to read in parallel.
+        validate: Read every file first (at about 1 GB/s) and raise for damaged ones. Otherwise
+            TensorFlow raises a `DataLossError` during training, which names neither file nor
+            record.
 
     Raises:
         ValueError: As `interleave_files`.
@@ -106,17 +106,17 @@ def tfrecords(
 def interleave_files(
     pattern: Paths, reader: Callable[[tf.Tensor], tf.data.Dataset], *, files_at_once: int = 16
 ) -> tf.data.Dataset:
-    """Read several files at once and take an example from each, round-robin.
+    """Read several files in parallel, taking an example from each, round-robin.
 
     Args:
-        pattern: A glob, whose files come in sorted order, or paths in yours, also as
-            `gs://bucket/...`.
-        reader: Makes a dataset from a path, a string scalar.
-        files_at_once: Files to read from in parallel.
+        pattern: A glob, whose files are sorted, or paths in the order given; `gs://bucket/...`
+            works too.
+        reader: Returns a dataset for a path, a string scalar.
+        files_at_once: Number of files to read in parallel.
 
     Raises:
-        ValueError: The pattern matches no file, or those of two writings with other numbers of
-            shards, or a file is missing, empty or unreadable.
+        ValueError: The pattern matches no file, or matches shards of two different sets of files,
+            or a file is missing, empty or unreadable.
     """
     return _interleaved(_matching(pattern), reader, files_at_once)
 
@@ -139,22 +139,22 @@ def write_tfrecords(
     shards: int = 1,
     compression: str | None = "GZIP",
 ) -> list[str]:
-    """Write examples round-robin to TFRecord files, which appear when all are complete.
+    """Write examples round-robin to TFRecord files, which appear once all are complete.
 
     Args:
         examples: Mappings from feature name to an array or scalar of integers, floats, bytes or
             text. uint8 arrays are stored as bytes, one per element.
-        path: The files' common beginning: `"data/train"` gives
-            `data/train-00000-of-00002.tfrecord` and its sibling; so does `"gs://bucket/train"`.
-        shards: Number of files. Reading wants several, each of 100 MB or so.
+        path: Common prefix of the files: `"data/train"` gives `data/train-00000-of-00002.tfrecord`
+            and so on. It may be in object storage (`"gs://bucket/train"`).
+        shards: Number of files. Several files of about 100 MB each read fastest.
         compression: `"GZIP"` or None.
 
     Returns:
-        The files' paths.
+        The paths of the files.
 
     Raises:
-        ValueError: There are fewer examples than `shards`, a feature has no TFRecord form, or the
-            files cannot be written there.
+        ValueError: There are fewer examples than `shards`, a feature cannot be stored, or the files
+            cannot be written.
 
     >>> import tempfile
     >>> directory = tempfile.mkdtemp()
@@ -204,10 +204,10 @@ def example_parser(
 
 
 def validate_tfrecords(paths: Paths, *, compression: str | None = None) -> int:
-    """Read TFRecord files through, checksums included, and return the number of records.
+    """Read TFRecord files completely, check their checksums, and return the number of records.
 
     Raises:
-        ValueError: A file is damaged; the sentence names it and the record, counted from 0.
+        ValueError: A file is damaged; the message names it and the record, counted from 0.
     """
     return sum(
         _count_records(file, compression or _compression_of(file)) for file in _matching(paths)
@@ -255,7 +255,7 @@ def _write_alternating(
                 writer.close()
     if count < len(files):
         checks.fail(
-            "There are too few examples for the files asked for.",
+            "There are too few examples for that many files.",
             examples=count,
             shards=len(files),
         )
@@ -263,7 +263,7 @@ def _write_alternating(
 
 @contextlib.contextmanager
 def _reporting(file: str) -> Iterator[None]:
-    """Raise one sentence about why a file cannot be written, on this machine or elsewhere."""
+    """Raise an `InputError` with the reason why a file cannot be written."""
     try:
         with storage.reporting(file):
             yield
@@ -327,7 +327,7 @@ def _listed(paths: Paths) -> list[str]:
 
 
 def _matching(pattern: Paths) -> list[str]:
-    """List the files that globs match, sorted within each glob, all of them readable."""
+    """Return the readable files that globs match, sorted within each glob."""
     files: list[str] = []
     for part in _listed(pattern):
         with storage.reporting(part):
@@ -340,7 +340,7 @@ def _matching(pattern: Paths) -> list[str]:
 
 
 def _check_one_writing(pattern: str, files: list[str]) -> None:
-    """Raise for a glob that takes `train-...-of-00002` and what is left of `train-...-of-00004`."""
+    """Raise for a glob that matches both `train-...-of-00002` and old `train-...-of-00004`."""
     counts: dict[str, set[int]] = {}
     for file in files:
         if found := _SHARD.fullmatch(file):
@@ -349,7 +349,7 @@ def _check_one_writing(pattern: str, files: list[str]) -> None:
         if len(several) > 1:
             checks.fail_for_file(
                 "Files of several runs of `write_tfrecords` match, perhaps with the same examples: "
-                f"{beginning} has been cut into {' and into '.join(map(str, sorted(several)))} "
+                f"{beginning} has been split into {' and into '.join(map(str, sorted(several)))} "
                 "files",
                 pattern,
                 remedy="Delete those of the older one, or pass a pattern that ends in their count.",
@@ -357,7 +357,7 @@ def _check_one_writing(pattern: str, files: list[str]) -> None:
 
 
 def _readable(file: str) -> str:
-    """Accept a file that exists, may be read and is not empty, on any file system of gfile."""
+    """Return a file if it exists, is readable and not empty, on any file system of gfile."""
     if tf.io.gfile.isdir(file):
         checks.fail_for_file("A file is needed, and this is a directory", file)
     try:
@@ -381,7 +381,7 @@ def _head(file: str, size: int) -> bytes:
 
 
 def _check_text(file: str, compression: str) -> None:
-    """Read the file to its end and raise where it is damaged or is not UTF-8."""
+    """Read the file completely and raise if it is damaged or not UTF-8."""
     decoder = codecs.getincrementaldecoder("utf-8")()
     lines = 0
     try:

@@ -1,9 +1,9 @@
-"""The stages of a dataset, as its user wrote them.
+"""The stages of a dataset, as the user wrote them.
 
-This file reads tf.data's private parts: the names of its dataset classes, their attributes,
-`_inputs()` and `_functions()`, which are alike in TensorFlow 2.19 to 2.21. They give the dataset of
-each stage, which a serialised graph does not, and copy no data, which it would. What they do not
-give is None, or an empty set, and nothing is concluded from that.
+This file uses private parts of tf.data: the names of its dataset classes, their attributes,
+`_inputs()` and `_functions()`, which are the same in TensorFlow 2.19 to 2.21. Unlike a serialized
+graph they give access to the dataset of each stage and copy no data. Unknown values are None or an
+empty set, and no rule draws conclusions from them.
 """
 
 import dataclasses
@@ -21,7 +21,7 @@ from kdpkit.pipelines._epochs import TrainDataset
 _PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
 _STORED = r"LookupTable.*|ReadVariableOp|ResourceGather(Nd)?"
 _READING = r"(TFRecord|TextLine|FixedLengthRecord|CSV)Dataset(V2)?"
-# Those with a state: they draw again whenever they run.
+# Stateful ones: they draw again whenever they run.
 _RANDOM = (
     r"Random(?!Index).*|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox.*"
     r"|Rng.*|Stateful(Uniform|StandardNormal|Truncated|Random).*|AnonymousRandomSeedGenerator"
@@ -49,7 +49,7 @@ _KINDS = {
     "data_service": "distribute",
     "variant": "dataset",
 }
-# They change neither the elements nor the work.
+# These change neither the elements nor the work.
 _TRANSPARENT = frozenset(
     {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
 )
@@ -62,12 +62,12 @@ _NAMED_BY = {
 
 @dataclasses.dataclass(frozen=True)
 class Function:
-    """What is known of a function that a stage calls.
+    """A function that a stage calls.
 
     Attributes:
         name: Its name in Python.
-        ops: The names of its operations, also those inside datasets and functions within it.
-        call: The function itself, as its user passed it; None where it is not known.
+        ops: The names of its operations, including those in nested datasets and functions.
+        call: The function that the user passed; None if unknown.
     """
 
     name: str
@@ -76,7 +76,7 @@ class Function:
 
     @property
     def is_stateful(self) -> bool:
-        """Whether tf.data leaves it in its order, one call after the other."""
+        """Whether tf.data runs its calls serially, in order."""
         return any(map(_is_stateful, self.ops))
 
     @property
@@ -91,18 +91,18 @@ class Function:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws other numbers each time, as augmentation and Keras layers do."""
+        """Whether it draws new random numbers each time, as augmentation and Keras layers do."""
         moves_a_seed = self._has("StatelessRandom.*") and self._has("Assign.*")
         return self._has(_RANDOM) or moves_a_seed
 
     @property
     def reads_files(self) -> bool:
-        """Whether it opens files of records or lines as a dataset."""
+        """Whether it opens record or text files as a dataset."""
         return self._has(_READING)
 
     @property
     def is_cheap(self) -> bool:
-        """Whether it only moves and compares numbers, for which a thread of its own is too much."""
+        """Whether it only moves and compares numbers, too little work for a thread."""
         return self.ops <= _CHEAP_OPS
 
     def _has(self, pattern: str) -> bool:
@@ -110,9 +110,9 @@ class Function:
 
 
 def _is_stateful(op: str) -> bool:
-    """Return whether tf.data takes an operation for one whose calls must keep their order."""
+    """Return whether tf.data considers an operation stateful, so its calls keep their order."""
     if op in ("Assert", "StatefulPartitionedCall", "If", "While") or "Dataset" in op:
-        return False  # the functions inside have operations that decide it
+        return False  # decided by the operations of the inner functions
     definition = op_def_registry.get(op)
     return definition is not None and definition.is_stateful
 
@@ -122,9 +122,9 @@ class Stage:
     """One stage of a pipeline.
 
     Attributes:
-        dataset: What it gives, options and an asserted cardinality included.
-        made_by: The dataset object of the stage itself.
-        kind: The method or class that made it, such as `"map"` or `"TFRecordDataset"`.
+        dataset: Its output, including options and an asserted cardinality.
+        made_by: The dataset object of the stage.
+        kind: The method or class that created it, such as `"map"` or `"TFRecordDataset"`.
         inputs: The stages that it takes elements from.
     """
 
@@ -135,15 +135,15 @@ class Stage:
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
-        """What it calls."""
+        """The functions that it calls."""
         return tuple(_functions(self.made_by))
 
     def argument(self, name: str) -> Any:
-        """Return an argument as the dataset keeps it, None where it is unknown."""
+        """Return an argument as stored in the dataset; None if unknown."""
         return getattr(self.made_by, f"_{name}", None)
 
     def setting(self, name: str) -> Any:
-        """Return an argument as a Python value, None where it is unknown."""
+        """Return an argument as a Python value; None if unknown."""
         value = self.argument(name)
         value = tf.get_static_value(value) if tf.is_tensor(value) else value
         if value is None or isinstance(value, (bool, str)):
@@ -152,23 +152,23 @@ class Stage:
 
     @functools.cached_property
     def cardinality(self) -> int | None:
-        """The elements it gives: None if TensorFlow does not know, infinity as -1."""
+        """The number of its elements: None if unknown, -1 if infinite."""
         count = int(self.dataset.cardinality())
         return None if count == tf.data.UNKNOWN_CARDINALITY else count
 
     @property
     def is_parallel(self) -> bool:
-        """Whether its elements are made by threads of its own, ahead of being asked for."""
+        """Whether its own threads produce elements ahead of time."""
         return "Parallel" in type(self.made_by).__name__
 
     @property
     def keeps(self) -> bool:
-        """Whether it keeps what it is given."""
+        """Whether it is a cache."""
         return self.kind in ("cache", "snapshot")
 
     @property
     def shuffles(self) -> bool:
-        """Whether it has a new order each epoch, or its datasets within have."""
+        """Whether it, or a dataset inside it, has a new order each epoch."""
         if self.kind == "shuffle":
             return self.setting("reshuffle_each_iteration") is not False
         within = (op for function in self.functions for op in function.ops)
@@ -176,12 +176,12 @@ class Stage:
 
     @property
     def has_work(self) -> bool:
-        """Whether it computes or reads, and does not only cut and mix what is in memory."""
+        """Whether it computes or reads, instead of only slicing and mixing data in memory."""
         return self.kind.endswith("Dataset") or not all(one.is_cheap for one in self.functions)
 
     @property
     def label(self) -> str:
-        """The stage as its user writes it: `map(decode)`, `shuffle(1000)`, `batch(32)`."""
+        """The stage as the user writes it: `map(decode)`, `shuffle(1000)`, `batch(32)`."""
         argument = self.setting(_NAMED_BY[self.kind]) if self.kind in _NAMED_BY else None
         if self.kind == "prefetch" and argument == tf.data.AUTOTUNE:
             argument = "AUTOTUNE"
@@ -193,7 +193,7 @@ class Stage:
 
     @property
     def files(self) -> int | None:
-        """The number of files that it reads itself; None if it reads none, or it is not known."""
+        """The number of files that it reads itself; None if unknown or none."""
         names = None
         if self.kind in ("TextLineDataset", "TFRecordDataset", "FixedLengthRecordDataset"):
             names = self.argument("filenames")
@@ -204,12 +204,12 @@ class Stage:
 
 
 def end_of(dataset: tf.data.Dataset) -> Stage:
-    """Return the last stage of a dataset, with all before it."""
+    """Return the last stage of a dataset, which refers to all stages before it."""
     return _stage(dataset, {})
 
 
 def line(end: Stage) -> tuple[Stage, ...]:
-    """Return the stages from the last one back to where datasets come together, source first."""
+    """Return the stages back to where datasets are combined, source first."""
     stages = [end]
     while len(stages[-1].inputs) == 1:
         stages += stages[-1].inputs
@@ -217,7 +217,7 @@ def line(end: Stage) -> tuple[Stage, ...]:
 
 
 def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
-    """Yield each stage once, with the stages that follow it, the nearest first."""
+    """Yield each stage once, with the stages after it, the nearest first."""
     waiting: list[tuple[Stage, tuple[Stage, ...]]] = [(end, ())]
     seen: set[int] = set()
     while waiting:
@@ -229,7 +229,7 @@ def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
 
 
 def before(stage: Stage) -> Iterator[Stage]:
-    """Return all stages that a stage takes from."""
+    """Yield all stages before a stage."""
     return (one for one, after in paths(stage) if after)
 
 
@@ -240,10 +240,10 @@ def _stage(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
 
 
 def _read(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
-    if isinstance(dataset, TrainDataset):  # whose graph hides its source
+    if isinstance(dataset, TrainDataset):  # its graph hides its source
         return Stage(dataset, dataset, "train_pipeline", (_stage(dataset.examples, known),))
     kind = _kind(dataset)
-    # Of a choice between datasets, without what chooses.
+    # The inputs of a choice between datasets, without the selector.
     inputs = getattr(dataset, "_data_inputs", None) or dataset._inputs()
     if kind in _TRANSPARENT and len(inputs) == 1:
         if kind == "restructured" and _kind(inputs[0]) == "map":
@@ -252,7 +252,7 @@ def _read(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
     if kind == "flat_map" and any("GeneratorDataset" in one.ops for one in _functions(dataset)):
         kind, inputs = "from_generator", ()
     if kind == "TFRecordDataset" and [_kind(one) for one in inputs] == ["from_tensor_slices"]:
-        inputs = ()  # the names of its files
+        inputs = ()  # only the names of its files
     return Stage(dataset, dataset, kind, tuple(_stage(one, known) for one in inputs))
 
 

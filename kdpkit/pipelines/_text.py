@@ -1,4 +1,4 @@
-"""Text: vocabularies, sequences of tokens, and masks for masked-language-model training."""
+"""Text: vocabularies, token sequences, and masks for masked language models."""
 
 import math
 import os
@@ -20,12 +20,12 @@ Masked: TypeAlias = tuple[dict[str, tf.Tensor], tf.Tensor, tf.Tensor]  # feature
 
 
 def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True) -> list[str]:
-    """Learn a WordPiece vocabulary of at most `size` tokens, BERT's special tokens included.
+    """Learn a WordPiece vocabulary of at most `size` tokens, including BERT's special tokens.
 
-    It is keras_hub's learner: https://keras.io/keras_hub/api/tokenizers.
+    This uses keras_hub's learner: https://keras.io/keras_hub/api/tokenizers.
 
     Raises:
-        ValueError: There are no lines, or `size` has no room for the special tokens.
+        ValueError: There are no lines, or `size` is too small for the special tokens.
     """
     size = checks.integer("size", size, minimum=len(_SPECIAL) + 1)
     texts = list(lines)
@@ -42,13 +42,13 @@ def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True)
 
 
 def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
-    """Read a WordPiece vocabulary, one token a line, whose line numbers are the token ids.
+    """Read a WordPiece vocabulary, one token per line; the line numbers are the token ids.
 
-    The file may be in object storage, as `gs://bucket/vocabulary.txt`.
+    The file may be in object storage, such as `gs://bucket/vocabulary.txt`.
 
     Raises:
-        ValueError: The file is missing, empty or not UTF-8, a special token of BERT is not in it,
-            or a token is in it twice.
+        ValueError: The file is missing, empty or not UTF-8, lacks a special token of BERT, or has a
+            token twice.
     """
     file = atomic_files.readable(path)
     try:
@@ -71,20 +71,20 @@ def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
 
 
 def tokenize(tokenizer: Tokenizer, *, sequence_length: int | None = None) -> Transform:
-    """Turn lines into token ids, many lines at a time.
+    """Convert lines to token ids, many lines at a time.
 
     Args:
         tokenizer: A keras_hub tokenizer, such as `keras_hub.models.BertTokenizer`.
-        sequence_length: Sequences of this many int32 ids, `[CLS] ... [SEP]` and padding, where a
-            long line goes on in the next sequence so that no token is lost. None gives each line's
-            ids as they are, without special tokens, in vectors of varying length.
+        sequence_length: Length of the sequences of int32 ids, `[CLS] ... [SEP]` and padding; a long
+            line continues in the next sequence, so no token is lost. None returns each line's ids
+            without special tokens, in vectors of varying length.
 
     Returns:
         A stage from string scalars to int32 vectors.
 
     Raises:
-        ValueError: The tokenizer pads or cuts sequences itself, or the dataset gives no single
-            lines.
+        ValueError: The tokenizer pads or truncates sequences itself, or the dataset does not
+            consist of single lines.
     """
     if sequence_length is not None:
         checks.integer("sequence_length", sequence_length, minimum=3)
@@ -92,7 +92,7 @@ def tokenize(tokenizer: Tokenizer, *, sequence_length: int | None = None) -> Tra
         checks.fail(
             "The tokenizer has a `sequence_length` of its own, to which it pads and cuts lines.",
             sequence_length=tokenizer.sequence_length,
-            remedy="Make it without, and pass the length to `tokenize`.",
+            remedy="Create it without, and pass the length to `tokenize`.",
         )
 
     def convert(lines: tf.Tensor) -> tf.Tensor | tf.RaggedTensor:
@@ -119,22 +119,22 @@ def mask_tokens(
 ) -> Callable[..., Masked]:
     """Return the masking of BERT (Devlin et al. 2019) as a function of tokens and a seed.
 
-    Of every sequence `ceil(rate * tokens)` ordinary tokens are to be predicted: 80 % of them are
-    replaced by `[MASK]`, 10 % by a token drawn from the vocabulary, 10 % left alone. The draw
-    depends on the seed and the sequence's position in the batch alone, so any number of replicas
-    sees the same masks.
+    In every sequence `ceil(rate * tokens)` ordinary tokens are to be predicted: 80 % of them are
+    replaced by `[MASK]`, 10 % by a random token of the vocabulary, and 10 % are unchanged. The
+    masks depend only on the seed and the sequence's position in the batch, so they are the same on
+    any number of replicas.
 
     Args:
         tokenizer: The keras_hub tokenizer of the tokens, for its special ids.
         rate: Fraction of the ordinary tokens to predict, between 0 and 1.
-        slots: Predictions a sequence has room for; None takes what a full one needs.
+        slots: Maximum number of predictions in a sequence; None is enough for a full one.
 
     Returns:
         A function `mask(tokens, seed)` from int32 `[batch, length]` (or `[length]`) and a seed of
         two integers to `(features, labels, weights)` for `keras_hub.models.BertMaskedLM`. Weights
-        sum to the number of slots in the batch, so that a loss averaged over all slots is the mean
-        over the masked tokens, on any number of replicas. Without a seed, masks are drawn from the
-        sequence's own tokens, the same in every epoch, and weights are 0 or 1: for validation.
+        sum to the number of slots in the batch, so a loss averaged over all slots is the mean over
+        the masked tokens, on any number of replicas. Without a seed, for validation, masks depend
+        on the sequence's own tokens, so they are the same in every epoch, and weights are 0 or 1.
 
     >>> import keras_hub
     >>> tokenizer = keras_hub.models.BertTokenizer(
@@ -169,7 +169,7 @@ def mask_tokens(
 
 
 def _require_sequences(tokens: tf.Tensor | tf.RaggedTensor) -> None:
-    """Raise for what is no sequence of token ids, nor sequences of one length."""
+    """Raise unless `tokens` is one or several sequences of token ids of one length."""
     if not tokens.dtype.is_integer or tokens.shape.rank not in (1, 2):
         checks.fail(
             "Sequences to mask are token ids, int32 [batch, length] or [length].",
@@ -186,7 +186,7 @@ def _require_sequences(tokens: tf.Tensor | tf.RaggedTensor) -> None:
 
 
 def _draws(tokens: tf.Tensor, count: int, seed: Sequence[int] | tf.Tensor | None) -> tf.Tensor:
-    """Draw `count` numbers in [0, 1) for each sequence: from the seed, or from its own tokens."""
+    """Draw `count` numbers in [0, 1) per sequence: from the seed, or from its own tokens."""
     if seed is not None:
         return tf.random.stateless_uniform([tf.shape(tokens)[0], count], seed)
 
@@ -201,7 +201,7 @@ def _draws(tokens: tf.Tensor, count: int, seed: Sequence[int] | tf.Tensor | None
 def _masked(
     tokens: tf.Tensor, draws: tf.Tensor, tokenizer: Tokenizer, rate: float, room: int
 ) -> Masked:
-    """Mask sequences: draws decide which tokens, then what becomes of each, then the stand-ins."""
+    """Mask sequences: draw which tokens, then how each is masked, then the random tokens."""
     count, length = tf.shape(tokens)[0], tokens.shape[-1]
     order, fate, stand_in = tf.split(draws, [length, room, room], axis=1)
     special = tf.constant(tokenizer.special_token_ids, tokens.dtype)
@@ -215,7 +215,7 @@ def _masked(
     mask_id = tf.constant(tokenizer.mask_token_id, tokens.dtype)
     replaced = tf.where(fate < 0.8, mask_id, tf.where(fate < 0.9, drawn, originals))
     indices = tf.stack([tf.repeat(tf.range(count), room), tf.reshape(positions, [-1])], axis=1)
-    # Added and not set: positions that were not chosen stand for 0, which may be chosen itself.
+    # Added, not set: unused slots have position 0, which may also be chosen.
     changes = tf.reshape(tf.where(chosen, replaced - originals, 0), [-1])
     features = {
         "token_ids": tf.tensor_scatter_nd_add(tokens, indices, changes),

@@ -1,7 +1,7 @@
-"""How TensorFlow reads the functions of our stages, and those that users hand over.
+"""How AutoGraph treats our own functions, and those of users.
 
-For the sake of `if` and `for` over tensors it rewrites the source of what it traces (AutoGraph),
-which takes longer than the tracing, and passes over functions that are called from inner ones.
+AutoGraph rewrites the source of traced functions to support `if` and `for` over tensors. That takes
+longer than the tracing, and skips functions called from inner ones.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def as_written(function: F) -> F:
-    """Have one of our functions, and all that it calls, traced as it stands."""
+    """Trace one of our functions, and everything it calls, without AutoGraph."""
     return tf.autograph.experimental.do_not_convert(function)
 
 
 def rewritten(function: F) -> F:
-    """Have a user's function rewritten wherever it is called, as `Dataset.map` would have it."""
+    """Trace a user's function with AutoGraph wherever it is called, as in `Dataset.map`."""
     autograph = tf.__internal__.autograph
     return autograph.tf_convert(function, autograph.control_status_ctx())

@@ -1,4 +1,4 @@
-"""Single stages: each a function from dataset to dataset, for `Dataset.apply` and `chain`."""
+"""Single stages: functions from dataset to dataset, for `Dataset.apply` and `chain`."""
 
 import os
 from collections.abc import Callable
@@ -20,7 +20,7 @@ _POLICIES = {
 
 
 def chain(*transforms: Transform) -> Transform:
-    """Join stages into one, applied from left to right.
+    """Combine stages into one, applied from left to right.
 
     >>> stage = chain(shuffle(4, seed=1), batch_for(2))
     >>> tf.data.Dataset.range(4).apply(stage).element_spec.shape
@@ -38,7 +38,7 @@ def chain(*transforms: Transform) -> Transform:
 def filter_by(predicate: Callable[..., Any]) -> Transform:
     """Keep the examples for which `predicate` is true.
 
-    The length of the result is unknown to TensorFlow; `count_batches` finds it.
+    The length of the result is unknown to TensorFlow; use `count_batches`.
 
     >>> even = tf.data.Dataset.range(6).apply(filter_by(lambda number: number % 2 == 0))
     >>> [int(number) for number in even]
@@ -50,11 +50,11 @@ def filter_by(predicate: Callable[..., Any]) -> Transform:
 def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., tf.Tensor]:
     """Return a predicate for texts longer than `length`.
 
-    It is for `train_pipeline(keep=...)`, `filter_by` and `Dataset.filter`, where the first part of
-    an example is the text; `Dataset.apply` takes it as well.
+    Use it with `train_pipeline(keep=...)`, `filter_by` or `Dataset.filter`, if the first part of an
+    example is the text, or with `Dataset.apply`.
 
     Args:
-        length: Texts of this length or shorter are left out.
+        length: Texts of this length or shorter are removed.
         unit: `"BYTE"` or `"UTF8_CHAR"`, as in `tf.strings.length`.
 
     >>> lines = tf.data.Dataset.from_tensor_slices(["one", "three"])
@@ -73,21 +73,22 @@ def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., tf.Tensor]:
 
 
 def cache(where: str | os.PathLike[str] = "memory") -> Transform:
-    """Keep the examples after their first reading, in memory or in a directory.
+    """Cache the examples when they are first read, in memory or in a directory.
 
-    Put it before `shuffle`: after it, one order would be frozen. On disk each pipeline has a
-    directory of its own in `where`, filled at once and complete when it appears; one that is
-    damaged or half written is filled again. It knows the pipeline, not the content of the files
-    behind it: pass another directory when those change. Nor does it know what Python functions
-    compute, or what variables and lookup tables hold, as those of Keras' preprocessing layers: a
-    warning reports it. One with a generator may be filled again each time.
+    Put it before `shuffle`; after it, every epoch would have the same order. On disk each pipeline
+    has its own directory in `where`, written atomically; a damaged or incomplete one is filled
+    again. The cache depends on the pipeline, not on the content of its files: pass another
+    directory when those change. It also does not depend on what Python functions compute or what
+    variables and lookup tables (as in Keras' preprocessing layers) contain; a warning reports such
+    pipelines. A pipeline with a generator may be cached again each time.
 
     Args:
-        where: `"memory"`, or the path of a directory. In object storage, `gs://bucket/cache` say,
-            the cache is filled on this machine's disk (`TMPDIR`) and then copied there.
+        where: `"memory"`, or the path of a directory. For object storage, such as
+            `gs://bucket/cache`, the cache is filled on this machine's disk (`TMPDIR`) and then
+            uploaded.
 
     Raises:
-        ValueError: The directory cannot be written, or TensorFlow does not know its scheme.
+        ValueError: The directory cannot be written, or TensorFlow does not support its scheme.
 
     >>> numbers = tf.data.Dataset.range(3).apply(cache())
     >>> [int(number) for number in numbers]
@@ -101,12 +102,11 @@ def cache(where: str | os.PathLike[str] = "memory") -> Transform:
 def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
     """Shuffle within a buffer, in a new order each time the dataset is iterated.
 
-    The order is drawn before batches are cut, so it is the same for any number of replicas; but
-    `fit` starts more iterators under a strategy than on one device, and each takes an order.
-    `train_pipeline` counts epochs instead.
+    The order is the same for any number of replicas, but `fit` starts more iterators under a
+    strategy than on one device, and each draws an order. `train_pipeline` counts epochs instead.
 
     Args:
-        buffer_size: Examples to draw from; the dataset's size shuffles uniformly.
+        buffer_size: Examples to draw from; use the dataset's size to shuffle uniformly.
         seed: Fixes the sequence of orders.
 
     >>> numbers = tf.data.Dataset.range(5).apply(shuffle(5, seed=3))
@@ -122,7 +122,7 @@ def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
 def batch_for(
     global_batch_size: int, *, replicas: int = 1, drop_remainder: bool = True
 ) -> Transform:
-    """Batch examples globally, in a size that the replicas divide evenly.
+    """Batch examples with a global batch size that the replicas divide.
 
     `tf.distribute` then gives each replica `global_batch_size / replicas` examples of every
     batch. With `drop_remainder=False` the last batch may be smaller, and uneven.
@@ -151,7 +151,7 @@ def batch_for(
 
 
 def prefetch(batches: int = tf.data.AUTOTUNE) -> Transform:
-    """Prepare the next batches while the current one trains.
+    """Prepare the next batches during training on the current one.
 
     >>> tf.data.Dataset.range(3).apply(prefetch(2)).cardinality().numpy()
     np.int64(3)
@@ -162,16 +162,16 @@ def prefetch(batches: int = tf.data.AUTOTUNE) -> Transform:
 
 
 def auto_shard(policy: str = "data") -> Transform:
-    """Set how several workers divide the dataset between them.
+    """Set how several workers shard the dataset.
 
-    Without it TensorFlow guesses, and with one file and two workers leaves one worker without data.
-    It matters under MultiWorkerMirroredStrategy alone; the replicas of one process always split its
-    global batches.
+    By default TensorFlow guesses, and with one file and two workers leaves one worker without data.
+    The policy only matters under MultiWorkerMirroredStrategy; the replicas of one process always
+    split its global batches.
 
     Args:
-        policy: `"data"`, every worker reads all and keeps its shard; `"file"`, the files are
-            divided, of which there must be one or more for each worker; `"off"`, every worker sees
-            everything, as when the source has been divided already.
+        policy: With `"data"` every worker reads all examples and keeps its shard; with `"file"` the
+            files are sharded, at least one per worker; with `"off"` every worker sees everything,
+            for a source that is already sharded.
 
     >>> stage = auto_shard("data")
     >>> stage(tf.data.Dataset.range(3)).options().experimental_distribute.auto_shard_policy.name

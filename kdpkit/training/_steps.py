@@ -34,7 +34,7 @@ class Steps(Protocol):
         """Enter what explains that another process is gone."""
 
     def check_parts(self) -> None:
-        """Reject to compare the parts of a batch that is in one part."""
+        """Raise if a batch has one part only, which leaves nothing to compare."""
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
         """Check a dataset, spread its batches over the replicas, and build the model for them."""

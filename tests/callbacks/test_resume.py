@@ -397,7 +397,7 @@ def test_a_state_that_cannot_be_written_is_reported_and_training_goes_on(tmp_pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))  # as good as a full disk
     try:
-        with pytest.warns(UserWarning, match="could not be saved.*Training goes on"):
+        with pytest.warns(UserWarning, match="could not be saved.*Training continues"):
             unsaved = run(by_fit, tmp_path / "full")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -420,7 +420,7 @@ def test_a_dataset_that_was_not_tracked_raises(tmp_path):
         (lambda path: Resume(path).track(Resume(path).track(data_of(8))), "tracked already"),
         (
             lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]),
-            "does not know what this callback learns.*get_state",
+            "does not know the state of this callback.*get_state",
         ),
     ],
 )

@@ -139,7 +139,7 @@ number = 3
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("uncompiled", "The model is not compiled"),
+        ("uncompiled", "`model` is not compiled"),
         ("number", r"must be a function that returns \(dataset, model\)"),
         ("nothing", "`train.py` has no `nothing`"),
         ("fails", "fails: RuntimeError: no data"),

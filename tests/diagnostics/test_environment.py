@@ -197,7 +197,7 @@ def test_a_version_with_which_kdpkit_does_not_work_is_found_with_the_command_tha
 ):
     installed(planted, "keras", version)
     (finding,) = [finding for finding in _packages.findings() if finding.where == "keras"]
-    assert (finding.rule, finding.level) == (rule, "refused")
+    assert (finding.rule, finding.level) == (rule, "error")
     assert version in finding.problem
     assert finding.remedy == 'Run `python -m pip install "keras<3.16,>=3.10.0"`.'
 
@@ -248,7 +248,7 @@ def test_what_is_harmless_is_shown(value, shown):
         (
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
             {},
-            [("device-threads", "refused")],
+            [("device-threads", "error")],
         ),
         (
             {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "PJRT_NPROC": "16"},

@@ -106,7 +106,7 @@ def test_what_is_no_schedule_is_one_sentence_and_never_run(text, sentence, capfd
     ],
 )
 def test_where_warmup_and_decay_end_by_hand(schedule, expected):
-    assert rate_milestones.changes(schedule) == expected
+    assert rate_milestones.changes_of(schedule) == expected
 
 
 @few

@@ -109,7 +109,7 @@ def test_a_slow_map_is_input_bound_and_the_cache_it_names_helps():
         model=small(),
         seconds=6,
         verdict="input-bound",
-        edit="Put `.cache()` behind `map(decode)`.*",
+        edit="Put `.cache()` * `map(decode)`.*",
     )
     assert report.shares["waiting"] > 0.5
     assert report.edits[0].speedup > 2
@@ -276,7 +276,7 @@ def test_a_slow_callback_is_host_bound_and_is_named():
         verdict="host-bound",
         edit="Leave `Counting` out*",
     )
-    assert any("Without `Quick`, `Counting`" in said for said in report.evidence)
+    assert any("Without `Quick`, `Counting`" in sentence for sentence in report.evidence)
 
 
 @pytest.mark.slow
@@ -412,7 +412,7 @@ def test_callbacks_that_save_are_left_out_and_noted_and_none_of_the_users_is_cha
         IN_MEMORY, model=small(), callbacks=[saving, stopping, noting], seconds=0.2
     )
     assert report.notes[0] == "`ModelCheckpoint` may save or log at steps, and was left out."
-    assert any("Without `Noting` a step" in said for said in report.evidence)
+    assert any("Without `Noting` a step" in sentence for sentence in report.evidence)
     assert not [*tmp_path.iterdir()]
     assert noting.seen == 0
 
@@ -434,7 +434,7 @@ def report_of(verdict="input-bound", edits=()):
 
 def test_the_report_is_read_in_80_columns_and_as_plain_values():
     edits = (
-        SpeedEdit("waiting", "Put `.cache()` behind `map(decode)`." * 2, 0.0094, 6.51),
+        SpeedEdit("waiting", "Put `.cache()` after `map(decode)`." * 2, 0.0094, 6.51),
         SpeedEdit("waiting", "Have others do it.", 0.03, 2.0),
     )
     report = report_of(edits=edits)

@@ -203,7 +203,7 @@ def test_a_script_that_gets_to_no_fit_is_one_sentence(text, sentence, script):
     ],
     ids=["at its top", "in the function", "caught"],
 )
-def test_a_module_that_trains_is_refused_and_trains_nothing(text, script):
+def test_a_module_that_trains_raises_and_trains_nothing(text, script):
     path = script("model = build()\n" + text.replace("build()", "model"), "data.py")
     with pytest.raises(ValueError, match="calls `fit` before it defines `data`.*__main__"):
         asked_by(f"{path}:data")

@@ -1,4 +1,4 @@
-"""What callbacks cost, and that Keras does what is said of it."""
+"""What callbacks cost, and that Keras does what is documented of it."""
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
@@ -55,7 +55,7 @@ def slow(*watching, **settings):
 
 
 @pytest.mark.jax
-def test_keras_waits_for_each_step_where_a_callback_is_said_to_make_it():
+def test_keras_waits_for_each_step_where_a_callback_makes_it():
     for other, waits in ((Epochwise(), False), (Batchwise(), True), (Old(), True)):
         spy = Safe()
         trained_with(spy, other)

@@ -16,7 +16,7 @@ X, Y = testing.toy_classification(192, features=8)
 
 
 def rules(report, *levels):
-    levels = levels or ("refused", "slow")
+    levels = levels or ("error", "slow")
     return {finding.rule for finding in report.findings if finding.level in levels}
 
 
@@ -45,7 +45,7 @@ def test_64_bits_in_data_are_found_and_named(kind, narrow):
     assert narrow in finding.remedy
 
 
-def test_text_is_refused_and_the_step_is_not_compiled():
+def test_text_is_an_error_and_the_step_is_not_compiled():
     model = testing.tiny_classifier(features=8)
     model.compile("sgd", "mse")
     report = checked(X.astype("str"), Y, model=model)
@@ -55,17 +55,17 @@ def test_text_is_refused_and_the_step_is_not_compiled():
 
 
 @hypothesis.given(st.integers(1, 64), st.integers(1, 192))
-def test_a_batch_is_clean_exactly_if_every_core_gets_a_multiple_of_eight_rows(replicas, rows):
-    report = checked(X, Y, size=rows, replicas=replicas)
+def test_a_batch_is_clean_exactly_if_every_core_gets_a_multiple_of_eight(replicas, examples):
+    report = checked(X, Y, size=examples, replicas=replicas)
     expected = set()
-    if rows % replicas:
+    if examples % replicas:
         expected = {"uneven-batch"}
-    elif rows // replicas % 8:
+    elif examples // replicas % 8:
         expected = {"tile-batch"}
     assert rules(report) == expected
 
 
-def test_the_waste_of_a_core_that_gets_6_rows_is_a_quarter():
+def test_the_waste_of_a_core_that_gets_6_examples_is_a_quarter():
     (finding,) = (f for f in checked(X, Y, size=48).findings if f.rule == "tile-batch")
     assert "25%" in finding.problem
     assert "64" in finding.remedy
@@ -105,15 +105,15 @@ class Lengths(keras.utils.PyDataset):
         return np.zeros((64, self.lengths[index]), "float32"), np.zeros(64, "int32")
 
 
-def test_rows_of_varying_length_are_refused_and_of_one_length_are_not():
-    (finding,) = (f for f in check_tpu(Lengths(5, 9)).findings if f.level == "refused")
+def test_examples_of_varying_length_are_an_error_and_of_one_length_are_not():
+    (finding,) = (f for f in check_tpu(Lengths(5, 9)).findings if f.level == "error")
     assert (finding.rule, finding.where) == ("dynamic-shape", "train, x")
     assert "(64, None)" in finding.problem
     assert rules(check_tpu(Lengths(5, 5))) == set()
 
 
 class Given(keras.utils.PyDataset):
-    """Gives the batches that it was given."""
+    """A dataset of the batches that it was given."""
 
     def __init__(self, *batches):
         super().__init__()
@@ -190,7 +190,7 @@ def test_object_arrays_are_text_only_where_they_hold_text():
     assert rules(check_tpu(Given((np.array(["a"] * 64, object), Y[:64])))) == {"string"}
 
 
-def test_a_rule_is_not_said_over_and_over():
+def test_a_rule_is_not_reported_over_and_over():
     report = checked({f"x{column:03}": X[:, 0].astype("float64") for column in range(100)})
     found = [finding for finding in report.findings if finding.rule == "64-bit"]
     assert len(found) == 8

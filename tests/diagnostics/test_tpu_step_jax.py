@@ -79,7 +79,7 @@ def eigenvalues(x):
     [
         (on_host, "python-op", "slow"),
         (printing, "python-op", "slow"),
-        (eigenvalues, "xla", "refused"),
+        (eigenvalues, "xla", "error"),
     ],
     ids=["pure_callback", "print", "no lowering"],
 )
@@ -97,7 +97,7 @@ def test_a_fault_in_a_layer_is_found_and_the_layer_named(function, rule, level):
     ids=["boolean mask", "where", "unique"],
 )
 def test_shapes_that_depend_on_values_are_found(function):
-    assert found(with_loss(function)) == [("dynamic-shape", "refused", "train step")]
+    assert found(with_loss(function)) == [("dynamic-shape", "error", "train step")]
 
 
 def test_a_layer_that_makes_such_a_shape_in_training_is_named():
@@ -108,7 +108,7 @@ def test_a_layer_that_makes_such_a_shape_in_training_is_named():
     layers = [keras.Input((8,)), Dynamic(name="planted"), keras.layers.Dense(3)]
     model = keras.Sequential(layers)
     model.compile("sgd", LOSS)
-    assert found(model) == [("dynamic-shape", "refused", "layer planted")]
+    assert found(model) == [("dynamic-shape", "error", "layer planted")]
 
 
 def test_a_step_that_cannot_be_traced_is_a_finding_with_the_error():
@@ -189,7 +189,7 @@ def test_a_batch_that_the_devices_do_not_divide_is_found_before_jax_fails_on_it(
     data = batches.ArrayBatches((X, Y), global_batch_size=60)
     keras.distribution.set_distribution(sharding.DataParallel(8))
     try:
-        assert found(with_layer(lambda x: x), data) == [("uneven-batch", "refused", "train")]
+        assert found(with_layer(lambda x: x), data) == [("uneven-batch", "error", "train")]
     finally:
         keras.distribution.set_distribution(None)
     loop = training.TrainingLoop(

@@ -71,7 +71,7 @@ def test_edits_are_named_as_they_are_written():
     assert texts(PIPELINES["map"]) == [
         "Write `.map(work, num_parallel_calls=tf.data.AUTOTUNE)`.",
         "End the pipeline with `.prefetch(tf.data.AUTOTUNE)`.",
-        "Put `.cache()` behind `map(work)`.",
+        "Put `.cache()` after `map(work)`.",
     ]
     assert texts(PIPELINES["map behind a shuffle"])[-1] == (
         "Put `map(work)` and then `.cache()` before the `shuffle`."

@@ -85,7 +85,7 @@ def ready_made_data_for_the_test(files):
 
 
 @guide()
-def augmentation_behind_the_cache(files):
+def augmentation_after_the_cache(files):
     dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).cache().shuffle(320)
     return dataset.map(augment, AUTOTUNE).batch(64).prefetch(AUTOTUNE)
 

@@ -185,5 +185,5 @@ def test_what_cannot_be_measured_raises():
         measure(Dataset.range(3), seconds=0)
     with pytest.raises(ValueError, match="`dataset` must be a tf.data.Dataset"):
         measure(np.zeros(3))
-    with pytest.raises(ValueError, match="`dataset` gives nothing to measure"):
+    with pytest.raises(ValueError, match="`dataset` is empty"):
         measure(Dataset.range(0).batch(3))

@@ -301,7 +301,7 @@ def test_bad_addresses_get_one_sentence(services, sentence):
 
 @pytest.mark.parametrize("build", [train_pipeline, eval_pipeline])
 def test_services_without_anything_to_prepare_raise(build):
-    with pytest.raises(ValueError, match="`services` are where `prepare` runs"):
+    with pytest.raises(ValueError, match="`services` run `prepare`"):
         build(tf.data.Dataset.range(3), global_batch_size=1, services=["localhost:5050"])
 
 

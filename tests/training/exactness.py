@@ -55,7 +55,7 @@ class Setting:
         data: Gives the arguments of `fit`, with so many rows.
         train: Trains the model on them, and gives what it logged.
         promise: What replicas give: "equal" to one device, "equal weights" where logs differ by
-            definition of the setting, differently "by definition" altogether, or "refused".
+            definition of the setting, differently "by definition" altogether, or "raises".
         promises: The same by column, where one differs; "-" is for what there is not.
         tolerance: How equal, for the rounding of the model's precision.
         since: The first Keras that trains it, by backend, where that is not every one.
@@ -151,8 +151,8 @@ def measure(setting: Setting, column: str, replicas: int, rows: int = EVEN) -> O
         many = _trained(setting, COLUMNS[column], replicas, rows)
     except Exception as error:  # whatever it is, it is the cell's content
         message = str(error).strip()
-        refused = isinstance(error, ValueError) and "Received: " in message.rpartition("\n")[2]
-        return Outcome("refused" if refused else "crash", message=message)
+        stopped = isinstance(error, ValueError) and "Received: " in message.rpartition("\n")[2]
+        return Outcome("raises" if stopped else "crash", message=message)
     return _compare(one, many, promise, setting.tolerance)
 
 
@@ -453,7 +453,7 @@ _add(
             )
         )
     ),
-    since={"TensorFlow": "3.14"},  # refused before: tests/test_versions.py
+    since={"TensorFlow": "3.14"},  # raises before: tests/_internal/test_versions.py
 )
 
 
@@ -560,7 +560,7 @@ _add(
     "sparse features",
     _of_sparse_features,
     _sparse_data,
-    promises={"TrainingLoop on JAX": "refused"},
+    promises={"TrainingLoop on JAX": "raises"},
 )
 _add(
     "Embedding with sparse gradients and global_clipnorm",
@@ -818,19 +818,19 @@ def _adversaries() -> keras.Model:
 _add(
     "train_step: distillation",
     lambda: _compiled(Distiller(), optimizers.SGD(0.5, global_clipnorm=0.01)),
-    promises={"TrainingLoop": "refused"} | on_jax("-"),
+    promises={"TrainingLoop": "raises"} | on_jax("-"),
 )
 _add(
     "train_step: adversaries with two optimizers",
     _adversaries,
     _data(y=NOISE),
-    promises={"TrainingLoop": "refused"} | on_jax("-"),
+    promises={"TrainingLoop": "raises"} | on_jax("-"),
 )
 _add(
     "train_step: a plain mean as loss",
     lambda: _compiled(PlainMean(), metrics=None),
     # A step on JAX is a function of the state.
-    promises={"TrainingLoop": "refused"} | on_jax("-"),
+    promises={"TrainingLoop": "raises"} | on_jax("-"),
 )
 
 

@@ -1,4 +1,8 @@
-"""Steps and layers that are wrong on replicas, each in one way, as strangers write them."""
+"""Steps and layers that are wrong on replicas, each in one way, as strangers write them.
+
+A new one is appended to `FAULTS`; `pytest --all -n 0 tests/training -k "its name"` runs its tests.
+Give it `fixed` where `gather_examples`, or what the error suggests, makes it right.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -183,6 +187,28 @@ def decorrelation(model, x, y, logits):
     return mean_loss(model, x, y, logits) + ops.mean(ops.square(covariance - ops.eye(3)))
 
 
+def hardest(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
+    """Train on half of the examples: those with the largest losses."""
+    losses = gather(model.losses_of(y, logits))
+    half = (ops.shape(losses)[0] + 1) // 2
+    return ops.mean(tf.math.top_k(losses, k=half).values)
+
+
+def signs(gradients):
+    return [ops.sign(gradient) for gradient in gradients]
+
+
+class OfSigns(keras.optimizers.SGD):
+    def apply(self, gradients, trainable_variables=None):
+        super().apply(signs(gradients), trainable_variables)
+
+
+def stepping_by_signs():
+    model = Stepping()
+    model.compile(OfSigns(0.1))
+    return model
+
+
 def clip_all(gradients):
     return tf.clip_by_global_norm(gradients, 0.1)[0]
 
@@ -293,6 +319,18 @@ FAULTS = [
             )
         ),
         ("gradient=", "sum"),
+    ),
+    Fault(
+        "the hardest half of the batch",
+        step(loss=hardest),
+        ("gradient=", "gather_examples"),
+        step(loss=lambda *parts: hardest(*parts, gather=gather_examples)),
+    ),
+    Fault(
+        "signs of gradients",
+        step(change=signs),
+        ("gradient=", "tape.gradient", "optimizer's `apply`"),
+        stepping_by_signs,
     ),
     Fault(
         "random numbers that Keras does not draw",

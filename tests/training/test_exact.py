@@ -321,13 +321,13 @@ def test_a_step_that_applies_gradients_in_a_condition_trains_nothing():
         model.fit(*data(), verbose=0)
 
 
-def test_an_unbatched_dataset_is_refused():
+def test_an_unbatched_dataset_raises():
     model = replica_exact(compiled_on(mirrored(2)))
     with pytest.raises(ValueError, match=r"single examples; batch it.*Received: element_spec="):
         model.fit(tf.data.Dataset.from_tensor_slices(data()))
 
 
-def test_a_model_built_outside_the_scope_is_refused():
+def test_a_model_built_outside_the_scope_raises():
     model, layer = testing.tiny_classifier(), keras.layers.Dense(2)
     layer.build((None, 4))
     with mirrored(2).scope():
@@ -338,6 +338,6 @@ def test_a_model_built_outside_the_scope_is_refused():
             replica_exact(mixed)
 
 
-def test_what_is_no_model_is_refused():
+def test_what_is_no_model_raises():
     with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
         replica_exact(3)

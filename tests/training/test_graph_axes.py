@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._graph_axes import FLAT, SUMMED, UNFIT
+from kdpkit.training.tensorflow._graph_axes import FLAT, MEAN, SUM, UNFIT
 from kdpkit.training.tensorflow._step_graph import StepGraph, labels_of
 
 pytestmark = pytest.mark.tensorflow
@@ -16,6 +16,16 @@ TABLE = tf.constant(np.random.default_rng(1).normal(size=(9, 5)).astype("float32
 
 def ids(x):
     return tf.cast(tf.abs(x) * 3, tf.int32) % 9
+
+
+def gradient_of(reduce):
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(W)
+            value = reduce(tf.tanh(tf.matmul(x, W)))
+        return tape.gradient(value, W)
+
+    return gradient
 
 
 # Of examples of shape (n, 4) each entry of which is computed from one of them, or a sum or mean.
@@ -70,6 +80,12 @@ APART = {
     "means": lambda x: 2.0 * tf.reduce_mean(x, 0) + 3.0 * tf.reduce_mean(tf.square(x), 0),
     "Gram matrix of entries": lambda x: tf.matmul(x, x, transpose_a=True),
     "half the squares": tf.nn.l2_loss,
+    "a sum over how many": lambda x: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32),
+    "a sum over all sizes": lambda x: tf.reduce_sum(x, axis=0) / tf.cast(tf.size(x), tf.float32),
+    "a sum of what was divided": lambda x: tf.reduce_sum(x / tf.cast(tf.shape(x)[0], tf.float32)),
+    "a sum of flattened entries": lambda x: tf.reduce_sum(tf.reshape(x, (tf.shape(x)[0], 2, 2))),
+    "gradient of a mean": gradient_of(tf.reduce_mean),
+    "gradient of a sum": gradient_of(tf.reduce_sum),
     "a mean, divided": lambda x: tf.reduce_mean(x) / 3.0 - tf.reduce_mean(tf.square(x)),
 }
 # What depends on how examples are split.
@@ -110,6 +126,7 @@ TOGETHER = {
     )[0],
     "Python": lambda x: tf.numpy_function(np.sort, [x], tf.float32),
     "padded with examples": lambda x: tf.pad(x, [[1, 0], [0, 0]]),
+    "positions": lambda x: x * tf.cast(tf.range(tf.shape(x)[0]), tf.float32)[:, None],
     "constant examples beside": lambda x: tf.concat([x, TABLE[:3, :4]], axis=0),
 }
 
@@ -132,9 +149,9 @@ def test_what_is_computed_apart_is_so_however_it_is_split(name, first, second, s
     one, other = (np.asarray(function(tf.constant(part))) for part in (x[:first], x[first:]))
     both = np.asarray(function(tf.constant(x)))
     axis = label_of(function)
-    if axis == SUMMED:
+    if axis in (MEAN, SUM):
         mean = (first * one + second * other) / (first + second)
-        assert any(np.allclose(both, joined, atol=1e-3) for joined in (one + other, mean))
+        np.testing.assert_allclose(both, mean if axis == MEAN else one + other, atol=1e-3)
     else:
         assert axis is not None
         assert axis >= 0
@@ -148,7 +165,7 @@ def test_what_compares_examples_is_found(name):
 
 def test_entries_of_ragged_examples_may_be_added_and_not_averaged():
     spec = tf.RaggedTensorSpec([None, None], tf.float32)
-    assert label_of(lambda x: tf.reduce_sum(x.flat_values), spec) == SUMMED
+    assert label_of(lambda x: tf.reduce_sum(x.flat_values), spec) == SUM
     assert label_of(lambda x: tf.reduce_mean(x.flat_values), spec) == UNFIT
     assert label_of(lambda x: tf.exp(x.flat_values), spec) == FLAT
 

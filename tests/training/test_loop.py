@@ -586,7 +586,7 @@ class OwnStep(keras.Sequential):
         return super().train_step(data)
 
 
-def test_a_step_of_the_models_own_is_refused_unless_the_loop_says_what_to_compute():
+def test_a_step_of_the_models_own_raises_unless_the_loop_says_what_to_compute():
     def build():
         return OwnStep(testing.tiny_classifier().layers)
 
@@ -618,7 +618,7 @@ class ByColumn(TrainingLoop):
         ({"strategy": "mirrored"}, "strategy.* Received: strategy='mirrored'"),
     ],
 )
-def test_impossible_settings_are_refused(settings, sentence):
+def test_impossible_settings_raise(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         TrainingLoop(
             testing.tiny_classifier(), **{"optimizer": "sgd", "loss": crossentropy()} | settings
@@ -626,7 +626,7 @@ def test_impossible_settings_are_refused(settings, sentence):
 
 
 @pytest.mark.tensorflow
-def test_a_model_of_another_scope_is_refused():
+def test_a_model_of_another_scope_raises():
     with pytest.raises(ValueError, match="The model was not built in the scope.*Mirrored"):
         TrainingLoop(
             testing.tiny_classifier(),
@@ -639,7 +639,7 @@ def test_a_model_of_another_scope_is_refused():
 
 
 @pytest.mark.tensorflow
-def test_an_optimizer_of_another_scope_is_refused():
+def test_an_optimizer_of_another_scope_raises():
     optimizer = keras.optimizers.Adam()
     optimizer.build(testing.tiny_classifier().trainable_variables)
     with pytest.raises(ValueError, match="The optimizer was not built in the scope"):
@@ -660,7 +660,7 @@ def test_an_optimizer_of_another_scope_is_refused():
         (np.ones((4, 4)), "`train` must .* batches, and is a ndarray"),
     ],
 )
-def test_datasets_that_cannot_be_trained_on_are_refused(data, sentence):
+def test_datasets_that_cannot_be_trained_on_raise(data, sentence):
     with pytest.raises(ValueError, match=sentence):
         trained(1, data)
 
@@ -683,7 +683,7 @@ def two_outputs():
         ({"loss": ["mse", "mse"], "build": testing.tiny_classifier}, "outputs=1, loss="),
     ],
 )
-def test_settings_that_do_not_match_the_outputs_are_refused(settings, received):
+def test_settings_that_do_not_match_the_outputs_raise(settings, received):
     settings = dict(settings)
     x, y = np.ones((4, 4), "float32"), np.ones((4, 1), "float32")
     labels = y if settings.pop("one label", False) else {"a": y, "b": y}
@@ -737,7 +737,7 @@ def test_a_list_of_losses_follows_the_order_of_keras():
         ),
     ],
 )
-def test_steps_that_cannot_be_exact_are_refused(settings, sentence):
+def test_steps_that_cannot_be_exact_raise(settings, sentence):
     with pytest.raises(ValueError, match=sentence):
         trained(2, **settings)
 
@@ -831,7 +831,7 @@ def test_micro_batches_of_sparse_features_train_the_same():
 
 
 @pytest.mark.tensorflow
-def test_a_layer_with_a_state_for_each_row_is_refused():
+def test_a_layer_with_a_state_for_each_row_raises():
     def build():
         return keras.Sequential(
             [keras.Input((6, 1), batch_size=4), layers.LSTM(2, stateful=True), layers.Dense(3)]
@@ -1065,7 +1065,7 @@ def test_xla_compiles_the_updates_of_an_optimizer_that_was_made_in_the_scope():
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
-def test_what_changed_since_the_first_fit_is_refused():
+def test_what_changed_since_the_first_fit_raises():
     loop, _ = trained(1, epochs=1)
     weights = loop.model.get_weights()
     loop.model.layers[0].trainable = False

@@ -275,7 +275,7 @@ class _Measuring:
     def rows(
         self, sizes: tuple[int | None, ...], counts: tuple[int, ...] | None, scaling: str
     ) -> Iterator[BenchRow]:
-        """Measure size by size, one device first, which tells how many devices there are."""
+        """Measure size by size, one device first, which shows how many devices there are."""
         for size in sizes:
             yield self._row(1, size)
             for count in self._all_counts() if counts is None else counts:

@@ -2,11 +2,15 @@
 
 import argparse
 
-from kdpkit._internal.commands import telling
+from kdpkit._internal import progress
 
 HELP = "measure how fast this machine trains, by replicas and batch sizes"
 
 _JIT: dict[str, bool | str] = {"measure": "measure", "on": True, "off": False}
+_SETTINGS = (
+    *("target", "workload", "replicas", "per_replica_batch_size", "global_batch_size"),
+    *("backend", "split", "seconds", "rounds"),
+)
 EXAMPLE = """\
 TARGET is `file.py:name` or `module:name` of a function that returns (dataset,
 model); without it a workload of kdpkit's own is trained. Replicas are GPUs, or
@@ -84,18 +88,10 @@ def run(args: argparse.Namespace) -> int:
     from kdpkit import diagnostics
     from kdpkit.diagnostics import _text
 
-    with telling.telling("Measuring") as say:
+    with progress.reporting("Measuring") as say:
         report = diagnostics.bench(
-            args.target,
-            workload=args.workload,
-            replicas=args.replicas,
-            per_replica_batch_size=args.per_replica_batch_size,
-            global_batch_size=args.global_batch_size,
-            backend=args.backend,
+            **{name: getattr(args, name) for name in _SETTINGS},
             jit=_JIT[args.jit],
-            split=args.split,
-            seconds=args.seconds,
-            rounds=args.rounds,
             timeout_seconds=args.timeout,
             on_start=say,
         )

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from kdpkit._internal import checks
-from kdpkit.diagnostics import _batch, _packages, _target
+from kdpkit.diagnostics import _batch, _packages, _target, _training_step
 from kdpkit.training import MaskedLMLoop, TrainingLoop, replica_exact
 
 _EXAMPLES = 64
@@ -21,7 +21,7 @@ _VOCABULARY, _TOKENS, _MASKED = 30_522, 128, 19  # of BERT; tokens of an example
 
 
 def cnn(strategy: Any, jit: bool | str | None) -> tuple[TrainingLoop, Any]:
-    """Two convolutions and a dense layer on images of 28 x 28, as in `recipes/cnn_fit.py`."""
+    """Make two convolutions and a dense layer for images of 28 x 28, as in `recipes/cnn_fit.py`."""
     with strategy.scope():
         model = keras.Sequential(
             [
@@ -46,7 +46,7 @@ def cnn(strategy: Any, jit: bool | str | None) -> tuple[TrainingLoop, Any]:
 
 
 def bert(strategy: Any, jit: bool | str | None) -> tuple[TrainingLoop, Any]:
-    """BERT tiny as a masked language model on full examples, as in `recipes/bert_mlm.py`."""
+    """Make BERT tiny, a masked language model, and full examples, as in `recipes/bert_mlm.py`."""
     if importlib.util.find_spec("keras_hub") is None:
         checks.fail(
             "The workload 'bert' is a model of KerasHub, which is not installed.",
@@ -69,7 +69,7 @@ def bert(strategy: Any, jit: bool | str | None) -> tuple[TrainingLoop, Any]:
 
 
 def _masked_tokens() -> Any:
-    """Random tokens, some of which are to be predicted."""
+    """Draw tokens, some of which are to be predicted."""
     random = np.random.default_rng(0)
     tokens = random.integers(0, _VOCABULARY, (_EXAMPLES, _TOKENS), "int32")
     positions = random.permuted(np.tile(np.arange(_TOKENS), (_EXAMPLES, 1)), axis=1)
@@ -86,17 +86,12 @@ def _masked_tokens() -> Any:
 def of_target(strategy: Any, target: str) -> tuple[keras.Model, Any]:
     """Return the caller's model and its first batch, of a function that returns both."""
     with strategy.scope(), _target.named(target, makes=callable) as given:
-        if not (isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit")):
+        if not _target.has_model(given):
             checks.fail(
                 f"`{target}` must be a function that returns (dataset, model), called for "
                 "each number of replicas.",
                 given=type(given).__name__,
             )
         dataset, model = given
-        if not getattr(model, "compiled", False):
-            checks.fail(
-                "The model is not compiled, so it has no training step.",
-                model=getattr(model, "name", type(model).__name__),
-                remedy="Call `model.compile(optimizer, loss)` in the function.",
-            )
+        _training_step.check_model(model)
         return replica_exact(model), _batch.as_arrays(_batch.batches_of(dataset).first)

@@ -47,7 +47,7 @@ class Framework:
         return ", ".join(f"{kind}: {count}" for kind, count in self.devices.items())
 
     def has(self, *kinds: str) -> bool:
-        """Whether it has a device of one of the kinds."""
+        """Return whether it has a device of one of the kinds."""
         return any(kind in (self.devices or {}) for kind in kinds)
 
 
@@ -175,18 +175,15 @@ def environment(*, start_frameworks: bool = True, timeout_seconds: float = 60.0)
 def _started(frameworks: tuple[Framework, ...], timeout_seconds: float) -> tuple[Framework, ...]:
     """Start those that are installed at the same time, and ask them for their devices."""
     with contextlib.ExitStack() as running:
-        started = {
-            each.name: running.enter_context(
-                _child_program.started([_CHILD, each.name], _WHEN_ASKED)
-            )
+        programs = [
+            each.version
+            and running.enter_context(_child_program.started([_CHILD, each.name], _WHEN_ASKED))
             for each in frameworks
-            if each.version
-        }
-        outcomes = {name: program.wait(timeout_seconds) for name, program in started.items()}
-    return tuple(
-        _answered(each, outcomes[each.name]) if each.name in outcomes else each
-        for each in frameworks
-    )
+        ]
+        return tuple(
+            _answered(each, program.wait(timeout_seconds)) if program else each
+            for each, program in zip(frameworks, programs, strict=True)
+        )
 
 
 def _answered(framework: Framework, outcome: _child_program.Outcome) -> Framework:
@@ -209,7 +206,7 @@ def _of_backend(backend: str, source: str) -> Iterator[Finding]:
         remedy = f"{_packages.install_hint(backend)}{instead}"
     else:
         return
-    yield Finding("backend", "refused", backend, problem, remedy)
+    yield Finding("backend", "error", backend, problem, remedy)
 
 
 def _of_frameworks(frameworks: tuple[Framework, ...]) -> Iterator[Finding]:
@@ -218,7 +215,7 @@ def _of_frameworks(frameworks: tuple[Framework, ...]) -> Iterator[Finding]:
             title = _packages.TITLES[framework.name]
             yield Finding(
                 "does-not-start",
-                "refused",
+                "error",
                 framework.name,
                 f"{title} {framework.version} does not start: {framework.problem}",
                 f'Run `python -c "import {framework.name}"` to see the whole error.',

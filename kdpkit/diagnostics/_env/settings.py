@@ -47,7 +47,7 @@ def _value(value: str) -> str:
 
 
 def hides_gpus(environ: Mapping[str, str]) -> bool:
-    """Whether the variables hide all GPUs from programs."""
+    """Return whether the variables hide all GPUs from programs."""
     return environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
 
 
@@ -72,7 +72,7 @@ def _logical_devices(environ: Mapping[str, str], machine: _machine.Machine) -> I
     if devices > 1 and threads < 2 * devices:
         yield Finding(
             "device-threads",
-            "refused",
+            "error",
             "XLA_FLAGS",
             f"JAX has {devices} CPU devices and {threads} threads for them: with fewer than two "
             "for each, training can hang.",

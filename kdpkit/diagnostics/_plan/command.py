@@ -2,7 +2,7 @@
 
 import argparse
 
-from kdpkit._internal.commands import keras_logs
+from kdpkit._internal import require_keras
 
 HELP = "work out batches, steps and learning rates of a run on several replicas"
 
@@ -73,7 +73,7 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the plans; return 0 if they are clean, else 1."""
     if args.plot or args.shape != "constant" or args.warmup_steps or args.warmup_epochs:
-        keras_logs.require()
+        require_keras.require()
     from kdpkit.diagnostics import _text
     from kdpkit.diagnostics._plan import plan_text, training_plan
 

@@ -1,9 +1,9 @@
 """Findings on the numbers of a plan: where a rule leaves its range, or the run wastes data."""
 
-import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from kdpkit._internal import shuffle_buffer
 from kdpkit._internal.check_results import Finding, in_order
 
 if TYPE_CHECKING:
@@ -12,13 +12,11 @@ if TYPE_CHECKING:
 _FACTOR_WITHOUT_WARMUP = 8  # a rate that grows more at once is where Goyal et al. 2017 warm up
 _LARGEST_LINEAR_BATCH = 8192  # to which they hold the linear rule
 _SHARE_LEFT_OUT = 0.05
-_SHARE_SHUFFLED = 0.1
 _GOYAL = "Goyal et al. 2017 (arXiv:1706.02677)"
-_NO_STEP = ("refused", "No step is made.")
 _MALLADI = "Malladi et al. 2022 (arXiv:2205.10287)"
 
 
-def of(plan: "TrainingPlan") -> tuple[Finding, ...]:
+def findings_on(plan: "TrainingPlan") -> tuple[Finding, ...]:
     """Return the findings on a plan, the worst first."""
     rules = (_batches, _length, _linear_rule, _adam, _last_batch, _shuffling)
     return in_order(finding for rule in rules for finding in rule(plan))
@@ -35,7 +33,10 @@ def _batches(plan: "TrainingPlan") -> Iterator[Finding]:
         if largest
         else f"Use at most {plan.examples:,} replicas."
     )
-    level, effect = ("slow", "An epoch is one batch.") if plan.steps_per_epoch else _NO_STEP
+    if plan.steps_per_epoch:
+        level, effect = "wrong", "An update sees fewer examples than the rate is scaled for."
+    else:
+        level, effect = "error", "No step is made."
     yield Finding("large-batch", level, "batch size", f"{problem} {effect}", remedy)
 
 
@@ -46,7 +47,7 @@ def _length(plan: "TrainingPlan") -> Iterator[Finding]:
     if not plan.updates:
         yield Finding(
             "no-update",
-            "refused",
+            "wrong",
             "accumulation",
             f"The run has {steps:,} steps and ends before its first update, which takes "
             f"{accumulation:,}.",
@@ -55,7 +56,7 @@ def _length(plan: "TrainingPlan") -> Iterator[Finding]:
     if warmup >= steps:
         yield Finding(
             "long-warmup",
-            "slow" if plan.has_schedule else "refused",
+            "wrong" if plan.has_schedule else "error",
             "warmup",
             f"The warmup takes {warmup:,} steps, and the run has {steps:,}: the rate never "
             "reaches its peak.",
@@ -65,7 +66,7 @@ def _length(plan: "TrainingPlan") -> Iterator[Finding]:
     elif not plan.has_schedule:
         yield Finding(
             "long-decay",
-            "refused",
+            "error",
             "decay",
             f"Warmup and decay take {warmup + plan.decay_steps:,} steps, and the run has "
             f"{steps:,}.",
@@ -80,7 +81,7 @@ def _linear_rule(plan: "TrainingPlan") -> Iterator[Finding]:
     if scale.factor > _FACTOR_WITHOUT_WARMUP and not plan.warmup_steps:
         yield Finding(
             "linear-without-warmup",
-            "slow",
+            "wrong",
             "warmup",
             f"The linear rule multiplies the rate by {scale.factor:,} from the first step on, "
             "where training often diverges.",
@@ -89,7 +90,7 @@ def _linear_rule(plan: "TrainingPlan") -> Iterator[Finding]:
     if scale.effective_batch_size > _LARGEST_LINEAR_BATCH:
         yield Finding(
             "linear-large-batch",
-            "slow",
+            "wrong",
             "rule",
             f"An update sees {scale.effective_batch_size:,} examples. {_GOYAL} found the linear "
             f"rule to hold up to {_LARGEST_LINEAR_BATCH:,}, with warmup.",
@@ -98,10 +99,10 @@ def _linear_rule(plan: "TrainingPlan") -> Iterator[Finding]:
     if plan.optimizer == "adam":
         yield Finding(
             "linear-adam",
-            "slow",
+            "wrong",
             "rule",
-            "The linear rule is one for SGD. Adam divides by the size of the gradients, so that "
-            f"the rate grows with the square root of the batch ({_MALLADI}).",
+            "The linear rule is meant for SGD. Adam divides by the size of the gradients, so its "
+            f"rate grows with the square root of the batch ({_MALLADI}).",
             "Use the rule 'sqrt'.",
         )
     if plan.optimizer is None:
@@ -109,7 +110,7 @@ def _linear_rule(plan: "TrainingPlan") -> Iterator[Finding]:
             "optimizer",
             "note",
             "rule",
-            "The linear rule is one for SGD; for Adam and its variants use 'sqrt'.",
+            "The linear rule is meant for SGD; for Adam and its variants use 'sqrt'.",
             "Set the optimizer, 'sgd' or 'adam'.",
         )
 
@@ -119,7 +120,7 @@ def _adam(plan: "TrainingPlan") -> Iterator[Finding]:
         yield Finding(
             "adam-factor",
             # Without a given optimizer the rate alone can still be scaled.
-            "refused" if plan.optimizer == "adam" else "note",
+            "error" if plan.optimizer == "adam" else "note",
             "rule",
             f"The square-root rule has no settings for Adam here. {plan.adam_problem}",
             "Use fewer replicas or less accumulation; or scale the rate alone and keep the betas, "
@@ -132,7 +133,7 @@ def _last_batch(plan: "TrainingPlan") -> Iterator[Finding]:
         which = "others" if plan.shuffle_buffer else "the same ones"
         yield Finding(
             "dropped",
-            "slow",
+            "wrong",
             "last batch",
             f"Each epoch leaves out {plan.left_out:,} of {plan.examples:,} examples "
             f"({plan.left_out / plan.examples:.1%}), {which} in each epoch.",
@@ -152,20 +153,9 @@ def _last_batch(plan: "TrainingPlan") -> Iterator[Finding]:
 
 
 def _shuffling(plan: "TrainingPlan") -> Iterator[Finding]:
-    held, size = plan.buffered_examples, plan.scale.global_batch_size
-    least = max(size, math.ceil(_SHARE_SHUFFLED * plan.examples))
-    if held >= min(least, plan.examples):
-        return
-    mixes = (
-        f"smaller than a global batch of {size:,}: batches hold neighbors, nearly in their order"
-        if held < size
-        else f"less than a tenth of the {plan.examples:,}: data in an order, such as by class, "
-        "stay in parts of it"
+    fault = shuffle_buffer.fault(
+        plan.buffered_examples, examples=plan.examples, batch_size=plan.scale.global_batch_size
     )
-    yield Finding(
-        "small-shuffle",
-        "slow" if held < size else "note",
-        "shuffle buffer",
-        f"The buffer of {held:,} examples is {mixes}.",
-        f"Use at least {least:,}, or shuffle the data once beforehand.",
-    )
+    if fault:
+        level, problem, remedy = fault
+        yield Finding("small-shuffle", level, "shuffle buffer", problem, remedy)

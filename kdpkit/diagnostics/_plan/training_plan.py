@@ -111,24 +111,22 @@ class TrainingPlan:
 
     @property
     def milestones(self) -> tuple[rate_milestones.Milestone, ...]:
-        """Rates at the first step, the end of the warmup, the middle and the last step.
+        """Rates at the first step, the middle and the last, and where warmup or peak end.
 
-        With `"stable-decay"` also where the decay begins. Empty where the run has too few steps.
+        Empty where the run has too few steps.
         """
         if not self.has_schedule:
             return ()
-        total, warmup = self.total_steps, self.warmup_steps
-        events = [(0, "first"), (total // 2, "middle"), (total - 1, "last")]
-        if 0 < warmup < total:
-            events.insert(1, (warmup, "end of warmup"))
-        if self.shape == "stable-decay":
-            events.insert(-1, (total - self.decay_steps, "decay begins"))
-        return rate_milestones.at(self.schedule(), sorted(events, key=lambda event: event[0]))
+        total, schedule = self.total_steps, self.schedule()
+        changes = [each for each in rate_milestones.changes_of(schedule) if each[0] < total]
+        events = [(0, "first"), *changes, (total // 2, "middle"), (total - 1, "last")]
+        in_order = sorted(events, key=lambda event: event[0])
+        return rate_milestones.milestones_at(schedule, in_order)
 
     @property
     def findings(self) -> tuple[check_results.Finding, ...]:
         """Where a rule leaves its range, or the run wastes data; the worst first."""
-        return rules.of(self)
+        return rules.findings_on(self)
 
     @property
     def clean(self) -> bool:
@@ -155,7 +153,7 @@ class TrainingPlan:
             "clean": self.clean,
             **scale,
             **numbers,
-            "milestones": rate_milestones.as_dicts(self.milestones),
+            "milestones": [*map(dataclasses.asdict, self.milestones)],
             "findings": check_results.as_dicts(self.findings),
         }
 

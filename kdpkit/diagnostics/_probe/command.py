@@ -2,7 +2,7 @@
 
 import argparse
 
-from kdpkit._internal.commands import telling
+from kdpkit._internal import progress
 
 HELP = "train two steps with every strategy and backend, to see which work here"
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace) -> int:
     from kdpkit import diagnostics
     from kdpkit.diagnostics import _text
 
-    with telling.telling("Trying") as say:
+    with progress.reporting("Trying") as say:
         report = diagnostics.probe(args.only, timeout_seconds=args.timeout, on_start=say)
     _text.show(report, as_json=args.json)
     return 0 if report.works else 1

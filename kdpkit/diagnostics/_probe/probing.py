@@ -4,7 +4,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from kdpkit._internal import checks, tpu_host
 from kdpkit.diagnostics import _child_program, _packages, _text
@@ -136,8 +136,7 @@ def probe(
     return ProbeReport(tuple(map(probing.result, wanted)))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Way:
+class _Way(NamedTuple):
     """How a way is started: its module with arguments, and whether on CPUs alone."""
 
     words: tuple[str, ...]
@@ -146,10 +145,6 @@ class _Way:
     @property
     def variables(self) -> dict[str, str]:
         return _ALWAYS | (_CPU_ALONE if self.on_cpu else {})
-
-    def __str__(self) -> str:
-        """Return it as a command."""
-        return " ".join(["python -m", *self.words]).replace(sys.executable, "python")
 
 
 class _Probing:
@@ -189,7 +184,8 @@ class _Probing:
         with _child_program.started(way.words, way.variables) as program:
             run = program.wait(self._timeout_seconds)
         if run.result in (FAILED, TIMED_OUT):
-            reason = f"{run.reason.rstrip('.')}. `{way}` shows all that it prints."
+            command = " ".join(["python -m", *way.words]).replace(sys.executable, "python")
+            reason = f"{run.reason.rstrip('.')}. `{command}` shows all that it prints."
             return dataclasses.replace(run, reason=reason)
         return run
 

@@ -1,10 +1,10 @@
 """`kdpkit lr`: learning-rate schedules, drawn and compared without training."""
 
 import argparse
+import os
 from typing import Any
 
-from kdpkit._internal import checks
-from kdpkit._internal.commands import keras_logs
+from kdpkit._internal import checks, require_keras
 
 HELP = "draw and compare learning-rate schedules"
 
@@ -34,8 +34,9 @@ def run(args: argparse.Namespace) -> int:
     """Print the curves and milestones; return 0."""
     if args.steps is not None:
         checks.integer("steps", args.steps)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # before a target imports TensorFlow
     made = {name: _from_target(name) for name in args.schedules if _is_target(name)}
-    keras_logs.require()
+    require_keras.require()
     from kdpkit import diagnostics  # loads Keras, whose backend a target may have chosen
     from kdpkit.diagnostics import _text
 
@@ -51,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_target(text: str) -> bool:
-    """Whether it is `module:name`; in calls a colon is only inside of strings."""
+    """Return whether it is `module:name`; in calls a colon is only inside of strings."""
     return ":" in text and "(" not in text
 
 

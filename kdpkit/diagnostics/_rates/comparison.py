@@ -1,6 +1,7 @@
 """Schedules side by side: their rates, milestones and curves."""
 
 import dataclasses
+import itertools
 import math
 import os
 from collections.abc import Mapping
@@ -69,7 +70,7 @@ class ScheduleComparison:
         steps, rates = self._rates(name, _SAMPLED)
         return {
             "name": name,
-            "milestones": rate_milestones.as_dicts(self.milestones[name]),
+            "milestones": [*map(dataclasses.asdict, self.milestones[name])],
             "steps": steps.tolist(),
             "learning_rates": rate_milestones.shortest(rates),
         }
@@ -111,8 +112,8 @@ def compare_schedules(
 
 
 def _longest(given: Mapping[str, Schedule]) -> int:
-    found = [change for schedule in given.values() for change in rate_milestones.changes(schedule)]
-    ends = [step for step, event in found if event == rate_milestones.END]
+    found = itertools.chain.from_iterable(map(rate_milestones.changes_of, given.values()))
+    ends = [step for step, event in found if event == schedules.END_OF_DECAY]
     if not ends:
         checks.fail(
             "None of the schedules has a known end.",
@@ -122,7 +123,7 @@ def _longest(given: Mapping[str, Schedule]) -> int:
 
 
 def _milestones_of(name: str, schedule: Schedule, length: int) -> tuple[Milestone, ...]:
-    found = [(math.ceil(step), event) for step, event in rate_milestones.changes(schedule)]
+    found = [(math.ceil(step), event) for step, event in rate_milestones.changes_of(schedule)]
     changes = [(step, event) for step, event in found if 0 < step < length]
     spread = np.linspace(0, length - 1, min(length, _MOST_COMPUTED)).round()
     steps = np.union1d(spread, [step for step, _ in changes]).astype(int)
@@ -132,7 +133,7 @@ def _milestones_of(name: str, schedule: Schedule, length: int) -> tuple[Mileston
     events: dict[int, list[str]] = {0: ["first"]}
     for step, event in [*changes, (length - 1, "last")]:
         events.setdefault(step, []).append(event)
-    return rate_milestones.at(
+    return rate_milestones.milestones_at(
         schedule, [(step, ", ".join(what)) for step, what in sorted(events.items())]
     )
 
@@ -143,11 +144,9 @@ def _finite_rates(name: str, schedule: Schedule, steps: np.ndarray) -> np.ndarra
     except errors.InputError:
         raise
     except Exception as error:  # a schedule of anyone's may raise anything
-        *_, last = str(error).strip().splitlines() or [""]
-        # TensorFlow puts where it was called before the error.
-        is_of_graph = str(error).startswith("in user code:")
-        reason = last.strip() if is_of_graph else _text.reason_of(error)
-        raise errors.InputError(f"`{name}` fails when it is called: {reason}") from error
+        raise errors.InputError(
+            f"`{name}` fails when it is called: {_text.reason_of(error)}"
+        ) from error
     first = int(np.isfinite(rates).argmin())
     if not np.isfinite(rates[first]):
         step, rate = int(steps[first]), float(rates[first])

@@ -1,14 +1,16 @@
 """The steps of a run at which its learning rate changes its course."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kdpkit._internal import checks
 
+if TYPE_CHECKING:
+    from kdpkit.schedules import Changes
+
 MOST_STEPS = 2**31 - 1  # JAX counts an optimizer's steps in int32
-END = "end of decay"
-_WARM = "end of warmup"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,72 +38,60 @@ def countable(name: str, steps: Any) -> int:
     return int(steps)
 
 
-def at(schedule: Any, events: Sequence[tuple[int, str]]) -> tuple[Milestone, ...]:
+def milestones_at(schedule: Any, events: Sequence[tuple[int, str]]) -> tuple[Milestone, ...]:
     """Return the rates at some steps; for a constant rate no framework is loaded.
 
-    >>> at(0.5, [(0, "first"), (9, "last")])[1]
+    >>> milestones_at(0.5, [(0, "first"), (9, "last")])[1]
     Milestone(step=9, event='last', learning_rate=0.5)
 
     Args:
         schedule: A schedule, or a number for a constant rate.
         events: Steps, and what happens at each.
     """
-    rates = _rates(schedule, [step for step, _ in events])
+    if isinstance(schedule, (int, float)):
+        rates = [float(schedule)] * len(events)
+    else:
+        from kdpkit import schedules  # loads Keras
+
+        rates = shortest(schedules.preview(schedule, [step for step, _ in events]))
     pairs = zip(events, rates, strict=True)
     return tuple(Milestone(step, event, rate) for (step, event), rate in pairs)
 
 
-def changes(schedule: Any) -> list[tuple[int, str]]:
+def changes_of(schedule: Any) -> list[tuple[int, str]]:
     """Return the steps where the warmup of a schedule or its decay ends; of an unknown one none.
 
     >>> from kdpkit import schedules
-    >>> changes(schedules.warmup_cosine(1.0, total_steps=90, warmup_steps=10))
+    >>> changes_of(schedules.warmup_cosine(1.0, total_steps=90, warmup_steps=10))
     [(10, 'end of warmup'), (90, 'end of decay')]
     """
-    from keras.optimizers import schedules as of_keras
-
-    from kdpkit import schedules
-
-    match schedule:
-        case schedules.LinearWarmup():
-            inner = changes(schedule.schedule)
-            warmup = schedule.warmup_steps
-            return [(warmup, _WARM), *((warmup + step, event) for step, event in inner)]
-        case schedules.ScaledSchedule():
-            return changes(schedule.schedule)
-        case schedules.JoinedSchedule():
-            starts = [0, *schedule.boundaries]
-            ends = [*schedule.boundaries, MOST_STEPS]
-            found = [(start, "next schedule") for start in schedule.boundaries]
-            for each, start, end in zip(schedule.schedules, starts, ends, strict=True):
-                inner = [(start + step, event) for step, event in changes(each)]
-                found += [(step, event) for step, event in inner if step < end]
-            return sorted(found)
-        case schedules.WarmupStableDecay():
-            total = schedule.total_steps
-            warm = [(schedule.warmup_steps, _WARM)] if schedule.warmup_steps else []
-            return [*warm, (total - schedule.decay_steps, "decay begins"), (total, END)]
-        case schedules.NoamDecay():
-            return [(schedule.warmup_steps, _WARM)]
-        case of_keras.CosineDecay() if schedule.warmup_target is not None:
-            warmup = schedule.warmup_steps
-            return [(warmup, _WARM), (warmup + schedule.decay_steps, END)]
-        case of_keras.CosineDecay() | of_keras.PolynomialDecay(cycle=False):
-            return [(schedule.decay_steps, END)]
-    return []
-
-
-def as_dicts(milestones: Sequence[Milestone]) -> list[dict[str, Any]]:
-    """Return the milestones as plain values, for JSON."""
-    return [dataclasses.asdict(milestone) for milestone in milestones]
-
-
-def _rates(schedule: Any, steps: list[int]) -> list[float]:
     if isinstance(schedule, (int, float)):
-        return [float(schedule)] * len(steps)
+        return []
     from kdpkit import schedules  # loads Keras
 
-    return shortest(schedules.preview(schedule, steps))
+    is_own = isinstance(schedule, schedules._Schedule)
+    changes = schedule._changes() if is_own else _changes_of_keras(schedule)
+    found = []
+    for (begin, event, followed), (end, *_) in itertools.pairwise([*changes, (MOST_STEPS, "", 0)]):
+        within = [(begin + step, name) for step, name in changes_of(followed or 0)]
+        found += [(step, name) for step, name in [(begin, event), *within] if name and step < end]
+    return found
+
+
+def _changes_of_keras(schedule: Any) -> "Changes":
+    """Return what `_changes` of kdpkit's schedules returns, for those of Keras that end."""
+    from keras.optimizers.schedules import CosineDecay, PolynomialDecay
+
+    from kdpkit.schedules import END_OF_DECAY, END_OF_WARMUP
+
+    match schedule:
+        case CosineDecay() if schedule.warmup_target is not None:
+            warmup = schedule.warmup_steps
+            end = warmup + schedule.decay_steps
+            return [(warmup, END_OF_WARMUP, None), (end, END_OF_DECAY, None)]
+        case CosineDecay() | PolynomialDecay(cycle=False):
+            return [(schedule.decay_steps, END_OF_DECAY, None)]
+    return []
 
 
 def shortest(rates: Any) -> list[float]:

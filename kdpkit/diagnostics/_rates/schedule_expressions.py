@@ -10,7 +10,7 @@ from keras.optimizers import schedules as keras_schedules
 from keras.optimizers.schedules import LearningRateSchedule
 
 from kdpkit import errors, schedules
-from kdpkit._internal import checks
+from kdpkit._internal import checks, error_text
 
 _FUNCTIONS = ("warmup_cosine", "warmup_polynomial")
 _PREFIXES = ("", "schedules", "kdpkit.schedules", "keras.optimizers.schedules")
@@ -83,8 +83,8 @@ def _value(node: ast.expr, text: str) -> Any:
     try:
         return make(*arguments, **settings)
     except Exception as error:  # Keras' schedules raise what Python does with wrong types
-        first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-        raise errors.InputError(f"`{ast.unparse(node)}` fails: {first}") from error
+        reason = error_text.first_line(error)
+        raise errors.InputError(f"`{ast.unparse(node)}` fails: {reason}") from error
 
 
 def _function(node: ast.expr) -> Callable[..., Any]:

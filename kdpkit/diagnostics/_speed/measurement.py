@@ -45,7 +45,7 @@ def check_speed(
     training; Keras' and kdpkit's own that save or log are left out, and noted.
 
     Args:
-        dataset: What `fit` trains on: as for `check_tpu`, but for generators.
+        dataset: What `fit` trains on: as for `check_tpu`, except generators.
         model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
             replicas, in one process.
         callbacks: Those of `fit`.
@@ -119,7 +119,10 @@ class _Measurement:
         self._trainer = trainer
         self._seconds = seconds  # of each run
         self._callbacks, writing = step_callbacks.acting_on_steps(callbacks)
-        self._notes = [step_callbacks.left_out(writing)] if writing else []
+        self._notes = []
+        if writing:
+            names = step_callbacks.names_of(writing)
+            self._notes.append(f"{names} may save or log at steps, and was left out.")
         held = functools.partial(trainer.seconds_per_step, trainer.held, seconds)
         self._base: dict[str, trial_runs.Run] = {
             "real": functools.partial(self._real, dataset),
@@ -130,7 +133,7 @@ class _Measurement:
             del self._base["called"]
 
     def report(self) -> SpeedReport:
-        """Measure."""
+        """Measure the parts of a step, try edits that shorten the largest, and report both."""
         with _failing_in_a_sentence():  # once, so that all is compiled
             first = {name: run() for name, run in self._base.items()}
         host = speed_edits.of_host(self._trainer, first["held"], self._callbacks)

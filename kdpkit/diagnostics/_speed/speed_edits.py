@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from kdpkit.pipelines._edits import PipelineEdit
 
 _AT_ONCE = 16  # steps in a call
-_SHORT_SECONDS = 0.02  # of a step; the call of a longer one counts for nothing beside it
+_SHORT_SECONDS = 0.02  # of a step; in a longer one the time of the call hardly matters
 _WORKERS = 4  # threads of a `PyDataset`
 _MOST_MEMORY = 0.5  # of the machine's
-_HELPS = 1.1  # times as fast, from which on an edit is worth its while
-_ALIKE = 1.25  # times: step times nearer to each other are alike
+_HELPS = 1.1  # times as fast: an edit that gains less is not worth making
+_ALIKE = 1.25  # the ratio below which two step times count as equal
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

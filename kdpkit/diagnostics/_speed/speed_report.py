@@ -85,7 +85,7 @@ class SpeedReport:
                 wrapped(str(edit), first=f"{number}. ", indent=3)
                 for number, edit in enumerate(self.edits, 1)
             )
-            parts.append("\n".join(["What to change, the first one first:", *numbered]))
+            parts.append("\n".join(["What to change, in this order:", *numbered]))
         return "\n\n".join([*parts, *(wrapped(f"Note: {note}") for note in self.notes)])
 
     def _parts(self) -> str:

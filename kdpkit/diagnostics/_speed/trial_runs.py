@@ -46,7 +46,7 @@ class Clock(keras.callbacks.Callback):
         self._trained = model
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Go on counting."""
+        """Continue the count of steps."""
         del epoch, logs
         self._before = max(self._ends, default=(0, 0.0))[0]
 

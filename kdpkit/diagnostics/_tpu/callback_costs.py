@@ -4,25 +4,24 @@ Keras turns the logs of every batch into Python numbers before it calls the call
 (`CallbackList._on_train_batch_end` in `keras/src/callbacks/callback_list.py`), which waits for the
 step. On JAX it does so in threads of its own, while the next steps are sent ahead, unless a
 callback has a hook for the end of a batch and is not `async_safe`; Keras' own progress line and
-History are added later, and do no harm.
+History, which a `CallbackList` adds itself, do no harm.
 """
 
 from collections.abc import Iterator
 from typing import Any
 
 import keras
-from keras.callbacks import Callback, CallbackList
+from keras.callbacks import Callback
 
-from kdpkit._internal import checks
 from kdpkit._internal.check_results import Finding
+from kdpkit.diagnostics import _callbacks
 
 _HOOKS = ("on_batch_end", "on_train_batch_end")  # those that Keras looks at
-_KERAS_OWN = (keras.callbacks.History, keras.callbacks.ProgbarLogger)
 
 
 def findings(callbacks: Any) -> Iterator[Finding]:
     """Check Keras callbacks; only on JAX does it depend on them whether Keras waits."""
-    for callback in _each(callbacks):
+    for callback in _callbacks.each_of(callbacks):
         if keras.backend.backend() == "jax" and makes_keras_wait(callback):
             yield Finding(
                 "host-transfer",
@@ -37,20 +36,5 @@ def findings(callbacks: Any) -> Iterator[Finding]:
 
 
 def makes_keras_wait(callback: Callback) -> bool:
-    """Whether a callback makes Keras on JAX wait for each step, as Keras decides it."""
-    if getattr(callback, "async_safe", False):
-        return False
-    hooks = ((getattr(callback, name), getattr(Callback, name)) for name in _HOOKS)
-    return any(getattr(hook, "__func__", hook) is not default for hook, default in hooks)
-
-
-def _each(callbacks: Any) -> Iterator[Callback]:
-    """Return them one by one, also those inside of a `CallbackList`."""
-    for callback in keras.tree.flatten(callbacks):
-        if isinstance(callback, CallbackList):
-            # What it has added itself, such as the progress line, does no harm; see above.
-            yield from (each for each in callback.callbacks if not isinstance(each, _KERAS_OWN))
-        elif isinstance(callback, Callback):
-            yield callback
-        elif callback is not None:
-            checks.fail("`callbacks` must be Keras callbacks.", callback=callback)
+    """Return whether a callback makes Keras on JAX wait for each step, as Keras decides it."""
+    return not getattr(callback, "async_safe", False) and _callbacks.has_hook(callback, _HOOKS)

@@ -21,7 +21,7 @@ _UNCHECKED_DATA = check_results.Finding(
     "unchecked-data",
     "note",
     "train",
-    "It is a Python generator, which yields each batch once: a look would take one away.",
+    "It is a Python generator, which yields each batch once: a check would use one up.",
     "Use a dataset that can be iterated again, such as a `keras.utils.PyDataset` or a "
     "`tf.data.Dataset`; generators feed a TPU one batch after the other.",
 )
@@ -41,7 +41,7 @@ class TpuReport(_report.Report):
 
     Attributes:
         findings: See `Finding`: rule, level, where, problem, remedy; the worst first.
-        checked: What was looked at: some of `"data"`, `"step"`, `"callbacks"`.
+        checked: What was checked: some of `"data"`, `"step"`, `"callbacks"`.
         replicas: Cores that share a batch.
         backend: Keras' backend.
     """
@@ -147,7 +147,7 @@ def check_tpu(
 
 
 def _batches(dataset: Any, batch_size: int | None, name: str) -> _batch.Batches | None:
-    """Look at the batches of a dataset; a generator's are left alone."""
+    """Return the batches of a dataset; None of a generator, which is left alone."""
     if dataset is None or _batch.is_generator(dataset):
         return None
     return _batch.batches_of(dataset, batch_size, name=name)
@@ -157,13 +157,17 @@ def _of_data(
     dataset: Any, batches: _batch.Batches | None, replicas: int, takes_uneven: bool, what: str
 ) -> Iterator[check_results.Finding]:
     if batches is not None:
-        yield from data_rules.of_batches(
+        yield from data_rules.findings_on_batches(
             batches, replicas=replicas, takes_uneven=takes_uneven, what=what
         )
     elif dataset is not None:
         yield dataclasses.replace(_UNCHECKED_DATA, where=what)
     if _batch.is_tf_dataset(dataset):
-        yield from data_rules.of_pipeline(dataset, what)
+        from kdpkit import pipelines  # TensorFlow is there
+
+        for finding in pipelines.lint(dataset, training=False):
+            if finding.rule == "python":
+                yield dataclasses.replace(finding, where=f"{what}: {finding.where}")
 
 
 def _is_computable(batches: _batch.Batches) -> bool:
@@ -182,7 +186,7 @@ def _backend() -> str:
 
 
 def _takes_uneven(trainer: Any) -> bool:
-    """Whether training takes batches of any size, as `kdpkit.training` on JAX does."""
+    """Return whether training takes batches of any size, as `kdpkit.training` on JAX does."""
     if trainer is None or keras.backend.backend() != "jax":
         return False
     return _training_step.is_exact(trainer) or _training_step.is_loop(trainer)

@@ -1,23 +1,18 @@
-"""What data mean to a TPU: the shapes, sizes and types of batches, and Python in a pipeline."""
+"""What data mean to a TPU: the shapes, sizes and types of their batches."""
 
 import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import keras
 
 from kdpkit._internal.check_results import Finding
 from kdpkit.diagnostics._batch import Batches, Part
 
-if TYPE_CHECKING:
-    import tensorflow as tf
-
 _GUIDE = "https://cloud.google.com/tpu/docs/performance-guide"
 _SUBLANES = 8  # a TPU computes on tiles of 8 x 128 numbers
-_PYTHON_OPS = ("PyFunc", "PyFuncStateless", "EagerPyFunc")
 
 
-def of_batches(
+def findings_on_batches(
     batches: Batches, *, replicas: int, takes_uneven: bool, what: str
 ) -> Iterator[Finding]:
     """Check the batches of a dataset.
@@ -39,7 +34,7 @@ def of_batches(
         )
         yield Finding(
             "dynamic-batch",
-            "note" if takes_uneven else "refused",
+            "note" if takes_uneven else "error",
             what,
             f"The last batch may be smaller than the others. {effect}",
             "Use full batches: `batch(size, drop_remainder=True)`, or "
@@ -52,7 +47,7 @@ def of_batches(
             what,
             f"Checked was {batches.looked_at}; whether others have the same shapes and types is "
             "not known.",
-            "Use every batch the same; a `tf.data.Dataset` declares what all of its batches are.",
+            "Give all batches the same shapes and types; a `tf.data.Dataset` declares them.",
         )
     if batches.examples:
         yield from _of_size(batches.examples, replicas, takes_uneven, what)
@@ -62,9 +57,9 @@ def _of_part(part: Part, where: str) -> Iterator[Finding]:
     if part.dtype == "string":
         yield Finding(
             "string",
-            "refused",
+            "error",
             where,
-            f"`{part.name}` holds text, and a TPU computes with numbers alone.",
+            f"`{part.name}` holds text, and a TPU computes with numbers only.",
             "Look text up in the pipeline: a tokenizer, `keras.layers.StringLookup` or "
             "`tf.strings.to_hash_bucket_fast` in `Dataset.map`.",
         )
@@ -86,7 +81,7 @@ def _of_part(part: Part, where: str) -> Iterator[Finding]:
     if problem := _open_shape(part):
         yield Finding(
             "dynamic-shape",
-            "refused",
+            "error",
             where,
             f"`{part.name}` {problem}. A TPU runs a program that is compiled for fixed shapes: it "
             "raises for others, or compiles again for each of them.",
@@ -115,7 +110,7 @@ def _of_size(examples: int, replicas: int, takes_uneven: bool, what: str) -> Ite
     size = f"{examples} examples, over {replicas} cores"
     of_replica, left = divmod(examples, replicas)
     if left:
-        level = "slow" if takes_uneven else "refused"
+        level = "slow" if takes_uneven else "error"
         problem = f"The cores do not divide a global batch: {size}."
         yield Finding("uneven-batch", level, what, problem, remedy)
     elif of_replica % _SUBLANES:
@@ -125,37 +120,3 @@ def _of_size(examples: int, replicas: int, takes_uneven: bool, what: str) -> Ite
             f"{1 - of_replica / padded:.0%} of its work is padding ({_GUIDE})."
         )
         yield Finding("tile-batch", "slow", what, problem, remedy)
-
-
-def of_pipeline(dataset: "tf.data.Dataset", what: str) -> Iterator[Finding]:
-    """Look for Python functions in the graph of a pipeline, and run nothing."""
-    import tensorflow as tf
-
-    try:
-        serialized = tf.raw_ops.DatasetToGraphV2(
-            input_dataset=tf.data.experimental.to_variant(dataset),
-            external_state_policy=1,  # generators and tables are part of it
-            strip_device_assignment=True,
-        )
-    except (tf.errors.OpError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        yield Finding(
-            "unread-pipeline",
-            "note",
-            what,
-            f"TensorFlow does not return this pipeline's graph ({reason}), so Python functions in "
-            "it were not looked for.",
-            "Look for `py_function`, `numpy_function` and `from_generator` in it.",
-        )
-        return
-    graph = tf.compat.v1.GraphDef.FromString(serialized.numpy())
-    nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
-    if any(node.op in _PYTHON_OPS for node in nodes):
-        yield Finding(
-            "python-op",
-            "slow",
-            what,
-            "The pipeline calls Python (`py_function`, `numpy_function` or `from_generator`), one "
-            "example after the other on the host, for which the TPU waits.",
-            "Write it in TensorFlow operations, or prepare the data beforehand, in TFRecord files.",
-        )

@@ -104,7 +104,7 @@ def _untraceable(error: Exception) -> Finding:
         if is_jax and any(words in text for words in _BY_VALUES):
             return Finding(
                 "dynamic-shape",
-                "refused",
+                "error",
                 _layer_raising(cause),
                 f"A shape depends on values, which XLA cannot compile: {_text.reason_of(cause)}",
                 "Keep the shape: `keras.ops.where(condition, x, 0)`, a mask that is multiplied, "
@@ -113,7 +113,7 @@ def _untraceable(error: Exception) -> Finding:
         cause = cause.__cause__ or cause.__context__
     return Finding(
         "untraceable-step",
-        "refused",
+        "error",
         _layer_raising(error),
         f"The step cannot be traced, so XLA has nothing to compile: {_text.reason_of(error)}",
         "Train a step on this machine first (`fit` with `steps_per_epoch=1`), and fix the error.",
@@ -125,7 +125,7 @@ def _not_lowered(error: Exception, operations: Operations, model: keras.Model) -
     scopes = [scope for scope, name in operations if named and name == named[1]]
     return Finding(
         "xla",
-        "refused",
+        "error",
         _where(model, scopes[0]) if scopes else "train step",
         f"`{named[1]}` cannot be lowered for a TPU."
         if named

@@ -6,7 +6,7 @@ import tensorflow as tf
 
 from kdpkit import errors
 from kdpkit._internal import checks
-from kdpkit.training.parity._report import first_line
+from kdpkit._internal.error_text import first_line
 
 _SPEC_OF_NONE = type(tf.type_spec_from_value(None))  # TensorFlow 2.19 has no name for it
 

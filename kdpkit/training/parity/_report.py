@@ -1,7 +1,8 @@
 """What `check_parity` found, as data and in sentences."""
 
 import dataclasses
-import re
+
+from kdpkit._internal import error_text
 
 TOLERANCE = 1e-5  # of the largest change of any weight: float32 rounds about here
 
@@ -64,7 +65,9 @@ class ParityReport:
         return self._difference()
 
     def _failure(self) -> str:
-        error = ": ".join(filter(None, [type(self.error).__name__, first_line(self.error)]))
+        error = ": ".join(
+            dict.fromkeys([type(self.error).__name__, error_text.first_line(self.error)])
+        )
         problem = f"{self.replicas} replicas cannot train what one device trains: {error}."
         return f"{problem} Likely cause: {self.cause}." if self.cause else problem
 
@@ -81,12 +84,3 @@ class ParityReport:
             parts.append(f"The step is {self.factor:.4g}{name} times one device's.")
         parts.append(f"Likely cause: {self.cause or 'unknown'}.")
         return " ".join(parts)
-
-
-def first_line(error: object) -> str:
-    """Return the first line with text, without the names of TensorFlow's nodes."""
-    text = re.sub(r"\{\{.*?\}\}\s*|\s*\[Op:.*|\x1b\[\d+m", "", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if len(lines) > 1 and lines[0].startswith("Exception encountered when calling"):  # by Keras
-        lines = lines[1:]
-    return lines[0].rstrip(".") if lines else ""

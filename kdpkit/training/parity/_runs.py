@@ -7,11 +7,11 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit._internal import checks
+from kdpkit.training._rounding import FLOAT32_EPSILON
 from kdpkit.training.parity._report import TOLERANCE
 
 COMPARED = 4  # batches, the first ones
 AMPLIFIED = 4.0  # times what rounding changes on one device is still called rounding
-FLOAT32_EPSILON = 2.0**-23
 
 
 class State(NamedTuple):

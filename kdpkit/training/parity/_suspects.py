@@ -5,13 +5,12 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from kdpkit._internal import optimizers
-from kdpkit.training.parity._runs import FLOAT32_EPSILON, GradientRecorder
+from kdpkit.training import _rounding
+from kdpkit.training.parity._runs import GradientRecorder
 
-_EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 _CLIPPING = ("clipnorm", "global_clipnorm", "clipvalue")
 
 
@@ -49,18 +48,10 @@ def record_gradients(model: keras.Model) -> None:
 
 
 def nudge_weights(model: keras.Model, batch: Any) -> None:
-    """Change every weight by about the rounding of the type that the model computes in."""
+    """Change every weight by about its rounding, once there are weights."""
     if not model.built and type(model).call is not keras.Model.call:
         model(keras.utils.unpack_x_y_sample_weight(batch)[0])
-    epsilon = max(
-        _EPSILONS.get(layer.compute_dtype, FLOAT32_EPSILON) for layer in model._flatten_layers()
-    )
-    random = np.random.default_rng(0)
-    for weight in model.trainable_weights:
-        value = np.asarray(weight.numpy())
-        size = np.max(np.abs(value), initial=0.0) or 1.0
-        nudge = epsilon * float(size) * random.standard_normal(value.shape)
-        weight.assign((value + nudge).astype(value.dtype))
+    _rounding.nudge_weights(model)
 
 
 @contextlib.contextmanager

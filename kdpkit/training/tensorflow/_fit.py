@@ -93,9 +93,9 @@ class _ExactSteps:
         self.divides: dict[str, Callable] = {}  # layers, in steps that run on the global batch
         stock = keras.Model.train_step
         self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
-        self.train_step_of_model = _without_function(model.train_step)
-        self.test_step_of_model = _without_function(model.test_step)
-        self.predict_step_of_model = _without_function(model.predict_step)
+        self.train_step_of_model = _keras_internals.inlined(model.train_step)
+        self.test_step_of_model = _keras_internals.inlined(model.test_step)
+        self.predict_step_of_model = _keras_internals.inlined(model.predict_step)
         self.warned = False
 
     def attach(self) -> None:
@@ -187,7 +187,7 @@ class _ExactSteps:
         compiled = getattr(model, name)
 
         def function(batches: Any) -> Any:
-            with _no_examples.guarded_operations():
+            with _no_examples.guarded_operations(), _step_patches.inlined_functions():
                 batches = _split_global_batches(batches, self.strategy)
                 batches = self.verified_batches(kind, batches)
                 with self.keys_for_loops(), self.gradients_of(kind):
@@ -240,7 +240,7 @@ class _ExactSteps:
                 raise
             _global_batch.report(error.problem)
             return
-        # As the step is by itself: on the global batch other things are found.
+        # Of the step on its own examples; running it on the global batch may find others.
         hidden, needs_examples = verification.hidden, verification.needs_examples
         if eager and not self.is_stock(kind):
             hidden = "The step runs eagerly, where no graph shows what it may do"
@@ -257,7 +257,8 @@ class _ExactSteps:
         _global_batch.attach(self.model)
         # A user's layer may do what the examples do not show, too.
         divisions = _global_batch.DIVISIONS[1:] if verification.hidden else _global_batch.DIVISIONS
-        for self.divides[kind] in divisions:
+        for divides in divisions:
+            self.divides[kind] = divides
             # Whatever goes wrong there, the caller reports what made it try.
             with contextlib.suppress(Exception), self.gradients_of(kind):
                 if not verification.differences(batch):
@@ -442,11 +443,6 @@ def _structure_of(batch: Any) -> str:
         return f"{type(part).__name__} {getattr(part, 'dtype', None)} {len(part.shape or ())}"
 
     return str(tf.nest.map_structure(lambda leaf: None if leaf is None else describe(leaf), batch))
-
-
-def _without_function(step: Any) -> Callable:
-    """Take `@tf.function` off a step: inside a function of its own no replicas can meet."""
-    return getattr(step, "python_function", step)
 
 
 def _symbolic(spec: tf.TypeSpec) -> Any:

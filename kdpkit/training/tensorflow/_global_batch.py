@@ -34,8 +34,8 @@ from kdpkit.training.tensorflow._step import (
 _LIBRARIES = ("keras", "keras_hub", "keras_cv", "keras_rs", "tensorflow", "kdpkit", "builtins")
 
 
-def is_any(layer: keras.layers.Layer) -> bool:  # noqa: ARG001  # every layer that a step calls is divided
-    """Divide the layers that a step calls, whatever they are."""
+def divides_all(layer: keras.layers.Layer) -> bool:  # noqa: ARG001  # whatever it is
+    """Divide every layer that a step calls."""
     return True
 
 
@@ -93,12 +93,13 @@ def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
     return all(map(_is_of_a_library, (type(metric), getattr(metric, "_fn", type(metric)))))
 
 
-def is_none(layer: keras.layers.Layer) -> bool:  # noqa: ARG001  # every replica computes all
-    """Divide no layer."""
+def divides_none(layer: keras.layers.Layer) -> bool:  # noqa: ARG001  # whatever it is
+    """Divide no layer: every replica computes all of them in full."""
     return False
 
 
-DIVISIONS = (is_any, is_of_a_library, is_none)  # which layers are divided; tried in this order
+# Which layers are divided, in the order in which it is tried.
+DIVISIONS = (divides_all, is_of_a_library, divides_none)
 
 
 def step_on_global_batch(own: ReplicaStep, divides: Callable[[Any], bool]) -> ReplicaStep:
@@ -106,7 +107,7 @@ def step_on_global_batch(own: ReplicaStep, divides: Callable[[Any], bool]) -> Re
 
     Args:
         own: The step of the replica's own examples.
-        divides: Returns whether a layer is divided that are divided.
+        divides: Returns whether a layer is divided.
     """
     step = copy.copy(own)
     step.own, step.divides = own, divides

@@ -5,10 +5,13 @@ examples, in which everything else is linear. So every tensor that depends on th
 of these labels, and what no rule below is known for has the last one:
 
 - a dim: the axis of the examples. Entries along it are computed from one example each;
-- `SUMMED`: a sum or a mean over examples, to which only others of these are added, and which is
-  multiplied only by what does not depend on the examples;
+- `MEAN`: a mean over examples, to which only others are added, and which is multiplied only by
+  what does not depend on the examples;
+- `SUM`: a sum over examples, which is a mean as soon as it is divided by a number of examples;
 - `FLAT`: the entries of ragged or sparse examples, any dim of each example;
 - `UNFIT`: it depends on how the batch is split, for some examples.
+
+Whether a number of examples has gone into a tensor is followed beside that (`counts_examples`).
 """
 
 import math
@@ -18,7 +21,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-SUMMED, FLAT, UNFIT = -1, -2, -3
+MEAN, SUM, FLAT, UNFIT = -1, -2, -3, -4
+_OVER_EXAMPLES = (MEAN, SUM)
 
 _OF_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 _ELEMENTWISE = frozenset(
@@ -49,7 +53,16 @@ _SHAPING = frozenset(
 )
 _LINEAR = _ADDING | _KEEPING | _SHAPING | {"Sum", "Mean", "UnsortedSegmentSum"}
 _MULTIPLYING = frozenset({"Mul", "MatMul", "BatchMatMulV2", "BatchMatMulV3", "MulNoNan", "Einsum"})
+_REDUCING = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
 _DIVIDING = frozenset({"RealDiv", "DivNoNan", "Div"})
+_WITHOUT_VALUES = frozenset({"MulNoNan", "Rank", "ZerosLike", "OnesLike", "Range"})
+# Of the inputs at other positions only the size counts, or which entries are taken.
+_VALUES_AT = {
+    **dict.fromkeys((_SHAPING | _REDUCING) - {"ConcatV2", "Pack", "Fill", "Split"}, 0),
+    "Fill": 1,
+    "Split": 1,
+    "UnsortedSegmentSum": 0,
+}
 # Of the first axis on; the inputs at these positions have the examples.
 _OF_IMAGES = {
     **dict.fromkeys(("Conv2D", "Conv3D", "DepthwiseConv2dNative", "MaxPool", "AvgPool"), (0,)),
@@ -70,22 +83,54 @@ _LAST_AXES |= {
     "IFFT": 1,
 }
 _LAST_AXES |= {"SoftmaxCrossEntropyWithLogits": 1, "SparseSoftmaxCrossEntropyWithLogits": 1}
-_REDUCING = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
 _SEARCHING = frozenset({"ArgMax", "ArgMin"})
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
 
 
-def axis_of(output: tf.Tensor, axes: Sequence[int | None]) -> int | None:
-    """Return the label of what an operation gives, by those of its inputs; None: no examples."""
+def axis_of(output: tf.Tensor, axes: Sequence[int | None], *, counted: bool = False) -> int | None:
+    """Return the label of what an operation gives, by those of its inputs; None: no examples.
+
+    Args:
+        output: What it gives.
+        axes: The labels of its inputs.
+        counted: Whether a number of examples has gone into what it gives.
+    """
+    label = _label(output, axes)
+    # A sum of what was divided before, or a sum that is divided now.
+    is_divided = label == SUM and counted and output.op.type != "MulNoNan"  # which a share does
+    return MEAN if is_divided else label
+
+
+def counts_examples(output: tf.Tensor, axes: Sequence[int | None], counted: Sequence[bool]) -> bool:
+    """Return whether a number of examples goes into the values of what an operation gives.
+
+    Args:
+        output: What it gives.
+        axes: The labels of its inputs.
+        counted: Whether one has gone into each of them.
+    """
+    kind = output.op.type
+    if kind in ("Shape", "ShapeN", "Size"):
+        return any(axis is not None for axis in axes)
+    if kind in _WITHOUT_VALUES or "Random" in kind:
+        return False
+    if kind in ("StridedSlice", "GatherV2") and output.op.inputs[0].op.type == "Shape":
+        return counted[0] and _takes_first(output.op)
+    if kind in _VALUES_AT:
+        return counted[_VALUES_AT[kind]]
+    return any(counted)
+
+
+def _label(output: tf.Tensor, axes: Sequence[int | None]) -> int | None:
     kind, inputs = output.op.type, output.op.inputs
     present = [axis for axis in axes if axis is not None]
     if UNFIT in present:
         return UNFIT
     if kind in _OF_SHAPES:
-        return SUMMED if FLAT in present else None  # how many entries all examples have
+        return SUM if FLAT in present else None  # how many entries all examples have
     if not present:
         return None
-    if SUMMED in present:
+    if MEAN in present or SUM in present:
         return _axis_of_sum(output, axes)
     if FLAT in present:
         return _axis_of_flat(output, axes)
@@ -118,15 +163,16 @@ def _axis_of_sum(output: tf.Tensor, axes: Sequence[int | None]) -> int:
     summed = [i for i, axis in enumerate(axes) if axis is not None]
     counts = any(inputs[i].dtype.is_integer for i in summed)
     is_rounded = output.dtype.is_integer and any(inputs[i].dtype.is_floating for i in summed)
-    if any(axes[i] != SUMMED for i in summed) or is_rounded:
+    if any(axes[i] not in _OVER_EXAMPLES for i in summed) or is_rounded:
         return UNFIT
+    label = SUM if SUM in axes else MEAN
     if kind in _ADDING or kind in ("Pack", "ConcatV2"):
-        return SUMMED
+        return label
     if kind in _MULTIPLYING or kind in _DIVIDING:
         is_linear = len(summed) == 1 and not counts and (summed == [0] or kind in _MULTIPLYING)
-        return SUMMED if is_linear else UNFIT
+        return label if is_linear else UNFIT
     first = 1 if kind in ("Split", "Fill") else 0
-    return SUMMED if kind in _LINEAR and summed == [first] else UNFIT
+    return label if kind in _LINEAR and summed == [first] else UNFIT
 
 
 def _axis_of_flat(output: tf.Tensor, axes: Sequence[int | None]) -> int:
@@ -136,12 +182,12 @@ def _axis_of_flat(output: tf.Tensor, axes: Sequence[int | None]) -> int:
     if not all(axis in (None, FLAT) for axis in axes):
         return UNFIT
     if kind == "UnsortedSegmentSum":
-        return 0 if output.shape.rank and output.shape[0] is None else SUMMED
+        return 0 if output.shape.rank and output.shape[0] is None else SUM
     if kind in _REDUCING and axes[0] == FLAT:
         reduced = _ints(output.op.inputs[1])
         if reduced is not None and all(axis > 0 for axis in reduced):
             return FLAT
-        return SUMMED if kind == "Sum" else UNFIT
+        return SUM if kind == "Sum" else UNFIT
     gathers = kind in ("GatherV2", "ResourceGather") and axes[0] is None
     is_by_entry = kind in _ELEMENTWISE or kind in ("StridedSlice", "ExpandDims", "Reshape")
     return FLAT if is_by_entry or gathers else UNFIT
@@ -186,7 +232,7 @@ def _reduced(output: tf.Tensor, axes: Sequence[int | None]) -> int:
         return UNFIT
     dims = {axis % x.shape.rank for axis in reduced}
     if axes[0] in dims:
-        return SUMMED if kind in ("Sum", "Mean") else UNFIT
+        return {"Sum": SUM, "Mean": MEAN}.get(kind, UNFIT)
     if kind in _REDUCING and output.op.get_attr("keep_dims"):
         return axes[0]
     return axes[0] - sum(dim < axes[0] for dim in dims)
@@ -205,7 +251,7 @@ def _reshaped(output: tf.Tensor, axes: Sequence[int | None]) -> int:
     if axis is None:
         return UNFIT
     if shape.op.type == "Shape" and x.op.type == "Sum":  # of a gradient: the shape of its source
-        return axis if output.shape.rank > axis and output.shape[axis] is None else SUMMED
+        return axis if output.shape.rank > axis and output.shape[axis] is None else SUM
     before, after = x.shape.as_list(), output.shape.as_list()
     if len(after) > axis and after[axis] is None and before[:axis] == after[:axis]:
         dim = axis
@@ -389,7 +435,7 @@ def _multiplied(output: tf.Tensor, axes: Sequence[int | None]) -> int:
         for axis, rank in zip(axes, ranks, strict=True)
     ]
     if all(axis is None or axis == dim for axis, dim in zip(axes, summed, strict=True)):
-        return SUMMED
+        return SUM
     if all(axis is None or dim is not None for axis, dim in zip(axes, before, strict=True)):
         given = {dim for dim in before if dim is not None}
         return output.shape.rank + given.pop() if len(given) == 1 else UNFIT
@@ -401,7 +447,7 @@ def _multiplied(output: tf.Tensor, axes: Sequence[int | None]) -> int:
 
 
 def _summed_by_einsum(output: tf.Tensor, axes: Sequence[int | None]) -> int:
-    """Return where the letter of the examples is; SUMMED if it is summed over."""
+    """Return where the letter of the examples is; SUM if it is summed over."""
     terms, _, result = output.op.get_attr("equation").decode().replace(" ", "").partition("->")
     letters = set()
     for x, axis, term in zip(output.op.inputs, axes, terms.split(","), strict=True):
@@ -411,7 +457,7 @@ def _summed_by_einsum(output: tf.Tensor, axes: Sequence[int | None]) -> int:
         return UNFIT
     (letter,) = letters
     after = _letters(result, output.shape.rank)
-    return after.index(letter) if letter in after else SUMMED
+    return after.index(letter) if letter in after else SUM
 
 
 def _letters(term: str, rank: int) -> list[str]:
@@ -421,6 +467,12 @@ def _letters(term: str, rank: int) -> list[str]:
         return [*term]
     hidden = rank - len(first) - len(last)
     return [*first, *(str(-i) for i in range(hidden, 0, -1)), *last]
+
+
+def _takes_first(op: tf.Operation) -> bool:
+    """Return whether the first size of a shape, that of the examples, may be taken."""
+    entries = _ints(op.inputs[1])
+    return entries is None or 0 in entries
 
 
 def _ints(tensor: tf.Tensor) -> list[int] | None:
@@ -451,6 +503,6 @@ _RULES: dict[str, Callable[[Any, Sequence[int | None]], int]] = {
     "GatherNd": _gathered_points,
     "OneHot": _one_hot,
     "Einsum": _summed_by_einsum,
-    "L2Loss": lambda output, axes: SUMMED,  # noqa: ARG005  # half the sum of squares
-    "BiasAddGrad": lambda output, axes: SUMMED if axes[0] == 0 else UNFIT,  # noqa: ARG005
+    "L2Loss": lambda output, axes: SUM,  # noqa: ARG005  # half the sum of squares
+    "BiasAddGrad": lambda output, axes: SUM if axes[0] == 0 else UNFIT,  # noqa: ARG005
 }

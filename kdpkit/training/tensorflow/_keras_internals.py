@@ -15,6 +15,8 @@ from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
 from tensorflow.python.eager.lift_to_graph import UnliftableError as UnliftableError
+from tensorflow.python.eager.polymorphic_function import autograph_util
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import ops
 from tensorflow.python.ops import gen_resource_variable_ops
 
@@ -55,6 +57,37 @@ def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+@contextlib.contextmanager
+def inlined_functions(is_inlined: Callable[[], bool]) -> Iterator[None]:
+    """Have a `tf.function` compute in its caller's graph, where that is asked for.
+
+    In a graph of its own replicas cannot meet, and it keeps tensors of the step that it was first
+    called in, which other steps do not have.
+
+    Args:
+        is_inlined: Returns whether a function that is being called is inlined.
+    """
+    original = Function.__call__
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
+        if function._jit_compile or not is_inlined():
+            return original(function, *args, **kwargs)
+        return inlined(function)(*args, **kwargs)
+
+    with replaced(Function, "__call__", call):
+        yield
+
+
+def inlined(function: Any) -> Any:
+    """Return what computes, in the graph of its caller, what a `tf.function` does in its own."""
+    if not isinstance(function, Function):
+        return function
+    python = function.python_function
+    if not function._autograph:
+        return python
+    return autograph_util.py_func_from_autograph(python, function._experimental_autograph_options)
 
 
 def functions_of(operation: tf.Operation) -> list[Any]:

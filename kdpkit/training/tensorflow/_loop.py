@@ -54,7 +54,7 @@ T = TypeVar("T")
 
 
 def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Have tf.data tune a dataset only if its options say so."""
+    """Have tf.data tune a dataset only if its options ask for it."""
     return untuned(dataset) if dataset.options().autotune.enabled is None else dataset
 
 
@@ -126,11 +126,12 @@ class TensorFlowSteps(Steps):
             processes.naming_losses(),
             _keras_internals.untuned_buffers(),
             _no_examples.guarded_operations(),
+            _step_patches.inlined_functions(),
         ):
             yield
 
     def check_parts(self) -> None:
-        """Reject to compare the parts of a batch that is in one part.
+        """Raise if a batch has one part only, which leaves nothing to compare.
 
         Raises:
             ValueError: There is one replica, and no accumulation.
@@ -283,13 +284,17 @@ class TensorFlowSteps(Steps):
         return done, logs
 
     def _try_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
-        """Make a training step, but for the update, of a shard for each replica."""
+        """Make a training step of a shard for each replica, without the update."""
         parts, _ = self.strategy.run(lambda: self._train_replica(shard(), jit=False, trial=trial))
         variables = self.model.trainable_variables
-        gradients = [parts.get(index) for index in range(len(variables))]
-        summed = _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
-        trial.note_gradients(self.model.optimizer, variables, summed)
+        trial.note_gradients(self.model.optimizer, variables, self._summed(parts))
         return self._logs()
+
+    def _summed(self, parts: dict[int, Any]) -> list[Any]:
+        """Return the gradients of the global batch, by those of each replica."""
+        variables = self.model.trainable_variables
+        gradients = [parts.get(index) for index in range(len(variables))]
+        return _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
 
     def _try_test_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
         self.strategy.run(lambda: self._test_replica(shard(), trial=trial))
@@ -371,8 +376,7 @@ class TensorFlowSteps(Steps):
     def _train_step(self, batch: Any, *, jit: bool) -> None:
         parts, of_noise = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
-        gradients = [parts.get(index) for index in range(len(variables))]
-        summed = _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
+        summed = self._summed(parts)
         if self.loop.noise_sums:
             self._note_noise(of_noise, summed)
 
@@ -435,9 +439,8 @@ class TensorFlowSteps(Steps):
     ) -> tuple[dict[int, Any], Any]:
         """Return this replica's part of the gradients, by the variable's index, and its noise."""
         step = ReplicaStep(batch, trial=trial)
-        step.is_part |= (
-            jit  # under XLA by position on one replica too: it draws all of them otherwise
-        )
+        # Under XLA by position on one replica too: it draws all of them otherwise.
+        step.is_part |= jit
         batch = step.data
         seeds = _SeedStates(self.model) if self.loop.accumulation > 1 else None
 
@@ -461,9 +464,7 @@ class TensorFlowSteps(Steps):
         sums, products = over_micro_batches(
             compute, batch, num_examples=step.num_examples, micro_batches=micro_batches
         )
-        if (
-            micro_batches > 1
-        ):  # of which the first, outside of the loop over the others, has been noted
+        if micro_batches > 1:  # the first, outside of the loop over the others, has been noted
             step.note_shared(sums)
         factors = self._update_losses(step, sums)
         _layer_state.average(step)

@@ -68,7 +68,7 @@ class ParameterServerSteps(TensorFlowSteps):
         self._predict = function(self._predict_on_worker)
 
     def check_parts(self) -> None:
-        """Reject to compare gradients that workers take of other weights.
+        """Raise: workers take their gradients at different weights, which cannot be compared.
 
         Raises:
             ValueError: Always.

@@ -15,7 +15,15 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit.training.tensorflow._global_batch import is_library
-from kdpkit.training.tensorflow._graph_axes import FLAT, SUMMED, UNFIT, axis_of, is_linear
+from kdpkit.training.tensorflow._graph_axes import (
+    FLAT,
+    MEAN,
+    SUM,
+    UNFIT,
+    axis_of,
+    counts_examples,
+    is_linear,
+)
 from kdpkit.training.tensorflow._keras_internals import functions_of, origin_of_gradient
 
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall")
@@ -30,6 +38,7 @@ class StepGraph:
         axes: That of the examples themselves, by tensor.
         shared: Tensors that all replicas have alike.
         layers: Inputs and outputs of the layers that are not looked into.
+        counted: Inputs of the graph into which a number of examples has gone.
     """
 
     def __init__(
@@ -38,10 +47,12 @@ class StepGraph:
         axes: dict[Any, int],
         shared: Iterable[Any] = (),
         layers: Iterable[tuple[list[Any], list[Any]]] = (),
+        counted: Iterable[Any] = (),
     ) -> None:
         self.axes = axes
         self.unfit: dict[Any, str] = {}  # by tensor: the operation that made it so
         self.assigned: list[tuple[Any, int, str]] = []  # handles, what they are given, by what
+        self.counted = {*counted}
         self._shared = {_key(tensor) for tensor in shared}
         self._examples = set(axes)
         self._inputs_of_layers = {
@@ -64,11 +75,15 @@ class StepGraph:
         elif operation.type in _BRANCHES and any(axis is not None for axis in given):
             for handle in _assigned_inside(operation):
                 self._assign(handle, UNFIT, operation.type)
-        outputs = list(operation.outputs)
+        counted = [_key(x) in self.counted for x in operation.inputs]
         found = self._called(operation, given) if operation.type in _CALLS else None
-        for position, output in enumerate(outputs):
+        for position, output in enumerate(operation.outputs):
             key = _key(output)
-            if key in self._shared or key in self._examples:
+            if key in self._examples:
+                continue
+            if operation.type not in _CALLS and counts_examples(output, given, counted):
+                self.counted.add(key)
+            if key in self._shared:
                 continue
             if key in self._inputs_of_layers:
                 label = self._after_layer(output, self._inputs_of_layers[key])
@@ -76,8 +91,10 @@ class StepGraph:
                 label = found[position]
             elif operation.type == "IdentityN":
                 label = self._after_identity(operation, given[position])
+            elif operation.type == "Range" and any(counted):
+                label = UNFIT  # positions in the batch
             else:
-                label = axis_of(output, given)
+                label = axis_of(output, given, counted=key in self.counted)
             if label is not None:
                 self._set(output, label, self._cause(operation))
 
@@ -110,15 +127,26 @@ class StepGraph:
 
     def _called(self, operation: tf.Operation, given: list[int | None]) -> list[int | None] | None:
         """Read a function that the step calls; None if it is not known."""
-        if not any(axis is not None for axis in given):
-            return [None] * len(operation.outputs)
         (inner, *_) = functions_of(operation) or [None]
         if inner is None or len(inner.inputs) != len(given):
-            return None
+            is_known = not any(axis is not None for axis in given)
+            return [None] * len(operation.outputs) if is_known else None
         axes = {
             _key(x): axis for x, axis in zip(inner.inputs, given, strict=True) if axis is not None
         }
-        read = StepGraph(inner, axes)
+        counted = [
+            _key(x)
+            for x, outer in zip(inner.inputs, operation.inputs, strict=True)
+            if _key(outer) in self.counted
+        ]
+        if not axes and not counted:
+            return [None] * len(operation.outputs)
+        read = StepGraph(inner, axes, counted=counted)
+        self.counted |= {
+            _key(outer)
+            for outer, output in zip(operation.outputs, inner.outputs, strict=True)
+            if _key(output) in read.counted
+        }
         outside = {_key(x): y for x, y in zip(inner.inputs, operation.inputs, strict=True)}
         for handle, label, cause in read.assigned:
             if _key(handle) in outside:
@@ -142,29 +170,36 @@ class StepGraph:
         return True
 
 
-def problem(graph: tf.Graph, trial: Any, foreign: Iterable[str]) -> str | None:
+def problem(
+    graph: tf.Graph, trial: Any, foreign: Iterable[str], adding: Iterable[str]
+) -> str | None:
     """Name what a step does that may depend on how other batches are split.
 
     Args:
         graph: The graph of the step.
         trial: What the step noted while it was traced.
         foreign: The names of the variables' handles that nobody but libraries assigns.
+        adding: Those of variables that add up what the replicas assign, as a metric's do.
     """
     axes = {_key(tensor): axis for tensor, axis in trial.examples}
     step = StepGraph(graph, axes, trial.shared, trial.layers)
     of = frozenset(map(_key, map(_values, trial.of_tape)))
     if not all(step.is_linear(tensor, of) for tensor in map(_values, trial.applied)):
         return "The step changes gradients before the optimizer gets them"
-    foreign = set(foreign)
-    causes = [step.unfit[_key(root)] for root in trial.roots if step.axis(root) == UNFIT]
-    causes += [
-        cause
+    foreign, adding = set(foreign), set(adding)
+    assigned = [
+        (label, cause)
         for handle, label, cause in step.assigned
-        if label == UNFIT and handle.op.name not in foreign
+        if handle.op.name not in foreign and not (label == SUM and handle.op.name in adding)
     ]
-    if not causes:
-        return None
-    return f"The step may compute with a number of all examples, or choose by it ({causes[0]})"
+    labels = [step.axis(root) for root in trial.roots] + [label for label, _ in assigned]
+    causes = [step.unfit[_key(root)] for root in trial.roots if step.axis(root) == UNFIT]
+    causes += [cause for label, cause in assigned if label == UNFIT]
+    if causes:
+        return f"The step may compute with a number of all examples, or choose by it ({causes[0]})"
+    if SUM in labels:
+        return "The step adds up its examples, and may not divide by how many there are"
+    return None
 
 
 def _assigned_inside(operation: tf.Operation) -> list[Any]:
@@ -183,7 +218,7 @@ def _assigned_inside(operation: tf.Operation) -> list[Any]:
 def labels_of(leaf: Any) -> list[tuple[Any, int]]:
     """Label what a part of a batch consists of, as the examples of a step."""
     if isinstance(leaf, tf.Tensor):
-        return [(leaf, 0 if leaf.shape.rank else SUMMED)]
+        return [(leaf, 0 if leaf.shape.rank else MEAN)]
     return [(part, FLAT) for part in tf.nest.flatten(leaf, expand_composites=True)]
 
 

@@ -22,7 +22,7 @@ from keras.src.losses import loss as keras_loss
 from tensorflow.python.distribute import distribute_lib
 
 from kdpkit._internal import versions
-from kdpkit.training.tensorflow import _global_batch, _random
+from kdpkit.training.tensorflow import _global_batch, _keras_internals, _random
 from kdpkit.training.tensorflow._collectives import gathered
 from kdpkit.training.tensorflow._keras_internals import replaced
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
@@ -176,6 +176,11 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
     (keras_loss.Loss, "__call__", ["self", "y_true", "y_pred", "sample_weight"], _call_loss),
     *_random.wrappers(),
 )
+
+
+def inlined_functions() -> contextlib.AbstractContextManager[None]:
+    """Have steps compute what they call as a `tf.function` in their own graph."""
+    return _keras_internals.inlined_functions(lambda: current_step() is not None)
 
 
 @contextlib.contextmanager

@@ -85,8 +85,12 @@ def handles_of_libraries(model: keras.Model) -> set[int]:
         *(metric for metric in metrics if _global_batch.is_metric_of_a_library(metric)),
         *_layers_of_libraries(model),
     ]
-    variables = [variable.value for owner in owners for variable in owner.variables]
-    return {id(part.handle) for variable in variables for part in parts(variable)}
+    return handles_of([variable for owner in owners for variable in owner.variables])
+
+
+def handles_of(variables: Sequence[keras.Variable]) -> set[int]:
+    """Identify the handles of variables."""
+    return {id(part.handle) for variable in variables for part in parts(variable.value)}
 
 
 def _layers_of_libraries(model: keras.Model) -> list[Any]:

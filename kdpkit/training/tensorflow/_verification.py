@@ -19,7 +19,8 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import errors
-from kdpkit._internal import checks, processes
+from kdpkit._internal import checks, error_text, processes
+from kdpkit.training import _rounding
 from kdpkit.training.tensorflow import (
     _shards,
     _step_graph,
@@ -34,7 +35,6 @@ from kdpkit.training.tensorflow._verification_report import Item, Kind
 # A step of some examples: from what gives a replica its shard, and the trial, to the logs.
 Step = Callable[[Callable[[], Any], "Trial"], Any]
 
-_EPSILON = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 _ROUNDING = 1e-5  # of a tensor's largest entry, in float32
 _FLOOR = 2e-7  # of the largest gradient of all
 # What draws other numbers every time that it runs, whatever the seeds of Keras are.
@@ -203,7 +203,7 @@ class _Cuts:
         if of.eager:
             self.variables = _variables.all_variables(self.owner, [])
         replicas = self.strategy.num_replicas_in_sync
-        self.split = [2] * (replicas - 1) + [1]
+        self.split = [1] + [2] * (replicas - 1)  # one first: so positions in replicas are others
         self.alone = [2 * replicas - 1] + [0] * (replicas - 1)
 
     def both(self) -> tuple[dict[str, Item], dict[str, Item]]:
@@ -225,8 +225,8 @@ class _Cuts:
             shapes = [tuple(leaf.shape) for leaf in self.leaves]
             _verification_report.fail(
                 "The step fails on replicas that have some of a batch's examples each: "
-                f"{_first_line(error)}. Examples must lie along the first axis of everything in a "
-                "batch, and there may be any number of them.",
+                f"{error_text.first_line(error.message)}. Examples must lie along the first axis "
+                "of everything in a batch, and there may be any number of them.",
                 {"shapes": shapes, "examples_of_replicas": sizes},
                 "Write the step for any number of examples (`ops.shape(x)[0]`), and put other axes "
                 "behind them.",
@@ -235,15 +235,8 @@ class _Cuts:
     def nudged(self) -> dict[str, Item]:
         """Return what the step gives on the first replica with weights changed by rounding."""
         saved = _variables.values([weight.value for weight in self.owner.trainable_weights])
-        random = np.random.default_rng(0)
-        epsilon = max(
-            _EPSILON.get(layer.compute_dtype, 2.0**-23) for layer in self.owner._flatten_layers()
-        )
         try:
-            for weight in self.owner.trainable_weights:
-                value = np.asarray(weight.numpy(), "float64")
-                size = np.max(np.abs(value), initial=0.0) or 1.0
-                weight.assign(value + epsilon * size * random.standard_normal(value.shape))
+            _rounding.nudge_weights(self.owner)
             return self.given(self.alone)
         finally:
             _variables.restore(saved)
@@ -272,11 +265,15 @@ class _Cuts:
         self.switches = _variables.switches(self.owner, self.variables, compiled.graph.variables)
         self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
         handles = {id(inner): id(outer) for outer, inner in compiled.graph.captures}
-        foreign = _variables.handles_of_libraries(self.owner)
+
+        def inside(of: set[int]) -> set[str]:
+            return {x.op.name for x in compiled.graph.inputs if handles.get(id(x)) in of}
+
         self.hidden = _step_graph.problem(
             compiled.graph,
             self.trial,
-            {x.op.name for x in compiled.graph.inputs if handles.get(id(x)) in foreign},
+            inside(_variables.handles_of_libraries(self.owner)),
+            inside(_variables.handles_of(self.owner.metrics_variables)),
         )
         return functools.partial(_without_optimizing, compiled)
 
@@ -300,7 +297,7 @@ class _Cuts:
             checks.fail(
                 "The step fails where it is not known how many examples a batch has, as on several "
                 "replicas while it is traced.",
-                error=_last_line(error),
+                error=_line_about_shapes(error),
                 remedy="Write `ops.shape(x)[0]` for `x.shape[0]`, and -1 for the size of a batch "
                 "in a reshape.",
             )
@@ -441,16 +438,8 @@ def _differing(
     return differing
 
 
-def _last_line(error: Any) -> str:
-    """Return what went wrong, of a message that Keras may have put a line before."""
+def _line_about_shapes(error: Any) -> str:
+    """Return the line of a message that tells of an unknown size, or else its first."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     found = [line for line in lines if re.search("None|reshape", line)]
     return re.sub(r"\x1b\[\d*m", "", (found or lines)[0]).rstrip(".")
-
-
-def _first_line(error: Any) -> str:
-    """Return what went wrong, of a message that begins with where it did."""
-    lines = [line for line in str(error.message).splitlines() if line.strip()]
-    passed = ("Graph execution error", "Detected at", "<stack", "  File", "\t", " \t")
-    lines_left = [line.strip() for line in lines if not line.startswith(passed)]
-    return (lines_left or lines or [type(error).__name__])[0].rstrip(".")

@@ -116,10 +116,10 @@ def fail_by_differences(
     kind = kinds[0]
     pairs = [(one, other) for one, other in differing if one.kind is kind]
     reason = _reason(kind, pairs, split, alone)
-    names = [*dict.fromkeys(one.name for one, _ in pairs)]
-    received = {kind.value: names[:_SHOWN]}
-    if len(names) > _SHOWN:
-        received["and"] = f"{len(names) - _SHOWN} more"
+    owners = [*dict.fromkeys(one.name for one, _ in pairs)]
+    received = {kind.value: owners[:_SHOWN]}
+    if len(owners) > _SHOWN:
+        received["and"] = f"{len(owners) - _SHOWN} more"
     if (factor := _common_factor(pairs)) is not None:
         received["factor"] = round(factor, 4)
     fail(_PROBLEMS[kind], received, _REMEDIES[reason])
@@ -141,9 +141,9 @@ _PROBLEMS = {
 _REMEDIES = {
     "sum": "It is a sum over each replica's examples: make it a mean over them, or take the sum "
     "over all of them, `ops.sum(kdpkit.training.gather_examples(values))`.",
-    "changed": "The gradients are changed between `tape.gradient` and `optimizer.apply`, by a norm "
-    "of each replica's own: let the optimizer do it (`clipnorm`, `global_clipnorm`, `clipvalue`), "
-    "or do it in the optimizer's `apply`.",
+    "changed": "Each replica changes its own gradients between `tape.gradient` and "
+    "`optimizer.apply`: do it in the optimizer's `apply`, which gets the gradients of the global "
+    "batch, or for clipping set `clipnorm`, `global_clipnorm` or `clipvalue`.",
     "meet": "Where the examples of a batch are compared or normalized with each other, do it on "
     "`kdpkit.training.gather_examples(x)`, the examples of all replicas; what is added up over "
     "examples must be a mean over them.",

@@ -28,7 +28,7 @@ def outcome(program, replicas):
     except Exception as error:  # whatever it is, it is the outcome
         message = str(error).strip()
         stopped = isinstance(error, ValueError) and "Received: " in message
-        return Outcome("refused" if stopped else "crash", message=f"{type(error)}: {message}")
+        return Outcome("raises" if stopped else "crash", message=f"{type(error)}: {message}")
     if found <= program.tolerance:
         return Outcome("equal", found)
     if ON_JAX:

@@ -3,16 +3,18 @@
 import os
 
 from kdpkit import errors
+from kdpkit._internal import error_text
 
 
 def require() -> None:
     """Import Keras; its backend is chosen by now, by a target or by the environment."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         import keras  # noqa: F401 it is there for those who come after
     except (ImportError, ValueError) as error:  # the latter for a backend that there is not
-        first, *_ = str(error).splitlines() or [""]
         raise errors.InputError(
-            f"Keras cannot be imported with its backend ({type(error).__name__}: {first}). "
+            f"Keras cannot be imported with its backend ({type(error).__name__}: "
+            f"{error_text.first_line(error)}). "
             f"Received: KERAS_BACKEND={os.environ.get('KERAS_BACKEND')!r}. Set "
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax; `kdpkit env` lists what is installed."
         ) from error

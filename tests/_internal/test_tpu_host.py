@@ -141,9 +141,9 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence(server_without_a_
         check=True,
     ).stdout.splitlines()
     assert printed[::2] == printed[1::2]
-    without, refused, unknown, local, portless, unnamed_tpu, nothing = printed[::2]
+    without, silent, unknown, local, portless, unnamed_tpu, nothing = printed[::2]
     assert "server without a TPU answers" in without
-    assert "nothing that listens at the port" in refused
+    assert "nothing that listens at the port" in silent
     assert "name that does not resolve" in unknown
     assert "this machine has no TPU chip" in local
     assert "address and port" in portless

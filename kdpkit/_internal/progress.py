@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
-def telling(verb: str) -> Iterator[Callable[[str], None]]:
+def reporting(verb: str) -> Iterator[Callable[[str], None]]:
     """Yield a function that reports what is being done: on a terminal in place, else in lines."""
     if not sys.stderr.isatty():
         yield lambda what: print(f"{verb} {what} ...", file=sys.stderr, flush=True)  # noqa: T201
