@@ -81,7 +81,13 @@ APART = {
     "Gram matrix of entries": lambda x: tf.matmul(x, x, transpose_a=True),
     "half the squares": tf.nn.l2_loss,
     "a sum over how many": lambda x: tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32),
+    "a sum over one or more": lambda x: (
+        tf.reduce_sum(x) / tf.maximum(tf.cast(tf.shape(x)[0], tf.float32), 1.0)
+    ),
     "a sum over all sizes": lambda x: tf.reduce_sum(x, axis=0) / tf.cast(tf.size(x), tf.float32),
+    "a sum, and one over how many": lambda x: (
+        0.0 * tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32) + tf.reduce_sum(tf.sin(x))
+    ),
     "a sum of what was divided": lambda x: tf.reduce_sum(x / tf.cast(tf.shape(x)[0], tf.float32)),
     "a sum of flattened entries": lambda x: tf.reduce_sum(tf.reshape(x, (tf.shape(x)[0], 2, 2))),
     "gradient of a mean": gradient_of(tf.reduce_mean),
@@ -126,6 +132,10 @@ TOGETHER = {
     )[0],
     "Python": lambda x: tf.numpy_function(np.sort, [x], tf.float32),
     "padded with examples": lambda x: tf.pad(x, [[1, 0], [0, 0]]),
+    "as many as": lambda x: tf.reduce_mean(x) * tf.cast(tf.shape(x)[0] == 4, tf.float32),
+    "at most so many": lambda x: (
+        tf.reduce_sum(x) / tf.minimum(tf.cast(tf.shape(x)[0], tf.float32), 3.0)
+    ),
     "positions": lambda x: x * tf.cast(tf.range(tf.shape(x)[0]), tf.float32)[:, None],
     "constant examples beside": lambda x: tf.concat([x, TABLE[:3, :4]], axis=0),
 }

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import errors, scaling
-from kdpkit._internal import checks, processes, versions
+from kdpkit._internal import checks, error_text, processes, versions
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
     _batch_norm,
@@ -23,6 +23,7 @@ from kdpkit.training.tensorflow import (
     _optimizer_patches,
     _shards,
     _step_patches,
+    _variables,
     _workers,
     _xla_call,
 )
@@ -43,6 +44,7 @@ def attach(model: keras.Model, *, verify: bool, batch_norm: str) -> None:
     if isinstance(steps, _ExactSteps):
         steps.verify, steps.batch_norm = verify, batch_norm
     elif strategy is not None:
+        _reject_own_loops(model)
         _step_patches.install()
         _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
@@ -76,6 +78,18 @@ def _strategy_of(model: keras.Model) -> Any:
                 strategy=type(strategy).__name__,
             )
     return strategy
+
+
+def _reject_own_loops(model: keras.Model) -> None:
+    """Reject a model that compiles its steps itself: its replicas would run something else."""
+    for kind in ("train", "test", "predict"):
+        name = f"make_{kind}_function"
+        if getattr(type(model), name) is not getattr(keras.Model, name):
+            checks.fail(
+                "The model compiles its steps itself, so they cannot be run on replicas.",
+                method=f"{type(model).__name__}.{name}",
+                remedy=f"Override `{kind}_step`, which is given a batch, in its place.",
+            )
 
 
 class _ExactSteps:
@@ -148,10 +162,13 @@ class _ExactSteps:
         model = self.model
         if type(model).call is keras.Model.call:  # only `train_step` uses its parts
             return
+        if self.own_train_step and any(_variables.variables_in_attributes(model)):
+            return  # its optimizer may be built with these
         try:
             model._symbolic_build(data_batch=data_batch)
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
             if not self.own_train_step:
+                _explain_fixed_size(error, data_batch)
                 raise
             self.build_error = error
 
@@ -464,6 +481,19 @@ def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any
         return batches
     shards: Iterator[Any] = (_split(batch, strategy) for batch in batches)
     return [*shards] if isinstance(batches, list) else shards
+
+
+def _explain_fixed_size(error: Exception, data_batch: Any) -> None:
+    """Raise a sentence where a model takes batches of one size, and replicas get parts of them."""
+    if "Dimensions must be equal" in str(error):
+        checks.fail(
+            "The model takes batches of one size, and each replica gets a part of a batch.",
+            error=error_text.first_line(error),
+            batch=[
+                tuple(part.shape) for part in keras.tree.flatten(data_batch) if part is not None
+            ],
+            remedy="Let it take any number of examples, and keep no state for each of them.",
+        )
 
 
 def _is_spread(leaf: Any) -> bool:

@@ -11,7 +11,8 @@ of these labels, and what no rule below is known for has the last one:
 - `FLAT`: the entries of ragged or sparse examples, any dim of each example;
 - `UNFIT`: it depends on how the batch is split, for some examples.
 
-Whether a number of examples has gone into a tensor is followed beside that (`counts_examples`).
+Whether a number of examples has gone into a tensor is followed too (`count_in`): it may be a
+divisor (`COUNTED`), or decide about something (`CHOSEN`), which then depends on the split too.
 """
 
 import math
@@ -23,6 +24,7 @@ import tensorflow as tf
 
 MEAN, SUM, FLAT, UNFIT = -1, -2, -3, -4
 _OVER_EXAMPLES = (MEAN, SUM)
+NOT_COUNTED, COUNTED, CHOSEN = 0, 1, 2
 
 _OF_SHAPES = frozenset({"Shape", "ShapeN", "Size", "Rank", "ZerosLike", "OnesLike"})
 _ELEMENTWISE = frozenset(
@@ -55,6 +57,10 @@ _LINEAR = _ADDING | _KEEPING | _SHAPING | {"Sum", "Mean", "UnsortedSegmentSum"}
 _MULTIPLYING = frozenset({"Mul", "MatMul", "BatchMatMulV2", "BatchMatMulV3", "MulNoNan", "Einsum"})
 _REDUCING = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "EuclideanNorm"})
 _DIVIDING = frozenset({"RealDiv", "DivNoNan", "Div"})
+_CHOOSING = frozenset(
+    {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "Minimum", "Maximum"}
+    | {"FloorMod", "Mod", "Select", "SelectV2", "ClipByValue", "Round", "Ceil", "Floor", "Sign"}
+)
 _WITHOUT_VALUES = frozenset({"MulNoNan", "Rank", "ZerosLike", "OnesLike", "Range"})
 # Of the inputs at other positions only the size counts, or which entries are taken.
 _VALUES_AT = {
@@ -87,38 +93,54 @@ _SEARCHING = frozenset({"ArgMax", "ArgMin"})
 _ALONG = {"Cumsum": 1, "Cumprod": 1, "CumulativeLogsumexp": 1, "ReverseV2": 1, "Roll": 2}
 
 
-def axis_of(output: tf.Tensor, axes: Sequence[int | None], *, counted: bool = False) -> int | None:
+def axis_of(
+    output: tf.Tensor, axes: Sequence[int | None], counted: Sequence[int] = ()
+) -> int | None:
     """Return the label of what an operation gives, by those of its inputs; None: no examples.
 
     Args:
         output: What it gives.
         axes: The labels of its inputs.
-        counted: Whether a number of examples has gone into what it gives.
+        counted: How a number of examples has gone into each of them; nothing if it has not.
     """
     label = _label(output, axes)
-    # A sum of what was divided before, or a sum that is divided now.
-    is_divided = label == SUM and counted and output.op.type != "MulNoNan"  # which a share does
-    return MEAN if is_divided else label
+    return MEAN if label == SUM and _is_divided(output.op.type, axes, counted) else label
 
 
-def counts_examples(output: tf.Tensor, axes: Sequence[int | None], counted: Sequence[bool]) -> bool:
-    """Return whether a number of examples goes into the values of what an operation gives.
+def _is_divided(kind: str, axes: Sequence[int | None], counted: Sequence[int]) -> bool:
+    """Return whether a sum over examples is divided by how many there are, or its terms were."""
+    by = [axis for axis, count in zip(axes, counted, strict=False) if count]
+    if any(axis in _OVER_EXAMPLES for axis in axes):  # it is, now
+        return None in by and (kind in _DIVIDING or kind in _MULTIPLYING - {"MulNoNan"})
+    return bool(by)
+
+
+def count_in(operation: tf.Operation, axes: Sequence[int | None], counted: Sequence[int]) -> int:
+    """Return whether a number of examples goes into the values of what an operation gives, and how.
 
     Args:
-        output: What it gives.
+        operation: The operation.
         axes: The labels of its inputs.
-        counted: Whether one has gone into each of them.
+        counted: How one has gone into each of them.
     """
-    kind = output.op.type
+    kind = operation.type
     if kind in ("Shape", "ShapeN", "Size"):
-        return any(axis is not None for axis in axes)
+        return COUNTED if any(axis is not None for axis in axes) else NOT_COUNTED
     if kind in _WITHOUT_VALUES or "Random" in kind:
-        return False
-    if kind in ("StridedSlice", "GatherV2") and output.op.inputs[0].op.type == "Shape":
-        return counted[0] and _takes_first(output.op)
-    if kind in _VALUES_AT:
-        return counted[_VALUES_AT[kind]]
-    return any(counted)
+        return NOT_COUNTED
+    if kind in ("StridedSlice", "GatherV2") and operation.inputs[0].op.type == "Shape":
+        return counted[0] if _takes_first(operation) else NOT_COUNTED
+    values = [counted[_VALUES_AT[kind]]] if kind in _VALUES_AT else counted
+    found = max(values, default=NOT_COUNTED)
+    return CHOSEN if found and kind in _CHOOSING and not _is_at_least_one(operation) else found
+
+
+def _is_at_least_one(operation: tf.Operation) -> bool:
+    """Recognize `maximum(count, 1)`, which changes nothing where there are examples."""
+    values = [tf.get_static_value(x) for x in operation.inputs]
+    return operation.type == "Maximum" and any(
+        value is not None and bool(np.all(value <= 1)) for value in values
+    )
 
 
 def _label(output: tf.Tensor, axes: Sequence[int | None]) -> int | None:

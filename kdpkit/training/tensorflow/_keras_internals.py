@@ -11,6 +11,7 @@ import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context
@@ -87,7 +88,15 @@ def inlined(function: Any) -> Any:
     python = function.python_function
     if not function._autograph:
         return python
-    return autograph_util.py_func_from_autograph(python, function._experimental_autograph_options)
+    options = function._experimental_autograph_options
+    converted = autograph_util.py_func_from_autograph(python, options)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # Keras has AutoGraph leave steps as they are; a `tf.function` has it convert what it calls.
+        with ag_ctx.ControlStatusCtx(status=ag_ctx.Status.ENABLED, options=options):
+            return converted(*args, **kwargs)
+
+    return call
 
 
 def functions_of(operation: tf.Operation) -> list[Any]:

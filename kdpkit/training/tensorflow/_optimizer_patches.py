@@ -214,7 +214,11 @@ def sum_gradients(
     strategy: tf.distribute.Strategy, grads: list[Any], variables: list[Any]
 ) -> list[Any]:
     """Add up the replicas' gradients, outside the replicas; those that are None stay so."""
-    present = [(g, v.value) for g, v in zip(grads, variables, strict=True) if g is not None]
+    present = [
+        (g, v.value if isinstance(v, keras.Variable) else v)
+        for g, v in zip(grads, variables, strict=True)
+        if g is not None
+    ]
     if not present:
         return grads
     sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, present)

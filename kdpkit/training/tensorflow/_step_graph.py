@@ -9,19 +9,21 @@ Layers of libraries compute examples one by one, if they get them along the firs
 looked into.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
 from kdpkit.training.tensorflow._global_batch import is_library
 from kdpkit.training.tensorflow._graph_axes import (
+    CHOSEN,
     FLAT,
     MEAN,
+    NOT_COUNTED,
     SUM,
     UNFIT,
     axis_of,
-    counts_examples,
+    count_in,
     is_linear,
 )
 from kdpkit.training.tensorflow._keras_internals import functions_of, origin_of_gradient
@@ -38,7 +40,7 @@ class StepGraph:
         axes: That of the examples themselves, by tensor.
         shared: Tensors that all replicas have alike.
         layers: Inputs and outputs of the layers that are not looked into.
-        counted: Inputs of the graph into which a number of examples has gone.
+        counted: Inputs of the graph into which a number of examples has gone, and how.
     """
 
     def __init__(
@@ -47,12 +49,12 @@ class StepGraph:
         axes: dict[Any, int],
         shared: Iterable[Any] = (),
         layers: Iterable[tuple[list[Any], list[Any]]] = (),
-        counted: Iterable[Any] = (),
+        counted: Mapping[Any, int] | None = None,
     ) -> None:
         self.axes = axes
         self.unfit: dict[Any, str] = {}  # by tensor: the operation that made it so
         self.assigned: list[tuple[Any, int, str]] = []  # handles, what they are given, by what
-        self.counted = {*counted}
+        self.counted = {**(counted or {})}
         self._shared = {_key(tensor) for tensor in shared}
         self._examples = set(axes)
         self._inputs_of_layers = {
@@ -75,14 +77,15 @@ class StepGraph:
         elif operation.type in _BRANCHES and any(axis is not None for axis in given):
             for handle in _assigned_inside(operation):
                 self._assign(handle, UNFIT, operation.type)
-        counted = [_key(x) in self.counted for x in operation.inputs]
+        counted = [self.counted.get(_key(x), NOT_COUNTED) for x in operation.inputs]
+        count = NOT_COUNTED if operation.type in _CALLS else count_in(operation, given, counted)
         found = self._called(operation, given) if operation.type in _CALLS else None
         for position, output in enumerate(operation.outputs):
             key = _key(output)
             if key in self._examples:
                 continue
-            if operation.type not in _CALLS and counts_examples(output, given, counted):
-                self.counted.add(key)
+            if count:
+                self.counted[key] = count
             if key in self._shared:
                 continue
             if key in self._inputs_of_layers:
@@ -94,7 +97,8 @@ class StepGraph:
             elif operation.type == "Range" and any(counted):
                 label = UNFIT  # positions in the batch
             else:
-                label = axis_of(output, given, counted=key in self.counted)
+                label = axis_of(output, given, counted)
+                label = UNFIT if label is not None and count == CHOSEN else label
             if label is not None:
                 self._set(output, label, self._cause(operation))
 
@@ -134,24 +138,24 @@ class StepGraph:
         axes = {
             _key(x): axis for x, axis in zip(inner.inputs, given, strict=True) if axis is not None
         }
-        counted = [
-            _key(x)
-            for x, outer in zip(inner.inputs, operation.inputs, strict=True)
-            if _key(outer) in self.counted
-        ]
+        counted = self._counts_of(operation.inputs, inner.inputs)
         if not axes and not counted:
             return [None] * len(operation.outputs)
         read = StepGraph(inner, axes, counted=counted)
-        self.counted |= {
-            _key(outer)
-            for outer, output in zip(operation.outputs, inner.outputs, strict=True)
-            if _key(output) in read.counted
-        }
+        self.counted |= read._counts_of(inner.outputs, operation.outputs)
         outside = {_key(x): y for x, y in zip(inner.inputs, operation.inputs, strict=True)}
         for handle, label, cause in read.assigned:
             if _key(handle) in outside:
                 self._assign(outside[_key(handle)], label, cause)
         return [read.axis(output) for output in inner.outputs]
+
+    def _counts_of(self, tensors: Sequence[Any], others: Sequence[Any]) -> dict[Any, int]:
+        """Return what is counted in tensors, for those that have the same values elsewhere."""
+        return {
+            _key(other): self.counted[_key(tensor)]
+            for tensor, other in zip(tensors, others, strict=True)
+            if _key(tensor) in self.counted
+        }
 
     def is_linear(self, tensor: tf.Tensor, of: frozenset[Any]) -> bool:
         """Return whether a tensor is linear in some others, if it depends on examples."""

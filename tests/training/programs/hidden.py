@@ -254,6 +254,89 @@ def _custom(make, **settings):
     return build
 
 
+class NonNegative(Custom):
+    """Adds up by how much outputs are negative; none of the first ones is."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential(
+            [keras.Input((4,)), layers.Dense(3, bias_initializer=keras.initializers.Constant(2.0))]
+        )
+
+    def loss_of(self, x, y):
+        outputs = self.net(x)
+        return ops.mean(_cross_entropies(y, outputs)) + ops.sum(ops.relu(-outputs))
+
+
+class Displaced(layers.Layer):
+    """Adds a displacement that is zero at first, and a loss of its squares."""
+
+    def build(self, shape):
+        self.displacement = layers.Dense(shape[-1], kernel_initializer="zeros")
+        self.displacement.build(shape)
+
+    def call(self, x):
+        displacement = self.displacement(x)
+        self.add_loss(0.1 * ops.sum(ops.square(displacement)))
+        return x + displacement
+
+
+def _displaced():
+    model = keras.Sequential([keras.Input((4,)), Displaced(), layers.Dense(3)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+class EveryThird(Custom):
+    """Adds the squares of all outputs in every third step."""
+
+    def loss_of(self, x, y):
+        outputs = self.net(x)
+        is_third = ops.cast(self.optimizer.iterations % 3 == 2, outputs.dtype)
+        return ops.mean(_cross_entropies(y, outputs)) + 0.01 * is_third * ops.sum(outputs**2)
+
+
+class Alternating(Custom):
+    """Trains on every other example without what it is given, by its position in the batch."""
+
+    def loss_of(self, x, y):
+        is_given = ops.cast(ops.arange(ops.shape(x)[0]) % 2, x.dtype)
+        return ops.mean(_cross_entropies(y, self.net(x * is_given[:, None])))
+
+
+class FirstThree(Custom):
+    """Trains on the first three examples of a batch alone, which is all that verification sees."""
+
+    def loss_of(self, x, y):
+        is_first = ops.cast(ops.arange(ops.shape(x)[0]) < 3, x.dtype)
+        return ops.mean(_cross_entropies(y, self.net(x)) * is_first)
+
+
+class FullBatches(Custom):
+    """Leaves batches out that have another size than most."""
+
+    def loss_of(self, x, y):
+        is_full = ops.cast(ops.equal(ops.shape(x)[0], 7), x.dtype)
+        return is_full * ops.mean(_cross_entropies(y, self.net(x)))
+
+
+class Counting(Custom):
+    """Logs how many examples of a class it has seen; the first batch has none."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = keras.metrics.Sum(name="seen")
+
+    @property
+    def metrics(self):
+        return [self.seen]
+
+    def train_step(self, data):
+        self.seen.update_state(ops.sum(ops.cast(ops.equal(data[1], 2), "float32")))
+        return super().train_step(data) | {"seen": self.seen.result()}
+
+
 def _program(name, make, data=_data, **settings):
     return Program(name, _custom(make, **settings), data, backends=("tensorflow",))
 
@@ -267,6 +350,13 @@ PROGRAMS = [
     _program("a threshold of the step's own", Threshold, _alike_at_first),
     _program("a count of examples", Seen),
     _program("a loss in three of four steps", InTurn),
+    _program("a sum of what is negative, which nothing is at first", NonNegative),
+    Program("add_loss of a sum that is zero at first", _displaced, _data),
+    _program("a sum in every third step", EveryThird),
+    _program("every other example by its position", Alternating),
+    _program("the first three examples of a batch", FirstThree),
+    _program("full batches alone", FullBatches),
+    _program("a count of a class that comes later", Counting, _one_class_at_first),
     _program(
         "a loss that a callback fades in", Faded, lambda: _data() | {"callbacks": [_Fading()]}
     ),
