@@ -84,6 +84,10 @@ APART = {
     "a sum over one or more": lambda x: (
         tf.reduce_sum(x) / tf.maximum(tf.cast(tf.shape(x)[0], tf.float32), 1.0)
     ),
+    "a mean times how many": lambda x: tf.reduce_mean(x) * tf.cast(tf.shape(x)[0], tf.float32),
+    "a sum over hardly more": lambda x: (
+        tf.reduce_sum(x) / (tf.cast(tf.shape(x)[0], tf.float32) + 1e-7)
+    ),
     "a sum over all sizes": lambda x: tf.reduce_sum(x, axis=0) / tf.cast(tf.size(x), tf.float32),
     "a sum, and one over how many": lambda x: (
         0.0 * tf.reduce_sum(x) / tf.cast(tf.shape(x)[0], tf.float32) + tf.reduce_sum(tf.sin(x))
@@ -133,6 +137,8 @@ TOGETHER = {
     "Python": lambda x: tf.numpy_function(np.sort, [x], tf.float32),
     "padded with examples": lambda x: tf.pad(x, [[1, 0], [0, 0]]),
     "as many as": lambda x: tf.reduce_mean(x) * tf.cast(tf.shape(x)[0] == 4, tf.float32),
+    "a sum over a root": lambda x: tf.reduce_sum(x) / tf.sqrt(tf.cast(tf.shape(x)[0], tf.float32)),
+    "a sum over one less": lambda x: tf.reduce_sum(x) / (tf.cast(tf.shape(x)[0], tf.float32) - 1.0),
     "at most so many": lambda x: (
         tf.reduce_sum(x) / tf.minimum(tf.cast(tf.shape(x)[0], tf.float32), 3.0)
     ),

@@ -523,3 +523,37 @@ def test_a_model_that_is_compiled_anew_is_verified_anew():
 def test_other_choices_are_named_in_a_sentence(settings):
     with pytest.raises(ValueError, match="must be one of"):
         replica_exact(testing.tiny_classifier(), **settings)
+
+
+def _of_images():
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 1)),
+            layers.Conv2D(4, 3, activation="relu"),
+            layers.MaxPooling2D(),
+            layers.BatchNormalization(),
+            layers.Flatten(),
+            layers.Dropout(0.2, seed=1),
+            layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
+@pytest.mark.parametrize("in_loop", [False, True], ids=["fit", "loop"])
+def test_a_plain_model_is_trained_without_a_word(in_loop, capfd):
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(10, 6, 6, 1)).astype("float32"), random.integers(0, 3, 10)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+    with scope(2):
+        model = _of_images()
+        optimizer = keras.optimizers.SGD(0.1)
+    if in_loop:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        loop = TrainingLoop(model, optimizer=optimizer, loss=loss)
+        loop.fit(data, epochs=1, verbose=0)
+    else:
+        replica_exact(model).fit(data, verbose=0, shuffle=False)
+    assert "kdpkit" not in capfd.readouterr().err

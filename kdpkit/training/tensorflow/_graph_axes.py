@@ -59,8 +59,10 @@ _REDUCING = frozenset({"Sum", "Mean", "Max", "Min", "Prod", "All", "Any", "Eucli
 _DIVIDING = frozenset({"RealDiv", "DivNoNan", "Div"})
 _CHOOSING = frozenset(
     {"Equal", "NotEqual", "Less", "LessEqual", "Greater", "GreaterEqual", "Minimum", "Maximum"}
-    | {"FloorMod", "Mod", "Select", "SelectV2", "ClipByValue", "Round", "Ceil", "Floor", "Sign"}
+    | {"FloorMod", "Mod", "ClipByValue", "Round", "Ceil", "Floor", "Sign"}
+    | {"Sqrt", "Rsqrt", "Square", "Pow", "Log", "Log1p", "Exp", "Expm1", "Tanh", "Sigmoid"}
 )
+_TINY = 1e-3
 _WITHOUT_VALUES = frozenset({"MulNoNan", "Rank", "ZerosLike", "OnesLike", "Range"})
 # Of the inputs at other positions only the size counts, or which entries are taken.
 _VALUES_AT = {
@@ -104,15 +106,18 @@ def axis_of(
         counted: How a number of examples has gone into each of them; nothing if it has not.
     """
     label = _label(output, axes)
-    return MEAN if label == SUM and _is_divided(output.op.type, axes, counted) else label
-
-
-def _is_divided(kind: str, axes: Sequence[int | None], counted: Sequence[int]) -> bool:
-    """Return whether a sum over examples is divided by how many there are, or its terms were."""
-    by = [axis for axis, count in zip(axes, counted, strict=False) if count]
-    if any(axis in _OVER_EXAMPLES for axis in axes):  # it is, now
-        return None in by and (kind in _DIVIDING or kind in _MULTIPLYING - {"MulNoNan"})
-    return bool(by)
+    if label not in _OVER_EXAMPLES or not any(counted):
+        return label
+    if not any(axis in _OVER_EXAMPLES for axis in axes):
+        return MEAN  # a sum of what was divided
+    if output.op.type not in (_MULTIPLYING | _DIVIDING) - {"MulNoNan"}:
+        return label
+    number = next((i for i, axis in enumerate(axes) if axis is None), None)
+    if number is None or not counted[number]:
+        return label
+    # The other way round a mean becomes a sum, except by a ratio of two numbers of examples.
+    is_ratio = output.op.inputs[number].op.type in _DIVIDING
+    return MEAN if label == SUM or is_ratio else SUM
 
 
 def count_in(operation: tf.Operation, axes: Sequence[int | None], counted: Sequence[int]) -> int:
@@ -132,15 +137,20 @@ def count_in(operation: tf.Operation, axes: Sequence[int | None], counted: Seque
         return counted[0] if _takes_first(operation) else NOT_COUNTED
     values = [counted[_VALUES_AT[kind]]] if kind in _VALUES_AT else counted
     found = max(values, default=NOT_COUNTED)
-    return CHOSEN if found and kind in _CHOOSING and not _is_at_least_one(operation) else found
+    return CHOSEN if found and _decides(operation, counted) else found
 
 
-def _is_at_least_one(operation: tf.Operation) -> bool:
-    """Recognize `maximum(count, 1)`, which changes nothing where there are examples."""
-    values = [tf.get_static_value(x) for x in operation.inputs]
-    return operation.type == "Maximum" and any(
-        value is not None and bool(np.all(value <= 1)) for value in values
-    )
+def _decides(operation: tf.Operation, counted: Sequence[int]) -> bool:
+    """Return whether an operation makes of a number of examples what is no multiple of it."""
+    kind = operation.type
+    if kind in ("Select", "SelectV2"):
+        return bool(counted[0])
+    constants = [value for x in operation.inputs if (value := tf.get_static_value(x)) is not None]
+    if kind == "Maximum" and any(np.all(value <= 1) for value in constants):
+        return False  # there is an example, or nothing to divide
+    if kind in ("AddV2", "Add", "Sub"):  # other than what keeps a divisor from being zero
+        return any(np.any(np.abs(value) > _TINY) for value in constants)
+    return kind in _CHOOSING
 
 
 def _label(output: tf.Tensor, axes: Sequence[int | None]) -> int | None:

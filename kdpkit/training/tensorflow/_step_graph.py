@@ -84,7 +84,7 @@ class StepGraph:
             key = _key(output)
             if key in self._examples:
                 continue
-            if count:
+            if count and key not in self._inputs_of_layers:
                 self.counted[key] = count
             if key in self._shared:
                 continue
