@@ -3,11 +3,13 @@
 import re
 
 # TensorFlow's names of nodes and operations; Keras' bold letters, and the arguments that it lists.
-_ADDED = re.compile(r"\{\{.*?\}\}\s*|\s*\[Op:.*|\x1b\[\d*m|\nArguments received by [\s\S]*")
+_ADDED = re.compile(
+    r"\{\{.*?\}\}\s*|\s*\[Op:.*|\x1b\[\d*m|\(\d+\) [A-Z_]+:\s+|\nArguments received by [\s\S]*"
+)
 # Lines that say where something was called, before the one that says what went wrong.
 _WHERE = re.compile(
     r"Graph execution error|Detected at|<stack|in user code:|\s*File \"| ?\t| {8}"
-    r"|Exception encountered when calling"
+    r"|Exception encountered when calling|\d+ root error"
 )
 
 

@@ -327,6 +327,22 @@ def test_an_unbatched_dataset_raises():
         model.fit(tf.data.Dataset.from_tensor_slices(data()))
 
 
+def test_numbers_that_are_one_for_a_batch_get_a_sentence():
+    numbered = tf.data.Dataset.from_tensor_slices(data()).batch(4).enumerate()
+    model = replica_exact(compiled_on(mirrored(2)))
+    with pytest.raises(ValueError, match="single numbers beside batches.*Received: element_spec="):
+        model.fit(numbered)
+
+
+def test_a_model_that_compiles_its_own_steps_raises():
+    class Own(keras.Model):
+        def make_train_function(self, force=False):
+            raise NotImplementedError
+
+    with mirrored(2).scope(), pytest.raises(ValueError, match="make_train_function.*train_step"):
+        replica_exact(Own())
+
+
 def test_a_model_built_outside_the_scope_raises():
     model, layer = testing.tiny_classifier(), keras.layers.Dense(2)
     layer.build((None, 4))

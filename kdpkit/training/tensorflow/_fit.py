@@ -410,12 +410,20 @@ def _checking_data(method: Callable) -> Callable:
 def _check_dataset(name: str, dataset: Any, steps: Any) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         return
-    for spec in tf.nest.flatten(dataset.element_spec):
-        if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
-            checks.fail(
-                "The dataset gives single examples; batch it with `.batch(...)` first.",
-                element_spec=dataset.element_spec,
-            )
+    unknown = tf.TensorShape(None)
+    shapes = [getattr(spec, "shape", unknown) for spec in tf.nest.flatten(dataset.element_spec)]
+    ranks = [shape.rank for shape in shapes]
+    if 0 in ranks and any(shape.rank and shape[0] is None for shape in shapes):
+        checks.fail(
+            "The dataset gives single numbers beside batches, and replicas get parts of batches.",
+            element_spec=dataset.element_spec,
+            remedy="Repeat what is one number for a batch for each of its examples.",
+        )
+    if 0 in ranks:
+        checks.fail(
+            "The dataset gives single examples; batch it with `.batch(...)` first.",
+            element_spec=dataset.element_spec,
+        )
     if steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         checks.fail(
             "The dataset is endless.",

@@ -1,6 +1,6 @@
 """The variables that a step reads and assigns: what they are called, and how they are put back."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -85,12 +85,17 @@ def handles_of_libraries(model: keras.Model) -> set[int]:
         *(metric for metric in metrics if _global_batch.is_metric_of_a_library(metric)),
         *_layers_of_libraries(model),
     ]
-    return handles_of([variable for owner in owners for variable in owner.variables])
+    return _handles(variable.value for owner in owners for variable in owner.variables)
 
 
-def handles_of(variables: Sequence[keras.Variable]) -> set[int]:
-    """Identify the handles of variables."""
-    return {id(part.handle) for variable in variables for part in parts(variable.value)}
+def handles_that_add_up(model: keras.Model, variables: Sequence[Any]) -> set[int]:
+    """Identify the handles of variables that hold sums over the replicas, as metrics do."""
+    added = (v for v in variables if v.synchronization == tf.VariableSynchronization.ON_READ)
+    return _handles(v.value for v in model.metrics_variables) | _handles(added)
+
+
+def _handles(variables: Iterable[Any]) -> set[int]:
+    return {id(part.handle) for variable in variables for part in parts(variable)}
 
 
 def _layers_of_libraries(model: keras.Model) -> list[Any]:

@@ -273,7 +273,7 @@ class _Cuts:
             compiled.graph,
             self.trial,
             inside(_variables.handles_of_libraries(self.owner)),
-            inside(_variables.handles_of(self.owner.metrics_variables)),
+            inside(_variables.handles_that_add_up(self.owner, self.variables)),
         )
         return functools.partial(_without_optimizing, compiled)
 

@@ -78,10 +78,12 @@ def reject_random(operations: list[str]) -> NoReturn:
     if not operations:
         checks.fail(
             f"{_START} It gives something else every time that it runs on the same examples: it "
-            "draws random numbers in Python or NumPy, or keeps a state that is no variable.",
+            "draws random numbers in Python or NumPy, reads an iterator, or keeps a state that is "
+            "no variable.",
             operations=operations,
             remedy="Draw with `keras.random` and a `keras.random.SeedGenerator` in an attribute, "
-            "and keep states in variables that are attributes of the model.",
+            "keep states in variables that are attributes of the model, and give `fit` all data: "
+            "`tf.data.Dataset.zip` joins datasets.",
         )
     checks.fail(
         f"{_START} It gives something else every time that it runs on the same examples, and draws "
@@ -146,7 +148,8 @@ _REMEDIES = {
     "batch, or for clipping set `clipnorm`, `global_clipnorm` or `clipvalue`.",
     "meet": "Where the examples of a batch are compared or normalized with each other, do it on "
     "`kdpkit.training.gather_examples(x)`, the examples of all replicas; what is added up over "
-    "examples must be a mean over them.",
+    "examples must be a mean over them. What a layer keeps in an attribute may be another "
+    "replica's by the time that it is read: give a loss to `add_loss`, and return other tensors.",
     "assigned": "Train variables with an optimizer that the model holds in an attribute "
     "(`self.optimizer.apply`), and assign means over the examples, or what "
     "`kdpkit.training.gather_examples(x)` gives.",
