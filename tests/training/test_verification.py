@@ -557,3 +557,37 @@ def test_a_plain_model_is_trained_without_a_word(in_loop, capfd):
     else:
         replica_exact(model).fit(data, verbose=0, shuffle=False)
     assert "kdpkit" not in capfd.readouterr().err
+
+
+class CountsInPython(keras.Model):
+    """Adds a term after many steps, which a Python function counts."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.steps = 0
+
+    def count(self):
+        self.steps += 1
+        return np.float32(self.steps > 100)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            is_on = tf.numpy_function(self.count, [], tf.float32)
+            loss = self.compute_loss(y=y, y_pred=self(x)) + is_on * keras.ops.mean(self(x))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_a_step_that_calls_python_is_reported(eager, capfd):
+    x, y = np.ones((10, 3), "float32"), np.ones((10, 1), "float32")
+    with scope(2):
+        inputs = keras.Input((3,))
+        model = CountsInPython(inputs, keras.layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=eager)
+    replica_exact(model).fit(x, y, batch_size=4, verbose=0, shuffle=False)
+    said = capfd.readouterr().err
+    assert said.count("The step calls Python") == 1
+    assert "Keep it in a variable" in said

@@ -257,6 +257,9 @@ class _ExactSteps:
                 raise
             _global_batch.report(error.problem)
             return
+        finally:
+            if verification.calls_python or (eager and not self.is_stock(kind)):
+                _global_batch.report_python()
         # Of the step on its own examples; running it on the global batch may find others.
         hidden, needs_examples = verification.hidden, verification.needs_examples
         if eager and not self.is_stock(kind):

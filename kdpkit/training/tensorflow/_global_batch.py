@@ -150,6 +150,16 @@ def report_doubt(reason: str, remedy: str = "") -> None:
         )
 
 
+def report_python() -> None:
+    """Report in one line that a step calls Python, whose state nobody can put back."""
+    if processes.index() == 0:
+        sys.stderr.write(
+            "kdpkit: The step calls Python, in every replica and in its verification: what it "
+            "counts or keeps there is not what one device would. Keep it in a variable, or count "
+            "by `optimizer.iterations`.\n"
+        )
+
+
 def attach(model: keras.Model) -> None:
     """Have the layers of a model divided when a step on the global batch calls them."""
     for layer in _layers(model):

@@ -266,6 +266,8 @@ class TensorFlowSteps(Steps):
         """Verify a step on the first examples of a batch."""
         verification = Verification(self.strategy, try_step, self.model)
         verification.check(batch)
+        if verification.calls_python:
+            _global_batch.report_python()
         if verification.hidden is not None:
             remedy = "`fit` of a `replica_exact` model runs such a step on the global batch."
             _global_batch.report_doubt(verification.hidden, remedy)

@@ -42,6 +42,7 @@ _RANDOM_OPS = frozenset(
     {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma"}
     | {"RandomShuffle", "Multinomial", "StatefulUniform", "StatefulStandardNormalV2"}
 )
+_PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _AMPLIFIED = 8.0  # times what rounding the weights changes is still called rounding
 _LATER = (0, 1, 999_983)  # steps, after which what counts them does something else, perhaps
 
@@ -117,6 +118,7 @@ class Verification:
     found_later: int = 0  # after how many steps the difference shows
     hidden: str | None = None  # what the step does that the examples may not show
     needs_examples: bool = False  # in every replica
+    calls_python: bool = False
 
     def check(self, batch: Any) -> None:
         """Raise an error if the step depends on how the batch is cut.
@@ -140,6 +142,7 @@ class Verification:
         self.found_later, differing = 0, self._differences_of(cuts)
         self.hidden = self.hidden or cuts.hidden
         self.needs_examples = self.needs_examples or cuts.needs_examples
+        self.calls_python = self.calls_python or cuts.calls_python
         for later in _LATER[1:] if cuts.switches else ():
             if not differing:
                 cuts.later = self.found_later = later
@@ -197,6 +200,7 @@ class _Cuts:
         self.random_ops: list[str] = []
         self.hidden: str | None = None
         self.needs_examples = False
+        self.calls_python = False
         self.switches: list[Any] = []
         self.later = 0  # by how many steps the switches are moved on
         self.run = self._run if of.eager else self._compiled()
@@ -263,7 +267,8 @@ class _Cuts:
         compiled = self._traced(function)
         self.variables = _variables.all_variables(self.owner, compiled.graph.variables)
         self.switches = _variables.switches(self.owner, self.variables, compiled.graph.variables)
-        self.random_ops = [*_RANDOM_OPS.intersection(_types_of_ops(compiled.graph))]
+        types = {*_types_of_ops(compiled.graph)}
+        self.random_ops, self.calls_python = [*_RANDOM_OPS & types], bool(_PYTHON_OPS & types)
         handles = {id(inner): id(outer) for outer, inner in compiled.graph.captures}
 
         def inside(of: set[int]) -> set[str]:
