@@ -48,7 +48,8 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     """Return outputs whose gradients flow to the inputs by a function of their own.
 
     The outputs are computed before: of what is computed inside, TensorFlow follows the graph back
-    in search of variables, which for outputs that all replicas have leads through all of the step.
+    in search of variables, which for outputs that all replicas have leads through all of the step
+    (docs/upstream/tensorflow_custom_gradient_searches_all.md).
 
     Args:
         outputs: A tensor or a list of them.
