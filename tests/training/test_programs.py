@@ -45,6 +45,7 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "the same noise for all",
     "a gradient of its own",
     "images cut and mixed in the model",
+    "tensors that layers keep",
 )
 MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
 OF_MEANS = (  # slow ones of which each replica computes its own examples alone

@@ -152,7 +152,6 @@ class _ExactSteps:
         if several:
             versions.reject_sums_over_examples(model)
             model._aggregate_additional_loss = self.additional_loss
-            _layer_state.keep_losses_apart(model)
             _layer_state.attach(model, without=self.global_batch_norms())
             for layer in _batch_norm.batch_norm_layers(model):
                 _batch_norm.attach(layer, self.batch_norm)
@@ -352,6 +351,7 @@ class _ExactSteps:
         share_in_loss = not self.own_train_step or _optimizer_patches.scales_loss(
             self.model.optimizer
         )
+        _layer_state.keep_tensors_apart(self.model)
         step = ReplicaStep(data, share_in_loss=share_in_loss, trial=trial)
         if kind in self.divides:
             return _global_batch.step_on_global_batch(step, self.divides[kind])

@@ -1,11 +1,13 @@
 """What layers assign while they train, such as moving statistics: the same on all replicas."""
 
+import copy
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from kdpkit._internal import checks
+from kdpkit.training.tensorflow._global_batch import is_library
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
@@ -22,35 +24,46 @@ def reject_states_of_examples(model: keras.Model) -> None:
             )
 
 
-class _Losses(list):
-    """What a layer's `add_loss` was given, by each replica's step for itself.
+def keep_tensors_apart(model: keras.Model) -> None:
+    """Keep what this replica's step leaves on layers apart: `add_loss`, and tensors in attributes.
 
-    Keras keeps it on the layer, which all replicas share, and forgets it when the next of them
-    begins: replicas are traced alternately where they meet, as in batch statistics.
+    All replicas share the layers, and are traced alternately where they meet, as in batch
+    statistics: what a layer holds would be another replica's afterwards.
     """
+    context = tf.distribute.get_replica_context()
+    if context.num_replicas_in_sync == 1 or "merge_call" in vars(context):
+        return
+    merge_call = context.merge_call
+    layers = model._flatten_layers()
+    # What a library's layer holds, other than losses, is for itself.
+    shared = [(vars(layer), is_library(type(layer).__module__)) for layer in layers]
 
-    def _own(self) -> list[Any]:
-        step = current_step()
-        return step.added_losses.setdefault(id(self), []) if step else []
+    def keeping(function: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kept = [
+            (attributes, name, value, copy.copy(value))
+            for attributes, of_library in shared
+            for name, value in attributes.items()
+            if name == "_losses" or (not of_library and _holds_tensors(value))
+        ]
+        merged = merge_call(function, args, kwargs)
+        for attributes, name, value, content in kept:
+            attributes[name] = value
+            if isinstance(value, list):
+                value[:] = content
+            elif isinstance(value, dict):
+                dict.clear(value)
+                dict.update(value, content)
+        return merged
 
-    def extend(self, losses: Any) -> None:
-        super().extend(losses) if current_step() is None else self._own().extend(losses)
-
-    def clear(self) -> None:
-        super().clear() if current_step() is None else self._own().clear()
-
-    def __iter__(self) -> Any:
-        return super().__iter__() if current_step() is None else iter(self._own())
-
-    def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(index) if current_step() is None else self._own()[index]
+    context.merge_call = keeping
 
 
-def keep_losses_apart(model: keras.Model) -> None:
-    """Keep what replicas add to the losses of a model's layers apart."""
-    for layer in model._flatten_layers():
-        if not isinstance(layer._losses, _Losses):
-            vars(layer)["_losses"] = _Losses(layer._losses)
+def _holds_tensors(value: Any) -> bool:
+    """Return whether a value is a tensor, or a container of nothing else."""
+    parts = value.values() if isinstance(value, dict) else value
+    if isinstance(value, dict | list | tuple):
+        return all(map(_holds_tensors, parts))
+    return bool(tf.is_tensor(value))
 
 
 def name_of_loss(model: keras.Model, loss: Any) -> str:

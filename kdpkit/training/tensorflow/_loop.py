@@ -212,7 +212,6 @@ class TensorFlowSteps(Steps):
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
             return
-        _layer_state.keep_losses_apart(self.model)
         _layer_state.attach(self.model, without=[])
         may_meet = not self._may_jit and self.loop.accumulation == 1
         asked = self.loop.batch_norm
@@ -436,11 +435,15 @@ class TensorFlowSteps(Steps):
 
     # One replica's part of a step.
 
+    def _step_of(self, batch: Any, trial: Any) -> ReplicaStep:
+        _layer_state.keep_tensors_apart(self.model)
+        return ReplicaStep(batch, trial=trial)
+
     def _train_replica(
         self, batch: Any, jit: bool, trial: Any = None
     ) -> tuple[dict[int, Any], Any]:
         """Return this replica's part of the gradients, by the variable's index, and its noise."""
-        step = ReplicaStep(batch, trial=trial)
+        step = self._step_of(batch, trial)
         # Under XLA by position on one replica too: it draws all of them otherwise.
         step.is_part |= jit
         batch = step.data
@@ -496,7 +499,7 @@ class TensorFlowSteps(Steps):
         return tf.stack([tf.cast(parts, tf.float32), tf.cast(step.num_examples, tf.float32), norm])
 
     def _predict_replica(self, batch: Any, trial: Any = None) -> Any:
-        step = ReplicaStep(batch, trial=trial)
+        step = self._step_of(batch, trial)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(step.data)
         with running(step) if trial else contextlib.nullcontext():
             outputs = self.model(x, training=False)
@@ -504,7 +507,7 @@ class TensorFlowSteps(Steps):
         return outputs
 
     def _test_replica(self, batch: Any, trial: Any = None) -> None:
-        step = ReplicaStep(batch, trial=trial)
+        step = self._step_of(batch, trial)
         sums, predictions = forward(self.loop, step, step.data, training=False)
         self._update_metrics(step, step.data, predictions)
         self._update_losses(step, sums)

@@ -58,7 +58,6 @@ class ReplicaStep:
         self.divides: Callable[[Any], bool] | None = None
         self._graph = _graph()
         self.assigned: list[Any] = []  # variables of layers
-        self.added_losses: dict[int, list[Any]] = {}  # by layer
 
     def _sizes(self, shard: Any, fingerprint: Any) -> Any:
         """Return the examples of every shard, and compare whether all replicas cut one batch."""

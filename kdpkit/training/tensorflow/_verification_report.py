@@ -148,8 +148,8 @@ _REMEDIES = {
     "batch, or for clipping set `clipnorm`, `global_clipnorm` or `clipvalue`.",
     "meet": "Where the examples of a batch are compared or normalized with each other, do it on "
     "`kdpkit.training.gather_examples(x)`, the examples of all replicas; what is added up over "
-    "examples must be a mean over them. What a layer keeps in an attribute may be another "
-    "replica's by the time that it is read: give a loss to `add_loss`, and return other tensors.",
+    "examples must be a mean over them. A tensor kept in an object that is no layer may be another "
+    "replica's by the time that it is read: keep it in an attribute of a layer, or return it.",
     "assigned": "Train variables with an optimizer that the model holds in an attribute "
     "(`self.optimizer.apply`), and assign means over the examples, or what "
     "`kdpkit.training.gather_examples(x)` gives.",
