@@ -9,6 +9,7 @@ Every part lives at one path and loads on first use, so `import kdpkit` costs no
 
 import importlib
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 
@@ -35,11 +36,31 @@ _SUBMODULES = (
 __all__ = ["__version__", *_SUBMODULES]
 
 
-def __getattr__(name: str) -> ModuleType:
-    """Import a submodule the first time it is used (PEP 562)."""
-    if name in _SUBMODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if TYPE_CHECKING:  # the types of the submodules, each by its own name
+    from kdpkit import batches as batches
+    from kdpkit import callbacks as callbacks
+    from kdpkit import checkpoints as checkpoints
+    from kdpkit import cli as cli
+    from kdpkit import cluster as cluster
+    from kdpkit import corpora as corpora
+    from kdpkit import diagnostics as diagnostics
+    from kdpkit import errors as errors
+    from kdpkit import experiment as experiment
+    from kdpkit import launch as launch
+    from kdpkit import pipelines as pipelines
+    from kdpkit import scaling as scaling
+    from kdpkit import schedules as schedules
+    from kdpkit import sharding as sharding
+    from kdpkit import strategies as strategies
+    from kdpkit import testing as testing
+    from kdpkit import training as training
+else:
+
+    def __getattr__(name: str) -> ModuleType:
+        """Import a submodule the first time it is used (PEP 562)."""
+        if name in _SUBMODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -27,6 +27,7 @@ _COMMANDS = {  # name: module
     "lr": "diagnostics._rates.command",
     "plan": "diagnostics._plan.command",
     "probe": "diagnostics._probe.command",
+    "recipe": "_internal.commands.recipe",
 }
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of `kdpkit ... >file` on a full disk

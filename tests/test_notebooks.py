@@ -36,7 +36,7 @@ def uploaded(tmp_path_factory):
     for part in ("kdpkit", "recipes"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(notebooks.CHECKOUT / part, tree / part, ignore=ignored)
-    for file in ("pyproject.toml", "README.md"):
+    for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(notebooks.CHECKOUT / file, tree / file)
     return shutil.make_archive(str(directory / "kdpkit"), "zip", directory, "kdpkit-main")
 

@@ -70,4 +70,5 @@ __all__ = [
     "read_schedule",
 ]
 
-__getattr__, __dir__ = lazy.names(__name__, _HOMES)
+if not TYPE_CHECKING:  # a checker then reports names that there are not
+    __getattr__, __dir__ = lazy.names(__name__, _HOMES)

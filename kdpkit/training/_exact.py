@@ -1,11 +1,13 @@
 """`replica_exact`: Keras' own `fit`, which then trains on R replicas what one device would."""
 
 import importlib
-from typing import Any
+from typing import TypeVar
 
 import keras
 
 from kdpkit._internal import checks
+
+_Model = TypeVar("_Model", bound=keras.Model)
 
 _ATTACHING = {
     "tensorflow": "kdpkit.training.tensorflow._fit",
@@ -13,7 +15,7 @@ _ATTACHING = {
 }
 
 
-def replica_exact(model: Any, *, verify: bool = True, batch_norm: str = "global") -> Any:
+def replica_exact(model: _Model, *, verify: bool = True, batch_norm: str = "global") -> _Model:
     """Make a model's `fit`, `evaluate` and `predict` on R replicas do what one device does.
 
     Call it once: on TensorFlow on a model built in a strategy's scope; on JAX on one built after

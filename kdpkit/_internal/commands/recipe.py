@@ -1,0 +1,107 @@
+"""`kdpkit recipe`: the programs that come with kdpkit, to start your own from."""
+
+import argparse
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from kdpkit._internal import check_results, checks
+
+HELP = "list the recipes, which are complete training programs, or copy one"
+
+EXAMPLE = """\
+A recipe is one readable script or notebook. Copy it, run it, change it:
+
+    kdpkit recipe list
+    kdpkit recipe copy bert_mlm
+    kdpkit recipe copy cluster my_project
+
+They need `pip install "kdpkit[recipes]"`, and cnn_jax needs
+`pip install "kdpkit[jax]" scikit-learn`."""
+
+_PACKAGE = Path(__file__).parents[2]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions, and what each takes."""
+    actions = parser.add_subparsers(metavar="action", required=True, dest="action")
+    listing = actions.add_parser("list", help="print all recipes", allow_abbrev=False)
+    copying = actions.add_parser("copy", help="copy a recipe", allow_abbrev=False)
+    add = copying.add_argument
+    add("name", help="one of `kdpkit recipe list`, such as bert_mlm")
+    add("directory", nargs="?", default=".", help="created if needed (default: the current one)")
+    for action in (listing, copying):  # `--json` before the action is the command's own
+        action.add_argument(
+            "--json",
+            action="store_true",
+            default=argparse.SUPPRESS,
+            help="print the result as JSON",
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """List or copy, and return 0."""
+    if args.action == "copy":
+        copied = _copy(args.name, Path(args.directory))
+        text = json.dumps({"path": str(copied)}) if args.json else f"Copied to {copied}."
+    else:
+        summaries = {name: _summary(path) for name, path in _recipes().items()}
+        text = json.dumps(summaries, indent=2) if args.json else _table(summaries)
+    sys.stdout.write(text + "\n")
+    return 0
+
+
+def _copy(name: str, directory: Path) -> Path:
+    recipes = _recipes()
+    source = recipes.get(name.removesuffix(".py").removesuffix(".ipynb"))
+    if source is None:
+        checks.fail(
+            "There is no such recipe.", name=name, remedy=f"There are {', '.join(recipes)}."
+        )
+    target = directory / source.name
+    if target.exists():
+        checks.fail_for_file(
+            "The recipe would overwrite an existing file",
+            target,
+            remedy="Remove it, or name another directory.",
+        )
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    except OSError as error:
+        checks.fail_for_file(
+            f"The recipe cannot be copied ({error.strerror or error})",
+            target,
+            remedy="Name a directory where you may write.",
+        )
+    return target
+
+
+def _recipes() -> dict[str, Path]:
+    """Return the recipes by name: those in the installed package, else the checkout's."""
+    installed = _PACKAGE / "_recipes"  # which setup.py adds to a wheel
+    directory = installed if installed.is_dir() else _PACKAGE.parent / "recipes"
+    found = [
+        path for kind in ("*.py", "*.ipynb", "cluster") for path in sorted(directory.glob(kind))
+    ]
+    if not found:
+        checks.fail("This installation has no recipes.", remedy="Install a wheel of kdpkit.")
+    return {path.stem: path for path in found}
+
+
+def _summary(path: Path) -> str:
+    """Return the first line of a docstring, or of a notebook's or a README's heading."""
+    file = path / "README.md" if path.is_dir() else path
+    text = file.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        text = json.loads(text)["cells"][0]["source"][0]
+    return text.partition("\n")[0].strip('"# ')
+
+
+def _table(summaries: dict[str, str]) -> str:
+    width = max(map(len, summaries)) + 2
+    return "\n".join(
+        check_results.wrapped(summary, first=name.ljust(width), indent=width)
+        for name, summary in summaries.items()
+    )

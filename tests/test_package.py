@@ -1,0 +1,148 @@
+"""The wheel: what is in it, and that it works outside of the checkout, for a type checker too."""
+
+import os
+import pathlib
+import re
+import shutil
+import site
+import subprocess
+import sys
+import venv
+import zipfile
+
+import pytest
+
+import kdpkit
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
+HIDDEN = ("__pycache__", "images")  # of the recipes, not in the wheel
+
+pytestmark = [pytest.mark.slow, pytest.mark.tensorflow, pytest.mark.timeout(900)]
+
+MISUSED = """\
+import kdpkit
+from kdpkit import diagnostics, scaling, training
+
+scaling.ScalePlan(replicas="2", per_replica_batch_size=8, base_learning_rate=0.1)
+scaling.split_batch(10, 4).append(1)
+training.exact
+diagnostics.plans
+kdpkit.scaling.no_such_name
+kdpkit.schedulers
+"""
+
+
+def run(*command, cwd):
+    """Run a program as a user does, who has no checkout on the path."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    finished = subprocess.run(
+        list(map(str, command)),
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-5000:]
+    return finished.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """Build the wheel in a copy, as a build leaves files behind."""
+    copy = tmp_path_factory.mktemp("copy")
+    for part in ("kdpkit", "recipes"):
+        shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in FILES:
+        shutil.copy(ROOT / file, copy / file)
+    wheels = tmp_path_factory.mktemp("wheels")
+    pip = (sys.executable, "-m", "pip")
+    run(*pip, "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels, copy, cwd=wheels)
+    (built,) = wheels.iterdir()
+    return built
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory):
+    """Install the wheel where our packages are found, but the editable kdpkit is not."""
+    directory = tmp_path_factory.mktemp("installed") / "venv"
+    venv.create(directory, with_pip=True)
+    (packages,) = directory.glob("lib/python*/site-packages")
+    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    python = directory / "bin" / "python"
+    pip = (python, "-m", "pip", "install", "--quiet", "--no-deps", "--ignore-installed")
+    run(*pip, wheel, cwd=directory)
+    return python
+
+
+def files_in(directory):
+    return {
+        path.relative_to(directory).as_posix()
+        for path in directory.rglob("*")
+        if path.is_file() and not {*HIDDEN} & {*path.parts}
+    }
+
+
+def test_the_wheel_has_the_package_the_recipes_and_the_license_alone(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    information = f"kdpkit-{kdpkit.__version__}.dist-info/"
+    expected = {f"kdpkit/{name}" for name in files_in(ROOT / "kdpkit")}
+    expected |= {f"kdpkit/_recipes/{name}" for name in files_in(ROOT / "recipes")}
+    assert {name for name in names if not name.startswith(information)} == expected
+    assert {"kdpkit/py.typed", "kdpkit/_recipes/cluster/slurm.sh"} <= expected
+    assert f"{information}licenses/LICENSE" in names
+
+
+def test_every_part_is_imported_from_the_installed_package(python, tmp_path):
+    code = "import kdpkit\nfor name in kdpkit.__all__: print(getattr(kdpkit, name))"
+    printed = run(python, "-c", code, cwd=tmp_path)
+    assert printed.count(f"from '{python.parent.parent}") == len(kdpkit.__all__) - 1
+
+
+def test_a_recipe_is_copied_by_the_command_and_trains(python, tmp_path):
+    command = python.parent / "kdpkit"
+    assert "recipe" in run(command, "--help", cwd=tmp_path)
+    for name in ("bert_mlm", "cnn_fit", "cluster", "colab_gpu"):
+        run(command, "recipe", "copy", name, "mine", cwd=tmp_path)
+    copied = files_in(tmp_path / "mine")
+    assert {"bert_mlm.py", "cnn_fit.py", "cluster/slurm.sh", "colab_gpu.ipynb"} <= copied
+    for name in copied:
+        copy, recipe = tmp_path / "mine" / name, ROOT / "recipes" / name
+        assert copy.read_bytes() == recipe.read_bytes()
+        assert os.access(copy, os.X_OK) == os.access(recipe, os.X_OK)
+    flags = ("--smoke", "--strategy", "mirrored", "--replicas", "2", "--results", "results.json")
+    run(python, "mine/cnn_fit.py", *flags, cwd=tmp_path)
+    assert (tmp_path / "results.json").stat().st_size > 0
+
+
+def mypy(python, program, directory):
+    """Check a program as its user does, with the installed package; return the exit code too."""
+    flags = ("--strict", "--ignore-missing-imports", "--config-file=", "--no-error-summary")
+    where = ("--python-executable", python, "--cache-dir", python.parent.parent / "mypy")
+    return subprocess.run(
+        list(map(str, (sys.executable, "-m", "mypy", *flags, *where, program))),
+        cwd=directory,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+
+
+def test_a_program_with_types_passes_mypy_strict_and_trains(python, tmp_path):
+    program = shutil.copy(ROOT / "tests" / "typed_program.py", tmp_path)
+    checked = mypy(python, program, tmp_path)
+    assert (checked.returncode, checked.stdout) == (0, ""), checked.stderr
+    assert run(python, program, "states", cwd=tmp_path).endswith("2 epochs, peak 0.2, True\n")
+
+
+def test_mypy_finds_misuse_because_the_package_has_types(python, tmp_path):
+    (tmp_path / "misused.py").write_text(MISUSED, encoding="utf-8")
+    found = re.findall(
+        r"^misused.py:(\d+): error: .*\[(.*)\]$", mypy(python, "misused.py", tmp_path).stdout, re.M
+    )
+    assert found == [("4", "arg-type"), *((str(line), "attr-defined") for line in range(5, 10))]

@@ -1,0 +1,84 @@
+"""`kdpkit recipe`: what it lists and copies, and what it does not overwrite."""
+
+import ast
+import json
+import pathlib
+
+import pytest
+
+import kdpkit
+from kdpkit import cli
+
+RECIPES = pathlib.Path(kdpkit.__file__).parent.parent / "recipes"
+NAMES = {path.stem for kind in ("*.py", "*.ipynb") for path in RECIPES.glob(kind)} | {"cluster"}
+
+
+@pytest.mark.parametrize("words", [["list", "--json"], ["--json", "list"]], ids=" ".join)
+def test_every_recipe_is_listed_with_the_first_line_of_its_docstring(words, capsys):
+    assert cli.main(["recipe", *words]) == 0
+    listed = json.loads(capsys.readouterr().out)
+    assert {"bert_mlm", "colab_gpu", "cluster"} <= set(listed) == NAMES
+    assert all(listed.values())
+    for path in RECIPES.glob("*.py"):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        assert listed[path.stem] == docstring.partition("\n")[0]
+
+
+def test_the_list_is_a_table_of_80_columns(capsys):
+    assert cli.main(["recipe", "list"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 80
+    assert {line.split()[0] for line in lines if not line.startswith(" ")} == NAMES
+
+
+@pytest.mark.parametrize("name", sorted(NAMES | {"bert_mlm.py", "colab_gpu.ipynb"}))
+def test_a_copy_equals_the_recipe(name, tmp_path, capsys):
+    assert cli.main(["recipe", "copy", name, str(tmp_path / "new" / "one"), "--json"]) == 0
+    target = pathlib.Path(json.loads(capsys.readouterr().out)["path"])
+    source = RECIPES / target.name
+    assert target.parent == tmp_path / "new" / "one"
+    assert target.stem == name.partition(".")[0]
+    files = [path for path in [source, *source.rglob("*")] if path.is_file()]
+    for file in files:
+        copy = target / file.relative_to(source)
+        assert copy.read_bytes() == file.read_bytes()
+        assert copy.stat().st_mode == file.stat().st_mode
+
+
+def test_it_copies_into_the_current_directory(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["recipe", "copy", "cnn_fit"]) == 0
+    assert capsys.readouterr().out == "Copied to cnn_fit.py.\n"
+    assert (tmp_path / "cnn_fit.py").exists()
+
+
+@pytest.mark.parametrize("name", ["cnn_fit", "cluster"])
+def test_what_exists_is_not_overwritten(name, tmp_path, capsys):
+    target = tmp_path / (RECIPES / "cluster" if name == "cluster" else RECIPES / f"{name}.py").name
+    target.write_text("mine", encoding="utf-8")
+    assert cli.main(["recipe", "copy", name, str(tmp_path)]) == 2
+    assert f"existing file: {target}." in capsys.readouterr().err
+    assert target.read_text(encoding="utf-8") == "mine"
+
+
+def test_an_unknown_recipe_is_one_sentence_with_the_known_ones(tmp_path, capsys):
+    assert cli.main(["recipe", "copy", "gpt", str(tmp_path)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "name='gpt'" in line
+    assert all(name in line for name in NAMES)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path, capsys):
+    file = tmp_path / "file"
+    file.touch()
+    assert cli.main(["recipe", "copy", "cnn_fit", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(file / "cnn_fit.py") in line
+
+
+@pytest.mark.parametrize("words", [[], ["delete"], ["copy"], ["list", "cnn_fit"]])
+def test_a_wrong_call_is_one_sentence(words, capsys):
+    assert cli.main(["recipe", *words]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "kdpkit recipe" in line
