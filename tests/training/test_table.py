@@ -1,4 +1,4 @@
-"""README's tables of exactness are those of the settings, and keep what they promise."""
+"""The tables of exactness are those of the settings, and keep what they promise."""
 
 import pathlib
 import re
@@ -8,14 +8,15 @@ import pytest
 import kdpkit
 from tests.training import exactness
 
-README = pathlib.Path(kdpkit.__file__).parent.parent / "README.md"
+DOCS = pathlib.Path(kdpkit.__file__).parent.parent / "docs"
+PAGE = DOCS / "explanation" / "exactness_tables.md"
 OURS = [column for column in exactness.COLUMNS if "stock" not in column]
 
 
 def table(backend):
-    """Give a backend's cells by setting and column."""
+    """Return a backend's cells by setting and column."""
     columns = exactness.columns_on(backend)
-    lines = README.read_text(encoding="utf-8").splitlines()
+    lines = PAGE.read_text(encoding="utf-8").splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines]
     start = rows.index(["setting", *columns])
     found = {}

@@ -1,0 +1,221 @@
+"""The README and the pages under `docs/`: their programs run, and their links lead somewhere.
+
+The ```python blocks of a page without a title are one program, in their order. A block whose title
+is a command with `python train.py` in it is a program of its own, which that command runs. A block
+whose title begins with "on " (`title="on a cluster"`) cannot run here, and is only compiled.
+"""
+
+import contextlib
+import importlib.util
+import io
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kdpkit import cli
+
+ROOT = Path(__file__).parents[1]
+README = ROOT / "README.md"
+DOCS = sorted((ROOT / "docs").rglob("*.md"))
+BESIDE = ("CONTRIBUTING.md", "SECURITY.md", "recipes/README.md", "recipes/cluster/README.md")
+PAGES = [README, *DOCS, *(ROOT / page for page in BESIDE)]
+FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+
+pytestmark = pytest.mark.tensorflow  # once: each program chooses its own backend and devices
+
+
+def blocks(page, language):
+    """Return title and text of a page's blocks."""
+    found = FENCE.findall(page.read_text(encoding="utf-8"))
+    return [(title, text) for name, title, text in found if name == language]
+
+
+def programs():
+    """Return command and text of every program, by name."""
+    found = {}
+    for page in DOCS:
+        name = str(page.relative_to(ROOT / "docs").with_suffix(""))
+        page_blocks = blocks(page, "python")
+        titled = [block for block in page_blocks if block[0] and not block[0].startswith("on ")]
+        found |= {f"{name}: {title}": (title, text) for title, text in titled}
+        if untitled := [text for title, text in page_blocks if not title]:
+            found[name] = "python train.py", "\n".join(untitled)
+    return found
+
+
+PROGRAMS = programs()
+
+
+def run(command, folder):
+    """Run a command with the Python of the tests, and return what it prints."""
+    unset = ("KERAS_BACKEND", "TF_CONFIG", "XLA_FLAGS")
+    environ = {name: value for name, value in os.environ.items() if name not in unset}
+    words = shlex.split(command)
+    while "=" in words[0]:
+        name, _, value = words.pop(0).partition("=")
+        environ[name] = value
+    known = {"python": [sys.executable], "kdpkit": [sys.executable, "-m", "kdpkit"]}
+    words = [part for word in words for part in known.get(word, [word])]
+    done = subprocess.run(
+        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=500
+    )
+    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout
+
+
+def test_the_readme_is_a_page():
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
+
+
+def test_the_first_shell_commands_of_the_readme_are_those_that_ci_runs():
+    train, test, *_ = [text for _, text in blocks(README, "sh")]
+    assert "recipes/bert_mlm.py" in train
+    assert "pytest" in test
+    # `--smoke` is appended to the last line of the first.
+    assert train.splitlines()[-1].startswith(".venv/bin/python recipes/")
+
+
+COMPARED = """
+import sys
+import numpy as np
+
+code = open("readme.py").read()
+
+def weights(code):
+    names = {}
+    exec(code, names)
+    return [weight.numpy() for weight in names["model"].weights]
+
+changed = {
+    "start": ("model.fit(x, y", "model.fit(x[:1], y[:1], initial_epoch=3"),
+    "one device": ('"mirrored", devices=cpus', '"one"'),
+    "stock Keras": ("replica_exact(keras.Seq", "(keras.Seq"),
+}
+for old, new in changed.values():
+    assert code.count(old) == 1, old
+start, one, stock = (weights(code.replace(*change)) for change in changed.values())
+difference = lambda a, b: max(abs(x - y).max() for x, y in zip(a, b, strict=True))
+change = difference(one, start)
+print(difference(one, weights(code)) / change, difference(one, stock) / change)
+"""
+
+
+@pytest.mark.slow
+def test_the_example_of_the_readme_trains_as_on_one_device(tmp_path):
+    ((_, code),) = blocks(README, "python")
+    assert len(code.splitlines()) <= 18
+    (tmp_path / "readme.py").write_text(code, encoding="utf-8")
+    run("python readme.py", tmp_path)
+    (tmp_path / "compared.py").write_text(COMPARED, encoding="utf-8")
+    printed = run("python compared.py", tmp_path)
+    exact, stock = map(float, printed.splitlines()[-1].split())
+    assert exact < 1e-5
+    assert stock > 1e-2  # so the comparison finds what is wrong
+
+
+def test_pages_have_programs_and_no_other_titles():
+    assert len(PROGRAMS) > 15
+    for page in DOCS:
+        for title, text in blocks(page, "python"):
+            compile(text, f"{page}: {title}", "exec")
+            known = not title or title.startswith("on ") or "python train.py" in title
+            assert known, f"{page}: {title}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_program_of_a_page_runs(name, tmp_path):
+    command, text = PROGRAMS[name]
+    (tmp_path / "train.py").write_text(text, encoding="utf-8")
+    run(command, tmp_path)
+
+
+def anchors(page):
+    """Return the anchors of a page's headings."""
+    text = FENCE.sub("", page.read_text(encoding="utf-8"))
+    headings = [
+        re.sub(r"`|\[|\]\([^)]*\)", "", line) for line in re.findall(r"^#+ (.*)$", text, re.M)
+    ]
+    return {re.sub(r"\s+", "-", re.sub(r"[^\w\s-]", "", line).strip().lower()) for line in headings}
+
+
+def broken(page):
+    """Return the relative links of a page that lead nowhere."""
+    found = []
+    for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        if "://" in link or path.startswith("mailto:"):
+            continue
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_to_files_and_headings(page):
+    assert broken(page) == []
+
+
+def test_a_broken_link_would_be_seen(tmp_path):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n[1](page.md#a-page) [2](#a-page) [3](#none) [4](other.md)\n")
+    assert broken(page) == ["#none", "other.md"]
+
+
+def commands():
+    """Return every call of `kdpkit` in the shell blocks, without what follows `--`."""
+    shell = [text for page in PAGES for _, text in blocks(page, "bash")]
+    lines = "".join(shell).replace("\\\n", "").splitlines()
+    calls = [re.search(r"(?:^|\s)kdpkit (\S.*)$", line) for line in lines]
+    return sorted(
+        {call[1].partition("#")[0].partition(" -- ")[0].strip() for call in calls if call}
+    )
+
+
+@pytest.mark.parametrize("call", commands())
+def test_commands_and_flags_exist(call):
+    command, *words = shlex.split(call)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        cli.main([command, "--help"])
+    for flag in [word for word in words if word.startswith("--")]:
+        assert re.search(rf"{flag}\b", printed.getvalue()), flag
+
+
+def test_every_public_module_has_its_page_in_the_reference():
+    modules = [path.stem for path in (ROOT / "kdpkit").iterdir() if path.stem[0] not in "_."]
+    public = {module for module in modules if module != "py"}  # py.typed
+    pages = {
+        page.stem: page.read_text(encoding="utf-8") for page in (ROOT / "docs/reference").iterdir()
+    }
+    assert {name for name, text in pages.items() if f"\n::: kdpkit.{name}\n" in text} == public
+    assert all(f"({module}.md)" in pages["index"] for module in public)
+
+
+@pytest.mark.slow
+def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
+    for package in ("mkdocs", "material", "mkdocstrings"):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"{package} is not installed: pip install 'kdpkit[docs]'")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr
+    built = sorted(tmp_path.rglob("*.html"))
+    assert len(built) > len(DOCS)
+    for page in built:
+        text = page.read_text(encoding="utf-8")
+        assert "<blockquote>" not in text, page  # an example of a docstring, without its fence
+        loaded = re.findall(r'(?:src="|<link rel="(?!canonical)[^>]*href=")(https?://[^"]+)', text)
+        assert loaded == [], page
