@@ -1,7 +1,7 @@
 """The settings in which R replicas are compared with one device, and the comparison.
 
-The tests run kdpkit's columns at 2 and 4 replicas. The documented tables have stock Keras too, which
-may abort the process, so every column and replica count is measured in processes of its own:
+The tests run kdpkit's columns at 2 and 4 replicas. The documented tables have stock Keras too,
+which may abort the process, so every column and replica count is measured in processes of its own:
 
     python -m tests.training.exactness > tables.md
 
