@@ -22,6 +22,7 @@ from kdpkit import cli
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
+ERRORS = ROOT / "docs" / "errors.md"
 BESIDE = ("CONTRIBUTING.md", "SECURITY.md", "recipes/README.md", "recipes/cluster/README.md")
 PAGES = [README, *DOCS, *(ROOT / page for page in BESIDE)]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -39,10 +40,10 @@ def blocks(page, language):
 def programs():
     """Return command and text of every program, by name."""
     found = {}
-    for page in DOCS:
+    for page in [page for page in DOCS if page != ERRORS]:
         name = str(page.relative_to(ROOT / "docs").with_suffix(""))
         page_blocks = blocks(page, "python")
-        titled = [block for block in page_blocks if block[0] and not block[0].startswith("on ")]
+        titled = [block for block in page_blocks if block[0] and not block[0].startswith("on a ")]
         found |= {f"{name}: {title}": (title, text) for title, text in titled}
         if untitled := [text for title, text in page_blocks if not title]:
             found[name] = "python train.py", "\n".join(untitled)
@@ -52,7 +53,7 @@ def programs():
 PROGRAMS = programs()
 
 
-def run(command, folder):
+def run(command, folder, fails_with=None):
     """Run a command with the Python of the tests, and return what it prints."""
     unset = ("KERAS_BACKEND", "TF_CONFIG", "XLA_FLAGS")
     environ = {name: value for name, value in os.environ.items() if name not in unset}
@@ -65,7 +66,10 @@ def run(command, folder):
     done = subprocess.run(
         words, cwd=folder, env=environ, capture_output=True, text=True, timeout=500
     )
-    assert done.returncode == 0, f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    if fails_with:
+        assert fails_with in done.stderr, said
+    assert bool(done.returncode) == bool(fails_with), said
     return done.stdout
 
 
@@ -121,10 +125,10 @@ def test_the_example_of_the_readme_trains_as_on_one_device(tmp_path):
 
 def test_pages_have_programs_and_no_other_titles():
     assert len(PROGRAMS) > 15
-    for page in DOCS:
+    for page in [page for page in DOCS if page != ERRORS]:
         for title, text in blocks(page, "python"):
             compile(text, f"{page}: {title}", "exec")
-            known = not title or title.startswith("on ") or "python train.py" in title
+            known = not title or title.startswith("on a ") or "python train.py" in title
             assert known, f"{page}: {title}"
 
 
@@ -134,6 +138,20 @@ def test_a_program_of_a_page_runs(name, tmp_path):
     command, text = PROGRAMS[name]
     (tmp_path / "train.py").write_text(text, encoding="utf-8")
     run(command, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(1, len(blocks(ERRORS, "python"))))
+def test_a_program_of_the_page_of_errors_does_what_its_title_says(number, tmp_path):
+    page_blocks = blocks(ERRORS, "python")
+    (first, before), (title, text) = page_blocks[0], page_blocks[number]
+    assert first == "before each program"
+    kind, _, message = title.partition("fails: ")
+    assert message or kind == "works"
+    on_jax = kind == "on JAX "
+    (tmp_path / "train.py").write_text(text if on_jax else before + text, encoding="utf-8")
+    backend = "jax" if on_jax else "tensorflow"
+    run(f"KERAS_BACKEND={backend} python train.py", tmp_path, fails_with=message)
 
 
 def anchors(page):
