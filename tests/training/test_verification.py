@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from tensorflow.python.framework import ops
 
 from kdpkit import strategies, testing
 from kdpkit.training import TrainingLoop, replica_exact
@@ -591,3 +592,19 @@ def test_a_step_that_calls_python_is_reported(eager, capfd):
     said = capfd.readouterr().err
     assert said.count("The step calls Python") == 1
     assert "Keep it in a variable" in said
+
+
+def test_the_graphs_of_the_verification_are_freed():
+    """Registered gradients keep their graph: docs/upstream/...custom_gradient_keeps_graphs.md."""
+    random = np.random.default_rng(0)
+    x, y = random.normal(size=(5, 6, 6, 1)).astype("float32"), random.integers(0, 3, 5)
+
+    def left(verify):
+        with scope(2):
+            model = replica_exact(_of_images(), verify=verify)
+        before = {*ops.gradient_registry.list()}
+        model.fit(x, y, verbose=0)
+        new = {*ops.gradient_registry.list()} - before
+        return len([name for name in new if name.startswith("CustomGradient-")])
+
+    assert left(verify=True) == left(verify=False) > 0

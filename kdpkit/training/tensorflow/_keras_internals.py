@@ -119,6 +119,19 @@ def origin_of_gradient(identity: Any) -> str | None:
     return str(getattr(gradient, "func", gradient).__module__)  # it may be a partial function
 
 
+def forget_gradients(definition: Any) -> None:
+    """Forget the gradients written by `custom_gradient` in a graph that nobody differentiates now.
+
+    TensorFlow keeps them for as long as the process lives, and with them the graph
+    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md). Functions that the graph calls may
+    be called elsewhere too, and keep theirs.
+    """
+    for node in definition.node:
+        name = node.attr["_gradient_op_type"].s.decode() if "_gradient_op_type" in node.attr else ""
+        if name.startswith("CustomGradient-"):
+            ops.gradient_registry._registry.pop(name, None)
+
+
 def joined_over_processes(output: Any, strategy: tf.distribute.Strategy) -> Any:
     """Put the examples of all replicas in all processes together, in every process, as `predict`.
 

@@ -22,6 +22,7 @@ from kdpkit import errors
 from kdpkit._internal import checks, error_text, processes
 from kdpkit.training import _rounding
 from kdpkit.training.tensorflow import (
+    _keras_internals,
     _shards,
     _step_graph,
     _variables,
@@ -267,7 +268,8 @@ class _Cuts:
         compiled = self._traced(function)
         self.variables = _variables.all_variables(self.owner, compiled.graph.variables)
         self.switches = _variables.switches(self.owner, self.variables, compiled.graph.variables)
-        types = {*_types_of_ops(compiled.graph)}
+        definition = compiled.graph.as_graph_def()
+        types = {*_types_of_ops(definition)}
         self.random_ops, self.calls_python = [*_RANDOM_OPS & types], bool(_PYTHON_OPS & types)
         handles = {id(inner): id(outer) for outer, inner in compiled.graph.captures}
 
@@ -280,6 +282,7 @@ class _Cuts:
             inside(_variables.handles_of_libraries(self.owner)),
             inside(_variables.handles_that_add_up(self.owner, self.variables)),
         )
+        _keras_internals.forget_gradients(definition)
         return functools.partial(_without_optimizing, compiled)
 
     def _traced(self, function: Any) -> Any:
@@ -383,8 +386,7 @@ def _without_optimizing(function: Callable, *args: Any) -> Any:
         tf.config.optimizer.set_experimental_options({name: before})
 
 
-def _types_of_ops(graph: tf.Graph) -> Iterator[str]:
-    definition = graph.as_graph_def()
+def _types_of_ops(definition: Any) -> Iterator[str]:
     yield from (node.op for node in definition.node)
     yield from (node.op for inner in definition.library.function for node in inner.node_def)
 
