@@ -89,7 +89,7 @@ class ClusterConfig:
 
         The first of these that is set is used: `TF_CONFIG`, Keras' `KERAS_DISTRIBUTION_*`, SLURM's
         in tasks started by `srun`, and Kubernetes' in indexed Jobs and JobSets.
-        `docs/how_to/several_processes.md` lists the variables.
+        `docs/how_to/cluster.md` lists the variables.
 
         Args:
             environ: The variables; None reads `os.environ`.

@@ -26,7 +26,7 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
 
     A size that `replicas` divides is split evenly, the only case that plain Keras trains correctly.
     This is how `tf.distribute.Strategy.experimental_distribute_dataset` and `fit` on TensorFlow
-    split; JAX does not support uneven batches.
+    split. Keras on JAX raises for uneven batches, on which `kdpkit.training` trains exactly.
 
     Args:
         size: Examples in the global batch; 0 gives every replica none.
