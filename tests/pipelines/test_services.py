@@ -201,16 +201,16 @@ def test_garbage_collection_takes_nothing_that_a_pipeline_needs(services):
 # Faults.
 
 
+def large_from(address):
+    """Return a pipeline whose examples do not fit into what a service sends ahead."""
+    stage = prepare_with_services(lambda number: tf.fill([200_000], number), [address])
+    return tf.data.Dataset.range(3000).apply(stage)
+
+
 @pytest.mark.slow
-def test_a_service_that_is_killed_fails_the_pipeline_and_may_come_back():
+def test_a_service_that_is_killed_fails_the_pipeline():
     with service_process() as (process, address):
-        port = int(address.rpartition(":")[2])
-
-        def build():
-            stage = prepare_with_services(lambda number: tf.fill([200_000], number), [address])
-            return tf.data.Dataset.range(3000).apply(stage)
-
-        examples = build()
+        examples = large_from(address)
         iterator = iter(examples)
         next(iterator)
         process.kill()
@@ -221,12 +221,22 @@ def test_a_service_that_is_killed_fails_the_pipeline_and_may_come_back():
         with pytest.raises(tf.errors.InvalidArgumentError, match=f"service at {address} is gone"):
             next(iter(examples))
         with pytest.raises(ValueError, match=f"Nothing listens .*{address}"):
-            build()
-    with service_process(port=port) as (_, again):
+            large_from(address)
+
+
+@pytest.mark.exhaustive  # TensorFlow waited for the second service without limit, once in many runs
+@pytest.mark.timeout(120, method="thread")
+def test_a_service_that_was_killed_may_come_back():
+    with service_process() as (process, address):
+        examples = large_from(address)
+        next(iter(examples))
+        process.kill()
+        process.wait()
+    with service_process(port=int(address.rpartition(":")[2])) as (_, again):
         assert again == address
         with pytest.raises(tf.errors.OpError, match="not found"):  # it knows nothing of before
             next(iter(examples))
-        assert int(next(iter(build()))[0]) == 0
+        assert int(next(iter(large_from(address)))[0]) == 0
 
 
 @pytest.mark.slow
