@@ -1,6 +1,5 @@
 """What layers assign while they train, such as moving statistics: the same on all replicas."""
 
-import copy
 from typing import Any
 
 import keras
@@ -40,7 +39,7 @@ def keep_tensors_apart(model: keras.Model) -> None:
 
     def keeping(function: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = [
-            (attributes, name, value, copy.copy(value))
+            (attributes, name, value, _content(value))
             for attributes, of_library in shared
             for name, value in attributes.items()
             if name == "_losses" or (not of_library and _holds_tensors(value))
@@ -56,6 +55,13 @@ def keep_tensors_apart(model: keras.Model) -> None:
         return merged
 
     context.merge_call = keeping
+
+
+def _content(value: Any) -> Any:
+    """Return what is in a list or a dictionary, which the next replica changes in place."""
+    if isinstance(value, dict):
+        return {**value}
+    return [*value] if isinstance(value, list) else None
 
 
 def _holds_tensors(value: Any) -> bool:
