@@ -89,8 +89,17 @@ def linear_cross_entropy(
     differentiable = _on_jax if keras.backend.backend() == "jax" else _on_tensorflow
     loss = differentiable(chunk_size)
     losses, predictions = loss(ops.reshape(hidden, (-1, width)), kernel, bias, flat_labels)
-    shape = ops.shape(labels)
+    shape = _shape(labels)
     return TokenLoss(ops.reshape(losses, shape), ops.reshape(predictions, shape))
+
+
+def _shape(x: Tensor) -> Any:
+    """Return a shape, on TensorFlow in one tensor: its readers see that rows stay together."""
+    if keras.backend.backend() == "jax":
+        return x.shape
+    import tensorflow as tf
+
+    return tf.shape(x)
 
 
 def _check_shapes(

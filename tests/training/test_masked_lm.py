@@ -100,7 +100,7 @@ def _with_all_logits(of, policy):  # noqa: ARG001 the same model computes otherw
         pytest.param(1, None, 10, marks=pytest.mark.exhaustive),
     ],
 )
-def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size):
+def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size, capfd):
     expected, history = with_all_logits()
     weights, ours = trained(
         replicas,
@@ -108,6 +108,7 @@ def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size)
         chunk_size=chunk_size,
         weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")],
     )
+    assert "kdpkit: " not in capfd.readouterr().err
     for one, other in zip(weights, expected, strict=True):
         np.testing.assert_allclose(one, other, atol=2e-6)
     assert ours.keys() == history.keys()
