@@ -1,6 +1,7 @@
 """What becomes of a program on replicas: equal to one device, stopped with a sentence, or worse."""
 
 import contextlib
+import functools
 import warnings
 
 import keras
@@ -44,7 +45,7 @@ def outcome(program, replicas):
 
 def compared(program, replicas, epsilon=None):
     """Give the largest difference of any weight or log, over the largest change of any weight."""
-    before, one, logs = trained(program, None, epsilon)
+    before, one, logs = _on_one_device(program, epsilon, keras.config.floatx())
     _, many, logs_of_many = trained(program, replicas, epsilon)
     before = before if len(before) == len(one) else [0.0] * len(one)  # its first batch built it
     change = max(np.abs(a - b).max(initial=0) for a, b in zip(one, before, strict=True))
@@ -56,6 +57,12 @@ def compared(program, replicas, epsilon=None):
         for name in logs
     )
     return float(max(of_weights / change, of_logs / 10))
+
+
+@functools.lru_cache(maxsize=2)  # the next test is often the same program on more replicas
+def _on_one_device(program, epsilon, floatx):
+    assert floatx == keras.config.floatx()
+    return trained(program, None, epsilon)
 
 
 def trained(program, replicas, epsilon=None):
