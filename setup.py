@@ -1,6 +1,8 @@
-"""Build the wheel with the recipes in it; everything else is in pyproject.toml."""
+"""Build the wheel with the recipes and the README in it; all else is in pyproject.toml."""
 
+import re
 import shutil
+import tomllib
 from pathlib import Path
 
 from setuptools import setup
@@ -26,4 +28,16 @@ class BuildWithRecipes(build_py):
         shutil.copytree(ROOT / "recipes", target, ignore=ignored)
 
 
-setup(cmdclass={"build_py": BuildWithRecipes})
+def readme() -> str:
+    """Return the README with links to the repository, as package indexes do not have its files."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    files = f"{project['urls']['Homepage']}/blob/main/"
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    return re.sub(r"\]\((?![a-z]+:|#)", f"]({files}", text)
+
+
+setup(
+    cmdclass={"build_py": BuildWithRecipes},
+    long_description=readme(),
+    long_description_content_type="text/markdown",
+)

@@ -74,10 +74,16 @@ def pictures(notebook):
 
 
 def _python(directory):
-    """Make a Python that has our packages, but not kdpkit: an editable one is not found so."""
+    """Make a Python that has our packages, but not kdpkit, and does not change them."""
+    others = directory / "others"
+    others.mkdir()
+    for packages in map(pathlib.Path, site.getsitepackages()):
+        for entry in packages.iterdir():
+            if "kdpkit" not in entry.name:
+                (others / entry.name).symlink_to(entry)
     venv.create(directory / "venv", with_pip=True)
     (packages,) = (directory / "venv").glob("lib/python*/site-packages")
-    (packages / "others.pth").write_text("\n".join(site.getsitepackages()))
+    (packages / "others.pth").write_text(str(others))
     return directory / "venv" / "bin" / "python"
 
 
@@ -85,8 +91,9 @@ def _kernels(directory, python):
     kernel = directory / "kernels" / "fresh"
     kernel.mkdir(parents=True)
     (directory / "tmp").mkdir()
+    ours = pathlib.Path(sys.executable).parent
     environment = {
-        "PATH": os.pathsep.join([str(pathlib.Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join([str(python.parent), str(ours), os.environ["PATH"]]),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PYTHONPATH": str(CHECKOUT / "tests" / "quick_start"),
         "TMPDIR": str(directory / "tmp"),
@@ -112,7 +119,7 @@ def main():
     )
     add = parser.add_argument
     add("notebook", type=pathlib.Path)
-    add("--source", default=str(CHECKOUT), help="what the notebook installs (default: %(default)s)")
+    add("--source", default=CHECKOUT.as_uri(), help="what is installed (default: %(default)s)")
     add("--smoke", action="store_true", help="runs of seconds")
     add("--pictures", type=pathlib.Path, metavar="DIRECTORY")
     add("--output", type=pathlib.Path, metavar="FILE")

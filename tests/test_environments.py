@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import kdpkit
+from tests.python_without import python_without
 from tests.test_corpora import idx
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -207,3 +208,35 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "DataParallel: 2 replicas" in run(recipe)
     assert (tmp_path / "recipe" / "model.keras").exists()
     assert "Epoch 1" not in run(recipe)  # it was over, and is only evaluated again
+
+
+@pytest.fixture(scope="module")
+def python_without_frameworks(tmp_path_factory):
+    return python_without(tmp_path_factory.mktemp("without") / "venv", "tensorflow", "jax")
+
+
+RECIPES = sorted(path.name for path in (ROOT / "recipes").glob("*.py"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "backend"), [*((name, None) for name in RECIPES), ("bert_mlm.py", "jax")]
+)
+def test_a_recipe_without_its_framework_names_what_to_install(
+    recipe, backend, python_without_frameworks
+):
+    environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
+    finished = subprocess.run(
+        [python_without_frameworks, f"recipes/{recipe}", "--smoke"],
+        cwd=ROOT,
+        env=environment | ({"KERAS_BACKEND": backend} if backend else {}),
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    on_jax = backend == "jax" or recipe == "cnn_jax.py"
+    package, extra = ("jax", "jax") if on_jax else ("tensorflow", "recipes")
+    (line,) = finished.stderr.splitlines()
+    assert line.startswith(f"{recipe}: `{package}` is not installed.")
+    assert line.endswith(f'Run `pip install "kdpkit[{extra}]"`.')
+    assert (finished.returncode, finished.stdout) == (2, "")

@@ -1,7 +1,9 @@
+import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 
 import nbformat
 import pytest
@@ -28,27 +30,55 @@ def test_outputs_are_stripped_and_every_cell_is_short_and_explained(path):
     assert len(recipes) >= 2
 
 
+@EACH
+def test_the_badge_opens_the_notebook_of_the_repository(path):
+    project = tomllib.loads((notebooks.CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
+    repository = project["project"]["urls"]["Homepage"].removeprefix("https://github.com/")
+    colab = "https://colab.research.google.com"
+    image = f"{colab}/assets/colab-badge.svg"
+    address = f"{colab}/github/{repository}/blob/main/recipes/{path.name}"
+    title, _, badge, *_ = nbformat.read(path, nbformat.NO_CONVERT).cells[0].source.splitlines()
+    assert title.startswith("# ")  # which `kdpkit recipe list` prints
+    assert badge == f"[![Open in Colab]({image})]({address})"
+
+
 @pytest.fixture(scope="module")
-def uploaded(tmp_path_factory):
-    """A checkout in a `.zip` file, with a directory on top as GitHub makes them."""
-    directory = tmp_path_factory.mktemp("upload")
-    tree = directory / "kdpkit-main"
+def checkout(tmp_path_factory):
+    """A copy of the checkout, as a build leaves files behind."""
+    copy = tmp_path_factory.mktemp("checkout")
     for part in ("kdpkit", "recipes"):
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(notebooks.CHECKOUT / part, tree / part, ignore=ignored)
+        shutil.copytree(notebooks.CHECKOUT / part, copy / part, ignore=ignored)
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
-        shutil.copy(notebooks.CHECKOUT / file, tree / file)
-    return shutil.make_archive(str(directory / "kdpkit"), "zip", directory, "kdpkit-main")
+        shutil.copy(notebooks.CHECKOUT / file, copy / file)
+    return copy
+
+
+@pytest.fixture
+def source(path, checkout, tmp_path):
+    """What a notebook installs, by address or by name, and the settings of pip for it."""
+    if path.stem.endswith("tpu"):
+        return checkout.as_uri(), {}
+    wheels = tmp_path / "wheels"
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels]
+    subprocess.run([*pip, checkout], check=True)
+    return "kdpkit", {"PIP_FIND_LINKS": str(wheels), "PIP_NO_INDEX": "1"}
 
 
 @EACH
 @pytest.mark.slow
 @pytest.mark.tensorflow  # both start kernels of their own; once is enough
 @pytest.mark.timeout(1800)
-def test_a_notebook_runs_from_its_top_where_kdpkit_is_not_installed(path, uploaded, tmp_path):
+def test_a_notebook_runs_from_its_top_where_kdpkit_is_not_installed(path, source, tmp_path):
     output = tmp_path / "done.ipynb"
+    package, settings = source
     command = [sys.executable, "-m", "tests.notebooks", path, "--smoke", "--output", output]
-    subprocess.run([*command, "--source", uploaded], cwd=notebooks.CHECKOUT, check=True)
+    subprocess.run(
+        [*command, "--source", package],
+        cwd=notebooks.CHECKOUT,
+        env=os.environ | settings,
+        check=True,
+    )
     done = nbformat.read(output, nbformat.NO_CONVERT)
     where, backend = done.cells[-1].outputs[0].text.split()
     assert "/venv/lib/" in where

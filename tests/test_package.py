@@ -96,6 +96,19 @@ def test_the_wheel_has_the_package_the_recipes_and_the_license_alone(wheel):
     assert f"{information}licenses/LICENSE" in names
 
 
+def test_the_readme_in_the_wheel_has_no_relative_link(wheel):
+    with zipfile.ZipFile(wheel) as archive:
+        metadata = archive.read(f"kdpkit-{kdpkit.__version__}.dist-info/METADATA").decode()
+    _, _, text = metadata.partition("\n\n")
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    home = re.search(r"^Project-URL: Homepage, (.*)$", metadata, re.M)[1]
+    assert f"{home}/blob/main/docs/how_to/several_gpus.md" in links
+    assert [link for link in links if not link.startswith("https://")] == []
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert text.replace(f"]({home}/blob/main/", "](").strip() == readme.strip()
+    assert "\nDescription-Content-Type: text/markdown\n" in metadata
+
+
 def test_every_part_is_imported_from_the_installed_package(python, tmp_path):
     code = "import kdpkit\nfor name in kdpkit.__all__: print(getattr(kdpkit, name))"
     printed = run(python, "-c", code, cwd=tmp_path)
