@@ -30,6 +30,7 @@ INTERNAL = {
     "check_results": PURE,
     "dataset_tuning": TENSORFLOW,
     "error_text": PURE,
+    "framework_messages": PURE,
     "garbage_collection": PURE,
     "interrupt": KERAS,
     "lazy": PURE,

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdpkit import experiment
+from kdpkit import errors, experiment
 from kdpkit.experiment import _strategy
 from kdpkit.testing import tiny_classifier, toy_classification
 
@@ -52,6 +52,19 @@ def test_where_keras_is_loaded_imports_are_as_ever():
     assert gc.get_freeze_count() == frozen
 
 
+def test_a_missing_package_is_one_sentence_with_the_command_that_installs_it():
+    with (
+        pytest.raises(errors.PackageInputError, match=r'`keras_hub` .* "kdpkit\[recipes\]"'),
+        experiment.quick_imports(),
+    ):
+        raise ModuleNotFoundError("No module named 'keras_hub'", name="keras_hub")
+    with (
+        pytest.raises(ModuleNotFoundError, match="No module named 'not_installed'"),
+        experiment.quick_imports(),
+    ):
+        import not_installed  # noqa: F401 a module of the program's own
+
+
 # Flags
 
 
@@ -86,6 +99,16 @@ def test_smoke_sets_what_was_not_given(flags, count):
     assert args.steps_per_epoch == (4 if smoke else None)
     default = 2 if smoke else 64
     assert args.hidden == (9 if "--hidden=9" in given_flags else default)
+
+
+def test_published_settings_have_a_flag_and_smoke_comes_before_them():
+    recipe = parser(smoke={"epochs": 1}, published={"epochs": 40, "rule": "none"})
+    args = recipe.parse_args(["--published"])
+    assert (args.epochs, args.rule) == (40, "none")
+    args = recipe.parse_args(["--published", "--smoke"])
+    assert (args.epochs, args.rule) == (1, "none")
+    with pytest.raises(ValueError, match="--published"):
+        parser(smoke={"epochs": 1}).parse_args(["--published"])
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import keras
 from kdpkit.callbacks._checkpoint import ModelCheckpoint
 from kdpkit.callbacks._devices import DeviceMonitor
 from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR, applied_learning_rate
+from kdpkit.callbacks._progress_line import ProgressLine
 from kdpkit.callbacks._resume import Resume
 from kdpkit.callbacks._tensorboard import TensorBoard
 from kdpkit.callbacks._throughput import Throughput
@@ -22,6 +23,7 @@ __all__ = [
     "LearningRateLogger",
     "ModelCheckpoint",
     "PrintLR",
+    "ProgressLine",
     "Resume",
     "TensorBoard",
     "Throughput",
@@ -42,8 +44,9 @@ def training_callbacks(
     """Return the usual callbacks in the right order.
 
     Those that add to the logs come before those that write them: `LearningRateLogger`,
-    `Throughput`, `PrintLR`, and with `log_dir` `DeviceMonitor` and `TensorBoard`. Your own
-    callbacks that set a learning rate in `on_train_batch_begin` or add to the logs go before them.
+    `Throughput`, `ProgressLine`, `PrintLR`, and with `log_dir` `DeviceMonitor` and `TensorBoard`.
+    Your own callbacks that set a learning rate in `on_train_batch_begin` or add to the logs go
+    before them.
 
     Args:
         log_dir: Directory for TensorBoard's event files; None writes none.
@@ -51,14 +54,14 @@ def training_callbacks(
         replicas: Replicas that a batch is split over.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
         devices: Whether to include `DeviceMonitor`. None includes it if there is a `log_dir`,
-            because its readings are mainly useful as curves and make the progress line longer.
+            because its readings are mainly useful as curves.
         hyperparameters: Settings of the run, shown by `TensorBoard` if there is a `log_dir`.
 
     Raises:
         ValueError: An argument is invalid, as in `Throughput` and `TensorBoard`.
 
     >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
-    ['LearningRateLogger', 'Throughput', 'PrintLR']
+    ['LearningRateLogger', 'Throughput', 'ProgressLine', 'PrintLR']
     """
     writing = [] if log_dir is None else [TensorBoard(log_dir, hyperparameters=hyperparameters)]
     if devices is None:
@@ -67,6 +70,7 @@ def training_callbacks(
         LearningRateLogger(),
         Throughput(global_batch_size, replicas=replicas, tokens_per_example=tokens_per_example),
         *([DeviceMonitor()] if devices else []),
+        ProgressLine(),
         PrintLR(),
         *writing,
     ]

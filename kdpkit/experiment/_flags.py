@@ -24,6 +24,7 @@ def argument_parser(
     base_learning_rate: float,
     rule: str = "linear",
     smoke: Mapping[str, Any] | None = None,
+    published: Mapping[str, Any] | None = None,
 ) -> argparse.ArgumentParser:
     """Return a recipe's parser, with the flags that all recipes share.
 
@@ -40,6 +41,8 @@ def argument_parser(
         rule: How the rate grows with the replicas.
         smoke: Settings of `--smoke` by flag, for a run of a few seconds; explicit flags take
             precedence.
+        published: Settings of `--published`, those of the guide that the recipe is about; without
+            them there is no such flag.
 
     >>> settings = {"epochs": 5, "per_replica_batch_size": 32, "base_learning_rate": 1e-4}
     >>> parser = argument_parser("Trains.", **settings, smoke={"epochs": 1, "steps_per_epoch": 4})
@@ -47,10 +50,13 @@ def argument_parser(
     >>> args.epochs, args.steps_per_epoch
     (1, 7)
     """
-    parser = _Parser(description, smoke or {})
+    parser = _Parser(description, smoke=smoke or {}, published=published or {})
     _add_training_flags(parser.add_argument)
     _add_file_flags(parser.add_argument)
     parser.add_argument("--smoke", action="store_true", help="run for a few seconds, as a test")
+    if published:
+        what = "train with the published hyperparameters"
+        parser.add_argument("--published", action="store_true", help=what)
     parser.set_defaults(
         epochs=epochs,
         per_replica_batch_size=per_replica_batch_size,
@@ -119,27 +125,31 @@ def _add_file_flags(add: Callable[..., argparse.Action]) -> None:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises errors, and has other defaults with `--smoke`."""
+    """A parser that raises errors, and whose other defaults have flags: `--smoke`, for one."""
 
-    def __init__(self, description: str | None, smoke: Mapping[str, Any]) -> None:
+    def __init__(self, description: str | None, **settings: Mapping[str, Any]) -> None:
         super().__init__(
             description=description,
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,
         )
-        self._smoke = smoke
+        self._settings = settings  # by flag; of several that are given the first counts
 
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:
-        """Parse; with `--smoke` parse again, with its settings as defaults."""
+        """Parse; if a flag for other defaults is given, parse again with these."""
         parsed, rest = super().parse_known_args(args, namespace)
-        if not parsed.smoke:
+        defaults: dict[str, Any] = {}
+        for flag, settings in self._settings.items():
+            if getattr(parsed, flag, False):
+                defaults = {**settings, **defaults}
+                if unknown := settings.keys() - vars(parsed).keys():
+                    what = f"`{flag}` sets flags that the recipe does not have."
+                    checks.fail(what, flags=sorted(unknown))
+        if not defaults:
             return parsed, rest
-        unknown = self._smoke.keys() - vars(parsed).keys()
-        if unknown:
-            checks.fail("`smoke` sets flags that the recipe does not have.", flags=sorted(unknown))
-        return super().parse_known_args(args, argparse.Namespace(**self._smoke))
+        return super().parse_known_args(args, argparse.Namespace(**defaults))
 
     def error(self, message: str) -> NoReturn:
         """Raise the error instead of printing the usage and exiting."""

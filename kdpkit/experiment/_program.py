@@ -8,18 +8,27 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import checks, garbage_collection, storage
+from kdpkit._internal import checks, framework_messages, garbage_collection, storage
 
 if TYPE_CHECKING:
     import keras
     import tensorflow as tf
 
 Item = TypeVar("Item")
+
+_EXTRAS = {  # of kdpkit, by what they install
+    "jax": "jax",
+    "tensorflow": "recipes",
+    "tensorflow_text": "recipes",
+    "keras_hub": "recipes",
+    "matplotlib": "recipes",
+    "sklearn": "recipes",
+}
 
 
 @contextlib.contextmanager
@@ -28,18 +37,39 @@ def quick_imports() -> Iterator[None]:
 
     Python's garbage collector is paused meanwhile, and permanently excludes the imported objects
     (`gc.freeze`), unless Keras is already loaded, as in a notebook. TensorFlow's messages about how
-    it was built are hidden unless TF_CPP_MIN_LOG_LEVEL is set.
+    it was built are hidden unless TF_CPP_MIN_LOG_LEVEL is 0.
+
+    If a package of the recipes, such as TensorFlow, is not installed, a program ends with one
+    sentence that names what to install, and exit code 2.
+
+    Raises:
+        kdpkit.errors.PackageInputError: The same, in a module that is imported or in a notebook.
 
     >>> with quick_imports():
     ...     import keras
     """
+    caller = sys._getframe(2).f_globals  # 1 is the context manager's
+    is_program = caller.get("__name__") == "__main__" and "__file__" in caller  # not in a notebook
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    if "keras" in sys.modules:
-        yield
-        return
-    with garbage_collection.uncollected():
-        yield
-    gc.freeze()
+    is_quick = "keras" not in sys.modules
+    try:
+        quickly = garbage_collection.uncollected() if is_quick else contextlib.nullcontext()
+        with framework_messages.hidden(), quickly:
+            yield
+    except ModuleNotFoundError as error:
+        if error.name not in _EXTRAS:
+            raise
+        backend = {"KERAS_BACKEND": error.name} if error.name == "jax" else {}
+        sentence = checks.sentence(
+            f"`{error.name}` is not installed.",
+            backend,
+            f'Run `pip install "kdpkit[{_EXTRAS[error.name]}]"`.',
+        )
+        if is_program:
+            _end(2, sentence)
+        raise errors.PackageInputError(sentence) from error
+    if is_quick:
+        gc.freeze()
 
 
 def track(items: Iterable[Item], description: str, *, total: int | None = None) -> Iterator[Item]:
@@ -154,5 +184,9 @@ def run(main: Callable[[], Any]) -> None:
     except KeyboardInterrupt:
         code, sentence = 130, "interrupted."
     processes.leave_without_waiting(code)
+    _end(code, sentence)
+
+
+def _end(code: int, sentence: str) -> NoReturn:
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
     raise SystemExit(code)

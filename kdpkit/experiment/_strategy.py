@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import kdpkit
 from kdpkit import errors, scaling
-from kdpkit._internal import checks, cpu_threads
+from kdpkit._internal import checks, cpu_threads, framework_messages
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -50,9 +50,10 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
             replicas=replicas,
             remedy="Use `--strategy mirrored`.",
         )
-    if _backend() == "jax":
-        return _data_parallel(kind, replicas)
-    return _tensorflow_strategy(kind, replicas, getattr(args, "communication", "auto"))
+    with framework_messages.hidden():  # of the devices that there are not
+        if _backend() == "jax":
+            return _data_parallel(kind, replicas)
+        return _tensorflow_strategy(kind, replicas, getattr(args, "communication", "auto"))
 
 
 def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan:
