@@ -3,8 +3,13 @@
 import contextlib
 import itertools
 import json
+import os
+import re
 import signal
+import subprocess
+import sys
 import warnings
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -14,6 +19,7 @@ import pytest
 from kdpkit import callbacks, schedules
 from recipes import bert_mlm, cnn_fit
 
+ROOT = Path(bert_mlm.__file__).parents[1]
 ON_ONE = ("--strategy", "one", "--replicas", "1")
 AS_ONE = (*ON_ONE, "--per-replica-batch-size", "8", "--base-learning-rate", "2e-4")
 ON_TWO = ("--strategy", "mirrored", "--replicas", "2")
@@ -42,6 +48,7 @@ def bert(text, tmp_path_factory):
                 *("--per-replica-batch-size", "4", "--sequence-length", "16", "--epochs", "2"),
                 *("--vocabulary-size", "60", "--cache-dir", str(cache)),
                 *("--steps-per-epoch", "5", "--warmup-steps", "2", "--jit", "off"),
+                *("--base-learning-rate", "1e-4", "--rule", "linear"),
                 *map(str, flags),
             ]
         )
@@ -90,8 +97,35 @@ def on_one_device(bert):
 def test_two_replicas_train_what_one_device_trains(trained, on_one_device):
     (_, two), one = trained, on_one_device
     assert two["history"]["loss"] != pytest.approx(one["history"]["loss"][::-1], rel=1e-3)
-    # Dropout masks differ between replicas and one device; everything else is the same.
-    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=0.02)
+    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=1e-5)
+
+
+@pytest.mark.slow
+def test_a_run_shows_what_it_does_and_nothing_else(text, tmp_path):
+    program = [sys.executable, bert_mlm.__file__, *ON_TWO, "--smoke", "--vocabulary-size", "60"]
+    flags = ["--data", text, "--sequence-length", "16", "--cache-dir", tmp_path, "--epochs", "1"]
+    done = subprocess.run(
+        [*program, *flags],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT)},
+    )
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("MirroredStrategy: 2 replicas")
+    training = lines[lines.index(next(line for line in lines if "Compiling" in line)) :]
+    assert max(map(len, training)) <= 100
+    assert training[-1].endswith(tuple(f"it was: {word}" for word in WORDS))
+    assert "kdpkit: " not in done.stderr
+    assert not re.search(r"oneDNN custom|cudart|cuInit|absl::Init", done.stderr)
+
+
+def test_the_published_hyperparameters_have_a_flag():
+    args = bert_mlm.parse(["--published", "--epochs", "4"])
+    assert (args.vocabulary_size, args.sequence_length, args.warmup_steps) == (8000, 128, 0)
+    assert (args.per_replica_batch_size, args.base_learning_rate, args.rule) == (32, 1e-4, "linear")
+    assert args.epochs == 4
 
 
 @pytest.mark.slow

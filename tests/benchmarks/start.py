@@ -4,7 +4,6 @@ Beside it stands what a program needs that imports the recipe's frameworks and d
 """
 
 import pathlib
-import re
 import subprocess
 import sys
 import tempfile
@@ -33,10 +32,10 @@ def rows(args):
 
 
 def first_step(command):
-    """Return the seconds until the progress line counts a step."""
+    """Return the seconds until the first step is reported."""
     start, output = time.perf_counter(), b""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
-        while not re.search(rb"1/1\D", output):
+        while b"done in" not in output:
             byte = process.stdout.read(1)
             if not byte:
                 raise RuntimeError(f"the recipe ended without a step: {output[-500:]!r}")

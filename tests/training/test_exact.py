@@ -357,3 +357,40 @@ def test_a_model_built_outside_the_scope_raises():
 def test_what_is_no_model_raises():
     with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
         replica_exact(3)
+
+
+class Lookahead(keras.optimizers.SGD):
+    """Goes back half of the way to slow weights at every third step (Zhang et al. 2019)."""
+
+    def build(self, variables):
+        super().build(variables)
+        self.slow = [self.add_variable_from_reference(v, "slow") for v in variables]
+        for slow, fast in zip(self.slow, variables, strict=True):
+            slow.assign(fast)
+
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient, variable, learning_rate)
+        slow = self.slow[self._get_variable_index(variable)]
+        is_third = keras.ops.equal((self.iterations + 1) % 3, 0)
+        between = slow + 0.5 * (variable - slow)
+        slow.assign(keras.ops.where(is_third, between, slow))
+        variable.assign(keras.ops.where(is_third, between, variable))
+
+
+@pytest.mark.tensorflow
+def test_an_optimizer_that_assigns_in_build_is_built_before_training():
+    def trained(strategy, *, built=True):
+        with strategy.scope():
+            keras.utils.set_random_seed(0)
+            model = replica_exact(testing.tiny_classifier())
+            model.compile(Lookahead(0.1), cross_entropy())
+            if built:
+                model.optimizer.build(model.trainable_variables)
+        model.fit(*data(), batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model.get_weights()
+
+    with pytest.raises(ValueError, match=r"assigns variables in `build`.*slow.*optimizer\.build"):
+        trained(mirrored(2), built=False)
+    expected = trained(strategies.select_strategy("one"))
+    for one, other in zip(expected, trained(mirrored(2)), strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-6)

@@ -146,6 +146,8 @@ class _ExactSteps:
             data_batch = tf.nest.map_structure(_symbolic, _workers.specs_of(specs))
         with self.strategy.scope():
             _keras_internals.move_global_seeds(self.strategy)
+            if _workers.spans_processes(self.strategy):
+                self.count_in_all_processes()
             self.build_variables(data_batch)
         for metric in model.metrics:
             _metric_patches.attach_to_metric(metric)
@@ -155,6 +157,26 @@ class _ExactSteps:
             _layer_state.attach(model, without=self.global_batch_norms())
             for layer in _batch_norm.batch_norm_layers(model):
                 _batch_norm.attach(layer, self.batch_norm)
+
+    def count_in_all_processes(self) -> None:
+        """Move the loss's tracker into the scope, outside of which `compile` may have been called.
+
+        Raises:
+            ValueError: A metric of the user's would count this process' examples alone.
+        """
+        in_scope = self.strategy.extended.variable_created_in_scope
+        for metric in self.model.metrics:
+            if all(in_scope(variable.value) for variable in metric.variables):
+                continue
+            if metric is not self.model._loss_tracker:
+                checks.fail(
+                    "A metric was created outside the strategy's scope, so each process would "
+                    "count its own examples. Create it inside `with strategy.scope():`, or pass "
+                    "its name to `compile`.",
+                    metric=metric.name,
+                )
+            # As in `compile`, it must not become one of the model's own metrics.
+            object.__setattr__(self.model, "_loss_tracker", keras.metrics.Mean(name="loss"))
 
     def build_variables(self, data_batch: Any) -> None:
         """Build model, metrics and optimizer; a step of one's own may take its data otherwise."""

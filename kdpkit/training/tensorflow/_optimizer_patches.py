@@ -86,6 +86,8 @@ def attach_to_optimizer(
     optimizer.apply = patch.apply
     optimizer.apply_gradients = patch.apply_gradients
     optimizer.scale_loss = patch.scale_loss
+    if not _global_batch.is_library(patch.kind.build.__module__):
+        optimizer.build = patch.build
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         attach_to_optimizer(optimizer.inner_optimizer, strategy)
         # Keras' own checks one replica: docs/upstream/keras_checks_overflow_on_one_replica.md
@@ -101,6 +103,30 @@ class _OptimizerPatch:
         self.optimizer = optimizer
         self.strategy = strategy
         self.kind = type(optimizer)
+
+    def build(self, variables: Any) -> None:
+        """Build an optimizer of the user's, but raise if it assigns variables then.
+
+        On one device every step would do so: docs/upstream/keras_repeats_optimizer_build.md
+        """
+        assigned: list[str] = []
+        original = keras.Variable.assign
+
+        def assign(variable: keras.Variable, value: Any) -> Any:
+            assigned.append(variable.path)
+            return original(variable, value)
+
+        with _keras_internals.replaced(keras.Variable, "assign", assign):
+            self.kind.build(self.optimizer, variables)
+        if assigned:
+            checks.fail(
+                "The optimizer assigns variables in `build`, which Keras repeats in every step on "
+                "one device, and does once on replicas.",
+                optimizer=self.kind.__name__,
+                assigned=sorted(set(assigned)),
+                remedy="Build it before training, and both do it once: in the strategy's scope, "
+                "`model.optimizer.build(model.trainable_variables)`.",
+            )
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
         return self._reduced(self.kind.apply, grads, trainable_variables)
