@@ -232,10 +232,18 @@ def additional_loss(losses: list[Tensor], share: Tensor | float) -> Tensor | flo
         if not keras.backend.is_float_dtype(value.dtype):
             value = ops.cast(value, keras.config.floatx())
         if len(value.shape) == 0:
-            # Not the product alone: a mean over no examples is NaN.
-            value = ops.where(share > 0, value * ops.cast(share, value.dtype), 0)
+            value = _product(value, ops.cast(share, value.dtype))
         total += ops.cast(ops.sum(value), keras.config.floatx())
     return total
+
+
+def _product(value: Tensor, share: Tensor) -> Tensor:
+    """Return `value * share`, and 0 for a share of 0: a mean over no examples is NaN."""
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        return tf.math.multiply_no_nan(value, share)
+    return ops.where(share > 0, value * share, 0)
 
 
 def _term(

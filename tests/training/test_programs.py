@@ -46,6 +46,7 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a gradient of its own",
     "images cut and mixed in the model",
     "tensors that layers keep",
+    "the gradient of each example is clipped",
 )
 MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
 OF_MEANS = (  # slow ones of which each replica computes its own examples alone

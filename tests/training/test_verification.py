@@ -455,7 +455,15 @@ def test_what_may_depend_on_the_cut_later_is_said_where_the_global_batch_does_no
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [layers.Identity, hidden.Surprised])
+@pytest.mark.parametrize(
+    "layer",
+    [
+        layers.Identity,
+        hidden.Surprised,
+        functools.partial(layers.Dense, 4, activity_regularizer="l2"),
+    ],
+    ids=["nothing", "surprised", "regularized"],
+)
 def test_a_loop_says_what_may_depend_on_the_cut_later(layer, capfd):
     x, y = testing.toy_classification(13)
     with scope(3):

@@ -297,8 +297,10 @@ class _ExactSteps:
         """Have a step run on the global batch, and return whether it is exact then."""
         _global_batch.attach(self.model)
         # A user's layer may do what the examples do not show, too.
-        divisions = _global_batch.DIVISIONS[1:] if verification.hidden else _global_batch.DIVISIONS
-        for divides in divisions:
+        first = int(bool(verification.hidden))
+        if not verification.on_one:  # nothing to compare with: the whole step in every replica
+            first = -1
+        for divides in _global_batch.DIVISIONS[first:]:
             self.divides[kind] = divides
             # Whatever goes wrong there, the caller reports what made it try.
             with contextlib.suppress(Exception), self.gradients_of(kind):
@@ -517,14 +519,19 @@ def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any
 
 
 def _explain_fixed_size(error: Exception, data_batch: Any) -> None:
-    """Raise a sentence where a model takes batches of one size, and replicas get parts of them."""
+    """Raise a sentence where a model does not take the examples of a replica."""
+    specs = [part for part in keras.tree.flatten(data_batch) if part is not None]
+    if any(getattr(part, "ragged", False) for part in specs):
+        checks.fail(
+            "Keras cannot build this model for ragged examples on several replicas.",
+            error=error_text.first_line(error),
+            remedy="Pad them in the pipeline: `dataset.map(lambda x, y: (x.to_tensor(), y))`.",
+        )
     if "Dimensions must be equal" in str(error):
         checks.fail(
             "The model takes batches of one size, and each replica gets a part of a batch.",
             error=error_text.first_line(error),
-            batch=[
-                tuple(part.shape) for part in keras.tree.flatten(data_batch) if part is not None
-            ],
+            batch=[tuple(part.shape) for part in specs],
             remedy="Let it take any number of examples, and keep no state for each of them.",
         )
 

@@ -66,7 +66,8 @@ def check_same_lengths(strategy: tf.distribute.Strategy, batch: Any) -> None:
             shapes=[
                 (n, *of_leaf[0].shape[1:]) for n, of_leaf in zip(num_examples, shards, strict=True)
             ],
-            remedy="Put the axis of the examples first in each of them.",
+            remedy="Put the axis of the examples first in each of them. What an example has "
+            "several of goes behind it: 3 views of 4 examples are (4, 3, ...), and not (12, ...).",
         )
 
 

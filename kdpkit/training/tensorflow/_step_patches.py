@@ -12,6 +12,7 @@ import contextlib
 import functools
 import inspect
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -211,7 +212,7 @@ def gradients_of_steps() -> Iterator[None]:
     def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
         given = original(tape, target, sources, *args, **kwargs)
         step = current_step()
-        if step is None:
+        if step is None or _jacobians.are_computed:
             return given
         step.note_roots(target)
         of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
@@ -226,5 +227,30 @@ def gradients_of_steps() -> Iterator[None]:
             step.note_gradients_of_tape(of, gradients)
         return tf.nest.pack_sequence_as(given, gradients)
 
-    with replaced(tf.GradientTape, "gradient", gradient):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(replaced(tf.GradientTape, "gradient", gradient))
+        for name in ("jacobian", "batch_jacobian"):
+            method = _without_sums(getattr(tf.GradientTape, name))
+            stack.enter_context(replaced(tf.GradientTape, name, method))
         yield
+
+
+class _Jacobians(threading.local):
+    are_computed = False  # in this thread, from the gradient of each row in a vectorized loop
+
+
+_jacobians = _Jacobians()
+
+
+def _without_sums(original: Callable) -> Callable:
+    """Have a jacobian's own gradients be a replica's, which cannot meet others in its loop."""
+
+    @functools.wraps(original)
+    def jacobian(*args: Any, **kwargs: Any) -> Any:
+        _jacobians.are_computed = True
+        try:
+            return original(*args, **kwargs)
+        finally:
+            _jacobians.are_computed = False
+
+    return jacobian

@@ -42,6 +42,9 @@ _FLOOR = 2e-7  # of the largest gradient of all
 _RANDOM_OPS = frozenset(
     {"RandomUniform", "RandomUniformInt", "RandomStandardNormal", "TruncatedNormal", "RandomGamma"}
     | {"RandomShuffle", "Multinomial", "StatefulUniform", "StatefulStandardNormalV2"}
+    | {"RandomPoissonV2", "StatefulRandomBinomial", "ParameterizedTruncatedNormal"}
+    | {"UniformCandidateSampler", "LogUniformCandidateSampler", "FixedUnigramCandidateSampler"}
+    | {"LearnedUnigramCandidateSampler", "AllCandidateSampler", "StatefulTruncatedNormal"}
 )
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc"})
 _AMPLIFIED = 8.0  # times what rounding the weights changes is still called rounding
@@ -114,7 +117,7 @@ class Verification:
     step: Step
     owner: Any
     eager: bool = False
-    # What the first step that was tried gave on one replica, by how many steps later.
+    # What the first way to run the step gave on one replica, by how many steps later.
     on_one: dict[int, dict[str, Item]] = dataclasses.field(default_factory=dict)
     found_later: int = 0  # after how many steps the difference shows
     hidden: str | None = None  # what the step does that the examples may not show
@@ -158,6 +161,7 @@ class Verification:
         if not any(cuts.alone[1:]):
             self.on_one.setdefault(cuts.later, alone)
         if not self._found(_differing(split, alone) or self._unlike_the_first(cuts, alone)):
+            self.on_one.setdefault(cuts.later, alone)  # of two cuts that agree, if none is on one
             return []
         if self._found(_differing(cuts.given(cuts.alone), alone)):
             _verification_report.reject_random(cuts.random_ops)
@@ -210,18 +214,24 @@ class _Cuts:
         replicas = self.strategy.num_replicas_in_sync
         self.split = [1] + [2] * (replicas - 1)  # one first: so positions in replicas are others
         self.alone = [2 * replicas - 1] + [0] * (replicas - 1)
+        if of.needs_examples:
+            self.leave_none_without_examples()
 
     def both(self) -> tuple[dict[str, Item], dict[str, Item]]:
         """Return what the step gives, split over the replicas and all on the first one."""
-        replicas = len(self.split)
         try:
             alone = self.given(self.alone)
         except tf.errors.OpError:  # a step that needs an example in every replica
             self.hidden = "The step fails on replicas that have no examples of a batch"
-            self.needs_examples = True
-            self.split, self.alone = [2] * replicas, [replicas + 1, *[1] * (replicas - 1)]
+            self.leave_none_without_examples()
             alone = self._given_or_explained(self.alone)
         return self._given_or_explained(self.split), alone
+
+    def leave_none_without_examples(self) -> None:
+        """Cut the examples in two ways that give some to every replica."""
+        replicas = len(self.split)
+        self.needs_examples = True
+        self.split, self.alone = [2] * replicas, [replicas + 1, *[1] * (replicas - 1)]
 
     def _given_or_explained(self, sizes: list[int]) -> dict[str, Item]:
         try:
@@ -307,7 +317,8 @@ class _Cuts:
                 "replicas while it is traced.",
                 error=_line_about_shapes(error),
                 remedy="Write `ops.shape(x)[0]` for `x.shape[0]`, and -1 for the size of a batch "
-                "in a reshape.",
+                "in a reshape. If the step calls the model on something else than the batch's "
+                "features, call it once on that, in the scope.",
             )
         except NotImplementedError as error:
             raised = traceback.extract_tb(error.__traceback__)[-1]

@@ -394,6 +394,54 @@ def _program(name, make, data=_data, optimizer="adam"):
     return Program(name, _compiled(make, optimizer), data, backends=("tensorflow",))
 
 
+class ClippingEachExample(keras.Model):
+    """Clips the gradient of each example by itself, as private training does (Abadi et al.)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = _mlp(3)
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            logits = self(x, training=True)
+            losses = keras.losses.sparse_categorical_crossentropy(y, logits, from_logits=True)
+        jacobians = tape.jacobian(losses, self.trainable_variables)
+        flat = [tf.reshape(j, (tf.shape(j)[0], -1)) for j in jacobians]
+        norms = tf.sqrt(sum(tf.reduce_sum(tf.square(j), axis=1) for j in flat))
+        scale = 1.0 / tf.maximum(norms, 1.0)
+        gradients = [tf.tensordot(scale, j, 1) / tf.cast(len(norms), j.dtype) for j in jacobians]
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": tf.reduce_mean(losses)}
+
+
+class Contractive(keras.Model):
+    """Adds to the loss how much the outputs change with the inputs (Rifai et al. 2011)."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = _mlp(3)
+
+    def call(self, x):
+        return self.net(x)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                logits = self(x, training=True)
+            jacobian = inner.batch_jacobian(logits, x)
+            penalty = tf.reduce_mean(tf.reduce_sum(tf.square(jacobian), axis=[1, 2]))
+            loss = _cross_entropy(y, logits) + 0.1 * penalty
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
+        return {"loss": loss, "penalty": penalty}
+
+
 PROGRAMS = [
     _program("BYOL with a moving average", BYOL, _unlabeled),
     _program("MoCo with a queue", MoCo, _unlabeled),
@@ -424,4 +472,6 @@ PROGRAMS = [
         lambda: _unlabeled() | {"callbacks": [_MoreDivergence()]},
     ),
     _program("a step that is a tf.function", InAFunction),
+    _program("the gradient of each example is clipped", ClippingEachExample, optimizer="sgd"),
+    _program("outputs that change little with the inputs", Contractive, optimizer="sgd"),
 ]
