@@ -293,6 +293,10 @@ def _mean_of_parts(step: ReplicaStep, part: ReplicaStep, value: Any) -> Any:
 
 def gradient_of_variable(step: ReplicaStep, gradient: tf.Tensor | tf.IndexedSlices) -> Any:
     """Return the gradient of the global batch, of a variable of which a tape gave a replica's."""
+    if step.divides is divides_none:
+        return (
+            gradient  # every replica has all of it; R times a slice of 1 / R is squared otherwise
+        )
     gradient = dense_if_unique(gradient)
     if not isinstance(gradient, tf.IndexedSlices):
         (total,) = step.merge(sums, [gradient])

@@ -413,7 +413,8 @@ class ClippingEachExample(keras.Model):
         flat = [tf.reshape(j, (tf.shape(j)[0], -1)) for j in jacobians]
         norms = tf.sqrt(sum(tf.reduce_sum(tf.square(j), axis=1) for j in flat))
         scale = 1.0 / tf.maximum(norms, 1.0)
-        gradients = [tf.tensordot(scale, j, 1) / tf.cast(len(norms), j.dtype) for j in jacobians]
+        number = tf.cast(tf.shape(norms)[0], norms.dtype)
+        gradients = [tf.tensordot(scale, j, 1) / number for j in jacobians]
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         return {"loss": tf.reduce_mean(losses)}
 
