@@ -175,6 +175,9 @@ def print_guesses(model, tokenizer, sequences, count=4):
     """Mask a whole word in a few held-out sequences, and print the model's best guesses."""
     vocabulary = np.array(tokenizer.get_vocabulary())
     print("Held-out sentences with a word left out, and the model's guesses:")
+    begins_a_word = np.array([not token.startswith("##") for token in vocabulary])
+    full = sequences[begins_a_word[sequences[:, 1]] & (sequences[:, -1] != tokenizer.pad_token_id)]
+    sequences = full if len(full) else sequences
     for tokens in sequences[:: max(1, len(sequences) // count)][:count]:
         pieces = vocabulary[tokens[tokens != tokenizer.pad_token_id]]
         starts = [i for i, piece in enumerate(pieces) if not piece.startswith("##")]
@@ -258,7 +261,7 @@ def main(argv=None):
         model, history, strategy=strategy, global_batch_size=plan.global_batch_size
     )
     experiment.write_results(args.results, results)  # in case the test is interrupted
-    results["test"] = loop.evaluate(held_out("test"))
+    results["test"] = loop.evaluate(held_out("test"), verbose=0)
     experiment.write_results(args.results, results)
     print("Test: " + ", ".join(f"{name} {value:.4f}" for name, value in results["test"].items()))
     print_guesses(model, tokenizer, sequences["test"])
