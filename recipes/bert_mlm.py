@@ -36,6 +36,7 @@ PUBLISHED = {
     "vocabulary_size": 8000,
     "sequence_length": 128,
     "warmup_steps": 0,
+    "clip_norm": None,
 }
 JIT = {"measure": "measure", "on": True, "off": False}
 
@@ -45,7 +46,7 @@ def parse(argv):
         __doc__,
         epochs=12,
         per_replica_batch_size=16,
-        base_learning_rate=1.5e-3,
+        base_learning_rate=1e-3,
         rule="sqrt",
         smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8, "jit": "off"},
         published=PUBLISHED,
@@ -59,6 +60,13 @@ def parse(argv):
         "--warmup-steps",
         type=experiment.count,
         help="steps of linear warmup (default: a twentieth of all steps)",
+    )
+    add(
+        "--clip-norm",
+        type=experiment.positive_number,
+        default=1.0,
+        metavar="NORM",
+        help="the largest norm of all gradients together (default: 1.0)",
     )
     add(
         "--jit",
@@ -235,7 +243,7 @@ def main(argv=None):
     )
 
     with strategy.scope():
-        optimizer = keras.optimizers.AdamW(schedule)
+        optimizer = keras.optimizers.AdamW(schedule, global_clipnorm=args.clip_norm)
     loop = training.MaskedLMLoop(
         model,
         optimizer=optimizer,

@@ -125,6 +125,7 @@ def test_the_published_hyperparameters_have_a_flag():
     args = bert_mlm.parse(["--published", "--epochs", "4"])
     assert (args.vocabulary_size, args.sequence_length, args.warmup_steps) == (8000, 128, 0)
     assert (args.per_replica_batch_size, args.base_learning_rate, args.rule) == (32, 1e-4, "linear")
+    assert args.clip_norm is None
     assert args.epochs == 4
 
 
