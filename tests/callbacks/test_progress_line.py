@@ -35,7 +35,8 @@ def lines_of(capsys):
     return capsys.readouterr().out.splitlines()
 
 
-def test_an_epoch_is_a_line_and_the_first_step_is_announced(tmp_path, capsys):
+def test_an_epoch_is_a_line_and_the_first_step_is_announced(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("COLUMNS", "120")
     data = examples()
     compiled().fit(data, validation_data=data, epochs=2, callbacks=watching(tmp_path))
     first, epoch, rate, *_ = lines_of(capsys)
