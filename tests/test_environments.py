@@ -111,6 +111,7 @@ def test_the_recipe_for_text_trains_on_jax_with_two_replicas_what_one_device_tra
             "--base-learning-rate": 1e-3 * 2 / replicas,
             "--data": tmp_path / "corpus.txt",
             "--vocabulary-size": 60,
+            "--rule": "linear",
             "--sequence-length": 16,
             "--epochs": 6,  # of one step each, so that the history holds every loss
             "--steps-per-epoch": 1,
