@@ -24,7 +24,8 @@ def hidden() -> Iterator[None]:
     """Leave lines about how TensorFlow was built out of what this process writes to stderr.
 
     Errors are shown, those about CUDA where there is an NVIDIA GPU. Another process takes the lines
-    out, so nothing is lost if this one crashes. Nothing is hidden if TF_CPP_MIN_LOG_LEVEL is 0.
+    out, so nothing is lost if this one crashes. It ends when nobody writes to it any more, so no
+    process that lives on may be started here. Nothing is hidden if TF_CPP_MIN_LOG_LEVEL is 0.
     """
     process = None if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0" else _filter()
     if process is None or process.stdin is None:

@@ -63,7 +63,7 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Expect that the first step is compiled."""
         super().on_train_begin(logs)
-        self._compiled = False
+        self._compiled, self._compiling_since = False, 0.0
         self._batches_at_once = getattr(self.model, "steps_per_execution", 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -88,7 +88,6 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
         if not self._compiled:
             self._compiled = True
             self._write(f" done in {now - self._compiling_since:.0f} s\n")
-            self._compiling_since = 0.0
         elif self.verbose == 1 and now - self._shown > _INTERVAL_SECONDS[_is_live()]:
             self._shown = now
             row = _rows(self._items(logs))[0]

@@ -50,10 +50,10 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
             replicas=replicas,
             remedy="Use `--strategy mirrored`.",
         )
-    with framework_messages.hidden():  # of the devices that there are not
-        if _backend() == "jax":
-            return _data_parallel(kind, replicas)
-        return _tensorflow_strategy(kind, replicas, getattr(args, "communication", "auto"))
+    if _backend() == "jax":
+        return _data_parallel(kind, replicas)
+    _find_devices()
+    return _tensorflow_strategy(kind, replicas, getattr(args, "communication", "auto"))
 
 
 def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan:
@@ -76,6 +76,14 @@ def _backend() -> str:
     import keras
 
     return str(checks.one_of("KERAS_BACKEND", keras.backend.backend(), ("tensorflow", "jax")))
+
+
+def _find_devices() -> None:
+    """Have TensorFlow look for GPUs, which it says much about where there are none."""
+    import tensorflow as tf
+
+    with framework_messages.hidden():
+        tf.config.list_physical_devices()
 
 
 def _tensorflow_strategy(

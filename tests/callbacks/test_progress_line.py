@@ -78,6 +78,18 @@ def test_it_is_silent_where_keras_is(capsys):
     assert len(lines_of(capsys)) == 2
 
 
+def test_a_fit_after_one_that_failed_is_announced_again(capsys):
+    def fail(*_, **__):
+        raise RuntimeError("on purpose")
+
+    failing = keras.callbacks.LambdaCallback(on_train_batch_end=fail)
+    line, model = callbacks.ProgressLine(), compiled()
+    with pytest.raises(RuntimeError, match="on purpose"):
+        model.fit(examples(), callbacks=[failing, line])
+    model.fit(examples(), callbacks=[line])
+    assert capsys.readouterr().out.count("Compiling the first step ...") == 2
+
+
 @pytest.mark.parametrize("steps", [3, 10, 64])
 def test_steps_of_an_execution_are_counted_once(steps, capsys):
     model = compiled()

@@ -146,9 +146,10 @@ class _ExactSteps:
             data_batch = tf.nest.map_structure(_symbolic, _workers.specs_of(specs))
         with self.strategy.scope():
             _keras_internals.move_global_seeds(self.strategy)
-            if _workers.spans_processes(self.strategy):
-                self.count_in_all_processes()
+            self.move_loss_tracker()
             self.build_variables(data_batch)
+        if _workers.spans_processes(self.strategy):
+            self.check_metrics()
         for metric in model.metrics:
             _metric_patches.attach_to_metric(metric)
         if several:
@@ -158,25 +159,29 @@ class _ExactSteps:
             for layer in _batch_norm.batch_norm_layers(model):
                 _batch_norm.attach(layer, self.batch_norm)
 
-    def count_in_all_processes(self) -> None:
-        """Move the loss's tracker into the scope, outside of which `compile` may have been called.
-
-        Raises:
-            ValueError: A metric of the user's would count this process' examples alone.
-        """
-        in_scope = self.strategy.extended.variable_created_in_scope
-        for metric in self.model.metrics:
-            if all(in_scope(variable.value) for variable in metric.variables):
-                continue
-            if metric is not self.model._loss_tracker:
-                checks.fail(
-                    "A metric was created outside the strategy's scope, so each process would "
-                    "count its own examples. Create it inside `with strategy.scope():`, or pass "
-                    "its name to `compile`.",
-                    metric=metric.name,
-                )
+    def move_loss_tracker(self) -> None:
+        """Have the loss counted in the scope, outside of which `compile` may have been called."""
+        tracker = self.model._loss_tracker
+        if tracker is not None and not self.is_in_scope(tracker):
             # As in `compile`, it must not become one of the model's own metrics.
             object.__setattr__(self.model, "_loss_tracker", keras.metrics.Mean(name="loss"))
+
+    def check_metrics(self) -> None:
+        """Raise an error if a metric would count the examples of each process by itself."""
+        for metric in self.model.metrics:
+            for part in getattr(metric, "metrics", [metric]):
+                if not self.is_in_scope(part):
+                    checks.fail(
+                        "A metric was created outside the strategy's scope, so each process would "
+                        "count its own examples. Create it inside `with strategy.scope():`, or "
+                        "pass its name to `compile`.",
+                        metric=part.name,
+                    )
+
+    def is_in_scope(self, metric: keras.metrics.Metric) -> bool:
+        """Return whether a metric's variables are the strategy's."""
+        is_of_strategy = self.strategy.extended.variable_created_in_scope
+        return all(is_of_strategy(variable.value) for variable in metric.variables)
 
     def build_variables(self, data_batch: Any) -> None:
         """Build model, metrics and optimizer; a step of one's own may take its data otherwise."""

@@ -379,23 +379,8 @@ class InAFunction(keras.Model):
         return {"loss": loss}
 
 
-def _compiled(make, optimizer="adam"):
-    def build():
-        model = make()
-        has_loss = isinstance(model, SAM | InAFunction)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if has_loss else None
-        model.compile(keras.optimizers.get(optimizer), loss)
-        return model
-
-    return build
-
-
-def _program(name, make, data=_data, optimizer="adam"):
-    return Program(name, _compiled(make, optimizer), data, backends=("tensorflow",))
-
-
-class ClippingEachExample(keras.Model):
-    """Clips the gradient of each example by itself, as private training does (Abadi et al.)."""
+class Classifier(keras.Model):
+    """A model whose steps are its subclasses'."""
 
     def __init__(self):
         super().__init__()
@@ -403,6 +388,10 @@ class ClippingEachExample(keras.Model):
 
     def call(self, x):
         return self.net(x)
+
+
+class ClippingEachExample(Classifier):
+    """Clips the gradient of each example by itself, as private training does (Abadi et al.)."""
 
     def train_step(self, data):
         x, y = data
@@ -419,15 +408,8 @@ class ClippingEachExample(keras.Model):
         return {"loss": tf.reduce_mean(losses)}
 
 
-class Contractive(keras.Model):
+class Contractive(Classifier):
     """Adds to the loss how much the outputs change with the inputs (Rifai et al. 2011)."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = _mlp(3)
-
-    def call(self, x):
-        return self.net(x)
 
     def train_step(self, data):
         x, y = data
@@ -441,6 +423,21 @@ class Contractive(keras.Model):
         gradients = tape.gradient(loss, self.trainable_variables)
         self.optimizer.apply_gradients(zip(gradients, self.trainable_variables, strict=True))
         return {"loss": loss, "penalty": penalty}
+
+
+def _compiled(make, optimizer="adam"):
+    def build():
+        model = make()
+        has_loss = isinstance(model, SAM | InAFunction)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True) if has_loss else None
+        model.compile(keras.optimizers.get(optimizer), loss)
+        return model
+
+    return build
+
+
+def _program(name, make, data=_data, optimizer="adam"):
+    return Program(name, _compiled(make, optimizer), data, backends=("tensorflow",))
 
 
 PROGRAMS = [
