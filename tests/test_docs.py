@@ -221,6 +221,12 @@ def test_every_public_module_has_its_page_in_the_reference():
     assert all(f"({module}.md)" in pages["index"] for module in public)
 
 
+def test_every_page_is_in_the_menu_of_the_site():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = set(re.findall(r"[\w/]+\.md", menu))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
+
+
 @pytest.mark.slow
 def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
     for package in ("mkdocs", "material", "mkdocstrings"):

@@ -12,6 +12,7 @@ from kdpkit.callbacks import (
     DeviceMonitor,
     LearningRateLogger,
     PrintLR,
+    ProgressLine,
     TensorBoard,
     Throughput,
     training_callbacks,
@@ -277,7 +278,7 @@ def test_bad_arguments_get_one_sentence(tmp_path, arguments, sentence):
 def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
     usual = training_callbacks(tmp_path / "usual", global_batch_size=2, tokens_per_example=3)
     measuring = [LearningRateLogger, Throughput, DeviceMonitor]
-    assert [type(each) for each in usual] == [*measuring, PrintLR, TensorBoard]
+    assert [type(each) for each in usual] == [*measuring, ProgressLine, PrintLR, TensorBoard]
     turned = training_callbacks(tmp_path / "turned", global_batch_size=2, tokens_per_example=3)
     fit(usual)
     fit(turned[::-1])
