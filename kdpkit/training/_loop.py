@@ -50,7 +50,7 @@ class TrainingLoop:
     Args:
         model: A Keras model, built in the strategy's scope.
         optimizer: As in `compile`. In `mixed_float16` Keras wraps it in a `LossScaleOptimizer`.
-        loss: As in `compile`; None if `per_example_loss` needs none. Its reduction is taken over
+        loss: As in `compile`; none if `per_example_loss` needs none. Its reduction is taken over
             the global batch; `reduction=None` means the mean.
         metrics: As in `compile`.
         strategy: A `tf.distribute` strategy, or on JAX a mesh or a `DataParallel`. None takes the
@@ -93,7 +93,7 @@ class TrainingLoop:
         model: Any,
         *,
         optimizer: Any,
-        loss: Any,
+        loss: Any = None,
         metrics: Any = (),
         strategy: Any = None,
         steps_per_loop: int = 1,

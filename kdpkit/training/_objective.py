@@ -7,7 +7,7 @@ of the global batch. This is arithmetic on some examples, for both backends and 
 
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import keras
@@ -191,7 +191,9 @@ def _of(name: str, nest: Nest, names: list[str]) -> Any:
     return None if isinstance(nest, list | tuple) else nest
 
 
-def trace_metrics(loop: "TrainingLoop", placeholders: Nest) -> list[str]:
+def trace_metrics(
+    loop: "TrainingLoop", placeholders: Nest, trace_with: Callable = compute_output_spec
+) -> list[str]:
     """Make the variables of a loop's metrics; return the names of outputs, if several have losses.
 
     Raises:
@@ -207,7 +209,7 @@ def trace_metrics(loop: "TrainingLoop", placeholders: Nest) -> list[str]:
         loop.model.compute_metrics(x, y, predictions, sample_weight)
         return losses
 
-    losses = compute_output_spec(trace, placeholders)
+    losses = trace_with(trace, placeholders)
     first, *_ = (leaf for leaf in keras.tree.flatten(placeholders) if leaf is not None)
     num_examples = first.shape[0]
     for loss in keras.tree.flatten(losses):

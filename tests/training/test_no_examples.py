@@ -9,7 +9,7 @@ import tensorflow as tf
 from keras import layers
 
 from kdpkit import strategies
-from kdpkit.training import replica_exact
+from kdpkit.training import TrainingLoop, replica_exact
 from tests.training.programs import Program, outcomes
 
 pytestmark = pytest.mark.tensorflow
@@ -119,4 +119,26 @@ def test_a_batch_of_fewer_sparse_or_ragged_examples_than_replicas_trains(pack):
     one = trained(contextlib.nullcontext())
     four = trained(strategies.select_strategy("mirrored", devices=4).scope())
     for alone, split in zip(one, four, strict=True):
+        np.testing.assert_allclose(split, alone, rtol=1e-5, atol=1e-6)
+
+
+class OnRagged(OnPacked):
+    def call(self, x):
+        return super().call(x.to_tensor())
+
+
+def test_a_loop_builds_a_model_of_ragged_examples():
+    rows = tf.ragged.constant([[1.0, 2.0], [0.5, 1.0], [2.0, 2.0]])
+    batches = tf.data.Dataset.from_tensors((rows, [[1.0], [0.0], [2.0]]))
+
+    def trained(strategy):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = OnRagged()
+            loop = TrainingLoop(model, optimizer="sgd", loss="mse", strategy=strategy)
+        loop.fit(batches, epochs=2, verbose=0)
+        return model.get_weights()
+
+    one, two = (trained(strategies.select_strategy(name)) for name in ("one", "mirrored"))
+    for alone, split in zip(one, two, strict=True):
         np.testing.assert_allclose(split, alone, rtol=1e-5, atol=1e-6)

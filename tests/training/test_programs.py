@@ -42,6 +42,7 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "eager, and another loss later",
     "texts padded to the longest",
     "a mean over ragged tokens",
+    "ragged tokens that the model pads",
     "the same noise for all",
     "a gradient of its own",
     "images cut and mixed in the model",

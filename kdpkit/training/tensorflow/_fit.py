@@ -21,6 +21,7 @@ from kdpkit.training.tensorflow import (
     _metric_patches,
     _no_examples,
     _optimizer_patches,
+    _placeholders,
     _shards,
     _step_patches,
     _variables,
@@ -143,7 +144,7 @@ class _ExactSteps:
             _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec
-            data_batch = tf.nest.map_structure(_symbolic, _workers.specs_of(specs))
+            data_batch = _placeholders.placeholders(_workers.specs_of(specs))
         with self.strategy.scope():
             _keras_internals.move_global_seeds(self.strategy)
             self.move_loss_tracker()
@@ -191,6 +192,9 @@ class _ExactSteps:
         if self.own_train_step and any(_variables.variables_in_attributes(model)):
             return  # its optimizer may be built with these
         try:
+            if any(map(_placeholders.is_ragged, keras.tree.flatten(data_batch))):
+                data = keras.utils.unpack_x_y_sample_weight(data_batch)
+                _placeholders.build_for_ragged(model, *data)
             model._symbolic_build(data_batch=data_batch)
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
             if not self.own_train_step:
@@ -502,19 +506,6 @@ def _structure_of(batch: Any) -> str:
     return str(tf.nest.map_structure(lambda leaf: None if leaf is None else describe(leaf), batch))
 
 
-def _symbolic(spec: tf.TypeSpec) -> Any:
-    """Return Keras' placeholder for one replica's part of a dataset's element."""
-    spec = getattr(spec, "_value_specs", (spec,))[0]
-    if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
-        return None
-    return keras.KerasTensor(
-        spec.shape,
-        spec.dtype.name,
-        sparse=isinstance(spec, tf.SparseTensorSpec),
-        ragged=isinstance(spec, tf.RaggedTensorSpec),
-    )
-
-
 def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:
     """Cut the batches of `train_on_batch` and its like; those of a dataset are cut already."""
     if isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
@@ -526,12 +517,6 @@ def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any
 def _explain_fixed_size(error: Exception, data_batch: Any) -> None:
     """Raise a sentence where a model does not take the examples of a replica."""
     specs = [part for part in keras.tree.flatten(data_batch) if part is not None]
-    if any(getattr(part, "ragged", False) for part in specs):
-        checks.fail(
-            "Keras cannot build this model for ragged examples on several replicas.",
-            error=error_text.first_line(error),
-            remedy="Pad them in the pipeline: `dataset.map(lambda x, y: (x.to_tensor(), y))`.",
-        )
     if "Dimensions must be equal" in str(error):
         checks.fail(
             "The model takes batches of one size, and each replica gets a part of a batch.",

@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeVar
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import compute_output_spec, set_keras_mask
+from keras.src.backend import set_keras_mask
 
 from kdpkit import errors
 from kdpkit._internal import checks, garbage_collection, processes, versions
@@ -32,6 +32,7 @@ from kdpkit.training.tensorflow import (
     _metric_patches,
     _no_examples,
     _optimizer_patches,
+    _placeholders,
     _shards,
     _step_patches,
     _workers,
@@ -174,9 +175,9 @@ class TensorFlowSteps(Steps):
     def _build_model(self, spec: Any) -> None:
         if self.model.built or type(self.model).call is keras.Model.call:
             return
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(_placeholders(_workers.specs_of(spec)))
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(_placeholders_of(spec))
         with self.scope():
-            compute_output_spec(functools.partial(self.model, training=False), x)
+            _placeholders.trace(functools.partial(self.model, training=False), x)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         """Make all variables now, in the scope: a compiled loop can make none."""
@@ -193,7 +194,7 @@ class TensorFlowSteps(Steps):
                 self._is_optimizer_built = True
 
     def _build_metrics(self, spec: Any) -> None:
-        names = trace_metrics(self.loop, _placeholders(_workers.specs_of(spec)))
+        names = trace_metrics(self.loop, _placeholders_of(spec), _placeholders.trace)
         for metric in self.model.metrics:
             _metric_patches.weigh_single_numbers(metric)
         self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
@@ -629,30 +630,11 @@ def check_batched(name: str, spec: Any) -> None:
         )
 
 
-def _of_replica(spec: tf.TypeSpec) -> Any:
-    """Return the specification of one replica's part of a dataset's element."""
-    return getattr(spec, "_value_specs", (spec,))[0]
-
-
 def _shape(spec: tf.TypeSpec) -> tuple[int | None, ...] | None:
-    shape = getattr(_of_replica(spec), "shape", None)
+    replica = getattr(spec, "_value_specs", (spec,))[0]
+    shape = getattr(replica, "shape", None)
     return None if shape is None or shape.rank is None else tuple(shape)
 
 
-def _placeholders(spec: Any) -> Any:
-    """Return Keras' placeholders for one replica's part of a dataset's element."""
-    return tf.nest.map_structure(_placeholder, spec)
-
-
-def _placeholder(spec: tf.TypeSpec) -> Any:
-    spec = _of_replica(spec)
-    if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
-        return None
-    kinds = {
-        "sparse": isinstance(spec, tf.SparseTensorSpec),
-        "ragged": isinstance(spec, tf.RaggedTensorSpec),
-    }
-    shape = spec.shape
-    if shape.rank and not any(kinds.values()):
-        shape = [shape[0] or PLACEHOLDER_EXAMPLES, *shape[1:]]
-    return keras.KerasTensor(shape, spec.dtype.name, **kinds)
+def _placeholders_of(spec: Any) -> Any:
+    return _placeholders.placeholders(_workers.specs_of(spec), PLACEHOLDER_EXAMPLES)

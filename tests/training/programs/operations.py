@@ -67,6 +67,24 @@ def _ragged():
     return {"x": tf.data.Dataset.from_tensor_slices((ragged, _y())).batch(7)}
 
 
+class Bag(keras.Model):
+    """Pads ragged tokens by itself, and is built by its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.classify = layers.Embedding(14, 4), layers.Dense(3)
+
+    def call(self, x):
+        return self.classify(ops.mean(self.embedding(x.to_tensor()), axis=1))
+
+
+def _bag():
+    model = Bag()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=["accuracy"])
+    return model
+
+
 class OfRatings(Custom):
     def __init__(self):
         super().__init__()
@@ -247,6 +265,7 @@ def _program(name, build, data):
 PROGRAMS = [
     _program("texts padded to the longest", _of_texts, _texts),
     _program("a mean over ragged tokens", _custom(OfTokens), _ragged),
+    _program("ragged tokens that the model pads", _bag, _ragged),
     _program("a mean over sparse ratings", _custom(OfRatings), _sparse),
     _program("the same noise for all", _compiled(NoiseForAll, _three_classes), _of_four),
     _program(

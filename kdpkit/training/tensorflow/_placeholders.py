@@ -1,0 +1,62 @@
+"""Placeholders for a replica's part of a dataset's element, with which a model is first traced."""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend import compute_output_spec
+
+
+def placeholders(spec: Any, num_examples: int | None = None) -> Any:
+    """Return Keras' placeholders; of ragged parts the specification, for Keras has none of these.
+
+    Args:
+        spec: What specifies the dataset's element.
+        num_examples: Stands in for an unknown number of dense examples.
+    """
+
+    def placeholder(spec: tf.TypeSpec) -> Any:
+        spec = getattr(spec, "_value_specs", (spec,))[0]
+        if not hasattr(spec, "shape") or isinstance(spec, tf.OptionalSpec):
+            return None
+        if isinstance(spec, tf.RaggedTensorSpec):
+            return spec
+        is_sparse, shape = isinstance(spec, tf.SparseTensorSpec), spec.shape
+        if shape.rank and not is_sparse:
+            shape = [shape[0] or num_examples, *shape[1:]]
+        return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
+
+    return tf.nest.map_structure(placeholder, spec)
+
+
+def trace(function: Callable, *args: Any) -> Any:
+    """Call a function with placeholders, and return those of its results."""
+
+    def call(*args: Any) -> Any:
+        return function(*keras.tree.map_structure(_of_ragged, args))
+
+    return compute_output_spec(call, *args)
+
+
+def build_for_ragged(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> None:
+    """Build model, metrics and loss, as Keras does for examples that are not ragged."""
+
+    def call(x: Any, y: Any, sample_weight: Any) -> None:
+        outputs = model(x, training=False)
+        model.compute_metrics(x, y, outputs, sample_weight=sample_weight)
+        model._compute_loss(x, y, outputs, sample_weight=sample_weight, training=False)
+
+    trace(call, x, y, sample_weight)
+
+
+def is_ragged(part: Any) -> bool:
+    """Return whether a placeholder stands for ragged examples."""
+    return isinstance(part, tf.RaggedTensorSpec)
+
+
+def _of_ragged(part: Any) -> Any:
+    if not is_ragged(part):
+        return part
+    rank = part.ragged_rank
+    return tf.compat.v1.ragged.placeholder(part.dtype, rank, part.shape[rank + 1 :])
