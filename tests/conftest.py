@@ -1,6 +1,7 @@
 """Eight logical CPUs for every test process, on the backend that KERAS_BACKEND names."""
 
 import atexit
+import collections
 import gc
 import os
 import pathlib
@@ -93,6 +94,7 @@ def pytest_addoption(parser):
 
 def pytest_collection_modifyitems(config, items):
     """Run what was asked for; leave tests of another backend to the process that has it."""
+    _mark_cases_beyond_samples(items)
     left_out = {"exhaustive": not config.getoption("exhaustive")}
     left_out["slow"] = left_out["exhaustive"] and not config.getoption("all")
     kept, deselected = [], []
@@ -110,6 +112,17 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("needs"):
             if older := _older(**marker.kwargs):
                 item.add_marker(pytest.mark.skip(reason=older))
+
+
+def _mark_cases_beyond_samples(items):
+    seen = collections.Counter()
+    for item in items:
+        sample = item.get_closest_marker("sampled")
+        if sample is not None:
+            test = item.path, item.originalname
+            if seen[test] >= sample.args[0]:
+                item.add_marker(pytest.mark.exhaustive)
+            seen[test] += 1
 
 
 def _older(*, reason, **versions):

@@ -37,6 +37,7 @@ def benched(capsys, *words):
     return code, report
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(
@@ -68,6 +69,7 @@ def test_a_workload_is_trained_on_one_device_and_on_two(capsys, workload, backen
         assert rows[1]["efficiency"] == pytest.approx(speeds[1] / speeds[0] / 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "backend", ["tensorflow", pytest.param("jax", marks=pytest.mark.exhaustive)]

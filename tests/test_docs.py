@@ -52,6 +52,18 @@ def programs():
 
 
 PROGRAMS = programs()
+REPEATING = (  # others show nearly the same, or have tests of their own
+    "explanation/what_stays_exact",
+    "how_to/diagnostics",
+    "how_to/experiment_trackers",
+    "how_to/gradient_noise_scale",
+    "how_to/large_vocabularies",
+    "how_to/several_processes: KERAS_BACKEND=jax",
+    "how_to/tensorboard",
+    "moving_here/accelerate_or_lightning",
+    "moving_here/horovod",
+    "moving_here/keras_hub_guide",
+)
 
 
 def run(command, folder, fails_with=None):
@@ -134,7 +146,13 @@ def test_pages_have_programs_and_no_other_titles():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name.startswith(REPEATING) else ())
+        for name in PROGRAMS
+    ],
+)
 def test_a_program_of_a_page_runs(name, tmp_path):
     command, text = PROGRAMS[name]
     for package in ("mlflow", "wandb"):
@@ -144,6 +162,7 @@ def test_a_program_of_a_page_runs(name, tmp_path):
     run(command, tmp_path)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, len(blocks(ERRORS, "python"))))
 def test_a_program_of_the_page_of_errors_does_what_its_title_says(number, tmp_path):

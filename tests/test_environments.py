@@ -51,6 +51,12 @@ ON_JAX = {
     ],
 }
 
+REPEATING = (
+    "callbacks",
+    "diagnostics",
+    "vocabulary",
+)  # what they test differs least between the backends
+
 pytestmark = pytest.mark.skipif(
     keras.backend.backend() != "tensorflow", reason="starts other environments; once is enough"
 )
@@ -72,7 +78,13 @@ def run(command, **environment):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("files", [*ON_JAX.values()], ids=[*ON_JAX])
+@pytest.mark.parametrize(
+    "files",
+    [
+        pytest.param(files, id=name, marks=pytest.mark.exhaustive if name in REPEATING else ())
+        for name, files in ON_JAX.items()
+    ],
+)
 def test_what_serves_both_backends_passes_on_jax(files, request):
     all_of_them = request.config.getoption("exhaustive")
     # What is slow and not about JAX alone is the same again.

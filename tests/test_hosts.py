@@ -100,6 +100,7 @@ class Hosts:
         return [output.read_text() for output in self.outputs]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not shutil.which("ip"), reason="the command `ip` is not there")
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
 def test_when_the_network_is_cut_both_hosts_report_it_and_end(tmp_path, backend):

@@ -563,6 +563,7 @@ def test_a_mistake_in_the_flags_is_one_sentence(words, sentence, capsys):
 # All of it.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(280)
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="starts processes on JAX")

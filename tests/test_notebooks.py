@@ -65,6 +65,7 @@ def source(path, checkout, tmp_path):
     return "kdpkit", {"PIP_FIND_LINKS": str(wheels), "PIP_NO_INDEX": "1"}
 
 
+@pytest.mark.sampled(1)
 @EACH
 @pytest.mark.slow
 @pytest.mark.tensorflow  # both start kernels of their own; once is enough

@@ -155,6 +155,7 @@ INVALID = [
 ]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_cluster_trains_exactly_and_outlives_its_chief_and_its_workers(cluster, tmp_path):
     file, state, until = str(tmp_path / "model.keras"), str(tmp_path / "state"), tmp_path / "until"

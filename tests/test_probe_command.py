@@ -129,6 +129,7 @@ def test_without_tensorflow_its_ways_cannot_be_and_how_to_install_it_is_reported
 # What fails, or hangs, as real processes.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_what_takes_too_long_is_ended_with_all_that_it_started(capsys, planted, tmp_path):
     planted(HANGS.format(began=str(tmp_path / "began")))
@@ -156,6 +157,7 @@ def test_what_raises_fails_with_the_error_and_the_way_to_see_more(capsys, plante
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_however_the_probe_ends_it_leaves_no_process(planted, tmp_path, number):

@@ -87,6 +87,7 @@ def test_the_slurm_script_tries_again_and_goes_back_into_the_queue(tmp_path, cod
         assert len((tmp_path / f"state-{task}").read_text()) == min(len(codes), 3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.tensorflow
 @pytest.mark.timeout(900)

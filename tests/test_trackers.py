@@ -97,6 +97,7 @@ def check_all(directory, histories):
     return found
 
 
+@pytest.mark.exhaustive
 def test_mirrored_replicas_log_one_run(tmp_path):
     ways = ("fit", "loop", "WandbMetricsLogger", "autolog, fit", "autolog, loop")
     histories = program("train", str(tmp_path), "mirrored", *ways)

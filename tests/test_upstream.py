@@ -15,6 +15,7 @@ INDEX = (ROOT / "docs" / "upstream" / "README.md").read_text(encoding="utf-8")
 pytestmark = pytest.mark.tensorflow  # once: each program chooses its own backend and devices
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.needs(keras="3.15", jax="0.10", reason="the faults were measured with these versions")
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)

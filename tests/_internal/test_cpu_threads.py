@@ -67,6 +67,7 @@ print("finite:", np.isfinite(weights[0]).all())
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="once is enough")
 def test_steps_on_jax_end_however_far_python_runs_ahead():

@@ -210,6 +210,7 @@ STOPS = [(name, 6) for name in TRAINERS]
 MORE_STOPS = [(name, stop) for name in ("fit on pipelines", [*TRAINERS][-1]) for stop in (1, 5, 14)]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stop"),
     [
@@ -225,6 +226,7 @@ def test_a_run_stopped_before_any_step_ends_as_one_that_was_not(tmp_path, undist
     assert_same(run(train, tmp_path), undisturbed(train))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("save_freq", ["epoch", 7])
 def test_what_was_not_saved_is_done_again(tmp_path, undisturbed, save_freq):
@@ -544,6 +546,7 @@ def crash(resume, train):
         train(resume, data, data, [CrashAt(1)])
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("train", "number", "times"),

@@ -88,6 +88,7 @@ def in_memory(size=BATCH):
     return untuned(tf.data.Dataset.from_tensor_slices((X, Y)).repeat().batch(size))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_a_slow_map_is_input_bound_and_the_cache_it_names_helps():
@@ -119,6 +120,7 @@ def test_a_slow_map_is_input_bound_and_the_cache_it_names_helps():
     assert_faster((model, before, ()), (model, after, ()), times=2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_a_slow_disk_is_input_bound_and_reading_files_at_once_helps(tmp_path):
@@ -191,6 +193,7 @@ def recurrent(**settings):
     return compiled(keras.Sequential([keras.Input((200, 16)), *layers]), **settings)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_a_heavy_model_is_compute_bound_and_xla_helps_a_recurrent_one():
@@ -334,6 +337,7 @@ def randomly(layers=keras.layers):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["fit", "loop"])
 def test_nothing_is_trained_and_training_goes_on_as_if_nothing_had_been_measured(by):

@@ -122,22 +122,35 @@ def backend_of(column: str) -> str:
 
 # Of the optimizers that both columns train alike, and that differ from others by a formula alone.
 _ALIKE = ("SGD", "RMSprop", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion")
+_LIKE_OTHERS = (
+    "even batches",
+    "BatchNormalization(synchronized=True)",
+    "synchronized BatchNormalization under a mask",
+    "mixed_float16, overflow on the last replica",
+    "reduction='sum_over_batch_size'",
+    "the same with a weight for every token",
+    "masked language model of KerasHub's guide",
+    "the same with steps_per_execution=3",
+)
 REPEATING = {
     *((f"optimizer {name}", "replica_exact") for name in _ALIKE),
     *((f"optimizer {name}", "TrainingLoop") for name in (*_ALIKE, "Adam", "Adafactor", "Lamb")),
+    *((name, "replica_exact") for name in _LIKE_OTHERS),
 }
 
 
-def cells(names: Iterable[str], columns: Iterable[str]) -> list[Any]:
+def cells(names: Iterable[str], columns: Iterable[str], *marks: Any) -> list[Any]:
     """Give settings with columns as a test's parameters, left out where Keras is too old."""
     settings = {setting.name: setting for setting in SETTINGS}
     parameters = []
     for name, column in itertools.product(names, columns):
         since = settings[name].since.get(backend_of(column))
-        marks = [pytest.mark.needs(keras=since, reason="Keras cannot train it so")] if since else []
+        of_cell = [*marks]
+        if since:
+            of_cell.append(pytest.mark.needs(keras=since, reason="Keras cannot train it so"))
         if (name, column) in REPEATING:
-            marks.append(pytest.mark.exhaustive)
-        parameters.append(pytest.param(name, column, marks=marks))
+            of_cell.append(pytest.mark.exhaustive)
+        parameters.append(pytest.param(name, column, marks=of_cell))
     return parameters
 
 

@@ -19,6 +19,7 @@ QUICK = [
     "gradient_accumulation_steps with a schedule and clipping",
     "bool and string features",
 ]
+OTHERS = [name for name in SETTINGS if name not in QUICK]
 
 
 def mirrored(replicas):
@@ -50,13 +51,20 @@ def test_replicas_train_what_one_device_trains(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    ("name", "column"), exactness.cells(SETTINGS, ["replica_exact", "TrainingLoop"])
+    ("name", "column"),
+    [
+        *exactness.cells(OTHERS, ["replica_exact"]),
+        *exactness.cells(QUICK, ["TrainingLoop"]),
+        *exactness.cells(QUICK, ["replica_exact"], pytest.mark.exhaustive),
+        *exactness.cells(OTHERS, ["TrainingLoop"], pytest.mark.exhaustive),
+    ],
 )
 def test_every_setting_keeps_its_promise(name, column, replicas):
     outcome = exactness.measure(SETTINGS[name], column, replicas, rows=exactness.UNEVEN)
     assert outcome.verdict == SETTINGS[name].promise_in(column), outcome
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("verdict", "names"),
@@ -136,6 +144,7 @@ def test_calling_it_twice_changes_nothing_more():
     assert model.train_step == step
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("in_scope", [False, True])
 @pytest.mark.parametrize("compile_first", [False, True])
@@ -219,8 +228,9 @@ def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2, 4])
+@pytest.mark.parametrize("replicas", [2, 1, 4])
 def test_training_saved_on_four_replicas_goes_on_at_any_count(replicas, tmp_path):
     def make():
         with_norm = with_batch_norm()

@@ -139,11 +139,8 @@ STEPS = {
 }
 
 TELLING = (
-    "all with all",
-    "a gradient penalty",
     "clipped, with an embedding's slices",
     "a layer that looks at all examples",
-    "a loss scale",
 )
 
 

@@ -546,6 +546,7 @@ def saved(tmp_path_factory):
     return directory, predictions, continued(loop)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas",
@@ -786,6 +787,7 @@ def mean_size(_, predictions):
     return keras.ops.mean(keras.ops.abs(predictions))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("train", ["fit", "loop"])
@@ -879,6 +881,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
@@ -908,6 +911,7 @@ class Counted(keras.optimizers.schedules.LearningRateSchedule):
         return 0.1 / (1 + keras.ops.cast(step, "float32"))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.tensorflow
 @pytest.mark.parametrize("jit", [False, True])
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -91,12 +91,13 @@ def _with_all_logits(of, policy):  # noqa: ARG001 the same model computes otherw
     )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "jit", "chunk_size"),
     [
-        (1, True, 53),
         (3, None, 10),
+        (1, True, 53),
         pytest.param(1, None, 10, marks=pytest.mark.exhaustive),
     ],
 )
@@ -116,6 +117,7 @@ def test_it_trains_what_a_loop_over_all_logits_trains(replicas, jit, chunk_size,
         assert ours[name] == pytest.approx(values, rel=1e-5)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.parametrize("of", ["Roberta", "DistilBert"])
 def test_other_masked_language_models_train_as_over_all_logits(of):
@@ -137,6 +139,7 @@ def halved(request):
     keras.config.set_dtype_policy("float32")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.usefixtures("halved")
 @pytest.mark.parametrize(

@@ -55,12 +55,15 @@ NETWORKS = {
 }
 
 
+MARKS = {
+    "convolution and max-pooling": (),
+    **dict.fromkeys(("depthwise", "transposed", "along one axis"), (pytest.mark.slow,)),
+}
+
+
 @pytest.mark.parametrize(
     "name",
-    [
-        name if i == 1 else pytest.param(name, marks=pytest.mark.slow)
-        for i, name in enumerate(NETWORKS)
-    ],
+    [pytest.param(name, marks=MARKS.get(name, pytest.mark.exhaustive)) for name in NETWORKS],
 )
 def test_a_replica_without_examples_trains_as_one_device(name):
     shape = NETWORKS[name]().input_shape[1:]

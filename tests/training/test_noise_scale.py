@@ -111,6 +111,7 @@ class Intervals(keras.callbacks.Callback):
         self.seen.append(self.loop.noise_scale)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_of_many_intervals_of_a_loop_19_in_20_hold_the_truth():
     loop = quadratic(1 if ON_JAX else 2, 2 if ON_JAX else 1, steps_per_loop=50)
@@ -304,6 +305,7 @@ CASES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "accumulation"), [CUTS[0], CUTS[-1]])
 @pytest.mark.parametrize("case", [*CASES])
@@ -387,6 +389,7 @@ def test_the_scale_of_a_loss_is_no_part_of_its_gradient(settings, tolerance):
 # What it leaves as it was.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("replicas", "accumulation"), CUTS)
 @pytest.mark.parametrize("jit", [False, pytest.param(True, marks=pytest.mark.exhaustive)])

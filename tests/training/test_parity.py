@@ -57,6 +57,7 @@ class DividedTwice(keras.Sequential):
         return loss / tf.distribute.get_strategy().num_replicas_in_sync
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("build", "data", "batch", "cause"),
@@ -92,6 +93,7 @@ def test_what_keras_gets_wrong_has_its_causes_named(build, data, batch, cause):
     assert report.cause in str(report)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("make", "factor"), [(PlainMean, "R"), (DividedTwice, "1/R")])
 def test_a_wrong_factor_is_measured_and_named(make, factor):
@@ -129,6 +131,7 @@ small_steps = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @small_steps
 def test_rounding_that_an_optimizer_enlarges_is_no_difference(optimizer):
@@ -138,6 +141,7 @@ def test_rounding_that_an_optimizer_enlarges_is_no_difference(optimizer):
     assert ("rounding" in str(report)) == (report.weights > 1e-5)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @small_steps
 def test_rounding_hides_no_uneven_batch(optimizer):

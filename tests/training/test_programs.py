@@ -17,7 +17,6 @@ ALL = [program for module in MODULES for program in getattr(module, "PROGRAMS", 
 HERE = [program for program in ALL if keras.backend.backend() in program.backends]
 QUICK = ("train_step with its own loss and trackers", "a layer that computes loss and accuracy")
 SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
-    "SimCLR with a linear probe",
     "train_step that clips by the global norm",
     "train_step that divides by the number of replicas",
     "mixup in the step",

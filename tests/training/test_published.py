@@ -83,6 +83,7 @@ def distance(weights, expected, start):
     return max(np.abs(a - b).max() for a, b in zip(weights, expected, strict=True)) / change
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_articles_loop_drifts_where_ours_does_not():
     strategy = strategies.select_strategy("mirrored", devices=2)

@@ -148,6 +148,7 @@ RIGHT = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [2, *MORE])
 @pytest.mark.parametrize(
     "name",

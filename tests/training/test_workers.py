@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import scaling
@@ -34,6 +34,7 @@ def dealt(dataset, workers, local):
 
 
 @pytest.mark.slow
+@settings(max_examples=30)
 @given(
     num_examples=st.integers(1, 20),
     size=st.integers(1, 9),
