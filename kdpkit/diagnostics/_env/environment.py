@@ -218,7 +218,7 @@ def _of_frameworks(frameworks: tuple[Framework, ...]) -> Iterator[Finding]:
                 "error",
                 framework.name,
                 f"{title} {framework.version} does not start: {framework.problem}",
-                f'Run `python -c "import {framework.name}"` to see the whole error.',
+                f'Run `python -c "import {framework.name}"` to see the complete error.',
             )
 
 

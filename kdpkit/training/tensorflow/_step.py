@@ -113,7 +113,7 @@ class ReplicaStep:
             self.gathered = False
 
     def counts_examples(self, tensor: tf.Tensor) -> bool:
-        """Tell, while it is traced, whether a tensor has an entry for each example."""
+        """Return, while it is traced, whether a tensor has an entry for each example."""
         size = tensor.shape[0]
         return size is None or (tf.executing_eagerly() and size == int(self.num_examples))
 
