@@ -226,8 +226,8 @@ class TrainingLoop:
             epochs: The number of the epoch to end before.
             callbacks: Keras callbacks, called as by `keras.Model.fit`.
             initial_epoch: The epoch to begin with, from 0.
-            steps_per_epoch: Batches in an epoch; None takes the complete dataset. Then an epoch goes
-                on where the last one stopped.
+            steps_per_epoch: Batches in an epoch; None takes all of the dataset. With a
+                number, an epoch goes on where the last one stopped.
             validation_steps: Batches of `validation` to evaluate; None takes all.
             verbose: As in `keras.Model.fit`.
 

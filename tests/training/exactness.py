@@ -297,7 +297,7 @@ def _add(
 
 _add("even batches")
 _add("uneven last batch", data=_data(rows=EVEN - 1))
-_add("last batch of one row: replicas without rows", data=_data(rows=BATCH + 1))
+_add("last batch of one example: replicas without examples", data=_data(rows=BATCH + 1))
 _add("first batch no multiple of the replicas", data=_data(batch_size=23))
 _add("a first batch smaller than the replicas", data=_data(rows=1))
 
@@ -315,12 +315,12 @@ def _batch_norm(make: Callable = layers.BatchNormalization) -> Callable[[], kera
 
 _add("BatchNormalization(synchronized=True)", _batch_norm(_synchronized))
 _add(
-    "synchronized BatchNormalization, replicas without rows",
+    "synchronized BatchNormalization, replicas without examples",
     _batch_norm(_synchronized),
     _data(rows=BATCH + 1),
 )
 _add("BatchNormalization", _batch_norm())
-_add("BatchNormalization, replicas without rows", _batch_norm(), _data(rows=BATCH + 1))
+_add("BatchNormalization, replicas without examples", _batch_norm(), _data(rows=BATCH + 1))
 _add("Dropout", lambda: _compiled(_net(layers.Dropout(0.5))))
 
 

@@ -14,8 +14,8 @@ from tests.training import exactness
 
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
 QUICK = [
-    "last batch of one row: replicas without rows",
-    "synchronized BatchNormalization, replicas without rows",
+    "last batch of one example: replicas without examples",
+    "synchronized BatchNormalization, replicas without examples",
     "gradient_accumulation_steps with a schedule and clipping",
     "bool and string features",
 ]

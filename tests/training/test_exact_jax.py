@@ -20,9 +20,9 @@ pytestmark = pytest.mark.jax
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
 # What the backends do differently; `python -m tests.training.exactness` measures all.
 TELLING = [
-    "last batch of one row: replicas without rows",
+    "last batch of one example: replicas without examples",
     "first batch no multiple of the replicas",
-    "BatchNormalization, replicas without rows",
+    "BatchNormalization, replicas without examples",
     "Dropout",
     "global_clipnorm",
     "gradient_accumulation_steps with a schedule and clipping",

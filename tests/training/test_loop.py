@@ -115,7 +115,7 @@ def steps_of(loop):
         (2, 4),
         pytest.param(2, 5, marks=pytest.mark.slow),
         pytest.param(3, 4, marks=pytest.mark.slow),
-        pytest.param(4, 4, id="replicas without rows"),
+        pytest.param(4, 4, id="replicas without examples"),
     ],
 )
 def test_weights_and_logs_are_those_of_keras_fit_on_one_device(replicas, size):
@@ -792,7 +792,7 @@ def mean_size(_, predictions):
 @pytest.mark.parametrize("replicas", [2, 4])
 @pytest.mark.parametrize("train", ["fit", "loop"])
 def test_moving_state_and_scalar_metrics_are_those_of_the_global_batch(train, replicas):
-    data = batches(12, 13)  # one row last: replicas without rows
+    data = batches(12, 13)  # one row last: replicas without examples
     one = with_centered()
     one.compile("sgd", crossentropy(), metrics=[mean_size])
     expected = one.fit(data, epochs=2, verbose=0).history

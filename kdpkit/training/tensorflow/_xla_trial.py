@@ -8,7 +8,7 @@ _SECONDS = 0.2  # that the timed calls of a choice take at least
 
 
 class XlaTrial:
-    """Decides for each call of the training function whether XLA compiles it, until one way has won.
+    """Decides for each call of the training function whether XLA compiles it, until one way wins.
 
     Calls without and with XLA take turns, so that a busy machine slows both alike; the first call
     of each compiles and is not counted. Every call trains, and none is made for the measurement.
