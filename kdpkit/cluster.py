@@ -87,9 +87,10 @@ class ClusterConfig:
     ) -> Self:
         """Read the cluster from the environment variables of this process.
 
-        The first of these that is set is used: `TF_CONFIG`, Keras' `KERAS_DISTRIBUTION_*`, SLURM's
-        in tasks started by `srun`, and Kubernetes' in indexed Jobs and JobSets.
-        `docs/how_to/cluster.md` lists the variables.
+        The first of these that is set is used: `TF_CONFIG`, Keras' `KERAS_DISTRIBUTION_*`, those of
+        JAX, Kubeflow, `torchrun`, Open MPI and MPICH, Vertex AI's, SageMaker's, SLURM's in tasks
+        started by `srun`, and Kubernetes' in indexed Jobs and JobSets. `docs/how_to/cluster.md`
+        lists the variables.
 
         Args:
             environ: The variables; None reads `os.environ`.
@@ -97,9 +98,9 @@ class ClusterConfig:
                 have it; elsewhere it must agree.
             parameter_servers: How many of the processes, counted from the last, are parameter
                 servers; the first is then the chief. Must agree with TF_CONFIG, if that is set.
-            base_port: First port on SLURM and Kubernetes, to which a task adds its index on its
-                node. None derives it from the job's number on SLURM, so jobs on the same node use
-                different ports, and is 9876 on Kubernetes.
+            base_port: First port where only hosts are known, to which a task adds its index on its
+                node. None derives it from the job, so jobs on the same node use different ports,
+                and is 9876 on Kubernetes.
             service: The headless service of a Kubernetes Job, its pods' `subdomain`; None uses the
                 JobSet's name.
 

@@ -11,7 +11,13 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from kdpkit import errors
-from kdpkit._internal import checks, parameter_servers, processes, tpu_host
+from kdpkit._internal import (
+    checks,
+    parameter_servers,
+    processes,
+    tpu_host,
+    unjoined_processes,
+)
 from kdpkit._internal.parameter_servers import serve_if_server as serve_if_server
 from kdpkit._internal.tpu_connection import connect_tpu as connect_tpu
 from kdpkit._internal.tpu_connection import tensorflow_drives_tpus
@@ -56,7 +62,8 @@ def select_strategy(
 
     Raises:
         ValueError: An unknown kind, a device that does not exist, too many devices; a cluster
-            strategy without a cluster, or with an invalid one; for `"multi_worker"` a process that
+            strategy without a cluster, or with an invalid one; another strategy in one of several
+            processes that were started to train together; for `"multi_worker"` a process that
             does not start in time, a port in use, or a TensorFlow runtime that has already started.
 
     >>> select_strategy("one").num_replicas_in_sync
@@ -67,6 +74,8 @@ def select_strategy(
     checks.one_of("communication", communication, _COMMUNICATION)
     checks.integer("start_timeout_seconds", start_timeout_seconds)
     _check_kind(kind, devices, tpu)
+    if kind not in ("multi_worker", "parameter_server"):
+        unjoined_processes.reject("Use the strategy 'multi_worker'.")
     if kind == "auto":
         kind, why = _best_kind(tpu)
         print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice made for the user is reported

@@ -152,10 +152,10 @@ def main(argv=None):
         global_batch_size=plan.global_batch_size,
         test=loop.evaluate(test, verbose=0),
     )
+    if args.log_dir:
+        experiment.save_model(loop.model, args.log_dir / "model.keras")
     if is_first:
         experiment.write_results(args.results, results)
-        if args.log_dir:
-            experiment.save_model(loop.model, args.log_dir / "model.keras")
         print(f"Test: {results['test']}")
     return results
 

@@ -39,6 +39,7 @@ INTERNAL = {
     "parameter_servers": TENSORFLOW,
     "precision": PURE,
     "prepared_data": KERAS,
+    "process_launchers": PURE,
     "presets": PURE,
     "private_copies": TENSORFLOW,
     "processes": KERAS,
@@ -52,6 +53,7 @@ INTERNAL = {
     "storage": PURE,
     "tpu_connection": TENSORFLOW,
     "tpu_host": PURE,
+    "unjoined_processes": KERAS,
     "versions": KERAS,
     "worker_output": PURE,
     "writable": PURE,
@@ -116,7 +118,8 @@ def allowed(part):
         frameworks, parts = ALLOWED[part]
         return frameworks, parts | {part}
     name = part.partition(".")[2]
-    above = {"cluster"} if name in ("multi_worker", "parameter_servers") else set()
+    joining = ("multi_worker", "parameter_servers", "unjoined_processes")
+    above = {"cluster"} if name in joining else set()
     return INTERNAL.get(name, PURE), {"launch"} if name == "commands" else above
 
 

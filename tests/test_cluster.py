@@ -338,9 +338,11 @@ def test_tf_config_as_kubeflow_writes_it():
     ("environ", "sentence"),
     [
         ({"TF_CONFIG": "{"}, "TF_CONFIG is not valid JSON"),
-        ({"TF_CONFIG": "[]"}, 'TF_CONFIG must have a "cluster"'),
+        ({"TF_CONFIG": "[]"}, "TF_CONFIG must be a JSON object"),
+        ({"TF_CONFIG": '{"cluster": []}'}, 'TF_CONFIG must have a "cluster"'),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 'TF_CONFIG must have a "task"'),
-        (tf_config({"master": ["a:1"]}), "roles; they must be among chief, worker.*'master'"),
+        (tf_config({"boss": ["a:1"]}), "roles; they must be among chief, worker.*'boss'"),
+        (tf_config({"chief": ["a:1"], "master": ["b:1"]}), "may have at most one chief"),
         (tf_config({"worker": "a:1"}), "`worker` must be a list of strings"),
         (tf_config({"worker": {"1": "a:1"}}), "`worker` must be a list of strings"),
         (tf_config({"chief": ["a:1", "b:1"]}), "may have at most one chief"),
@@ -392,6 +394,128 @@ def test_what_is_wrong_with_keras_variables_is_reported(environ, sentence):
 
 
 # Which environment counts.
+
+
+# Launchers that number the processes.
+
+# What Open MPI 4.1.4 and MPICH 4.0.2 set for the second of two processes.
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_MCA_orte_hnp_uri": "745472000.0;tcp://192.0.2.2:47295;tcp6://[fd00::2]:42369",
+    "PMIX_NAMESPACE": "745472001",
+}
+MPICH = {"MPI_LOCALNRANKS": "2", "PMI_RANK": "1", "PMI_SIZE": "2"}
+TORCHRUN = {
+    "MASTER_ADDR": "node0",
+    "MASTER_PORT": "29500",
+    "RANK": "1",
+    "WORLD_SIZE": "2",
+    "LOCAL_WORLD_SIZE": "1",
+}
+JAX = {
+    "JAX_COORDINATOR_ADDRESS": "node0:1234",
+    "JAX_NUM_PROCESSES": "2",
+    "JAX_PROCESS_ID": "1",
+}
+JAX_JOB = {
+    "COORDINATOR_ADDRESS": "job-worker-0",
+    "COORDINATOR_PORT": "6666",
+    "NUM_PROCESSES": "2",
+    "PROCESS_ID": "1",
+}
+SAGEMAKER = {"SM_HOSTS": '["algo-1","algo-2"]', "SM_CURRENT_HOST": "algo-2"}
+
+
+@pytest.mark.parametrize("environ", [OPEN_MPI, MPICH, TORCHRUN | {"LOCAL_WORLD_SIZE": "2"}])
+def test_processes_on_one_machine_all_have_its_address(environ):
+    config = read(environ)
+    assert (config.process_count, config.process_index) == (2, 1)
+    assert [address.partition(":")[0] for address in config.workers] == ["localhost"] * 2
+    assert read(environ, base_port=9000).workers == ("localhost:9000", "localhost:9001")
+    first = read(environ | {name: "0" for name in environ if name.endswith("RANK")})
+    assert first.workers == config.workers
+    assert first.is_chief
+
+
+@pytest.mark.parametrize(
+    ("environ", "first"),
+    [
+        (TORCHRUN, "node0:29501"),
+        (JAX, "node0:1234"),
+        (JAX_JOB, "job-worker-0:6666"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "192.0.2.2:"),
+        (
+            OPEN_MPI
+            | {
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+                "OMPI_MCA_orte_hnp_uri": "1.0;tcp6://[fd00::2]:4",
+            },
+            "[fd00::2]:",
+        ),
+    ],
+)
+def test_of_several_machines_the_first_process_has_an_address(environ, first):
+    config = read(environ)
+    assert config.coordinator.startswith(first)
+    assert (config.process_count, config.process_index, config.is_chief) == (2, 1, False)
+    with pytest.raises(ValueError, match="needs the address of every process"):
+        config.to_tf_config()
+    with pytest.raises(ValueError, match="all addresses are needed"):
+        read(environ, parameter_servers=1)
+
+
+def test_jobs_on_one_machine_have_ports_apart():
+    other = OPEN_MPI | {"PMIX_NAMESPACE": "745472002"}
+    assert {*read(OPEN_MPI).workers}.isdisjoint(read(other).workers)
+
+
+def test_hosts_of_sagemaker():
+    config = read(SAGEMAKER, base_port=7000)
+    assert config == ClusterConfig(["algo-1:7000", "algo-2:7000"], index=1)
+
+
+def test_worker_pools_of_vertex_ai():
+    pools = {"workerpool0": ["a:1"], "workerpool1": ["b:1", "c:1"]}
+    task = {"type": "workerpool1", "index": 1, "trial": "none"}
+    environ = {"CLUSTER_SPEC": json.dumps({"cluster": pools, "task": task})}
+    assert read(environ) == ClusterConfig(["b:1", "c:1"], chief="a:1", index=1)
+    assert read(environ).process_index == 2
+
+
+def test_the_chief_may_be_called_master():
+    task = {"type": "master", "index": 0}
+    config = read(tf_config({"master": ["a:1"], "worker": ["b:1"]}, task))
+    assert config == ClusterConfig(["b:1"], chief="a:1", role="chief")
+
+
+def test_a_launcher_inside_a_scheduler_goes_before_it():
+    assert cluster.source(OPEN_MPI | SEVERAL_A_NODE | INDEXED_JOB) == "Open MPI"
+    assert cluster.source(JAX | OPEN_MPI) == "JAX"
+    assert cluster.source({"RANK": "0", "WORLD_SIZE": "2"}) is None  # anybody's names
+    assert cluster.source({"PROCESS_ID": "0", "NUM_PROCESSES": "2"}) is None
+    # `srun` numbers its tasks for MPI too.
+    assert cluster.source({"PMI_RANK": "0", "PMI_SIZE": "7"} | SEVERAL_A_NODE) == "SLURM"
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        (MPICH | {"MPI_LOCALNRANKS": "1"}, "MPICH does not tell .*PMI_SIZE=2.*JAX_COORDINATOR_ADD"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK must be an integer"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "one of the cluster's.*index=2"),
+        (TORCHRUN | {"MASTER_PORT": ""}, "torchrun does not tell"),
+        (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, "must be the address and port"),
+        (SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS is not valid JSON"),
+        (SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, "must be one of SM_HOSTS.*'algo-3'"),
+        ({"CLUSTER_SPEC": "{}"}, "must have a `cluster` of worker pools"),
+        ({"CLUSTER_SPEC": "["}, "CLUSTER_SPEC is not valid JSON"),
+    ],
+)
+def test_what_is_wrong_with_a_launchers_variables_is_reported(environ, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        read(environ)
 
 
 def test_what_was_set_for_the_program_goes_before_schedulers():

@@ -183,7 +183,8 @@ def test_the_first_of_two_processes_logs_its_devices(two):
 @pytest.mark.slow
 def test_the_recipe_trains_in_two_processes(tmp_path):
     results_file = tmp_path / "results.json"
-    together = ["--smoke", "--results", str(results_file), "--processes", "2"]
+    together = ["--smoke", "--results", str(results_file), "--log-dir", str(tmp_path / "logs")]
+    together += ["--processes", "2"]
     together += ["--coordinator", f"localhost:{free_port()}", "--process"]
     running = [
         subprocess.Popen(
@@ -207,6 +208,7 @@ def test_the_recipe_trains_in_two_processes(tmp_path):
     assert "Test:" not in outputs[1]
     found = json.loads(results_file.read_text())
     assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
+    assert [path.name for path in (tmp_path / "logs").glob("*.keras")] == ["model.keras"]
 
 
 # What would hang JAX, or what it would not notice.

@@ -65,6 +65,44 @@ def test_bad_arguments_get_one_sentence(arguments, sentence, monkeypatch):
         strategies.select_strategy(**arguments)
 
 
+EVALUATOR = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "evaluator", "index": 0}}'
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+
+
+@pytest.mark.parametrize("kind", ["auto", "one", "mirrored"])
+def test_a_process_that_would_train_a_copy_raises(kind, monkeypatch):
+    for name, value in OPEN_MPI.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match=r"Open MPI started.*process=1, processes=2.*multi_worker"):
+        strategies.select_strategy(kind)
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "1"},
+        {"JOB_COMPLETION_INDEX": "1", "HOSTNAME": "search-1"},  # pods may try different settings
+        {
+            "SLURM_PROCID": "0",
+            "SLURM_JOB_NODELIST": "n1",
+            "SLURM_NTASKS": "2",
+            "ENVIRONMENT": "BATCH",
+        },
+        {
+            "TF_CONFIG": EVALUATOR,
+        },
+    ],
+)
+def test_a_process_that_trains_no_copy_may_have_any_strategy(environ, monkeypatch):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert strategies.select_strategy("one") is tf.distribute.get_strategy()
+
+
 def test_a_strategy_inside_anothers_scope_raises():
     outer = strategies.select_strategy("mirrored", devices=2)
     with outer.scope(), pytest.raises(ValueError, match="active='MirroredStrategy'.*first"):

@@ -5,12 +5,11 @@ Every reader takes the environment variables and returns the arguments of a `Clu
 
 import dataclasses
 import itertools
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Required, TypedDict
+from typing import Any, Required, TypedDict
 
-from kdpkit._internal import checks
+from kdpkit._internal import checks, process_launchers
 
 ROLES = ("chief", "worker", "ps", "evaluator")  # as TF_CONFIG calls them
 
@@ -56,9 +55,14 @@ def source(environ: Mapping[str, str]) -> str | None:
         return "TF_CONFIG"
     if any(environ.get(name) for name in (ADDRESSES, COUNT, INDEX)):
         return "KERAS_DISTRIBUTION"
-    if environ.get("SLURM_PROCID"):
-        return "SLURM"
-    return "Kubernetes" if environ.get("JOB_COMPLETION_INDEX") else None
+    marks = {
+        "CLUSTER_SPEC": "Vertex AI",
+        "SM_HOSTS": "SageMaker",
+        "SLURM_PROCID": "SLURM",
+        "JOB_COMPLETION_INDEX": "Kubernetes",
+    }
+    described = (name for mark, name in marks.items() if environ.get(mark))
+    return process_launchers.launcher_of(environ) or next(described, None)
 
 
 def read(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
@@ -72,37 +76,44 @@ def read(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
             remedy = "On Kubernetes, set `completionMode: Indexed` on the Job."
         checks.fail(
             "No cluster is described in the environment: neither TF_CONFIG nor "
-            "KERAS_DISTRIBUTION_JOB_ADDRESSES, SLURM_PROCID or JOB_COMPLETION_INDEX is set.",
+            "KERAS_DISTRIBUTION_JOB_ADDRESSES is set, nor what a launcher or a scheduler sets.",
             remedy=remedy,
         )
     readers = {
         "TF_CONFIG": _from_tf_config,
         "KERAS_DISTRIBUTION": _from_keras,
+        "Vertex AI": _from_vertex,
+        "SageMaker": _from_sagemaker,
         "SLURM": _from_slurm,
         "Kubernetes": _from_kubernetes,
     }
-    return readers[name](environ, wanted)
+    return readers.get(name, _from_launcher)(environ, wanted)
 
 
-# TF_CONFIG and Keras' variables.
+# TF_CONFIG, what is alike, and Keras' variables.
 
 
 def _from_tf_config(environ: Mapping[str, str], _wanted: Wanted) -> Arguments:
-    text = environ["TF_CONFIG"]
-    try:
-        config = json.loads(text)
-    except json.JSONDecodeError as error:
-        checks.fail(f"TF_CONFIG is not valid JSON ({error.msg}).", TF_CONFIG=text)
-    cluster = config.get("cluster") if isinstance(config, dict) else None
+    return _by_role(process_launchers.json_of("TF_CONFIG", environ["TF_CONFIG"]))
+
+
+def _from_vertex(environ: Mapping[str, str], _wanted: Wanted) -> Arguments:
+    return _by_role(process_launchers.vertex_roles(environ))
+
+
+def _by_role(config: Mapping[str, Any]) -> Arguments:
+    cluster, task = config.get("cluster"), config.get("task")
     if not isinstance(cluster, dict):
         checks.fail(
-            'TF_CONFIG must have a "cluster" of lists of addresses by role.', TF_CONFIG=text
+            'TF_CONFIG must have a "cluster" of lists of addresses by role.', TF_CONFIG=config
         )
-    task = config.get("task")
     if not isinstance(task, dict) or not {"type", "index"} <= task.keys():
         checks.fail(
             'TF_CONFIG must have a "task" with the "type" and "index" of this process.', task=task
         )
+    if {"chief", "master"} <= cluster.keys():
+        checks.fail("TF_CONFIG may have at most one chief.", cluster=cluster)
+    cluster = {_role(name): addresses for name, addresses in cluster.items()}
     unknown = sorted(cluster.keys() - set(ROLES))
     if unknown:
         checks.fail(
@@ -116,9 +127,13 @@ def _from_tf_config(environ: Mapping[str, str], _wanted: Wanted) -> Arguments:
         "chief": next(iter(of_role["chief"]), None),
         "parameter_servers": of_role["ps"],
         "evaluators": of_role["evaluator"],
-        "role": str(task["type"]),
+        "role": _role(str(task["type"])),
         "index": _integer("The index of the task", task["index"]),
     }
+
+
+def _role(name: str) -> str:
+    return "chief" if name == "master" else name  # its name in TensorFlow 1, and in some clouds
 
 
 def _from_keras(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
@@ -126,9 +141,26 @@ def _from_keras(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
     addresses = [address.strip() for address in text.split(",")]
     index = _integer(INDEX, _required(environ, INDEX))
     processes = _integer(COUNT, environ.get(COUNT) or len(addresses))
+    return _of_position(process_launchers.Position(index, processes, addresses), wanted)
+
+
+# Launchers that number the processes.
+
+
+def _from_launcher(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
+    name = process_launchers.launcher_of(environ) or ""
+    return _of_position(process_launchers.position(name, environ, wanted.base_port), wanted)
+
+
+def _from_sagemaker(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
+    return _of_position(process_launchers.sagemaker_position(environ, wanted.base_port), wanted)
+
+
+def _of_position(position: process_launchers.Position, wanted: Wanted) -> Arguments:
+    index, count, addresses = position.index, position.count, position.addresses
     if not wanted.parameter_servers:
-        return {"workers": addresses, "index": index, "processes": processes}
-    if len(addresses) != processes:
+        return {"workers": addresses, "index": index, "processes": count}
+    if len(addresses) != count:
         checks.fail("With parameter servers all addresses are needed.", addresses=addresses)
     return _with_roles(addresses, index, wanted)
 

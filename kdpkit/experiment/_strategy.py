@@ -111,12 +111,14 @@ def _data_parallel(kind: str, replicas: int | None) -> "sharding.DataParallel":
     import keras
 
     from kdpkit import sharding
+    from kdpkit._internal import unjoined_processes
 
     if kind not in ("auto", "one", "mirrored", "tpu"):
         checks.fail(
             f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores.",
             backend="jax",
         )
+    unjoined_processes.reject("Use `recipes/cnn_jax.py`, which joins them, or start one.")
     replicas = 1 if kind == "one" else replicas
     asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if replicas and not asked:

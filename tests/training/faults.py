@@ -1,7 +1,9 @@
 """Steps and layers that are wrong on replicas, each in one way, as strangers write them.
 
-A new one is appended to `FAULTS`; `pytest --all -n 0 tests/training -k "its name"` runs its tests.
-Give it `fixed` where `gather_examples`, or what the error suggests, makes it right.
+A new one is appended to `FAULTS`; `pytest --all -n 0 tests/training/test_verification.py -k WORD`
+runs its tests, with a word of its name. It must show on the examples of the verification; those
+that show later are in `programs/hidden.py`. Give it `fixed` where `gather_examples`, or what the
+error suggests, makes it right.
 """
 
 import dataclasses
