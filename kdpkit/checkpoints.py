@@ -76,9 +76,9 @@ class CheckpointDirectory:
     def paths(self) -> list[storage.AnyPath]:
         """Return the files of the states, newest first."""
         found = {
-            tuple(map(int, match.groups())): path
+            position: path
             for path in self.directory.glob("state-*.npz")
-            if (match := _NAME.fullmatch(path.name))
+            if (position := _position(path))
         }
         return [found[position] for position in sorted(found, reverse=True)]
 
@@ -110,14 +110,15 @@ class CheckpointDirectory:
         for path in paths:
             try:
                 return _read(path)
-            except (array_files.DamagedError, IsADirectoryError) as error:
+            except (array_files.DamagedError, OSError) as error:
                 warnings.warn(
-                    f"The training state {path} is damaged ({error}) and skipped.",
+                    f"The training state {path} is damaged or cannot be read ({error}), and "
+                    "skipped.",
                     stacklevel=2,
                 )
         if paths:
             checks.fail(
-                "Every training state in the directory is damaged.",
+                "Every training state in the directory is damaged or cannot be read.",
                 directory=str(self.directory),
                 damaged=len(paths),
                 remedy="Move them away to start again.",
@@ -125,9 +126,17 @@ class CheckpointDirectory:
         return None
 
 
+def _position(path: storage.AnyPath) -> tuple[int, ...]:
+    """Return the epoch and the step in a state's name; nothing for another file."""
+    match = _NAME.fullmatch(path.name)
+    return tuple(map(int, match.groups())) if match else ()
+
+
 def _read(path: storage.AnyPath) -> TrainingState:
     with atomic_files.fetched(path) as local:
         header, arrays = array_files.read(local)
+    if not header.keys() >= {"format", "epoch", "step", "notes"}:
+        raise array_files.DamagedError("it is another kind of file")
     if header["format"] != _FORMAT:
         checks.fail(
             "A training state was written by another version of kdpkit. Resume it with that "
@@ -135,6 +144,8 @@ def _read(path: storage.AnyPath) -> TrainingState:
             path=str(path),
             format=header["format"],
         )
+    if _position(path) != (header["epoch"], header["step"]):
+        raise array_files.DamagedError("its name has another epoch or step")
     return TrainingState(
         epoch=header["epoch"], step=header["step"], arrays=arrays, notes=header["notes"]
     )

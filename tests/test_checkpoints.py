@@ -1,8 +1,13 @@
 """States on disk are complete, and the newest complete one is found."""
 
+import io
+import itertools
 import json
+import os
 import resource
+import shutil
 import warnings
+import zipfile
 
 import keras
 import ml_dtypes
@@ -78,6 +83,68 @@ def test_a_damaged_state_is_skipped_or_harmless(tmp_path_factory, position, bit)
     assert found.step == (1 if caught else 2)
     assert all("state-000000-000000002.npz is damaged" in str(one.message) for one in caught)
     np.testing.assert_array_equal(found.arrays["weight"], weights)
+
+
+@pytest.mark.exhaustive
+def test_no_flipped_bit_of_a_state_is_read_as_another_or_ends_the_run(tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    weights = np.arange(20.0)
+    directory.save(state(0, 1, weight=weights))
+    path = directory.save(state(0, 2, weight=weights))
+    content = path.read_bytes()
+    assert 8 * len(content) > 5_000
+    for position, bit in itertools.product(range(len(content)), range(8)):
+        damaged = bytearray(content)
+        damaged[position] ^= 1 << bit
+        path.write_bytes(damaged)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            found = directory.latest()
+        np.testing.assert_array_equal(found.arrays["weight"], weights)
+        assert found.notes == {"best": 0.5}
+
+
+def claiming(shape):
+    """An array's file that says it has this shape, and has nothing."""
+    header = f"{{'descr': '<f8', 'fortran_order': False, 'shape': {shape}, }}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header
+
+
+def archive(header, weight=None):
+    def write(path):
+        with zipfile.ZipFile(path, "w") as file:
+            text = io.BytesIO()
+            np.save(text, np.array(header))
+            file.writestr("header.npy", text.getvalue())
+            file.writestr("weight.npy", claiming((1 << 50,)) if weight is None else weight)
+
+    return write
+
+
+HEADER = {"format": 1, "epoch": 0, "step": 2, "notes": {}, "dtypes": {"weight": "float64"}}
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda path: os.mkfifo(path),
+        lambda path: path.symlink_to(path.with_name("nowhere")),
+        lambda path: path.symlink_to(path),
+        lambda path: path.mkdir(),
+        lambda path: shutil.copy(path.with_name("state-000000-000000001.npz"), path),
+        archive(json.dumps(HEADER)),
+        archive("[" * 100_000),
+        archive("[]"),
+        archive("{}"),
+    ],
+    ids=["pipe", "no target", "loop", "directory", "renamed", "huge", "deep", "list", "empty"],
+)
+def test_what_is_no_state_is_skipped(write, tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    directory.save(state(0, 1, weight=np.arange(3.0)))
+    write(tmp_path / "state-000000-000000002.npz")
+    with pytest.warns(UserWarning, match=r"state-000000-000000002.npz is damaged or cannot be"):
+        assert directory.latest().step == 1
 
 
 def test_where_all_are_damaged_nothing_starts_again_silently(tmp_path):

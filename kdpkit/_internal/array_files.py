@@ -2,6 +2,7 @@
 
 import json
 import os
+import stat
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -43,16 +44,26 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         DamagedError: It is damaged, or another kind of file.
         OSError: It cannot be opened.
     """
+    status = path.stat()
+    if not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):  # a pipe would hang
+        raise DamagedError("it is no regular file")
     arrays = {}
     with path.open("rb") as raw:  # opened here, as `np.load` leaves a damaged file open
         try:
+            # First, because NumPy believes what a damaged array says of its size.
+            if damaged := zipfile.ZipFile(raw).testzip():
+                raise DamagedError(f"the checksum of {damaged} is wrong")
+            raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 header = json.loads(str(file["header"]))
                 for name, dtype in header.pop("dtypes", {}).items():
                     bits = file[name]
                     arrays[name] = bits if bits.dtype.name == dtype else bits.view(dtype)
-        except MemoryError:
+        except DamagedError:
             raise
+        except MemoryError as error:
+            np.empty(status.st_size, np.uint8)  # raises too if there is none for what it has
+            raise DamagedError("it claims to have more than it is long") from error
         except Exception as error:  # damaged bytes raise many kinds
             raise DamagedError(str(error)) from error
     return header, arrays
