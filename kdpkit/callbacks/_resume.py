@@ -42,7 +42,8 @@ class Resume(keras.callbacks.Callback):
     the state is saved, and the program exits with code 42. Ctrl-C does the same but raises
     `KeyboardInterrupt`; a second Ctrl-C ends the program at once. If one of several processes gets
     the signal, all stop before the same step (on JAX only for SIGTERM). The first process writes,
-    and all must be able to read the directory.
+    and all must be able to read the directory. `request_stop()` does the same where no signal
+    arrives, as off the main thread.
 
     Args:
         directory: Directory of the states; a new run needs an empty one. Object storage
@@ -113,6 +114,20 @@ class Resume(keras.callbacks.Callback):
         """
         self._dataset = _tracked.tracked(dataset)
         return self._dataset.given
+
+    def request_stop(self) -> None:
+        """Save the state before the next step and exit with code 42, as after SIGTERM.
+
+        For programs that get no signal, such as a notebook, or Ray, whose training is not in the
+        main thread. It may be called from any thread, in any of several processes; `SystemExit` is
+        raised where `fit` was called. Before training it has no effect.
+
+        >>> import tempfile
+        >>> Resume(tempfile.mkdtemp()).request_stop()
+        """
+        self._signals.request()
+        if processes.count() > 1 and keras.backend.backend() == "jax":
+            signal.raise_signal(signal.SIGTERM)  # JAX makes it known to the other processes
 
     @property
     def _data(self) -> _tracked.Tracked:
@@ -408,8 +423,9 @@ class Resume(keras.callbacks.Callback):
         atomic_files.release(self._lock)
         by_ctrl_c = self._stop.signal == signal.SIGINT
         self._stop.begin()
+        by = "request_stop()" if self._signals.is_requested else "SIGTERM"
         message = (
-            f"Training was stopped by {'Ctrl-C' if by_ctrl_c else 'SIGTERM'}. Its state is in "
+            f"Training was stopped by {'Ctrl-C' if by_ctrl_c else by}. Its state is in "
             f"{self._checkpoints.directory}, and the same program continues from there."
         )
         if by_ctrl_c:

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeAlias
@@ -26,18 +27,25 @@ class HeldSignals:
 
     Attributes:
         received: The signal that arrived while signals were deferred.
+        is_requested: Whether `request` was called instead.
     """
 
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
+        self.is_requested = False
         self._former: dict[signal.Signals, Handler] = {}
         self._set: dict[signal.Signals, Handler] = {}
         self._training: _calls.Call = (0, None)
 
     def hold(self) -> None:
         """Start deferring signals; Python only allows this in the main thread."""
-        self.received = None
+        self.received, self.is_requested = None, False
         if threading.current_thread() is not threading.main_thread():
+            warnings.warn(
+                "This thread is not the main one, so SIGTERM and Ctrl-C end the program without "
+                "saving the state. To stop with it saved, call `resume.request_stop()`.",
+                stacklevel=3,
+            )
             return
         self.release()  # left by an earlier training that failed
         self._training = _calls.training_call(sys._getframe(1))
@@ -48,6 +56,10 @@ class HeldSignals:
             if former is not None and (number, former) != (signal.SIGINT, signal.SIG_IGN):
                 self._former[number] = former
                 self._put(number, self._handle)
+
+    def request(self) -> None:
+        """Do as if SIGTERM had arrived."""
+        self.received, self.is_requested = self.received or signal.SIGTERM, True
 
     def release(self) -> None:
         """Restore the previous handlers, unless they were replaced meanwhile."""

@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import keras
 import numpy as np
@@ -658,6 +659,31 @@ def test_a_signal_saves_and_the_next_run_goes_on(tmp_path, undisturbed, hook, nu
     with pytest.raises(raised):
         run(train, tmp_path, last=sending)
     # The validation that was cut short is missing in History.
+    assert_same_variables(run(train, tmp_path)[0], undisturbed(train)[0])
+
+
+@pytest.mark.slow
+def test_a_thread_saves_on_request_and_the_next_run_goes_on(tmp_path, undisturbed, capfd):
+    train = by_loop if ON_JAX else by_fit
+    resume, codes = Resume(tmp_path), []
+
+    def request(batch, logs=None):  # noqa: ARG001 as Keras calls it
+        if batch == 2:
+            resume.request_stop()
+
+    def train_in_a_thread():
+        others = [keras.callbacks.LambdaCallback(on_train_batch_end=request)]
+        try:
+            train(resume, data_of(seed=1), data_of(global_batch_size=8, remainder="keep"), others)
+        except SystemExit as error:
+            codes.append(error.code)
+
+    resume.request_stop()  # before training: no effect
+    with pytest.warns(UserWarning, match=r"not the main one.*resume\.request_stop\(\)"):
+        ThreadPoolExecutor(1).submit(train_in_a_thread).result()
+    assert codes == [42]
+    assert "Training was stopped by request_stop(). Its state is in" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.glob("*.npz")] == ["state-000000-000000003.npz"]
     assert_same_variables(run(train, tmp_path)[0], undisturbed(train)[0])
 
 
