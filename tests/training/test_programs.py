@@ -68,6 +68,14 @@ def test_a_program_trains_as_on_one_device(program, replicas):
     assert found.verdict == "equal", found
 
 
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_cuts_that_agree_are_no_reference_for_a_step_that_chooses_by_their_size():
+    (program,) = (program for program in ALL if program.name == "the hardest examples")
+    found = outcomes.outcome(program, 3)  # its cuts have too few examples to choose from
+    assert found.verdict == "equal", found
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in HERE])

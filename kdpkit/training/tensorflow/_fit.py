@@ -290,17 +290,20 @@ class _ExactSteps:
         finally:
             if verification.calls_python or (eager and not self.is_stock(kind)):
                 _global_batch.report_python()
-        # Of the step on its own examples; running it on the global batch may find others.
-        hidden, needs_examples = verification.hidden, verification.needs_examples
         if eager and not self.is_stock(kind):
-            hidden = "The step runs eagerly, where no graph shows what it may do"
-        if hidden is not None:
-            if self.is_exact_on_global_batch(kind, verification, batch):
-                _global_batch.report(hidden)
-            elif needs_examples:
-                _shards.check_every_replica_has_examples(self.strategy, batch)
-            else:
-                _global_batch.report_doubt(hidden)
+            verification.problem = "The step runs eagerly, where no graph shows what it may do"
+        # Of the step on its own examples; running it on the global batch may find others.
+        hidden, problem = verification.hidden, verification.problem
+        needs_examples = verification.needs_examples
+        if hidden is None:
+            return
+        if self.is_exact_on_global_batch(kind, verification, batch):
+            _global_batch.report(hidden)
+            return
+        if needs_examples:
+            _shards.check_every_replica_has_examples(self.strategy, batch)
+        if problem is not None:
+            _global_batch.report_doubt(problem)
 
     def is_exact_on_global_batch(self, kind: str, verification: Verification, batch: Any) -> bool:
         """Have a step run on the global batch, and return whether it is exact then."""

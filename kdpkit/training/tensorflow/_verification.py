@@ -117,12 +117,18 @@ class Verification:
     step: Step
     owner: Any
     eager: bool = False
-    # What the first way to run the step gave on one replica, by how many steps later.
+    # What one device gives: the first way to run the step on one replica, by how many steps later.
     on_one: dict[int, dict[str, Item]] = dataclasses.field(default_factory=dict)
     found_later: int = 0  # after how many steps the difference shows
-    hidden: str | None = None  # what the step does that the examples may not show
+    problem: str | None = None  # what the step does, by its graph, that examples may not show
     needs_examples: bool = False  # in every replica
     calls_python: bool = False
+
+    @property
+    def hidden(self) -> str | None:
+        """What the step does that the examples may not show."""
+        fails = "The step fails on replicas that have no examples of a batch"
+        return self.problem or (fails if self.needs_examples else None)
 
     def check(self, batch: Any) -> None:
         """Raise an error if the step depends on how the batch is cut.
@@ -144,7 +150,7 @@ class Verification:
         """Name what depends on how the batch is cut, by more than rounding."""
         cuts = _Cuts(self, self._examples_of(batch), detailed=False)
         self.found_later, differing = 0, self._differences_of(cuts)
-        self.hidden = self.hidden or cuts.hidden
+        self.problem = self.problem or cuts.problem
         self.needs_examples = self.needs_examples or cuts.needs_examples
         self.calls_python = self.calls_python or cuts.calls_python
         for later in _LATER[1:] if cuts.switches else ():
@@ -161,7 +167,8 @@ class Verification:
         if not any(cuts.alone[1:]):
             self.on_one.setdefault(cuts.later, alone)
         if not self._found(_differing(split, alone) or self._unlike_the_first(cuts, alone)):
-            self.on_one.setdefault(cuts.later, alone)  # of two cuts that agree, if none is on one
+            if not (cuts.problem or self.eager):  # then cuts that agree are as one device
+                self.on_one.setdefault(cuts.later, alone)
             return []
         if self._found(_differing(cuts.given(cuts.alone), alone)):
             _verification_report.reject_random(cuts.random_ops)
@@ -203,7 +210,7 @@ class _Cuts:
         self.kinds: dict[str, tuple[Kind, str]] = {}
         self.variables: list[Any] = []
         self.random_ops: list[str] = []
-        self.hidden: str | None = None
+        self.problem: str | None = None
         self.needs_examples = False
         self.calls_python = False
         self.switches: list[Any] = []
@@ -222,7 +229,6 @@ class _Cuts:
         try:
             alone = self.given(self.alone)
         except tf.errors.OpError:  # a step that needs an example in every replica
-            self.hidden = "The step fails on replicas that have no examples of a batch"
             self.leave_none_without_examples()
             alone = self._given_or_explained(self.alone)
         return self._given_or_explained(self.split), alone
@@ -286,7 +292,7 @@ class _Cuts:
         def inside(of: set[int]) -> set[str]:
             return {x.op.name for x in compiled.graph.inputs if handles.get(id(x)) in of}
 
-        self.hidden = _step_graph.problem(
+        self.problem = _step_graph.problem(
             compiled.graph,
             self.trial,
             inside(_variables.handles_of_libraries(self.owner)),
