@@ -37,7 +37,7 @@ def benched(capsys, *words):
     return code, report
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(

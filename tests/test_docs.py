@@ -61,6 +61,7 @@ REPEATING = (  # others show nearly the same, or have tests of their own
     "how_to/several_processes: KERAS_BACKEND=jax",
     "how_to/tensorboard",
     "moving_here/accelerate_or_lightning",
+    "moving_here/custom_tf_distribute_loop",
     "moving_here/horovod",
     "moving_here/keras_hub_guide",
 )

@@ -105,6 +105,7 @@ def text(tmp_path_factory):
     return path
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(

@@ -63,6 +63,7 @@ def probed(capsys, *words):
 # Real training.
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.timeout(1000)
 @pytest.mark.parametrize(

@@ -302,6 +302,7 @@ def test_ctrl_c_saves_what_was_learned(sent_in_training, tmp_path, capsys):
     assert int(model.optimizer.iterations) == 3
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_after_sigterm_the_same_command_goes_on(bert, on_one_device, sent_in_training, tmp_path):
     with sent_in_training(signal.SIGTERM, 7), pytest.raises(SystemExit, match="42"):

@@ -282,6 +282,7 @@ def test_a_slow_callback_is_host_bound_and_is_named():
     assert any("Without `Quick`, `Counting`" in sentence for sentence in report.evidence)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_short_steps_are_host_bound_and_many_in_a_call_help():

@@ -167,6 +167,7 @@ def test_it_is_a_dataset_like_any_other():
     assert int(total(build())) == sum(epoch)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("batches", [5, 12])
 def test_fit_sees_the_same_epochs_on_one_device_and_on_replicas(batches):

@@ -55,6 +55,7 @@ PIPELINES = {
 }
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_stage_that_sleeps_is_named_and_costs_its_sleep(name):
     report = measure(untuned(PIPELINES[name]()), seconds=1.0)

@@ -104,6 +104,7 @@ def test_examples_and_order_are_those_of_a_plain_map(services, examples, count, 
     assert plain(there) == plain(here)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("cache", [None, "memory", "directory"])
 def test_a_pipeline_gives_the_same_epochs_with_and_without_services(services, cache, tmp_path):

@@ -1049,6 +1049,7 @@ def test_xla_compiles_the_update_under_a_strategy_of_one_replica_too():
         np.testing.assert_allclose(one, other, atol=2e-6)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_xla_compiles_the_updates_of_an_optimizer_that_was_made_in_the_scope():

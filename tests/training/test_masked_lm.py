@@ -191,6 +191,7 @@ def test_data_that_are_not_masked_get_one_sentence(of):
         loop.fit(tf.data.Dataset.from_tensor_slices(parts[of]).batch(4), epochs=1, verbose=0)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_the_noise_scale_can_be_asked_for():
     metric = keras.metrics.Accuracy(name="masked_accuracy")
