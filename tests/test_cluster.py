@@ -502,10 +502,13 @@ def test_a_launcher_inside_a_scheduler_goes_before_it():
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        (MPICH | {"MPI_LOCALNRANKS": "1"}, "MPICH does not tell .*PMI_SIZE=2.*JAX_COORDINATOR_ADD"),
+        (
+            MPICH | {"MPI_LOCALNRANKS": "1"},
+            "address of the first.*MPICH.*PMI_SIZE=2.*JAX_COORDINATOR_ADD",
+        ),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK must be an integer"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "one of the cluster's.*index=2"),
-        (TORCHRUN | {"MASTER_PORT": ""}, "torchrun does not tell"),
+        (TORCHRUN | {"MASTER_PORT": ""}, "address of the first.*torchrun"),
         (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, "must be the address and port"),
         (SAGEMAKER | {"SM_HOSTS": "algo-1"}, "SM_HOSTS is not valid JSON"),
         (SAGEMAKER | {"SM_CURRENT_HOST": "algo-3"}, "must be one of SM_HOSTS.*'algo-3'"),

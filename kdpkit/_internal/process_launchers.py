@@ -1,7 +1,7 @@
-"""What launchers that number processes tell each of them: `torchrun`, `mpirun`, Kubeflow, clouds.
+"""The environment variables of launchers: `torchrun`, `mpirun`, Kubeflow, and those of clouds.
 
-They know who takes part, and most of them not where: all processes on one machine have its address,
-others that of the first one alone.
+Most have no addresses. Processes that are all on one machine have its address; of several machines
+only that of the first process is known.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ from kdpkit._internal import checks
 
 Environ = Mapping[str, str]
 _PORTS = range(10_000, 30_000, 16)  # below those that Linux gives to connections
-_JOBS = ("TORCHELASTIC_RUN_ID", "PMIX_NAMESPACE", "PMI_PORT", "HYDI_CONTROL_FD")
+_JOBS = ("MASTER_PORT", "PMIX_NAMESPACE")  # differ between jobs on one machine
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +108,7 @@ def launcher_of(environ: Environ) -> str | None:
 
 
 def position(name: str, environ: Environ, base_port: int | None) -> Position:
-    """Read what a launcher tells this process.
+    """Read this process' position from the variables of a launcher.
 
     Raises:
         ValueError: It is damaged, or no process' address is known.
@@ -128,7 +128,7 @@ def position(name: str, environ: Environ, base_port: int | None) -> Position:
 
 def _reject_unknown_address(name: str, launcher: Launcher, count: int) -> NoReturn:
     checks.fail(
-        f"{name} does not tell the processes where the first of them is.",
+        f"The address of the first process is not among the variables of {name}.",
         **{launcher.count: count},
         remedy="Set JAX_COORDINATOR_ADDRESS=HOST:PORT, an address of its machine, in all of them, "
         f"with JAX_NUM_PROCESSES and JAX_PROCESS_ID as {launcher.count} and {launcher.index}.",
