@@ -504,7 +504,7 @@ def test_a_launcher_inside_a_scheduler_goes_before_it():
     [
         (
             MPICH | {"MPI_LOCALNRANKS": "1"},
-            "address of the first.*MPICH.*PMI_SIZE=2.*JAX_COORDINATOR_ADD",
+            "the first.*MPICH.*PMI_SIZE=2.*JAX_COORDINATOR",
         ),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "x"}, "OMPI_COMM_WORLD_RANK must be an integer"),
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "one of the cluster's.*index=2"),
