@@ -12,6 +12,7 @@ from tensorflow.python.framework import ops
 from kdpkit import strategies, testing
 from kdpkit.training import TrainingLoop, replica_exact
 from kdpkit.training.tensorflow import _global_batch
+from kdpkit.training.tensorflow._verification_report import Item, Kind
 from tests.training import faults
 from tests.training.programs import Program, hidden, outcomes
 
@@ -617,3 +618,20 @@ def test_the_graphs_of_the_verification_are_freed():
         return len([name for name in new if name.startswith("CustomGradient-")])
 
     assert left(verify=True) == left(verify=False) > 0
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "difference"),
+    [
+        ([65646.75, 1.0], [np.inf, 1.0], 142.75),  # a sum in float32, and one in float16
+        ([np.inf], [np.inf], 0.0),
+        ([-65000.0], [-np.inf], 504.0),
+        ([-65000.0], [np.inf], 130504.0),
+        ([1e6], [np.inf], np.inf),
+        ([5.0], [np.inf], np.inf),
+        ([np.nan], [65504.0], np.inf),
+    ],
+)
+def test_what_overflows_in_float16_alone_is_rounded(one, other, difference):
+    items = [Item("", Kind.GRADIENT, "", np.array(value)) for value in (one, other)]
+    assert items[0].difference(items[1]) == items[1].difference(items[0]) == difference
