@@ -17,6 +17,12 @@ ADDRESSES, COUNT, INDEX = (
     f"KERAS_DISTRIBUTION_{name}" for name in ("JOB_ADDRESSES", "NUM_PROCESSES", "PROCESS_ID")
 )
 
+_SCHEDULERS = {  # each with a variable that it sets
+    "Vertex AI": "CLUSTER_SPEC",
+    "SageMaker": "SM_HOSTS",
+    "SLURM": "SLURM_PROCID",
+    "Kubernetes": "JOB_COMPLETION_INDEX",
+}
 _PORT = 9876  # where every process has a network address of its own
 _RANGE = "[0-9]+(?:-[0-9]+)?"
 _NODE = rf"(?:[^,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
@@ -55,14 +61,14 @@ def source(environ: Mapping[str, str]) -> str | None:
         return "TF_CONFIG"
     if any(environ.get(name) for name in (ADDRESSES, COUNT, INDEX)):
         return "KERAS_DISTRIBUTION"
-    marks = {
-        "CLUSTER_SPEC": "Vertex AI",
-        "SM_HOSTS": "SageMaker",
-        "SLURM_PROCID": "SLURM",
-        "JOB_COMPLETION_INDEX": "Kubernetes",
-    }
-    described = (name for mark, name in marks.items() if environ.get(mark))
+    described = (name for name, variable in _SCHEDULERS.items() if environ.get(variable))
     return process_launchers.launcher_of(environ) or next(described, None)
+
+
+def variable_of(name: str) -> str:
+    """Return an environment variable without which a source describes no cluster."""
+    launcher = process_launchers.LAUNCHERS.get(name)
+    return launcher.index if launcher else _SCHEDULERS.get(name, f"{name}*")
 
 
 def read(environ: Mapping[str, str], wanted: Wanted) -> Arguments:
@@ -368,7 +374,5 @@ def _required(environ: Mapping[str, str], *names: str, remedy: str = "") -> str:
 def _integer(name: str, value: str | int) -> int:
     """Accept a number from 0, or its digits."""
     if isinstance(value, str):
-        if not re.fullmatch(r"\s*[0-9]{1,9}\s*", value):
-            checks.fail(f"{name} must be an integer of at least 0.", value=value)
-        return int(value)
+        return process_launchers.integer(name, value)
     return checks.integer(name, value, minimum=0)

@@ -114,9 +114,9 @@ def position(name: str, environ: Environ, base_port: int | None) -> Position:
         ValueError: It is damaged, or no process' address is known.
     """
     launcher = LAUNCHERS[name]
-    index, count = (_integer(key, environ[key]) for key in (launcher.index, launcher.count))
+    index, count = (integer(key, environ[key]) for key in (launcher.index, launcher.count))
     here = launcher.on_this_machine
-    if here and environ.get(here) and _integer(here, environ[here]) == count:
+    if here and environ.get(here) and integer(here, environ[here]) == count:
         job = next(filter(None, map(environ.get, _JOBS)), "")
         first = port_of(job, base_port)
         return Position(index, count, [f"localhost:{first + i}" for i in range(count)])
@@ -177,7 +177,8 @@ def json_of(name: str, text: str) -> dict[str, object]:
     return found
 
 
-def _integer(name: str, text: str) -> int:
+def integer(name: str, text: str) -> int:
+    """Accept the digits of a number from 0."""
     if not re.fullmatch(r"\s*[0-9]{1,9}\s*", text):
         checks.fail(f"{name} must be an integer of at least 0.", value=text)
     return int(text)

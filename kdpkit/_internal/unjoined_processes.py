@@ -1,7 +1,7 @@
 """Processes that a launcher started together, and that would each train a copy."""
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, processes
+from kdpkit._internal import checks, cluster_sources, processes
 
 
 def reject(remedy: str) -> None:
@@ -14,7 +14,7 @@ def reject(remedy: str) -> None:
     """
     described_by = cluster.source()
     # Indices of Kubernetes may also be of other work than training.
-    if processes.count() > 1 or described_by in (None, "Kubernetes"):
+    if processes.count() > 1 or described_by is None or described_by == "Kubernetes":
         return
     try:
         here = cluster.ClusterConfig.from_environment()
@@ -25,6 +25,6 @@ def reject(remedy: str) -> None:
             f"{described_by} started this process with others, and each would train a copy.",
             process=here.process_index,
             processes=here.process_count,
-            remedy=f"{remedy} If each is to train a model of its own, unset the environment "
-            "variables by which they are numbered.",
+            remedy=f"{remedy} If each is to train a model of its own, unset "
+            f"{cluster_sources.variable_of(described_by)} in the environment.",
         )
