@@ -118,13 +118,14 @@ def _data_parallel(kind: str, replicas: int | None) -> "sharding.DataParallel":
             f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores.",
             backend="jax",
         )
-    unjoined_processes.reject("Use `recipes/cnn_jax.py`, which joins them, or start one.")
     replicas = 1 if kind == "one" else replicas
     asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if replicas and not asked:
         with contextlib.suppress(RuntimeError):  # JAX has already started, with its devices
             jax.config.update("jax_num_cpu_devices", replicas)
     cpu_threads.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
+    # Only now: it starts JAX, whose devices are fixed then.
+    unjoined_processes.reject("Use `recipes/cnn_jax.py`, which joins them, or start one.")
     if kind == "tpu":
         sharding.tpu_devices()  # raises if there are none
     if kind == "auto" and not replicas:
