@@ -7,8 +7,9 @@ for Keras' `fit`, `kdpkit.training.TrainingLoop` does it itself, and `replicated
 are for your own loop.
 """
 
+import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import keras
@@ -16,7 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, tpu_host
+from kdpkit._internal import checks, error_text, shards, tpu_host
 from kdpkit._internal.processes import join_processes
 from kdpkit.batches import pad_batch, rows_of
 from kdpkit.errors import ProcessLostError
@@ -31,6 +32,7 @@ __all__ = [
     "describe",
     "describe_choice",
     "describe_placement",
+    "describe_variables",
     "join_processes",
     "place_batch",
     "place_batches",
@@ -204,26 +206,62 @@ class DataParallel(keras.distribution.DataParallel):
 
     Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
 
+    With `shard`, a model may be larger than the memory of one device: each holds a part of every
+    large variable. The result is that of one device, as without. Weights are put together where the
+    model is called, and gradients cut again. Variables of fewer than 4,096 numbers, and those of
+    which the devices divide no axis, stay whole on every device; `describe_variables` says how many
+    bytes that is.
+
     Args:
         devices: As for `data_mesh`.
+        shard: What is cut over the devices: nothing (`"none"`), the optimizer's variables
+            (`"optimizer"`; ZeRO-1, Rajbhandari et al. 2020), or the weights as well (`"weights"`;
+            ZeRO-3, FSDP).
 
-    >>> with DataParallel(2).scope():
-    ...     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
-    >>> len(model.weights[0].value.sharding.device_set)
-    2
+    Raises:
+        ValueError: `shard` is something else, or there are several processes, whose variables
+            could not be saved; or devices as for `data_mesh`.
+
+    >>> with DataParallel(2, shard="weights").scope():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
+    >>> [shard.data.shape for shard in model.weights[0].value.addressable_shards]
+    [(64, 64), (64, 64)]
     """
 
-    def __init__(self, devices: int | Sequence[jax.Device] | None = None) -> None:
-        names = [f"{d.platform}:{d.id}" for d in data_mesh(devices).devices.flat]
+    def __init__(
+        self,
+        devices: int | Sequence[jax.Device] | None = None,
+        *,
+        shard: Literal["none", "optimizer", "weights"] = "none",
+    ) -> None:
+        checks.one_of("shard", shard, shards.KINDS)
+        mesh = data_mesh(devices)
+        if shard != "none" and jax.process_count() > 1:
+            checks.fail(
+                "Variables that are cut over several processes cannot be saved yet.",
+                shard=shard,
+                processes=jax.process_count(),
+                remedy='Use `shard="none"`, or one process.',
+            )
+        names = [f"{d.platform}:{d.id}" for d in mesh.devices.flat]
         super().__init__(
             device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
             auto_shard_dataset=False,
         )
+        self.shards = shards.Shards(shard, mesh)
+        if shard != "none":
+            shards.let_keras_cut()
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of devices, named as in `tf.distribute`."""
         return int(self.device_mesh.devices.size)
+
+    def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
+        """Return how Keras places a new variable: whole on every device, or cut."""
+        if self.shards.kind != "weights" or getattr(variable, "_layout", None) is not None:
+            return super().get_variable_layout(variable)
+        return shards.layout(self, self.shards.of_weight(variable.shape))
 
 
 def describe(distribution: keras.distribution.DataParallel) -> str:
@@ -235,6 +273,30 @@ def describe(distribution: keras.distribution.DataParallel) -> str:
     devices = [*distribution.device_mesh.devices.flat]
     plural = "s" if len(devices) > 1 else ""
     return f"DataParallel: {len(devices)} replica{plural} on {', '.join(map(str, devices))}"
+
+
+def describe_variables(model: keras.Model) -> str:
+    """Describe in one line how many bytes of a model's variables are on each device.
+
+    Args:
+        model: A built model; the optimizer's variables count if they are made, as after `fit`.
+
+    >>> with DataParallel(4, shard="weights").scope():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
+    >>> describe_variables(model)
+    'On each device 0.0166 of 0.0635 MiB of variables, of which 0.000977 are whole.'
+    """
+    optimizer = getattr(model, "optimizer", None)
+    variables = {id(v): v for v in [*model.variables, *(optimizer.variables if optimizer else [])]}
+    everywhere = here = whole = 0
+    for variable in variables.values():
+        value = variable.value
+        part = math.prod(value.sharding.shard_shape(value.shape)) * value.dtype.itemsize
+        everywhere += value.nbytes
+        here += part
+        whole += part if part == value.nbytes else 0
+    shown = [f"{size / 2**20:,.3g}" for size in (here, everywhere, whole)]
+    return "On each device {} of {} MiB of variables, of which {} are whole.".format(*shown)
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -48,6 +48,7 @@ INTERNAL = {
     "reachability": PURE,
     "require_keras": PURE,
     "result_figures": frozenset({"numpy"}),
+    "shards": KERAS | {"jax"},
     "shuffle_buffer": PURE,
     "signal_handlers": PURE,
     "storage": PURE,

@@ -43,6 +43,7 @@ ON_JAX = {
     "exact": [
         "tests/training/test_exact_jax.py",
         "tests/training/test_jax_inputs.py",
+        "tests/training/test_shards_jax.py",
         "tests/training/test_users_arrays.py",
     ],
     "vocabulary": [

@@ -231,3 +231,13 @@ def test_variables_lie_on_every_device_after_training():
     for variable in model.variables + model.optimizer.variables:
         assert variable.value.sharding.device_set == set(jax.devices()[:4])
         assert variable.value.sharding.is_fully_replicated
+
+
+def test_a_model_keeps_its_devices_where_the_distribution_is_no_longer_set():
+    with data_parallel(8).scope():
+        model = replica_exact(net())
+        model.fit(X, Y, batch_size=9, verbose=0)
+        inside = model.predict(X, verbose=0)
+        evaluated = model.evaluate(X, Y, verbose=0)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), inside)
+    assert model.evaluate(X, Y, verbose=0) == evaluated

@@ -21,7 +21,7 @@ from keras import ops
 from keras.src.backend import compute_output_spec
 
 from kdpkit import sharding
-from kdpkit._internal import checks, processes, versions
+from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.batches import rows_of
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import additional_loss, trace_metrics
@@ -81,7 +81,7 @@ class JaxSteps(Steps):
         self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._running: collections.deque[jax.Array] = collections.deque()
         self._is_built = False
-        self._variables = Variables(self.strategy)
+        self._variables = Variables(shards.of(strategy, self.strategy))
         self._functions: dict[Any, Callable] = {}  # compiled for these variables
 
     @property
@@ -217,7 +217,8 @@ class JaxSteps(Steps):
         trainable, of_optimizer = self.model.optimizer.stateless_apply(
             state.optimizer, gradients, state.trainable
         )
-        return state._replace(trainable=trainable, optimizer=of_optimizer), logs
+        state = state._replace(trainable=trainable, optimizer=of_optimizer)
+        return self._variables.cut(state), logs
 
     def _test_step(self, state: State, batch: Any) -> tuple[State, Logs]:
         batch = sharding.split_rows(batch, self.strategy)

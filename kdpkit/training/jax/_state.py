@@ -1,16 +1,18 @@
 """The variables of a step, whose values go into a compiled function and come out of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.sharding import NamedSharding
 
-from kdpkit import sharding
+from kdpkit._internal.shards import Shards
 
 T = TypeVar("T")
+Placement = Callable[[Sequence[int]], NamedSharding]  # of a variable, by its shape
 
 
 class State(NamedTuple):
@@ -18,14 +20,14 @@ class State(NamedTuple):
 
     trainable: list[jax.Array]
     optimizer: list[jax.Array]
-    other: list[jax.Array]  # statistics, seeds and metrics
+    other: list[jax.Array]  # statistics, seeds, metrics and frozen weights
 
 
 class Variables:
     """All variables of a loop; between the steps they always hold the state's arrays."""
 
-    def __init__(self, mesh: jax.sharding.Mesh) -> None:
-        self._placement = sharding.replicated(mesh)
+    def __init__(self, shards: Shards) -> None:
+        self._shards = shards
         self._groups: tuple[list[keras.Variable], ...] = ([], [], [])
         self._placed: dict[int, jax.Array] = {}
 
@@ -35,15 +37,23 @@ class Variables:
         return [[*map(id, group)] for group in groups] != [[*map(id, group)] for group in former]
 
     def read(self) -> State:
-        """Return the values; what somebody else assigned is first copied to every device."""
-        return State._make([*map(self._value, group)] for group in self._groups)
+        """Return the values; what somebody else assigned is first put on the devices."""
+        return State._make(
+            [self._value(variable, placement) for variable in group]
+            for group, placement in zip(self._groups, self._placements, strict=True)
+        )
 
-    def _value(self, variable: keras.Variable) -> jax.Array:
+    @property
+    def _placements(self) -> tuple[Placement, ...]:
+        """Where the variables of each group of `State` are put, by their shapes."""
+        return self._shards.of_weight, self._shards.of_optimizer, self._shards.of_weight
+
+    def _value(self, variable: keras.Variable, placement: Placement) -> jax.Array:
         value = variable._value
         if value is not self._placed.get(id(variable)):
             # A copy: the step uses its buffer, which somebody may hold.
             copied = np.array if jax.process_count() > 1 else jnp.copy
-            value = jax.device_put(copied(variable.value), self._placement)
+            value = jax.device_put(copied(variable.value), placement(variable.shape))
             self._write(variable, value)
         return value
 
@@ -63,14 +73,29 @@ class Variables:
 
         What it assigns to trainable weights and to the optimizer's variables is dropped.
         """
+        used = state._replace(
+            trainable=self._shards.whole(state.trainable), other=self._shards.whole(state.other)
+        )
         pairs = [
             pair
-            for group, values in zip(self._groups, state, strict=True)
+            for group, values in zip(self._groups, used, strict=True)
             for pair in zip(group, values, strict=True)
         ]
         with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope:
             result = function()
         *_, others = self._groups
         assigned = map(scope.get_current_value, others)
-        kept = zip(assigned, state.other, strict=True)
-        return result, state._replace(other=[old if new is None else new for new, old in kept])
+        kept = zip(assigned, used.other, state.other, strict=True)
+        return result, state._replace(
+            other=[old if new is None or new is seen else new for new, seen, old in kept]
+        )
+
+    def cut(self, state: State) -> State:
+        """Leave the values of a step, in its program, cut as they were."""
+        if self._shards.kind == "none":
+            return state
+        constrain = jax.lax.with_sharding_constraint
+        return State._make(
+            [constrain(value, placement(value.shape)) for value in values]
+            for values, placement in zip(state, self._placements, strict=True)
+        )

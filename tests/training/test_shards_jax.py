@@ -1,0 +1,294 @@
+"""Optimizers and weights that are cut over the devices; test_environments.py runs it on JAX."""
+
+import contextlib
+import math
+import re
+
+import jax
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import layers
+
+from kdpkit import sharding, training
+from kdpkit._internal import shards
+from kdpkit.batches import ArrayBatches
+from kdpkit.callbacks import Resume
+
+pytestmark = pytest.mark.jax
+KINDS = ("optimizer", "weights")
+X = np.random.default_rng(0).normal(size=(52, 64)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 10, 52)
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def data():
+    """Return uneven batches: three of 20, 20 and 12 examples."""
+    return ArrayBatches((X, Y), global_batch_size=20, remainder="keep", seed=3)
+
+
+def net():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential(
+        [
+            keras.Input((64,)),
+            layers.Dense(256, activation="relu"),
+            layers.Dropout(0.3),
+            layers.BatchNormalization(),
+            layers.Dense(128, activation="tanh"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def optimizer():
+    return keras.optimizers.SGD(0.3, momentum=0.9, global_clipnorm=0.5)
+
+
+def scope(devices, shard):
+    if devices is None:
+        return contextlib.nullcontext()
+    return sharding.DataParallel(devices, shard=shard).scope()
+
+
+def by_fit(model, epochs=3, resume=None):
+    model.compile(optimizer(), CROSS_ENTROPY)
+    if keras.distribution.distribution():
+        training.replica_exact(model)
+    dataset, callbacks = tracked(resume)
+    model.fit(dataset, epochs=epochs, callbacks=callbacks, shuffle=False, verbose=0)
+
+
+def by_loop(model, epochs=3, resume=None, **settings):
+    loop = training.TrainingLoop(model, optimizer=optimizer(), loss=CROSS_ENTROPY, **settings)
+    dataset, callbacks = tracked(resume)
+    loop.fit(dataset, epochs=epochs, callbacks=callbacks, verbose=0)
+
+
+def tracked(resume):
+    return (resume.track(data()), [resume]) if resume else (data(), [])
+
+
+def by_loop_with_accumulation(model):
+    by_loop(model, accumulation=2)
+
+
+class OwnStep(keras.Sequential):
+    """Trains as the guide of Keras to custom steps on JAX does."""
+
+    def compute(self, trainable, others, x, y):
+        predictions, others = self.stateless_call(trainable, others, x, training=True)
+        return CROSS_ENTROPY(y, predictions), others
+
+    def train_step(self, state, batch):
+        trainable, others, of_optimizer, metrics = state
+        gradient = jax.value_and_grad(self.compute, has_aux=True)
+        (loss, others), gradients = gradient(trainable, others, *batch)
+        trainable, of_optimizer = self.optimizer.stateless_apply(of_optimizer, gradients, trainable)
+        return {"loss": loss}, (trainable, others, of_optimizer, metrics)
+
+
+def by_own_step(model):
+    own = OwnStep(model.layers)
+    own.build(model.input_shape)
+    by_fit(own)
+    model.optimizer = own.optimizer
+
+
+def with_frozen_and_low_rank_weights(model):
+    model.layers[0].enable_lora(4)
+    model.layers[3].trainable = False
+    by_fit(model)
+
+
+def in_half_precision(model):
+    for layer in model.layers:
+        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    by_loop(model)
+
+
+def trained(train, devices=None, shard="none"):
+    with scope(devices, shard):
+        model = net()
+        before = values_of(model)
+        train(model)
+    return model, before
+
+
+def values_of(model):
+    return {v.path: keras.ops.convert_to_numpy(v.value) for v in model.weights}
+
+
+def assert_equal(one, many, before, tolerance):
+    after = values_of(one)
+    change = max(np.abs(after[path] - value).max() for path, value in before.items())
+    for a, b in zip(after.values(), values_of(many).values(), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * change)
+
+
+def bytes_here(variables):
+    shapes = [v.value.sharding.shard_shape(v.shape) for v in variables]
+    return sum(math.prod(shape) for shape in shapes)
+
+
+# Where variables are cut.
+
+
+@given(shape=st.lists(st.integers(0, 300), max_size=3).map(tuple), devices=st.integers(1, 8))
+def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
+    mesh = sharding.data_mesh(devices)
+    part = shards.Shards("weights", mesh).of_weight(shape).shard_shape(shape)
+    divisible = [size for size in shape if size and size % devices == 0]
+    if not divisible or math.prod(shape) < shards.SMALL:
+        assert part == shape
+    else:
+        largest = max(divisible)
+        cut = shape.index(largest)
+        assert part == (*shape[:cut], largest // devices, *shape[cut + 1 :])
+    for kind in ("none", "optimizer"):
+        assert shards.Shards(kind, mesh).of_weight(shape).is_fully_replicated
+
+
+@pytest.mark.parametrize("train", [by_fit, by_loop])
+@pytest.mark.parametrize("shard", KINDS)
+def test_each_device_holds_its_part_of_the_variables_before_and_after_training(shard, train):
+    model, _ = trained(train, 8, shard)
+    large = [v for v in model.trainable_variables if math.prod(v.shape) >= shards.SMALL]
+    slots = [v for v in model.optimizer.variables if math.prod(v.shape) >= shards.SMALL]
+    assert len(large) == len(slots) == 2
+    total = sum(math.prod(v.shape) for v in large)
+    assert bytes_here(slots) == total / 8
+    assert bytes_here(large) == (total / 8 if shard == "weights" else total)
+    described = sharding.describe_variables(model)
+    assert re.fullmatch(r"On each device [\d.]+ of 0\.394 MiB .* [\d.]+ are whole\.", described)
+
+
+# One device against many.
+
+
+@pytest.mark.parametrize(
+    ("train", "tolerance"),
+    [
+        (by_fit, 1e-5),
+        (by_loop, 1e-5),
+        (by_loop_with_accumulation, 1e-5),
+        (by_own_step, 1e-5),
+        (with_frozen_and_low_rank_weights, 1e-5),
+        (in_half_precision, 10 * 2.0**-7),
+    ],
+)
+@pytest.mark.parametrize(
+    ("shard", "devices"),
+    [
+        ("weights", 8),
+        *(
+            pytest.param(shard, devices, marks=pytest.mark.exhaustive)
+            for shard, devices in [
+                ("weights", 2),
+                ("weights", 4),
+                ("optimizer", 2),
+                ("optimizer", 8),
+            ]
+        ),
+    ],
+)
+def test_cut_variables_train_as_on_one_device(train, tolerance, shard, devices):
+    one, before = trained(train)
+    many, _ = trained(train, devices, shard)
+    assert_equal(one, many, before, tolerance)
+    np.testing.assert_allclose(
+        many.predict(X, verbose=0), one.predict(X, verbose=0), atol=100 * tolerance
+    )
+
+
+def test_a_loop_cuts_the_variables_of_a_model_that_was_built_before():
+    one, before = trained(by_loop)
+    many = net()
+    strategy = sharding.DataParallel(4, shard="weights")
+    loop = training.TrainingLoop(many, optimizer=optimizer(), loss=CROSS_ENTROPY, strategy=strategy)
+    loop.fit(data(), epochs=3, verbose=0)
+    assert_equal(one, many, before, 1e-5)
+    assert many.weights[0].value.sharding.shard_shape((64, 256)) == (64, 64)
+
+
+# What XLA makes of it.
+
+
+@pytest.mark.parametrize("shard", KINDS)
+def test_a_step_gathers_weights_and_no_activations(shard):
+    with scope(8, shard):
+        model = net()
+        model.compile(optimizer(), CROSS_ENTROPY)
+        model.optimizer.build(model.trainable_variables)
+        groups = (
+            model.trainable_variables,
+            model.non_trainable_variables,
+            model.optimizer.variables,
+            model.metrics_variables,
+        )
+        state = tuple([v.value for v in group] for group in groups)
+        batch = sharding.shard_batch((X[:48], Y[:48]), sharding.as_mesh(None))
+        placed = jax.tree.map(lambda value: value.sharding, state)
+        step = jax.jit(model.train_step, out_shardings=(None, placed))
+        program = step.lower(state, batch).compile()
+    gathered = re.findall(r"f32\[([\d,]+)\]\S* all-gather", program.as_text())
+    weights = {frozenset(v.shape) for v in model.trainable_variables}
+    shapes = {frozenset(map(int, shape.split(","))) for shape in gathered}
+    assert shapes
+    assert shapes <= weights
+    whole = 4 * sum(math.prod(v.shape) for group in groups for v in group)
+    arguments = program.memory_analysis().argument_size_in_bytes
+    assert arguments < (0.2 if shard == "weights" else 0.6) * whole
+
+
+# Saved and gone on with.
+
+
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ((8, "weights"), (None, "none")),
+        ((None, "none"), (4, "weights")),
+        ((8, "optimizer"), (2, "weights")),
+    ],
+)
+@pytest.mark.parametrize("train", [by_fit, by_loop])
+def test_a_run_goes_on_with_other_devices_cut_or_not(train, first, then, tmp_path):
+    undisturbed, before = trained(lambda model: train(model, epochs=4))
+    trained(lambda model: train(model, epochs=2, resume=Resume(tmp_path)), *first)
+    resumed, _ = trained(lambda model: train(model, epochs=4, resume=Resume(tmp_path)), *then)
+    assert_equal(undisturbed, resumed, before, 1e-5)
+
+
+def test_a_cut_model_is_saved_and_loaded_cut_or_on_one_device(tmp_path):
+    model, _ = trained(by_fit, 8, "weights")
+    model.save(tmp_path / "model.keras")
+    model.save_weights(tmp_path / "model.weights.h5")
+    alone = keras.saving.load_model(tmp_path / "model.keras")
+    with scope(4, "weights"):
+        cut = net()
+        cut.load_weights(tmp_path / "model.weights.h5")
+    for other in (alone, cut):
+        for one, loaded in zip(model.get_weights(), other.get_weights(), strict=True):
+            np.testing.assert_array_equal(one, loaded)
+    assert cut.weights[0].value.sharding.shard_shape((64, 256)) == (64, 64)
+
+
+# Bad input.
+
+
+def test_another_way_to_cut_raises():
+    with pytest.raises(ValueError, match="`shard` must be one of .*'rows'"):
+        sharding.DataParallel(2, shard="rows")
+
+
+def test_other_distributions_of_keras_stay_as_they_are():
+    sharding.DataParallel(2, shard="weights")
+    with keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]).scope():
+        model = net()
+        model.compile(optimizer(), CROSS_ENTROPY)
+        model.fit(X[:40], Y[:40], batch_size=20, verbose=0)
+    variables = model.trainable_variables + model.optimizer.variables
+    assert all(v.value.sharding.is_fully_replicated for v in variables)
