@@ -128,5 +128,6 @@ def _as_wide(name):
         return contextlib.nullcontext()
     import jax.experimental
 
-    enable = getattr(jax, "enable_x64", None) or jax.experimental.enable_x64  # before JAX 0.8
-    return enable(name == "float64")
+    # JAX before 0.8 has it elsewhere; the object itself has no truth value.
+    owner = jax if hasattr(jax, "enable_x64") else jax.experimental
+    return owner.enable_x64(name == "float64")
