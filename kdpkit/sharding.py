@@ -206,9 +206,9 @@ class DataParallel(keras.distribution.DataParallel):
 
     Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
 
-    With `shard`, a model may be larger than the memory of one device: each holds a part of every
-    large variable. The result is that of one device, as without. Weights are put together where the
-    model is called, and gradients cut again. Variables of fewer than 4,096 numbers, and those of
+    With `shard`, each device keeps a part of every large variable between the steps. The result is
+    that of one device, as without. Weights are put together where the model is called, so a step
+    still needs the memory for all of them. Variables of fewer than 4,096 numbers, and those of
     which the devices divide no axis, stay whole on every device; `describe_variables` says how many
     bytes that is.
 

@@ -82,8 +82,8 @@ def by_loop(train, test, *, epochs, callbacks, **settings):
     return loop.model, history, loop.evaluate(test, verbose=0), loop.predict(test, verbose=0)
 
 
-def by_fit(train, test, *, epochs, callbacks):
-    keras.distribution.set_distribution(sharding.DataParallel())
+def by_fit(train, test, *, epochs, callbacks, shard="none"):
+    keras.distribution.set_distribution(sharding.DataParallel(shard=shard))
     try:
         model = replica_exact(build())
         model.compile(

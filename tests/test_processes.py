@@ -136,6 +136,7 @@ def two(tmp_path_factory):
             "monitors": {"monitors": True},
         }
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}
+        runs["cut"] = {"by": "fit", "loop": {"shard": "weights"}, "raises": True}
         return dict(zip(runs, zip(*results(2, *runs.values()), strict=True), strict=True))
 
     return once(tmp_path_factory, "two processes of JAX", train)
@@ -229,6 +230,12 @@ def test_processes_that_disagree_raise(two, run, sentence):
     for found in two[run]:
         assert sentence in found
         assert re.search("as `kdpkit.batches.ArrayBatches` does|equally many", found)
+
+
+@pytest.mark.slow
+def test_cut_variables_raise_in_several_processes(two):
+    for found in two["cut"]:
+        assert re.search("cannot be saved yet.*shard='weights', processes=2.*one process", found)
 
 
 # Ends.

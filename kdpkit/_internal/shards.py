@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kdpkit._internal import versions
 
 KINDS = ("none", "optimizer", "weights")
-SMALL = 4096  # elements; with fewer, a collective costs more time than a part saves memory
+SMALL = 4096  # elements; a variable of fewer stays whole, which spares a collective
 
 
 class Shards(NamedTuple):
@@ -27,10 +27,10 @@ class Shards(NamedTuple):
     mesh: Mesh
 
     def of_weight(self, shape: Sequence[int]) -> NamedSharding:
-        return self._cut(shape) if self.kind == "weights" else self._copied
+        return self._cut(shape) if self.kind == "weights" else _everywhere(self.mesh)
 
     def of_optimizer(self, shape: Sequence[int]) -> NamedSharding:
-        return self._copied if self.kind == "none" else self._cut(shape)
+        return _everywhere(self.mesh) if self.kind == "none" else self._cut(shape)
 
     def whole(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
         """Put cut weights together for use, in a program; their gradients are cut as they are.
@@ -43,22 +43,22 @@ class Shards(NamedTuple):
             for weight, placement in zip(weights, placements, strict=True)
         ]
 
-    @property
-    def _copied(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
-
     def _cut(self, shape: Sequence[int]) -> NamedSharding:
         """Cut the largest axis that the devices divide; small variables and others stay whole."""
         axes = [axis for axis, size in enumerate(shape) if size and size % self.mesh.size == 0]
         if not axes or self.mesh.size == 1 or math.prod(shape) < SMALL:
-            return self._copied
+            return _everywhere(self.mesh)
         largest = max(axes, key=lambda axis: shape[axis])
         return NamedSharding(self.mesh, PartitionSpec(*[None] * largest, *self.mesh.axis_names))
 
 
+def _everywhere(mesh: Mesh) -> NamedSharding:
+    return NamedSharding(mesh, PartitionSpec())
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _whole(weight: jax.Array, placement: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(weight, NamedSharding(placement.mesh, PartitionSpec()))
+    return jax.lax.with_sharding_constraint(weight, _everywhere(placement.mesh))
 
 
 def _whole_forward(weight: jax.Array, placement: NamedSharding) -> tuple[jax.Array, None]:

@@ -9,6 +9,8 @@ With a TF_CONFIG in its environment, and so in every process of the cluster, it 
 `MultiWorkerMirroredStrategy`, on batches that are uneven, and prints one line of JSON a setting:
 
     python -m tests.training.exactness --here --columns replica_exact --replicas 2
+
+With KDPKIT_TESTS_SHARD=weights (or optimizer), kdpkit's columns on JAX have cut variables.
 """
 
 import argparse
@@ -103,6 +105,7 @@ COLUMNS = {
 }
 LOOPS = [column for column in COLUMNS if "TrainingLoop" in column]
 ON_JAX = keras.backend.backend() == "jax"
+SHARD = os.environ.get("KDPKIT_TESTS_SHARD", "none")
 
 
 def on_jax(promise: str) -> dict[str, str]:
@@ -154,16 +157,14 @@ def cells(names: Iterable[str], columns: Iterable[str], *marks: Any) -> list[Any
     return parameters
 
 
-def measure(
-    setting: Setting, column: str, replicas: int, rows: int = EVEN, shard: str = "none"
-) -> Outcome:
-    """Train a setting on one device and on replicas, with cut variables or not, and compare."""
+def measure(setting: Setting, column: str, replicas: int, rows: int = EVEN) -> Outcome:
+    """Train a setting on one device and on replicas, and compare."""
     promise = setting.promise_in(column)
     if promise == "-":
         return Outcome(promise)
     one = _on_one_device(setting, rows)
     try:
-        many = _trained(setting, COLUMNS[column], replicas, rows, shard)
+        many = _trained(setting, COLUMNS[column], replicas, rows)
     except Exception as error:  # whatever it is, it is the cell's content
         message = str(error).strip()
         stopped = isinstance(error, ValueError) and "Received: " in message.rpartition("\n")[2]
@@ -177,11 +178,11 @@ def _on_one_device(setting: Setting, rows: int) -> tuple[list, list, list]:
 
 
 def _trained(
-    setting: Setting, column: Callable, replicas: int | None, rows: int, shard: str = "none"
+    setting: Setting, column: Callable, replicas: int | None, rows: int
 ) -> tuple[list, list, list]:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    building, training = _scopes(replicas, shard)
+    building, training = _scopes(replicas)
     with training:
         with building:
             model = setting.build()
@@ -193,15 +194,15 @@ def _trained(
         return before, model.get_weights(), logs
 
 
-def _scopes(replicas: int | None, shard: str) -> tuple[Any, Any]:
+def _scopes(replicas: int | None) -> tuple[Any, Any]:
     """Give what a model is built in, and what it is trained in; None is no strategy at all."""
     nothing = contextlib.nullcontext()
     if replicas is None:
         return nothing, nothing
-    if shard != "none":
+    if SHARD != "none":
         from kdpkit import sharding
 
-        return nothing, sharding.DataParallel(replicas, shard=shard).scope()
+        return nothing, sharding.DataParallel(replicas, shard=SHARD).scope()
     if ON_JAX:
         devices = [f"cpu:{i}" for i in range(replicas)]
         return nothing, keras.distribution.DataParallel(devices=devices).scope()
@@ -867,41 +868,34 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--columns", nargs="+", default=[*COLUMNS], choices=[*COLUMNS])
     parser.add_argument("--settings", nargs="+", default=[s.name for s in SETTINGS])
     parser.add_argument("--here", action="store_true", help="measure in this process, print JSON")
-    parser.add_argument("--shard", default="none", help="optimizer or weights, on JAX")
     arguments = parser.parse_args(argv)
     if arguments.here:
-        _measure_here(
-            arguments.columns[0], arguments.replicas[0], arguments.settings, arguments.shard
-        )
+        _measure_here(arguments.columns[0], arguments.replicas[0], arguments.settings)
         return
     for backend, replicas in REPLICAS.items():
         columns = [column for column in columns_on(backend) if column in arguments.columns]
         if columns:
-            lines = _table(
-                columns, arguments.replicas or replicas, arguments.settings, arguments.shard
-            )
+            lines = _table(columns, arguments.replicas or replicas, arguments.settings)
             sys.stdout.writelines([*lines, "\n"])
 
 
-def _table(
-    columns: list[str], replica_counts: list[int], settings: list[str], shard: str
-) -> list[str]:
+def _table(columns: list[str], replica_counts: list[int], settings: list[str]) -> list[str]:
     cells: dict[tuple[str, str], dict[int, Outcome]] = collections.defaultdict(dict)
     for column in columns:
         for replicas in replica_counts:
-            for name, outcome in measure_apart(column, replicas, settings, shard).items():
+            for name, outcome in measure_apart(column, replicas, settings).items():
                 cells[name, column][replicas] = outcome
     rows = [["setting", *columns], ["---"] * (1 + len(columns))]
     rows += [[name, *(_cell(cells[name, column]) for column in columns)] for name in settings]
     return [f"| {' | '.join(row)} |\n" for row in rows]
 
 
-def _measure_here(column: str, replicas: int, names: list[str], shard: str) -> None:
+def _measure_here(column: str, replicas: int, names: list[str]) -> None:
     rows = EVEN
-    if shard != "none":
+    if SHARD != "none":
         from kdpkit._internal import shards
 
-        shards.SMALL = 1  # the settings' variables are
+        shards.SMALL = 1  # the settings' variables are small
     if "TF_CONFIG" in os.environ:
         rows = UNEVEN
         strategies.select_strategy("multi_worker")  # before anything computes
@@ -909,32 +903,30 @@ def _measure_here(column: str, replicas: int, names: list[str], shard: str) -> N
         testing.use_logical_cpus(8)
     settings = {setting.name: setting for setting in SETTINGS}
     for name in names:
-        outcome = measure(settings[name], column, replicas, rows, shard)
+        outcome = measure(settings[name], column, replicas, rows)
         sys.stdout.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
         sys.stdout.flush()
         if outcome.verdict == "crash":
             sys.exit(1)  # a failed collective breaks those after it
 
 
-def measure_apart(
-    column: str, replicas: int, names: list[str], shard: str = "none"
-) -> dict[str, Outcome]:
+def measure_apart(column: str, replicas: int, names: list[str]) -> dict[str, Outcome]:
     """Measure settings in other processes.
 
     A crash counts where it was the first thing in its process: one setting may break the next.
     """
     outcomes: list[Outcome] = []
     while len(outcomes) < len(names):
-        found = _measure_in_process(column, replicas, names[len(outcomes) :], shard)
+        found = _measure_in_process(column, replicas, names[len(outcomes) :])
         whole = [*itertools.takewhile(lambda outcome: outcome.verdict != "crash", found)]
         outcomes += whole or found or [Outcome("crash", message="the process aborted")]
     return dict(zip(names, outcomes, strict=True))
 
 
-def _measure_in_process(column: str, replicas: int, names: list[str], shard: str) -> list[Outcome]:
+def _measure_in_process(column: str, replicas: int, names: list[str]) -> list[Outcome]:
     """Measure settings in one process, up to the first that crashes or takes it down."""
     command = [sys.executable, "-m", "tests.training.exactness", "--here", "--columns", column]
-    command += ["--replicas", str(replicas), "--shard", shard, "--settings", *names]
+    command += ["--replicas", str(replicas), "--settings", *names]
     done = subprocess.run(
         command,
         stdout=subprocess.PIPE,

@@ -58,13 +58,14 @@ def by_fit(model, epochs=3, resume=None):
     if keras.distribution.distribution():
         training.replica_exact(model)
     dataset, callbacks = tracked(resume)
-    model.fit(dataset, epochs=epochs, callbacks=callbacks, shuffle=False, verbose=0)
+    settings = {"epochs": epochs, "callbacks": callbacks, "shuffle": False, "verbose": 0}
+    model.fit(dataset, validation_data=data(), **settings)
 
 
 def by_loop(model, epochs=3, resume=None, **settings):
     loop = training.TrainingLoop(model, optimizer=optimizer(), loss=CROSS_ENTROPY, **settings)
     dataset, callbacks = tracked(resume)
-    loop.fit(dataset, epochs=epochs, callbacks=callbacks, verbose=0)
+    loop.fit(dataset, data(), epochs=epochs, callbacks=callbacks, verbose=0)
 
 
 def tracked(resume):
@@ -153,7 +154,7 @@ def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
 
 @pytest.mark.parametrize("train", [by_fit, by_loop])
 @pytest.mark.parametrize("shard", KINDS)
-def test_each_device_holds_its_part_of_the_variables_before_and_after_training(shard, train):
+def test_each_device_keeps_its_part_of_the_variables(shard, train):
     model, _ = trained(train, 8, shard)
     large = [v for v in model.trainable_variables if math.prod(v.shape) >= shards.SMALL]
     slots = [v for v in model.optimizer.variables if math.prod(v.shape) >= shards.SMALL]
@@ -163,6 +164,14 @@ def test_each_device_holds_its_part_of_the_variables_before_and_after_training(s
     assert bytes_here(large) == (total / 8 if shard == "weights" else total)
     described = sharding.describe_variables(model)
     assert re.fullmatch(r"On each device [\d.]+ of 0\.394 MiB .* [\d.]+ are whole\.", described)
+
+
+def test_frozen_weights_stay_cut_in_a_loop():
+    with scope(8, "weights"):
+        model = net()
+        model.layers[0].trainable = False
+        by_loop(model)
+    assert model.weights[0].value.sharding.shard_shape((64, 256)) == (64, 32)
 
 
 # One device against many.
