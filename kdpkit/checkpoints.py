@@ -174,6 +174,10 @@ def _read_variable(variable: keras.Variable) -> np.ndarray:
     with _scope_of(variable):
         if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
             value = value.read_value()
+        if keras.backend.backend() == "jax":
+            from kdpkit._internal import shards
+
+            return shards.whole_on_host(value)
         return np.asarray(keras.ops.convert_to_numpy(value))
 
 

@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import jax
 import keras
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdpkit._internal import versions
@@ -141,6 +143,29 @@ def _of(distribution: object) -> Shards | None:
     """Return the shards of `kdpkit.sharding.DataParallel`; None of another distribution."""
     shards = getattr(distribution, "shards", None)
     return shards if isinstance(shards, Shards) else None
+
+
+def whole_on_host(value: jax.Array) -> np.ndarray:
+    """Return the value of an array of which other processes may hold parts.
+
+    Then every process must ask for it, at the same point of the program.
+    """
+    if value.is_fully_addressable or value.is_fully_replicated:
+        return np.asarray(value)
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+
+class Gathered:
+    """The value of a variable while a model is saved: put together when it is read."""
+
+    def __init__(self, value: jax.Array) -> None:
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value, name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(whole_on_host(self._value), dtype, copy=copy)
 
 
 def of(strategy: Any, mesh: Mesh) -> Shards:

@@ -52,7 +52,8 @@ class Variables:
         value = variable._value
         if value is not self._placed.get(id(variable)):
             # A copy: the step uses its buffer, which somebody may hold.
-            copied = np.array if jax.process_count() > 1 else jnp.copy
+            is_of_one = jax.process_count() > 1 and value.is_fully_addressable
+            copied = np.array if is_of_one else jnp.copy
             value = jax.device_put(copied(variable.value), placement(variable.shape))
             self._write(variable, value)
         return value
