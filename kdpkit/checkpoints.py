@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit._internal import array_files, atomic_files, checks, storage
+from kdpkit._internal import array_files, atomic_files, background, checks, storage
 
 _FORMAT = 1  # of the file; later formats that can read this one add to it
 _NAME = re.compile(r"state-(\d+)-(\d+)\.npz")
@@ -103,9 +103,12 @@ class CheckpointDirectory:
     def latest(self) -> TrainingState | None:
         """Read the newest undamaged state; None if there is no state.
 
+        A state that this process is still writing is waited for.
+
         Raises:
             ValueError: All states are damaged, or one has another format.
         """
+        background.wait(self.directory)
         paths = self.paths()
         for path in paths:
             try:
@@ -152,7 +155,7 @@ def _read(path: storage.AnyPath) -> TrainingState:
 
 
 def values_of(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, np.ndarray]:
-    """Read Keras variables, by group.
+    """Read Keras variables, by group; steps that follow do not change these values.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> sorted(values_of({"model": model.variables}))
@@ -171,10 +174,13 @@ def _by_name(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, ker
 
 def _read_variable(variable: keras.Variable) -> np.ndarray:
     value = variable.value
-    with _scope_of(variable):
-        if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
-            value = value.read_value()
-        return np.asarray(keras.ops.convert_to_numpy(value))
+    if hasattr(value, "read_value"):  # on TensorFlow: the sum, if replicas hold parts
+        with _scope_of(variable):
+            # Not copied on a CPU: what assigns to a variable whose tensor is in use copies it.
+            return np.asarray(value.read_value())
+    # On JAX a step may write to the buffers of its state. A cut array is copied by being put
+    # together.
+    return np.array(value, copy=value.is_fully_replicated or None)
 
 
 def _scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:
