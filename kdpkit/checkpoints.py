@@ -155,7 +155,9 @@ def _read(path: storage.AnyPath) -> TrainingState:
 
 
 def values_of(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, np.ndarray]:
-    """Read Keras variables, by group; steps that follow do not change these values.
+    """Read Keras variables, by group.
+
+    Later steps do not change these arrays, which may be read-only.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> sorted(values_of({"model": model.variables}))
@@ -174,13 +176,12 @@ def _by_name(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, ker
 
 def _read_variable(variable: keras.Variable) -> np.ndarray:
     value = variable.value
-    if hasattr(value, "read_value"):  # on TensorFlow: the sum, if replicas hold parts
-        with _scope_of(variable):
-            # Not copied on a CPU: what assigns to a variable whose tensor is in use copies it.
-            return np.asarray(value.read_value())
-    # On JAX a step may write to the buffers of its state. A cut array is copied by being put
-    # together.
-    return np.array(value, copy=value.is_fully_replicated or None)
+    with _scope_of(variable):
+        if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
+            value = value.read_value()
+        # On a CPU this copies nothing: both backends copy memory that NumPy has before they write,
+        # also in steps that may write into the buffers of their state.
+        return np.asarray(value)
 
 
 def _scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:

@@ -39,6 +39,11 @@ class Resume(keras.callbacks.Callback):
     the position in the data. A run that was stopped between any two steps ends with the same
     weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last.
 
+    A save stops training while the values are read. They are then written in the background, and
+    the next save, the end of `fit` and an exit wait until they are on disk. A crash meanwhile
+    leaves the state before. A state that cannot be written is reported, by a warning, at the next
+    of these points; training continues.
+
     On SIGTERM, which clusters send to end a job, the current step or validation batch is finished,
     the state is saved, and the program exits with code 42. Ctrl-C does the same but raises
     `KeyboardInterrupt`; a second Ctrl-C ends the program at once. If one of several processes gets

@@ -532,7 +532,7 @@ if __name__ == "__main__":
 """
 
 
-def stopped_while_it_writes(directory, number, times):
+def stopped_while_it_writes(directory, number):
     """Send a signal to a program that is writing a state, not its first one."""
     process = subprocess.Popen(
         [sys.executable, "-c", LARGE, directory], cwd=ROOT, stderr=subprocess.PIPE, text=True
@@ -553,8 +553,7 @@ def stopped_while_it_writes(directory, number, times):
                     break
                 process.send_signal(signal.SIGCONT)
         before = max(path.name for path in directory.glob("state-*"))
-        for _ in range(times):
-            process.send_signal(number)
+        process.send_signal(number)
         process.send_signal(signal.SIGCONT)
         _, err = process.communicate(timeout=240)
     finally:
@@ -568,7 +567,7 @@ def stopped_while_it_writes(directory, number, times):
     ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, -2), (signal.SIGTERM, 42)]
 )
 def test_a_signal_while_a_state_is_written_leaves_a_state(tmp_path, number, code):
-    ended, before, err = stopped_while_it_writes(tmp_path, number, 1)
+    ended, before, err = stopped_while_it_writes(tmp_path, number)
     assert ended == code, err
     left = checkpoints.CheckpointDirectory(tmp_path)
     assert bool([*tmp_path.glob(".state-*")]) == (number == signal.SIGKILL)
