@@ -264,6 +264,47 @@ def test_cut_variables_of_several_processes_are_saved_and_loaded(tmp_path, alone
     }
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory by RLIMIT_DATA and /proc")
+def test_two_processes_load_train_and_save_a_model_that_fits_neither(tmp_path):
+    (of_one,) = with_memory(tmp_path, processes=1, mebibytes=0)
+    alone = (tmp_path / "after-0.weights.h5").rename(tmp_path / "alone.weights.h5")
+    (too_large,) = with_memory(tmp_path, processes=1, mebibytes=850)
+    assert "losses [" not in too_large
+    for output in with_memory(tmp_path, processes=2, mebibytes=850):
+        losses = [re.findall(r"losses \[(.+)\]", text)[0].split(", ") for text in (output, of_one)]
+        np.testing.assert_allclose(*(np.array(found, float) for found in losses), rtol=1e-5)
+    with h5py.File(alone) as one, h5py.File(tmp_path / "after-1.weights.h5") as other:
+        for left, right in zip(arrays_of(one["layers"]), arrays_of(other["layers"]), strict=True):
+            np.testing.assert_allclose(left[:], right[:], rtol=0, atol=1e-8)  # a few last bits
+
+
+def with_memory(directory, *, processes, mebibytes):
+    """Return what tests/large_model_process.py writes in each process."""
+    port = free_port()
+    # Memory that was freed counts no longer: else the arenas of each thread keep some.
+    frugal = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "100000"}
+    program = [sys.executable, "-m", "tests.large_model_process"]
+    running = [
+        subprocess.Popen(
+            [*program, *map(str, [processes, i, port, directory, mebibytes])],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env=os.environ | frugal,
+        )
+        for i in range(processes)
+    ]
+    try:
+        with ThreadPoolExecutor() as pool:
+            return [*pool.map(lambda process: process.communicate(timeout=240)[0], running)]
+    finally:
+        for process in running:
+            process.kill()
+            process.communicate()
+
+
 def arrays_of(group):
     for item in group.values():
         yield from arrays_of(item) if isinstance(item, h5py.Group) else [item]
