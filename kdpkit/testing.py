@@ -20,9 +20,7 @@ def use_logical_cpus(count: int = 8) -> None:
     for programs that use all of them.
     """
     if keras.backend.backend() == "jax":
-        flag = f"--xla_force_host_platform_device_count={count}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-        cpu_threads.reserve(count)
+        cpu_threads.split_for_jax(count)
         return
     from kdpkit.strategies import split_device
 
