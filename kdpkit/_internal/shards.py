@@ -37,18 +37,16 @@ class Shards(NamedTuple):
     def of_optimizer(self, shape: Sequence[int]) -> NamedSharding:
         return _everywhere(self.mesh) if self.kind == "none" else self._cut(shape)
 
-    def whole(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
-        """Put cut weights together for use, in a program; left alone, XLA may gather activations.
+    def whole(self, weight: jax.Array) -> jax.Array:
+        """Put a cut weight together for use, in a program; left alone, XLA may gather activations.
 
-        The transposed constraints, in the other order, cut their gradients.
+        The transposed constraints, in the other order, cut its gradient.
         """
+        cut = self.of_weight(weight.shape)
+        if cut.is_fully_replicated:
+            return weight
         constrain = jax.lax.with_sharding_constraint
-        everywhere = _everywhere(self.mesh)
-        placements = [self.of_weight(weight.shape) for weight in weights]
-        return [
-            weight if cut.is_fully_replicated else constrain(constrain(weight, cut), everywhere)
-            for weight, cut in zip(weights, placements, strict=True)
-        ]
+        return constrain(constrain(weight, cut), _everywhere(self.mesh))
 
     def gathering_again(self, function: Callable) -> Callable:
         """Let the gradient of a function of weights put them together again, not keep them whole.
@@ -118,8 +116,8 @@ def _putting_together(stateless_call: Callable) -> Callable:
         **settings: Any,
     ) -> Any:
         if shards := _of(keras.distribution.distribution()):
-            trainable_variables = shards.whole(trainable_variables)
-            non_trainable_variables = shards.whole(non_trainable_variables)
+            trainable_variables = [*map(shards.whole, trainable_variables)]
+            non_trainable_variables = [*map(shards.whole, non_trainable_variables)]
         return stateless_call(
             layer, trainable_variables, non_trainable_variables, *args, **settings
         )

@@ -23,6 +23,21 @@ class State(NamedTuple):
     other: list[jax.Array]  # statistics, seeds, metrics and frozen weights
 
 
+class _GatheringScope(keras.StatelessScope):
+    """Puts cut weights together where they are read, so that what calls a layer holds them cut."""
+
+    def __init__(self, pairs: list[tuple[keras.Variable, jax.Array]], shards: Shards) -> None:
+        super().__init__(state_mapping=pairs, collect_losses=True)
+        self._shards = shards
+
+    def get_current_value(self, variable: keras.Variable) -> jax.Array | None:
+        value = self.kept_value(variable)
+        return value if value is None else self._shards.whole(value)
+
+    def kept_value(self, variable: keras.Variable) -> jax.Array | None:
+        return super().get_current_value(variable)
+
+
 class Variables:
     """All variables of a loop; between the steps they always hold the state's arrays."""
 
@@ -74,22 +89,16 @@ class Variables:
 
         What it assigns to trainable weights and to the optimizer's variables is dropped.
         """
-        used = state._replace(
-            trainable=self._shards.whole(state.trainable), other=self._shards.whole(state.other)
-        )
         pairs = [
             pair
-            for group, values in zip(self._groups, used, strict=True)
+            for group, values in zip(self._groups, state, strict=True)
             for pair in zip(group, values, strict=True)
         ]
-        with keras.StatelessScope(state_mapping=pairs, collect_losses=True) as scope:
+        with _GatheringScope(pairs, self._shards) as scope:
             result = function()
         *_, others = self._groups
-        assigned = map(scope.get_current_value, others)
-        kept = zip(assigned, used.other, state.other, strict=True)
-        return result, state._replace(
-            other=[old if new is None or new is seen else new for new, seen, old in kept]
-        )
+        kept = zip(map(scope.kept_value, others), state.other, strict=True)
+        return result, state._replace(other=[old if new is None else new for new, old in kept])
 
     def gathering_again(self, function: Callable[..., T]) -> Callable[..., T]:
         """Let the gradient of a function that runs on a state gather cut weights a second time."""
