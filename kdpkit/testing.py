@@ -4,7 +4,6 @@ Four logical CPUs are real replicas: what breaks on four GPUs when batches are s
 are summed breaks on them too.
 """
 
-import os
 from collections.abc import Callable
 
 import keras
@@ -20,9 +19,7 @@ def use_logical_cpus(count: int = 8) -> None:
     for programs that use all of them.
     """
     if keras.backend.backend() == "jax":
-        flag = f"--xla_force_host_platform_device_count={count}"
-        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-        cpu_threads.reserve(count)
+        cpu_threads.split_for_jax(count)
         return
     from kdpkit.strategies import split_device
 

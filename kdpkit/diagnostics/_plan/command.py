@@ -1,10 +1,11 @@
-"""`kdpkit plan`: the numbers of a run on several replicas, before it starts."""
+"""`kdpkit plan`: the numbers of a run on several replicas, or its memory, before it starts."""
 
 import argparse
 
-from kdpkit._internal import require_keras
+from kdpkit._internal import checks, cpu_threads, require_keras
 
-HELP = "work out batches, steps and learning rates of a run on several replicas"
+HELP = "work out batches, steps, learning rates or memory of a run on several replicas"
+_REQUIRED = ("examples", "per_replica_batch_size", "base_learning_rate")
 
 EXAMPLE = """\
 One column for each number of replicas, then what is wrong with the plan and how
@@ -14,29 +15,39 @@ to fix it:
         --base-learning-rate 0.1 --replicas 1 2 4 8 --epochs 5 --optimizer sgd \\
         --warmup-epochs 1 --shape cosine --plot rate.png
 
-Exit code 0: nothing found, or only notes; 1: findings; 2: no such plan is
-possible."""
+With --memory: what each device needs, and which lines make it fit. TARGET is a
+function that returns (dataset, model), or a dataset and a TrainingLoop:
+
+    KERAS_BACKEND=jax kdpkit plan --memory 16GiB train.py:make --replicas 8
+
+Exit code 0: nothing found, or only notes, or something fits; 1: findings, or
+nothing fits; 2: no such plan is possible."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the run: its data, its batches, its learning rate."""
     parser.usage = (
         "kdpkit plan --examples N --per-replica-batch-size N\n"
-        "                   --base-learning-rate RATE [--replicas R ...] [flags]"
+        "                   --base-learning-rate RATE [--replicas R ...] [flags]\n"
+        "       kdpkit plan --memory LIMIT TARGET [--replicas R]"
     )
     add = parser.add_argument
-    add("--examples", type=int, required=True, metavar="N", help="training examples")
+    add(
+        "--memory",
+        nargs=2,
+        metavar=("LIMIT", "TARGET"),
+        help="how `file.py:name` or `module:name` fits devices of this memory, such as 16GiB",
+    )
+    add("--examples", type=int, metavar="N", help="training examples")
     add(
         "--per-replica-batch-size",
         type=int,
-        required=True,
         metavar="N",
         help="examples that one replica takes from each batch",
     )
     add(
         "--base-learning-rate",
         type=float,
-        required=True,
         metavar="RATE",
         help="the rate for one replica",
     )
@@ -72,6 +83,11 @@ def _add_data(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Print the plans; return 0 if they are clean, else 1."""
+    if args.memory:
+        return _run_memory(args)
+    if missing := [name for name in _REQUIRED if getattr(args, name) is None]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        checks.fail(f"`kdpkit plan` needs {flags}, or --memory. See `kdpkit plan --help`.")
     if args.plot or args.shape != "constant" or args.warmup_steps or args.warmup_epochs:
         require_keras.require()
     from kdpkit.diagnostics import _text
@@ -80,7 +96,8 @@ def run(args: argparse.Namespace) -> int:
     settings = {
         name: value
         for name, value in vars(args).items()
-        if name not in ("command", "json", "plot", "replicas", "rest", "run", "takes_rest")
+        if name
+        not in ("command", "json", "memory", "plot", "replicas", "rest", "run", "takes_rest")
     }
     counts = sorted({*args.replicas})
     plans = [training_plan.plan(**settings, replicas=replicas) for replicas in counts]
@@ -88,3 +105,26 @@ def run(args: argparse.Namespace) -> int:
         training_plan.plot(plans, args.plot)
     _text.show(plan_text.Plans(plans), as_json=args.json)
     return 0 if all(plan.clean for plan in plans) else 1
+
+
+def _run_memory(args: argparse.Namespace) -> int:
+    """Print what each device needs; return 0 if it fits in some way, else 1."""
+    memory, target = args.memory
+    if len(args.replicas) > 1 or ":" not in target:
+        checks.fail(
+            "Memory is planned for one function, and one number of replicas.",
+            target=target,
+            replicas=args.replicas,
+            remedy="Write `kdpkit plan --memory 16GiB train.py:make --replicas 8`.",
+        )
+    (replicas,) = args.replicas
+    cpu_threads.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
+    from kdpkit.diagnostics import _target, _text
+
+    with _target.named(target, makes=lambda _: False) as make:
+        require_keras.require()
+        from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
+
+        plan = diagnostics.plan_memory(make, memory=memory, replicas=replicas)
+    _text.show(plan, as_json=args.json)
+    return 0 if plan.chosen else 1
