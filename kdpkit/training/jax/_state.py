@@ -97,6 +97,10 @@ class Variables:
             other=[old if new is None or new is seen else new for new, seen, old in kept]
         )
 
+    def gathering_again(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Let the gradient of a function that runs on a state gather cut weights a second time."""
+        return self._shards.gathering_again(function)
+
     def cut(self, state: State) -> State:
         """Leave the values of a step, in its program, cut as they were."""
         if self._shards.kind == "none":
