@@ -8,8 +8,8 @@ import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import keras
 
@@ -19,31 +19,18 @@ from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._training_step import check_model, is_loop
 from kdpkit.training import TrainingLoop
 
+_SHARDS = ("none", "optimizer", "weights")  # what sends least first
 _HALF = "mixed_bfloat16"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)B")
 _PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 _COLUMNS = 100
+_WHY_NOT_EQUAL = (
+    "micro-batches have statistics (BatchNormalization) or random numbers of their own; bfloat16 "
+    "computes in half precision, and is estimated."
+)
 _MOST_MICRO_BATCHES = 64  # each makes the program longer
 
-
-class _Step(Protocol):
-    """The training step of a loop, by backend."""
-
-    shards: Sequence[str]
-    remats: Sequence[bool]
-    estimates: Sequence[str]
-
-    @property
-    def global_batch_size(self) -> int: ...
-
-    @property
-    def micro_batches_are_exact(self) -> bool: ...
-
-    def need(
-        self, replicas: int, *, shard: str, accumulation: int, remat: bool
-    ) -> dict[str, Any]: ...
-
-    def kept(self, accumulation: int, *, remat: bool) -> int: ...
+Make = Callable[[], tuple[Any, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,25 +105,14 @@ class MemoryPlan:
 
     def extra_computation(self, use: MemoryUse) -> float | None:
         """Return how much more one computes than the same without `remat`, as a fraction."""
-        alike = (
-            other.operations
-            for other in self.uses
-            if (other.shard, other.dtype_policy, other.remat)
-            == (use.shard, use.dtype_policy, False)
-        )
-        plain = next(alike, None)
+        alike = (each for each in self.uses if each.shard == use.shard and not each.remat)
+        plain = next(alike).operations
         return use.operations / plain - 1 if use.operations and plain else None
 
     def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
         """Computation comes first, then what runs one after the other, then what is sent."""
         extra = round(self.extra_computation(use) or 0, 2)
-        return (
-            not use.equal,
-            extra,
-            use.remat,
-            use.accumulation,
-            ("none", "optimizer", "weights").index(use.shard),
-        )
+        return not use.equal, extra, use.remat, use.accumulation, _SHARDS.index(use.shard)
 
     @property
     def smallest(self) -> MemoryUse:
@@ -172,14 +148,16 @@ class MemoryPlan:
         names = [f"{part}{' ~' * (part in self.estimates)}" for part in _PARTS]
         heading = ("shard, K, remat", *names, "total", "fits", "extra")
         table = _text.table([heading, *map(self._row, self.uses)], columns=_COLUMNS)
-        notes = ["~ is estimated from shapes."] * bool(self.estimates)
-        return "\n\n".join([head, table, *notes, self._result()])
+        notes = ["~ is estimated from shapes."] if self.estimates else []
+        if not all(use.equal for use in self.uses):
+            notes.append("* does not train the same: " + _WHY_NOT_EQUAL)
+        return "\n\n".join([head, table, *map(check_results.wrapped, notes), self._result()])
 
     def _row(self, use: MemoryUse) -> tuple[str, ...]:
         parts = [_mebibytes(getattr(use, part)) for part in (*_PARTS, "total")]
         more = self.extra_computation(use)
         extra = "-" if more is None else f"{more:+.0%}"
-        fits = "no" if use.total > self.memory else "yes" if use.equal else "yes*"
+        fits = ("yes" if use.total <= self.memory else "no") + "*" * (not use.equal)
         return (str(use), *parts, fits, extra)
 
     def _result(self) -> str:
@@ -190,14 +168,12 @@ class MemoryPlan:
                 f"{_mebibytes(least.total)} MiB, with {least}: use devices with more memory, more "
                 "of them, or a smaller batch or model."
             )
-        note = "" if self.chosen.equal else " It does not train the same (*)."
-        lines = "\n".join(f"    {line}" for line in self.lines)
-        return f"The cheapest that fits: {self.chosen}.{note}\n\n{lines}".rstrip()
+        star = "" if self.chosen.equal else " (*)"
+        head = f"The cheapest that fits: {self.chosen}{star}."
+        return "\n".join([head, "", *(f"    {line}" for line in self.lines)]).rstrip()
 
 
-def plan_memory(
-    make: Callable[[], tuple[Any, Any]], *, memory: int | str, replicas: int = 1
-) -> MemoryPlan:
+def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPlan:
     """Work out what a training needs on each device, and the cheapest way to make it fit.
 
     The global batch stays as it is. On JAX each way to train it is compiled, for as many devices as
@@ -243,7 +219,7 @@ def plan_memory(
     return MemoryPlan(tuple(uses), limit, replicas, step.global_batch_size, tuple(step.estimates))
 
 
-def _step_of(make: Callable[[], tuple[Any, Any]]) -> _Step:
+def _step_of(make: Make) -> Any:
     if keras.backend.backend() == "jax":
         from kdpkit.training.jax._memory import StepMemory
     else:
@@ -264,7 +240,7 @@ def _as_loop(made: Any) -> tuple[Any, TrainingLoop]:
     return dataset, trainer
 
 
-def _share_in_half_precision(make: Callable[[], tuple[Any, Any]], step: _Step) -> float:
+def _share_in_half_precision(make: Make, step: Any) -> float:
     """Return what is left of the activations in `mixed_bfloat16`; 1 if the model is not float32.
 
     It is not compiled: XLA computes it on CPUs in float32, with more memory than without.
@@ -279,12 +255,13 @@ def _share_in_half_precision(make: Callable[[], tuple[Any, Any]], step: _Step) -
         keras.config.set_dtype_policy(policy)
 
 
-def _uses(step: _Step, replicas: int, memory: int) -> Iterator[MemoryUse]:
+def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
     """Yield what each way needs; with micro-batches only if it takes them or `remat` to fit."""
-    shards = step.shards if replicas > 1 else step.shards[:1]
+    shards = _SHARDS if replicas > 1 and step.can_shard else _SHARDS[:1]
+    remats = (False, True) if step.can_remat else (False,)
     ways = [
         functools.partial(_use, step, replicas, shard, remat)
-        for shard, remat in itertools.product(shards, step.remats)
+        for shard, remat in itertools.product(shards, remats)
     ]
     uncut = [use_of(1) for use_of in ways]
     yield from uncut
@@ -297,7 +274,7 @@ def _uses(step: _Step, replicas: int, memory: int) -> Iterator[MemoryUse]:
             yield dataclasses.replace(use, operations=first.operations)  # XLA counts a loop once
 
 
-def _use(step: _Step, replicas: int, shard: str, remat: bool, accumulation: int) -> MemoryUse:
+def _use(step: Any, replicas: int, shard: str, remat: bool, accumulation: int) -> MemoryUse:
     need = step.need(replicas, shard=shard, accumulation=accumulation, remat=remat)
     is_same = accumulation == 1 or step.micro_batches_are_exact
     return MemoryUse(shard, accumulation, remat, dtype_policy=None, equal=is_same, **need)
@@ -316,7 +293,7 @@ def _accumulated(use_of: Callable[[int], MemoryUse], counts: list[int], memory: 
     return uses[counts[bisect.bisect(counts, False, lo=1, hi=len(counts) - 1, key=fits)]]
 
 
-def _micro_batches(step: _Step, replicas: int) -> list[int]:
+def _micro_batches(step: Any, replicas: int) -> list[int]:
     """Return numbers that cut a replica's examples evenly, each at least twice the one before."""
     examples, rest = divmod(step.global_batch_size, replicas)
     counts = [1]

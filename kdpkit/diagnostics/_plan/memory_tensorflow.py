@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -23,9 +23,8 @@ class StepMemory:
         make: Returns a dataset and a `TrainingLoop`.
     """
 
-    shards: Sequence[str] = ("none",)
-    remats: Sequence[bool] = (False,)
-    estimates: Sequence[str] = ("activations", "temporaries")
+    can_shard = can_remat = False
+    estimates = ("activations", "temporaries")
 
     def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
         dataset, self._loop = make()

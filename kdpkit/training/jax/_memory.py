@@ -3,7 +3,7 @@
 import copy
 import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding
 
 from kdpkit import sharding
 from kdpkit._internal import versions
-from kdpkit._internal.shards import KINDS
 from kdpkit.batches import rows_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
 from kdpkit.training.jax._state import State, Variables
@@ -34,9 +33,9 @@ class StepMemory:
         make: Returns a dataset and a `TrainingLoop`.
     """
 
-    shards: Sequence[str] = KINDS
-    remats: Sequence[bool] = (False,)
-    estimates: Sequence[str] = ()
+    can_shard = True
+    can_remat = False
+    estimates = ()
 
     def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
         try:  # traced, the initializers of variables compute nothing
