@@ -111,7 +111,7 @@ class MemoryPlan:
 
     def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
         """Computation comes first, then what runs one after the other, then what is sent."""
-        extra = round(self.extra_computation(use) or 0, 2)
+        extra = round(self.extra_computation(use) or 0, 1)  # less is no difference
         return not use.equal, extra, use.remat, use.accumulation, _SHARDS.index(use.shard)
 
     @property

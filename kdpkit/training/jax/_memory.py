@@ -10,7 +10,7 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from kdpkit import sharding
+from kdpkit import errors, sharding
 from kdpkit._internal import versions
 from kdpkit.batches import rows_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
@@ -34,7 +34,6 @@ class StepMemory:
     """
 
     can_shard = True
-    can_remat = False
     estimates = ()
 
     def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
@@ -54,6 +53,17 @@ class StepMemory:
     @property
     def global_batch_size(self) -> int:
         return rows_of(self._batch)
+
+    @property
+    def can_remat(self) -> bool:
+        """Whether the loop can compute blocks again, and the model has any."""
+        if not hasattr(self._steps.loop, "remat"):
+            return False
+        try:
+            self.kept(1, remat=True)
+        except errors.InputError:
+            return False
+        return True
 
     @functools.cached_property
     def micro_batches_are_exact(self) -> bool:
@@ -98,8 +108,7 @@ class StepMemory:
         if accumulation > 1:
             versions.reject_sums_over_examples(self._steps.model)
         loop = copy.copy(self._steps.loop)
-        loop.accumulation = accumulation
-        del remat
+        vars(loop).update(accumulation=accumulation, remat=remat)
         loop.loss = copy.copy(loop.loss)
         loop.loss.in_micro_batches = accumulation > 1
         steps = copy.copy(self._steps)
