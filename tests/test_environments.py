@@ -31,6 +31,7 @@ ON_JAX = {
         "tests/training/test_loop.py",
         "tests/training/test_jax_guide.py",
         "tests/training/test_noise_scale.py",
+        "tests/training/test_remat.py",
     ],
     "diagnostics": [
         "tests/diagnostics/test_memory_plan.py",

@@ -69,6 +69,10 @@ class TrainingLoop:
             will still help: docs/how_to/gradient_noise_scale.md.
         verify: Whether to verify the first steps on several replicas of TensorFlow.
         batch_norm: As in `replica_exact`; with `jit` on several replicas only `"replica"` works.
+        remat: Whether the backward pass computes the inner activations of blocks again, which need
+            then not be kept. Blocks are the layers of the model that have layers of their own, such
+            as those of a transformer; of models in the model, their blocks, or they themselves.
+            Weights and losses are the same. docs/how_to/large_models.md
 
     Raises:
         ValueError: A count that is not positive; no loss; a noise scale of batches in one part; a
@@ -104,6 +108,7 @@ class TrainingLoop:
         noise_scale: bool = False,
         verify: bool = True,
         batch_norm: str = "global",
+        remat: bool = False,
     ) -> None:
         if not isinstance(model, keras.Model):
             checks.fail("`model` must be a Keras model.", model=model)
@@ -127,6 +132,7 @@ class TrainingLoop:
         self.accumulation = checks.integer("accumulation", accumulation)
         self.verify = checks.one_of("verify", verify, (True, False))
         self.batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
+        self.remat = checks.one_of("remat", remat, (True, False))
         self.loss = Objective(
             loss,
             loss_weights,

@@ -155,6 +155,33 @@ def test_what_a_plan_calls_equal_trains_equal():
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * change)
 
 
+def blocks(**settings):
+    inner = (
+        keras.Sequential([*(layers.Dense(64, "tanh") for _ in range(5)), layers.Dense(256)])
+        for _ in range(4)
+    )
+    loop = TrainingLoop(net(*inner), optimizer=optimizer(), loss=CROSS_ENTROPY, **settings)
+    return data(320), loop
+
+
+@on_jax
+def test_blocks_are_computed_again_where_there_are_some():
+    assert not any(use.remat for use in plan_memory(looped, memory="1GiB").uses)
+    plan = plan_memory(blocks, memory="1GiB")
+    kept, again = plan.uses
+    assert (kept.remat, again.remat, again.equal) == (False, True, True)
+    assert again.activations < kept.activations
+    assert plan.extra_computation(kept) == 0 < plan.extra_computation(again) < 0.5
+    assert plan.chosen == kept
+    trained = []
+    for use in plan.uses:
+        dataset, loop = blocks(remat=use.remat)
+        loop.fit(dataset, epochs=1, verbose=0)
+        trained.append(loop.model.get_weights())
+    for wanted, got in zip(*trained, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("layer", "is_equal"),
     [

@@ -25,6 +25,7 @@ from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.batches import rows_of
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import additional_loss, trace_metrics
+from kdpkit.training._remat import rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
 from kdpkit.training.jax._fit import reject_local_statistics
@@ -245,7 +246,8 @@ class JaxSteps(Steps):
         """Compute the losses of some examples: first those of a known divisor, then the others."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         share = rows_of(batch) / num_global_examples
-        losses, predictions = self.loop.per_example_loss(x, y, training=training)
+        with rematerialised(self.loop) if training else contextlib.nullcontext():
+            losses, predictions = self.loop.per_example_loss(x, y, training=training)
         terms = self.loop.loss.terms(losses, predictions, sample_weight)
         additional = ops.convert_to_tensor(additional_loss(self.model.losses, share))
         self.model.compute_metrics(x, y, predictions, sample_weight)

@@ -24,6 +24,8 @@ _FOR_MEMORY = {
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
 }
+# On CPUs XLA finds that what is computed again is the same, and keeps it after all.
+_FOR_REMAT = _FOR_MEMORY | {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse"}
 
 
 class StepMemory:
@@ -56,9 +58,7 @@ class StepMemory:
 
     @property
     def can_remat(self) -> bool:
-        """Whether the loop can compute blocks again, and the model has any."""
-        if not hasattr(self._steps.loop, "remat"):
-            return False
+        """Whether the model has blocks to compute again."""
         try:
             self.kept(1, remat=True)
         except errors.InputError:
@@ -85,7 +85,8 @@ class StepMemory:
         steps, state, batch = self._with(strategy, accumulation, remat)
         lowered = jax.jit(steps._train_step, donate_argnums=0).lower(state, batch)
         on_cpu = steps.strategy.devices.flat[0].platform == "cpu"
-        program = lowered.compile(compiler_options=_FOR_MEMORY if on_cpu else None)
+        options = _FOR_REMAT if remat else _FOR_MEMORY
+        program = lowered.compile(compiler_options=options if on_cpu else None)
         analysis = program.memory_analysis()
         working = analysis.temp_size_in_bytes + max(
             0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes
@@ -108,7 +109,7 @@ class StepMemory:
         if accumulation > 1:
             versions.reject_sums_over_examples(self._steps.model)
         loop = copy.copy(self._steps.loop)
-        vars(loop).update(accumulation=accumulation, remat=remat)
+        loop.accumulation, loop.remat = accumulation, remat
         loop.loss = copy.copy(loop.loss)
         loop.loss.in_micro_batches = accumulation > 1
         steps = copy.copy(self._steps)

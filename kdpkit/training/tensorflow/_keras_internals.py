@@ -210,6 +210,32 @@ def updates_without_merging(strategy: tf.distribute.Strategy) -> Iterator[None]:
         del extended._use_merge_call
 
 
+def call_of_layers() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a context manager that goes back into the layers' calls that this is called in.
+
+    These know whether they train, and which type their variables are cast to.
+    """
+    names = ("current_call_ctx", "autocast_scope")
+    values = [*map(global_state.get_global_attribute, names)]
+    if values[0] is None:  # but a layer is being called
+        versions.reject_unknown(names[0])
+
+    def set_to(values: list[Any]) -> None:
+        for name, value in zip(names, values, strict=True):
+            global_state.set_global_attribute(name, value)
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        former = [*map(global_state.get_global_attribute, names)]
+        set_to(values)
+        try:
+            yield
+        finally:
+            set_to(former)
+
+    return entered
+
+
 def move_global_seeds(strategy: tf.distribute.Strategy) -> None:
     """Copy to all replicas Keras' global seeds, where these were made outside the current scope."""
     seeds = global_state.get_global_attribute(GLOBAL_SEED_GENERATOR)

@@ -23,6 +23,7 @@ from kdpkit._internal.dataset_tuning import untuned
 from kdpkit.training._feed import Feed
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES, trace_metrics
+from kdpkit.training._remat import rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
     _batch_norm,
@@ -287,7 +288,10 @@ class TensorFlowSteps(Steps):
 
     def _try_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
         """Make a training step of a shard for each replica, without the update."""
-        parts, _ = self.strategy.run(lambda: self._train_replica(shard(), jit=False, trial=trial))
+        with rematerialised(self.loop):
+            parts, _ = self.strategy.run(
+                lambda: self._train_replica(shard(), jit=False, trial=trial)
+            )
         variables = self.model.trainable_variables
         trial.note_gradients(self.model.optimizer, variables, self._summed(parts))
         return self._logs()
@@ -376,7 +380,8 @@ class TensorFlowSteps(Steps):
     # One step, outside the replicas.
 
     def _train_step(self, batch: Any, *, jit: bool) -> None:
-        parts, of_noise = self.strategy.run(self._train_replica, args=(batch, jit))
+        with rematerialised(self.loop):
+            parts, of_noise = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
         summed = self._summed(parts)
         if self.loop.noise_sums:

@@ -24,6 +24,7 @@ from kdpkit import errors
 from kdpkit._internal import checks, parameter_servers, processes
 from kdpkit._internal.private_copies import with_private_batches
 from kdpkit.training._feed import Feed
+from kdpkit.training._remat import rematerialised
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._gradients import (
     combined,
@@ -194,7 +195,7 @@ class ParameterServerSteps(TensorFlowSteps):
     def _train_on_worker(self, batch: Any) -> Any:
         """Update the weights from a batch; give what it adds to loss and metrics."""
         # Outside the replica, where an optimizer may also overwrite weights by their averages.
-        with self.scope():
+        with self.scope(), rematerialised(self.loop):
             parts, counts = self.strategy.run(self._train_and_count, args=(_taken(batch),))
             variables = self.model.trainable_variables
             gradients = [parts.get(index) for index in range(len(variables))]

@@ -1,0 +1,208 @@
+"""Rematerialisation: blocks of a model whose inner activations the backward pass computes again.
+
+A call of a block becomes a function of its tensors and of the variables that it reads. So what it
+assigns is assigned once, and its dropout draws the same numbers when it is computed again.
+`keras.RematScope` fails where a layer has a state: docs/upstream/keras_remat_and_state.md
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import keras
+from keras.src.backend import get_keras_mask, get_stateless_scope, set_keras_mask
+
+from kdpkit._internal import checks
+from kdpkit.training._tensors import Tensor
+
+if TYPE_CHECKING:
+    from kdpkit.training._loop import TrainingLoop
+
+
+class Result(NamedTuple):
+    """The tensors that a call of a block leaves.
+
+    Args:
+        outputs: Those in its output, in the order of `keras.tree.flatten`.
+        masks: Their Keras masks.
+        losses: What was passed to `add_loss`, and activity regularizers.
+        assigned: The new values of variables.
+    """
+
+    outputs: list[Tensor]
+    masks: list[Tensor | None]
+    losses: list[Tensor]
+    assigned: list[Tensor]
+
+
+class BlockScope(keras.StatelessScope):
+    """Keeps what is assigned in it to itself, and notes which variables are read.
+
+    Args:
+        values: Variables and the values that they are to have; others have their current ones.
+    """
+
+    def __init__(self, values: Iterable[tuple[keras.Variable, Tensor]] = ()) -> None:
+        super().__init__([*values], collect_losses=True)
+        self._around = get_stateless_scope()
+        self.read: list[tuple[keras.Variable, Tensor]] = []
+        self.assigned: dict[int, keras.Variable] = {}
+
+    def get_current_value(self, variable: keras.Variable) -> Tensor | None:
+        key = id(variable)
+        if key not in self.state_mapping:
+            value = self._around and self._around.get_current_value(variable)
+            value = _tensor(variable._value) if value is None else value
+            if value is None:  # it is being made
+                return None
+            self.state_mapping[key] = value
+            self.read.append((variable, value))
+        return self.state_mapping[key]
+
+    def add_update(self, update: tuple[keras.Variable, Tensor]) -> None:
+        self.assigned[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+class BlockCall:
+    """A call of a block, as a function of the tensors in its arguments.
+
+    Args:
+        block: The layer.
+        call: Its `call`.
+        arguments: The arguments and keyword arguments.
+    """
+
+    def __init__(self, block: keras.Layer, call: Callable, arguments: Any) -> None:
+        self.block = block
+        self._call = call
+        self._arguments = arguments
+        leaves = keras.tree.flatten(arguments)
+        self.tensors = [leaf for leaf in leaves if _is_tensor(leaf)]
+        self._masks = [*map(get_keras_mask, self.tensors)]
+        self._output: Any = None  # with whatever tensors it was last computed
+        self._assigned: list[keras.Variable] = []
+
+    def __call__(self, tensors: Sequence[Tensor], scope: BlockScope) -> Result:
+        """Compute the block's output, and leave no trace of it."""
+        _set_masks(tensors, self._masks)
+        args, kwargs = _with_tensors(self._arguments, tensors)
+        with scope:
+            self._output = self._call(*args, **kwargs)
+        losses = [*map(id, scope.losses)]
+        for layer in self.block._flatten_layers():
+            layer._loss_ids.difference_update(losses)  # other losses may get their identities
+        self._assigned = [*scope.assigned.values()]
+        outputs = [leaf for leaf in keras.tree.flatten(self._output) if _is_tensor(leaf)]
+        return Result(
+            outputs=outputs,
+            masks=[*map(get_keras_mask, outputs)],
+            losses=scope.losses,
+            assigned=[scope.get_current_value(variable) for variable in self._assigned],
+        )
+
+    def finish(self, result: Result) -> Any:
+        """Assign and add what the block did, and return its output."""
+        for variable, value in zip(self._assigned, result.assigned, strict=True):
+            variable.assign(value)
+        if result.losses:
+            self.block.add_loss(result.losses)
+        _set_masks(result.outputs, result.masks)
+        return _with_tensors(self._output, result.outputs)
+
+
+@contextlib.contextmanager
+def rematerialised(loop: "TrainingLoop") -> Iterator[None]:
+    """Trace a training step in this, and the blocks of the model keep only their inputs, if asked.
+
+    Raises:
+        ValueError: The model has no blocks.
+    """
+    blocks = {id(block): block for block in _blocks_of(loop.model) if loop.remat}.values()
+    if loop.remat and not blocks:
+        checks.fail(
+            "`remat` computes the inner activations of blocks again, and this model has none: no "
+            "layer of it has layers of its own.",
+            model=loop.model.name,
+            remedy="Group its layers, for example by `keras.Sequential`, or leave `remat` out.",
+        )
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.enter_context(_replaced_call(block))
+        yield
+
+
+def _blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
+    """Find the layers that have layers of their own; of models in the model, their blocks."""
+    for layer in model.layers:
+        if isinstance(layer, keras.Model):
+            yield from [*_blocks_of(layer)] or [layer]
+        elif layer._flatten_layers(include_self=False, recursive=False):
+            yield layer
+
+
+@contextlib.contextmanager
+def _replaced_call(block: keras.Layer) -> Iterator[None]:
+    attributes, call = vars(block), block.call
+    former = {"call": call} if "call" in attributes else {}
+    checkpointed = _checkpointed_of_backend()
+
+    @functools.wraps(call)
+    def rematerialised_call(*args: Any, **kwargs: Any) -> Any:
+        of_block = BlockCall(block, call, (args, kwargs))
+        return of_block.finish(checkpointed(of_block))
+
+    # Not `setattr`, with which Keras looks for layers and variables to track.
+    attributes["call"] = rematerialised_call
+    try:
+        yield
+    finally:
+        del attributes["call"]
+        attributes.update(former)
+
+
+def _checkpointed_of_backend() -> Callable[[BlockCall], Result]:
+    if keras.backend.backend() == "jax":
+        return _checkpointed_on_jax
+    from kdpkit.training.tensorflow._remat import checkpointed
+
+    return checkpointed
+
+
+def _checkpointed_on_jax(call: BlockCall) -> Result:
+    import jax
+
+    # Gradients flow to the variables' values too, which the function closes over.
+    return jax.checkpoint(lambda tensors: call(tensors, BlockScope()))(call.tensors)
+
+
+def _is_tensor(leaf: Any) -> bool:
+    if keras.backend.backend() == "jax":
+        import jax
+
+        return isinstance(leaf, jax.Array)
+    import tensorflow as tf
+
+    return isinstance(leaf, tf.Tensor)
+
+
+def _tensor(value: Any) -> Any:
+    """Return what a variable holds as a tensor: on TensorFlow, in a replica, its own copy's."""
+    if keras.backend.backend() == "jax" or value is None:
+        return value
+    import tensorflow as tf
+
+    return tf.convert_to_tensor(value)
+
+
+def _with_tensors(nest: Any, tensors: Iterable[Tensor]) -> Any:
+    """Return a nest with other tensors in place of its own, in their order."""
+    others = iter(tensors)
+    return keras.tree.map_structure(lambda leaf: next(others) if _is_tensor(leaf) else leaf, nest)
+
+
+def _set_masks(tensors: Iterable[Tensor], masks: Iterable[Tensor | None]) -> None:
+    for tensor, mask in zip(tensors, masks, strict=True):
+        if mask is not None:
+            set_keras_mask(tensor, mask)

@@ -1,0 +1,65 @@
+"""Rematerialisation on TensorFlow: a block's gradient computes the block once more.
+
+Not `tf.recompute_grad`, whose gradients of a table that examples look up are dense: Keras'
+optimizers treat sparse ones in their own way.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from kdpkit.training._remat import BlockCall, BlockScope, Result
+from kdpkit.training.tensorflow import _keras_internals
+from kdpkit.training.tensorflow._collectives import with_gradient
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
+
+
+def checkpointed(call: BlockCall) -> Result:
+    """Compute a block, and have its gradient compute it again from its inputs."""
+    step, layers = current_step(), _keras_internals.call_of_layers()
+    assert step is not None  # which forward and backward pass run in
+    scope = BlockScope()
+    result = call(call.tensors, scope)
+    trained = [variable for variable, _ in scope.read if variable.trainable]
+    values = {id(variable): value for variable, value in scope.read}
+    floating = [tensor for tensor in call.tensors if tensor.dtype.is_floating]
+    inputs = [*floating, *(values[id(variable)] for variable in trained)]
+
+    def gradient(*given: tf.Tensor | tf.IndexedSlices) -> list[Any]:
+        upstream = [*map(tf.convert_to_tensor, given)]
+        with tf.GradientTape(watch_accessed_variables=False) as tape:
+            again = [*_after(step, upstream, floating), *map(tf.identity, inputs[len(floating) :])]
+            tape.watch(again)
+            new = iter(again)
+            tensors = [next(new) if x.dtype.is_floating else tf.identity(x) for x in call.tensors]
+            others = [pair for pair in scope.read if not pair[0].trainable]
+            state = [*others, *zip(trained, new, strict=True)]
+            with running(step), layers():
+                recomputed = _differentiable(call(tensors, BlockScope(state)))
+        return list(tape.gradient(recomputed, again, output_gradients=upstream))
+
+    differentiable = _differentiable(result)
+    if not differentiable or not inputs:
+        return result
+    attached = iter(with_gradient(differentiable, inputs, gradient))
+    return result._replace(
+        outputs=[next(attached) if x.dtype.is_floating else x for x in result.outputs],
+        losses=[*attached],
+    )
+
+
+def _differentiable(result: Result) -> list[tf.Tensor]:
+    return [*(x for x in result.outputs if x.dtype.is_floating), *result.losses]
+
+
+def _after(step: ReplicaStep, upstream: Sequence[Any], tensors: list[Any]) -> list[Any]:
+    """Return tensors as they are, which depend on gradients that come from behind the block.
+
+    Else what follows from them would be what the forward pass computed, which TensorFlow and XLA
+    would find and keep. A difference of a number to itself is not known to be zero: it may be NaN.
+    """
+    first = tf.reduce_max(tf.reshape(upstream[0], [-1])[:1])
+    zero = tf.where(tf.math.is_nan(first), first, tf.zeros_like(first))
+    step.note_shared(zero)  # it says nothing of the example that it is taken from
+    return [tensor + tf.cast(zero, tensor.dtype) for tensor in tensors]

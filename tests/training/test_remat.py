@@ -1,0 +1,271 @@
+"""`TrainingLoop(remat=True)` against the same loop without; test_environments.py runs it on JAX."""
+
+import functools
+
+import keras
+import keras_hub
+import numpy as np
+import pytest
+from keras import layers
+
+from tests.training.test_loop import ON_JAX, assert_same, batches, loop_on, trained
+
+VOCABULARY, LENGTH = 31, 8
+
+
+def seeded(build):
+    @functools.wraps(build)
+    def built(*args, **kwargs):
+        keras.utils.set_random_seed(7)
+        return build(*args, **kwargs)
+
+    return built
+
+
+class Residual(layers.Layer):
+    """A block with a state of each kind, and no `training` argument to pass on."""
+
+    def __init__(self, *parts, penalty=0.0, **settings):
+        super().__init__(**settings)
+        self.supports_masking = True
+        self.parts = parts
+        self.penalty = penalty
+        self.scale = None
+        self.calls = self.add_weight(name="calls", initializer="zeros", trainable=False)
+
+    def build(self, shape):
+        for part in self.parts:
+            part.build(shape)
+        self.scale = self.add_weight(name="scale", shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        y = x
+        for part in self.parts:
+            y = part(y)
+        self.add_loss(self.penalty * keras.ops.mean(keras.ops.square(y)))
+        return x + self.scale * y
+
+
+@seeded
+def residual(width=6, blocks=2):
+    inputs = keras.Input((4,))
+    x = layers.Dense(width)(inputs)
+    for _ in range(blocks):
+        x = Residual(
+            layers.Dense(width, "gelu", activity_regularizer=keras.regularizers.L2(0.01)),
+            layers.Dropout(0.4),
+            layers.BatchNormalization(momentum=0.8),
+            penalty=0.1,
+        )(x)
+    return keras.Model(inputs, layers.Dense(3, kernel_regularizer="l2")(x))
+
+
+@seeded
+def nested():
+    """A model whose blocks are in models, one of them a model of two inputs without blocks."""
+    inputs = keras.Input((4,))
+    hidden = keras.Input((6,)), keras.Input((6,))
+    joined = layers.Dropout(0.3)(layers.Dense(6, "tanh")(layers.Concatenate()(hidden)))
+    pair = keras.Model(hidden, [joined, hidden[0]])
+    shared = keras.Sequential([layers.Dense(6, "gelu"), layers.Dropout(0.2)])
+    inner = keras.Sequential([layers.Dense(6), Residual(layers.Dense(6)), shared])
+    x = inner(inputs)
+    one, two = pair([x, shared(x)])
+    return keras.Model(inputs, layers.Dense(3)(one + two))
+
+
+@seeded
+def masked():
+    return keras.Sequential(
+        [
+            keras.Input((LENGTH,), dtype="int32"),
+            keras.Sequential([layers.Embedding(VOCABULARY, 6, mask_zero=True), layers.Dense(6)]),
+            layers.LSTM(6, return_sequences=True),
+            Residual(layers.Dense(6), layers.Dropout(0.2)),
+            layers.Dense(VOCABULARY),
+        ]
+    )
+
+
+@seeded
+def transformer(kind="BertBackbone", lora=None, **settings):
+    inputs = {
+        name: keras.Input((LENGTH,), dtype="int32", name=name)
+        for name in ("token_ids", "padding_mask")
+    }
+    segments = {"segment_ids": keras.ops.zeros_like(inputs["token_ids"])}
+    backbone = getattr(keras_hub.models, kind)(
+        vocabulary_size=VOCABULARY,
+        num_layers=2,
+        num_heads=2,
+        hidden_dim=8,
+        intermediate_dim=16,
+        max_sequence_length=LENGTH,
+        dropout=0.2,
+        **settings,
+    )
+    if kind == "BertBackbone":
+        backbone.get_layer("pooled_dense").trainable = False
+    if lora:
+        backbone.enable_lora(lora)
+    hidden = backbone(inputs | (segments if kind == "BertBackbone" else {}))
+    hidden = hidden["sequence_output"] if isinstance(hidden, dict) else hidden
+    return keras.Model(inputs, backbone.token_embedding(hidden, reverse=True))
+
+
+def tokens(size=4, *, features=False):
+    import tensorflow as tf
+
+    ids = np.random.default_rng(0).integers(1, VOCABULARY, (10, LENGTH)).astype("int32")
+    lengths = np.random.default_rng(1).integers(2, LENGTH + 1, (10, 1))
+    is_token = np.arange(LENGTH) < lengths
+    ids = np.where(is_token, ids, 0)
+    x = {"token_ids": ids, "padding_mask": is_token.astype("int32")} if features else ids
+    return tf.data.Dataset.from_tensor_slices((x, ids)).batch(size)
+
+
+gpt2 = functools.partial(transformer, "GPT2Backbone")
+MODELS = {
+    "residual": (residual, batches),
+    "nested": (nested, batches),
+    "masked": (masked, tokens),
+    "bert": (transformer, functools.partial(tokens, features=True)),
+    "gpt2": (gpt2, functools.partial(tokens, features=True)),
+    "lora": (functools.partial(gpt2, lora=2), functools.partial(tokens, features=True)),
+}
+
+
+def both(name, replicas, size=5, tolerance=1e-6, **settings):
+    """Train with rematerialisation, and on one device without."""
+    build, data = MODELS[name]
+    settings = {"metrics": (), "build": build, "optimizer": "adam"} | settings
+    without = {k: v for k, v in settings.items() if k not in ("steps_per_loop", "jit", "verify")}
+    expected = trained(1, data(size), **without)
+    loop, history = trained(replicas, data(size), remat=True, **settings)
+    assert all("call" not in vars(layer) for layer in loop.model._flatten_layers())
+    assert_same((loop, history), expected, tolerance)
+    for ours, theirs in zip(loop.model.variables, expected[0].model.variables, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=tolerance)  # seeds, too
+    return loop
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", MODELS)
+def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas):
+    both(name, replicas)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "replicas", "settings"),
+    [
+        ("bert", 2, {"accumulation": 2, "steps_per_loop": 2}),
+        ("residual", 1, {"accumulation": 2}),
+        ("residual", 3, {"steps_per_loop": 2}),
+        pytest.param("gpt2", 2, {"jit": True, "steps_per_loop": 3}, id="xla"),
+        pytest.param("residual", 1, {"jit": True}, id="xla, one device"),
+        ("masked", 2, {"verify": True}),
+        ("residual", 2, {"verify": True}),
+        ("gpt2", 2, {"verify": True}),
+    ],
+)
+def test_in_micro_batches_in_loops_and_under_xla_too(name, replicas, settings, capfd):
+    both(name, replicas, **settings)
+    assert "kdpkit: " not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("name", ["residual", "gpt2"])
+def test_in_mixed_precision_it_computes_in_the_same_types(name, replicas):
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        both(name, replicas, tolerance=1e-6 if replicas == 1 else 0.02)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def failing(x, training):  # noqa: ARG001  # the arguments of a layer
+    raise RuntimeError("in the forward pass")
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_step_that_fails_leaves_the_model_as_it_was(replicas):
+    loop = loop_on(replicas, residual, remat=True, metrics=())
+    block = loop.model.layers[-2]
+    loop.evaluate(batches(), verbose=0)
+    vars(block.parts[1])["call"] = failing
+    with pytest.raises(RuntimeError, match="in the forward pass"):
+        loop.fit(batches(), epochs=1, verbose=0)
+    assert "call" not in vars(block)
+
+
+def test_a_model_without_blocks_gets_one_sentence():
+    with pytest.raises(ValueError, match="`remat`.*model='sequential.*keras.Sequential"):
+        trained(1, remat=True)
+    with pytest.raises(ValueError, match="`remat` must be.*remat='yes'"):
+        trained(1, remat="yes")
+
+
+class Borrowing(layers.Layer):
+    """A block that uses a weight that is not its own, and random numbers without a seed."""
+
+    def __init__(self, lender, *, is_noisy, **settings):
+        super().__init__(**settings)
+        self.dense = layers.Dense(6)
+        vars(self)["lender"] = lender  # so that Keras does not track it
+        self.is_noisy = is_noisy
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, x):
+        noise = keras.random.uniform(keras.ops.shape(x)) if self.is_noisy else 1.0
+        return self.dense(x) * noise + keras.ops.matmul(x, self.lender.kernel)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_weights_of_other_layers_and_numbers_without_a_seed_are_found(replicas):
+    @seeded
+    def borrowing():
+        inputs = keras.Input((4,))
+        lender = layers.Dense(6)
+        x = layers.Dense(6)(inputs)
+        blocks = [Borrowing(lender, is_noisy=not ON_JAX) for _ in range(2)]
+        return keras.Model(inputs, layers.Dense(3)(lender(blocks[1](blocks[0](lender(x))))))
+
+    settings = {"build": borrowing, "metrics": (), "epochs": 2}
+    assert_same(trained(1, **settings), trained(replicas, remat=True, **settings))
+
+
+@pytest.mark.jax
+def test_it_needs_a_part_of_the_memory():
+    import jax
+
+    def deep():
+        inner = [keras.Sequential([layers.Dense(512, "gelu"), layers.Dense(64)]) for _ in range(8)]
+        return keras.Sequential([keras.Input((64,)), *inner])
+
+    def temporary(remat):
+        x = np.ones((512, 64), "float32")
+        loop = loop_on(1, deep, loss="mse", remat=remat, metrics=())
+        steps = loop._steps
+        steps.build(steps.open(batches_of(x), "train", steps=None), training=True)
+        lowered = jax.jit(steps._train_step).lower(steps._variables.read(), (x, x))
+        # On CPUs XLA orders operations so that they run side by side, whatever that keeps.
+        ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
+        compiled = lowered.compile(compiler_options=ordered)
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    of_one_block = 512 * 512 * 4
+    assert temporary(remat=False) > 8 * of_one_block
+    assert temporary(remat=True) < 6 * of_one_block
+
+
+def batches_of(x):
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((x, x)).batch(len(x))
