@@ -4,7 +4,6 @@ Four logical CPUs are real replicas: what breaks on four GPUs when batches are s
 are summed breaks on them too.
 """
 
-import os
 from collections.abc import Callable
 
 import keras

@@ -34,6 +34,7 @@ ON_JAX = {
         "tests/training/test_remat.py",
     ],
     "diagnostics": [
+        "tests/diagnostics/test_memory_plan.py",
         "tests/diagnostics/test_plan.py",
         "tests/diagnostics/test_schedules.py",
         "tests/diagnostics/test_speed.py",

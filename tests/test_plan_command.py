@@ -152,3 +152,65 @@ def test_without_a_stdout_nothing_fails():
     command = f'"{sys.executable}" -m kdpkit plan {" ".join(RUN)} >&-'
     ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+
+
+MAKE = """
+import keras, numpy as np
+from kdpkit.batches import ArrayBatches
+
+def make():
+    print("made")
+    model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256), keras.layers.Dense(16)])
+    model.compile("adam", "mse")
+    return ArrayBatches((np.zeros((32, 64)), np.zeros((32, 16))), global_batch_size=32), model
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("backend", ["jax", "tensorflow"])
+def test_memory_is_planned_for_replicas_that_are_not_there(backend, tmp_path):
+    (tmp_path / "train.py").write_text(MAKE)
+    command = [sys.executable, "-m", "kdpkit", "plan", "--replicas", "4", "--memory"]
+    codes = {}
+    for memory in ("1GiB", "1KiB"):
+        ended = subprocess.run(
+            [*command, memory, "train.py:make", *(["--json"] * (memory == "1GiB"))],
+            cwd=tmp_path,
+            env={**os.environ, "KERAS_BACKEND": backend},
+            capture_output=True,
+            text=True,
+            timeout=250,
+            check=False,
+        )
+        codes[memory] = ended.returncode
+        if memory == "1GiB":
+            plan = json.loads(ended.stdout)
+            assert (plan["memory"], plan["replicas"], plan["global_batch_size"]) == (2**30, 4, 32)
+            assert plan["uses"][plan["chosen"]]["shard"] == "none"
+            assert len(plan["lines"]) == (backend == "jax")
+        else:
+            assert "Nothing fits" in ended.stdout
+            assert "made" in ended.stderr
+    assert codes == {"1GiB": 0, "1KiB": 1}
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        ([], "needs --examples, --per-replica-batch-size, --base-learning-rate, or --memory"),
+        (["--memory", "1GiB", "train.py"], "Write `kdpkit plan --memory 16GiB train.py:make"),
+        (["--memory", "1GiB", "a.py:make", "--replicas", "1", "2"], "replicas=[1, 2]"),
+        (["--memory", "1GiB", "missing.py:make"], "missing.py"),
+        (["--memory", "1GiB"], "expected 2 arguments"),
+    ],
+)
+def test_a_mistake_about_memory_is_one_sentence_and_exit_code_2(
+    words, sentence, capsys, monkeypatch
+):
+    monkeypatch.setenv("XLA_FLAGS", os.getenv("XLA_FLAGS", ""))  # put back afterwards
+    monkeypatch.setenv("PJRT_NPROC", os.getenv("PJRT_NPROC", "16"))
+    assert cli.main(["plan", *words]) == 2
+    output = capsys.readouterr()
+    assert sentence in output.err
+    assert output.err.count("\n") == 1

@@ -97,3 +97,13 @@ def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, we
     fit(x, y, sample_weight=weights, batch_size=size, epochs=0, shuffle=False, verbose=0)
     if not model.built:  # on one device TensorFlow builds it in the first step
         model._symbolic_build(data_batch=(x, y, weights))
+
+
+def compile_settings(model: keras.Model) -> dict[str, Any]:
+    """Return what `compile` was passed and `TrainingLoop` takes, with the present optimizer."""
+    config = getattr(model, "_compile_config", None)
+    given = getattr(config, "config", None)
+    if given is None:
+        reject_unknown("Model._compile_config")
+    names = ("loss", "loss_weights", "metrics", "weighted_metrics")
+    return {name: given[name] for name in names} | {"optimizer": model.optimizer}

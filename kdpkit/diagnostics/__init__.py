@@ -1,6 +1,7 @@
 """Checks of a training before it runs somewhere else, and reports on a machine.
 
-`plan` works out batches, steps and learning rates of a run on several replicas. `compare_schedules`
+`plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
+each device needs and the cheapest way to make it fit. `compare_schedules`
 draws learning rates in a terminal; `read_schedule` reads one from text. `environment` reports what
 this machine and this Python offer; `probe` trains two steps with every strategy, and `bench`
 measures how fast it trains. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from kdpkit.diagnostics._bench.benchmark import BenchReport, BenchRow, bench
     from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
     from kdpkit.diagnostics._env.environment import Environment, environment
+    from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
     from kdpkit.diagnostics._probe.probing import ProbeReport, ProbeResult, probe
     from kdpkit.diagnostics._rates.comparison import ScheduleComparison, compare_schedules
@@ -29,6 +31,8 @@ _HOMES = {
     "BenchRow": "_bench.benchmark",
     "Environment": "_env.environment",
     "InputReport": "_doctor.input_checks",
+    "MemoryPlan": "_plan.memory_plan",
+    "MemoryUse": "_plan.memory_plan",
     "ProbeReport": "_probe.probing",
     "ProbeResult": "_probe.probing",
     "ScheduleComparison": "_rates.comparison",
@@ -43,6 +47,7 @@ _HOMES = {
     "compare_schedules": "_rates.comparison",
     "environment": "_env.environment",
     "plan": "_plan.training_plan",
+    "plan_memory": "_plan.memory_plan",
     "probe": "_probe.probing",
     "read_schedule": "_rates.schedule_expressions",
 }
@@ -52,6 +57,8 @@ __all__ = [
     "BenchRow",
     "Environment",
     "InputReport",
+    "MemoryPlan",
+    "MemoryUse",
     "ProbeReport",
     "ProbeResult",
     "ScheduleComparison",
@@ -66,6 +73,7 @@ __all__ = [
     "compare_schedules",
     "environment",
     "plan",
+    "plan_memory",
     "probe",
     "read_schedule",
 ]

@@ -23,7 +23,11 @@ class Report(Protocol):
 
 
 def table(
-    rows: Sequence[Sequence[str]], *, left: Sequence[int] = (0,), notes: Sequence[str] = ()
+    rows: Sequence[Sequence[str]],
+    *,
+    left: Sequence[int] = (0,),
+    notes: Sequence[str] = (),
+    columns: int = check_results.WIDTH,
 ) -> str:
     """Return a line for each row, with columns as wide as their longest cell.
 
@@ -33,9 +37,10 @@ def table(
         Slow.
 
     Args:
-        rows: The heading first. A last cell that is too long for 80 columns is wrapped.
+        rows: The heading first. A last cell that is too long for the columns is wrapped.
         left: Columns that are aligned left; the others are aligned right.
         notes: For each row a text beneath it.
+        columns: Of a terminal.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
@@ -45,7 +50,7 @@ def table(
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         line = "  ".join(cells).rstrip()
-        if len(line) > check_results.WIDTH:
+        if len(line) > columns:
             begin = "  ".join([*cells[:-1], ""])
             line = check_results.wrapped(row[-1], first=begin, indent=len(begin))
         lines.append(line)

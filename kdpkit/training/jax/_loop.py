@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop
 
 Logs = dict[str, jax.Array]
-_CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
+CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
 
 
 class Sums(NamedTuple):
@@ -173,7 +173,7 @@ class JaxSteps(Steps):
             state, logs = function(self._variables.read(), batches.place(group))
             self._variables.write(state)
             self._running.append(logs["loss"])
-            if len(self._running) > _CALLS_AHEAD:
+            if len(self._running) > CALLS_AHEAD:
                 self._running.popleft().block_until_ready()
             done += len(group)
         return done, logs

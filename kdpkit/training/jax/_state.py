@@ -43,19 +43,26 @@ class Variables:
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._groups: tuple[list[keras.Variable], ...] = ([], [], [])
+        self.groups: tuple[list[keras.Variable], ...] = ([], [], [])
         self._placed: dict[int, jax.Array] = {}
 
     def choose(self, *groups: list[keras.Variable]) -> bool:
         """Set the variables of `State`; return whether they are others than before."""
-        former, self._groups = self._groups, groups
+        former, self.groups = self.groups, groups
         return [[*map(id, group)] for group in groups] != [[*map(id, group)] for group in former]
 
     def read(self) -> State:
         """Return the values; what somebody else assigned is first put on the devices."""
         return State._make(
             [self._value(variable, placement) for variable in group]
-            for group, placement in zip(self._groups, self._placements, strict=True)
+            for group, placement in zip(self.groups, self._placements, strict=True)
+        )
+
+    def shapes(self) -> State:
+        """Return what `read` would, as shapes on the devices."""
+        return State._make(
+            [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=placement(v.shape)) for v in group]
+            for group, placement in zip(self.groups, self._placements, strict=True)
         )
 
     @property
@@ -75,7 +82,7 @@ class Variables:
 
     def write(self, state: State) -> None:
         """Put the values that a step returned into the variables."""
-        for group, values in zip(self._groups, state, strict=True):
+        for group, values in zip(self.groups, state, strict=True):
             for variable, value in zip(group, values, strict=True):
                 self._write(variable, value)
 
@@ -91,12 +98,12 @@ class Variables:
         """
         pairs = [
             pair
-            for group, values in zip(self._groups, state, strict=True)
+            for group, values in zip(self.groups, state, strict=True)
             for pair in zip(group, values, strict=True)
         ]
         with _GatheringScope(pairs, self._shards) as scope:
             result = function()
-        *_, others = self._groups
+        *_, others = self.groups
         kept = zip(map(scope.kept_value, others), state.other, strict=True)
         return result, state._replace(other=[old if new is None else new for new, old in kept])
 

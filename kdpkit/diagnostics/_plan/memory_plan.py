@@ -1,0 +1,345 @@
+"""How much memory a training needs on each device, and the cheapest way to make it fit.
+
+Which ways there are is decided here; bytes come from the backend.
+"""
+
+import bisect
+import dataclasses
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from kdpkit import errors
+from kdpkit._internal import check_results, checks, versions
+from kdpkit.diagnostics import _text
+from kdpkit.diagnostics._training_step import check_model, is_loop
+from kdpkit.training import TrainingLoop
+
+_SHARDS = ("none", "optimizer", "weights")  # what sends least first
+_HALF = "mixed_bfloat16"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)B")
+_PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
+_COLUMNS = 100
+_WHY_NOT_EQUAL = (
+    "micro-batches have statistics (BatchNormalization) or random numbers of their own; bfloat16 "
+    "computes in half precision, and is estimated."
+)
+_MOST_MICRO_BATCHES = 64  # each makes the program longer
+
+Make = Callable[[], tuple[Any, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryUse:
+    """What each device needs for a training of these settings, in bytes.
+
+    Attributes:
+        shard: As in `kdpkit.sharding.DataParallel`.
+        accumulation: Micro-batches, as in `kdpkit.training.TrainingLoop`.
+        remat: As in `kdpkit.training.TrainingLoop`.
+        dtype_policy: `"mixed_bfloat16"` where the plan changes it; None keeps the model's.
+        equal: Whether it trains the same up to rounding as without any of these settings.
+        weights: Weights, and what else the model and its metrics keep.
+        gradients: Those of the weights, by their shapes.
+        optimizer: The optimizer's variables.
+        activations: What the forward pass keeps for the backward pass, and the batches that the
+            loop has on the devices.
+        temporaries: What else a step holds at its peak.
+        operations: Floating-point operations of a step on each device, without accumulation; None
+            on TensorFlow, where nobody counts them.
+    """
+
+    shard: str
+    accumulation: int
+    remat: bool
+    dtype_policy: str | None
+    equal: bool
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    temporaries: int
+    operations: float | None
+
+    @property
+    def total(self) -> int:
+        """Bytes on each device."""
+        return sum(getattr(self, part) for part in _PARTS)
+
+    def __str__(self) -> str:
+        """Return the settings in a few words."""
+        words = [self.shard, *([f"K={self.accumulation}"] if self.accumulation > 1 else [])]
+        words += ["remat"] if self.remat else []
+        words += [self.dtype_policy.removeprefix("mixed_")] if self.dtype_policy else []
+        return " ".join(words)
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryPlan:
+    """The ways to train a global batch, and which fit: what `plan_memory` returns.
+
+    Attributes:
+        uses: See `MemoryUse`. Where none fits without `remat` and `accumulation`, also those with
+            as few micro-batches as fit, or the most; and in `mixed_bfloat16` those that then fit.
+        memory: Bytes that each device has.
+        replicas: Devices that share a batch.
+        global_batch_size: Examples of a batch.
+        estimates: Parts that are not known on this backend, but estimated.
+    """
+
+    uses: tuple[MemoryUse, ...]
+    memory: int
+    replicas: int
+    global_batch_size: int
+    estimates: tuple[str, ...]
+
+    @property
+    def chosen(self) -> MemoryUse | None:
+        """The cheapest that fits, if possible one that trains the same; None if nothing fits."""
+        fitting = (use for use in self.uses if use.total <= self.memory)
+        return min(fitting, key=self._cost, default=None)
+
+    def extra_computation(self, use: MemoryUse) -> float | None:
+        """Return how much more one computes than the same without `remat`, as a fraction."""
+        alike = (each for each in self.uses if each.shard == use.shard and not each.remat)
+        plain = next(alike).operations
+        return use.operations / plain - 1 if use.operations and plain else None
+
+    def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
+        """Computation comes first, then what runs one after the other, then what is sent."""
+        extra = round(self.extra_computation(use) or 0, 1)  # less is no difference
+        return not use.equal, extra, use.remat, use.accumulation, _SHARDS.index(use.shard)
+
+    @property
+    def smallest(self) -> MemoryUse:
+        """The one that needs least."""
+        return min(self.uses, key=lambda use: use.total)
+
+    @property
+    def lines(self) -> tuple[str, ...]:
+        """The lines of code to write for the one that is chosen."""
+        return () if self.chosen is None else tuple(_lines(self.chosen, self.replicas))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as plain values, for JSON."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        chosen = self.chosen
+        uses = [
+            dataclasses.asdict(use)
+            | {"total": use.total, "extra_computation": self.extra_computation(use)}
+            for use in self.uses
+        ]
+        return fields | {
+            "uses": uses,
+            "chosen": None if chosen is None else self.uses.index(chosen),
+            "lines": self.lines,
+        }
+
+    def __str__(self) -> str:
+        """Return a table and the lines to write, in at most 100 columns."""
+        head = (
+            f"{self.global_batch_size:,} examples on {self.replicas:,} replica"
+            f"{'s' * (self.replicas > 1)}, {_mebibytes(self.memory)} MiB on each. In MiB:"
+        )
+        names = [f"{part}{' ~' * (part in self.estimates)}" for part in _PARTS]
+        heading = ("shard, K, remat", *names, "total", "fits", "extra")
+        table = _text.table([heading, *map(self._row, self.uses)], columns=_COLUMNS)
+        notes = ["~ is estimated from shapes."] if self.estimates else []
+        if not all(use.equal for use in self.uses):
+            notes.append("* does not train the same: " + _WHY_NOT_EQUAL)
+        return "\n\n".join([head, table, *map(check_results.wrapped, notes), self._result()])
+
+    def _row(self, use: MemoryUse) -> tuple[str, ...]:
+        parts = [_mebibytes(getattr(use, part)) for part in (*_PARTS, "total")]
+        more = self.extra_computation(use)
+        extra = "-" if more is None else f"{more:+.0%}"
+        fits = ("yes" if use.total <= self.memory else "no") + "*" * (not use.equal)
+        return (str(use), *parts, fits, extra)
+
+    def _result(self) -> str:
+        if self.chosen is None:
+            least = self.smallest
+            return check_results.wrapped(
+                f"Nothing fits {_mebibytes(self.memory)} MiB on each device. The least is "
+                f"{_mebibytes(least.total)} MiB, with {least}: use devices with more memory, more "
+                "of them, or a smaller batch or model."
+            )
+        star = "" if self.chosen.equal else " (*)"
+        head = f"The cheapest that fits: {self.chosen}{star}."
+        return "\n".join([head, "", *(f"    {line}" for line in self.lines)]).rstrip()
+
+
+def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPlan:
+    """Work out what a training needs on each device, and the cheapest way to make it fit.
+
+    The global batch stays as it is. On JAX each way to train it is compiled, for as many devices as
+    asked for, and never run: variables are shapes, so that a model may be larger than this machine.
+    The bytes of variables are exact, the sum of the other parts is what the compiled program asks
+    for. On a CPU, logical devices stand for the real ones. On TensorFlow activations are estimated
+    from the shapes of all that a forward pass computes; what XLA and cuDNN use besides is unknown.
+
+    Args:
+        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`. It is
+            called once more for `mixed_bfloat16`, if the model is float32. On JAX it is traced,
+            unless it looks at values.
+        memory: Bytes that each device has for the training, or a text such as `"16GiB"`.
+        replicas: Devices that share a global batch.
+
+    Raises:
+        ValueError: A size that cannot be read; more replicas than devices; no dataset and model.
+
+    >>> from kdpkit import batches, testing
+    >>> def make():
+    ...     model = testing.tiny_classifier()
+    ...     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    ...     data = testing.toy_classification(64)
+    ...     return batches.ArrayBatches(data, global_batch_size=32), model
+    >>> plan_memory(make, memory="1GiB").chosen.accumulation
+    1
+    """
+    limit = _bytes_of(memory)
+    replicas = checks.integer("replicas", replicas)
+    if not callable(make):
+        checks.fail("`make` must be a function.", make=type(make).__name__)
+    step = _step_of(make)
+    uses = [*_uses(step, replicas, limit)]
+    share = _share_in_half_precision(make, step)
+    halved = (
+        dataclasses.replace(
+            use, dtype_policy=_HALF, equal=False, activations=round(use.activations * share)
+        )
+        for use in uses
+        if use.total > limit
+    )
+    uses += [use for use in halved if use.total <= limit]
+    return MemoryPlan(tuple(uses), limit, replicas, step.global_batch_size, tuple(step.estimates))
+
+
+def _step_of(make: Make) -> Any:
+    if keras.backend.backend() == "jax":
+        from kdpkit.training.jax._memory import StepMemory
+    else:
+        from kdpkit.diagnostics._plan.memory_tensorflow import StepMemory  # type: ignore
+    return StepMemory(lambda: _as_loop(make()))
+
+
+def _as_loop(made: Any) -> tuple[Any, TrainingLoop]:
+    if not isinstance(made, tuple) or len(made) != 2:
+        checks.fail(
+            "`make` must return a dataset and a compiled model or a `TrainingLoop`.",
+            returned=type(made).__name__,
+        )
+    dataset, trainer = made
+    check_model(trainer)
+    if not is_loop(trainer):
+        trainer = TrainingLoop(trainer, **versions.compile_settings(trainer))
+    return dataset, trainer
+
+
+def _share_in_half_precision(make: Make, step: Any) -> float:
+    """Return what is left of the activations in `mixed_bfloat16`; 1 if the model is not float32.
+
+    It is not compiled: XLA computes it on CPUs in float32, with more memory than without.
+    """
+    policy = keras.config.dtype_policy()
+    if policy.name != "float32":
+        return 1.0
+    keras.config.set_dtype_policy(_HALF)
+    try:
+        return _step_of(make).kept(1, remat=False) / max(step.kept(1, remat=False), 1)
+    finally:
+        keras.config.set_dtype_policy(policy)
+
+
+def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
+    """Yield what each way needs; with micro-batches only if it takes them or `remat` to fit."""
+    shards = _SHARDS if replicas > 1 and step.can_shard else _SHARDS[:1]
+    remats = (False, True) if step.can_remat else (False,)
+    ways = [
+        functools.partial(_use, step, replicas, shard, remat)
+        for shard, remat in itertools.product(shards, remats)
+    ]
+    uncut = [use_of(1) for use_of in ways]
+    yield from uncut
+    counts = _micro_batches(step, replicas)
+    if len(counts) == 1 or any(use.total <= memory and not use.remat for use in uncut):
+        return
+    for use_of, first in zip(ways, uncut, strict=True):
+        if first.total > memory:
+            use = _accumulated(use_of, counts, memory)
+            yield dataclasses.replace(use, operations=first.operations)  # XLA counts a loop once
+
+
+def _use(step: Any, replicas: int, shard: str, remat: bool, accumulation: int) -> MemoryUse:
+    need = step.need(replicas, shard=shard, accumulation=accumulation, remat=remat)
+    is_same = accumulation == 1 or step.micro_batches_are_exact
+    return MemoryUse(shard, accumulation, remat, dtype_policy=None, equal=is_same, **need)
+
+
+def _accumulated(use_of: Callable[[int], MemoryUse], counts: list[int], memory: int) -> MemoryUse:
+    """Return what is needed with as few micro-batches as fit, or with the most."""
+    uses = {counts[-1]: use_of(counts[-1])}
+
+    def fits(accumulation: int) -> bool:
+        uses[accumulation] = use_of(accumulation)
+        return uses[accumulation].total <= memory
+
+    if uses[counts[-1]].total > memory:
+        return uses[counts[-1]]
+    return uses[counts[bisect.bisect(counts, False, lo=1, hi=len(counts) - 1, key=fits)]]
+
+
+def _micro_batches(step: Any, replicas: int) -> list[int]:
+    """Return numbers that cut a replica's examples evenly, each at least twice the one before."""
+    examples, rest = divmod(step.global_batch_size, replicas)
+    counts = [1]
+    most = 1 if rest else min(examples, _MOST_MICRO_BATCHES)
+    for count in range(2, most + 1):
+        if examples % count == 0 and count >= 2 * counts[-1]:
+            counts.append(count)
+    try:
+        step.kept(counts[-1], remat=False)
+    except errors.InputError:
+        return [1]  # the loss compares examples, and no batch of it is cut
+    return counts
+
+
+def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
+    if use.dtype_policy:
+        yield f'keras.config.set_dtype_policy("{use.dtype_policy}")  # before the model is made'
+    if replicas > 1 and keras.backend.backend() == "jax":
+        strategy = f'kdpkit.sharding.DataParallel({replicas}, shard="{use.shard}")'
+        yield f"keras.distribution.set_distribution({strategy})"
+    settings = [f"accumulation={use.accumulation}"] if use.accumulation > 1 else []
+    settings += ["remat=True"] if use.remat else []
+    if settings:
+        yield f"loop = kdpkit.training.TrainingLoop(model, ..., {', '.join(settings)})"
+
+
+def _bytes_of(memory: int | str) -> int:
+    """Read a size.
+
+    >>> _bytes_of("16GiB"), _bytes_of("1.5 MB"), _bytes_of(1024)
+    (17179869184, 1500000, 1024)
+    """
+    match = _SIZE.fullmatch(memory) if isinstance(memory, str) else None
+    if match:
+        number, unit = match.groups()
+        base = 1024 if unit.endswith("i") else 1000
+        memory = int(float(number) * base ** (1 + "KMGT".index(unit[0])))
+    if isinstance(memory, str):
+        checks.fail(
+            "`memory` must be the bytes of a device.",
+            memory=memory,
+            remedy="Write it as '16GiB', '80GB' or '512MiB'.",
+        )
+    return checks.integer("memory", memory)
+
+
+def _mebibytes(size: int) -> str:
+    number = size / 2**20
+    return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"

@@ -1,0 +1,157 @@
+"""What a training step needs on each device, from its compiled program; nothing is allocated."""
+
+import copy
+import functools
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+from jax.extend.core import Literal
+from jax.sharding import NamedSharding
+
+from kdpkit import errors, sharding
+from kdpkit._internal import versions
+from kdpkit.batches import rows_of
+from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
+from kdpkit.training.jax._state import State, Variables
+
+# On CPUs XLA makes all arrays as early as it can, to compute them side by side. With the first two
+# options it schedules as on GPUs and TPUs, where memory counts; with the others it compiles sooner.
+_FOR_MEMORY = {
+    "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
+    "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
+    "xla_backend_optimization_level": "0",
+    "xla_llvm_disable_expensive_passes": True,
+}
+# On CPUs XLA finds that what is computed again is the same, and keeps it after all.
+_FOR_REMAT = _FOR_MEMORY | {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse"}
+
+
+class StepMemory:
+    """The step of a loop for any devices and settings; its variables are nothing but shapes.
+
+    Args:
+        make: Returns a dataset and a `TrainingLoop`.
+    """
+
+    can_shard = True
+    estimates = ()
+
+    def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
+        try:  # traced, the initializers of variables compute nothing
+            jax.eval_shape(functools.partial(self._build, make))
+        except jax.errors.JAXTypeError:  # something needs a value
+            self._build(make)
+
+    def _build(self, make: Callable[[], tuple[Any, Any]]) -> None:
+        dataset, loop = make()
+        self._steps: JaxSteps = loop._steps
+        feed = self._steps.open(dataset, "dataset", steps=1)  # it may be endless
+        self._steps.build(feed, training=True)
+        (batch,) = iter(feed.batches).take(1)
+        self._batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype), batch)
+
+    @property
+    def global_batch_size(self) -> int:
+        return rows_of(self._batch)
+
+    @property
+    def can_remat(self) -> bool:
+        """Whether the model has blocks to compute again."""
+        try:
+            self.kept(1, remat=True)
+        except errors.InputError:
+            return False
+        return True
+
+    @functools.cached_property
+    def micro_batches_are_exact(self) -> bool:
+        """Whether a step leaves all but the weights as it was: no statistics, no random numbers."""
+        steps, state, batch = self._with(sharding.DataParallel(1), 1, False)
+        jaxpr = jax.make_jaxpr(steps._train_step)(state, batch).jaxpr
+        of_model = {id(variable) for variable in steps.model.variables}
+        first = len(state.trainable) + len(state.optimizer)
+        _, _, others = steps._variables.groups
+        return all(
+            jaxpr.outvars[index] is jaxpr.invars[index]
+            for index, variable in enumerate(others, first)
+            if id(variable) in of_model
+        )
+
+    def need(self, replicas: int, *, shard: Any, accumulation: int, remat: bool) -> dict[str, Any]:
+        """Compile the step; return bytes on one device, and floating-point operations there."""
+        strategy = sharding.DataParallel(replicas, shard=shard)
+        steps, state, batch = self._with(strategy, accumulation, remat)
+        lowered = jax.jit(steps._train_step, donate_argnums=0).lower(state, batch)
+        on_cpu = steps.strategy.devices.flat[0].platform == "cpu"
+        options = _FOR_REMAT if remat else _FOR_MEMORY
+        program = lowered.compile(compiler_options=options if on_cpu else None)
+        analysis = program.memory_analysis()
+        working = analysis.temp_size_in_bytes + max(
+            0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes
+        )
+        gradients = min(_bytes(state.trainable), working)
+        kept = min(self.kept(accumulation, remat=remat) // replicas, working - gradients)
+        return {
+            "weights": _bytes(state.trainable) + _bytes(state.other),
+            "gradients": gradients,
+            "optimizer": _bytes(state.optimizer),
+            "activations": kept + (CALLS_AHEAD + 1) * _bytes(jax.tree.leaves(batch)),
+            "temporaries": working - gradients - kept,
+            "operations": program.cost_analysis()["flops"],
+        }
+
+    def _with(
+        self, strategy: sharding.DataParallel, accumulation: int, remat: bool
+    ) -> tuple[JaxSteps, State, Any]:
+        """Return the steps with other settings, and the shapes of what they take."""
+        if accumulation > 1:
+            versions.reject_sums_over_examples(self._steps.model)
+        loop = copy.copy(self._steps.loop)
+        loop.accumulation, loop.remat = accumulation, remat
+        loop.loss = copy.copy(loop.loss)
+        loop.loss.in_micro_batches = accumulation > 1
+        steps = copy.copy(self._steps)
+        steps.loop, steps.strategy = loop, sharding.as_mesh(strategy)
+        steps._variables = Variables(strategy.shards)
+        steps._variables.choose(*self._steps._variables.groups)
+        mesh = steps.strategy
+        cut = sharding.replicated if self.global_batch_size % mesh.size else sharding.by_rows
+        batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, cut(mesh)), self._batch)
+        return steps, steps._variables.shapes(), batch
+
+    def kept(self, accumulation: int, *, remat: bool) -> int:
+        """Return the bytes that the forward pass of a micro-batch keeps for the backward pass."""
+        steps, state, batch = self._with(sharding.DataParallel(1), accumulation, remat)
+        size = math.ceil(self.global_batch_size / accumulation)
+        micro_batch = jax.tree.map(lambda part: _spec((size, *part.shape[1:]), part.dtype), batch)
+
+        def pull_back(state: State, batch: Any) -> Any:
+            def forward(trainable: list[jax.Array]) -> Any:
+                run = functools.partial(steps._forward, batch, size, training=True)
+                ((parts, _), _) = steps._variables.run(state._replace(trainable=trainable), run)
+                return parts
+
+            return jax.vjp(forward, state.trainable)[1]
+
+        jaxpr = jax.make_jaxpr(pull_back)(state, micro_batch).jaxpr
+        kept = {id(v): v.aval for v in jaxpr.outvars if not isinstance(v, Literal)}
+        for argument in jaxpr.invars:
+            kept.pop(id(argument), None)
+        return _bytes(kept.values())
+
+
+def _spec(shape: Any, dtype: Any, placement: NamedSharding | None = None) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        tuple(shape), jax.dtypes.canonicalize_dtype(dtype), sharding=placement
+    )
+
+
+def _bytes(arrays: Iterable[Any]) -> int:
+    """Return the bytes of arrays, or of the parts that a device has of them."""
+    shapes = [
+        (array.sharding.shard_shape(array.shape) if array.sharding else array.shape, array.dtype)
+        for array in arrays
+    ]
+    return sum(math.prod(shape) * dtype.itemsize for shape, dtype in shapes)
