@@ -96,8 +96,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {
         name: value
         for name, value in vars(args).items()
-        if name
-        not in ("command", "json", "memory", "plot", "replicas", "rest", "run", "takes_rest")
+        if name not in ("command", "json", "memory", "plot", "replicas", "rest", "run", "takes_rest")
     }
     counts = sorted({*args.replicas})
     plans = [training_plan.plan(**settings, replicas=replicas) for replicas in counts]
