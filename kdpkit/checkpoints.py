@@ -15,7 +15,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit._internal import array_files, atomic_files, checks, storage
+from kdpkit._internal import array_files, atomic_files, background, checks, storage
 
 _FORMAT = 1  # of the file; later formats that can read this one add to it
 _NAME = re.compile(r"state-(\d+)-(\d+)\.npz")
@@ -103,9 +103,12 @@ class CheckpointDirectory:
     def latest(self) -> TrainingState | None:
         """Read the newest undamaged state; None if there is no state.
 
+        A state that this process is still writing is waited for.
+
         Raises:
             ValueError: All states are damaged, or one has another format.
         """
+        background.wait(self.directory)
         paths = self.paths()
         for path in paths:
             try:
@@ -154,6 +157,8 @@ def _read(path: storage.AnyPath) -> TrainingState:
 def values_of(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, np.ndarray]:
     """Read Keras variables, by group.
 
+    Later steps do not change these arrays, which may be read-only.
+
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> sorted(values_of({"model": model.variables}))
     ['model.0', 'model.1']
@@ -174,7 +179,13 @@ def _read_variable(variable: keras.Variable) -> np.ndarray:
     with _scope_of(variable):
         if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
             value = value.read_value()
-        return np.asarray(keras.ops.convert_to_numpy(value))
+        # On a CPU this copies nothing: both backends copy memory that NumPy has before they write,
+        # also in steps that may write into the buffers of their state.
+        if keras.backend.backend() == "jax":
+            from kdpkit._internal import shards
+
+            return shards.whole_on_host(value)
+        return np.asarray(value)
 
 
 def _scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:

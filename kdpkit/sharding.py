@@ -7,8 +7,9 @@ for Keras' `fit`, `kdpkit.training.TrainingLoop` does it itself, and `replicated
 are for your own loop.
 """
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import jax
@@ -33,6 +34,7 @@ __all__ = [
     "describe_choice",
     "describe_placement",
     "describe_variables",
+    "gathered_on_read",
     "join_processes",
     "place_batch",
     "place_batches",
@@ -206,11 +208,11 @@ class DataParallel(keras.distribution.DataParallel):
 
     Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
 
-    With `shard`, each device keeps a part of every large variable between the steps. The result is
-    that of one device, as without. Weights are put together where the model is called, so a step
-    still needs the memory for all of them. Variables of fewer than 4,096 numbers, and those of
-    which the devices divide no axis, stay whole on every device; `describe_variables` says how many
-    bytes that is.
+    With `shard`, each device keeps a part of every large variable. The result is that of one
+    device, as without. Each weight is put together when the model uses it, so a step of `fit` or of
+    `kdpkit.training.TrainingLoop` holds a few whole ones at a time. Variables of fewer than 4,096
+    numbers, and those of which the devices divide no axis, stay whole on every device;
+    `describe_variables` says how many bytes that is. With several processes see `gathered_on_read`.
 
     Args:
         devices: As for `data_mesh`.
@@ -219,8 +221,7 @@ class DataParallel(keras.distribution.DataParallel):
             ZeRO-3, FSDP).
 
     Raises:
-        ValueError: `shard` is something else, or there are several processes, whose variables
-            could not be saved; or devices as for `data_mesh`.
+        ValueError: `shard` is something else; or devices as for `data_mesh`.
 
     >>> with DataParallel(2, shard="weights").scope():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
@@ -236,13 +237,6 @@ class DataParallel(keras.distribution.DataParallel):
     ) -> None:
         checks.one_of("shard", shard, shards.KINDS)
         mesh = data_mesh(devices)
-        if shard != "none" and jax.process_count() > 1:
-            checks.fail(
-                "Variables that are cut over several processes cannot be saved yet.",
-                shard=shard,
-                processes=jax.process_count(),
-                remedy='Use `shard="none"`, or one process.',
-            )
         names = [f"{d.platform}:{d.id}" for d in mesh.devices.flat]
         super().__init__(
             device_mesh=keras.distribution.DeviceMesh((len(names),), [BATCH_AXIS], names),
@@ -286,10 +280,8 @@ def describe_variables(model: keras.Model) -> str:
     >>> describe_variables(model)
     'On each device 0.0166 of 0.0635 MiB of variables, of which 0.000977 are whole.'
     """
-    optimizer = getattr(model, "optimizer", None)
-    variables = {id(v): v for v in [*model.variables, *(optimizer.variables if optimizer else [])]}
     everywhere = here = whole = 0
-    for variable in variables.values():
+    for variable in _all_variables(model):
         value = variable.value
         part = math.prod(value.sharding.shard_shape(value.shape)) * value.dtype.itemsize
         everywhere += value.nbytes
@@ -297,6 +289,38 @@ def describe_variables(model: keras.Model) -> str:
         whole += part if part == value.nbytes else 0
     shown = [f"{size / 2**20:,.3g}" for size in (here, everywhere, whole)]
     return "On each device {} of {} MiB of variables, of which {} are whole.".format(*shown)
+
+
+@contextlib.contextmanager
+def gathered_on_read(model: keras.Model) -> Iterator[None]:
+    """Let a model be saved whose variables are cut over the devices of several processes.
+
+    A process cannot read what is on another's devices. Inside this scope a variable that is read,
+    as `model.save` and `get_weights` do, is put together from all devices, one at a time. So every
+    process must read the same variables in the same order: all save, to files of their own.
+    `kdpkit.callbacks.ModelCheckpoint` and `Resume` do so by themselves.
+
+    >>> import tempfile
+    >>> with DataParallel(2, shard="weights").scope():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
+    >>> with gathered_on_read(model):
+    ...     model.save_weights(f"{tempfile.mkdtemp()}/of-process-{jax.process_index()}.weights.h5")
+    """
+    before = [(variable, variable._value) for variable in _all_variables(model)]
+    try:
+        for variable, value in before:
+            if not (value.is_fully_addressable or value.is_fully_replicated):
+                variable._value = shards.Gathered(value)
+        yield
+    finally:
+        for variable, value in before:
+            variable._value = value
+
+
+def _all_variables(model: keras.Model) -> list[keras.Variable]:
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer else [])]
+    return [*{id(variable): variable for variable in variables}.values()]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -20,13 +20,18 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={4 // PROCESSES}"]
 )
 
+os.environ["PJRT_NPROC"] = str(2 * 4 // PROCESSES)  # see kdpkit/_internal/cpu_threads.py
+
 import jax
 import keras
 import numpy as np
 
 from kdpkit import callbacks, experiment, sharding, testing
+from kdpkit._internal import shards
 from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop, replica_exact
+
+shards.SMALL = 1  # every variable that the devices divide can be cut
 
 
 def build():
@@ -41,6 +46,9 @@ def build():
             layers.Dense(3),
         ]
     )
+
+
+WEIGHTS = {"save_weights_only": True}
 
 
 class Slow(keras.callbacks.Callback):
@@ -69,13 +77,13 @@ def datasets(*, examples=64, same_data=False, unknown_length=False):
     return (train[i] for i in range(len(train))) if unknown_length else train, test
 
 
-def by_loop(train, test, *, epochs, callbacks, **settings):
+def by_loop(train, test, *, epochs, callbacks, shard="none", **settings):
     loop = TrainingLoop(
         build(),
         optimizer="adam",
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=["accuracy"],
-        strategy=sharding.data_mesh(),
+        strategy=sharding.DataParallel(shard=shard),
         **settings,
     )
     history = loop.fit(train, test, epochs=epochs, callbacks=callbacks, verbose=0).history
@@ -123,6 +131,7 @@ def trained(
     if monitors:
         watching.append(callbacks.DeviceMonitor())
     if directory:
+        watching.append(callbacks.ModelCheckpoint(f"{directory}/model.weights.h5", **WEIGHTS))
         resume = callbacks.Resume(directory, save_freq=3)
         train = resume.track(train)
         watching.append(resume)
@@ -134,9 +143,13 @@ def trained(
         "history": history,
         "evaluated": evaluated,
         "predicted": np.asarray(predicted)[: test.examples].tolist(),
-        "weights": [np.asarray(v.value).tolist() for v in model.variables],
-        "optimizer": [np.asarray(v.value).tolist() for v in model.optimizer.variables],
+        "weights": values_of(model.variables),
+        "optimizer": values_of(model.optimizer.variables),
     }
+
+
+def values_of(variables):
+    return [shards.whole_on_host(v.value).tolist() for v in variables]
 
 
 def sentence_of(**settings):

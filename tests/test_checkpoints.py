@@ -1,5 +1,6 @@
 """States on disk are complete, and the newest complete one is found."""
 
+import functools
 import io
 import itertools
 import json
@@ -211,6 +212,125 @@ def test_variables_are_restored():
     checkpoints.assign({"model": other.variables}, checkpoints.values_of({"model": one.variables}))
     for left, right in zip(one.get_weights(), other.get_weights(), strict=True):
         np.testing.assert_array_equal(left, right)
+
+
+# What was read stays as it was, though reading copies nothing on a CPU.
+
+
+def stepping(optimizer, **settings):
+    """A model with an embedding, whose gradient has few rows, and statistics; and its data."""
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((3,), dtype="int32"),
+            layers.Embedding(2000, 4),
+            layers.Flatten(),
+            layers.BatchNormalization(),
+            layers.Dropout(0.5, seed=1),
+            layers.Dense(3),
+        ]
+    )
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **settings)
+    x = np.arange(24, dtype="int32").reshape(8, 3)
+    return model, (x, np.arange(8) % 3)
+
+
+def assert_read_values_stay(model, data):
+    def fit():
+        model.fit(*data, batch_size=4, epochs=2, verbose=0)
+
+    fit()
+    variables = [*model.variables, *model.optimizer.variables, *model.metrics_variables]
+    for _ in range(2):  # the second time, TensorFlow has chosen how it updates the embedding
+        read = checkpoints.values_of({"model": variables})
+        copies = {name: value.copy() for name, value in read.items()}
+        fit()
+        now = checkpoints.values_of({"model": variables})
+        for name, value in read.items():
+            np.testing.assert_array_equal(value, copies[name])
+        assert sum((now[name] != read[name]).any() for name in read) >= 8
+    for _ in range(2):  # nor do steps after these values were assigned
+        checkpoints.assign({"model": variables}, read)
+        for name, value in checkpoints.values_of({"model": variables}).items():
+            np.testing.assert_array_equal(value, copies[name])
+        fit()
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor", "ftrl", "lion"])
+def test_steps_do_not_change_values_that_were_read(optimizer, jit_compile):
+    if optimizer == "sgd":
+        optimizer = keras.optimizers.SGD(momentum=0.9, use_ema=True)
+    assert_read_values_stay(*stepping(optimizer, jit_compile=jit_compile))
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_steps_on_two_replicas_do_not_change_values_that_were_read():
+    from kdpkit import strategies
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        assert_read_values_stay(*stepping("adam"))
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
+def test_steps_on_four_devices_do_not_change_values_that_were_read(shard):
+    from kdpkit import sharding
+
+    before = keras.distribution.distribution()
+    keras.distribution.set_distribution(sharding.DataParallel(4, shard=shard))
+    try:
+        assert_read_values_stay(*stepping("adam"))
+    finally:
+        keras.distribution.set_distribution(before)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("by_xla", [False, True])
+@pytest.mark.parametrize("writes_in_place", [False, True])
+def test_no_operation_of_tensorflow_changes_values_that_were_read(by_xla, writes_in_place):
+    import tensorflow as tf
+
+    raw, one = tf.raw_ops, np.ones((5, 2), "float32")
+
+    def some(row):
+        return tf.IndexedSlices(tf.ones((1, 2)), [row])
+
+    def run(operation, variable):
+        operation(variable)
+
+    operations = [
+        lambda v: v.assign(2 * v),
+        lambda v: v.assign_add(one),
+        lambda v: v.assign_sub(one),
+        lambda v: v[1:3].assign(one[:2]),
+        lambda v: v.scatter_update(some(1)),
+        lambda v: v.scatter_add(some(2)),
+        lambda v: v.scatter_nd_update([[3]], one[:1]),
+        lambda v: raw.ResourceApplyGradientDescent(var=v.handle, alpha=0.1, delta=one),
+    ]
+    if not by_xla:  # which does not have these
+        operations += [
+            lambda v: v.scatter_max(some(3)),
+            lambda v: raw.ResourceSparseApplyAdagrad(
+                var=v.handle, accum=v.handle, lr=0.1, grad=one[:1], indices=[4]
+            ),
+        ]
+    for operation in operations:
+        variable = keras.Variable(np.full((5, 2), 0.5, "float32"))
+        if writes_in_place:  # from its first operation on rows on, TensorFlow copies when it reads
+            variable.value.scatter_add(some(0))
+        before = np.array(variable)
+        read = checkpoints.values_of({"one": [variable]})["one.0"]
+        write = tf.function(functools.partial(run, operation, variable.value), jit_compile=by_xla)
+        write()
+        write()
+        np.testing.assert_array_equal(read, before)
+        assert (np.array(variable) != read).any()
 
 
 @pytest.mark.parametrize(

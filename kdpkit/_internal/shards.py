@@ -12,12 +12,17 @@ from typing import Any, NamedTuple
 
 import jax
 import keras
+import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdpkit._internal import versions
 
 KINDS = ("none", "optimizer", "weights")
 SMALL = 4096  # elements; a variable of fewer stays whole, which spares a collective
+
+# What a program does with a weight before it computes with it, cheaper to do again than to keep.
+_PREPARES = ("sharding_constraint", "convert_element_type", "transpose", "reshape")
 
 
 class Shards(NamedTuple):
@@ -33,15 +38,31 @@ class Shards(NamedTuple):
         return _everywhere(self.mesh) if self.kind == "none" else self._cut(shape)
 
     def whole(self, weights: Sequence[jax.Array]) -> list[jax.Array]:
-        """Put cut weights together for use, in a program; their gradients are cut as they are.
+        """Put cut weights together for use, in a program; left alone, XLA may gather activations.
 
-        Left alone, XLA may gather activations instead.
+        The transposed constraints, in the other order, cut their gradients.
         """
+        constrain = jax.lax.with_sharding_constraint
+        everywhere = _everywhere(self.mesh)
         placements = [self.of_weight(weight.shape) for weight in weights]
         return [
-            weight if placement.is_fully_replicated else _whole(weight, placement)
-            for weight, placement in zip(weights, placements, strict=True)
+            weight if cut.is_fully_replicated else constrain(constrain(weight, cut), everywhere)
+            for weight, cut in zip(weights, placements, strict=True)
         ]
+
+    def gathering_again(self, function: Callable) -> Callable:
+        """Let the gradient of a function of weights put them together again, not keep them whole.
+
+        Everything else is kept as without; layers' outputs are not computed twice.
+        """
+        if self.kind != "weights" or self.mesh.size == 1:
+            return function
+
+        def is_kept(primitive: Any, *inputs: Any, **_: Any) -> bool:
+            is_weight = inputs and not self.of_weight(inputs[0].shape).is_fully_replicated
+            return not (is_weight and primitive.name in _PREPARES)
+
+        return jax.checkpoint(function, policy=is_kept)
 
     def _cut(self, shape: Sequence[int]) -> NamedSharding:
         """Cut the largest axis that the devices divide; small variables and others stay whole."""
@@ -56,30 +77,15 @@ def _everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _whole(weight: jax.Array, placement: NamedSharding) -> jax.Array:
-    return jax.lax.with_sharding_constraint(weight, _everywhere(placement.mesh))
-
-
-def _whole_forward(weight: jax.Array, placement: NamedSharding) -> tuple[jax.Array, None]:
-    return _whole(weight, placement), None
-
-
-def _whole_backward(placement: NamedSharding, _: None, gradient: jax.Array) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(gradient, placement),)
-
-
-_whole.defvjp(_whole_forward, _whole_backward)
-
-
 def let_keras_cut() -> None:
     """Let Keras' optimizers make cut variables, and its models use cut weights, if asked for.
 
-    Keras has no other place for either: an optimizer's variable takes the layout of its weight,
-    and XLA chooses what it gathers. Both methods stay as they are under any other distribution.
+    Keras has no other place for it: an optimizer's variable takes the layout of its weight, and XLA
+    chooses what it gathers and keeps. The methods stay as they are under any other distribution.
     """
     _wrap(keras.optimizers.Optimizer, "add_variable", "layout", _adding_cut)
     _wrap(keras.Layer, "stateless_call", "non_trainable_variables", _putting_together)
+    _wrap(keras.Model, "compute_loss_and_updates", "optimizer_variables", _gathering_again)
 
 
 def _wrap(of: type, name: str, argument: str, wrapper: Callable) -> None:
@@ -121,10 +127,45 @@ def _putting_together(stateless_call: Callable) -> Callable:
     return call
 
 
+def _gathering_again(compute_loss_and_updates: Callable) -> Callable:
+    def compute(model: keras.Model, trainable_variables: Any, *args: Any, **settings: Any) -> Any:
+        def loss_of(trainable_variables: Any) -> Any:
+            return compute_loss_and_updates(model, trainable_variables, *args, **settings)
+
+        shards = _of(keras.distribution.distribution())
+        compute = shards.gathering_again(loss_of) if shards else loss_of
+        return compute(trainable_variables)
+
+    return compute
+
+
 def _of(distribution: object) -> Shards | None:
     """Return the shards of `kdpkit.sharding.DataParallel`; None of another distribution."""
     shards = getattr(distribution, "shards", None)
     return shards if isinstance(shards, Shards) else None
+
+
+def whole_on_host(value: jax.Array) -> np.ndarray:
+    """Return the value of an array of which other processes may hold parts.
+
+    Then every process must ask for it, at the same point of the program.
+    """
+    if value.is_fully_addressable or value.is_fully_replicated:
+        return np.asarray(value)
+    return np.asarray(multihost_utils.process_allgather(value, tiled=True))
+
+
+class Gathered:
+    """The value of a variable while a model is saved: put together when it is read."""
+
+    def __init__(self, value: jax.Array) -> None:
+        self._value = value
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._value, name)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(whole_on_host(self._value), dtype, copy=copy)
 
 
 def of(strategy: Any, mesh: Mesh) -> Shards:

@@ -109,12 +109,21 @@ class _SavingAtomically:
         return getattr(self._model, name)
 
     def save(self, filepath: str, **arguments: Any) -> None:
-        with _beside(filepath) as temporary:
+        with _beside(filepath) as temporary, _readable(self._model):
             self._model.save(temporary, **arguments)
 
     def save_weights(self, filepath: str, **arguments: Any) -> None:
-        with _beside(filepath) as temporary:
+        with _beside(filepath) as temporary, _readable(self._model):
             self._model.save_weights(temporary, **arguments)
+
+
+def _readable(model: keras.Model) -> contextlib.AbstractContextManager[None]:
+    """Let variables be read of which, on JAX, other processes hold parts."""
+    if keras.backend.backend() != "jax":
+        return contextlib.nullcontext()
+    from kdpkit import sharding
+
+    return sharding.gathered_on_read(model)
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
 import contextlib
+import functools
 import math
 import os
 import signal
@@ -16,7 +17,7 @@ import keras
 import numpy as np
 
 from kdpkit import checkpoints, errors
-from kdpkit._internal import atomic_files, checks, processes, versions
+from kdpkit._internal import atomic_files, background, checks, processes, versions
 from kdpkit.callbacks import _signals, _stopping, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
@@ -37,6 +38,11 @@ class Resume(keras.callbacks.Callback):
     The state includes weights, optimizer, random layers, metrics, History, the given callbacks, and
     the position in the data. A run that was stopped between any two steps ends with the same
     weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last.
+
+    A save stops training while the values are read. They are then written in the background, and
+    the next save, the end of `fit` and an exit wait until they are on disk. A crash meanwhile
+    leaves the state before. A state that cannot be written is reported, by a warning, at the next
+    of these points; training continues.
 
     On SIGTERM, which clusters send to end a job, the current step or validation batch is finished,
     the state is saved, and the program exits with code 42. Ctrl-C does the same but raises
@@ -295,8 +301,9 @@ class Resume(keras.callbacks.Callback):
             self._leave()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Restore History if no epoch was left."""
+        """Wait until the last state is on disk; restore History if no epoch was left."""
         self._restore_history()
+        self._wait()
         atomic_files.release(self._lock)
         self._signals.release()
         if self._signals.received:  # after the last epoch
@@ -334,6 +341,7 @@ class Resume(keras.callbacks.Callback):
     def _save(self, epoch: int, step: int, logs: dict[str, Any] | None = None) -> None:
         """Save the state at a position in the data, with the logs of an epoch that just ended."""
         self._saved = step
+        background.wait(self._checkpoints.directory)  # so that memory has one state at a time
         # In all processes, since some values are sums over processes.
         arrays = checkpoints.values_of(
             self._variables(self.model) | {"metrics": self._metrics(self.model) if step else []}
@@ -351,7 +359,8 @@ class Resume(keras.callbacks.Callback):
             "epochs": epochs,
             "callbacks": [values for values, _ in states],
         }
-        self._write(checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes))
+        state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
+        background.start(self._checkpoints.directory, functools.partial(self._write, state))
 
     def _history(
         self, epoch: int, logs: dict[str, Any] | None
@@ -366,20 +375,19 @@ class Resume(keras.callbacks.Callback):
                 history.setdefault(name, []).append(_plain(value))
         return history, epochs
 
-    def _write(self, state: checkpoints.TrainingState) -> None:
+    def _write(self, state: checkpoints.TrainingState) -> str | None:
+        """Write a state; return a warning if it cannot be written."""
         directory = self._checkpoints.directory
         try:
             other = atomic_files.taken_over(self._lock)
             if other is None:
                 self._checkpoints.save(state)
         except OSError as error:
-            warnings.warn(
-                f"The training state could not be saved in {directory} "
-                f"({error.strerror or error}). Training continues; what was saved before is still "
-                "there.",
-                stacklevel=2,
+            return (  # each failure has a text of its own, as Python shows equal warnings once
+                f"The training state of epoch {state.epoch}, step {state.step} could not be saved "
+                f"in {directory} ({error.strerror or error}). Training continues; what was saved "
+                "before is still there."
             )
-            return
         if other is not None:
             checks.fail(
                 "Another run, which began later, keeps its state in this directory, so this one "
@@ -388,6 +396,7 @@ class Resume(keras.callbacks.Callback):
                 other=other,
                 remedy="Use a directory of its own for each run.",
             )
+        return None
 
     def _variables(self, model: keras.Model) -> dict[str, list[Any]]:
         return {
@@ -416,10 +425,14 @@ class Resume(keras.callbacks.Callback):
     def _strategy(self) -> Any:
         return getattr(self.model, "distribute_strategy", None)
 
-    def _leave(self) -> None:
+    def _wait(self) -> None:
+        """Wait until the last state is on disk, in all processes: only the first writes it."""
+        background.wait(self._checkpoints.directory)
         if processes.count() > 1:
-            # The first process has written the state: a launcher may stop all when one exits.
             processes.gathered([0], self._strategy())
+
+    def _leave(self) -> None:
+        self._wait()  # a launcher may stop all processes when one exits
         atomic_files.release(self._lock)
         by_ctrl_c = self._stop.signal == signal.SIGINT
         self._stop.begin()

@@ -8,6 +8,9 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
+import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -15,8 +18,8 @@ import numpy as np
 import pytest
 
 import kdpkit
-from kdpkit import testing
-from kdpkit._internal import atomic_files
+from kdpkit import checkpoints, testing
+from kdpkit._internal import atomic_files, background
 from kdpkit.batches import ArrayBatches
 from kdpkit.callbacks import Resume
 from kdpkit.training import TrainingLoop, replica_exact
@@ -388,6 +391,7 @@ def test_a_plain_rate_that_was_lowered_stays_so(tmp_path):
 def test_a_damaged_state_costs_the_steps_since_the_one_before(tmp_path, undisturbed):
     with pytest.raises(CrashError):
         run(by_fit, tmp_path / "stopped", crash_at=7)
+    background.wait(tmp_path / "stopped")
     newest = max((tmp_path / "stopped").iterdir())
     newest.write_bytes(newest.read_bytes()[:100])
     with pytest.warns(UserWarning, match="is damaged"):
@@ -400,10 +404,15 @@ def test_a_state_that_cannot_be_written_is_reported_and_training_goes_on(tmp_pat
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))  # as good as a full disk
     try:
-        with pytest.warns(UserWarning, match="could not be saved.*Training continues"):
-            unsaved = run(by_fit, tmp_path / "full")
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")  # as outside of tests, where Python shows each once
+            unsaved = run(by_fit, tmp_path / "full", save_freq=5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    failed = [str(w.message) for w in caught if "could not be saved" in str(w.message)]
+    assert [text.partition(" could")[0] for text in failed] == [
+        f"The training state of epoch {epoch}, step 0" for epoch in (1, 2, 3)
+    ]
     assert_same(unsaved, undisturbed(by_fit))
     assert [path.name for path in (tmp_path / "full").iterdir()] == [".lock"]
 
@@ -478,6 +487,100 @@ def test_batches_that_keras_shuffles_raise(tmp_path):
         fit(build(), resume.track(data_of(400)), resume, shuffle=True)
 
 
+# A state is written while training goes on.
+
+
+def test_what_is_written_is_the_state_when_it_was_saved(tmp_path, undisturbed):
+    go_on = threading.Event()
+    threads = [f"thread {i}" for i in range(40)]  # all that there are, so that the state waits
+
+    class Going(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if self.model.history.epoch and batch == 3:  # of the second epoch
+                assert not [*tmp_path.glob("*.npz")]
+                go_on.set()
+                raise CrashError
+
+    for thread in threads:
+        background.start(thread, lambda: None if go_on.wait(240) else "nothing came")
+    with pytest.raises(CrashError):
+        run(by_fit, tmp_path, save_freq="epoch", last=Going())
+    for thread in threads:
+        background.wait(thread)
+    state = checkpoints.CheckpointDirectory(tmp_path).latest()
+    assert (state.epoch, state.step, state.notes["epochs"]) == (1, 0, [0])
+    assert_same(run(by_fit, tmp_path), undisturbed(by_fit))
+
+
+LARGE = """
+import sys
+import keras
+from kdpkit.callbacks import Resume
+from tests.callbacks import test_resume
+
+def fit(directory):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2_000_000)])
+    model.compile("sgd", "mse")
+    resume = Resume(directory, save_freq=1)
+    x = test_resume.np.zeros((40, 4), "float32")
+    data = test_resume.ArrayBatches((x, x[:, :1]), global_batch_size=1)
+    test_resume.fit(model, resume.track(data), resume, epochs=100)
+
+if __name__ == "__main__":
+    fit(sys.argv[1])
+"""
+
+
+def stopped_while_it_writes(directory, number):
+    """Send a signal to a program that is writing a state, not its first one."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", LARGE, directory], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    deadline = time.monotonic() + 240
+
+    def is_writing():
+        return [*directory.glob(".state-*")] and [*directory.glob("state-*")]
+
+    try:
+        while True:
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            if is_writing():
+                process.send_signal(signal.SIGSTOP)
+                os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
+                if is_writing():
+                    break
+                process.send_signal(signal.SIGCONT)
+        before = max(path.name for path in directory.glob("state-*"))
+        process.send_signal(number)
+        process.send_signal(signal.SIGCONT)
+        _, err = process.communicate(timeout=240)
+    finally:
+        process.kill()
+        process.communicate()
+    return process.returncode, before, err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, -2), (signal.SIGTERM, 42)]
+)
+def test_a_signal_while_a_state_is_written_leaves_a_state(tmp_path, number, code):
+    ended, before, err = stopped_while_it_writes(tmp_path, number)
+    assert ended == code, err
+    left = checkpoints.CheckpointDirectory(tmp_path)
+    assert bool([*tmp_path.glob(".state-*")]) == (number == signal.SIGKILL)
+    newest = left.paths()[0].name
+    if number == signal.SIGKILL:
+        assert newest == before
+    else:
+        assert newest > before
+        assert "Its state is in" in err
+    state = left.latest()  # a warning would be an error
+    assert state.arrays["model.0"].shape == (4, 2_000_000)
+
+
 # A directory for one run at a time.
 
 HOLDING = """
@@ -521,6 +624,7 @@ def test_a_run_in_object_storage_goes_on_where_it_was(remote, undisturbed):
 
 def test_in_object_storage_the_run_that_began_last_has_the_directory(tmp_path):
     def another_begins(*_, **__):
+        background.wait(f"file://{tmp_path}")
         with atomic_files.replacing(f"file://{tmp_path}/.lock") as mark:
             mark.write_text("0123 process 7 on another machine")
 

@@ -276,6 +276,7 @@ class JaxSteps(Steps):
             )
             return parts, (sums, updated.other)
 
+        forward = self._variables.gathering_again(forward)
         parts, pull_back, (sums, other) = jax.vjp(forward, state.trainable, has_aux=True)
         zeros = [jnp.zeros_like(part) for part in parts]
         gradients = []

@@ -52,7 +52,8 @@ class Variables:
         value = variable._value
         if value is not self._placed.get(id(variable)):
             # A copy: the step uses its buffer, which somebody may hold.
-            copied = np.array if jax.process_count() > 1 else jnp.copy
+            is_of_one = jax.process_count() > 1 and value.is_fully_addressable
+            copied = np.array if is_of_one else jnp.copy
             value = jax.device_put(copied(variable.value), placement(variable.shape))
             self._write(variable, value)
         return value
@@ -89,6 +90,10 @@ class Variables:
         return result, state._replace(
             other=[old if new is None or new is seen else new for new, seen, old in kept]
         )
+
+    def gathering_again(self, function: Callable[..., T]) -> Callable[..., T]:
+        """Let the gradient of a function that runs on a state gather cut weights a second time."""
+        return self._shards.gathering_again(function)
 
     def cut(self, state: State) -> State:
         """Leave the values of a step, in its program, cut as they were."""
