@@ -10,7 +10,7 @@ computes activations again in the backward pass, `--accumulation` cuts a batch i
 and on JAX `--shard` cuts the optimizer's variables, or the weights too, over the devices. None of
 them changes what is trained. `--data` is as in bert_mlm.py.
 
-With KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
+With KERAS_BACKEND=jax it trains on JAX.
 """
 
 from kdpkit import experiment
@@ -40,7 +40,7 @@ def parse(argv):
     )
     add, positive = parser.add_argument, experiment.positive_integer
     add("--preset", help="a KerasHub name such as gpt2_base_en, or a preset directory")
-    add("--lora", type=positive, metavar="RANK", help="train matrices of this rank alone")
+    add("--lora", type=positive, metavar="RANK", help="train matrices of this rank, and biases")
     add("--layers", type=positive, default=4, help="each 256 wide, of 4 heads (default: 4)")
     add("--vocabulary-size", type=positive, default=2000, help="to learn (default: 2000)")
     add("--sequence-length", type=positive, default=64, help="tokens in a sequence (default: 64)")
