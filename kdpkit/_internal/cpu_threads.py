@@ -26,13 +26,6 @@ def split_for_jax(devices: int) -> None:
     reserve(devices)
 
 
-def split_for_jax(devices: int) -> None:
-    """Have XLA split the CPU into devices, with enough threads, before JAX starts."""
-    flag = f"--xla_force_host_platform_device_count={devices}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    reserve(devices)
-
-
 def cores() -> int:
     """Count the cores that this process may use; a container's CPU quota is another matter."""
     if hasattr(os, "sched_getaffinity"):

@@ -6,7 +6,7 @@ import os
 import re
 import subprocess
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import kdpkit
 from kdpkit import errors, scaling
@@ -38,7 +38,7 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
     `kdpkit.strategies.select_strategy`, on JAX all devices. `auto` prints its choice and the
     reason.
 
-    A recipe's flag `--communication` is passed to `select_strategy`.
+    A recipe's flag `--communication` is passed to `select_strategy`, `--shard` to `DataParallel`.
 
     Raises:
         ValueError: The backend, this machine or the cluster does not support the strategy.
@@ -50,8 +50,16 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
             replicas=replicas,
             remedy="Use `--strategy mirrored`.",
         )
+    shard = getattr(args, "shard", "none")
     if _backend() == "jax":
-        return _data_parallel(kind, replicas)
+        return _data_parallel(kind, replicas, shard)
+    if shard != "none":
+        checks.fail(
+            "Variables are cut over the devices on JAX alone; on TensorFlow replicas have all of "
+            "them.",
+            shard=shard,
+            remedy="Run with KERAS_BACKEND=jax, or leave `--shard` out.",
+        )
     _find_devices()
     return _tensorflow_strategy(kind, replicas, getattr(args, "communication", "auto"))
 
@@ -106,7 +114,7 @@ def _tensorflow_strategy(
     return strategies.select_strategy(kind, devices=replicas)
 
 
-def _data_parallel(kind: str, replicas: int | None) -> "sharding.DataParallel":
+def _data_parallel(kind: str, replicas: int | None, shard: Any) -> "sharding.DataParallel":
     import jax
     import keras
 
@@ -130,7 +138,7 @@ def _data_parallel(kind: str, replicas: int | None) -> "sharding.DataParallel":
         sharding.tpu_devices()  # raises if there are none
     if kind == "auto" and not replicas:
         print(f"Strategy: {sharding.describe_choice()}")
-    distribution = sharding.DataParallel(replicas)
+    distribution = sharding.DataParallel(replicas, shard=shard)
     keras.distribution.set_distribution(distribution)
     return distribution
 

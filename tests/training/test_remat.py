@@ -140,7 +140,7 @@ def both(name, replicas, size=5, tolerance=1e-6, **settings):
     """Train with rematerialisation, and on one device without."""
     build, data = MODELS[name]
     settings = {"metrics": (), "build": build, "optimizer": "adam"} | settings
-    without = {k: v for k, v in settings.items() if k not in ("steps_per_loop", "jit", "verify")}
+    without = {k: v for k, v in settings.items() if k not in ("steps_per_loop", "verify")}
     expected = trained(1, data(size), **without)
     loop, history = trained(replicas, data(size), remat=True, **settings)
     assert all("call" not in vars(layer) for layer in loop.model._flatten_layers())
@@ -167,7 +167,6 @@ def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas)
         ("residual", 3, {"steps_per_loop": 2}),
         pytest.param("gpt2", 2, {"jit": True, "steps_per_loop": 3}, id="xla"),
         pytest.param("residual", 1, {"jit": True}, id="xla, one device"),
-        ("masked", 2, {"verify": True}),
         ("residual", 2, {"verify": True}),
         ("gpt2", 2, {"verify": True}),
     ],
@@ -178,14 +177,22 @@ def test_in_micro_batches_in_loops_and_under_xla_too(name, replicas, settings, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("name", ["residual", "gpt2"])
-def test_in_mixed_precision_it_computes_in_the_same_types(name, replicas):
+def test_in_mixed_precision_too(name):
+    build, data = MODELS[name]
     keras.config.set_dtype_policy("mixed_bfloat16")
     try:
-        both(name, replicas, tolerance=1e-6 if replicas == 1 else 0.02)
+        (one, losses), (other, others) = (
+            trained(1, data(5), build=build, metrics=(), remat=remat, optimizer="sgd")
+            for remat in (False, True)
+        )
     finally:
         keras.config.set_dtype_policy("float32")
+    # TensorFlow and XLA compute some activations in float32 where nothing else needs them.
+    assert others["loss"] == pytest.approx(losses["loss"], rel=2e-3)
+    for ours, theirs in zip(other.model.get_weights(), one.model.get_weights(), strict=True):
+        assert ours.dtype == theirs.dtype
+        np.testing.assert_allclose(ours, theirs, atol=5e-3)
 
 
 def failing(x, training):  # noqa: ARG001  # the arguments of a layer
@@ -246,11 +253,11 @@ def test_it_needs_a_part_of_the_memory():
     import jax
 
     def deep():
-        inner = [keras.Sequential([layers.Dense(512, "gelu"), layers.Dense(64)]) for _ in range(8)]
-        return keras.Sequential([keras.Input((64,)), *inner])
+        inner = [keras.Sequential([layers.Dense(512, "gelu"), layers.Dense(16)]) for _ in range(8)]
+        return keras.Sequential([keras.Input((16,)), *inner])
 
-    def temporary(remat):
-        x = np.ones((512, 64), "float32")
+    def activations(remat):
+        x = np.ones((512, 16), "float32")
         loop = loop_on(1, deep, loss="mse", remat=remat, metrics=())
         steps = loop._steps
         steps.build(steps.open(batches_of(x), "train", steps=None), training=True)
@@ -258,11 +265,10 @@ def test_it_needs_a_part_of_the_memory():
         # On CPUs XLA orders operations so that they run side by side, whatever that keeps.
         ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
         compiled = lowered.compile(compiler_options=ordered)
-        return compiled.memory_analysis().temp_size_in_bytes
+        return compiled.memory_analysis().temp_size_in_bytes / (512 * 512 * 4)
 
-    of_one_block = 512 * 512 * 4
-    assert temporary(remat=False) > 8 * of_one_block
-    assert temporary(remat=True) < 6 * of_one_block
+    assert activations(remat=False) > 30  # four of each block
+    assert activations(remat=True) < 16
 
 
 def batches_of(x):

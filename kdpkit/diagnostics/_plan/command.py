@@ -88,11 +88,6 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in _REQUIRED if getattr(args, name) is None]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         checks.fail(f"`kdpkit plan` needs {flags}, or --memory. See `kdpkit plan --help`.")
-    if args.memory:
-        return _run_memory(args)
-    if missing := [name for name in _REQUIRED if getattr(args, name) is None]:
-        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
-        checks.fail(f"`kdpkit plan` needs {flags}, or --memory. See `kdpkit plan --help`.")
     if args.plot or args.shape != "constant" or args.warmup_steps or args.warmup_epochs:
         require_keras.require()
     from kdpkit.diagnostics import _text
@@ -110,29 +105,6 @@ def run(args: argparse.Namespace) -> int:
         training_plan.plot(plans, args.plot)
     _text.show(plan_text.Plans(plans), as_json=args.json)
     return 0 if all(plan.clean for plan in plans) else 1
-
-
-def _run_memory(args: argparse.Namespace) -> int:
-    """Print what each device needs; return 0 if it fits in some way, else 1."""
-    memory, target = args.memory
-    if len(args.replicas) > 1 or ":" not in target:
-        checks.fail(
-            "Memory is planned for one function, and one number of replicas.",
-            target=target,
-            replicas=args.replicas,
-            remedy="Write `kdpkit plan --memory 16GiB train.py:make --replicas 8`.",
-        )
-    (replicas,) = args.replicas
-    cpu_threads.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
-    from kdpkit.diagnostics import _target, _text
-
-    with _target.named(target, makes=lambda _: False) as make:
-        require_keras.require()
-        from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
-
-        plan = diagnostics.plan_memory(make, memory=memory, replicas=replicas)
-    _text.show(plan, as_json=args.json)
-    return 0 if plan.chosen else 1
 
 
 def _run_memory(args: argparse.Namespace) -> int:
