@@ -113,8 +113,14 @@ class BlockCall:
 
 
 @contextlib.contextmanager
-def rematerialised(loop: "TrainingLoop") -> Iterator[None]:
+def rematerialised(
+    loop: "TrainingLoop", checkpointed: Callable[[BlockCall], Result]
+) -> Iterator[None]:
     """Trace a training step in this, and the blocks of the model keep only their inputs, if asked.
+
+    Args:
+        loop: The loop.
+        checkpointed: Computes a block now, and again for its gradient, as the backend can.
 
     Raises:
         ValueError: The model has no blocks.
@@ -129,7 +135,7 @@ def rematerialised(loop: "TrainingLoop") -> Iterator[None]:
         )
     with contextlib.ExitStack() as stack:
         for block in blocks:
-            stack.enter_context(_replaced_call(block))
+            stack.enter_context(_replaced_call(block, checkpointed))
         yield
 
 
@@ -143,10 +149,11 @@ def _blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
 
 
 @contextlib.contextmanager
-def _replaced_call(block: keras.Layer) -> Iterator[None]:
+def _replaced_call(
+    block: keras.Layer, checkpointed: Callable[[BlockCall], Result]
+) -> Iterator[None]:
     attributes, call = vars(block), block.call
     former = {"call": call} if "call" in attributes else {}
-    checkpointed = _checkpointed_of_backend()
 
     @functools.wraps(call)
     def rematerialised_call(*args: Any, **kwargs: Any) -> Any:
@@ -160,21 +167,6 @@ def _replaced_call(block: keras.Layer) -> Iterator[None]:
     finally:
         del attributes["call"]
         attributes.update(former)
-
-
-def _checkpointed_of_backend() -> Callable[[BlockCall], Result]:
-    if keras.backend.backend() == "jax":
-        return _checkpointed_on_jax
-    from kdpkit.training.tensorflow._remat import checkpointed
-
-    return checkpointed
-
-
-def _checkpointed_on_jax(call: BlockCall) -> Result:
-    import jax
-
-    # Gradients flow to the variables' values too, which the function closes over.
-    return jax.checkpoint(lambda tensors: call(tensors, BlockScope()))(call.tensors)
 
 
 def _is_tensor(leaf: Any) -> bool:

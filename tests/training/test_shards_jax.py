@@ -246,9 +246,9 @@ def step_of_fit(model):
     return jax.jit(model.train_step, out_shardings=(None, placed), donate_argnums=0), state
 
 
-def step_of_loop(model, accumulation=1):
+def step_of_loop(model, **settings):
     loop = training.TrainingLoop(
-        model, optimizer=optimizer(clip=None), loss=CROSS_ENTROPY, accumulation=accumulation
+        model, optimizer=optimizer(clip=None), loss=CROSS_ENTROPY, **settings
     )
     steps = loop._steps
     steps.build(steps.open(data(), "x", steps_per_epoch=1), training=True)
@@ -257,6 +257,10 @@ def step_of_loop(model, accumulation=1):
 
 def step_of_loop_with_accumulation(model):
     return step_of_loop(model, accumulation=2)
+
+
+def step_of_loop_with_remat(model):
+    return step_of_loop(model, remat=True)
 
 
 def compiled(step_of, model):
@@ -282,10 +286,16 @@ def test_a_step_gathers_weights_and_no_activations(shard, step_of):
 
 
 @pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
-@pytest.mark.parametrize("step_of", [step_of_fit, step_of_loop, step_of_loop_with_accumulation])
+@pytest.mark.parametrize(
+    "step_of",
+    [step_of_fit, step_of_loop, step_of_loop_with_accumulation, step_of_loop_with_remat],
+)
 def test_a_step_holds_few_weights_at_a_time(step_of, precision):
     with scope(8, "weights"):
-        hidden = [layers.Dense(256, activation="tanh", dtype=precision) for _ in range(12)]
+        hidden = [
+            keras.Sequential([layers.Dense(256, activation="tanh", dtype=precision)])
+            for _ in range(12)
+        ]
         model = keras.Sequential([keras.Input((64,)), *hidden, layers.Dense(10)])
         program = compiled(step_of, model)
     one = 4 * 256 * 256

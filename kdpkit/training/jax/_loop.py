@@ -25,7 +25,7 @@ from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.batches import rows_of
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import additional_loss, trace_metrics
-from kdpkit.training._remat import rematerialised
+from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
 from kdpkit.training.jax._fit import reject_local_statistics
@@ -246,7 +246,7 @@ class JaxSteps(Steps):
         """Compute the losses of some examples: first those of a known divisor, then the others."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         share = rows_of(batch) / num_global_examples
-        with rematerialised(self.loop) if training else contextlib.nullcontext():
+        with rematerialised(self.loop, _checkpointed) if training else contextlib.nullcontext():
             losses, predictions = self.loop.per_example_loss(x, y, training=training)
         terms = self.loop.loss.terms(losses, predictions, sample_weight)
         additional = ops.convert_to_tensor(additional_loss(self.model.losses, share))
@@ -346,6 +346,11 @@ class JaxSteps(Steps):
     def _logs(self) -> Logs:
         losses = {mean.name: mean.result() for mean in self.means}
         return self.model.get_metrics_result() | losses
+
+
+def _checkpointed(block: BlockCall) -> Result:
+    """Compute a block, and again for its gradient; this flows to what the function closes over."""
+    return jax.checkpoint(lambda tensors: block(tensors, BlockScope()))(block.tensors)
 
 
 def _micro_batch(part: jax.Array, index: int, count: int) -> jax.Array:

@@ -48,6 +48,7 @@ from kdpkit.training.tensorflow._gradients import (
     over_micro_batches,
     squared_norm,
 )
+from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._verification import Step, Verification
 from kdpkit.training.tensorflow._xla_trial import XlaTrial
@@ -288,7 +289,7 @@ class TensorFlowSteps(Steps):
 
     def _try_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
         """Make a training step of a shard for each replica, without the update."""
-        with rematerialised(self.loop):
+        with rematerialised(self.loop, checkpointed):
             parts, _ = self.strategy.run(
                 lambda: self._train_replica(shard(), jit=False, trial=trial)
             )
@@ -380,7 +381,7 @@ class TensorFlowSteps(Steps):
     # One step, outside the replicas.
 
     def _train_step(self, batch: Any, *, jit: bool) -> None:
-        with rematerialised(self.loop):
+        with rematerialised(self.loop, checkpointed):
             parts, of_noise = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
         summed = self._summed(parts)

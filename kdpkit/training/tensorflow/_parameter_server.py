@@ -33,6 +33,7 @@ from kdpkit.training.tensorflow._gradients import (
     over_micro_batches,
 )
 from kdpkit.training.tensorflow._loop import TensorFlowSteps, check_batched
+from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep
 
 _STEPS_OF_A_WORKER = 16  # between two times that all are waited for, unless the user says it
@@ -195,7 +196,7 @@ class ParameterServerSteps(TensorFlowSteps):
     def _train_on_worker(self, batch: Any) -> Any:
         """Update the weights from a batch; give what it adds to loss and metrics."""
         # Outside the replica, where an optimizer may also overwrite weights by their averages.
-        with self.scope(), rematerialised(self.loop):
+        with self.scope(), rematerialised(self.loop, checkpointed):
             parts, counts = self.strategy.run(self._train_and_count, args=(_taken(batch),))
             variables = self.model.trainable_variables
             gradients = [parts.get(index) for index in range(len(variables))]
