@@ -99,10 +99,10 @@ def launch(
     start again on other ports as long as restarts are left. No process or child process outlives
     this call, even if the launcher is killed.
 
-    With `min_workers`, the run is elastic. When a worker fails and no restart is left, or it does not
-    start, the others start again without it. `kill -USR1` of the launcher brings all workers back: it
-    stops those that run by SIGTERM, so that they save their state, and starts all. So does the next
-    restart, where some are left. docs/how_to/several_processes.md
+    With `min_workers` the run is elastic. Where a worker fails and no restart is left, or it does
+    not start in time, the others start again without it. `kill -USR1` of the launcher brings all
+    workers back: those that run get SIGTERM, so that they save their state, and all start. A
+    restart, as long as some are left, tries all workers too. docs/how_to/several_processes.md
 
     With parameter servers, a chief is started too. Workers and servers serve it until it ends. A
     lost worker is restarted individually; after a lost server or chief all processes are restarted.
@@ -239,9 +239,7 @@ def _check_min_workers(fewest: int | None, workers: int, parameter_servers: int)
     if fewest is None:
         return
     if checks.integer("min_workers", fewest) > checks.integer("workers", workers):
-        checks.fail(
-            "`min_workers` must be at most `workers`.", min_workers=fewest, workers=workers
-        )
+        checks.fail("`min_workers` must be at most `workers`.", min_workers=fewest, workers=workers)
     if parameter_servers:
         checks.fail(
             "`min_workers` is for workers that train in step; those of parameter servers may come "

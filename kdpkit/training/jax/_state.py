@@ -24,12 +24,17 @@ class State(NamedTuple):
 
 
 class Variables:
-    """All variables of a loop; between the steps they always hold the state's arrays."""
+    """All variables of a loop; between the steps they always hold the state's arrays.
+
+    Attributes:
+        seeds: The `id` of the variables among the others that are states of random layers.
+    """
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self._groups: tuple[list[keras.Variable], ...] = ([], [], [])
         self._placed: dict[int, jax.Array] = {}
+        self.seeds: set[int] = set()
 
     def choose(self, *groups: list[keras.Variable]) -> bool:
         """Set the variables of `State`; return whether they are others than before."""
@@ -89,6 +94,14 @@ class Variables:
         kept = zip(assigned, used.other, state.other, strict=True)
         return result, state._replace(
             other=[old if new is None or new is seen else new for new, seen, old in kept]
+        )
+
+    def with_seeds_of(self, former: State, state: State) -> State:
+        """Return a state in which random layers draw from the seeds of a former one."""
+        *_, others = self._groups
+        pairs = zip(others, former.other, state.other, strict=True)
+        return state._replace(
+            other=[old if id(variable) in self.seeds else new for variable, old, new in pairs]
         )
 
     def gathering_again(self, function: Callable[..., T]) -> Callable[..., T]:
