@@ -294,6 +294,9 @@ class Ending(keras.callbacks.Callback):
         self.steps = 0
 
     def on_train_batch_begin(self, batch, logs=None):
+        # Keras begins a batch too many; a stop there cuts validation short, which History then lacks.
+        if self.resume._first + batch >= BATCHES:
+            return
         time.sleep(self.seconds_a_step)
         if processes.index() == self.leg.of:
             if self.leg.end == "SIGKILL" and not self.steps:
