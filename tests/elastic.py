@@ -294,7 +294,7 @@ class Ending(keras.callbacks.Callback):
         self.steps = 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        # Keras begins a batch too many; a stop there cuts validation short, which History then lacks.
+        # Keras begins a batch too many. A stop there cuts validation short, and History lacks it.
         if self.resume._first + batch >= BATCHES:
             return
         time.sleep(self.seconds_a_step)
