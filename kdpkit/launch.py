@@ -1,6 +1,7 @@
 """Start the processes of a cluster on this machine, watch, stop and restart them together.
 
     kdpkit launch --workers 2 --max-restarts 3 -- python train.py
+    kdpkit launch --workers 4 --min-workers 2 -- python train.py
 
 Every process runs the same command and finds its role in its environment:
 
@@ -82,6 +83,7 @@ def launch(
     command: Sequence[str],
     *,
     workers: int,
+    min_workers: int | None = None,
     parameter_servers: int = 0,
     max_restarts: int = 0,
     gpus_per_worker: int | None = None,
@@ -97,6 +99,11 @@ def launch(
     start again on other ports as long as restarts are left. No process or child process outlives
     this call, even if the launcher is killed.
 
+    With `min_workers` the run is elastic. Where a worker fails and no restart is left, or it does
+    not start in time, the others start again without it. `kill -USR1` of the launcher brings all
+    workers back: those that run get SIGTERM, so that they save their state, and all start. A
+    restart, as long as some are left, tries all workers too. docs/how_to/several_processes.md
+
     With parameter servers, a chief is started too. Workers and servers serve it until it ends. A
     lost worker is restarted individually; after a lost server or chief all processes are restarted.
 
@@ -106,6 +113,8 @@ def launch(
     Args:
         command: The command as a list, such as `["python", "train.py"]`.
         workers: Number of workers.
+        min_workers: The fewest workers to go on with; None always starts all. It is not for
+            parameter servers, whose workers are restarted individually.
         parameter_servers: Number of parameter servers; if positive, a chief is started too.
         max_restarts: Number of restarts allowed in total.
         gpus_per_worker: GPUs that each worker sees, different ones for each; with None every worker
@@ -127,6 +136,7 @@ def launch(
     worker 0 | hello
     0
     """
+    _check_min_workers(min_workers, workers, parameter_servers)
     if dry_run:
         for task in plan(
             command,
@@ -140,6 +150,7 @@ def launch(
     return run(
         command,
         workers=workers,
+        min_workers=min_workers,
         parameter_servers=parameter_servers,
         max_restarts=max_restarts,
         gpus_per_worker=gpus_per_worker,
@@ -160,14 +171,25 @@ def plan(
     >>> [task.name for task in plan(["echo"], workers=2, parameter_servers=1)]
     ['chief', 'worker 0', 'worker 1', 'ps 0']
     """
-    words = _checked(command)
     workers = checks.integer("workers", workers)
+    return _tasks(command, range(workers), workers, parameter_servers, gpus_per_worker)
+
+
+def _tasks(
+    command: Sequence[str],
+    slots: Sequence[int],
+    workers: int,
+    parameter_servers: int,
+    gpus_per_worker: int | None,
+) -> tuple[Task, ...]:
+    """Return tasks for those of all workers that can start, each with the GPUs of its slot."""
+    words = _checked(command)
     servers = checks.integer("parameter_servers", parameter_servers, minimum=0)
     gpus = _gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), workers, gpus_per_worker)
-    addresses = [f"localhost:{port}" for port in _free_ports(workers + servers + bool(servers))]
+    addresses = [f"localhost:{port}" for port in _free_ports(len(slots) + servers + bool(servers))]
     config = cluster.ClusterConfig(
-        addresses[:workers],
-        parameter_servers=addresses[workers : workers + servers],
+        addresses[: len(slots)],
+        parameter_servers=addresses[len(slots) : len(slots) + servers],
         chief=addresses[-1] if servers else None,
     )
     tasks = []
@@ -175,7 +197,7 @@ def plan(
         own = config.for_task(role, index)
         variables = own.to_environment()
         if gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = gpus[index] if role == "worker" else "-1"
+            variables["CUDA_VISIBLE_DEVICES"] = gpus[slots[index]] if role == "worker" else "-1"
         tasks.append(Task("chief" if role == "chief" else f"{role} {index}", own, words, variables))
     return tuple(tasks)
 
@@ -184,6 +206,7 @@ def run(
     command: Sequence[str],
     *,
     workers: int,
+    min_workers: int | None = None,
     parameter_servers: int = 0,
     max_restarts: int = 0,
     gpus_per_worker: int | None = None,
@@ -197,13 +220,11 @@ def run(
     """
     if start_timeout_seconds is not None:
         checks.number("start_timeout_seconds", start_timeout_seconds, above=0)
+    _check_min_workers(min_workers, workers, parameter_servers)
     return _Run(
-        lambda: plan(
-            command,
-            workers=workers,
-            parameter_servers=parameter_servers,
-            gpus_per_worker=gpus_per_worker,
-        ),
+        lambda slots: _tasks(command, slots, workers, parameter_servers, gpus_per_worker),
+        workers=checks.integer("workers", workers),
+        min_workers=min_workers,
         max_restarts=checks.integer("max_restarts", max_restarts, minimum=0),
         grace_seconds=checks.number("grace_seconds", grace_seconds, minimum=0),
         start_timeout_seconds=start_timeout_seconds,
@@ -212,6 +233,21 @@ def run(
 
 
 # The tasks.
+
+
+def _check_min_workers(fewest: int | None, workers: int, parameter_servers: int) -> None:
+    if fewest is None:
+        return
+    if checks.integer("min_workers", fewest) > checks.integer("workers", workers):
+        checks.fail("`min_workers` must be at most `workers`.", min_workers=fewest, workers=workers)
+    if parameter_servers:
+        checks.fail(
+            "`min_workers` is for workers that train in step; those of parameter servers may come "
+            "and go.",
+            min_workers=fewest,
+            parameter_servers=parameter_servers,
+            remedy="Leave it out.",
+        )
 
 
 def _checked(command: Sequence[str]) -> tuple[str, ...]:
@@ -293,6 +329,7 @@ class _Process:
         self.is_signalled = False  # a signal to end was sent
         self.is_alive = False  # it has printed something or listens
         self.is_noted = False  # it was reported as silent
+        self.is_given_up = False  # it was killed, as it did not start
         self._show = show
         self._lines = {name: worker_output.Lines() for name in ("stdout", "stderr")}
         self._last: dict[str, collections.deque[str]] = {
@@ -347,13 +384,17 @@ class _Process:
 class _Run:
     """All attempts of one run. Threads put events into a queue; one loop handles them."""
 
-    make_tasks: Callable[[], tuple[Task, ...]]
+    make_tasks: Callable[[Sequence[int]], tuple[Task, ...]]
+    workers: int
+    min_workers: int | None
     max_restarts: int
     grace_seconds: float
     start_timeout_seconds: float | None
     stdout: TextIO | None
     restarts: int = 0
+    restarts_left: int = 0
     stop: int | None = None  # the signal that asked to end
+    is_to_grow: bool = False  # SIGUSR1 came
     is_ending: bool = False
     running: list[_Process] = dataclasses.field(default_factory=list)
     failed: list[_Process] = dataclasses.field(default_factory=list)
@@ -363,7 +404,9 @@ class _Run:
         self._mark = f"{uuid.uuid4().hex}."
         self._numbers = itertools.count()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        tasks = self.make_tasks()
+        self.slots = [*range(self.workers)]
+        self.restarts_left = self.max_restarts
+        tasks = self.make_tasks(self.slots)
         names = [task.name for task in tasks]
         self._printer = worker_output.Printer(
             [_LAUNCHER, *names],
@@ -373,30 +416,38 @@ class _Run:
         self._report(f"Starts {', '.join(names)}: {shlex.join(tasks[0].command)}")
         with (
             child_processes.Guard(self._mark, grace_seconds=self.grace_seconds) as self._guard,
-            signal_handlers.handling(self._note_signal, signal.SIGINT, signal.SIGTERM),
+            signal_handlers.handling(self._note_signal, *self._handled),
         ):
             try:
                 self._attempt(tasks)
                 while self._may_restart():
-                    self._attempt(self.make_tasks())
+                    self._attempt(self.make_tasks(self.slots))
             finally:
                 self._end_all()
                 self._guard.all_ended()
         failures = tuple(process.failure() for process in self._by_cause())
         return Report(self._exit_code(), self.restarts, failures)
 
+    @property
+    def _handled(self) -> list[signal.Signals]:
+        returning = [] if self.min_workers is None else [signal.SIGUSR1]
+        return [signal.SIGINT, signal.SIGTERM, *returning]
+
     def _attempt(self, tasks: Sequence[Task]) -> None:
         self.failed, self.running, self.is_ending = [], [], False
+        self.is_to_grow = False
         for task in tasks:
             self.running.append(self._start(task))
-        self._wait_for(lambda: bool(self.stop or self.failed) or _all_ended(self._heads()))
+        self._wait_for(
+            lambda: bool(self.stop or self.failed or self.is_to_grow) or _all_ended(self._heads())
+        )
         self.is_ending = True
         if self.stop is None and self.failed:
             self._wait_for_ends(self.running, _SETTLE_SECONDS)
         if self.stop in (signal.SIGINT, signal.SIGTERM):
             self._report(f"{signal.Signals(self.stop).name} is passed on.")
             self._signal_and_wait(self._heads(), self.stop)
-        self._end_all()
+        self._end_all()  # which lets workers save their state, where others come back
         if self.stop is None and self.failed:
             self._report_failure()
 
@@ -445,7 +496,7 @@ class _Run:
             return
         config = process.task.config
         serves_a_chief = config.role == "worker" and config.parameter_servers
-        may_restart = self.restarts < self.max_restarts and not (self.is_ending or self.failed)
+        may_restart = self.restarts_left and not (self.is_ending or self.failed)
         if not (serves_a_chief and may_restart):
             self.failed.append(process)
             return
@@ -457,12 +508,18 @@ class _Run:
 
     def _count_restart(self) -> str:
         self.restarts += 1
-        return f"restart {self.restarts} of {self.max_restarts}"
+        self.restarts_left -= 1
+        return f"restart {self.max_restarts - self.restarts_left} of {self.max_restarts}"
 
     def _note_signal(self, number: int, _frame: object = None) -> None:
         self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another one
 
     def _on_signal(self, number: int) -> None:
+        if number == signal.SIGUSR1:
+            self.is_to_grow = self.is_to_grow or len(self.slots) < self.workers
+            if not self.is_to_grow:
+                self._report(f"SIGUSR1 changes nothing: all {self.workers} workers are started.")
+            return
         # Not for SIGTERM, which some schedulers send twice: to a process and to its group.
         if self.is_ending and number != signal.SIGTERM:
             self.grace_seconds = 0.0
@@ -485,6 +542,7 @@ class _Run:
                     f"{'killed' if seconds >= limit else 'still waited for'}."
                 )
                 if seconds >= limit:
+                    process.is_given_up = True
                     process.child.send(signal.SIGKILL)
 
     # The end.
@@ -511,11 +569,43 @@ class _Run:
         )
 
     def _may_restart(self) -> bool:
-        if self.stop is not None or not self.failed or self._by_cause()[0].exit_code == STOPPED:
+        """Decide whether all start again, and which workers these are."""
+        if self.stop is not None:
             return False
-        if self.restarts == self.max_restarts:
+        if self.is_to_grow:
+            return self._grow()
+        if not self.failed or self._by_cause()[0].exit_code == STOPPED:
             return False
-        self._report(f"All processes start again, on other ports ({self._count_restart()}).")
+        lost = self._by_cause()[0]
+        if self.restarts_left and not (lost.is_given_up and self._may_shrink):
+            was = len(self.slots)
+            self.slots = [*range(self.workers)]
+            which = "All processes" if was == self.workers else f"All {self.workers} workers"
+            self._report(f"{which} start again, on other ports ({self._count_restart()}).")
+            return True
+        return self._may_shrink and self._shrink(lost)
+
+    @property
+    def _may_shrink(self) -> bool:
+        return self.min_workers is not None and len(self.slots) > self.min_workers
+
+    def _shrink(self, lost: _Process) -> bool:
+        del self.slots[lost.task.config.index]
+        self.restarts += 1
+        self._report(
+            f"{len(self.slots)} of {self.workers} workers go on, on other ports. For all, run "
+            f"`kill -USR1 {os.getpid()}`."
+        )
+        return True
+
+    def _grow(self) -> bool:
+        """Bring all workers back, unless those that ran have just completed the run."""
+        if not self.failed and not any(process.exit_code for process in self.running):
+            return False
+        self.slots = [*range(self.workers)]
+        self.restarts += 1
+        self.restarts_left = self.max_restarts
+        self._report(f"All {self.workers} workers start again, on other ports (SIGUSR1).")
         return True
 
     # The result.

@@ -48,6 +48,7 @@ ON_JAX = {
         "tests/training/test_shards_jax.py",
         "tests/training/test_users_arrays.py",
     ],
+    "elastic": ["tests/test_elastic.py"],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_masked_lm.py",

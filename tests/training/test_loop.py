@@ -292,6 +292,32 @@ def test_micro_batches_of_one_row_train_the_same():
     assert_same(one, trained(4, optimizer=keras.optimizers.SGD(0.5), accumulation=4))
 
 
+RANDOM = {
+    "noise": lambda: [layers.GaussianNoise(0.3), layers.GaussianDropout(0.2)],
+    "dropout": lambda: [layers.Dropout(0.3), layers.AlphaDropout(0.2)],
+    "channels": lambda: [
+        layers.Reshape((2, 4)),
+        layers.SpatialDropout1D(0.4),
+        layers.Dropout(0.3, noise_shape=(None, 2, 1)),
+        layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3),
+    ],
+}
+
+
+@pytest.mark.jax  # on TensorFlow test_random.py has it
+@pytest.mark.parametrize(("replicas", "accumulation"), [(1, 4), (2, 2), (3, 5)])
+@pytest.mark.parametrize("name", RANDOM)
+def test_micro_batches_draw_what_the_batch_draws(name, replicas, accumulation):
+    def build():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(8), *RANDOM[name](), layers.Dense(3)]
+        )
+
+    settings = {"build": build, "data": batches(8, 19), "optimizer": "sgd"}
+    assert_same(trained(1, **settings), trained(replicas, accumulation=accumulation, **settings))
+
+
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_xla_is_tried_while_training_goes_on_and_the_choice_is_said_once(capsys):

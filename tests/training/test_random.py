@@ -132,10 +132,10 @@ LAYERS = {
 }
 
 
-def classifier(name):
+def classifier(name, **settings):
     model = keras.Sequential([keras.Input((6,)), *LAYERS[name](), layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.5), loss)
+    model.compile(keras.optimizers.SGD(0.5), loss, **settings)
     return model
 
 
@@ -167,6 +167,19 @@ def test_random_layers_train_what_one_device_trains(name, replicas):
         return weights(model)
 
     np.testing.assert_allclose(trained(replicas), trained(None), atol=3e-6)
+
+
+@pytest.mark.slow
+def test_under_xla_one_replica_draws_what_two_draw():
+    def trained(replicas):
+        keras.utils.clear_session(free_memory=False)
+        keras.utils.set_random_seed(0)
+        with strategies.select_strategy("mirrored", devices=replicas).scope():
+            model = replica_exact(classifier("dropout", jit_compile=True))
+        model.fit(*data(), batch_size=7, epochs=2, shuffle=False, verbose=0)
+        return weights(model)
+
+    np.testing.assert_allclose(trained(1), trained(2), atol=3e-6)
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -16,7 +16,10 @@ Every process runs the command, and finds its role in the cluster in its
 environment:
 
     kdpkit launch --workers 2 -- python train.py --epochs 3
+    kdpkit launch --workers 4 --min-workers 2 -- python train.py --resume state
     kdpkit launch --workers 2 --parameter-servers 1 --dry-run -- python train.py
+
+With --min-workers, `kill -USR1` of this command brings lost workers back.
 
 Exit code: that of the process that failed first, else 0."""
 
@@ -26,6 +29,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kdpkit launch --workers N [flags] -- command ..."
     add = parser.add_argument
     add("--workers", type=int, required=True, metavar="N", help="processes that train")
+    add(
+        "--min-workers",
+        type=int,
+        metavar="N",
+        help="go on with as few where one fails and no restart is left (default: all)",
+    )
     add(
         "--parameter-servers",
         type=int,
@@ -72,6 +81,7 @@ def run(args: argparse.Namespace) -> int:
         "gpus_per_worker": args.gpus_per_worker,
     }
     how = {
+        "min_workers": args.min_workers,
         "max_restarts": args.max_restarts,
         "grace_seconds": args.grace_seconds,
         "start_timeout_seconds": args.start_timeout_seconds,

@@ -29,6 +29,7 @@ from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
 from kdpkit.training.jax._fit import reject_local_statistics
+from kdpkit.training.jax._random import MicroBatch, by_position
 from kdpkit.training.jax._state import State, Variables
 
 if TYPE_CHECKING:
@@ -135,6 +136,10 @@ class JaxSteps(Steps):
         if training and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
         sums = [*self.means, *([self.loop.noise_sums] if self.loop.noise_sums else [])]
+        layers = model._flatten_layers()
+        self._variables.seeds = {
+            id(seed.state) for layer in layers for seed in layer._seed_generators
+        }
         are_others = self._variables.choose(
             model.trainable_variables,
             model.optimizer.variables if model.optimizer else [],
@@ -265,15 +270,18 @@ class JaxSteps(Steps):
         return parts, sums
 
     def _differentiated(
-        self, state: State, batch: Any, num_global_examples: int
+        self, state: State, batch: Any, micro_batch: MicroBatch
     ) -> tuple[Sums, State]:
-        """Compute the losses of some examples, and the gradients of each part of them."""
+        """Compute the losses of a micro-batch, and the gradients of each part of them."""
+        num_global_examples = micro_batch.num_examples
+        is_part = micro_batch.count > 1
 
         def forward(trainable: list[jax.Array]) -> Any:
-            (parts, sums), updated = self._variables.run(
-                state._replace(trainable=trainable),
-                lambda: self._forward(batch, num_global_examples, training=True),
-            )
+            with by_position(micro_batch) if is_part else contextlib.nullcontext():
+                (parts, sums), updated = self._variables.run(
+                    state._replace(trainable=trainable),
+                    lambda: self._forward(batch, num_global_examples, training=True),
+                )
             return parts, (sums, updated.other)
 
         if not self.loop.remat:  # whose blocks gather again what they gathered
@@ -295,21 +303,25 @@ class JaxSteps(Steps):
         num_examples = rows_of(batch)
         count = min(self.loop.accumulation, num_examples)
 
+        def differentiated(state: State, index: Any, part: Any) -> tuple[Sums, State]:
+            # Each draws from the seeds that the batch would draw from.
+            state = self._variables.with_seeds_of(before, state)
+            return self._differentiated(state, part, MicroBatch(index, count, num_examples))
+
         def add(carry: tuple[Sums, State], micro_batch: Any) -> tuple[tuple[Sums, State], None]:
             sums, state = carry
-            more, state = self._differentiated(state, micro_batch, num_examples)
+            more, state = differentiated(state, *micro_batch)
             return (jax.tree.map(jnp.add, sums, more), state), None
 
-        first, *others = (
-            jax.tree.map(lambda part, i=i: _micro_batch(part, i, count), batch)
-            for i in range(count)
-        )
-        carry = self._differentiated(state, first, num_examples)
+        before = state
+        parts = [MicroBatch(i, count, num_examples) for i in range(count)]
+        first, *others = (jax.tree.map(part.of, batch) for part in parts)
+        carry = differentiated(state, 0, first)
         if others and num_examples % (count * self.strategy.size) == 0:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *others)
-            return jax.lax.scan(add, carry, stacked)[0]
-        for other in others:
-            carry, _ = add(carry, other)
+            return jax.lax.scan(add, carry, (jnp.arange(1, count), stacked))[0]
+        for index, other in enumerate(others, 1):
+            carry, _ = add(carry, (index, other))
         return carry
 
     def _update_losses(self, sums: Sums, num_examples: int) -> list[jax.Array]:
@@ -351,12 +363,6 @@ class JaxSteps(Steps):
 def _checkpointed(block: BlockCall) -> Result:
     """Compute a block, and again for its gradient; this flows to what the function closes over."""
     return jax.checkpoint(lambda tensors: block(tensors, BlockScope()))(block.tensors)
-
-
-def _micro_batch(part: jax.Array, index: int, count: int) -> jax.Array:
-    """Take every `count`-th example, so that every device has some of each micro-batch."""
-    # Of a single example without a step: docs/upstream/xla_takes_other_rows.md
-    return part[index : index + 1] if count == len(part) else part[index::count]
 
 
 def _inner_products(gradients: list[list[jax.Array]]) -> jax.Array:

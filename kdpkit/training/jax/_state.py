@@ -39,12 +39,17 @@ class _GatheringScope(keras.StatelessScope):
 
 
 class Variables:
-    """All variables of a loop; between the steps they always hold the state's arrays."""
+    """All variables of a loop; between the steps they always hold the state's arrays.
+
+    Attributes:
+        seeds: The `id` of the variables among the others that are states of random layers.
+    """
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self.groups: tuple[list[keras.Variable], ...] = ([], [], [])
         self._placed: dict[int, jax.Array] = {}
+        self.seeds: set[int] = set()
 
     def choose(self, *groups: list[keras.Variable]) -> bool:
         """Set the variables of `State`; return whether they are others than before."""
@@ -106,6 +111,14 @@ class Variables:
         *_, others = self.groups
         kept = zip(map(scope.kept_value, others), state.other, strict=True)
         return result, state._replace(other=[old if new is None else new for new, old in kept])
+
+    def with_seeds_of(self, former: State, state: State) -> State:
+        """Return a state in which random layers draw from the seeds of a former one."""
+        *_, others = self.groups
+        pairs = zip(others, former.other, state.other, strict=True)
+        return state._replace(
+            other=[old if id(variable) in self.seeds else new for variable, old, new in pairs]
+        )
 
     def gathering_again(self, function: Callable[..., T]) -> Callable[..., T]:
         """Let the gradient of a function that runs on a state gather cut weights a second time."""

@@ -389,6 +389,8 @@ class _ExactSteps:
         )
         _layer_state.keep_tensors_apart(self.model)
         step = ReplicaStep(data, share_in_loss=share_in_loss, trial=trial)
+        # Under XLA by position on one replica too: it draws other numbers for other shapes.
+        step.is_part |= bool(self.model.jit_compile)
         if kind in self.divides:
             return _global_batch.step_on_global_batch(step, self.divides[kind])
         return step

@@ -1,0 +1,60 @@
+"""A run goes on with any other number of replicas and processes, to the same weights.
+
+Schedules are drawn from a seed, which the name of a test and the note of its failure have.
+tests/test_environments.py runs this on JAX.
+"""
+
+import pytest
+
+from tests import elastic
+
+pytestmark = [
+    pytest.mark.timeout(600),
+    pytest.mark.filterwarnings("ignore:Nothing is left to train"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _small_variables_are_cut(monkeypatch):
+    if elastic.ON_JAX:
+        monkeypatch.setattr("kdpkit._internal.shards.SMALL", 1)
+
+
+@pytest.mark.parametrize("seed", range(len(elastic.PROGRAMS)))
+def test_a_run_goes_on_with_one_replica_more_or_less(seed, tmp_path):
+    elastic.run(seed, tmp_path, most_legs=2, most_replicas=2)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", range(200))
+def test_a_run_goes_on_with_any_replicas(seed, tmp_path):
+    elastic.run(seed, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mark")
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(2, 20))]
+)
+def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(seed, tmp_path):
+    ends = ("SIGTERM", "request", "SIGKILL")
+    elastic.run(
+        seed,
+        tmp_path,
+        live=elastic.lived_by_children,
+        most_legs=4,
+        most_replicas=4,
+        processes=(1, 2),
+        ends=ends,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("mark")
+@pytest.mark.parametrize("program", ["fit", pytest.param("loop", marks=pytest.mark.exhaustive)])
+def test_the_launcher_goes_on_with_fewer_workers_and_with_all_again(program, tmp_path, capfd):
+    found = elastic.went_on_with_fewer(program, tmp_path)
+    elastic.assert_equal(found, *elastic.undisturbed(program))
+    shown = capfd.readouterr().err
+    assert "worker 1 was ended by SIGKILL" in shown
+    assert shown.index("1 of 2 workers go on") < shown.index("All 2 workers start again")
