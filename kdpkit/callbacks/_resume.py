@@ -127,7 +127,8 @@ class Resume(keras.callbacks.Callback):
           that is the same in each epoch.
 
         What never ends, and a Grain `IterDataset` or `DataLoader`, which do not know their
-        length, needs `fit(steps_per_epoch=...)`, and an epoch continues where the last one stopped.
+        length, needs `fit(steps_per_epoch=...)`: an epoch continues where the last one stopped, and
+        is saved at its end alone, on SIGTERM too.
         But for `tf.data`, `fit` needs `shuffle=False`. Data that comes from Python (generators,
         `py_function`) has to be the same each time.
 
@@ -290,12 +291,17 @@ class Resume(keras.callbacks.Callback):
             raise StopIteration
         if batch and not self._data.is_used:
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
+        if self._data.full_length is not None:
+            self._save_inside_an_epoch(done)
+        self._count(done + self._at_once)
+
+    def _save_inside_an_epoch(self, done: int) -> None:
+        """Save if it is due. Of what never ends Keras cannot train the rest of an epoch."""
         if self._is_to_stop():
             self._save(self._epoch, done)
             self._leave()
         if done - self._saved >= self._most_unsaved:
             self._save(self._epoch, done)
-        self._count(done + self._at_once)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
@@ -320,7 +326,8 @@ class Resume(keras.callbacks.Callback):
         """Save the end of an epoch."""
         self._catching.close()
         if self._done < (self._length() or 0):  # a callback stopped training
-            self._save(epoch, self._done)
+            if self._data.full_length is not None:
+                self._save(epoch, self._done)
             return
         self._saved -= self._done
         stops = self._is_to_stop(asks_now=True)

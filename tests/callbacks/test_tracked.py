@@ -117,18 +117,6 @@ def known(count):
     return tf.data.experimental.assert_cardinality(count)
 
 
-def read_by_threads():
-    import tensorflow as tf
-
-    files = tf.data.Dataset.range(4).shuffle(4, seed=1)
-    examples = files.interleave(
-        lambda file: tf.data.Dataset.from_tensor_slices((X, Y)).shard(4, file),
-        num_parallel_calls=2,
-        deterministic=False,
-    )
-    return examples.cache().shuffle(EXAMPLES, seed=2).apply(known(EXAMPLES)).batch(SIZE)
-
-
 def in_batches():
     import tensorflow as tf
 
@@ -145,7 +133,7 @@ def from_python():
     return examples.apply(known(EXAMPLES)).shuffle(EXAMPLES, seed=2).batch(SIZE)
 
 
-PIPELINES = [shuffled, of_the_global_seed, repeated, pairs, read_by_threads, in_batches]
+PIPELINES = [shuffled, of_the_global_seed, repeated, pairs, in_batches]
 
 
 @pytest.mark.parametrize(
@@ -170,7 +158,7 @@ def test_a_run_on_a_plain_pipeline_goes_on(tmp_path, make, train):
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [by_fit, by_loop, by_fit_on_two_replicas])
 def test_a_run_on_what_never_ends_goes_on(tmp_path, train):
-    assert_goes_on(tmp_path, endless, train, steps=4)
+    assert_goes_on(tmp_path, endless, train, stops=(5, 10), steps=4)
 
 
 # Arrays.
@@ -265,7 +253,7 @@ def grain_loader():
     ],
 )
 def test_a_run_on_a_grain_dataset_goes_on(tmp_path, make, steps, train):
-    assert_goes_on(tmp_path, make, train, steps=steps)
+    assert_goes_on(tmp_path, make, train, stops=(5, 10), steps=steps)
 
 
 @pytest.mark.slow
