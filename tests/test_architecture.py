@@ -64,7 +64,7 @@ ALLOWED = {
     "__init__": (PURE, set()),
     "__main__": (PURE, {"cli"}),
     "batches": (KERAS, {"scaling"}),
-    "callbacks": (KERAS, {"checkpoints", "scaling"}),
+    "callbacks": (KERAS, {"batches", "checkpoints", "scaling"}),
     "checkpoints": (KERAS, set()),
     "cli": (PURE, {"__version__"}),
     "cluster": (PURE, set()),

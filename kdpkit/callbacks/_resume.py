@@ -107,18 +107,42 @@ class Resume(keras.callbacks.Callback):
         for callback in self.callbacks:
             _state_of(callback)  # raises for an unknown kind
 
-    def track(self, dataset: Any) -> Any:
+    def track(
+        self, dataset: Any, *, global_batch_size: int | None = None, seed: int | None = 0
+    ) -> Any:
         """Return a dataset to train on instead of this one, which can start at any batch.
 
-        Pass what `kdpkit.pipelines.train_pipeline` returned, without further stages, or a
-        `keras.utils.PyDataset`: its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set
-        to the epoch to continue in; without one, `on_epoch_end` is called once for every completed
-        epoch. `fit` needs `shuffle=False`.
+        - A `tf.data.Dataset`: what `kdpkit.pipelines.train_pipeline` returned, without further
+          stages, or any other whose order can be had again. `shuffle` needs a seed (or
+          `keras.utils.set_random_seed` before it), and random numbers have to be stateless. Epoch
+          E is the E-th iteration of a new dataset, whoever else iterates it. Functions are traced
+          again; stages with `deterministic=False` are in order. What was trained on is skipped,
+          before maps that change no state and after `shuffle`.
+        - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: cut into batches of `global_batch_size`,
+          the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs.
+        - A `keras.utils.PyDataset`: its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is
+          set to the epoch to continue in; without one, `on_epoch_end` is called once for every
+          completed epoch.
+        - A Grain dataset or `DataLoader`, in one process. A `MapDataset` that ends has an order
+          that is the same in each epoch.
+
+        What never ends, and a Grain `IterDataset` or `DataLoader`, which do not know their
+        length, needs `fit(steps_per_epoch=...)`: an epoch continues where the last one stopped, and
+        is saved at its end alone, on SIGTERM too.
+        But for `tf.data`, `fit` needs `shuffle=False`. Data that comes from Python (generators,
+        `py_function`) has to be the same each time.
 
         Raises:
-            ValueError: `dataset` is neither.
+            ValueError: It is none of these, or its order cannot be had again; the message names the
+                stage.
+
+        >>> import tempfile
+        >>> resume = Resume(tempfile.mkdtemp())
+        >>> train = resume.track((np.zeros((6, 2)), np.zeros(6)), global_batch_size=4, seed=1)
+        >>> len(train), train[1][0].shape
+        (2, (2, 2))
         """
-        self._dataset = _tracked.tracked(dataset)
+        self._dataset = _tracked.tracked(dataset, global_batch_size=global_batch_size, seed=seed)
         return self._dataset.given
 
     def request_stop(self) -> None:
@@ -166,6 +190,11 @@ class Resume(keras.callbacks.Callback):
 
     def _check_steps(self, dataset: _tracked.Tracked) -> None:
         steps, length = self.params.get("steps"), dataset.full_length
+        if steps is length is None:
+            checks.fail(
+                "The dataset never ends, or does not know its length.",
+                remedy="Pass the batches of an epoch to `fit` as `steps_per_epoch`.",
+            )
         if None not in (steps, length) and steps != length:
             checks.fail(
                 "`Resume` counts complete epochs of the dataset.",
@@ -210,13 +239,14 @@ class Resume(keras.callbacks.Callback):
                 "`epochs`; for another run, use another directory.",
                 stacklevel=2,
             )
-        self._data.go_to(state.epoch, state.step)
+        position = self._position(state.epoch, state.step)
+        self._data.go_to(*position, state.notes.get("place"))
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
         """Raise if training would not continue the same run."""
         saved, present = state.notes["setup"], self._setup(self.model)
         for name, value in present.items():
-            is_of_data = name in _OF_DATA
+            is_of_data = name in _OF_DATA and self._data.full_length is not None
             if saved[name] != value and (state.step or not is_of_data):
                 checks.fail(
                     f"The saved state is of a run with another {name.replace('_', ' ')}"
@@ -261,12 +291,17 @@ class Resume(keras.callbacks.Callback):
             raise StopIteration
         if batch and not self._data.is_used:
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
+        if self._data.full_length is not None:
+            self._save_inside_an_epoch(done)
+        self._count(done + self._at_once)
+
+    def _save_inside_an_epoch(self, done: int) -> None:
+        """Save if it is due. Of what never ends Keras cannot train the rest of an epoch."""
         if self._is_to_stop():
             self._save(self._epoch, done)
             self._leave()
         if done - self._saved >= self._most_unsaved:
             self._save(self._epoch, done)
-        self._count(done + self._at_once)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
@@ -291,7 +326,8 @@ class Resume(keras.callbacks.Callback):
         """Save the end of an epoch."""
         self._catching.close()
         if self._done < (self._length() or 0):  # a callback stopped training
-            self._save(epoch, self._done)
+            if self._data.full_length is not None:
+                self._save(epoch, self._done)
             return
         self._saved -= self._done
         stops = self._is_to_stop(asks_now=True)
@@ -320,6 +356,12 @@ class Resume(keras.callbacks.Callback):
     def _length(self) -> int | None:
         """Return the number of batches in a complete epoch."""
         return self._data.full_length or self.params.get("steps")
+
+    def _position(self, epoch: int, step: int) -> tuple[int, int]:
+        """Return a position in the data, which may be one that never ends."""
+        if self._data.full_length is None:
+            return 0, epoch * (self._length() or 0) + step
+        return epoch, step
 
     def _restore_history(self) -> checkpoints.TrainingState | None:
         """Restore History and callbacks, which Keras has just reset; return the state, once."""
@@ -358,6 +400,7 @@ class Resume(keras.callbacks.Callback):
             "history": history,
             "epochs": epochs,
             "callbacks": [values for values, _ in states],
+            "place": self._data.place(*self._position(epoch, step)),
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
         background.start(self._checkpoints.directory, functools.partial(self._write, state))

@@ -1,22 +1,41 @@
 """Datasets that can start at any batch of any epoch, for `Resume`."""
 
+# ruff: noqa: ARG002 a position has an epoch, a step and a place, and not every kind needs all
+
+import json
+import operator
+import sys
+import threading
 from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdpkit._internal import checks
+from kdpkit import batches
+from kdpkit._internal import checks, processes
 
 if TYPE_CHECKING:
     from kdpkit.pipelines._epochs import TrainDataset
 
+_ENDLESS = 2**48  # batches: what repeats in Grain has `sys.maxsize` examples
+_MOST_STATES = 1000  # of iterators, for as many batches that are read ahead of training
 
-def tracked(dataset: Any) -> "Tracked":
+
+def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) -> "Tracked":
     """Return a dataset that can start at any batch.
 
     Raises:
-        ValueError: This kind of dataset is not supported.
+        ValueError: This kind of dataset is not supported, or cannot be read again in its order.
     """
-    if isinstance(dataset, TrackedBatches) or hasattr(dataset, "is_tracked"):
+    is_of_arrays = isinstance(dataset, tuple | list | dict) or hasattr(dataset, "__array__")
+    if is_of_arrays != (global_batch_size is not None):
+        checks.fail(
+            "Arrays are cut into batches of `global_batch_size`, and datasets have their own.",
+            dataset=type(dataset).__name__,
+            global_batch_size=global_batch_size,
+        )
+    if is_of_arrays:
+        return TrackedBatches(_cut(dataset, global_batch_size, seed))
+    if isinstance(dataset, TrackedBatches | TrackedIterators) or hasattr(dataset, "is_tracked"):
         checks.fail(
             "This dataset is tracked already; pass the dataset itself.",
             dataset=type(dataset).__name__,
@@ -25,13 +44,40 @@ def tracked(dataset: Any) -> "Tracked":
         return TrackedBatches(dataset)
     if hasattr(dataset, "epoch_counter"):
         return TrackedPipeline(dataset)
+    if _is_of("tensorflow", "data.Dataset", dataset):
+        from kdpkit.pipelines import _iterations
+
+        return TrackedPipeline(_iterations.replayed(dataset))
+    if _is_of("grain", "MapDataset", dataset):
+        return TrackedIterators(dataset, len(dataset) if len(dataset) < _ENDLESS else None)
+    if _is_of("grain", "IterDataset", dataset) or _is_of("grain", "DataLoader", dataset):
+        return TrackedIterators(dataset, None)
     return checks.fail(
-        "Only what `kdpkit.pipelines.train_pipeline` returned, as it is, and a "
-        "`keras.utils.PyDataset` can start at any of their batches.",
+        "`Resume` cannot start at any batch of this. It takes arrays, a `tf.data.Dataset`, a "
+        "`keras.utils.PyDataset`, what `kdpkit.pipelines.train_pipeline` returned, and datasets "
+        "and a `DataLoader` of Grain.",
         dataset=type(dataset).__name__,
-        remedy="Pass further stages to `train_pipeline` as `prepare` or `augment`; for arrays "
-        "there is `kdpkit.batches.ArrayBatches`.",
+        remedy="`grain.MapDataset.source` takes the dataset of a PyTorch `DataLoader`.",
     )
+
+
+def _cut(arrays: Any, global_batch_size: int | None, seed: int | None) -> batches.ArrayBatches:
+    """Cut arrays as `fit` does, on JAX into those of this process."""
+    are_divided = keras.backend.backend() == "jax"  # TensorFlow's strategies divide them
+    return batches.ArrayBatches(
+        arrays,
+        global_batch_size=global_batch_size,  # type: ignore[arg-type]  # it checks its arguments
+        seed=seed,
+        remainder="keep",
+        process_count=processes.count() if are_divided else 1,
+        process_index=processes.index() if are_divided else 0,
+    )
+
+
+def _is_of(package: str, name: str, value: Any) -> bool:
+    """Return whether a value is of a class of a package, which is loaded if it is."""
+    loaded = sys.modules.get(package)
+    return loaded is not None and isinstance(value, operator.attrgetter(name)(loaded))
 
 
 class TrackedPipeline:
@@ -39,7 +85,8 @@ class TrackedPipeline:
 
     Attributes:
         given: The dataset that `fit` trains on.
-        full_length: Batches in a complete epoch, None if unknown.
+        full_length: Batches in a complete epoch, None if it never ends: then an epoch is some
+            batches after those of the one before.
         global_batch_size: Examples in a batch, None if unknown.
         seed: Seed of the order, None if there is none or it is unknown.
     """
@@ -48,7 +95,7 @@ class TrackedPipeline:
         self._counter = dataset.epoch_counter
         self._start = self._counter.position()
         self.given = dataset.tracked()
-        self.full_length = self._counter.batches
+        self.full_length = self._counter.batches if self._counter.batches >= 0 else None
         self.global_batch_size = dataset.global_batch_size
         self.seed = dataset.seed
 
@@ -68,7 +115,10 @@ class TrackedPipeline:
         """Start where it was when tracked: Keras may have taken batches to build a model."""
         self.go_to(*self._start)
 
-    def go_to(self, epoch: int, step: int) -> None:
+    def place(self, epoch: int, step: int) -> str | None:
+        """Return what a state has to have besides epoch and step: nothing."""
+
+    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
         """Start at a step of an epoch."""
         self._counter.move(epoch, step)
 
@@ -83,6 +133,7 @@ class TrackedBatches(keras.utils.PyDataset):
             max_queue_size=dataset.max_queue_size,
         )
         self._dataset = dataset
+        self._start = getattr(dataset, "epoch", None)
         self._skipped = 0
         self._expected = 0
         self.is_used = False
@@ -105,10 +156,7 @@ class TrackedBatches(keras.utils.PyDataset):
 
     def __getitem__(self, index: int) -> Any:
         if self.workers <= 1 and index not in (0, self._expected):
-            checks.fail(
-                "Keras shuffles the batches, in an order that a resumed run cannot restore.",
-                remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
-            )
+            _reject_shuffling()
         self._expected = index + 1
         self.is_used = True
         return self._dataset[index + self._skipped]
@@ -118,9 +166,14 @@ class TrackedBatches(keras.utils.PyDataset):
         return self._dataset[0]
 
     def start(self) -> None:
-        """Start at the current epoch, which is not over if only a part was used."""
+        """Start where it was when tracked: Keras takes up to two batches, which may be all."""
+        if self._start is not None:
+            self._dataset.epoch = self._start
 
-    def go_to(self, epoch: int, step: int) -> None:
+    def place(self, epoch: int, step: int) -> str | None:
+        """Return what a state has to have besides epoch and step: nothing."""
+
+    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
         """Start at a step of an epoch."""
         self._skipped = step
         if hasattr(self._dataset, "epoch"):
@@ -141,4 +194,103 @@ class TrackedBatches(keras.utils.PyDataset):
         return getattr(self.__dict__["_dataset"], name)
 
 
-Tracked = TrackedPipeline | TrackedBatches
+class TrackedIterators(keras.utils.PyDataset):
+    """A dataset whose iterators can save where they are, as those of Grain.
+
+    It keeps the states of one iterator after each of the last batches, as Keras reads ahead of
+    training, and begins again at the first for each iterator that it starts. See `TrackedPipeline`
+    for the attributes.
+    """
+
+    def __init__(self, dataset: Any, length: int | None) -> None:
+        if processes.count() > 1:
+            checks.fail(
+                "With several processes each has a position of its own in a Grain dataset, and "
+                "`Resume` saves that of the first.",
+                processes=processes.count(),
+                remedy="Use arrays, `ArrayBatches` or a `tf.data` pipeline.",
+            )
+        super().__init__()
+        self.full_length = length
+        self.given = self
+        self.is_used = False
+        self.global_batch_size = self.seed = None
+        self._dataset = dataset
+        self._reading = threading.Lock()
+        self._next = -1  # the batch that its iterator comes to
+        self.start()
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches left in the epoch; None if it never ends."""
+        return None if self.full_length is None else self.full_length - self._skipped
+
+    def __getitem__(self, index: int) -> Any:
+        with self._reading:
+            if index == 0 or index != self._next:
+                self._seek(index)
+            batch = self._read()
+            self._next = index + 1
+            self._states[self._next] = _state_of(self._iterator)
+            self._states.pop(self._next - _MOST_STATES, None)
+            self.is_used = True
+        return batch
+
+    def _seek(self, index: int) -> None:
+        if index not in self._states:
+            _reject_shuffling()
+        self._iterator = iter(self._dataset)
+        if state := self._states[index]:
+            given = json.loads(state)
+            self._iterator.set_state(given if isinstance(given, dict) else given.encode())
+
+    def _read(self) -> Any:
+        batch = next(self._iterator, None)
+        if batch is None and self.full_length is None:  # it ends, and is read again
+            self._iterator = iter(self._dataset)
+            batch = next(self._iterator, None)
+        if batch is None:
+            checks.fail(
+                "A Grain dataset has fewer batches than it says.",
+                batches=self.full_length,
+                remedy="Call `to_iter_dataset()` after `filter`, and `batch` after that.",
+            )
+        return batch
+
+    def first_batch(self) -> Any:
+        """Return a batch to build a model for."""
+        return next(iter(self._dataset))
+
+    def start(self) -> None:
+        """Start at the first batch."""
+        self.go_to(0, 0)
+
+    def place(self, epoch: int, step: int) -> str | None:
+        """Return the state of an iterator that comes to this step."""
+        return self._states[step - self._skipped] if step else None
+
+    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
+        """Start at a step of an epoch, where an iterator has this state."""
+        self._skipped = step
+        self._next = -1
+        self._states: dict[int, str | None] = {0: place}
+
+    def on_epoch_end(self) -> None:
+        if self.full_length is not None:
+            self.start()
+
+
+def _state_of(iterator: Any) -> str:
+    """Return an iterator's state as JSON, which a later step of the iterator does not change."""
+    state = iterator.get_state()
+    return json.dumps(state.decode() if isinstance(state, bytes) else state, default=int)
+
+
+def _reject_shuffling() -> None:
+    checks.fail(
+        "Keras shuffles the batches, in an order that a resumed run cannot restore.",
+        remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
+    )
+
+
+Tracked = TrackedPipeline | TrackedBatches | TrackedIterators

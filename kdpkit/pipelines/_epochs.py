@@ -23,7 +23,7 @@ class EpochCounter:
     and outside a strategy's scope.
 
     Args:
-        batches: Batches in a complete epoch.
+        batches: Batches in a complete epoch; -1 for a dataset that never ends.
         initial_epoch: The first epoch.
         initial_step: Batches of that epoch to skip.
     """
@@ -47,6 +47,8 @@ class EpochCounter:
 
     def left(self) -> tf.Tensor:
         """Return the number of batches of the next iterator, like `Dataset.cardinality`."""
+        if self.batches < 0:
+            return tf.constant(self.batches, tf.int64)
         return self.batches - self._skipped(self._get("epoch"))
 
     @contextlib.contextmanager
@@ -114,7 +116,7 @@ class TrainDataset(tf.data.Dataset):
 
     Attributes:
         epoch_counter: Has the position of the next iterator.
-        global_batch_size: Examples in a batch, over all replicas.
+        global_batch_size: Examples in a batch, over all replicas; None if unknown.
         seed: The seed of the order and the augmentation.
         examples: The examples of the batches: kept, prepared and cached, in the source's order.
     """
@@ -124,8 +126,8 @@ class TrainDataset(tf.data.Dataset):
         epochs: tf.data.Dataset,
         epoch_counter: EpochCounter,
         *,
-        global_batch_size: int,
-        seed: int,
+        global_batch_size: int | None,
+        seed: Any,
         examples: tf.data.Dataset,
     ) -> None:
         self.epoch_counter = epoch_counter

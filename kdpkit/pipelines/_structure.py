@@ -8,6 +8,7 @@ empty set, and no rule draws conclusions from them.
 
 import dataclasses
 import functools
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -53,6 +54,10 @@ _KINDS = {
 _TRANSPARENT = frozenset(
     {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
 )
+# The first of the two inputs of a dataset's operation that are its seeds.
+_SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
+# Arguments that stages do not keep, or that let threads change the order.
+_ARGUMENTS = {"deterministic": True, "sloppy": False, "row_splits_dtype": tf.int64}
 _NAMED_BY = {
     **dict.fromkeys(("shuffle", "prefetch"), "buffer_size"),
     **dict.fromkeys(("batch", "padded_batch"), "batch_size"),
@@ -68,11 +73,15 @@ class Function:
         name: Its name in Python.
         ops: The names of its operations, including those in nested datasets and functions.
         call: The function that the user passed; None if unknown.
+        captures_datasets: Whether it uses datasets that were made outside of it.
+        has_unseeded_order: Whether it makes a dataset of random order without a seed.
     """
 
     name: str
     ops: frozenset[str]
     call: Callable[..., Any] | None
+    captures_datasets: bool
+    has_unseeded_order: bool
 
     @property
     def is_stateful(self) -> bool:
@@ -94,6 +103,11 @@ class Function:
         """Whether it draws new random numbers each time, as augmentation and Keras layers do."""
         moves_a_seed = self._has("StatelessRandom.*") and self._has("Assign.*")
         return self._has(_RANDOM) or moves_a_seed
+
+    @property
+    def assigns(self) -> bool:
+        """Whether it changes a variable, such as a counter."""
+        return self._has("Assign.*")
 
     @property
     def reads_files(self) -> bool:
@@ -136,7 +150,7 @@ class Stage:
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
         """The functions that it calls."""
-        return tuple(_functions(self.made_by))
+        return tuple(functions_of(self.made_by))
 
     def argument(self, name: str) -> Any:
         """Return an argument as stored in the dataset; None if unknown."""
@@ -233,6 +247,46 @@ def before(stage: Stage) -> Iterator[Stage]:
     return (one for one, after in paths(stage) if after)
 
 
+def remade(
+    dataset: tf.data.Dataset,
+    other: Callable[[tf.data.Dataset], tf.data.Dataset],
+    traced: Callable[[Callable[..., Any]], Callable[..., Any]],
+) -> tf.data.Dataset | None:
+    """Return the last stage of a dataset on other inputs, with its threads in order.
+
+    Args:
+        dataset: A dataset whose stage keeps its arguments as attributes, as most do.
+        other: Returns what takes the place of an input.
+        traced: Returns a user's function as it is to be traced.
+
+    Returns:
+        The stage, or None where its arguments are not known.
+    """
+    if kind_of(dataset) == "options":
+        return other(dataset._inputs()[0])
+
+    def again(value: Any) -> Any:
+        if isinstance(value, tf.data.Dataset):
+            return other(value)
+        if not isinstance(value, tf.Tensor):
+            return traced(value._func) if hasattr(value, "_func") else value
+        known = tf.get_static_value(value)
+        if known is None or value.dtype not in (tf.bool, tf.int64):
+            return value
+        return known if known.shape else known.item()
+
+    arguments = {}
+    for name, parameter in inspect.signature(type(dataset)).parameters.items():
+        kept = "_input_dataset" if name == "dataset" else f"_{name}"
+        value = _ARGUMENTS.get(name, getattr(dataset, kept, parameter.default))
+        if value is parameter.empty:
+            return None
+        is_data = name in ("padding_values", "initial_state")  # whose type counts
+        arguments[name] = value if is_data else tf.nest.map_structure(again, value)
+    made = type(dataset)(**arguments)
+    return made if made.element_spec == dataset.element_spec else None
+
+
 def _stage(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
     if id(dataset) not in known:
         known[id(dataset)] = _read(dataset, known)
@@ -242,31 +296,52 @@ def _stage(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
 def _read(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
     if isinstance(dataset, TrainDataset):  # its graph hides its source
         return Stage(dataset, dataset, "train_pipeline", (_stage(dataset.examples, known),))
-    kind = _kind(dataset)
+    kind = kind_of(dataset)
     # The inputs of a choice between datasets, without the selector.
     inputs = getattr(dataset, "_data_inputs", None) or dataset._inputs()
     if kind in _TRANSPARENT and len(inputs) == 1:
-        if kind == "restructured" and _kind(inputs[0]) == "map":
+        if kind == "restructured" and kind_of(inputs[0]) == "map":
             inputs = inputs[0]._inputs()  # `unbatch`, `rebatch` and `snapshot` add their own map
         return dataclasses.replace(_stage(inputs[0], known), dataset=dataset)
-    if kind == "flat_map" and any("GeneratorDataset" in one.ops for one in _functions(dataset)):
+    if kind == "flat_map" and any("GeneratorDataset" in one.ops for one in functions_of(dataset)):
         kind, inputs = "from_generator", ()
-    if kind == "TFRecordDataset" and [_kind(one) for one in inputs] == ["from_tensor_slices"]:
+    if kind == "TFRecordDataset" and [kind_of(one) for one in inputs] == ["from_tensor_slices"]:
         inputs = ()  # only the names of its files
     return Stage(dataset, dataset, kind, tuple(_stage(one, known) for one in inputs))
 
 
-def _kind(dataset: tf.data.Dataset) -> str:
+def kind_of(dataset: tf.data.Dataset) -> str:
     """Return `"take_while"` for `_TakeWhileDataset`, `"map"` for `_ParallelMapDataset`."""
     name = re.sub(r"^_|Parallel|(Dataset|V\d)+$", "", type(dataset).__name__)
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
     return _KINDS.get(words, words)
 
 
-def _functions(dataset: tf.data.Dataset) -> Iterator[Function]:
+def functions_of(dataset: tf.data.Dataset) -> Iterator[Function]:
+    """Yield the functions that the last stage of a dataset calls."""
     for wrapper in dataset._functions():
         graph = wrapper.function.graph.as_graph_def()
-        nodes = [*graph.node, *(node for f in graph.library.function for node in f.node_def)]
+        bodies = [graph.node, *(function.node_def for function in graph.library.function)]
         call = getattr(wrapper, "_func", None)
-        name = getattr(call, "__name__", "").strip("<>")
-        yield Function(name, frozenset(node.op for node in nodes), call)
+        yield Function(
+            getattr(call, "__name__", "").strip("<>"),
+            frozenset(node.op for body in bodies for node in body),
+            call,
+            any(tensor.dtype == tf.variant for tensor in wrapper.function.captured_inputs),
+            any(map(_has_unseeded_order, bodies)),
+        )
+
+
+def _has_unseeded_order(nodes: Any) -> bool:
+    """Return whether a dataset that these operations make has the seeds (0, 0), which are none."""
+    zeros = {
+        node.name
+        for node in nodes
+        if node.op == "Const" and not tf.make_ndarray(node.attr["value"].tensor).any()
+    }
+    for node in nodes:
+        first = _SEEDS_OF.get(node.op)
+        names = [] if first is None else [one.partition(":")[0] for one in node.input[first:][:2]]
+        if names and zeros.issuperset(names):
+            return True
+    return False

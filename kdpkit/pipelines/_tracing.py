@@ -4,6 +4,7 @@ AutoGraph rewrites the source of traced functions to support `if` and `for` over
 longer than the tracing, and skips functions called from inner ones.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -19,5 +20,10 @@ def as_written(function: F) -> F:
 
 def rewritten(function: F) -> F:
     """Trace a user's function with AutoGraph wherever it is called, as in `Dataset.map`."""
+    return rewriting()(function)
+
+
+def rewriting() -> Callable[[F], F]:
+    """Return what `rewritten` does where this is called, for functions that are met later."""
     autograph = tf.__internal__.autograph
-    return autograph.tf_convert(function, autograph.control_status_ctx())
+    return functools.partial(autograph.tf_convert, ctx=autograph.control_status_ctx())

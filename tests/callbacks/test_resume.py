@@ -428,7 +428,9 @@ def test_a_dataset_that_was_not_tracked_raises(tmp_path):
         (lambda path: Resume(path, save_freq=0), "`save_freq` must be a positive integer.*0"),
         (lambda path: Resume(path, save_freq="batch"), "`save_freq`.*'batch'"),
         (lambda path: Resume(path, keep=0), "`keep` must be a positive integer"),
-        (lambda path: Resume(path).track([1, 2]), "PyDataset.*list.*ArrayBatches"),
+        (lambda path: Resume(path).track(range(2)), "arrays.*tf.data.*PyDataset.*Grain.*'range'"),
+        (lambda path: Resume(path).track([1, 2]), "`global_batch_size`.*'list'"),
+        (lambda path: Resume(path).track(data_of(8), global_batch_size=4), "have their own.*=4"),
         (lambda path: Resume(path).track(Resume(path).track(data_of(8))), "tracked already"),
         (
             lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]),
