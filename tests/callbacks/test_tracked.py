@@ -264,3 +264,24 @@ def test_a_run_on_grain_goes_on_with_another_number_of_replicas(tmp_path):
     resumed = trained(tmp_path / "stopped", grain_filtered, steps=4)
     for one, other in zip(resumed, complete, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+# What cannot be gone on with.
+
+
+@pytest.mark.parametrize(
+    ("add", "sentence"),
+    [
+        (lambda data, _: data.shuffle(3), r"`shuffle\(3\)` has another order.*`seed="),
+        (lambda data, tf: data.map(lambda _: tf.random.uniform([])), "map.*stateless"),
+        (lambda data, _: data.shuffle(3, seed=1).cache(), "cache.*Move `shuffle` after it"),
+        (lambda data, _: data.filter(lambda x: x > 3), "assert_cardinality"),
+        (lambda data, tf: data.flat_map(lambda _: tf.data.Dataset.range(3).shuffle(3)), "flat_map"),
+    ],
+)
+def test_a_pipeline_of_unknown_order_or_length_raises(tmp_path, add, sentence):
+    import tensorflow as tf
+
+    tf.random.set_seed(None)
+    with pytest.raises(ValueError, match=sentence):
+        Resume(tmp_path).track(add(tf.data.Dataset.range(9), tf))
