@@ -17,7 +17,7 @@ from kdpkit._internal.private_copies import with_private_batches
 from kdpkit.pipelines import _structure
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
 from kdpkit.pipelines._structure import Stage
-from kdpkit.pipelines._tracing import as_written, rewriting
+from kdpkit.pipelines._tracing import rewriting
 
 
 def replayed(dataset: tf.data.Dataset) -> TrainDataset:
@@ -134,14 +134,14 @@ class _Iteration:
     """One iteration of a dataset, as the graph of an epoch.
 
     Args:
-        epoch: Its number, from 0; None for stages that are the same in all.
+        epoch: Its number, from 0.
         draws: How many orders an iteration draws, by the `id` of the shuffled dataset.
         traced: Returns a user's function as it is to be traced.
     """
 
     def __init__(
         self,
-        epoch: tf.Tensor | None,
+        epoch: tf.Tensor,
         draws: Mapping[int, int],
         traced: Callable[[Callable[..., Any]], Callable[..., Any]],
     ) -> None:
@@ -171,7 +171,7 @@ class _Iteration:
         if not dataset._inputs():
             return _after(dataset, skip)
         if kind == "cache":
-            return _after(self._cached(dataset), skip)
+            return _after(_as_it_is(dataset), skip)
         if kind == "shuffle":
             return _after(self._shuffled(dataset), skip)
         if kind == "assert_cardinality" and skip is not None:
@@ -191,28 +191,13 @@ class _Iteration:
             seed=_static(dataset, "seed2"),
             reshuffle_each_iteration=_reshuffles(dataset),
         )
-        if self._epoch is not None and _reshuffles(dataset):
+        if _reshuffles(dataset):
             # An iterator of this one starts both, which draws an order, and reads the empty one.
             first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
             unread = tf.data.Dataset.choose_from_datasets([shuffled.take(0), shuffled], first)
             drawn = tf.data.Dataset.range(self._epoch * self._draws[id(dataset)])
             self._drawn.append(drawn.flat_map(lambda _: unread))
         return shuffled
-
-    def _cached(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Return a cache outside of this graph, so that all epochs have it."""
-        if not any(map(_may_be_disordered, _all(dataset))):
-            return dataset
-
-        @as_written
-        def in_order() -> tf.Tensor:
-            parts = _Iteration(None, self._draws, self._traced)
-            made = _structure.remade(dataset, parts.of, self._traced)
-            return tf.data.experimental.to_variant(_as_it_is(dataset) if made is None else made)
-
-        with tf.init_scope():
-            variant = tf.function(in_order, autograph=False)()
-            return tf.data.experimental.from_variant(variant, dataset.element_spec)
 
 
 def _after(dataset: tf.data.Dataset, skip: tf.Tensor | None) -> tf.data.Dataset:
@@ -236,7 +221,8 @@ def _as_it_is(dataset: tf.data.Dataset) -> tf.data.Dataset:
             "Training cannot continue on this dataset where it stopped: this stage cannot be made "
             "again, after a `shuffle` or with threads.",
             stage=_structure.kind_of(dataset),
-            remedy="Put `shuffle` after it, or use `kdpkit.pipelines.train_pipeline`.",
+            remedy="Put `shuffle` after it, read without `num_parallel_calls` or after it, or use "
+            "`kdpkit.pipelines.train_pipeline`.",
         )
     return dataset
 

@@ -275,6 +275,14 @@ def test_a_run_on_grain_goes_on_with_another_number_of_replicas(tmp_path):
         (lambda data, _: data.shuffle(3), r"`shuffle\(3\)` has another order.*`seed="),
         (lambda data, tf: data.map(lambda _: tf.random.uniform([])), "map.*stateless"),
         (lambda data, _: data.shuffle(3, seed=1).cache(), "cache.*Move `shuffle` after it"),
+        (
+            lambda data, tf: (
+                data.interleave(lambda x: tf.data.Dataset.from_tensors(x), num_parallel_calls=2)
+                .cache()
+                .apply(tf.data.experimental.assert_cardinality(9))
+            ),
+            "stage='cache'.*without `num_parallel_calls`",
+        ),
         (lambda data, _: data.filter(lambda x: x > 3), "assert_cardinality"),
         (lambda data, tf: data.flat_map(lambda _: tf.data.Dataset.range(3).shuffle(3)), "flat_map"),
     ],
