@@ -210,9 +210,10 @@ class DataParallel(keras.distribution.DataParallel):
 
     With `shard`, each device keeps a part of every large variable. The result is that of one
     device, as without. Each weight is put together when the model uses it, so a step of `fit` or of
-    `kdpkit.training.TrainingLoop` holds a few whole ones at a time. Variables of fewer than 4,096
-    numbers, and those of which the devices divide no axis, stay whole on every device;
-    `describe_variables` says how many bytes that is. With several processes see `gathered_on_read`.
+    `kdpkit.training.TrainingLoop` holds a few complete ones at a time. Variables of fewer than
+    4,096 numbers, and those of which the devices divide no axis, are replicated;
+    `describe_variables` returns how many bytes that is. With several processes see
+    `gathered_on_read`.
 
     Args:
         devices: As for `data_mesh`.
@@ -278,7 +279,7 @@ def describe_variables(model: keras.Model) -> str:
     >>> with DataParallel(4, shard="weights").scope():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
     >>> describe_variables(model)
-    'On each device 0.0166 of 0.0635 MiB of variables, of which 0.000977 are whole.'
+    'On each device 0.0166 of 0.0635 MiB of variables, of which 0.000977 are replicated.'
     """
     everywhere = here = whole = 0
     for variable in _all_variables(model):
@@ -288,7 +289,7 @@ def describe_variables(model: keras.Model) -> str:
         here += part
         whole += part if part == value.nbytes else 0
     shown = [f"{size / 2**20:,.3g}" for size in (here, everywhere, whole)]
-    return "On each device {} of {} MiB of variables, of which {} are whole.".format(*shown)
+    return "On each device {} of {} MiB of variables, of which {} are replicated.".format(*shown)
 
 
 @contextlib.contextmanager
