@@ -1,4 +1,4 @@
-"""`kdpkit plan`: the numbers of a run on several replicas, or its memory, before it starts."""
+"""`kdpkit plan`: the numbers of a run on several replicas, or its memory."""
 
 import argparse
 
