@@ -242,13 +242,18 @@ def grain_loader():
     ("make", "steps", "train"),
     [
         (grain_map, None, by_fit),
-        (grain_map, None, by_fit_on_two_replicas),
-        (grain_repeated, 4, by_fit),
-        (grain_filtered, 4, by_fit),
         (grain_filtered, 4, by_fit_on_two_replicas),
-        (grain_that_ends, 4, by_fit),
         (grain_packed, 4, by_fit),
-        (grain_loader, 4, by_fit),
+        *(
+            pytest.param(*values, marks=pytest.mark.exhaustive)
+            for values in [
+                (grain_map, None, by_fit_on_two_replicas),
+                (grain_repeated, 4, by_fit),
+                (grain_filtered, 4, by_fit),
+                (grain_that_ends, 4, by_fit),
+                (grain_loader, 4, by_fit),
+            ]
+        ),
         *([(grain_map, None, by_loop), (grain_filtered, 4, by_loop)] if ON_JAX else []),
     ],
 )

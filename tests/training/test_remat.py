@@ -163,12 +163,17 @@ def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas)
     ("name", "replicas", "settings"),
     [
         ("bert", 2, {"accumulation": 2, "steps_per_loop": 2}),
-        ("residual", 1, {"accumulation": 2}),
+        pytest.param("residual", 1, {"accumulation": 2}, marks=pytest.mark.exhaustive),
         ("residual", 3, {"steps_per_loop": 2}),
         pytest.param("gpt2", 2, {"jit": True, "steps_per_loop": 3}, id="xla"),
-        pytest.param("residual", 1, {"jit": True}, id="xla, one device"),
-        ("residual", 2, {"verify": True}),
-        ("gpt2", 2, {"verify": True}),
+        *(
+            pytest.param(*values, marks=pytest.mark.exhaustive)
+            for values in [
+                ("residual", 1, {"jit": True}),
+                ("residual", 2, {"verify": True}),
+                ("gpt2", 2, {"verify": True}),
+            ]
+        ),
     ],
 )
 def test_in_micro_batches_in_loops_and_under_xla_too(name, replicas, settings, capfd):
@@ -177,7 +182,7 @@ def test_in_micro_batches_in_loops_and_under_xla_too(name, replicas, settings, c
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["residual", "gpt2"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("residual", marks=pytest.mark.exhaustive)])
 def test_in_mixed_precision_too(name):
     build, data = MODELS[name]
     keras.config.set_dtype_policy("mixed_bfloat16")

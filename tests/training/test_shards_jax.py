@@ -163,7 +163,9 @@ def test_each_device_keeps_its_part_of_the_variables(shard, train):
     assert bytes_here(slots) == total / 8
     assert bytes_here(large) == (total / 8 if shard == "weights" else total)
     described = sharding.describe_variables(model)
-    assert re.fullmatch(r"On each device [\d.]+ of 0\.394 MiB .* [\d.]+ are replicated\.", described)
+    assert re.fullmatch(
+        r"On each device [\d.]+ of 0\.394 MiB .* [\d.]+ are replicated\.", described
+    )
 
 
 def test_frozen_weights_stay_cut_in_a_loop():
