@@ -220,11 +220,16 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
 
 
 def _step_of(make: Make) -> Any:
+    def made() -> tuple[Any, TrainingLoop]:
+        return _as_loop(make())
+
     if keras.backend.backend() == "jax":
-        from kdpkit.training.jax._memory import StepMemory
-    else:
-        from kdpkit.diagnostics._plan.memory_tensorflow import StepMemory  # type: ignore
-    return StepMemory(lambda: _as_loop(make()))
+        from kdpkit.training.jax import _memory
+
+        return _memory.StepMemory(made)
+    from kdpkit.diagnostics._plan import memory_tensorflow
+
+    return memory_tensorflow.StepMemory(made)
 
 
 def _as_loop(made: Any) -> tuple[Any, TrainingLoop]:
