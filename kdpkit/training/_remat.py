@@ -125,7 +125,7 @@ def rematerialised(
     Raises:
         ValueError: The model has no blocks.
     """
-    blocks = {id(block): block for block in _blocks_of(loop.model) if loop.remat}.values()
+    blocks = {id(block): block for block in blocks_of(loop.model) if loop.remat}.values()
     if loop.remat and not blocks:
         checks.fail(
             "`remat` computes the inner activations of blocks again, and this model has none: no "
@@ -139,11 +139,11 @@ def rematerialised(
         yield
 
 
-def _blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
+def blocks_of(model: keras.Model) -> Iterator[keras.Layer]:
     """Find the layers that have layers of their own; of models in the model, their blocks."""
     for layer in model.layers:
         if isinstance(layer, keras.Model):
-            yield from [*_blocks_of(layer)] or [layer]
+            yield from [*blocks_of(layer)] or [layer]
         elif layer._flatten_layers(include_self=False, recursive=False):
             yield layer
 

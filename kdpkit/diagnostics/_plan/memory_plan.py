@@ -207,7 +207,8 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
         checks.fail("`make` must be a function.", make=type(make).__name__)
     step = _step_of(make)
     uses = [*_uses(step, replicas, limit)]
-    share = _share_in_half_precision(make, step)
+    too_large = any(use.total > limit for use in uses)
+    share = _share_in_half_precision(make, step) if too_large else 1.0
     halved = (
         dataclasses.replace(
             use, dtype_policy=_HALF, equal=False, activations=round(use.activations * share)

@@ -10,9 +10,10 @@ import jax
 from jax.extend.core import Literal
 from jax.sharding import NamedSharding
 
-from kdpkit import errors, sharding
+from kdpkit import sharding
 from kdpkit._internal import versions
 from kdpkit.batches import rows_of
+from kdpkit.training._remat import blocks_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
 from kdpkit.training.jax._state import State, Variables
 
@@ -59,11 +60,7 @@ class StepMemory:
     @property
     def can_remat(self) -> bool:
         """Whether the model has blocks to compute again."""
-        try:
-            self.kept(1, remat=True)
-        except errors.InputError:
-            return False
-        return True
+        return any(True for _ in blocks_of(self._steps.model))
 
     @functools.cached_property
     def micro_batches_are_exact(self) -> bool:
