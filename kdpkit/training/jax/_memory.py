@@ -17,16 +17,18 @@ from kdpkit.training._remat import blocks_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
 from kdpkit.training.jax._state import State, Variables
 
-# On CPUs XLA makes all arrays as early as it can, to compute them side by side. With the first two
-# options it schedules as on GPUs and TPUs, where memory counts; with the others it compiles sooner.
+# On CPUs XLA makes all arrays as early as it can, to compute them side by side, and puts weights
+# together before the loop over micro-batches. With the first two options it schedules as on GPUs and
+# TPUs, where memory counts; with the others it compiles sooner.
+_PASSES = "cpu-all-reduce-combiner,while-loop-invariant-code-motion"
 _FOR_MEMORY = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
-    "xla_disable_hlo_passes": "cpu-all-reduce-combiner",
+    "xla_disable_hlo_passes": _PASSES,
     "xla_backend_optimization_level": "0",
     "xla_llvm_disable_expensive_passes": True,
 }
 # On CPUs XLA finds that what is computed again is the same, and keeps it after all.
-_FOR_REMAT = _FOR_MEMORY | {"xla_disable_hlo_passes": "cpu-all-reduce-combiner,cse"}
+_FOR_REMAT = _FOR_MEMORY | {"xla_disable_hlo_passes": f"{_PASSES},cse"}
 
 
 class StepMemory:
