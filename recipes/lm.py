@@ -41,7 +41,8 @@ def parse(argv):
     add, positive = parser.add_argument, experiment.positive_integer
     add("--preset", help="a KerasHub name such as gpt2_base_en, or a preset directory")
     add("--lora", type=positive, metavar="RANK", help="train matrices of this rank, and biases")
-    add("--layers", type=positive, default=4, help="each 256 wide, of 4 heads (default: 4)")
+    add("--layers", type=positive, default=2, help="each of 4 attention heads (default: 2)")
+    add("--width", type=positive, default=128, help="of the layers, a multiple of 4 (default: 128)")
     add("--vocabulary-size", type=positive, default=2000, help="to learn (default: 2000)")
     add("--sequence-length", type=positive, default=64, help="tokens in a sequence (default: 64)")
     add("--remat", action="store_true", help="keep only the inputs of layers for the backward pass")
@@ -108,13 +109,18 @@ def build_model(args, tokenizer):
     """Build a small GPT-2, or the preset's, up to its hidden states."""
     if args.preset:
         model = experiment.from_preset(keras_hub.models.GPT2Backbone, args.preset)
+    elif args.width % 4:
+        raise experiment.InputError(
+            f"The layers have 4 attention heads of equal width. Received: --width {args.width}. "
+            "Pass a multiple of 4."
+        )
     else:
         model = keras_hub.models.GPT2Backbone(
             vocabulary_size=tokenizer.vocabulary_size(),
             num_layers=args.layers,
             num_heads=4,
-            hidden_dim=256,
-            intermediate_dim=1024,
+            hidden_dim=args.width,
+            intermediate_dim=4 * args.width,
             max_sequence_length=args.sequence_length,
         )
     if args.sequence_length > model.max_sequence_length:
@@ -149,9 +155,14 @@ def print_continued(model, tokenizer, sequences, seed, known=12, count=30):
         logits = ops.convert_to_numpy(logits)
         drawn = np.where(logits < np.sort(logits)[:, -10:-9], -np.inf, logits)
         tokens[:, position] = np.argmax(drawn + random.gumbel(size=drawn.shape), axis=1)
-    print("Held-out text, and what the model makes of it:")
+
+    def text(tokens):
+        lines = tokenizer.detokenize(tokens).replace(tokenizer.start_token, "")
+        return lines.replace(tokenizer.end_token, "/")
+
+    print("Held-out text, and what the model makes of it (a new line is /):")
     for given, written in zip(tokens[:, 1:known], tokens[:, known:stop], strict=True):
-        print(f"  {tokenizer.detokenize(given)} | {tokenizer.detokenize(written)}")
+        print(f"  {text(given)} | {text(written)}")
 
 
 def main(argv=None):

@@ -33,6 +33,7 @@ def run(directory, backend, replicas, *flags, steps=20):
         "--data": text,
         "--vocabulary-size": 60,
         "--layers": 1,
+        "--width": 64,
         "--sequence-length": 16,
         "--epochs": steps,  # of one step each, so that the history holds every loss
         "--steps-per-epoch": 1,
@@ -69,13 +70,18 @@ def test_two_replicas_have_the_losses_of_one_device_which_keeps_all(backend, fla
     assert len(one) == 20
     assert two == pytest.approx(one, rel=1e-5)
     assert one[-1] < one[0]
-    assert "Held-out text, and what the model makes of it:\n  " in printed
+    assert "Held-out text, and what the model makes of it (a new line is /):\n  " in printed
     assert "Perplexity after each epoch: " in printed
 
 
 def test_variables_that_are_to_be_cut_on_tensorflow_get_one_sentence():
     with pytest.raises(ValueError, match="on JAX alone.*shard='weights'.*KERAS_BACKEND=jax"):
         lm.main(["--shard", "weights"])
+
+
+def test_a_width_that_the_heads_do_not_divide_gets_one_sentence():
+    with pytest.raises(ValueError, match="4 attention heads.*--width 130. Pass a multiple of 4"):
+        lm.build_model(lm.parse(["--width", "130"]), None)
 
 
 @pytest.mark.slow
