@@ -15,12 +15,13 @@ import time
 
 SETTINGS = json.loads(sys.argv[1])
 PROCESSES, INDEX = SETTINGS["processes"], SETTINGS["index"]
+DEVICES = int(os.getenv("KDPKIT_TESTS_DEVICES", "4"))  # of all processes
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["XLA_FLAGS"] = " ".join(
-    [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={4 // PROCESSES}"]
+    [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES // PROCESSES}"]
 )
 
-os.environ["PJRT_NPROC"] = str(2 * 4 // PROCESSES)  # see kdpkit/_internal/cpu_threads.py
+os.environ["PJRT_NPROC"] = str(2 * DEVICES // PROCESSES)  # see kdpkit/_internal/cpu_threads.py
 
 import jax
 import keras
@@ -168,7 +169,7 @@ def main():
             process_index=INDEX,
             **SETTINGS.get("joining", {}),
         )
-    assert jax.device_count() == 4
+    assert jax.device_count() == DEVICES
     for run in SETTINGS["runs"]:
         make = sentence_of if run.pop("raises", False) else trained
         print(json.dumps({"found": make(**run)}, default=float), flush=True)
