@@ -221,6 +221,7 @@ for replicas in (2, 4, 5):
     assert "runtime has started with 4 logical CPU" in five
 
 
+@pytest.mark.slow
 def test_on_jax_the_strategy_is_a_distribution_over_as_many_devices():
     code = """
 from argparse import Namespace

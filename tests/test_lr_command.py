@@ -113,6 +113,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, module, caps
     assert len(own) == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_where_there_is_only_ascii_the_curve_is_of_asterisks():
     finished = subprocess.run(

@@ -166,6 +166,7 @@ def make():
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("backend", ["jax", "tensorflow"])

@@ -247,6 +247,7 @@ def test_processes_that_disagree_raise(two, run, sentence):
         assert re.search("as `kdpkit.batches.ArrayBatches` does|equally many", found)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(("by", "first", "then"), [("fit", 2, 1), ("loop", 1, 2)])
 def test_cut_variables_of_several_processes_are_saved_and_loaded(tmp_path, alone, by, first, then):
@@ -264,6 +265,7 @@ def test_cut_variables_of_several_processes_are_saved_and_loaded(tmp_path, alone
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory by RLIMIT_DATA and /proc")
 def test_two_processes_load_train_and_save_a_model_that_fits_neither(tmp_path):

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(directory, backend, replicas, *flags, steps=20):
+def run(directory, backend, replicas, *flags, steps=8):
     """Train a few steps in a program of its own; return the loss of each, and what it printed."""
     text = directory / "corpus.txt"
     lines = (" ".join(WORDS[i % 10 :] + WORDS * 3) for i in range(400))
@@ -67,7 +67,7 @@ def run(directory, backend, replicas, *flags, steps=20):
 def test_two_replicas_have_the_losses_of_one_device_which_keeps_all(backend, flags, tmp_path):
     one, _ = run(tmp_path, backend, 1)
     two, printed = run(tmp_path, backend, 2, *flags)
-    assert len(one) == 20
+    assert len(one) == 8
     assert two == pytest.approx(one, rel=1e-5)
     assert one[-1] < one[0]
     assert "Held-out text, and what the model makes of it (a new line is /):\n  " in printed

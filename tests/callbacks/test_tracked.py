@@ -142,11 +142,13 @@ PIPELINES = [shuffled, of_the_global_seed, repeated, pairs, in_batches]
         (shuffled, by_fit),
         *(
             pytest.param(make, train, marks=pytest.mark.slow)
+            for make, train in ((from_python, by_fit_on_two_replicas), (pairs, by_loop))
+        ),
+        *(
+            pytest.param(make, train, marks=pytest.mark.exhaustive)
             for make, train in (
                 *((make, by_fit) for make in (*PIPELINES[1:], from_python)),
                 *((shuffled, train) for train in (by_loop, by_fit_on_two_replicas)),
-                (pairs, by_loop),
-                (from_python, by_fit_on_two_replicas),
             )
         ),
     ],
@@ -155,6 +157,7 @@ def test_a_run_on_a_plain_pipeline_goes_on(tmp_path, make, train):
     assert_goes_on(tmp_path, make, train)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("train", [by_fit, by_loop, by_fit_on_two_replicas])
 def test_a_run_on_what_never_ends_goes_on(tmp_path, train):
@@ -164,6 +167,7 @@ def test_a_run_on_what_never_ends_goes_on(tmp_path, train):
 # Arrays.
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 7])
 @pytest.mark.parametrize("data", [(X, Y), (X, Y, 1.0 + Y)])
@@ -171,7 +175,7 @@ def test_a_run_on_arrays_goes_on(tmp_path, data, seed):
     assert_goes_on(tmp_path, lambda: data, global_batch_size=SIZE, seed=seed)
 
 
-@pytest.mark.parametrize("batches", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("batches", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3))])
 def test_an_epoch_of_few_batches_is_trained_once(tmp_path, batches):
     """Keras takes two batches to know their shapes, which may be all of the epoch."""
     taken = []
@@ -241,12 +245,12 @@ def grain_loader():
 @pytest.mark.parametrize(
     ("make", "steps", "train"),
     [
-        (grain_map, None, by_fit),
         (grain_filtered, 4, by_fit_on_two_replicas),
         (grain_packed, 4, by_fit),
         *(
             pytest.param(*values, marks=pytest.mark.exhaustive)
             for values in [
+                (grain_map, None, by_fit),
                 (grain_map, None, by_fit_on_two_replicas),
                 (grain_repeated, 4, by_fit),
                 (grain_filtered, 4, by_fit),

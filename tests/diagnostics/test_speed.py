@@ -365,6 +365,7 @@ def test_nothing_is_trained_and_training_goes_on_as_if_nothing_had_been_measured
     assert not model.stop_training
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 def test_a_model_that_was_not_built_is_built_and_not_trained():
     model = compiled(keras.Sequential([keras.layers.Dense(3)]))
@@ -373,6 +374,7 @@ def test_a_model_that_was_not_built_is_built_and_not_trained():
     assert int(model.optimizer.iterations) == 0
 
 
+@pytest.mark.exhaustive
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_the_epoch_of_a_train_pipeline_does_not_move():

@@ -271,6 +271,7 @@ def test_evaluation_sees_every_example_once_in_order(examples, per_replica, repl
     assert len(batches) == -(-examples // size)
 
 
+@pytest.mark.slow
 def test_padded_evaluation_on_replicas_equals_plain_evaluation():
     x, y = testing.toy_classification(13)
     source = tf.data.Dataset.from_tensor_slices((x, y))

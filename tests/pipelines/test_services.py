@@ -192,6 +192,7 @@ def test_two_trainers_at_once_get_all_examples_each(services):
     assert results == {trainer: list(range(1, 301)) for trainer in range(2)}
 
 
+@pytest.mark.slow
 def test_garbage_collection_takes_nothing_that_a_pipeline_needs(services):
     stage = prepare_with_services(lambda number: number + 1, services[:2])
     examples = tf.data.Dataset.range(20).apply(stage)

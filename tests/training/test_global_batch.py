@@ -170,6 +170,7 @@ def test_only_layers_of_keras_are_divided_where_a_layer_looks_at_all_examples():
     assert _global_batch.is_of_a_library(keras.Sequential([layers.Dense(3)]))
 
 
+@pytest.mark.slow
 def test_a_model_that_is_loaded_again_trains_the_same(tmp_path):
     (fault,) = (fault for fault in faults.FAULTS if fault.name == "add_loss of a sum")
 

@@ -78,6 +78,7 @@ def test_they_are_so_under_xla_and_where_logits_are_far_apart(scale):
     assert_close(*both(20, 16, 1000, 300, jit=True, scale=scale), 1e-5)
 
 
+@pytest.mark.slow
 def test_in_half_precision_they_are_near():
     assert_close(*both(20, 16, 100, 32, jit=True, dtype="bfloat16"), 3e-2)
 

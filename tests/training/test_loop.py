@@ -77,6 +77,7 @@ def test_a_loop_without_metrics_forgets_those_that_the_model_was_compiled_with()
     assert [*loop.evaluate(batches(), verbose=0)] == ["loss"]
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_a_loop_tells_when_the_choice_of_xla_is_made():
     loop = loop_on(1, jit="measure")
@@ -111,7 +112,7 @@ def steps_of(loop):
 @pytest.mark.parametrize(
     ("replicas", "size"),
     [
-        (1, 4),
+        pytest.param(1, 4, marks=pytest.mark.slow),
         (2, 4),
         pytest.param(2, 5, marks=pytest.mark.slow),
         pytest.param(3, 4, marks=pytest.mark.slow),
@@ -287,6 +288,7 @@ def test_micro_batches_and_xla_train_the_same(settings):
     assert steps_of(other[0]) == steps_of(plain[0]) == 6
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one_row_train_the_same():
     one = trained(1, optimizer=keras.optimizers.SGD(0.5))
     assert_same(one, trained(4, optimizer=keras.optimizers.SGD(0.5), accumulation=4))
@@ -845,6 +847,7 @@ def test_evaluation_gives_metrics_of_several_numbers():
     assert loop.evaluate(data, verbose=0)["f1_score"].shape == (3,)
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_micro_batches_of_sparse_features_train_the_same():
     x, y = testing.toy_classification(10)

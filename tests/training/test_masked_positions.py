@@ -57,6 +57,7 @@ def encoded(made, *, training=False):
     return found, np.take_along_axis(complete, positions[..., None], axis=1)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("kind", "settings", "alone"),
     [

@@ -57,7 +57,7 @@ NETWORKS = {
 
 MARKS = {
     "convolution and max-pooling": (),
-    **dict.fromkeys(("depthwise", "transposed", "along one axis"), (pytest.mark.slow,)),
+    **dict.fromkeys(("transposed",), (pytest.mark.slow,)),
 }
 
 
@@ -105,6 +105,8 @@ class OnPacked(keras.Model):
         return self.dense(_dense(x))
 
 
+@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize("pack", [tf.sparse.from_dense, tf.RaggedTensor.from_tensor])
 def test_a_batch_of_fewer_sparse_or_ragged_examples_than_replicas_trains(pack):
     x = np.random.default_rng(0).normal(size=(4, 2)).astype("float32")
@@ -130,6 +132,7 @@ class OnRagged(OnPacked):
         return super().call(x.to_tensor())
 
 
+@pytest.mark.slow
 def test_a_loop_builds_a_model_of_ragged_examples():
     rows = tf.ragged.constant([[1.0, 2.0], [0.5, 1.0], [2.0, 2.0]])
     batches = tf.data.Dataset.from_tensors((rows, [[1.0], [0.0], [2.0]]))

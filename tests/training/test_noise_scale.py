@@ -87,6 +87,7 @@ def drawn(num_examples, seed=0):
     return (MEAN + DEVIATION * random.normal(size=(num_examples, len(MEAN)))).astype("float32")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("replicas", "accumulation"), CUTS)
 def test_the_closed_form_of_a_quadratic_lies_within_the_interval(replicas, accumulation):
     loop = quadratic(replicas, accumulation, steps_per_loop=16)

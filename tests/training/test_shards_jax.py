@@ -288,10 +288,19 @@ def test_a_step_gathers_weights_and_no_activations(shard, step_of):
     assert arguments < (0.2 if shard == "weights" else 0.6) * whole
 
 
-@pytest.mark.parametrize("precision", ["float32", "mixed_bfloat16"])
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
-    "step_of",
-    [step_of_fit, step_of_loop, step_of_loop_with_accumulation, step_of_loop_with_remat],
+    ("step_of", "precision"),
+    [
+        (step_of_fit, "float32"),
+        (step_of_loop, "mixed_bfloat16"),
+        (step_of_loop_with_accumulation, "float32"),
+        (step_of_loop_with_remat, "mixed_bfloat16"),
+        (step_of_fit, "mixed_bfloat16"),
+        (step_of_loop, "float32"),
+        (step_of_loop_with_accumulation, "mixed_bfloat16"),
+        (step_of_loop_with_remat, "float32"),
+    ],
 )
 def test_a_step_holds_few_weights_at_a_time(step_of, precision):
     with scope(8, "weights"):
@@ -308,6 +317,8 @@ def test_a_step_holds_few_weights_at_a_time(step_of, precision):
 # Saved and gone on with.
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("train", [by_fit, by_loop])
 @pytest.mark.parametrize(
     ("first", "then"),
     [
@@ -316,7 +327,6 @@ def test_a_step_holds_few_weights_at_a_time(step_of, precision):
         ((8, "optimizer"), (2, "weights")),
     ],
 )
-@pytest.mark.parametrize("train", [by_fit, by_loop])
 def test_a_run_goes_on_with_other_devices_cut_or_not(train, first, then, tmp_path):
     undisturbed, before = trained(lambda model: train(model, epochs=4))
     trained(lambda model: train(model, epochs=2, resume=Resume(tmp_path)), *first)

@@ -151,13 +151,8 @@ RIGHT = {
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("replicas", [2, *MORE])
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if i == 0 else pytest.param(name, marks=pytest.mark.slow)
-        for i, name in enumerate(RIGHT)
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RIGHT)
 def test_a_verified_training_is_bit_for_bit_the_one_without(name, replicas):
     def trained(verify):
         keras.utils.set_random_seed(0)
@@ -490,6 +485,7 @@ def test_evaluation_and_prediction_of_a_loop_are_verified(use):
         getattr(loop, use)(batches, verbose=0)
 
 
+@pytest.mark.slow
 def test_evaluate_and_predict_are_verified_where_fit_was_not():
     over_the_batch = faults.net(faults.OverTheBatch)
     data = faults.FAULTS[0].data()
