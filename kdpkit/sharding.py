@@ -211,9 +211,9 @@ class DataParallel(keras.distribution.DataParallel):
     With `shard`, each device keeps a part of every large variable. The result is that of one
     device, as without. Each weight is put together when the model uses it, so a step of `fit` or of
     `kdpkit.training.TrainingLoop` holds a few complete ones at a time. Variables of fewer than
-    4,096 numbers, and those of which the devices divide no axis, are replicated;
-    `describe_variables` returns how many bytes that is. With several processes see
-    `gathered_on_read`.
+    4,096 numbers, and those of which the devices divide no axis, are replicated; of the latter a
+    warning tells, once. `describe_variables` returns how many bytes that is. With several processes
+    see `gathered_on_read`.
 
     Args:
         devices: As for `data_mesh`.

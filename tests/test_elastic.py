@@ -11,6 +11,7 @@ from tests import elastic
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:Nothing is left to train"),
+    pytest.mark.filterwarnings("ignore:A large variable stays complete"),
 ]
 
 

@@ -7,6 +7,7 @@ model names its layers otherwise (keras-team/keras-hub#2806).
 import functools
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -64,8 +65,16 @@ class Shards(NamedTuple):
 
     def _cut(self, shape: Sequence[int]) -> NamedSharding:
         """Cut the largest axis that the devices divide; small variables and others stay whole."""
-        axes = [axis for axis, size in enumerate(shape) if size and size % self.mesh.size == 0]
-        if not axes or self.mesh.size == 1 or math.prod(shape) < SMALL:
+        if self.mesh.size == 1 or math.prod(shape) < SMALL:
+            return _everywhere(self.mesh)
+        axes = [axis for axis, size in enumerate(shape) if size % self.mesh.size == 0]
+        if not axes:
+            warnings.warn(  # of this line, and so shown once
+                f"A large variable stays complete on all {self.mesh.size} devices, as they divide "
+                "none of its axes. `sharding.describe_variables(model)` returns how many bytes "
+                "such variables have.",
+                stacklevel=1,
+            )
             return _everywhere(self.mesh)
         largest = max(axes, key=lambda axis: shape[axis])
         return NamedSharding(self.mesh, PartitionSpec(*[None] * largest, *self.mesh.axis_names))

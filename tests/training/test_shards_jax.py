@@ -3,6 +3,7 @@
 import contextlib
 import math
 import re
+import warnings
 
 import jax
 import keras
@@ -137,6 +138,7 @@ def bytes_here(variables):
 # Where variables are cut.
 
 
+@pytest.mark.filterwarnings("ignore:A large variable stays complete")
 @given(shape=st.lists(st.integers(0, 300), max_size=3).map(tuple), devices=st.integers(1, 8))
 def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
     mesh = sharding.data_mesh(devices)
@@ -150,6 +152,18 @@ def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
         assert part == (*shape[:cut], largest // devices, *shape[cut + 1 :])
     for kind in ("none", "optimizer"):
         assert shards.Shards(kind, mesh).of_weight(shape).is_fully_replicated
+
+
+@pytest.mark.parametrize("shard", KINDS)
+def test_large_variables_that_no_axis_lets_be_cut_are_named_once(shard):
+    with scope(8, shard), warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        model = keras.Sequential([keras.Input((75,)), layers.Dense(75), layers.Dense(75)])
+        model.compile("adam", "mse")
+        model.fit(np.ones((8, 75)), np.ones((8, 75)), verbose=0)
+    (warning,) = [w for w in shown if "large variable" in str(w.message)]
+    assert "all 8 devices" in str(warning.message)
+    assert bytes_here(model.weights) == sum(math.prod(v.shape) for v in model.weights)
 
 
 @pytest.mark.parametrize("train", [by_fit, by_loop])

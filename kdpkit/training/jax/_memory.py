@@ -18,8 +18,8 @@ from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
 from kdpkit.training.jax._state import State, Variables
 
 # On CPUs XLA makes all arrays as early as it can, to compute them side by side, and puts weights
-# together before the loop over micro-batches. With the first two options it schedules as on GPUs and
-# TPUs, where memory counts; with the others it compiles sooner.
+# together before the loop over micro-batches. With the first two options it schedules as on GPUs
+# and TPUs, where memory counts; with the others it compiles sooner.
 _PASSES = "cpu-all-reduce-combiner,while-loop-invariant-code-motion"
 _FOR_MEMORY = {
     "xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED",
