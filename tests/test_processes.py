@@ -359,6 +359,21 @@ def test_an_error_of_one_process_does_not_leave_the_other_waiting():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_a_port_that_another_program_has_is_named_by_every_process(first):
+    """Also by one that cannot try it, being another: `first` is whether the first one is there."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Processes(2, indices=None if first else [1], port=port) as processes:
+            codes, outputs, _ = processes.end()
+    assert set(codes) == {2}, outputs
+    for output in outputs:
+        assert f"cannot listen at port {port}" in output
+        assert "Set another port for all processes" in output
+        assert "Traceback" not in output
+
+
+@pytest.mark.slow
 def test_a_process_that_does_not_come_does_not_hang_the_others():
     joining = {"start_timeout_seconds": 5}
     with (

@@ -215,9 +215,11 @@ def failed_starts():
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         nobody, somebody = (f"localhost:{s.getsockname()[1]}" for s in (absent, taken))
+        with socket.create_server(("localhost", 0)) as probe:
+            free = f"localhost:{probe.getsockname()[1]}"
         same = somebody.replace("localhost", "127.0.0.1")
         return {
-            "the other does not come": failed_start(somebody, nobody),
+            "the other does not come": failed_start(free, nobody),
             "the port is taken": failed_start(somebody, same),
             "again": failed_start(somebody, same),
         }

@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, versions
+from kdpkit._internal import checks, error_text, listening, reachability, versions
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -161,6 +161,9 @@ def join_processes(
     batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed, the
     others end too, with an error that names the cause.
 
+    With the coordinator at `localhost` or a loopback address, the processes listen there alone, and
+    no other machine can connect.
+
     Args:
         coordinator: `"host:port"` at which the first process can be reached, the same everywhere.
         process_count: Processes in all.
@@ -170,8 +173,9 @@ def join_processes(
         start_timeout_seconds: How long to wait for the others to start.
 
     Raises:
-        ValueError: Another backend, an address without a port, an index that is too large, a
-            process that does not come, or one that has joined or computed already.
+        ValueError: Another backend, an address without a port, an index that is too large, a port
+            that another program has, a process that does not come, or one that has joined or
+            computed already.
     """
     if keras.backend.backend() != "jax":
         checks.fail(
@@ -199,6 +203,10 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
 
     if jax.distributed.is_initialized():
         checks.fail("This process has joined others already.", coordinator=coordinator)
+    check_port(coordinator, is_own=this == 0)
+    is_local = listening.are_loopback([coordinator])
+    if is_local:
+        versions.let_gloo_listen_at("localhost")
     last_words = _LastWords()
     last_words.become(
         f"Process {this} of {processes} waited {start_timeout} seconds for others that did "
@@ -212,6 +220,7 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
             process_id=this,
             heartbeat_timeout_seconds=heartbeat,
             initialization_timeout=start_timeout,
+            coordinator_bind_address=coordinator if is_local else None,
         )
     except RuntimeError as error:
         last_words.cancel()
@@ -225,6 +234,19 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
         f"Process {this} of {processes} was ended from outside{others if this else ''}. {GO_ON}"
     )
     _leave_without_waiting_after_errors(last_words)
+
+
+def check_port(first: str, *, is_own: bool) -> None:
+    """Raise if another program has the port of the first process, in this process or another."""
+    port = checks.address("address", first)[1]
+    reason = listening.problem(port) if is_own else None
+    if reason or (not is_own and reachability.is_another_program(first)):
+        checks.fail(
+            f"The first process cannot listen at port {port}"
+            + (f" ({reason})." if reason else ", where another program does."),
+            address=first,
+            remedy="Set another port for all processes, or stop the program that has this one.",
+        )
 
 
 class _LastWords:
@@ -275,6 +297,21 @@ def _leave_without_waiting_after_errors(last_words: _LastWords) -> None:
 
     sys.excepthook = note
     atexit.register(at_exit)  # runs before JAX's own, which waits for the others
+    name_losses_at_exit()
+
+
+def name_losses_at_exit() -> None:
+    """Let a program that a lost process ended anywhere, not in training alone, report that."""
+    hook = sys.excepthook
+
+    def name(_: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            with naming_losses():
+                raise error
+        except BaseException as named:
+            hook(type(named), named, trace)
+
+    sys.excepthook = name
 
 
 _exit_codes: list[int] = []  # of a process that failed; the first reason counts
@@ -327,5 +364,15 @@ def _sign_of_loss(error: Exception) -> str:
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
         return error_text.first_line(message.partition(aborted)[2] or error)
-    is_loss = isinstance(error, RuntimeError) and any(sign in message.lower() for sign in _SIGNS)
-    return error_text.first_line(error) if is_loss else ""
+    # From compiled programs JAX raises the first, or the second: "UNKNOWN: Gloo all-reduce failed".
+    may_be = isinstance(error, RuntimeError) or (type(error) is ValueError and "Gloo" in message)
+    is_loss = may_be and any(sign in message.lower() for sign in _SIGNS)
+    return error_text.first_line(error) if is_loss and _has_joined() else ""
+
+
+def _has_joined() -> bool:
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    return bool(jax.distributed.is_initialized())
