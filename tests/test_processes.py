@@ -45,6 +45,7 @@ DISAGREE = {
     "alike, loop": {"by": "loop", "own_data": ALIKE},
     "alike, fit": {"by": "fit", "own_data": ALIKE},
     "end, loop": {"by": "loop", "own_data": UNEVEN, "data": {"unknown_length": True}},
+    "seed, fit": {"by": "fit", "seeds": [0, 1]},
 }
 
 pytestmark = [
@@ -248,6 +249,13 @@ def test_processes_that_disagree_raise(two, run, sentence):
 
 
 @pytest.mark.slow
+def test_models_that_processes_draw_differently_raise(two):
+    for found in two["seed, fit"]:
+        assert "A variable has not the same value in all processes" in found
+        assert "keras.utils.set_random_seed(0)" in found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "first", "then"), [("fit", 2, 1), ("loop", 1, 2)])
 def test_cut_variables_of_several_processes_are_saved_and_loaded(tmp_path, alone, by, first, then):
     of_two = {"by": by, "directory": str(tmp_path), "loop": {"shard": "weights"}}
@@ -330,6 +338,19 @@ def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, alone, vic
     assert "its output has the reason. Start all processes again" in printed
     (resumed,), _ = results(2, run)
     assert_close(resumed, alone["4 epochs, loop"])
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_lost_before_training_ends_the_other_with_one_sentence(victim, number):
+    with Processes(2, waits=True) as processes:
+        for index in range(2):
+            processes.wait_for("joined", index)
+        processes.running[victim].send_signal(number)
+        output = processes.running[1 - victim].communicate(timeout=SOON)[0]
+        assert processes.running[1 - victim].returncode == -signal.SIGABRT  # JAX ends it
+    assert "gone: its output has the reason. Start all processes again" in output
 
 
 @pytest.mark.slow

@@ -220,6 +220,17 @@ def test_a_killed_process_ends_the_other_soon_with_one_sentence(two):
     assert "Traceback" not in two["shown"][0]
 
 
+def test_a_process_lost_before_training_ends_the_other_with_one_sentence(tmp_path):
+    with Workers(2, "-m", "tests.worker_process", "lost", directory=tmp_path) as workers:
+        for index in range(2):
+            workers.wait_for("joined", index)
+        workers.running[1].send_signal(signal.SIGKILL)
+        assert workers.end() == {0: 43, 1: -signal.SIGKILL}, workers.shown(0)
+        shown = workers.shown(0)
+    assert "Another process of this training is gone" in shown
+    assert "Traceback" not in shown
+
+
 def test_processes_with_unequal_devices_raise_in_all_of_them(tmp_path):
     with Workers(2, "-m", "tests.worker_process", "uneven", directory=tmp_path) as workers:
         codes = workers.end()

@@ -30,6 +30,7 @@ EXIT_CODE = 43  # of a process that others left alone
 
 # What JAX and its transport report when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
+_DIFFERS = "is not the same on each process"  # JAX, of what it places on all devices
 GO_ON = "Start all processes again; they go on from the last state that was saved."
 # Runs as a process of its own, and prints the last line of its input when the writer has ended.
 _LAST_WORDS = """
@@ -229,9 +230,10 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
             f"({error_text.first_line(error)}). Check that all were started, with one address, and "
             "that nothing computes on JAX before they join."
         ) from error
-    others = ", or the first process, which all others need, is gone: its output has the reason"
+    other = "the first process, which all others need," if this else "another process"
     last_words.become(
-        f"Process {this} of {processes} was ended from outside{others if this else ''}. {GO_ON}"
+        f"Process {this} of {processes} was ended from outside, or {other} is gone: its output has "
+        f"the reason. {GO_ON}"
     )
     _leave_without_waiting_after_errors(last_words)
 
@@ -337,12 +339,21 @@ def leave() -> None:
 def naming_losses() -> Iterator[None]:
     """Report in one sentence that another process is gone, in place of a transport's error.
 
+    So it reports values of JAX that differ between the processes.
+
     Raises:
-        errors.ProcessLostError: It is.
+        errors.ProcessLostError: One is gone.
+        errors.InputError: A value differs.
     """
     try:
         yield
     except Exception as error:  # of a framework that is imported in some environments alone
+        if _DIFFERS in str(error):  # Keras may have raised another error from JAX's
+            raise errors.InputError(
+                "A variable has not the same value in all processes: each drew other random "
+                "numbers. Call `keras.utils.set_random_seed(0)` in every process before the model "
+                "is built."
+            ) from error
         if isinstance(error, errors.ProcessLostError) or not (sign := _sign_of_loss(error)):
             raise
         leave_without_waiting(EXIT_CODE)
