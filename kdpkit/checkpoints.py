@@ -18,7 +18,7 @@ import numpy as np
 from kdpkit._internal import array_files, atomic_files, background, checks, storage
 
 _FORMAT = 1  # of the file; later formats that can read this one add to it
-_NAME = re.compile(r"state-(\d+)-(\d+)\.npz")
+_NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,8 +93,8 @@ class CheckpointDirectory:
         arrays = {name: np.asarray(value) for name, value in state.arrays.items()}
         with atomic_files.replacing(path) as temporary:
             array_files.write(temporary, header | {"notes": state.notes}, arrays)
-        written = sorted(self.paths(), key=lambda state: state.stat().st_mtime_ns, reverse=True)
-        others = [other for other in written if other != path and other.is_file()]
+        others = [other for other in self.paths() if other != path and other.is_file()]
+        others.sort(key=lambda state: state.stat().st_mtime_ns, reverse=True)
         of_killed_processes = self.directory.glob(".state-*.npz")
         for old in [*others[self.keep - 1 :], *of_killed_processes]:
             old.unlink(missing_ok=True)
@@ -140,6 +140,9 @@ def _read(path: storage.AnyPath) -> TrainingState:
         header, arrays = array_files.read(local)
     if not header.keys() >= {"format", "epoch", "step", "notes"}:
         raise array_files.DamagedError("it is another kind of file")
+    numbers = header["format"], header["epoch"], header["step"]
+    if {*map(type, numbers)} != {int} or not isinstance(header["notes"], dict):
+        raise array_files.DamagedError("its header has values of other types")
     if header["format"] != _FORMAT:
         checks.fail(
             "A training state was written by another version of kdpkit. Resume it with that "

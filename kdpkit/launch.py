@@ -31,6 +31,7 @@ from kdpkit import cluster
 from kdpkit._internal import (
     checks,
     child_processes,
+    listening,
     reachability,
     signal_handlers,
     worker_output,
@@ -41,6 +42,7 @@ __all__ = ["Failure", "Report", "Task", "launch", "plan", "run"]
 STOPPED = 42  # exit code of a program that saved its state on SIGTERM, as `callbacks.Resume` does
 LEFT_ALONE = 43  # of a program that lost another process, as after `sharding.join_processes`
 
+_HOSTS = {"loopback": "localhost", "all": listening.ALL}  # by what `listen` may be
 _LAUNCHER = "launch"  # the launcher's name in front of its own lines
 _PORTS = range(15_000, 32_768)  # below Linux' ephemeral ports
 _SETTLE_SECONDS = 2.0  # for the others to end on their own after the first failure
@@ -89,6 +91,7 @@ def launch(
     gpus_per_worker: int | None = None,
     grace_seconds: float = 30.0,
     start_timeout_seconds: float | None = None,
+    listen: str = "loopback",
     dry_run: bool = False,
 ) -> int:
     """Run a command as several processes on this machine that train together.
@@ -110,6 +113,9 @@ def launch(
     SIGTERM and Ctrl-C are forwarded, and a second Ctrl-C stops everything at once. They are only
     handled in the main thread.
 
+    The processes are only reached from this machine: their addresses are `localhost`, where JAX
+    listens alone, and on Linux kdpkit closes TensorFlow's servers to others. SECURITY.md
+
     Args:
         command: The command as a list, such as `["python", "train.py"]`.
         workers: Number of workers.
@@ -122,6 +128,8 @@ def launch(
         grace_seconds: How long a process may take to exit after a signal before it is killed.
         start_timeout_seconds: How long a process may take until it prints something or listens at
             its address; None waits without limit and prints a notice after a minute.
+        listen: `"loopback"`, or `"all"` to have servers listen on all network interfaces, without
+            authentication.
         dry_run: Only print the environment variables and command of each process.
 
     Returns:
@@ -143,6 +151,7 @@ def launch(
             workers=workers,
             parameter_servers=parameter_servers,
             gpus_per_worker=gpus_per_worker,
+            listen=listen,
         ):
             words = (f"{name}={shlex.quote(text)}" for name, text in task.variables.items())
             sys.stdout.write(f"{task.name} | {' '.join(words)} {shlex.join(task.command)}\n")
@@ -156,6 +165,7 @@ def launch(
         gpus_per_worker=gpus_per_worker,
         grace_seconds=grace_seconds,
         start_timeout_seconds=start_timeout_seconds,
+        listen=listen,
     ).exit_code
 
 
@@ -165,6 +175,7 @@ def plan(
     workers: int,
     parameter_servers: int = 0,
     gpus_per_worker: int | None = None,
+    listen: str = "loopback",
 ) -> tuple[Task, ...]:
     """Return the tasks that `launch` would start, on ports that are free now.
 
@@ -172,7 +183,7 @@ def plan(
     ['chief', 'worker 0', 'worker 1', 'ps 0']
     """
     workers = checks.integer("workers", workers)
-    return _tasks(command, range(workers), workers, parameter_servers, gpus_per_worker)
+    return _tasks(command, range(workers), workers, parameter_servers, gpus_per_worker, listen)
 
 
 def _tasks(
@@ -181,12 +192,14 @@ def _tasks(
     workers: int,
     parameter_servers: int,
     gpus_per_worker: int | None,
+    listen: str,
 ) -> tuple[Task, ...]:
     """Return tasks for those of all workers that can start, each with the GPUs of its slot."""
     words = _checked(command)
     servers = checks.integer("parameter_servers", parameter_servers, minimum=0)
     gpus = _gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), workers, gpus_per_worker)
-    addresses = [f"localhost:{port}" for port in _free_ports(len(slots) + servers + bool(servers))]
+    host = _HOSTS[checks.one_of("listen", listen, _HOSTS)]
+    addresses = [f"{host}:{port}" for port in _free_ports(len(slots) + servers + bool(servers))]
     config = cluster.ClusterConfig(
         addresses[: len(slots)],
         parameter_servers=addresses[len(slots) : len(slots) + servers],
@@ -212,6 +225,7 @@ def run(
     gpus_per_worker: int | None = None,
     grace_seconds: float = 30.0,
     start_timeout_seconds: float | None = None,
+    listen: str = "loopback",
     stdout: TextIO | None = None,
 ) -> Report:
     """Do the same as `launch`, but return a detailed report.
@@ -222,7 +236,7 @@ def run(
         checks.number("start_timeout_seconds", start_timeout_seconds, above=0)
     _check_min_workers(min_workers, workers, parameter_servers)
     return _Run(
-        lambda slots: _tasks(command, slots, workers, parameter_servers, gpus_per_worker),
+        lambda slots: _tasks(command, slots, workers, parameter_servers, gpus_per_worker, listen),
         workers=checks.integer("workers", workers),
         min_workers=min_workers,
         max_restarts=checks.integer("max_restarts", max_restarts, minimum=0),

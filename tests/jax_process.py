@@ -28,7 +28,7 @@ import keras
 import numpy as np
 
 from kdpkit import callbacks, experiment, sharding, testing
-from kdpkit._internal import shards
+from kdpkit._internal import processes, shards
 from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop, replica_exact
 
@@ -36,7 +36,7 @@ shards.SMALL = 1  # every variable that the devices divide can be cut
 
 
 def build():
-    keras.utils.set_random_seed(0)
+    keras.utils.set_random_seed(SEEDS[INDEX])
     layers = keras.layers
     return keras.Sequential(
         [
@@ -49,6 +49,7 @@ def build():
     )
 
 
+SEEDS = [0] * PROCESSES  # of the model in each process
 WEIGHTS = {"save_weights_only": True}
 
 
@@ -125,8 +126,10 @@ def trained(
     data=None,
     own_data=None,
     loop=None,
+    seeds=(),
 ):
     """Train in one way; `own_data` has what differs between the processes."""
+    SEEDS[: len(seeds)] = seeds
     train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
     watching = [Slow(seconds_a_step, fails_at if INDEX else None)]
     if monitors:
@@ -155,7 +158,8 @@ def values_of(variables):
 
 def sentence_of(**settings):
     try:
-        trained(**settings)
+        with processes.naming_losses():  # as `experiment.run` does
+            trained(**settings)
     except ValueError as error:
         return str(error)
     return None
@@ -169,6 +173,9 @@ def main():
             process_index=INDEX,
             **SETTINGS.get("joining", {}),
         )
+    if SETTINGS.get("waits"):
+        print("joined", flush=True)
+        time.sleep(300)
     assert jax.device_count() == DEVICES
     for run in SETTINGS["runs"]:
         make = sentence_of if run.pop("raises", False) else trained

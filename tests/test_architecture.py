@@ -35,6 +35,7 @@ INTERNAL = {
     "garbage_collection": PURE,
     "interrupt": KERAS,
     "lazy": PURE,
+    "listening": PURE,
     "multi_worker": TENSORFLOW,
     "optimizers": KERAS,
     "parameter_servers": TENSORFLOW,

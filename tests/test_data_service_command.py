@@ -61,7 +61,7 @@ def test_ctrl_c_ends_it_and_json_has_where_it_was(capsys):
 
     pressing = threading.Thread(target=press, daemon=True)
     pressing.start()
-    assert cli.main(["data-service", "--port", "0", "--host", "localhost", "--json"]) == 130
+    assert cli.main(["data-service", "--port", "0", "--json"]) == 130
     pressing.join()
     where = json.loads(capsys.readouterr().out)
     assert [where[name].split(":")[0] for name in ("address", "worker_address")] == [
@@ -76,7 +76,7 @@ def test_what_cannot_be_served_is_one_sentence_and_exit_code_2(capsys):
             (
                 "--port",
                 port,
-            ): f"cannot listen there (Address already in use). Received: port={port}",
+            ): f"cannot listen there (address already in use). Received: port={port}",
             ("--port", "70000"): "there are ports 0 to 65535",
             ("--port", "0", "--import", "no_such"): "`--import no_such` fails: ModuleNotFoundError",
             ("--port", "0", "--host", "a b"): "`host` must be",

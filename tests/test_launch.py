@@ -102,6 +102,21 @@ def test_lines_bear_the_name_of_their_process(start):
     assert len(out.splitlines()) == 6
 
 
+def test_a_process_that_was_stopped_is_ended_without_a_wait_for_it(start):
+    launcher = start(
+        """
+if name == "worker 1":
+    (here / "stops").touch()
+    os.kill(os.getpid(), signal.SIGSTOP)
+wait_for("stops")
+sys.exit(3)
+""",
+        "--grace-seconds",
+        "3600",
+    )
+    assert launcher.end()[0] == 3
+
+
 def test_all_ends_when_nobody_reads(start):
     launcher = start("while True: print('again'); time.sleep(0.01)")
     assert launcher.process.stdout.readline()

@@ -45,6 +45,7 @@ DISAGREE = {
     "alike, loop": {"by": "loop", "own_data": ALIKE},
     "alike, fit": {"by": "fit", "own_data": ALIKE},
     "end, loop": {"by": "loop", "own_data": UNEVEN, "data": {"unknown_length": True}},
+    "seed, fit": {"by": "fit", "seeds": [0, 1]},
 }
 
 pytestmark = [
@@ -249,6 +250,13 @@ def test_processes_that_disagree_raise(two, run, sentence):
 
 @pytest.mark.sampled(1)
 @pytest.mark.slow
+def test_models_that_processes_draw_differently_raise(two):
+    for found in two["seed, fit"]:
+        assert "A variable has not the same value in all processes" in found
+        assert "keras.utils.set_random_seed(0)" in found
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("by", "first", "then"), [("fit", 2, 1), ("loop", 1, 2)])
 def test_cut_variables_of_several_processes_are_saved_and_loaded(tmp_path, alone, by, first, then):
     of_two = {"by": by, "directory": str(tmp_path), "loop": {"shard": "weights"}}
@@ -334,6 +342,19 @@ def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, alone, vic
     assert_close(resumed, alone["4 epochs, loop"])
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_lost_before_training_ends_the_other_with_one_sentence(victim, number):
+    with Processes(2, waits=True) as processes:
+        for index in range(2):
+            processes.wait_for("joined", index)
+        processes.running[victim].send_signal(number)
+        output = processes.running[1 - victim].communicate(timeout=SOON)[0]
+        assert processes.running[1 - victim].returncode == -signal.SIGABRT  # JAX ends it
+    assert "gone: its output has the reason. Start all processes again" in output
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["loop", pytest.param("fit", marks=pytest.mark.exhaustive)])
 def test_sigterm_to_one_saves_and_ends_all_at_one_step(tmp_path, alone, by):
@@ -358,6 +379,21 @@ def test_an_error_of_one_process_does_not_leave_the_other_waiting():
     assert codes == [43, 1], outputs
     assert "Another process of this training is gone" in outputs[0]
     assert "a mistake of this process alone" in outputs[1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_a_port_that_another_program_has_is_named_by_every_process(first):
+    """Also by one that cannot try it, being another: `first` is whether the first one is there."""
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        with Processes(2, indices=None if first else [1], port=port) as processes:
+            codes, outputs, _ = processes.end()
+    assert set(codes) == {2}, outputs
+    for output in outputs:
+        assert f"cannot listen at port {port}" in output
+        assert "Set another port for all processes" in output
+        assert "Traceback" not in output
 
 
 @pytest.mark.slow

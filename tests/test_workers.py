@@ -16,6 +16,7 @@ import time
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 
 import kdpkit
 from kdpkit import launch, strategies
@@ -219,6 +220,17 @@ def test_a_killed_process_ends_the_other_soon_with_one_sentence(two):
     assert "Traceback" not in two["shown"][0]
 
 
+def test_a_process_lost_before_training_ends_the_other_with_one_sentence(tmp_path):
+    with Workers(2, "-m", "tests.worker_process", "lost", directory=tmp_path) as workers:
+        for index in range(2):
+            workers.wait_for("joined", index)
+        workers.running[1].send_signal(signal.SIGKILL)
+        assert workers.end() == {0: 43, 1: -signal.SIGKILL}, workers.shown(0)
+        shown = workers.shown(0)
+    assert "Another process of this training is gone" in shown
+    assert "Traceback" not in shown
+
+
 def test_processes_with_unequal_devices_raise_in_all_of_them(tmp_path):
     with Workers(2, "-m", "tests.worker_process", "uneven", directory=tmp_path) as workers:
         codes = workers.end()
@@ -230,28 +242,35 @@ def test_processes_with_unequal_devices_raise_in_all_of_them(tmp_path):
 
 def test_starts_that_cannot_succeed_end_soon_with_one_sentence(tmp_path):
     starts, late = (["-m", "tests.worker_process", what] for what in ("starts", "late"))
-    directories = [tmp_path / name for name in ("several", "no first one", "taken")]
+    directories = [tmp_path / name for name in ("several", "no first one", "taken", "gRPC")]
     for directory in directories:
         directory.mkdir()
     with socket.socket() as other:
         other.bind(("localhost", 0))
         other.listen()
         taken = f"localhost:{other.getsockname()[1]}"
+        of_others = tf.data.experimental.service.DispatchServer()
+        grpc = of_others.target.removeprefix("grpc://")
         with (
             Workers(2, *starts, only=0, directory=directories[0]) as several,
             Workers(2, *late, only=1, directory=directories[1]) as without_first,
             Workers(2, *late, only=0, second=taken, directory=directories[2]) as with_taken_port,
+            Workers(2, *late, only=0, second=grpc, directory=directories[3]) as with_another_server,
         ):
             assert several.end() == {0: 0}, several.shown(0)
             assert without_first.end() == {1: 2}, without_first.shown(1)
-            assert with_taken_port.end() == {0: -signal.SIGALRM}, with_taken_port.shown(0)
-            with_taken_port.wait_for_words("was ended. See what the others", 0)
+            assert with_taken_port.end() == {0: 2}, with_taken_port.shown(0)
+            assert with_another_server.end() == {0: -signal.SIGALRM}
+            with_another_server.wait_for_words("was ended. See what the others", 0)
+            assert grpc in with_another_server.shown(0)
     found = result_of(several.shown(0))
     assert "1 of 2 processes did not connect within 2 s" in found["the other does not come"]
     assert "No server can be started at localhost:" in found["the port is taken"]
     assert "could not be joined within 2 seconds" in without_first.shown(1)
     assert "Traceback" not in without_first.shown(1)
-    assert taken in with_taken_port.shown(0)
+    assert f"Another program listens at an address of the cluster. Received: address='{taken}'" in (
+        with_taken_port.shown(0)
+    )
 
 
 def test_the_recipe_trains_in_two_processes(tmp_path):

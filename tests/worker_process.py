@@ -1,7 +1,7 @@
 """A program that trains as one of several processes of TensorFlow; tests/test_workers.py.
 
     TF_CONFIG=... python -m tests.worker_process DIRECTORY DEVICES
-    python -m tests.worker_process starts | late | uneven
+    python -m tests.worker_process starts | late | uneven | lost
     python -m tests.worker_process resumes DIRECTORY DEEDS
 
 It prints what came out as one line of JSON, and then trains until it is ended. The test process
@@ -215,9 +215,11 @@ def failed_starts():
         taken.bind(("0.0.0.0", 0))
         taken.listen()
         nobody, somebody = (f"localhost:{s.getsockname()[1]}" for s in (absent, taken))
+        with socket.create_server(("localhost", 0)) as probe:
+            free = f"localhost:{probe.getsockname()[1]}"
         same = somebody.replace("localhost", "127.0.0.1")
         return {
-            "the other does not come": failed_start(somebody, nobody),
+            "the other does not come": failed_start(free, nobody),
             "the port is taken": failed_start(somebody, same),
             "again": failed_start(somebody, same),
         }
@@ -294,6 +296,12 @@ def main():
         task = json.loads(os.environ["TF_CONFIG"])["task"]
         strategies.split_device("CPU", 1 + task["index"])
         strategies.select_strategy("multi_worker")
+    if sys.argv[1] == "lost":
+        strategy = strategies.select_strategy("multi_worker", communication="ring")
+        print("joined", flush=True)
+        time.sleep(2)  # in which the other is killed
+        model_of(strategy)
+        return
     if sys.argv[1] == "late":
         strategies.select_strategy("multi_worker", start_timeout_seconds=2)
     if sys.argv[1] == "resumes":

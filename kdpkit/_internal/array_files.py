@@ -51,14 +51,17 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     with path.open("rb") as raw:  # opened here, as `np.load` leaves a damaged file open
         try:
             # First, because NumPy believes what a damaged array says of its size.
-            if damaged := zipfile.ZipFile(raw).testzip():
-                raise DamagedError(f"the checksum of {damaged} is wrong")
+            _check(zipfile.ZipFile(raw), status.st_size)
             raw.seek(0)
             with np.load(raw, allow_pickle=False) as file:
                 header = json.loads(str(file["header"]))
-                for name, dtype in header.pop("dtypes", {}).items():
+                for name, dtype in header.pop("dtypes").items():
                     bits = file[name]
-                    arrays[name] = bits if bits.dtype.name == dtype else bits.view(dtype)
+                    if bits.dtype.name != dtype:
+                        bits = bits.view(dtype).reshape(bits.shape)  # raises for another width
+                    arrays[name] = bits
+                if {"header", *arrays} != {*file.files}:
+                    raise DamagedError("its header has other arrays")
         except DamagedError:
             raise
         except MemoryError as error:
@@ -67,3 +70,13 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         except Exception as error:  # damaged bytes raise many kinds
             raise DamagedError(str(error)) from error
     return header, arrays
+
+
+def _check(archive: zipfile.ZipFile, size: int) -> None:
+    """Raise if the parts of an archive are damaged, or unpack to more than the file has."""
+    parts = archive.infolist()
+    is_packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts)
+    if is_packed or sum(part.file_size for part in parts) > size:
+        raise DamagedError("it claims to have more than it is long")
+    if damaged := archive.testzip():
+        raise DamagedError(f"the checksum of {damaged} is wrong")

@@ -74,6 +74,7 @@ class Child:
         """Send a signal to it and to all of its group; nothing if it has ended."""
         if self._process.returncode is None:
             _signal([-self.group], number)
+            _signal([-self.group], signal.SIGCONT)  # one that is stopped waits for it to act
 
     def _watch(self) -> None:
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}

@@ -9,7 +9,7 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -17,7 +17,7 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import Collecti
 from tensorflow.python.eager import context
 
 from kdpkit import errors
-from kdpkit._internal import checks, processes, reachability
+from kdpkit._internal import checks, listening, processes, reachability
 from kdpkit.cluster import ClusterConfig
 
 _MORE_SECONDS = 15  # for TensorFlow to end a start that takes too long itself, which it may not
@@ -71,17 +71,23 @@ def _joined(cluster: ClusterConfig, communication: str, seconds: int) -> tf.dist
     )
     os.environ["TF_CONFIG"] = cluster.to_tf_config()  # where TensorFlow looks
     _limit_waiting(cluster, seconds)
+    if reason := listening.problem(checks.address("address", cluster.address)[1]):
+        raise errors.InputError(_no_server(cluster, reason))
     if cluster.process_index == 0:
         _wait_for_others(cluster, seconds)
+    else:
+        _reject_other_programs([cluster.coordinator])
     try:
         with _every_logical_cpu(), _ending_after(seconds + _MORE_SECONDS, cluster):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
             _compare_devices(cluster, len(strategy.extended.worker_devices), seconds)
-            return strategy
     except errors.InputError:
         raise
     except (tf.errors.OpError, ValueError) as error:
         raise errors.InputError(_why_not(error, cluster, seconds)) from error
+    listening.keep_local(cluster.address, [address for _, _, address in cluster.tasks])
+    processes.name_losses_at_exit()
+    return strategy
 
 
 def _compare_devices(cluster: ClusterConfig, own: int, seconds: int) -> None:
@@ -136,22 +142,38 @@ def _wait_for_others(cluster: ClusterConfig, seconds: int) -> None:
             missing=missing,
             remedy="See their output, and check that TF_CONFIG has the same addresses in all.",
         )
+    _reject_other_programs(others)
+
+
+def _reject_other_programs(addresses: Sequence[str]) -> None:
+    """Raise if no server of TensorFlow listens at an address, for which it would wait."""
+    others = [address for address in addresses if reachability.is_another_program(address)]
+    if others:
+        checks.fail(
+            "Another program listens at an address of the cluster.",
+            address=others[0],
+            remedy="Set an address with a free port in TF_CONFIG, or stop the program that has it.",
+        )
 
 
 def _why_not(error: Exception, cluster: ClusterConfig, seconds: int) -> str:
     message = str(error).strip().partition("\n")[0]
     this = f"Received: process {cluster.process_index} of {cluster.process_count}."
     if "Could not start gRPC server" in message:
-        return (
-            f"No server can be started at {cluster.address} (the port is taken, or the address is "
-            f"another machine's). {this} Set an address of its own machine, with a free port, for "
-            "every process in TF_CONFIG."
-        )
+        return _no_server(cluster, "it is another machine's address, or its port is taken")
     if "already configured" in message:
         return f"This process has tried to join others before. {this} Start a new process."
     return (
         f"The first process, {cluster.coordinator}, could not be joined within {seconds} seconds "
         f"({message}). {this} See its output, and check that TF_CONFIG is the same in all."
+    )
+
+
+def _no_server(cluster: ClusterConfig, reason: str) -> str:
+    return (
+        f"No server can be started at {cluster.address} ({reason}). Received: process "
+        f"{cluster.process_index} of {cluster.process_count}. Set an address of its own machine, "
+        "with a free port, for every process in TF_CONFIG."
     )
 
 

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -12,7 +11,7 @@ from typing import NoReturn, TypeVar
 import tensorflow as tf
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, error_text, reachability
+from kdpkit._internal import checks, error_text, listening, reachability
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
 _SILENT_SECONDS = 10.0  # in which processes start, usually
@@ -87,10 +86,14 @@ def connect() -> tf.distribute.ParameterServerStrategy:
     _notice_losses()
     os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
+    addresses = [address for _, _, address in config.tasks]
+    listening.require_told(addresses, remedy="Start them with `kdpkit launch --listen all`.")
     try:
-        return tf.distribute.ParameterServerStrategy(resolver)
+        strategy = tf.distribute.ParameterServerStrategy(resolver)
     except tf.errors.UnknownError as error:
         _raise_address(config, error)
+    listening.keep_local(config.address, addresses)
+    return strategy
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
@@ -162,6 +165,8 @@ def _check(config: cluster.ClusterConfig) -> None:
 
 
 def _serve(config: cluster.ClusterConfig) -> None:
+    addresses = [address for _, _, address in config.tasks]
+    listening.require_told(addresses, remedy="Start them with `kdpkit launch --listen all`.")
     _notice_losses()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     settings = tf.compat.v1.ConfigProto()
@@ -178,6 +183,7 @@ def _serve(config: cluster.ClusterConfig) -> None:
         )
     except tf.errors.OpError as error:
         _raise_address(config, error)
+    listening.keep_local(config.address, addresses)
     sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
     sys.stdout.flush()
     if threading.current_thread() is threading.main_thread():
@@ -187,11 +193,7 @@ def _serve(config: cluster.ClusterConfig) -> None:
 
 def _raise_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
     reason = error_text.first_line(error)
-    with socket.socket() as probe:
-        try:
-            probe.bind(("", checks.address("address", config.address)[1]))
-        except OSError as taken:
-            reason = os.strerror(taken.errno or 0).lower()
+    reason = listening.problem(checks.address("address", config.address)[1]) or reason
     raise errors.InputError(
         f"{config.role} {config.index} cannot serve at {config.address} ({reason}). Set another "
         "port, or stop the program that has this one."

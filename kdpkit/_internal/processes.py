@@ -21,7 +21,7 @@ import keras
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, versions
+from kdpkit._internal import checks, error_text, listening, reachability, versions
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -30,6 +30,7 @@ EXIT_CODE = 43  # of a process that others left alone
 
 # What JAX and its transport report when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
+_DIFFERS = "is not the same on each process"  # JAX, of what it places on all devices
 GO_ON = "Start all processes again; they go on from the last state that was saved."
 # Runs as a process of its own, and prints the last line of its input when the writer has ended.
 _LAST_WORDS = """
@@ -161,6 +162,9 @@ def join_processes(
     batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed, the
     others end too, with an error that names the cause.
 
+    With the coordinator at `localhost` or a loopback address, the processes listen there alone, and
+    no other machine can connect.
+
     Args:
         coordinator: `"host:port"` at which the first process can be reached, the same everywhere.
         process_count: Processes in all.
@@ -170,8 +174,9 @@ def join_processes(
         start_timeout_seconds: How long to wait for the others to start.
 
     Raises:
-        ValueError: Another backend, an address without a port, an index that is too large, a
-            process that does not come, or one that has joined or computed already.
+        ValueError: Another backend, an address without a port, an index that is too large, a port
+            that another program has, a process that does not come, or one that has joined or
+            computed already.
     """
     if keras.backend.backend() != "jax":
         checks.fail(
@@ -199,6 +204,10 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
 
     if jax.distributed.is_initialized():
         checks.fail("This process has joined others already.", coordinator=coordinator)
+    check_port(coordinator, is_own=this == 0)
+    is_local = listening.are_loopback([coordinator])
+    if is_local:
+        versions.let_gloo_listen_at("localhost")
     last_words = _LastWords()
     last_words.become(
         f"Process {this} of {processes} waited {start_timeout} seconds for others that did "
@@ -212,6 +221,7 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
             process_id=this,
             heartbeat_timeout_seconds=heartbeat,
             initialization_timeout=start_timeout,
+            coordinator_bind_address=coordinator if is_local else None,
         )
     except RuntimeError as error:
         last_words.cancel()
@@ -220,11 +230,25 @@ def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_tim
             f"({error_text.first_line(error)}). Check that all were started, with one address, and "
             "that nothing computes on JAX before they join."
         ) from error
-    others = ", or the first process, which all others need, is gone: its output has the reason"
+    other = "the first process, which all others need," if this else "another process"
     last_words.become(
-        f"Process {this} of {processes} was ended from outside{others if this else ''}. {GO_ON}"
+        f"Process {this} of {processes} was ended from outside, or {other} is gone: its output has "
+        f"the reason. {GO_ON}"
     )
     _leave_without_waiting_after_errors(last_words)
+
+
+def check_port(first: str, *, is_own: bool) -> None:
+    """Raise if another program has the port of the first process, in this process or another."""
+    port = checks.address("address", first)[1]
+    reason = listening.problem(port) if is_own else None
+    if reason or (not is_own and reachability.is_another_program(first)):
+        checks.fail(
+            f"The first process cannot listen at port {port}"
+            + (f" ({reason})." if reason else ", where another program does."),
+            address=first,
+            remedy="Set another port for all processes, or stop the program that has this one.",
+        )
 
 
 class _LastWords:
@@ -275,6 +299,21 @@ def _leave_without_waiting_after_errors(last_words: _LastWords) -> None:
 
     sys.excepthook = note
     atexit.register(at_exit)  # runs before JAX's own, which waits for the others
+    name_losses_at_exit()
+
+
+def name_losses_at_exit() -> None:
+    """Let a program that a lost process ended anywhere, not in training alone, report that."""
+    hook = sys.excepthook
+
+    def name(_: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        try:
+            with naming_losses():
+                raise error
+        except BaseException as named:
+            hook(type(named), named, trace)
+
+    sys.excepthook = name
 
 
 _exit_codes: list[int] = []  # of a process that failed; the first reason counts
@@ -300,12 +339,21 @@ def leave() -> None:
 def naming_losses() -> Iterator[None]:
     """Report in one sentence that another process is gone, in place of a transport's error.
 
+    So it reports values of JAX that differ between the processes.
+
     Raises:
-        errors.ProcessLostError: It is.
+        errors.ProcessLostError: One is gone.
+        errors.InputError: A value differs.
     """
     try:
         yield
     except Exception as error:  # of a framework that is imported in some environments alone
+        if _DIFFERS in str(error):  # Keras may have raised another error from JAX's
+            raise errors.InputError(
+                "A variable has not the same value in all processes: each drew other random "
+                "numbers. Call `keras.utils.set_random_seed(0)` in every process before the model "
+                "is built."
+            ) from error
         if isinstance(error, errors.ProcessLostError) or not (sign := _sign_of_loss(error)):
             raise
         leave_without_waiting(EXIT_CODE)
@@ -327,5 +375,15 @@ def _sign_of_loss(error: Exception) -> str:
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
         return error_text.first_line(message.partition(aborted)[2] or error)
-    is_loss = isinstance(error, RuntimeError) and any(sign in message.lower() for sign in _SIGNS)
-    return error_text.first_line(error) if is_loss else ""
+    # From compiled programs JAX raises the first, or the second: "UNKNOWN: Gloo all-reduce failed".
+    may_be = isinstance(error, RuntimeError) or (type(error) is ValueError and "Gloo" in message)
+    is_loss = may_be and any(sign in message.lower() for sign in _SIGNS)
+    return error_text.first_line(error) if is_loss and _has_joined() else ""
+
+
+def _has_joined() -> bool:
+    if keras.backend.backend() != "jax":
+        return False
+    import jax
+
+    return bool(jax.distributed.is_initialized())

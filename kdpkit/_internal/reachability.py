@@ -11,6 +11,11 @@ NOTHING_LISTENS = "has nothing that listens at the port"  # its host answers so
 
 _ANSWER_SECONDS = 2.0  # for one answer
 _PAUSE_SECONDS = 0.2
+_GREETING_SECONDS = 6.0  # for a server to answer as one of gRPC, also where the machine is busy
+
+# How connections of HTTP/2 begin on both sides (RFC 9113, 3.4): with a frame of settings.
+_SETTINGS = 4
+_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, _SETTINGS, 0, 0, 0, 0, 0])
 
 
 def problem(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> str | None:
@@ -31,6 +36,23 @@ def problem(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> str | Non
 def listens(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> bool:
     """Return whether something listens at an address."""
     return problem(address, timeout_seconds) is None
+
+
+def is_another_program(address: str) -> bool:
+    """Return whether what listens at an address is not gRPC, which TensorFlow and JAX use."""
+    try:
+        connection = socket.create_connection(checks.address("address", address), _ANSWER_SECONDS)
+    except OSError:
+        return False  # nothing listens there yet
+    with connection:
+        connection.settimeout(_GREETING_SECONDS)
+        try:
+            connection.sendall(_PREFACE)
+            return connection.recv(4)[3:] != bytes([_SETTINGS])
+        except TimeoutError:
+            return True
+        except OSError:  # it has just ended
+            return False
 
 
 def problems(

@@ -3,6 +3,7 @@
 Private parts of Keras that training needs are in `kdpkit.training.tensorflow._keras_internals`.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -69,6 +70,16 @@ def reject_sums_over_examples(model: keras.Model) -> None:
             )
 
 
+def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Return the variables that an optimizer was built for; none if it was not."""
+    if not optimizer.built:
+        return []
+    trained = getattr(optimizer, "_trainable_variables", None)
+    if trained is None:
+        reject_unknown("Optimizer._trainable_variables")
+    return list(trained)
+
+
 def check_processes_are_supported() -> None:
     """Raise for several processes on a JAX or Keras that mixes up what they send, or their data."""
     import jax
@@ -107,3 +118,15 @@ def compile_settings(model: keras.Model) -> dict[str, Any]:
         reject_unknown("Model._compile_config")
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {name: given[name] for name in names} | {"optimizer": model.optimizer}
+
+
+def let_gloo_listen_at(host: str) -> None:
+    """Let JAX's collectives on CPUs listen at a host, and not at the one of this machine's name.
+
+    Call it before JAX starts its devices. JAX 0.10 takes no such setting from users.
+    """
+    from jax._src.lib import _jax
+
+    make = getattr(_jax, "make_gloo_tcp_collectives", None)
+    if make is not None:
+        _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=host)

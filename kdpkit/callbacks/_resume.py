@@ -226,9 +226,8 @@ class Resume(keras.callbacks.Callback):
         self._check_setup(state)
         if sum(name.startswith("model.") for name in state.arrays) > len(model.variables):
             self._build()
-        if model.optimizer and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
-        checkpoints.assign(self._variables(model), state.arrays)
+        used = self._build_optimizers(state)
+        checkpoints.assign(self._variables(model, used), state.arrays)
         self._set_callbacks(state)
         epochs = self.params["epochs"]
         model._initial_epoch = epochs if state.notes["stopped"] else state.epoch
@@ -241,6 +240,19 @@ class Resume(keras.callbacks.Callback):
             )
         position = self._position(state.epoch, state.step)
         self._data.go_to(*position, state.notes.get("place"))
+
+    def _build_optimizers(self, state: checkpoints.TrainingState) -> list[bool]:
+        """Build those that had been used for the variables that they train; return which."""
+        model, scope = self.model, getattr(self._strategy(), "scope", contextlib.nullcontext)
+        variables, optimizers = model.variables, _optimizers(model)
+        index = {id(variable): i for i, variable in enumerate(variables)}
+        of_all = [index[id(variable)] for variable in model.trainable_variables]
+        trained = state.notes.get("trained", [of_all] * len(optimizers))  # states of kdpkit 0.1
+        for optimizer, indices in zip(optimizers, trained, strict=True):
+            if indices and not optimizer.built and -1 not in indices:
+                with scope():
+                    optimizer.build([variables[i] for i in indices])
+        return [bool(indices) for indices in trained]
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
         """Raise if training would not continue the same run."""
@@ -276,7 +288,8 @@ class Resume(keras.callbacks.Callback):
                 metrics = {"metrics": self._metrics(self.model)}
                 # Everything: other callbacks, such as a rate schedule, have already begun this
                 # epoch.
-                checkpoints.assign(self._variables(self.model) | metrics, state.arrays)
+                used = self._build_optimizers(state)
+                checkpoints.assign(self._variables(self.model, used) | metrics, state.arrays)
                 # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
                 self._catching.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -401,6 +414,7 @@ class Resume(keras.callbacks.Callback):
             "epochs": epochs,
             "callbacks": [values for values, _ in states],
             "place": self._data.place(*self._position(epoch, step)),
+            "trained": self._trained(),
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
         background.start(self._checkpoints.directory, functools.partial(self._write, state))
@@ -441,10 +455,27 @@ class Resume(keras.callbacks.Callback):
             )
         return None
 
-    def _variables(self, model: keras.Model) -> dict[str, list[Any]]:
+    def _trained(self) -> list[list[int]]:
+        """Return which of the model's variables each optimizer trains; none until it is used.
+
+        Of those that are not the model's it is -1: only the program can build such an optimizer.
+        """
+        index = {id(variable): i for i, variable in enumerate(self.model.variables)}
+        return [
+            [index.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
+            for optimizer in _optimizers(self.model)
+        ]
+
+    def _variables(
+        self, model: keras.Model, used: Iterable[bool] | None = None
+    ) -> dict[str, list[Any]]:
+        """Return what is saved and restored: of optimizers, the variables of those in use."""
+        optimizers = _optimizers(model)
+        used = [o.built for o in optimizers] if used is None else used
+        pairs = zip(optimizers, used, strict=True)
         return {
             "model": model.variables,
-            "optimizer": [variable for o in _optimizers(model) for variable in o.variables],
+            "optimizer": [variable for o, is_used in pairs if is_used for variable in o.variables],
         }
 
     def _build_metrics(self) -> None:

@@ -175,7 +175,8 @@ def run(main: Callable[[], Any]) -> None:
     from kdpkit._internal import processes
 
     try:
-        main()
+        with processes.naming_losses():
+            main()
         return
     except errors.InputError as error:
         code, sentence = 2, str(error)

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import re
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import TimeoutError as PoolTimeoutError
 from multiprocessing.pool import ThreadPool
@@ -23,7 +22,7 @@ import tensorflow as tf
 from tensorflow.python.data.ops import dataset_ops
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, reachability
+from kdpkit._internal import checks, error_text, listening, reachability
 from kdpkit.pipelines import _structure
 from kdpkit.pipelines._counting import cardinality
 from kdpkit.pipelines._structure import Stage
@@ -66,8 +65,8 @@ def data_service(
     Args:
         port: Port of the service; 0 uses a free one.
         host: The name or IP address under which trainers reach this machine, IPv6 in brackets. The
-            service listens on all network interfaces, and anyone who can reach them can run work on
-            it.
+            service then listens on all network interfaces, and anyone who can reach them can run
+            work on it. With `localhost` or a loopback address only this machine can connect.
         worker_port: Port of its worker; 0 uses a free one.
 
     Raises:
@@ -80,6 +79,7 @@ def data_service(
     [0, 1, 4, 9]
     """
     checks.address("host", f"{host}:1")
+    listening.require_told([f"{host}:1"], remedy=f'Pass host="{listening.ALL}" to listen on all.')
     port = _free_port("port", port)
     worker_port = _free_port("worker_port", worker_port)
     dispatcher = _service.DispatchServer(_service.DispatcherConfig(port=port))
@@ -94,7 +94,10 @@ def data_service(
     )
     try:
         own_worker_port = worker._address.rpartition(":")[2]  # there is no public attribute
-        yield DataService(f"{host}:{own_port}", f"{host}:{own_worker_port}")
+        service = DataService(f"{host}:{own_port}", f"{host}:{own_worker_port}")
+        for address in (service.address, service.worker_address):
+            listening.keep_local(address, [address])
+        yield service
     finally:
         worker._stop()  # as their destructors do
         dispatcher._stop()
@@ -405,17 +408,13 @@ def _raise_explained(address: str, error: tf.errors.OpError) -> NoReturn:
 def _free_port(name: str, port: Any) -> int:
     """Return a port if it is free; gRPC would also accept one that another program uses."""
     port = checks.integer(name, port, minimum=0)
-    with contextlib.closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # its last user may have ended
-        try:
-            probe.bind(("", port))
-        except (OSError, OverflowError) as error:
-            reason = getattr(error, "strerror", None) or "there are ports 0 to 65535"
-            checks.fail(
-                f"A service cannot listen there ({reason}).",
-                **{name: port},
-                remedy="Pass another port, or stop the program that uses this one.",
-            )
+    reason = listening.problem(port) if port < 1 << 16 else "there are ports 0 to 65535"
+    if reason:
+        checks.fail(
+            f"A service cannot listen there ({reason}).",
+            **{name: port},
+            remedy="Pass another port, or stop the program that uses this one.",
+        )
     return port
 
 

@@ -828,3 +828,138 @@ def test_after_sigterm_a_program_ends_with_42_and_the_next_goes_on(tmp_path, und
     assert "Traceback" not in err
     model, _ = run(by_fit, tmp_path)
     assert_same_variables(model, undisturbed(by_fit)[0], rtol=1e-5, atol=1e-6)
+
+
+# Models with several optimizers.
+
+
+def gan_of_tensorflow(replicas):
+    """Return a model whose optimizers are built in its own `train_step`, on replicas."""
+    from kdpkit import strategies
+    from tests.training.programs import generative
+
+    with strategies.select_strategy("mirrored", devices=replicas).scope():
+        return replica_exact(generative._gan(kind=generative.GANWithNoiseByExample))
+
+
+class Adversaries(keras.Model):
+    """Two models that JAX trains by turns; Keras keeps the state of one optimizer alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator, self.discriminator = (
+            keras.Sequential([keras.Input((n,)), keras.layers.Dense(8, "tanh"), last])
+            for n, last in ((3, keras.layers.Dense(4)), (4, keras.layers.Dense(1)))
+        )
+        self.noise = keras.random.SeedGenerator(5)
+        self.built = True
+        self.compile("sgd")
+        self.optimizer.build(self.generator.trainable_variables)
+        self.other = keras.optimizers.Adam(0.01)
+        self.other.build(self.discriminator.trainable_variables)
+        self.state_of_other = self.other.variables  # Keras keeps these with its model
+
+    def call(self, x):
+        return self.discriminator(x)
+
+    def train_step(self, state, data):
+        import jax
+
+        trainable, rest, of_optimizer, of_metrics = state
+        weights = dict(zip(map(id, self.trainable_variables), trainable, strict=True))
+        others = dict(zip(map(id, self.non_trainable_variables), rest, strict=True))
+
+        def loss(values, model, compute):
+            own = zip(model.trainable_variables, values, strict=True)
+            now = weights | others
+            mapping = [(v, now[id(v)]) for v in self.variables if id(v) in now]
+            with keras.StatelessScope(state_mapping=[*mapping, *own]) as scope:
+                result = compute()
+            return result, {id(v): scope.get_current_value(v) for v in [self.noise.state]}
+
+        def fake():
+            return self.generator(
+                keras.random.normal((keras.ops.shape(data[0])[0], 3), seed=self.noise)
+            )
+
+        def train(model, optimizer, own, compute):
+            values = [weights[id(v)] for v in model.trainable_variables]
+            (result, seeds), gradients = jax.value_and_grad(loss, has_aux=True)(
+                values, model, compute
+            )
+            others.update(seeds)
+            new, own = optimizer.stateless_apply(own, gradients, values)
+            weights.update(zip(map(id, model.trainable_variables), new, strict=True))
+            return result, own
+
+        softplus, mean = keras.ops.softplus, keras.ops.mean
+        d_loss, own = train(
+            self.discriminator,
+            self.other,
+            [others[id(v)] for v in self.state_of_other],
+            lambda: mean(
+                softplus(-self.discriminator(data[0])) + softplus(self.discriminator(fake()))
+            ),
+        )
+        others.update(zip(map(id, self.state_of_other), own, strict=True))
+        _, of_optimizer = train(
+            self.generator,
+            self.optimizer,
+            of_optimizer,
+            lambda: mean(softplus(-self.discriminator(fake()))),
+        )
+        state = [*weights.values()], [*others.values()], of_optimizer, of_metrics
+        return {"d_loss": d_loss}, state
+
+
+def gan_of_jax(replicas):
+    from kdpkit import sharding
+
+    keras.distribution.set_distribution(sharding.DataParallel(replicas))
+    return replica_exact(Adversaries())
+
+
+def train_gan(directory, replicas, crash_at=None):
+    """Train in as many replicas; return all variables and the losses."""
+    keras.utils.set_random_seed(0)
+    shape = (18, 4) if ON_JAX else (18, 8, 8, 1)
+    before = keras.distribution.distribution()
+    try:
+        model = (gan_of_jax if ON_JAX else gan_of_tensorflow)(replicas)
+        resume = Resume(directory, save_freq=1)
+        x = np.random.default_rng(0).random(shape, "float32")
+        data = resume.track((x, np.zeros(18)), global_batch_size=4)
+        history = fit(model, data, resume, CrashAt(crash_at), epochs=2).history
+    finally:
+        keras.distribution.set_distribution(before)
+    optimizers = [value for value in vars(model).values() if isinstance(value, keras.Optimizer)]
+    variables = [*model.variables, *(v for o in optimizers if o.built for v in o.variables)]
+    return [np.array(v) for v in variables], history
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicas", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+def test_a_model_with_several_optimizers_goes_on(tmp_path, replicas):
+    expected, losses = train_gan(tmp_path / "undisturbed", replicas)
+    with pytest.raises(CrashError):
+        train_gan(tmp_path / "stopped", replicas, crash_at=7)
+    found, history = train_gan(tmp_path / "stopped", replicas)
+    assert_same_weights(found, expected)
+    assert history.keys() == losses.keys()
+    for name, values in losses.items():
+        np.testing.assert_allclose(history[name], values, rtol=1e-6)
+
+
+@pytest.mark.slow
+def test_an_optimizer_that_nothing_used_stays_so(tmp_path):
+    model = build()
+    model.unused = keras.optimizers.Adam()
+    resume = Resume(tmp_path, save_freq=2)
+    with pytest.raises(CrashError):
+        fit(model, resume.track(data_of()), resume, CrashAt(3))
+    again = build()
+    again.unused = keras.optimizers.Adam()
+    resume = Resume(tmp_path)
+    fit(again, resume.track(data_of()), resume)
+    assert again.optimizer.built
+    assert not again.unused.built

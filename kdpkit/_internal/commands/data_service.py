@@ -1,14 +1,12 @@
 """`kdpkit data-service`: prepare examples of programs that train, in a process."""
 
 import argparse
-import contextlib
 import dataclasses
 import importlib
 import importlib.util
 import json
 import queue
 import signal
-import socket
 import sys
 from collections.abc import Sequence
 
@@ -39,8 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--host",
+        default="localhost",
         metavar="NAME",
-        help="the name under which trainers reach this machine (default: its own)",
+        help="the name under which trainers on other machines reach this one; it then listens on "
+        "all interfaces (default: %(default)s, for this machine alone)",
     )
     add(
         "--import",
@@ -65,9 +65,7 @@ def run(args: argparse.Namespace) -> int:
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
     with (
         signal_handlers.handling(lambda number, _: came.put(number), signal.SIGTERM, signal.SIGINT),
-        pipelines.data_service(
-            args.port, host=args.host or _own_name(), worker_port=args.worker_port
-        ) as service,
+        pipelines.data_service(args.port, host=args.host, worker_port=args.worker_port) as service,
     ):
         sentence = f"Serves at {service.address}; examples come from {service.worker_address}."
         where = json.dumps(dataclasses.asdict(service))
@@ -85,12 +83,3 @@ def _import(modules: Sequence[str]) -> None:
                 f"`--import {module}` fails: {type(error).__name__}: {error}. Name a package that "
                 "Python finds here, as in `import` statements."
             ) from error
-
-
-def _own_name() -> str:
-    """Return this machine's name if it is found under it, else one for this machine alone."""
-    name = socket.gethostname()
-    with contextlib.suppress(OSError):
-        socket.getaddrinfo(name, None)
-        return name
-    return "localhost"

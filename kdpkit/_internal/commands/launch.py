@@ -65,6 +65,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="S",
         help="to a process's first sign of life (default: without end)",
     )
+    add(
+        "--listen",
+        default="loopback",
+        choices=["loopback", "all"],
+        help="interfaces that the processes' servers listen on (default: %(default)s)",
+    )
     add("--dry-run", action="store_true", help="print what each process would get, start none")
 
 
@@ -79,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         "workers": args.workers,
         "parameter_servers": args.parameter_servers,
         "gpus_per_worker": args.gpus_per_worker,
+        "listen": args.listen,
     }
     how = {
         "min_workers": args.min_workers,
