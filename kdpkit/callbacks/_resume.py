@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -18,7 +18,7 @@ import numpy as np
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import atomic_files, background, checks, processes, versions
-from kdpkit.callbacks import _signals, _stopping, _tracked
+from kdpkit.callbacks import _last_step, _signals, _stopping, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
@@ -99,6 +99,7 @@ class Resume(keras.callbacks.Callback):
         self._first = 0  # batches of this epoch trained by earlier runs
         self._done = 0  # batches of this epoch
         self._saved = 0  # batches saved; negative if the last state is of an earlier epoch
+        self._last_step = _last_step.LastStep()
         self._counting = threading.Lock()  # on JAX batches end in several threads
         self._signals = _signals.HeldSignals()
         self._stop = _stopping.AgreedStop(self._signals)
@@ -228,10 +229,13 @@ class Resume(keras.callbacks.Callback):
             self._build()
         if model.optimizer and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        checkpoints.assign(self._variables(model), state.arrays)
+        if _has_seeds(state):
+            versions.make_global_seeds(self._strategy())
+        checkpoints.assign(self._variables_in(state), state.arrays)
         self._set_callbacks(state)
         epochs = self.params["epochs"]
-        model._initial_epoch = epochs if state.notes["stopped"] else state.epoch
+        is_over = state.notes["stopped"] and state.step == 0
+        model._initial_epoch = epochs if is_over else state.epoch
         if model._initial_epoch >= epochs:
             warnings.warn(
                 f"Nothing is left to train: the state in {self._checkpoints.directory} is that of "
@@ -239,8 +243,10 @@ class Resume(keras.callbacks.Callback):
                 "`epochs`; for another run, use another directory.",
                 stacklevel=2,
             )
-        position = self._position(state.epoch, state.step)
-        self._data.go_to(*position, state.notes.get("place"))
+        epoch, step = state.epoch, state.step
+        if step and step == self._length():  # see `_return_last_step`
+            epoch, step = (epoch + 1, 0) if self._is_of_a_loop() else (epoch, step - 1)
+        self._data.go_to(*self._position(epoch, step), state.notes.get("place"))
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
         """Raise if training would not continue the same run."""
@@ -269,18 +275,34 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the first epoch of a resumed run, restore what Keras has just reset."""
         self._epoch, self._first = epoch, 0
+        self._last_step.begin_epoch()
         if state := self._restore_history():
             self._first = self._saved = state.step
             if state.step:
                 self._build_metrics()
-                metrics = {"metrics": self._metrics(self.model)}
+                metrics = {"metrics": self._metric_variables()}
                 # Everything: other callbacks, such as a rate schedule, have already begun this
                 # epoch.
-                checkpoints.assign(self._variables(self.model) | metrics, state.arrays)
+                checkpoints.assign(self._variables_in(state) | metrics, state.arrays)
                 # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
                 self._catching.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
+                if state.step == self._length():
+                    self._return_last_step(state.notes)
         self._done = self._first
+
+    def _return_last_step(self, notes: Mapping[str, Any]) -> None:
+        """Continue after the last step of an epoch, which returns what it returned, once more."""
+        self.model.stop_training = notes["stopped"]
+        if self._is_of_a_loop():
+            self._last_step.ended(notes["logs"])
+            self.params["resumed_logs"].update(notes["logs"])
+            return
+        self._first -= 1
+        self._catching.enter_context(_last_step.returning(self.model, notes["logs"]))
+
+    def _is_of_a_loop(self) -> bool:
+        return "resumed_logs" in self.params
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Save if it is due; the end of an epoch is saved in `on_epoch_end`."""
@@ -297,6 +319,8 @@ class Resume(keras.callbacks.Callback):
 
     def _save_inside_an_epoch(self, done: int) -> None:
         """Save if it is due. Of what never ends Keras cannot train the rest of an epoch."""
+        if done < self._saved:  # of this step its results alone are returned
+            return
         if self._is_to_stop():
             self._save(self._epoch, done)
             self._leave()
@@ -305,21 +329,30 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
-        self._count(self._first + versions.last_batch(batch, self._at_once) + 1)
+        done = self._first + versions.last_batch(batch, self._at_once) + 1
+        self._count(done)
+        if done >= (self._length() or math.inf):
+            self._last_step.ended(logs)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Keep the metrics of training, which Keras resets after this."""
+        if processes.count() == 1:
+            self._last_step.metrics = self._metrics()
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stop validation before this batch if the program is to stop.
 
-        Several processes finish the validation, and stop at the end of the epoch.
+        Several processes finish the validation, and stop at the end of the epoch; so do runs on
+        what never ends, whose states are those of ends of epochs.
         """
-        if processes.count() == 1 and self._is_to_stop():
+        is_saved_inside = processes.count() == 1 and self._data.full_length is not None
+        if is_saved_inside and self._is_to_stop():
             self.model.stop_evaluating = True
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Exit after an interrupted validation, discarding its partial results."""
+        """Exit after an interrupted validation, which the next run begins again."""
         if self._stop.signal:
-            is_over = self._done >= (self._length() or 0)  # else a callback stopped training
-            self._save(*((self._epoch + 1, 0) if is_over else (self._epoch, self._done)))
+            self._save(self._epoch, self._done, metrics=self._last_step.metrics)
             self._leave()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -380,27 +413,42 @@ class Resume(keras.callbacks.Callback):
             ]
             _set_state(self.callbacks[index], values, weights)
 
-    def _save(self, epoch: int, step: int, logs: dict[str, Any] | None = None) -> None:
-        """Save the state at a position in the data, with the logs of an epoch that just ended."""
+    def _save(
+        self,
+        epoch: int,
+        step: int,
+        logs: dict[str, Any] | None = None,
+        metrics: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        """Save the state at a position in the data.
+
+        Args:
+            epoch: The epoch to continue in.
+            step: Batches of it that were trained on.
+            logs: The logs of an epoch that just ended.
+            metrics: Values of its metrics, if they are not the present ones.
+        """
         self._saved = step
         background.wait(self._checkpoints.directory)  # so that memory has one state at a time
         # In all processes, since some values are sums over processes.
-        arrays = checkpoints.values_of(
-            self._variables(self.model) | {"metrics": self._metrics(self.model) if step else []}
-        )
+        arrays = checkpoints.values_of(self._variables())
+        if step:
+            arrays |= self._metrics() if metrics is None else metrics
         if processes.index() > 0:
             return
         states = [_state_of(callback) for callback in self.callbacks]
         for index, (_, weights) in enumerate(states):
             arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
         history, epochs = self._history(epoch, logs)
+        is_trained = bool(step) and step == self._length()
         notes = {
             "setup": self._setup(self.model),
-            "stopped": bool(self.model.stop_training) and step == 0,
+            "stopped": bool(self.model.stop_training) and (is_trained or step == 0),
             "history": history,
             "epochs": epochs,
             "callbacks": [values for values, _ in states],
-            "place": self._data.place(*self._position(epoch, step)),
+            "logs": _plain_all(self._last_step.logs()) if is_trained else None,
+            "place": None if is_trained else self._data.place(*self._position(epoch, step)),
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
         background.start(self._checkpoints.directory, functools.partial(self._write, state))
@@ -441,11 +489,17 @@ class Resume(keras.callbacks.Callback):
             )
         return None
 
-    def _variables(self, model: keras.Model) -> dict[str, list[Any]]:
+    def _variables(self) -> dict[str, list[Any]]:
         return {
-            "model": model.variables,
-            "optimizer": [variable for o in _optimizers(model) for variable in o.variables],
+            "model": self.model.variables,
+            "optimizer": [variable for o in _optimizers(self.model) for variable in o.variables],
+            "seeds": versions.global_seeds(),
         }
+
+    def _variables_in(self, state: checkpoints.TrainingState) -> dict[str, list[Any]]:
+        """Return the variables whose values a state has: seeds only if anything had drawn."""
+        variables = self._variables()
+        return variables if _has_seeds(state) else variables | {"seeds": []}
 
     def _build_metrics(self) -> None:
         """Create the metrics' variables now; on TensorFlow Keras does so in the first step."""
@@ -458,9 +512,12 @@ class Resume(keras.callbacks.Callback):
         self.model.test_on_batch(*keras.utils.unpack_x_y_sample_weight(batch))
         self.model.reset_metrics()
 
-    def _metrics(self, model: keras.Model) -> list[Any]:
+    def _metric_variables(self) -> list[Any]:
         own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
-        return [*model.metrics_variables, *own]
+        return [*self.model.metrics_variables, *own]
+
+    def _metrics(self) -> dict[str, np.ndarray]:
+        return checkpoints.values_of({"metrics": self._metric_variables()})
 
     def _is_to_stop(self, *, asks_now: bool = False) -> bool:
         return self._stop.is_due(self._strategy(), asks_now=asks_now)
@@ -499,6 +556,10 @@ def _save_freq(value: str | int) -> int:
         raise errors.InputError(f'{error} Or pass "epoch".') from None
 
 
+def _has_seeds(state: checkpoints.TrainingState) -> bool:
+    return "seeds.0" in state.arrays
+
+
 def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return a model's optimizers, each once."""
     owned = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
@@ -508,7 +569,7 @@ def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def _state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Return a callback's state: plain values, and weights."""
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
-        return keras.tree.map_structure(_plain, callback.get_state()), []
+        return _plain_all(callback.get_state()), []
     for kind, names in _LEARNED.items():
         if isinstance(callback, kind):
             values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
@@ -531,6 +592,10 @@ def _set_state(
         setattr(callback, name, value)
     if weights:
         callback.best_weights = weights
+
+
+def _plain_all(values: Any) -> Any:
+    return keras.tree.map_structure(_plain, values)
 
 
 def _plain(value: Any) -> Any:
