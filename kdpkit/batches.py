@@ -116,10 +116,10 @@ class ArrayBatches(keras.utils.PyDataset):
         taken = self._order()[first : first + self.global_batch_size]
         batch = self._padded(taken) if self.remainder == "pad" else _taken(self.data, taken)
         batch = keras.tree.map_structure(self._of_process, batch)
-        if self.augment is None:
-            return batch
-        position = (self.seed or 0, self.epoch, index, self.process_index)
-        return self.augment(batch, np.random.default_rng(position))
+        if self.augment is not None:
+            position = (self.seed or 0, self.epoch, index, self.process_index)
+            batch = self.augment(batch, np.random.default_rng(position))
+        return keras.tree.lists_to_tuples(batch)  # Keras has no `tf.TypeSpec` of a list
 
     def on_epoch_end(self) -> None:
         """Advance to the next epoch and its order, if this epoch was returned completely."""

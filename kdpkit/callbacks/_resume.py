@@ -225,10 +225,8 @@ class Resume(keras.callbacks.Callback):
     def _restore(self, state: checkpoints.TrainingState) -> None:
         model = self.model
         self._check_setup(state)
-        if sum(name.startswith("model.") for name in state.arrays) > len(model.variables):
+        if self._lacks_variables(state) and not self._is_of_a_loop():  # which has made them
             self._build()
-        if model.optimizer and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         if _has_seeds(state):
             versions.make_global_seeds(self._strategy())
         checkpoints.assign(self._variables_in(state), state.arrays)
@@ -279,7 +277,6 @@ class Resume(keras.callbacks.Callback):
         if state := self._restore_history():
             self._first = self._saved = state.step
             if state.step:
-                self._build_metrics()
                 metrics = {"metrics": self._metric_variables()}
                 # Everything: other callbacks, such as a rate schedule, have already begun this
                 # epoch.
@@ -493,24 +490,37 @@ class Resume(keras.callbacks.Callback):
         return {
             "model": self.model.variables,
             "optimizer": [variable for o in _optimizers(self.model) for variable in o.variables],
+            "attributes": self._variables_in_attributes(),
             "seeds": versions.global_seeds(),
         }
+
+    def _variables_in_attributes(self) -> list[Any]:
+        if keras.backend.backend() != "tensorflow":
+            return []
+        from kdpkit._internal import held_variables
+
+        return held_variables.of_model(self.model)
 
     def _variables_in(self, state: checkpoints.TrainingState) -> dict[str, list[Any]]:
         """Return the variables whose values a state has: seeds only if anything had drawn."""
         variables = self._variables()
         return variables if _has_seeds(state) else variables | {"seeds": []}
 
-    def _build_metrics(self) -> None:
-        """Create the metrics' variables now; on TensorFlow Keras does so in the first step."""
-        parts = [part.built for part in self.model.metrics if hasattr(part, "built")]
-        if not all(parts):
-            self._build()
+    def _lacks_variables(self, state: checkpoints.TrainingState) -> bool:
+        """Return whether variables are missing that Keras makes in the first step."""
+        present = self._variables() | {"metrics": self._metric_variables()}
+        return any(
+            sum(name.startswith(f"{group}.") for name in state.arrays) > len(present[group])
+            for group in ("model", "optimizer", "attributes", "metrics")
+        )
 
     def _build(self) -> None:
-        batch = self._data.first_batch()
-        self.model.test_on_batch(*keras.utils.unpack_x_y_sample_weight(batch))
-        self.model.reset_metrics()
+        """Make all variables, by a step of training whose results the state then replaces."""
+        history = self.model.history
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several steps in an execution
+            self.model.fit(self._data.first_batch(), shuffle=False, verbose=0)
+        self.model.history = history
 
     def _metric_variables(self) -> list[Any]:
         own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
