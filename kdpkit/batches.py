@@ -119,7 +119,8 @@ class ArrayBatches(keras.utils.PyDataset):
         if self.augment is not None:
             position = (self.seed or 0, self.epoch, index, self.process_index)
             batch = self.augment(batch, np.random.default_rng(position))
-        return keras.tree.lists_to_tuples(batch)  # Keras has no `tf.TypeSpec` of a list
+        # Keras makes no `tf.TypeSpec` of a list, nor of an array of texts.
+        return keras.tree.map_structure(_as_tensor_of_texts, keras.tree.lists_to_tuples(batch))
 
     def on_epoch_end(self) -> None:
         """Advance to the next epoch and its order, if this epoch was returned completely."""
@@ -247,6 +248,11 @@ def _as_arrays(nest: Nest) -> Nest:
     if isinstance(nest, dict):
         return {name: _as_arrays(part) for name, part in nest.items()}
     return nest if nest is None else np.asarray(nest)
+
+
+def _as_tensor_of_texts(part: Any) -> Any:
+    is_of_texts = isinstance(part, np.ndarray) and part.dtype.kind in "OSU"
+    return keras.ops.convert_to_tensor(part) if is_of_texts else part
 
 
 def _taken(nest: Nest, indices: Sequence[int] | np.ndarray) -> Nest:

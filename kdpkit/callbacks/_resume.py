@@ -120,7 +120,8 @@ class Resume(keras.callbacks.Callback):
           again; stages with `deterministic=False` are in order. What was trained on is skipped,
           before maps that change no state and after `shuffle`.
         - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: cut into batches of `global_batch_size`,
-          the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs.
+          the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
+          `train_step` of the model's own gets `x` alone as `(x,)`.
         - A `keras.utils.PyDataset`: its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is
           set to the epoch to continue in; without one, `on_epoch_end` is called once for every
           completed epoch.

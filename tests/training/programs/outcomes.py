@@ -88,6 +88,7 @@ def trained(program, replicas, epsilon=None, *, resume=None, callbacks=()):
             if resume:
                 data = tracked(resume, **data)
                 callbacks = [*callbacks, resume]
+            callbacks = [*data.pop("callbacks", ()), *callbacks]
             before = model.get_weights() if model.built else []
             logs = model.fit(**data, callbacks=callbacks).history
         return before, model.get_weights(), logs
