@@ -116,10 +116,11 @@ class ArrayBatches(keras.utils.PyDataset):
         taken = self._order()[first : first + self.global_batch_size]
         batch = self._padded(taken) if self.remainder == "pad" else _taken(self.data, taken)
         batch = keras.tree.map_structure(self._of_process, batch)
-        if self.augment is None:
-            return batch
-        position = (self.seed or 0, self.epoch, index, self.process_index)
-        return self.augment(batch, np.random.default_rng(position))
+        if self.augment is not None:
+            position = (self.seed or 0, self.epoch, index, self.process_index)
+            batch = self.augment(batch, np.random.default_rng(position))
+        # Keras makes no `tf.TypeSpec` of a list, nor of an array of texts.
+        return keras.tree.map_structure(_as_tensor_of_texts, keras.tree.lists_to_tuples(batch))
 
     def on_epoch_end(self) -> None:
         """Advance to the next epoch and its order, if this epoch was returned completely."""
@@ -247,6 +248,11 @@ def _as_arrays(nest: Nest) -> Nest:
     if isinstance(nest, dict):
         return {name: _as_arrays(part) for name, part in nest.items()}
     return nest if nest is None else np.asarray(nest)
+
+
+def _as_tensor_of_texts(part: Any) -> Any:
+    is_of_texts = isinstance(part, np.ndarray) and part.dtype.kind in "OSU"
+    return keras.ops.convert_to_tensor(part) if is_of_texts else part
 
 
 def _taken(nest: Nest, indices: Sequence[int] | np.ndarray) -> Nest:

@@ -294,9 +294,6 @@ class Ending(keras.callbacks.Callback):
         self.steps = 0
 
     def on_train_batch_begin(self, batch, logs=None):
-        # Keras begins a batch too many. A stop there cuts validation short, and History lacks it.
-        if self.resume._first + batch >= BATCHES:
-            return
         time.sleep(self.seconds_a_step)
         if processes.index() == self.leg.of:
             if self.leg.end == "SIGKILL" and not self.steps:

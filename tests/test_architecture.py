@@ -33,6 +33,7 @@ INTERNAL = {
     "error_text": PURE,
     "framework_messages": PURE,
     "garbage_collection": PURE,
+    "held_variables": TENSORFLOW,
     "interrupt": KERAS,
     "lazy": PURE,
     "listening": PURE,

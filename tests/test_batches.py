@@ -225,3 +225,16 @@ def test_a_grain_dataset_is_padded_by_mapping_over_it():
     source = grain.MapDataset.source(np.arange(7)).batch(4)
     padded = [*source.map(lambda batch: batches.pad_batch(batch, 4, mode="eval"))]
     assert [weight.tolist() for _, _, weight in padded] == [[1, 1, 1, 1], [1, 1, 1, 0]]
+
+
+@pytest.mark.tensorflow
+def test_lists_of_arrays_and_texts_reach_the_model():
+    numbers, words = np.ones((4, 2), "float32"), np.array([["a"], ["b"], ["a"], ["b"]], object)
+    given = [keras.Input((2,)), keras.Input((1,), dtype="string")]
+    looked_up = keras.layers.StringLookup(vocabulary=["a", "b"], output_mode="one_hot")(given[1])
+    joined = keras.layers.Concatenate()([given[0], looked_up])
+    outputs = [keras.layers.Dense(1)(joined), keras.layers.Dense(1)(joined)]
+    model = keras.Model(given, outputs)
+    model.compile("sgd", ["mse", "mse"])
+    data = ArrayBatches(([numbers, words], [numbers[:, :1]] * 2), global_batch_size=2)
+    assert model.fit(data, shuffle=False, verbose=0).history["loss"][0] > 0

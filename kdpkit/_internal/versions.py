@@ -3,11 +3,14 @@
 Private parts of Keras that training needs are in `kdpkit.training.tensorflow._keras_internals`.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
+from keras.src.backend.common import global_state
+from keras.src.random import seed_generator
 
 from kdpkit._internal import checks
 
@@ -130,3 +133,19 @@ def let_gloo_listen_at(host: str) -> None:
     make = getattr(_jax, "make_gloo_tcp_collectives", None)
     if make is not None:
         _jax.make_gloo_tcp_collectives = functools.partial(make, hostname=host)
+
+
+def global_seeds() -> list[keras.Variable]:
+    """Return the state of `keras.random` without a seed; none if nothing has drawn there yet.
+
+    Keras keeps it by thread, and forgets it in `keras.utils.set_random_seed`.
+    """
+    generator = global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR)
+    return [] if generator is None else [generator.state]
+
+
+def make_global_seeds(strategy: Any = None) -> None:
+    """Make what `global_seeds` returns, if there is none, on all replicas of a strategy."""
+    several = strategy is not None and strategy.num_replicas_in_sync > 1
+    with strategy.scope() if several else contextlib.nullcontext():
+        seed_generator.global_seed_generator()

@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import keras
@@ -18,7 +18,7 @@ import numpy as np
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import atomic_files, background, checks, processes, versions
-from kdpkit.callbacks import _signals, _stopping, _tracked
+from kdpkit.callbacks import _last_step, _signals, _stopping, _tracked
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
@@ -99,6 +99,7 @@ class Resume(keras.callbacks.Callback):
         self._first = 0  # batches of this epoch trained by earlier runs
         self._done = 0  # batches of this epoch
         self._saved = 0  # batches saved; negative if the last state is of an earlier epoch
+        self._last_step = _last_step.LastStep()
         self._counting = threading.Lock()  # on JAX batches end in several threads
         self._signals = _signals.HeldSignals()
         self._stop = _stopping.AgreedStop(self._signals)
@@ -119,7 +120,8 @@ class Resume(keras.callbacks.Callback):
           again; stages with `deterministic=False` are in order. What was trained on is skipped,
           before maps that change no state and after `shuffle`.
         - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: cut into batches of `global_batch_size`,
-          the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs.
+          the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
+          `train_step` of the model's own gets `x` alone as `(x,)`.
         - A `keras.utils.PyDataset`: its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is
           set to the epoch to continue in; without one, `on_epoch_end` is called once for every
           completed epoch.
@@ -224,13 +226,16 @@ class Resume(keras.callbacks.Callback):
     def _restore(self, state: checkpoints.TrainingState) -> None:
         model = self.model
         self._check_setup(state)
-        if sum(name.startswith("model.") for name in state.arrays) > len(model.variables):
+        if self._lacks_variables(state) and not self._is_of_a_loop():  # which has made them
             self._build()
-        used = self._build_optimizers(state)
-        checkpoints.assign(self._variables(model, used), state.arrays)
+        if _has_seeds(state):
+            versions.make_global_seeds(self._strategy())
+        self._build_optimizers(state)
+        checkpoints.assign(self._variables_in(state), state.arrays)
         self._set_callbacks(state)
         epochs = self.params["epochs"]
-        model._initial_epoch = epochs if state.notes["stopped"] else state.epoch
+        is_over = state.notes["stopped"] and state.step == 0
+        model._initial_epoch = epochs if is_over else state.epoch
         if model._initial_epoch >= epochs:
             warnings.warn(
                 f"Nothing is left to train: the state in {self._checkpoints.directory} is that of "
@@ -238,21 +243,21 @@ class Resume(keras.callbacks.Callback):
                 "`epochs`; for another run, use another directory.",
                 stacklevel=2,
             )
-        position = self._position(state.epoch, state.step)
-        self._data.go_to(*position, state.notes.get("place"))
+        epoch, step = state.epoch, state.step
+        if step and step == self._length():  # see `_return_last_step`
+            epoch, step = (epoch + 1, 0) if self._is_of_a_loop() else (epoch, step - 1)
+        self._data.go_to(*self._position(epoch, step), state.notes.get("place"))
 
-    def _build_optimizers(self, state: checkpoints.TrainingState) -> list[bool]:
-        """Build those that had been used for the variables that they train; return which."""
-        model, scope = self.model, getattr(self._strategy(), "scope", contextlib.nullcontext)
-        variables, optimizers = model.variables, _optimizers(model)
-        index = {id(variable): i for i, variable in enumerate(variables)}
-        of_all = [index[id(variable)] for variable in model.trainable_variables]
-        trained = state.notes.get("trained", [of_all] * len(optimizers))  # states of kdpkit 0.1
-        for optimizer, indices in zip(optimizers, trained, strict=True):
-            if indices and not optimizer.built and -1 not in indices:
+    def _build_optimizers(self, state: checkpoints.TrainingState) -> None:
+        """Build those that were in use, for the variables that they train."""
+        scope = getattr(self._strategy(), "scope", contextlib.nullcontext)
+        variables = self.model.variables
+        for optimizer, trained in zip(
+            _optimizers(self.model), self._trained_in(state), strict=True
+        ):
+            if trained and not optimizer.built:
                 with scope():
-                    optimizer.build([variables[i] for i in indices])
-        return [bool(indices) for indices in trained]
+                    optimizer.build([variables[index] for index in trained])
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
         """Raise if training would not continue the same run."""
@@ -281,19 +286,33 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the first epoch of a resumed run, restore what Keras has just reset."""
         self._epoch, self._first = epoch, 0
+        self._last_step.begin_epoch()
         if state := self._restore_history():
             self._first = self._saved = state.step
             if state.step:
-                self._build_metrics()
-                metrics = {"metrics": self._metrics(self.model)}
+                metrics = {"metrics": self._metric_variables()}
                 # Everything: other callbacks, such as a rate schedule, have already begun this
                 # epoch.
-                used = self._build_optimizers(state)
-                checkpoints.assign(self._variables(self.model, used) | metrics, state.arrays)
+                checkpoints.assign(self._variables_in(state) | metrics, state.arrays)
                 # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
                 self._catching.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
+                if state.step == self._length():
+                    self._return_last_step(state.notes)
         self._done = self._first
+
+    def _return_last_step(self, notes: Mapping[str, Any]) -> None:
+        """Continue after the last step of an epoch, which returns what it returned, once more."""
+        self.model.stop_training = notes["stopped"]
+        if self._is_of_a_loop():
+            self._last_step.ended(notes["logs"])
+            self.params["resumed_logs"].update(notes["logs"])
+            return
+        self._first -= 1
+        self._catching.enter_context(_last_step.returning(self.model, notes["logs"]))
+
+    def _is_of_a_loop(self) -> bool:
+        return "resumed_logs" in self.params
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Save if it is due; the end of an epoch is saved in `on_epoch_end`."""
@@ -310,6 +329,8 @@ class Resume(keras.callbacks.Callback):
 
     def _save_inside_an_epoch(self, done: int) -> None:
         """Save if it is due. Of what never ends Keras cannot train the rest of an epoch."""
+        if done < self._saved:  # of this step its results alone are returned
+            return
         if self._is_to_stop():
             self._save(self._epoch, done)
             self._leave()
@@ -318,21 +339,30 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
-        self._count(self._first + versions.last_batch(batch, self._at_once) + 1)
+        done = self._first + versions.last_batch(batch, self._at_once) + 1
+        self._count(done)
+        if done >= (self._length() or math.inf):
+            self._last_step.ended(logs)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Keep the metrics of training, which Keras resets after this."""
+        if processes.count() == 1:
+            self._last_step.metrics = self._metrics()
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stop validation before this batch if the program is to stop.
 
-        Several processes finish the validation, and stop at the end of the epoch.
+        Several processes finish the validation, and stop at the end of the epoch; so do runs on
+        what never ends, whose states are those of ends of epochs.
         """
-        if processes.count() == 1 and self._is_to_stop():
+        is_saved_inside = processes.count() == 1 and self._data.full_length is not None
+        if is_saved_inside and self._is_to_stop():
             self.model.stop_evaluating = True
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Exit after an interrupted validation, discarding its partial results."""
+        """Exit after an interrupted validation, which the next run begins again."""
         if self._stop.signal:
-            is_over = self._done >= (self._length() or 0)  # else a callback stopped training
-            self._save(*((self._epoch + 1, 0) if is_over else (self._epoch, self._done)))
+            self._save(self._epoch, self._done, metrics=self._last_step.metrics)
             self._leave()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -393,27 +423,42 @@ class Resume(keras.callbacks.Callback):
             ]
             _set_state(self.callbacks[index], values, weights)
 
-    def _save(self, epoch: int, step: int, logs: dict[str, Any] | None = None) -> None:
-        """Save the state at a position in the data, with the logs of an epoch that just ended."""
+    def _save(
+        self,
+        epoch: int,
+        step: int,
+        logs: dict[str, Any] | None = None,
+        metrics: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        """Save the state at a position in the data.
+
+        Args:
+            epoch: The epoch to continue in.
+            step: Batches of it that were trained on.
+            logs: The logs of an epoch that just ended.
+            metrics: Values of its metrics, if they are not the present ones.
+        """
         self._saved = step
         background.wait(self._checkpoints.directory)  # so that memory has one state at a time
         # In all processes, since some values are sums over processes.
-        arrays = checkpoints.values_of(
-            self._variables(self.model) | {"metrics": self._metrics(self.model) if step else []}
-        )
+        arrays = checkpoints.values_of(self._variables())
+        if step:
+            arrays |= self._metrics() if metrics is None else metrics
         if processes.index() > 0:
             return
         states = [_state_of(callback) for callback in self.callbacks]
         for index, (_, weights) in enumerate(states):
             arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
         history, epochs = self._history(epoch, logs)
+        is_trained = bool(step) and step == self._length()
         notes = {
             "setup": self._setup(self.model),
-            "stopped": bool(self.model.stop_training) and step == 0,
+            "stopped": bool(self.model.stop_training) and (is_trained or step == 0),
             "history": history,
             "epochs": epochs,
             "callbacks": [values for values, _ in states],
-            "place": self._data.place(*self._position(epoch, step)),
+            "logs": _plain_all(self._last_step.logs()) if is_trained else None,
+            "place": None if is_trained else self._data.place(*self._position(epoch, step)),
             "trained": self._trained(),
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
@@ -466,32 +511,61 @@ class Resume(keras.callbacks.Callback):
             for optimizer in _optimizers(self.model)
         ]
 
-    def _variables(
-        self, model: keras.Model, used: Iterable[bool] | None = None
-    ) -> dict[str, list[Any]]:
+    def _trained_in(self, state: checkpoints.TrainingState) -> list[list[int]]:
+        """Return what `_trained` returned when a state was saved."""
+        if "trained" in state.notes:
+            return state.notes["trained"]
+        index = {id(variable): i for i, variable in enumerate(self.model.variables)}
+        of_all = [index[id(variable)] for variable in self.model.trainable_variables]
+        return [of_all] * len(_optimizers(self.model))  # states of kdpkit 0.1
+
+    def _variables(self, used: Iterable[object] | None = None) -> dict[str, list[Any]]:
         """Return what is saved and restored: of optimizers, the variables of those in use."""
-        optimizers = _optimizers(model)
-        used = [o.built for o in optimizers] if used is None else used
+        optimizers = _optimizers(self.model)
+        used = [optimizer.built for optimizer in optimizers] if used is None else used
         pairs = zip(optimizers, used, strict=True)
         return {
-            "model": model.variables,
+            "model": self.model.variables,
             "optimizer": [variable for o, is_used in pairs if is_used for variable in o.variables],
+            "attributes": self._variables_in_attributes(),
+            "seeds": versions.global_seeds(),
         }
 
-    def _build_metrics(self) -> None:
-        """Create the metrics' variables now; on TensorFlow Keras does so in the first step."""
-        parts = [part.built for part in self.model.metrics if hasattr(part, "built")]
-        if not all(parts):
-            self._build()
+    def _variables_in_attributes(self) -> list[Any]:
+        if keras.backend.backend() != "tensorflow":
+            return []
+        from kdpkit._internal import held_variables
+
+        return held_variables.of_model(self.model)
+
+    def _variables_in(self, state: checkpoints.TrainingState) -> dict[str, list[Any]]:
+        """Return the variables whose values a state has: seeds only if anything had drawn."""
+        variables = self._variables(self._trained_in(state))
+        return variables if _has_seeds(state) else variables | {"seeds": []}
+
+    def _lacks_variables(self, state: checkpoints.TrainingState) -> bool:
+        """Return whether variables are missing that Keras makes in the first step."""
+        present = self._variables() | {"metrics": self._metric_variables()}
+        pairs = zip(_optimizers(self.model), self._trained_in(state), strict=True)
+        return any(-1 in trained and not optimizer.built for optimizer, trained in pairs) or any(
+            sum(name.startswith(f"{group}.") for name in state.arrays) > len(present[group])
+            for group in ("model", "attributes", "metrics")
+        )
 
     def _build(self) -> None:
-        batch = self._data.first_batch()
-        self.model.test_on_batch(*keras.utils.unpack_x_y_sample_weight(batch))
-        self.model.reset_metrics()
+        """Make all variables, by a step of training whose results the state then replaces."""
+        history = self.model.history
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of several steps in an execution
+            self.model.fit(self._data.first_batch(), shuffle=False, verbose=0)
+        self.model.history = history
 
-    def _metrics(self, model: keras.Model) -> list[Any]:
+    def _metric_variables(self) -> list[Any]:
         own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
-        return [*model.metrics_variables, *own]
+        return [*self.model.metrics_variables, *own]
+
+    def _metrics(self) -> dict[str, np.ndarray]:
+        return checkpoints.values_of({"metrics": self._metric_variables()})
 
     def _is_to_stop(self, *, asks_now: bool = False) -> bool:
         return self._stop.is_due(self._strategy(), asks_now=asks_now)
@@ -530,6 +604,10 @@ def _save_freq(value: str | int) -> int:
         raise errors.InputError(f'{error} Or pass "epoch".') from None
 
 
+def _has_seeds(state: checkpoints.TrainingState) -> bool:
+    return "seeds.0" in state.arrays
+
+
 def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return a model's optimizers, each once."""
     owned = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
@@ -539,7 +617,7 @@ def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 def _state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[np.ndarray]]:
     """Return a callback's state: plain values, and weights."""
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
-        return keras.tree.map_structure(_plain, callback.get_state()), []
+        return _plain_all(callback.get_state()), []
     for kind, names in _LEARNED.items():
         if isinstance(callback, kind):
             values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
@@ -562,6 +640,10 @@ def _set_state(
         setattr(callback, name, value)
     if weights:
         callback.best_weights = weights
+
+
+def _plain_all(values: Any) -> Any:
+    return keras.tree.map_structure(_plain, values)
 
 
 def _plain(value: Any) -> Any:

@@ -105,11 +105,8 @@ class TrackedPipeline:
         return self._counter.has_given()
 
     def first_batch(self) -> Any:
-        """Return a batch to build a model for."""
-        position = self._counter.position()
-        batch = next(iter(self.given))
-        self.go_to(*position)  # returning the last batch ends the epoch
-        return batch
+        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
+        return self.given.take(1)
 
     def start(self) -> None:
         """Start where it was when tracked: Keras may have taken batches to build a model."""
@@ -162,8 +159,8 @@ class TrackedBatches(keras.utils.PyDataset):
         return self._dataset[index + self._skipped]
 
     def first_batch(self) -> Any:
-        """Return a batch to build a model for."""
-        return self._dataset[0]
+        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
+        return _OneBatch(self._dataset[0])
 
     def start(self) -> None:
         """Start where it was when tracked: Keras takes up to two batches, which may be all."""
@@ -192,6 +189,20 @@ class TrackedBatches(keras.utils.PyDataset):
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_dataset"], name)
+
+
+class _OneBatch(keras.utils.PyDataset):
+    """A dataset of one batch."""
+
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
 
 
 class TrackedIterators(keras.utils.PyDataset):
@@ -258,8 +269,8 @@ class TrackedIterators(keras.utils.PyDataset):
         return batch
 
     def first_batch(self) -> Any:
-        """Return a batch to build a model for."""
-        return next(iter(self._dataset))
+        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
+        return _OneBatch(next(iter(self._dataset)))
 
     def start(self) -> None:
         """Start at the first batch."""

@@ -143,6 +143,7 @@ class TrainingLoop:
         if noise_scale:
             self._steps.check_parts()
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
+        self._resumed_logs: dict[str, Any] = {}  # of an epoch that `Resume` continues at its end
         self.noise_sums: NoiseSums | None = None
         with self._steps.scope():
             if noise_scale:
@@ -360,6 +361,10 @@ class TrainingLoop:
             )
 
     def _train_epoch(self, feed: Feed, callbacks: Any) -> dict[str, Any]:
+        if self._resumed_logs:
+            logs = {**self._resumed_logs}
+            self._resumed_logs.clear()
+            return logs
         return self._go_through(
             feed,
             self._steps.train,
@@ -424,7 +429,8 @@ class TrainingLoop:
             verbose=verbose,
             epochs=epochs,
             steps=feed.steps,
-            metrics=self._sums_of_an_epoch(),  # for callbacks that save the state of an epoch
+            metrics=self._sums_of_an_epoch(),  # for `Resume`, which saves and restores an epoch
+            resumed_logs=self._resumed_logs,
             **settings,
         )
 

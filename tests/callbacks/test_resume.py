@@ -21,7 +21,7 @@ import kdpkit
 from kdpkit import checkpoints, testing
 from kdpkit._internal import atomic_files, background
 from kdpkit.batches import ArrayBatches
-from kdpkit.callbacks import Resume
+from kdpkit.callbacks import Resume, _resume
 from kdpkit.training import TrainingLoop, replica_exact
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -464,7 +464,9 @@ def test_a_tracked_pipeline_gives_what_it_gave_and_can_begin_anywhere(tmp_path):
     assert int(tracked.map(lambda *batch: batch).cardinality()) == 2  # as `class_weight` maps
     resume._dataset.go_to(1, 1)
     assert int(tracked.cardinality()) == 1
-    assert resume._dataset.first_batch()[0].numpy().tolist() == complete[1][1]
+    (first,) = resume._dataset.first_batch().as_numpy_iterator()
+    assert first[0].tolist() == complete[1][1]
+    resume._dataset.go_to(1, 1)
     assert given(tracked)[:2] == [complete[1][1:], complete[2]]
 
 
@@ -517,7 +519,7 @@ def test_what_is_written_is_the_state_when_it_was_saved(tmp_path, undisturbed):
 LARGE = """
 import sys
 import keras
-from kdpkit.callbacks import Resume
+from kdpkit.callbacks import Resume, _resume
 from tests.callbacks import test_resume
 
 def fit(directory):
@@ -764,8 +766,7 @@ def test_a_signal_saves_and_the_next_run_goes_on(tmp_path, undisturbed, hook, nu
     )
     with pytest.raises(raised):
         run(train, tmp_path, last=sending)
-    # The validation that was cut short is missing in History.
-    assert_same_variables(run(train, tmp_path)[0], undisturbed(train)[0])
+    assert_same(run(train, tmp_path), undisturbed(train))
 
 
 @pytest.mark.slow
@@ -791,6 +792,157 @@ def test_a_thread_saves_on_request_and_the_next_run_goes_on(tmp_path, undisturbe
     assert "Training was stopped by request_stop(). Its state is in" in capfd.readouterr().err
     assert [path.name for path in tmp_path.glob("*.npz")] == ["state-000000-000000003.npz"]
     assert_same_variables(run(train, tmp_path)[0], undisturbed(train)[0])
+
+
+class StopsOnce(keras.callbacks.Callback):
+    """Asks for a stop when a hook is called for the n-th time, counted from 0."""
+
+    def __init__(self, hook, calls):
+        super().__init__()
+        self.resume = None
+        self.calls = calls
+        setattr(self, hook, self.count)
+
+    def count(self, *_, **__):
+        if self.calls == 0:
+            self.resume.request_stop()
+        self.calls -= 1
+
+
+class OwnLogs(keras.Sequential):
+    """A model whose logs are those of a step: Keras has no metrics to compute them from."""
+
+    def train_step(self, *given):
+        found = super().train_step(*given)
+        logs, *state = found if ON_JAX else (found,)
+        logs = {"of the step": logs["loss"]}
+        return (logs, *state) if state else logs
+
+
+def learned_from(train, directory, *stops):
+    """Train, stopped once by each; return the result and the state of callbacks."""
+    for stop in (*stops, None):
+        learning = [
+            keras.callbacks.EarlyStopping("val_loss", patience=9),
+            keras.callbacks.ModelCheckpoint(directory / "best.keras", save_best_only=True),
+        ]
+        resume = Resume(directory / "states", save_freq=100, callbacks=learning)
+        others = [*learning, CrashAt(None)]
+        if stop is not None:
+            stop.resume = resume
+            others.insert(0, stop)
+        held_out = data_of(global_batch_size=8, remainder="keep")
+        try:
+            result = train(resume, data_of(seed=1), held_out, others)
+        except SystemExit:
+            assert stop is not None
+    return result, [_resume._state_of(callback)[0] for callback in learning]
+
+
+def by_fit_of_own_logs(resume, data, validation, others):
+    keras.utils.set_random_seed(0)
+    model = OwnLogs([keras.Input((4,)), keras.layers.Dense(3)])
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    data, settings = resume.track(data), {"validation_data": validation, "epochs": EPOCHS}
+    history = fit(model, data, *others, resume, **settings).history
+    assert "of the step" in history
+    return model, history
+
+
+STOPS_AFTER_TRAINING = {
+    "before the first batch of a validation": [("on_test_begin", 0)],
+    "at the end of the last step": [("on_train_batch_end", 2 * STEPS - 1)],
+    "in a validation, twice": [("on_test_batch_end", 4), ("on_test_batch_end", 1)],
+}
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize("stops", [pytest.param(s, id=n) for n, s in STOPS_AFTER_TRAINING.items()])
+@pytest.mark.parametrize("train", [by_fit_of_own_logs, by_fit, *[*TRAINERS.values()][1:]])
+def test_an_epoch_stopped_after_its_last_step_ends_as_one_that_was_not(tmp_path, train, stops):
+    found = learned_from(train, tmp_path / "stopped", *(StopsOnce(*stop) for stop in stops))
+    expected = learned_from(train, tmp_path / "complete")
+    assert_same(found[0], expected[0])
+    for one, other in zip(found[1], expected[1], strict=True):
+        assert one == pytest.approx(other, rel=1e-6)
+
+
+class EndsTraining(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == STEPS - 1:
+            self.model.stop_training = True
+
+
+@pytest.mark.exhaustive
+def test_training_that_a_callback_ends_with_an_epochs_last_step_stays_ended(tmp_path):
+    def ended(directory, *others):
+        resume = Resume(directory)
+        for other in others:
+            other.resume = resume
+        model, data = build(), data_of(seed=1)
+        data, settings = resume.track(data), {"validation_data": data_of(8), "epochs": EPOCHS}
+        return model, fit(model, data, EndsTraining(), *others, resume, **settings).history
+
+    with pytest.raises(SystemExit):
+        ended(tmp_path / "stopped", StopsOnce("on_test_begin", 0))
+    resumed = ended(tmp_path / "stopped")
+    assert len(resumed[1]["val_loss"]) == 1
+    assert_same(resumed, ended(tmp_path / "complete"))
+
+
+class Noise(keras.layers.Layer):
+    """Draws from Keras' global seeds."""
+
+    def call(self, x, training=False):
+        return x + 0.3 * keras.random.normal(keras.ops.shape(x)) if training else x
+
+
+class NoisyBatches(ArrayBatches):
+    """Draws from Keras' global seeds, which no step on JAX can."""
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + 0.3 * keras.ops.convert_to_numpy(keras.random.normal(x.shape)), y
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.slow
+@pytest.mark.parametrize(("by", "replicas"), [("fit", 2), ("fit", 1), ("loop", 2), ("loop", 1)])
+def test_numbers_drawn_without_a_seed_go_on(tmp_path, by, replicas):
+    def weights(directory, crash_at=None):
+        keras.utils.set_random_seed(0)
+        with scope_of(replicas):
+            layers = [] if ON_JAX else [Noise()]
+            model = keras.Sequential([keras.Input((4,)), *layers, keras.layers.Dense(3)])
+            compiled = {
+                "optimizer": keras.optimizers.SGD(0.1),
+                "loss": keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+            }
+            resume, crash = Resume(directory, save_freq=1), CrashAt(crash_at)
+            batches = NoisyBatches if ON_JAX else ArrayBatches
+            data = batches(testing.toy_classification(12), global_batch_size=4)
+            if by == "fit":
+                replica_exact(model).compile(**compiled)
+                fit(model, resume.track(data), resume, crash, epochs=EPOCHS)
+            else:
+                loop = TrainingLoop(model, **compiled)
+                data = resume.track(data if ON_JAX else pipeline(data))
+                loop.fit(data, epochs=EPOCHS, callbacks=[resume, crash], verbose=0)
+        return model.get_weights()
+
+    with pytest.raises(CrashError):
+        weights(tmp_path / "stopped", crash_at=4)
+    assert_same_weights(weights(tmp_path / "stopped"), weights(tmp_path / "complete"))
+
+
+def scope_of(replicas):
+    if ON_JAX:
+        devices = [f"cpu:{i}" for i in range(replicas)]
+        return keras.distribution.DataParallel(devices=devices).scope()
+    from kdpkit import strategies
+
+    return strategies.select_strategy("mirrored", devices=replicas).scope()
 
 
 PROGRAM = """

@@ -241,12 +241,15 @@ def grain_loader():
     )
 
 
+ON_BOTH = [pytest.mark.jax] if ON_JAX else []  # in the slow tests of each backend
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "steps", "train"),
     [
-        (grain_filtered, 4, by_fit_on_two_replicas),
-        (grain_packed, 4, by_fit),
+        pytest.param(grain_filtered, 4, by_fit_on_two_replicas, marks=ON_BOTH),
+        pytest.param(grain_packed, 4, by_fit, marks=ON_BOTH),
         *(
             pytest.param(*values, marks=pytest.mark.exhaustive)
             for values in [

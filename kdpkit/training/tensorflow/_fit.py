@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import errors, scaling
-from kdpkit._internal import checks, error_text, processes, versions
+from kdpkit._internal import checks, error_text, held_variables, processes, versions
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
     _batch_norm,
@@ -24,7 +24,6 @@ from kdpkit.training.tensorflow import (
     _placeholders,
     _shards,
     _step_patches,
-    _variables,
     _workers,
     _xla_call,
 )
@@ -189,7 +188,7 @@ class _ExactSteps:
         model = self.model
         if type(model).call is keras.Model.call:  # only `train_step` uses its parts
             return
-        if self.own_train_step and any(_variables.variables_in_attributes(model)):
+        if self.own_train_step and any(held_variables.variables_in_attributes(model)):
             return  # its optimizer may be built with these
         try:
             if any(map(_placeholders.is_ragged, keras.tree.flatten(data_batch))):

@@ -1,12 +1,13 @@
 """The variables that a step reads and assigns: what they are called, and how they are put back."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
+from kdpkit._internal import held_variables
 from kdpkit.training.tensorflow import _global_batch
 
 _TAKEN_BACK = 5e-7  # of a variable's largest entry, which may be left of a change that was
@@ -15,7 +16,7 @@ _TAKEN_BACK = 5e-7  # of a variable's largest entry, which may be left of a chan
 def all_variables(model: keras.Model, components: Any) -> list[Any]:
     """List the variables of a model and its metrics, and others that a step's graph has, once."""
     kept = {id(v.value): v.value for v in (*model.variables, *model.metrics_variables)}
-    kept |= {id(v): v for _, v in variables_in_attributes(model)}
+    kept |= {id(v): v for _, v in held_variables.variables_in_attributes(model)}
     known = {id(part) for variable in kept.values() for part in parts(variable)}
     for component in components:
         of = getattr(component.handle, "_distributed_container", None)
@@ -32,7 +33,7 @@ def names(model: keras.Model, variables: list[Any]) -> dict[int, str]:
         id(v): v.name for v in variables if v.synchronization != tf.VariableSynchronization.ON_READ
     }
     names |= {id(v.value): v.path for v in model.variables}
-    names |= {id(v): name for name, v in variables_in_attributes(model)}
+    names |= {id(v): name for name, v in held_variables.variables_in_attributes(model)}
     return {key: name for key, name in names.items() if key not in of_metrics}
 
 
@@ -66,16 +67,6 @@ def move(variables: list[Any], steps: int) -> None:
             part.assign_add(tf.cast(steps, part.dtype))
         else:
             part.assign(0.61 * part + 0.17)
-
-
-def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    """Return the variables of TensorFlow that layers hold, and what they are called there."""
-    for layer in model._flatten_layers():
-        for name, value in vars(layer).items():
-            held = value.values() if isinstance(value, dict) else value
-            for part in held if isinstance(held, list | tuple | type({}.values())) else [value]:
-                if isinstance(part, tf.Variable):
-                    yield f"{layer.name}.{name}", part
 
 
 def handles_of_libraries(model: keras.Model) -> set[int]:

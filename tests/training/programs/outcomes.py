@@ -67,8 +67,11 @@ def _on_one_device(program, epsilon, floatx):
     return trained(program, None, epsilon)
 
 
-def trained(program, replicas, epsilon=None):
-    """Train a program; without a number of replicas as its author does, by stock Keras."""
+def trained(program, replicas, epsilon=None, *, resume=None, callbacks=()):
+    """Train a program; without a number of replicas as its author does, by stock Keras.
+
+    With a `Resume`, it trains on what this tracks, and goes on where a run before was stopped.
+    """
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     building, training = _scopes(replicas)
@@ -82,9 +85,26 @@ def trained(program, replicas, epsilon=None):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is gathered, and Keras' own
             data = {"shuffle": False, "verbose": 0, "epochs": 2} | program.data()
+            if resume:
+                data = tracked(resume, **data)
+                callbacks = [*callbacks, resume]
+            callbacks = [*data.pop("callbacks", ()), *callbacks]
             before = model.get_weights() if model.built else []
-            logs = model.fit(**data).history
+            logs = model.fit(**data, callbacks=callbacks).history
         return before, model.get_weights(), logs
+
+
+def tracked(resume, *, x, batch_size=None, **settings):
+    """Return the arguments of `fit` with what is to be trained on tracked.
+
+    A step of the program's own gets `x` alone as it is from arrays and `tf.data`, and in a tuple
+    from a `PyDataset`, which tracked arrays are.
+    """
+    parts = [settings.pop(name) for name in ("y", "sample_weight") if name in settings]
+    if batch_size and not parts:
+        x, batch_size = tf.data.Dataset.from_tensor_slices(x).batch(batch_size), None
+    data = (x, *parts) if parts else x
+    return {"x": resume.track(data, global_batch_size=batch_size, seed=None), **settings}
 
 
 def _scopes(replicas):
