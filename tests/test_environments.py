@@ -49,8 +49,7 @@ ON_JAX = {
         "tests/training/test_users_arrays.py",
     ],
     "elastic": ["tests/test_elastic.py"],
-    "tracked": ["tests/callbacks/test_tracked.py"],
-    "programs": ["tests/training/test_programs_resume.py"],
+    "resumed": ["tests/callbacks/test_tracked.py", "tests/training/test_programs_resume.py"],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_masked_lm.py",
