@@ -249,7 +249,8 @@ class Resume(keras.callbacks.Callback):
         of_all = [index[id(variable)] for variable in model.trainable_variables]
         trained = state.notes.get("trained", [of_all] * len(optimizers))  # states of kdpkit 0.1
         for optimizer, indices in zip(optimizers, trained, strict=True):
-            if indices and not optimizer.built and -1 not in indices:
+            are_here = {*indices} <= {*index.values()}  # else `assign` raises
+            if indices and are_here and not optimizer.built:
                 with scope():
                     optimizer.build([variables[i] for i in indices])
         return [bool(indices) for indices in trained]
