@@ -252,10 +252,10 @@ class Resume(keras.callbacks.Callback):
         """Build those that were in use, for the variables that they train."""
         scope = getattr(self._strategy(), "scope", contextlib.nullcontext)
         variables = self.model.variables
-        for optimizer, trained in zip(
-            _optimizers(self.model), self._trained_in(state), strict=True
-        ):
-            if trained and not optimizer.built:
+        pairs = zip(_optimizers(self.model), self._trained_in(state), strict=True)
+        for optimizer, trained in pairs:
+            are_here = {*trained} <= {*range(len(variables))}  # else `assign` raises
+            if trained and are_here and not optimizer.built:
                 with scope():
                     optimizer.build([variables[index] for index in trained])
 
