@@ -327,5 +327,7 @@ def _sign_of_loss(error: Exception) -> str:
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
         return error_text.first_line(message.partition(aborted)[2] or error)
-    is_loss = isinstance(error, RuntimeError) and any(sign in message.lower() for sign in _SIGNS)
+    # jaxlib raises what has no status as a ValueError.
+    of_jax = isinstance(error, RuntimeError) or message.startswith("UNKNOWN: Gloo ")
+    is_loss = of_jax and any(sign in message.lower() for sign in _SIGNS)
     return error_text.first_line(error) if is_loss else ""
