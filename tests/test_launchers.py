@@ -70,7 +70,7 @@ def test_a_recipe_that_would_train_copies_raises(launcher, backend, tmp_path):
     assert code == {"Open MPI": 2, "torchrun": 1}[name], shown  # torchrun prints the exit code
     assert f"{name} started this process with others" in shown
     assert "processes=2" in shown
-    assert "Traceback" not in shown
+    assert 'cnn_fit.py", line' not in shown  # no traceback, but for torchrun's own
     assert not any((tmp_path / "logs").rglob("*"))
 
 
