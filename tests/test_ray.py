@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import pathlib
+import re
 import shutil
 import signal
 import subprocess
@@ -71,7 +72,9 @@ def test_two_workers_one_of_them_killed_train_what_one_trains(program, start, ma
 
 def result(process, directory):
     """Return the last state of a program, once it has ended."""
-    assert process.wait(400) == 0, directory.with_suffix(".log").read_text()
+    code, log = process.wait(400), directory.with_suffix(".log").read_text()
+    assert code == 0, log
+    assert re.search(r"^{'accuracy': .*'loss': ", log, re.MULTILINE)
     return CheckpointDirectory(directory / "state").latest()
 
 

@@ -63,7 +63,7 @@ def train(settings):
         shuffle=False,
         verbose=0,
     )
-    ray.train.report({name: values[-1] for name, values in history.history.items()})
+    return {name: values[-1] for name, values in history.history.items()}
 
 
 def main(argv=None):
@@ -83,7 +83,7 @@ def main(argv=None):
             failure_config=ray.train.FailureConfig(max_failures=3),
         ),
     )
-    print(trainer.fit().metrics)
+    print(trainer.fit().return_value)
 
 
 if __name__ == "__main__":
