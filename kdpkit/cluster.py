@@ -44,8 +44,8 @@ class ClusterConfig:
         evaluators: `"host:port"` of each; an evaluator need not be listed.
         role: Role of this process: `"chief"`, `"worker"`, `"ps"` or `"evaluator"`.
         index: Index of this process within its role, from 0.
-        processes: Number of processes, if `workers` has only the first one's address. Keras on JAX
-            needs no other address.
+        processes: Number of processes, if `workers` has only the first one's address. JAX needs no
+            other; on TensorFlow `select_strategy("multi_worker")` exchanges them.
 
     Raises:
         ValueError: An argument is invalid; `validate` lists what is checked.
@@ -190,6 +190,7 @@ class ClusterConfig:
                 "TF_CONFIG needs the address of every process.",
                 workers=self.workers,
                 processes=self.processes,
+                remedy='`select_strategy("multi_worker")` exchanges them.',
             )
         task = {"type": self.role, "index": self.index}
         return json.dumps({"cluster": self._by_role(), "task": task})

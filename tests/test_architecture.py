@@ -20,6 +20,7 @@ TENSORFLOW = KERAS | {"tensorflow", "keras_hub"}
 # What each part may import when it is loaded: frameworks, and other parts of kdpkit. What is in
 # `_internal` is a part for each file; these may import each other, but for circles.
 INTERNAL = {
+    "address_exchange": PURE,
     "array_files": frozenset({"numpy"}),
     "checks": PURE,
     "cluster_sources": PURE,

@@ -1,5 +1,7 @@
 """Programs under `mpirun`: two processes that train as one, or a sentence; never two copies."""
 
+import importlib.util
+import os
 import shutil
 import subprocess
 import sys
@@ -7,25 +9,35 @@ import sys
 import pytest
 
 from tests.processes import SOON
-from tests.test_workers import ROOT
+from tests.test_workers import ROOT, free_ports
 
-MPIRUN = shutil.which("mpirun")
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.tensorflow,
     pytest.mark.timeout(900),
     pytest.mark.usefixtures("mark"),
-    pytest.mark.skipif(not MPIRUN, reason="Open MPI is not installed (Debian: openmpi-bin)"),
 ]
+
+
+@pytest.fixture(params=["Open MPI", "torchrun"])
+def launcher(request):
+    """Return the name of a launcher that is installed, and the words that start two processes."""
+    if request.param == "Open MPI" and not shutil.which("mpirun"):
+        pytest.skip("Open MPI is not installed (Debian: openmpi-bin)")
+    if request.param == "torchrun" and not importlib.util.find_spec("torch"):
+        pytest.skip("torchrun is not installed (pip install torch)")
+    return request.param, MPIRUN if request.param == "Open MPI" else TORCHRUN
 
 
 def run(*command, backend):
     """Run a program in two processes; return its exit code and what it prints."""
-    settings = ["--allow-run-as-root", "--oversubscribe", "-x", f"KERAS_BACKEND={backend}"]
     done = subprocess.run(
-        [MPIRUN, *settings, "-n", "2", sys.executable, *command],
+        command,
         cwd=ROOT,
+        env=os.environ | {"KERAS_BACKEND": backend},
         capture_output=True,
         text=True,
         timeout=SOON,
@@ -41,20 +53,46 @@ def run(*command, backend):
         ("cnn_jax.py", "jax", "DataParallel: 2 replicas"),
     ],
 )
-def test_two_processes_train_as_one(recipe, backend, described, tmp_path):
+def test_two_processes_train_as_one(launcher, recipe, backend, described, tmp_path):
+    _, start = launcher
     flags = ["--smoke", "--log-dir", tmp_path / "logs", "--results", tmp_path / "results.json"]
-    code, shown = run(f"recipes/{recipe}", *flags, backend=backend)
+    code, shown = run(*start, f"recipes/{recipe}", *flags, backend=backend)
     assert code == 0, shown
     assert described in shown
     assert (tmp_path / "results.json").exists()
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_a_recipe_that_would_train_copies_raises(backend, tmp_path):
+def test_a_recipe_that_would_train_copies_raises(launcher, backend, tmp_path):
+    name, start = launcher
     flags = ["--smoke", "--log-dir", tmp_path / "logs"]
-    code, shown = run("recipes/cnn_fit.py", *flags, backend=backend)
-    assert code == 2, shown
-    assert "Open MPI started this process with others" in shown
+    code, shown = run(*start, "recipes/cnn_fit.py", *flags, backend=backend)
+    assert code == {"Open MPI": 2, "torchrun": 1}[name], shown  # torchrun prints the exit code
+    assert f"{name} started this process with others" in shown
     assert "processes=2" in shown
-    assert "Traceback" not in shown
+    assert 'cnn_fit.py", line' not in shown  # no traceback, but for torchrun's own
     assert not any((tmp_path / "logs").rglob("*"))
+
+
+def test_processes_that_know_the_first_address_alone_train_as_one(tmp_path):
+    (port,) = free_ports(1)
+    known = {
+        "KERAS_BACKEND": "tensorflow",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_NUM_PROCESSES": "2",
+    }
+    command = [sys.executable, "recipes/multi_worker.py", "--smoke"]
+    running = [
+        subprocess.Popen(
+            [*command, "--results", tmp_path / "results.json"],
+            cwd=ROOT,
+            env=os.environ | known | {"JAX_PROCESS_ID": str(index)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(2)
+    ]
+    shown = [process.communicate(timeout=SOON)[0] for process in running]
+    assert [process.returncode for process in running] == [0, 0]
+    assert "CPU:0 of each of 2 workers" in shown[0]
+    assert (tmp_path / "results.json").exists()

@@ -22,6 +22,7 @@ import pytest
 import tensorflow as tf
 
 import kdpkit
+from kdpkit import errors
 from kdpkit._internal import processes as training_processes
 from tests.processes import once
 
@@ -420,6 +421,19 @@ def test_processes_join_on_jax_alone():
 def test_what_a_process_alone_cannot_reach_is_no_other_process():
     error = tf.errors.UnavailableError(None, None, "Collective ops is aborted by: a server")
     with pytest.raises(tf.errors.UnavailableError), training_processes.naming_losses():
+        raise error
+
+
+def test_a_loss_that_jax_raises_as_a_value_error_is_named(monkeypatch):
+    monkeypatch.setattr(training_processes, "_exit_codes", [])  # this process ends as usual
+    error = ValueError(
+        "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error "
+        "[10.77.0.2]:31923: Connection reset by peer"
+    )
+    with (
+        pytest.raises(errors.ProcessLostError, match="Connection reset by peer"),
+        training_processes.naming_losses(),
+    ):
         raise error
 
 

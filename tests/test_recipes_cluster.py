@@ -1,4 +1,4 @@
-"""The files for clusters, run without one: SLURM's commands are stood in for by shell scripts."""
+"""The files for clusters, run without one: shell scripts stand in for `srun` and `mpirun`."""
 
 import json
 import os
@@ -17,8 +17,8 @@ ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 CLUSTER = ROOT / "recipes" / "cluster"
 
 # Two tasks on this machine, with the variables that SLURM sets; the highest exit code is srun's.
-SRUN = """#!/bin/bash
-while [[ $1 == --* ]]; do shift; done
+START = """#!/bin/bash
+until [[ $1 == python ]]; do shift; done
 for task in 0 1; do
   SLURM_PROCID=$task SLURM_LOCALID=$task SLURM_NODEID=0 SLURM_STEP_NODELIST=localhost \
   SLURM_STEP_NUM_TASKS=2 SLURM_STEP_TASKS_PER_NODE=2 "$@" & started[$task]=$!
@@ -35,11 +35,11 @@ echo "scontrol $*"
 """
 
 
-def sbatch(directory, *command, timeout=300):
+def sbatch(directory, *command, script="slurm.sh", timeout=300):
     """Run the batch script as SLURM would, in a directory."""
     commands = directory / "bin"
     commands.mkdir()
-    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+    for name, text in (("srun", START), ("mpirun", START), ("scontrol", SCONTROL)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
     environment = os.environ | {
@@ -48,7 +48,7 @@ def sbatch(directory, *command, timeout=300):
         "STATE_DIRECTORY": str(directory / "state"),
     }
     return subprocess.run(
-        ["bash", CLUSTER / "slurm.sh", *map(str, command)],
+        ["bash", CLUSTER / script, *map(str, command)],
         cwd=ROOT,
         env=environment,
         capture_output=True,
@@ -81,6 +81,24 @@ def leaving(*codes):
 )
 def test_the_slurm_script_tries_again_and_goes_back_into_the_queue(tmp_path, codes, code, printed):
     ended = sbatch(tmp_path, "python", "-c", leaving(*codes))
+    assert ended.returncode == code, ended.stderr
+    assert printed in ended.stdout + ended.stderr
+    for task in (0, 1):
+        assert len((tmp_path / f"state-{task}").read_text()) == min(len(codes), 3)
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "printed"),
+    [
+        ([0], 0, ""),
+        ([2], 2, ""),
+        ([137, 43, 0], 0, "Attempt 2 of 3 ended with exit code 43."),
+        ([1, 1, 7, 0], 7, "Attempt 3 of 3 ended with exit code 7."),
+    ],
+)
+def test_the_script_for_mpi_tries_again_what_may_work_again(tmp_path, codes, code, printed):
+    hosts = ["-n", "2", "--host", "gpu1,gpu2"]
+    ended = sbatch(tmp_path, *hosts, "python", "-c", leaving(*codes), script="mpi.sh")
     assert ended.returncode == code, ended.stderr
     assert printed in ended.stdout + ended.stderr
     for task in (0, 1):
@@ -134,12 +152,45 @@ def environment_of(container, index):
     return found
 
 
+def train_job():
+    runtime, job = yaml.safe_load_all((CLUSTER / "trainjob.yaml").read_text())
+    (group,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    return runtime, group, job
+
+
+def test_the_runtime_of_the_train_job_starts_its_pods_as_the_job_does():
+    runtime, group, job = train_job()
+    reference = job["spec"]["runtimeRef"]
+    assert (reference["kind"], reference["name"]) == (runtime["kind"], runtime["metadata"]["name"])
+    assert runtime["spec"]["mlPolicy"]["jax"] == {}
+    # Kubeflow finds the container that it gives the variables by these.
+    assert group["template"]["metadata"]["labels"] == {
+        "trainer.kubeflow.org/trainjob-ancestor-step": "trainer"
+    }
+    (node,) = group["template"]["spec"]["template"]["spec"]["containers"]
+    assert group["name"] == node["name"] == "node"
+    _, other = manifests()
+    rules = [each["spec"]["podFailurePolicy"]["rules"] for each in (group["template"], other)]
+    assert [rule.get("onExitCodes", {}).pop("containerName", None) for rule in rules[0]] == [
+        "node",
+        None,
+    ]
+    rules[1][0]["onExitCodes"].pop("containerName")
+    assert rules[0] == rules[1]
+
+
 @pytest.mark.tensorflow
-def test_the_manifest_runs_a_recipe_with_flags_that_it_has(tmp_path):
+@pytest.mark.parametrize(
+    "words",
+    [
+        manifests()[1]["spec"]["template"]["spec"]["containers"][0]["command"],
+        train_job()[2]["spec"]["trainer"]["command"],
+    ],
+)
+def test_the_manifests_run_a_recipe_with_flags_that_it_has(words, tmp_path):
     from recipes import multi_worker
 
-    _, job = manifests()
-    python, recipe, *flags = job["spec"]["template"]["spec"]["containers"][0]["command"]
+    python, recipe, *flags = words
     assert (python, recipe) == ("python", "recipes/multi_worker.py")
     multi_worker.parse([flag.replace("/state", str(tmp_path)) for flag in flags])
 

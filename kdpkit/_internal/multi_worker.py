@@ -5,6 +5,7 @@ that is taken no more than that no server could be started.
 """
 
 import contextlib
+import dataclasses
 import inspect
 import os
 import signal
@@ -17,7 +18,7 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import Collecti
 from tensorflow.python.eager import context
 
 from kdpkit import errors
-from kdpkit._internal import checks, listening, processes, reachability
+from kdpkit._internal import address_exchange, checks, listening, processes, reachability
 from kdpkit.cluster import ClusterConfig
 
 _MORE_SECONDS = 15  # for TensorFlow to end a start that takes too long itself, which it may not
@@ -59,9 +60,19 @@ def start(
             process=cluster.process_index,
             remedy="Call `select_strategy` first, before any tensor, variable or device list.",
         )
+    cluster = _with_all_addresses(cluster, start_timeout_seconds)
     strategy = _joined(cluster, communication, start_timeout_seconds)
     _started[cluster, communication] = strategy
     return strategy
+
+
+def _with_all_addresses(cluster: ClusterConfig, seconds: int) -> ClusterConfig:
+    if cluster.processes is None:
+        return cluster
+    addresses = address_exchange.exchanged(
+        cluster.coordinator, index=cluster.index, count=cluster.processes, seconds=seconds
+    )
+    return dataclasses.replace(cluster, workers=addresses, processes=None)
 
 
 def _joined(cluster: ClusterConfig, communication: str, seconds: int) -> tf.distribute.Strategy:

@@ -375,9 +375,9 @@ def _sign_of_loss(error: Exception) -> str:
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
         return error_text.first_line(message.partition(aborted)[2] or error)
-    # From compiled programs JAX raises the first, or the second: "UNKNOWN: Gloo all-reduce failed".
-    may_be = isinstance(error, RuntimeError) or (type(error) is ValueError and "Gloo" in message)
-    is_loss = may_be and any(sign in message.lower() for sign in _SIGNS)
+    # Compiled programs raise the first, or, without a status, the second: "UNKNOWN: Gloo ...".
+    of_jax = isinstance(error, RuntimeError) or message.startswith("UNKNOWN: Gloo ")
+    is_loss = of_jax and any(sign in message.lower() for sign in _SIGNS)
     return error_text.first_line(error) if is_loss and _has_joined() else ""
 
 
