@@ -375,10 +375,10 @@ def _sign_of_loss(error: Exception) -> str:
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
         return error_text.first_line(message.partition(aborted)[2] or error)
-    # Compiled programs raise the first, or, without a status, the second: "UNKNOWN: Gloo ...".
-    of_jax = isinstance(error, RuntimeError) or message.startswith("UNKNOWN: Gloo ")
+    is_of_gloo = message.startswith("UNKNOWN: Gloo ")  # without a status, JAX raises a ValueError
+    of_jax = is_of_gloo or (isinstance(error, RuntimeError) and _has_joined())
     is_loss = of_jax and any(sign in message.lower() for sign in _SIGNS)
-    return error_text.first_line(error) if is_loss and _has_joined() else ""
+    return error_text.first_line(error) if is_loss else ""
 
 
 def _has_joined() -> bool:
