@@ -87,6 +87,8 @@ def parse(argv):
         default=1,
         help="steps per compiled call, such as 16 if a step takes milliseconds (default: 1)",
     )
+    add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches of a batch")
+    add("--remat", action="store_true", help="keep only the inputs of layers for the backward pass")
     return parser.parse_args(argv)
 
 
@@ -250,6 +252,8 @@ def main(argv=None):
         weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")],
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
+        accumulation=args.accumulation,
+        remat=args.remat,
         jit=JIT[args.jit],
     )
     watching = callbacks.training_callbacks(
