@@ -60,8 +60,10 @@ def run(directory, backend, replicas, *flags, steps=8):
 @pytest.mark.parametrize(
     ("backend", "flags"),
     [
-        ("tensorflow", ["--remat", "--accumulation", "2"]),
         ("jax", ["--remat", "--shard", "weights"]),
+        pytest.param(
+            "tensorflow", ["--remat", "--accumulation", "2"], marks=pytest.mark.exhaustive
+        ),
     ],
 )
 def test_two_replicas_have_the_losses_of_one_device_which_keeps_all(backend, flags, tmp_path):

@@ -48,7 +48,7 @@ def unavailable():
     return "" if possible else "only root may create network namespaces"
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # in minutes, and on a busy machine the task is killed too late
 @pytest.mark.tensorflow
 @pytest.mark.timeout(900)
 @pytest.mark.usefixtures("mark")
@@ -57,7 +57,7 @@ def unavailable():
     ("recipe", "backend"),
     [
         ("cnn_jax.py", "jax"),
-        pytest.param("multi_worker.py", "tensorflow", marks=pytest.mark.exhaustive),
+        ("multi_worker.py", "tensorflow"),
     ],
 )
 def test_a_requeued_job_that_loses_a_task_trains_what_an_undisturbed_one_does(

@@ -140,15 +140,13 @@ PIPELINES = [shuffled, of_the_global_seed, repeated, pairs, in_batches]
     ("make", "train"),
     [
         (shuffled, by_fit),
-        *(
-            pytest.param(make, train, marks=pytest.mark.slow)
-            for make, train in ((from_python, by_fit_on_two_replicas), (pairs, by_loop))
-        ),
+        pytest.param(pairs, by_loop, marks=pytest.mark.slow),
         *(
             pytest.param(make, train, marks=pytest.mark.exhaustive)
             for make, train in (
                 *((make, by_fit) for make in (*PIPELINES[1:], from_python)),
                 *((shuffled, train) for train in (by_loop, by_fit_on_two_replicas)),
+                (from_python, by_fit_on_two_replicas),
             )
         ),
     ],

@@ -165,7 +165,9 @@ def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas)
         ("bert", 2, {"accumulation": 2, "steps_per_loop": 2}),
         pytest.param("residual", 1, {"accumulation": 2}, marks=pytest.mark.exhaustive),
         ("residual", 3, {"steps_per_loop": 2}),
-        pytest.param("gpt2", 2, {"jit": True, "steps_per_loop": 3}, id="xla"),
+        pytest.param(
+            "gpt2", 2, {"jit": True, "steps_per_loop": 3}, id="xla", marks=pytest.mark.exhaustive
+        ),
         *(
             pytest.param(*values, marks=pytest.mark.exhaustive)
             for values in [
