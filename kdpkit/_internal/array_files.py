@@ -66,7 +66,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             raise
         except MemoryError as error:
             np.empty(status.st_size, np.uint8)  # raises too if there is none for what it has
-            raise DamagedError("it claims to have more than it is long") from error
+            raise DamagedError("its parts are compressed, or longer than the file") from error
         except Exception as error:  # damaged bytes raise many kinds
             raise DamagedError(str(error)) from error
     return header, arrays
@@ -77,6 +77,6 @@ def _check(archive: zipfile.ZipFile, size: int) -> None:
     parts = archive.infolist()
     is_packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts)
     if is_packed or sum(part.file_size for part in parts) > size:
-        raise DamagedError("it claims to have more than it is long")
+        raise DamagedError("its parts are compressed, or longer than the file")
     if damaged := archive.testzip():
         raise DamagedError(f"the checksum of {damaged} is wrong")
