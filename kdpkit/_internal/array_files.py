@@ -66,7 +66,7 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
             raise
         except MemoryError as error:
             np.empty(status.st_size, np.uint8)  # raises too if there is none for what it has
-            raise DamagedError("its parts are compressed, or longer than the file") from error
+            raise DamagedError("it claims to have more than it is long") from error
         except Exception as error:  # damaged bytes raise many kinds
             raise DamagedError(str(error)) from error
     return header, arrays

@@ -1,6 +1,6 @@
 """Variables of TensorFlow that layers hold as attributes, which Keras does not list."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, ValuesView
 from typing import Any
 
 import keras
@@ -12,7 +12,7 @@ def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
             held = value.values() if isinstance(value, dict) else value
-            for part in held if isinstance(held, list | tuple | type({}.values())) else [value]:
+            for part in held if isinstance(held, list | tuple | ValuesView) else [value]:
                 if isinstance(part, tf.Variable):
                     yield f"{layer.name}.{name}", part
 
