@@ -18,18 +18,18 @@ import numpy as np
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import atomic_files, background, checks, processes, versions
-from kdpkit.callbacks import _last_step, _signals, _stopping, _tracked
+from kdpkit.callbacks import (
+    _callback_state,
+    _last_step,
+    _model_state,
+    _signals,
+    _stopping,
+    _tracked,
+)
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
 EXIT_CODE = 42  # after SIGTERM, as in TensorFlow's PreemptionCheckpointHandler
-
-# The state of Keras' callbacks, for which Keras has no interface.
-_LEARNED = {
-    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
-    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
-    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
-}
 
 
 class Resume(keras.callbacks.Callback):
@@ -106,7 +106,7 @@ class Resume(keras.callbacks.Callback):
         self._catching = contextlib.ExitStack()
         self._lock = self._checkpoints.directory / ".lock"
         for callback in self.callbacks:
-            _state_of(callback)  # raises for an unknown kind
+            _callback_state.state_of(callback)  # raises for an unknown kind
 
     def track(
         self, dataset: Any, *, global_batch_size: int | None = None, seed: int | None = 0
@@ -172,6 +172,7 @@ class Resume(keras.callbacks.Callback):
         if self._dataset is None:
             checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
         self._check_steps(self._dataset)
+        self._of_model = _model_state.ModelState(self.model, self.params.get("metrics", ()))
         if processes.index() == 0:
             self._make_directory()
         self._restored = state = self._checkpoints.latest()
@@ -179,7 +180,7 @@ class Resume(keras.callbacks.Callback):
             "The newest state, by epoch and step,",
             (state.epoch, state.step) if state else (-1, -1),
             remedy="Use a directory that all of them see.",
-            strategy=self._strategy(),
+            strategy=_model_state.strategy_of(self.model),
         )
         if state:
             self._restore(state)
@@ -226,12 +227,9 @@ class Resume(keras.callbacks.Callback):
     def _restore(self, state: checkpoints.TrainingState) -> None:
         model = self.model
         self._check_setup(state)
-        if self._lacks_variables(state) and not self._is_of_a_loop():  # which has made them
-            self._build()
-        if _has_seeds(state):
-            versions.make_global_seeds(self._strategy())
-        self._build_optimizers(state)
-        checkpoints.assign(self._variables_in(state), state.arrays)
+        if not self._is_of_a_loop() and self._of_model.lacks_variables(state):
+            self._build()  # as a loop has done
+        self._of_model.restore(state)
         self._set_callbacks(state)
         epochs = self.params["epochs"]
         is_over = state.notes["stopped"] and state.step == 0
@@ -247,17 +245,6 @@ class Resume(keras.callbacks.Callback):
         if step and step == self._length():  # see `_return_last_step`
             epoch, step = (epoch + 1, 0) if self._is_of_a_loop() else (epoch, step - 1)
         self._data.go_to(*self._position(epoch, step), state.notes.get("place"))
-
-    def _build_optimizers(self, state: checkpoints.TrainingState) -> None:
-        """Build those that were in use, for the variables that they train."""
-        scope = getattr(self._strategy(), "scope", contextlib.nullcontext)
-        variables = self.model.variables
-        pairs = zip(_optimizers(self.model), self._trained_in(state), strict=True)
-        for optimizer, trained in pairs:
-            are_here = {*trained} <= {*range(len(variables))}  # else `assign` raises
-            if trained and are_here and not optimizer.built:
-                with scope():
-                    optimizer.build([variables[index] for index in trained])
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
         """Raise if training would not continue the same run."""
@@ -276,7 +263,7 @@ class Resume(keras.callbacks.Callback):
     def _setup(self, model: keras.Model) -> dict[str, Any]:
         """Return what must stay the same to continue a run."""
         return {
-            "optimizers": [type(optimizer).__name__ for optimizer in _optimizers(model)],
+            "optimizers": [type(of_model).__name__ for of_model in _model_state.optimizers(model)],
             "callbacks": [type(callback).__name__ for callback in self.callbacks],
             "batches_in_an_epoch": self._length(),
             "global_batch_size": self._data.global_batch_size,
@@ -290,10 +277,8 @@ class Resume(keras.callbacks.Callback):
         if state := self._restore_history():
             self._first = self._saved = state.step
             if state.step:
-                metrics = {"metrics": self._metric_variables()}
-                # Everything: other callbacks, such as a rate schedule, have already begun this
-                # epoch.
-                checkpoints.assign(self._variables_in(state) | metrics, state.arrays)
+                # Other callbacks, such as a rate schedule, have already begun this epoch.
+                self._of_model.restore_with_metrics(state)
                 # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
                 self._catching.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -347,7 +332,7 @@ class Resume(keras.callbacks.Callback):
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Keep the metrics of training, which Keras resets after this."""
         if processes.count() == 1:
-            self._last_step.metrics = self._metrics()
+            self._last_step.metrics = self._of_model.metric_values()
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stop validation before this batch if the program is to stop.
@@ -421,7 +406,7 @@ class Resume(keras.callbacks.Callback):
             weights = [
                 a for name, a in state.arrays.items() if name.startswith(f"callback.{index}.")
             ]
-            _set_state(self.callbacks[index], values, weights)
+            _callback_state.set_state(self.callbacks[index], values, weights)
 
     def _save(
         self,
@@ -441,12 +426,12 @@ class Resume(keras.callbacks.Callback):
         self._saved = step
         background.wait(self._checkpoints.directory)  # so that memory has one state at a time
         # In all processes, since some values are sums over processes.
-        arrays = checkpoints.values_of(self._variables())
+        arrays = self._of_model.values()
         if step:
-            arrays |= self._metrics() if metrics is None else metrics
+            arrays |= self._of_model.metric_values() if metrics is None else metrics
         if processes.index() > 0:
             return
-        states = [_state_of(callback) for callback in self.callbacks]
+        states = [_callback_state.state_of(callback) for callback in self.callbacks]
         for index, (_, weights) in enumerate(states):
             arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
         history, epochs = self._history(epoch, logs)
@@ -457,9 +442,9 @@ class Resume(keras.callbacks.Callback):
             "history": history,
             "epochs": epochs,
             "callbacks": [values for values, _ in states],
-            "logs": _plain_all(self._last_step.logs()) if is_trained else None,
+            "logs": _callback_state.plain_all(self._last_step.logs()) if is_trained else None,
             "place": None if is_trained else self._data.place(*self._position(epoch, step)),
-            "trained": self._trained(),
+            "trained": self._of_model.trained(),
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
         background.start(self._checkpoints.directory, functools.partial(self._write, state))
@@ -469,12 +454,13 @@ class Resume(keras.callbacks.Callback):
     ) -> tuple[dict[str, list[Any]], list[int]]:
         """Return History's values and epochs, with those of an epoch that just ended."""
         given = self.model.history
-        history = {name: [*map(_plain, values)] for name, values in given.history.items()}
+        plain = _callback_state.plain_all
+        history = {name: plain(values) for name, values in given.history.items()}
         epochs = [*map(int, given.epoch)]
         if logs is not None and epoch - 1 not in epochs:  # Keras calls History after this callback
             epochs.append(epoch - 1)
             for name, value in logs.items():
-                history.setdefault(name, []).append(_plain(value))
+                history.setdefault(name, []).append(plain(value))
         return history, epochs
 
     def _write(self, state: checkpoints.TrainingState) -> str | None:
@@ -500,58 +486,6 @@ class Resume(keras.callbacks.Callback):
             )
         return None
 
-    def _trained(self) -> list[list[int]]:
-        """Return which of the model's variables each optimizer trains; none until it is used.
-
-        Of those that are not the model's it is -1: only the program can build such an optimizer.
-        """
-        index = {id(variable): i for i, variable in enumerate(self.model.variables)}
-        return [
-            [index.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
-            for optimizer in _optimizers(self.model)
-        ]
-
-    def _trained_in(self, state: checkpoints.TrainingState) -> list[list[int]]:
-        """Return what `_trained` returned when a state was saved."""
-        if "trained" in state.notes:
-            return state.notes["trained"]
-        index = {id(variable): i for i, variable in enumerate(self.model.variables)}
-        of_all = [index[id(variable)] for variable in self.model.trainable_variables]
-        return [of_all] * len(_optimizers(self.model))  # states of kdpkit 0.1
-
-    def _variables(self, used: Iterable[object] | None = None) -> dict[str, list[Any]]:
-        """Return what is saved and restored: of optimizers, the variables of those in use."""
-        optimizers = _optimizers(self.model)
-        used = [optimizer.built for optimizer in optimizers] if used is None else used
-        pairs = zip(optimizers, used, strict=True)
-        return {
-            "model": self.model.variables,
-            "optimizer": [variable for o, is_used in pairs if is_used for variable in o.variables],
-            "attributes": self._variables_in_attributes(),
-            "seeds": versions.global_seeds(),
-        }
-
-    def _variables_in_attributes(self) -> list[Any]:
-        if keras.backend.backend() != "tensorflow":
-            return []
-        from kdpkit._internal import held_variables
-
-        return held_variables.of_model(self.model)
-
-    def _variables_in(self, state: checkpoints.TrainingState) -> dict[str, list[Any]]:
-        """Return the variables whose values a state has: seeds only if anything had drawn."""
-        variables = self._variables(self._trained_in(state))
-        return variables if _has_seeds(state) else variables | {"seeds": []}
-
-    def _lacks_variables(self, state: checkpoints.TrainingState) -> bool:
-        """Return whether variables are missing that Keras makes in the first step."""
-        present = self._variables() | {"metrics": self._metric_variables()}
-        pairs = zip(_optimizers(self.model), self._trained_in(state), strict=True)
-        return any(-1 in trained and not optimizer.built for optimizer, trained in pairs) or any(
-            sum(name.startswith(f"{group}.") for name in state.arrays) > len(present[group])
-            for group in ("model", "attributes", "metrics")
-        )
-
     def _build(self) -> None:
         """Make all variables, by a step of training whose results the state then replaces."""
         history = self.model.history
@@ -560,24 +494,14 @@ class Resume(keras.callbacks.Callback):
             self.model.fit(self._data.first_batch(), shuffle=False, verbose=0)
         self.model.history = history
 
-    def _metric_variables(self) -> list[Any]:
-        own = [v for metric in self.params.get("metrics", ()) for v in metric.variables]
-        return [*self.model.metrics_variables, *own]
-
-    def _metrics(self) -> dict[str, np.ndarray]:
-        return checkpoints.values_of({"metrics": self._metric_variables()})
-
     def _is_to_stop(self, *, asks_now: bool = False) -> bool:
-        return self._stop.is_due(self._strategy(), asks_now=asks_now)
-
-    def _strategy(self) -> Any:
-        return getattr(self.model, "distribute_strategy", None)
+        return self._stop.is_due(_model_state.strategy_of(self.model), asks_now=asks_now)
 
     def _wait(self) -> None:
         """Wait until the last state is on disk, in all processes: only the first writes it."""
         background.wait(self._checkpoints.directory)
         if processes.count() > 1:
-            processes.gathered([0], self._strategy())
+            processes.gathered([0], _model_state.strategy_of(self.model))
 
     def _leave(self) -> None:
         self._wait()  # a launcher may stop all processes when one exits
@@ -602,52 +526,3 @@ def _save_freq(value: str | int) -> int:
         return checks.integer("save_freq", value)
     except ValueError as error:
         raise errors.InputError(f'{error} Or pass "epoch".') from None
-
-
-def _has_seeds(state: checkpoints.TrainingState) -> bool:
-    return "seeds.0" in state.arrays
-
-
-def _optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return a model's optimizers, each once."""
-    owned = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
-    return [*{id(optimizer): optimizer for optimizer in owned}.values()]
-
-
-def _state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[np.ndarray]]:
-    """Return a callback's state: plain values, and weights."""
-    if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
-        return _plain_all(callback.get_state()), []
-    for kind, names in _LEARNED.items():
-        if isinstance(callback, kind):
-            values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
-            weights = values.pop("best_weights", None)
-            return {name: _plain(value) for name, value in values.items()}, weights or []
-    return checks.fail(
-        "`Resume` does not know the state of this callback.",
-        callback=type(callback).__name__,
-        remedy="Add `get_state()` and `set_state(values)`, or leave it out.",
-    )
-
-
-def _set_state(
-    callback: keras.callbacks.Callback, values: dict[str, Any], weights: list[np.ndarray]
-) -> None:
-    if hasattr(callback, "set_state"):
-        callback.set_state(values)
-        return
-    for name, value in values.items():
-        setattr(callback, name, value)
-    if weights:
-        callback.best_weights = weights
-
-
-def _plain_all(values: Any) -> Any:
-    return keras.tree.map_structure(_plain, values)
-
-
-def _plain(value: Any) -> Any:
-    """Convert numbers and arrays of NumPy and the backend to Python values."""
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return keras.ops.convert_to_numpy(value).tolist()

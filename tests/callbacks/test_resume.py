@@ -21,7 +21,7 @@ import kdpkit
 from kdpkit import checkpoints, testing
 from kdpkit._internal import atomic_files, background
 from kdpkit.batches import ArrayBatches
-from kdpkit.callbacks import Resume, _resume
+from kdpkit.callbacks import Resume, _callback_state
 from kdpkit.training import TrainingLoop, replica_exact
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -519,7 +519,7 @@ def test_what_is_written_is_the_state_when_it_was_saved(tmp_path, undisturbed):
 LARGE = """
 import sys
 import keras
-from kdpkit.callbacks import Resume, _resume
+from kdpkit.callbacks import Resume
 from tests.callbacks import test_resume
 
 def fit(directory):
@@ -836,7 +836,7 @@ def learned_from(train, directory, *stops):
             result = train(resume, data_of(seed=1), held_out, others)
         except SystemExit:
             assert stop is not None
-    return result, [_resume._state_of(callback)[0] for callback in learning]
+    return result, [_callback_state.state_of(callback)[0] for callback in learning]
 
 
 def by_fit_of_own_logs(resume, data, validation, others):

@@ -1,0 +1,60 @@
+"""What a training state has of a callback: plain values, and weights."""
+
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdpkit._internal import checks
+
+# The state of Keras' callbacks, for which Keras has no interface.
+_LEARNED = {
+    keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
+    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
+}
+
+
+def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[np.ndarray]]:
+    """Return a callback's state.
+
+    Raises:
+        ValueError: Its kind is unknown, and it has no `get_state` and `set_state`.
+    """
+    if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
+        return plain_all(callback.get_state()), []
+    for kind, names in _LEARNED.items():
+        if isinstance(callback, kind):
+            values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
+            weights = values.pop("best_weights", None)
+            return {name: plain(value) for name, value in values.items()}, weights or []
+    return checks.fail(
+        "`Resume` does not know the state of this callback.",
+        callback=type(callback).__name__,
+        remedy="Add `get_state()` and `set_state(values)`, or leave it out.",
+    )
+
+
+def set_state(
+    callback: keras.callbacks.Callback, values: dict[str, Any], weights: list[np.ndarray]
+) -> None:
+    """Set what `state_of` returned."""
+    if hasattr(callback, "set_state"):
+        callback.set_state(values)
+        return
+    for name, value in values.items():
+        setattr(callback, name, value)
+    if weights:
+        callback.best_weights = weights
+
+
+def plain_all(values: Any) -> Any:
+    """Convert what is in a structure by `plain`."""
+    return keras.tree.map_structure(plain, values)
+
+
+def plain(value: Any) -> Any:
+    """Convert numbers and arrays of NumPy and the backend to Python values."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    return keras.ops.convert_to_numpy(value).tolist()

@@ -1,0 +1,130 @@
+"""What a training state has of a model: variables of layers, optimizers, metrics and seeds."""
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdpkit import checkpoints
+from kdpkit._internal import versions
+
+
+class ModelState:
+    """Reads the values of a model's variables, and assigns those of a state.
+
+    Args:
+        model: The model.
+        metrics: Metrics besides those of the model.
+    """
+
+    def __init__(self, model: keras.Model, metrics: Sequence[Any] = ()) -> None:
+        self._model = model
+        self._metrics = metrics
+
+    def values(self) -> dict[str, np.ndarray]:
+        """Return the values of all variables but those of metrics."""
+        return checkpoints.values_of(self._variables())
+
+    def metric_values(self) -> dict[str, np.ndarray]:
+        """Return the values of the metrics' variables."""
+        return checkpoints.values_of({"metrics": self._metric_variables()})
+
+    def trained(self) -> list[list[int]]:
+        """Return which of the model's variables each optimizer trains; none until it is used.
+
+        Of those that are not the model's it is -1: only the program can build such an optimizer.
+        """
+        index = {id(variable): i for i, variable in enumerate(self._model.variables)}
+        return [
+            [index.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
+            for optimizer in optimizers(self._model)
+        ]
+
+    def lacks_variables(self, state: checkpoints.TrainingState) -> bool:
+        """Return whether variables of a state are missing that Keras makes in the first step."""
+        present = self._variables() | {"metrics": self._metric_variables()}
+        pairs = zip(optimizers(self._model), self._trained_in(state), strict=True)
+        return any(-1 in trained and not optimizer.built for optimizer, trained in pairs) or any(
+            sum(name.startswith(f"{group}.") for name in state.arrays) > len(present[group])
+            for group in ("model", "attributes", "metrics")
+        )
+
+    def restore(self, state: checkpoints.TrainingState) -> None:
+        """Assign the values of a state but those of metrics, to optimizers built for it.
+
+        Raises:
+            ValueError: It is of another model.
+        """
+        if _has_seeds(state):
+            versions.make_global_seeds(strategy_of(self._model))
+        self._build_optimizers(state)
+        checkpoints.assign(self._variables_in(state), state.arrays)
+
+    def restore_with_metrics(self, state: checkpoints.TrainingState) -> None:
+        """Assign all values of a state that was saved inside an epoch."""
+        variables = self._variables_in(state) | {"metrics": self._metric_variables()}
+        checkpoints.assign(variables, state.arrays)
+
+    def _build_optimizers(self, state: checkpoints.TrainingState) -> None:
+        """Build those that were in use, for the variables that they train."""
+        scope = getattr(strategy_of(self._model), "scope", contextlib.nullcontext)
+        variables = self._model.variables
+        pairs = zip(optimizers(self._model), self._trained_in(state), strict=True)
+        for optimizer, trained in pairs:
+            are_here = {*trained} <= {*range(len(variables))}  # else `assign` raises
+            if trained and are_here and not optimizer.built:
+                with scope():
+                    optimizer.build([variables[index] for index in trained])
+
+    def _trained_in(self, state: checkpoints.TrainingState) -> list[list[int]]:
+        """Return what `trained` returned when a state was saved."""
+        if "trained" in state.notes:
+            return state.notes["trained"]
+        index = {id(variable): i for i, variable in enumerate(self._model.variables)}
+        of_all = [index[id(variable)] for variable in self._model.trainable_variables]
+        return [of_all] * len(optimizers(self._model))  # states of kdpkit 0.1
+
+    def _variables(self, used: Iterable[object] | None = None) -> dict[str, list[Any]]:
+        """Return what is saved and restored: of optimizers, the variables of those in use."""
+        present = optimizers(self._model)
+        used = [optimizer.built for optimizer in present] if used is None else used
+        pairs = zip(present, used, strict=True)
+        return {
+            "model": self._model.variables,
+            "optimizer": [variable for o, is_used in pairs if is_used for variable in o.variables],
+            "attributes": self._variables_in_attributes(),
+            "seeds": versions.global_seeds(),
+        }
+
+    def _variables_in(self, state: checkpoints.TrainingState) -> dict[str, list[Any]]:
+        """Return the variables whose values a state has: seeds only if anything had drawn."""
+        variables = self._variables(self._trained_in(state))
+        return variables if _has_seeds(state) else variables | {"seeds": []}
+
+    def _variables_in_attributes(self) -> list[Any]:
+        if keras.backend.backend() != "tensorflow":
+            return []
+        from kdpkit._internal import held_variables
+
+        return held_variables.of_model(self._model)
+
+    def _metric_variables(self) -> list[Any]:
+        own = [variable for metric in self._metrics for variable in metric.variables]
+        return [*self._model.metrics_variables, *own]
+
+
+def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
+    """Return a model's optimizers, each once."""
+    owned = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
+    return [*{id(optimizer): optimizer for optimizer in owned}.values()]
+
+
+def strategy_of(model: keras.Model) -> Any:
+    """Return the TensorFlow strategy that a model was built under, None if there is none."""
+    return getattr(model, "distribute_strategy", None)
+
+
+def _has_seeds(state: checkpoints.TrainingState) -> bool:
+    return "seeds.0" in state.arrays
