@@ -224,7 +224,10 @@ def main(argv=None):
         model = build_model(args, tokenizer)
     sequences = load_sequences(args, splits, tokenizer)
     mask = pipelines.mask_tokens(tokenizer)
-    batches = {"global_batch_size": plan.global_batch_size, "replicas": plan.replicas}
+    batches = {
+        "global_batch_size": plan.global_batch_size,
+        "replicas": strategy.num_replicas_in_sync,
+    }
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices(sequences["train"]),
         pipelines.PipelineConfig(cache=None, seed=args.seed),

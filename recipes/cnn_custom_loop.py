@@ -147,7 +147,10 @@ def main(argv=None):
     splits = corpora.load_images(args.data)
     images, labels = splits.train
     print(splits.note or f"{len(images):,} images to train on")
-    batches = {"global_batch_size": plan.global_batch_size, "replicas": plan.replicas}
+    batches = {
+        "global_batch_size": plan.global_batch_size,
+        "replicas": strategy.num_replicas_in_sync,
+    }
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices((images, labels)),
         pipelines.PipelineConfig(seed=args.seed, remainder=args.remainder),

@@ -108,7 +108,8 @@ def main(argv=None):
         "process_count": jax.process_count(),
         "process_index": jax.process_index(),
     }
-    alone = jax.process_count() == 1  # several processes need shards of one size
+    # Several processes need shards of one size; they may also go on as one.
+    alone = jax.process_count() == 1 and args.global_batch_size is None
     train = batches.ArrayBatches(
         (images, labels),
         seed=args.seed,
@@ -133,7 +134,7 @@ def main(argv=None):
     watching = callbacks.training_callbacks(
         args.log_dir if is_first else None,
         global_batch_size=plan.global_batch_size,
-        replicas=plan.replicas,
+        replicas=strategy.num_replicas_in_sync,
         hyperparameters={"plan": plan, "epochs": args.epochs},
     )
     train, watching = experiment.resuming(args.resume, train, watching)

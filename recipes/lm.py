@@ -175,7 +175,10 @@ def main(argv=None):
     print(splits.note or f"{len(splits.train):,} lines to train on")
     tokenizer = load_tokenizer(args, splits.train)
     sequences = load_sequences(args, splits, tokenizer)
-    batches = {"global_batch_size": plan.global_batch_size, "replicas": plan.replicas}
+    batches = {
+        "global_batch_size": plan.global_batch_size,
+        "replicas": strategy.num_replicas_in_sync,
+    }
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices(sequences["train"]),
         pipelines.PipelineConfig(cache=None, seed=args.seed),

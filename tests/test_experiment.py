@@ -77,6 +77,7 @@ def test_without_flags_the_recipes_defaults_hold(monkeypatch):
         "epochs": 5,
         "steps_per_epoch": None,
         "per_replica_batch_size": 32,
+        "global_batch_size": None,
         "base_learning_rate": 1e-4,
         "rule": "sqrt",
         "seed": 0,
@@ -246,6 +247,25 @@ def test_the_plan_of_a_run_follows_its_flags():
     args = parser().parse_args(flags)
     plan = experiment.plan_from(args, argparse.Namespace(num_replicas_in_sync=3))
     assert (plan.global_batch_size, plan.learning_rate) == (24, pytest.approx(0.3))
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_a_given_global_batch_is_that_of_its_replicas_whatever_number_trains(size, wanted, present):
+    flags = [f"--per-replica-batch-size={size}", f"--global-batch-size={size * wanted}"]
+    args = parser().parse_args(flags)
+    plan = experiment.plan_from(args, argparse.Namespace(num_replicas_in_sync=present))
+    undisturbed = parser().parse_args(flags[:1])
+    assert plan == experiment.plan_from(
+        undisturbed, argparse.Namespace(num_replicas_in_sync=wanted)
+    )
+
+
+@pytest.mark.parametrize("size", [4, 12])
+def test_a_global_batch_of_a_part_of_a_replica_is_rejected(size):
+    args = parser().parse_args(["--per-replica-batch-size=8", f"--global-batch-size={size}"])
+    wrong = f"a multiple of .*global_batch_size={size}, per_replica_batch_size=8"
+    with pytest.raises(ValueError, match=wrong):
+        experiment.plan_from(args, argparse.Namespace(num_replicas_in_sync=1))
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kdpkit import callbacks, schedules
-from recipes import bert_mlm, cnn_fit
+from recipes import bert_mlm, cnn_fit, multi_worker
 
 ROOT = Path(bert_mlm.__file__).parents[1]
 ON_ONE = ("--strategy", "one", "--replicas", "1")
@@ -300,6 +300,18 @@ def test_ctrl_c_saves_what_was_learned(sent_in_training, tmp_path, capsys):
     assert "interrupted.keras" in capsys.readouterr().out
     model = keras.models.load_model(tmp_path / "interrupted.keras")
     assert int(model.optimizer.iterations) == 3
+
+
+@pytest.mark.slow
+def test_after_sigterm_one_device_goes_on_for_two(sent_in_training, tmp_path):
+    flags = ("--smoke", "--epochs", "2", "--global-batch-size", "16", "--resume")
+    undisturbed = multi_worker.main([*ON_TWO, *flags, str(tmp_path / "undisturbed")])
+    with sent_in_training(signal.SIGTERM, 5), pytest.raises(SystemExit, match="42"):
+        multi_worker.main([*ON_TWO, *flags, str(tmp_path / "stopped")])
+    resumed = multi_worker.main([*ON_ONE, *flags, str(tmp_path / "stopped")])
+    assert (resumed["replicas"], resumed["global_batch_size"]) == (1, 16)
+    for name in ("loss", "learning_rate"):
+        assert resumed["history"][name] == pytest.approx(undisturbed["history"][name], rel=1e-4)
 
 
 @pytest.mark.exhaustive

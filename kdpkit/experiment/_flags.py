@@ -91,6 +91,13 @@ def _add_training_flags(add: Callable[..., argparse.Action]) -> None:
     )
     add("--per-replica-batch-size", type=positive_integer, metavar="EXAMPLES", help=_DEFAULT)
     add(
+        "--global-batch-size",
+        type=positive_integer,
+        metavar="EXAMPLES",
+        help="for a run whose number of replicas changes: examples in a batch over all of them, to "
+        "which the learning rate is scaled (default: --per-replica-batch-size for each)",
+    )
+    add(
         "--base-learning-rate",
         type=positive_number,
         metavar="RATE",

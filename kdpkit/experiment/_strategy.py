@@ -65,9 +65,26 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
 
 
 def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan:
-    """Return the flags' batch size and learning rate, scaled to the strategy's replicas."""
+    """Return the flags' batch size and learning rate, scaled to the strategy's replicas.
+
+    With `--global-batch-size` they are scaled to the replicas that this batch is for, so that a run
+    can continue with fewer or more.
+
+    Raises:
+        ValueError: `--per-replica-batch-size` does not divide the global batch.
+    """
+    replicas = strategy.num_replicas_in_sync
+    if args.global_batch_size is not None:
+        replicas, rest = divmod(args.global_batch_size, args.per_replica_batch_size)
+        if rest or not replicas:
+            checks.fail(
+                "`--global-batch-size` must be a multiple of `--per-replica-batch-size`, to which "
+                "the base learning rate belongs.",
+                global_batch_size=args.global_batch_size,
+                per_replica_batch_size=args.per_replica_batch_size,
+            )
     return scaling.ScalePlan(
-        replicas=strategy.num_replicas_in_sync,
+        replicas=replicas,
         per_replica_batch_size=args.per_replica_batch_size,
         base_learning_rate=args.base_learning_rate,
         rule=args.rule,
