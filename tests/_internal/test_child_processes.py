@@ -23,12 +23,15 @@ MARK = "of-this-test;"
 
 
 def sleeping():
-    """Start a process that bears the mark."""
-    return subprocess.Popen(
+    """Start a process that bears the mark, which /proc shows soon after it has started."""
+    process = subprocess.Popen(
         [sys.executable, "-c", "import time; time.sleep(600)"],
         env=os.environ | {child_processes.MARK: os.environ[child_processes.MARK] + MARK},
         start_new_session=True,
     )
+    while process.pid not in child_processes.marked(MARK):
+        time.sleep(0.01)
+    return process
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError, KeyboardInterrupt])
@@ -52,9 +55,9 @@ def test_a_guard_that_is_dismissed_ends_nothing():
 
 
 def test_who_was_stopped_for_longer_than_the_grace_ends_what_is_left_all_the_same(monkeypatch):
+    left = sleeping()
     hours = itertools.count(0, 3600)
     monkeypatch.setattr(time, "monotonic", lambda: float(next(hours)))  # of the waits between
-    left = sleeping()
     child_processes.end_marked(MARK, grace_seconds=5.0)
     monkeypatch.undo()
     assert left.wait(timeout=10) == -signal.SIGKILL
