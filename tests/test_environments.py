@@ -49,7 +49,11 @@ ON_JAX = {
         "tests/training/test_users_arrays.py",
     ],
     "elastic": ["tests/test_elastic.py"],
-    "resumed": ["tests/callbacks/test_tracked.py", "tests/training/test_programs_resume.py"],
+    "resumed": [
+        "tests/callbacks/test_resume_programs.py",
+        "tests/callbacks/test_tracked.py",
+        "tests/training/test_programs_resume.py",
+    ],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_masked_lm.py",

@@ -1,4 +1,4 @@
-"""Variables of TensorFlow that layers hold as attributes, which Keras does not list."""
+"""Variables that layers hold as attributes on TensorFlow, and that Keras does not list."""
 
 from collections.abc import Iterator, ValuesView
 from typing import Any
@@ -9,12 +9,17 @@ import tensorflow as tf
 
 def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
     """Return the variables of TensorFlow that layers hold, and what they are called there."""
+    for name, part in _parts_of_attributes(model):
+        if isinstance(part, tf.Variable):
+            yield name, part
+
+
+def _parts_of_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
     for layer in model._flatten_layers():
         for name, value in vars(layer).items():
             held = value.values() if isinstance(value, dict) else value
             for part in held if isinstance(held, list | tuple | ValuesView) else [value]:
-                if isinstance(part, tf.Variable):
-                    yield f"{layer.name}.{name}", part
+                yield f"{layer.name}.{name}", part
 
 
 class HeldVariable:
@@ -36,6 +41,16 @@ class HeldVariable:
 
 
 def of_model(model: keras.Model) -> list[HeldVariable]:
-    """Return the variables that layers hold, each once."""
-    found = {id(value): HeldVariable(path, value) for path, value in variables_in_attributes(model)}
+    """Return what layers hold and `model.variables` lacks, each once.
+
+    These are variables of TensorFlow, the states of its random generators, and those of a recurrent
+    layer with `stateful=True`.
+    """
+    listed = {id(variable.value) for variable in model.variables}
+    found = {}
+    for path, part in _parts_of_attributes(model):
+        of_generator = part.state if isinstance(part, tf.random.Generator) else part
+        value = part.value if isinstance(part, keras.Variable) else of_generator
+        if isinstance(value, tf.Variable) and id(value) not in listed:
+            found[id(value)] = HeldVariable(path, value)
     return [*found.values()]

@@ -12,6 +12,7 @@ _LEARNED = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
     keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
+    keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
 
 
@@ -46,6 +47,12 @@ def set_state(
         setattr(callback, name, value)
     if weights:
         callback.best_weights = weights
+
+
+def was_reset(callback: keras.callbacks.Callback, values: dict[str, Any]) -> bool:
+    """Return whether Keras' `on_train_begin` came after `set_state`, and undid it."""
+    kinds = keras.callbacks.EarlyStopping | keras.callbacks.ReduceLROnPlateau
+    return isinstance(callback, kinds) and repr(state_of(callback)[0]) != repr(values)
 
 
 def plain_all(values: Any) -> Any:

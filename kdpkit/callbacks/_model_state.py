@@ -51,8 +51,13 @@ class ModelState:
             for group in ("model", "attributes", "metrics")
         )
 
-    def restore(self, state: checkpoints.TrainingState) -> None:
+    def restore(self, state: checkpoints.TrainingState, *, is_trained_on: bool = True) -> None:
         """Assign the values of a state but those of metrics, to optimizers built for it.
+
+        Args:
+            state: The state.
+            is_trained_on: Whether training continues from it. Otherwise optimizers that were built
+                for other variables, as for an earlier phase of a program, stay as they are.
 
         Raises:
             ValueError: It is of another model.
@@ -60,7 +65,10 @@ class ModelState:
         if _has_seeds(state):
             versions.make_global_seeds(strategy_of(self._model))
         self._build_optimizers(state)
-        checkpoints.assign(self._variables_in(state), state.arrays)
+        variables = self._variables_in(state)
+        if not is_trained_on and self.trained() != self._trained_in(state):
+            variables.pop("optimizer")
+        checkpoints.assign(variables, state.arrays)
 
     def restore_with_metrics(self, state: checkpoints.TrainingState) -> None:
         """Assign all values of a state that was saved inside an epoch."""

@@ -58,8 +58,8 @@ class Resume(keras.callbacks.Callback):
         save_freq: `"epoch"`, or a number of batches.
         keep: Number of states to keep. A damaged one is skipped with a warning.
         callbacks: Callbacks passed to `fit` that have state: `EarlyStopping`, `ReduceLROnPlateau`,
-            `ModelCheckpoint`, or others with `get_state()`, which returns plain values by name, and
-            `set_state(values)`.
+            `ModelCheckpoint`, `SwapEMAWeights`, or others with `get_state()`, which returns plain
+            values by name, and `set_state(values)`.
 
     Raises:
         ValueError: An argument is invalid. When training begins: the state is of another model, the
@@ -99,6 +99,8 @@ class Resume(keras.callbacks.Callback):
         self._first = 0  # batches of this epoch trained by earlier runs
         self._done = 0  # batches of this epoch
         self._saved = 0  # batches saved; negative if the last state is of an earlier epoch
+        self._epochs_ahead: int | None = None  # of the data, if Keras does not count from its first
+        self._ended: tuple[Any, int] | None = None  # a model that training left in its last state
         self._last_step = _last_step.LastStep()
         self._counting = threading.Lock()  # on JAX batches end in several threads
         self._signals = _signals.HeldSignals()
@@ -122,9 +124,9 @@ class Resume(keras.callbacks.Callback):
         - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: cut into batches of `global_batch_size`,
           the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
           `train_step` of the model's own gets `x` alone as `(x,)`.
-        - A `keras.utils.PyDataset`: its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is
-          set to the epoch to continue in; without one, `on_epoch_end` is called once for every
-          completed epoch.
+        - A `keras.utils.PyDataset`: `on_epoch_end` is called once for every completed epoch, and
+          its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set to the epoch to
+          continue in.
         - A Grain dataset or `DataLoader`, in one process. A `MapDataset` that ends has an order
           that is the same in each epoch.
 
@@ -182,11 +184,12 @@ class Resume(keras.callbacks.Callback):
             remedy="Use a directory that all of them see.",
             strategy=_model_state.strategy_of(self.model),
         )
+        self._at_once = getattr(self.model, "steps_per_execution", 1)
         if state:
             self._restore(state)
         else:
+            self._epochs_ahead = None
             self._dataset.start()
-        self._at_once = getattr(self.model, "steps_per_execution", 1)
         self._stop.begin()
         if processes.count() == 1 or keras.backend.backend() != "jax":  # JAX handles SIGTERM itself
             self._signals.hold()
@@ -225,22 +228,45 @@ class Resume(keras.callbacks.Callback):
             )
 
     def _restore(self, state: checkpoints.TrainingState) -> None:
-        model = self.model
         self._check_setup(state)
+        epochs = self.params["epochs"]
+        was_left_here = self._ended == (self.model, state.epoch) and state.step == 0
+        if not was_left_here:
+            self._restore_model(state, is_trained_on=state.epoch < epochs)
+        self._set_callbacks(state)
+        self._epochs_ahead = state.notes.get("epochs_ahead", 0)
+        is_over = state.notes["stopped"] and state.step == 0 and not was_left_here
+        self.model._initial_epoch = epochs if is_over else state.epoch
+        if self.model._initial_epoch >= epochs:
+            self._warn_of_the_end(state, is_over=is_over)
+        elif not (was_left_here and self._data.counts_epochs):
+            self._go_to(state)
+
+    def _restore_model(self, state: checkpoints.TrainingState, *, is_trained_on: bool) -> None:
         if not self._is_of_a_loop() and self._of_model.lacks_variables(state):
             self._build()  # as a loop has done
-        self._of_model.restore(state)
-        self._set_callbacks(state)
-        epochs = self.params["epochs"]
-        is_over = state.notes["stopped"] and state.step == 0
-        model._initial_epoch = epochs if is_over else state.epoch
-        if model._initial_epoch >= epochs:
-            warnings.warn(
-                f"Nothing is left to train: the state in {self._checkpoints.directory} is that of "
-                f"a run that is over after {state.epoch} of {epochs} epochs. For more, pass more "
-                "`epochs`; for another run, use another directory.",
-                stacklevel=2,
+        self._of_model.restore(state, is_trained_on=is_trained_on)
+
+    def _warn_of_the_end(self, state: checkpoints.TrainingState, *, is_over: bool) -> None:
+        directory, epochs = self._checkpoints.directory, self.params["epochs"]
+        if is_over or (state.epoch, state.step) == (epochs, 0):
+            self._ended = self.model, state.epoch
+            self._go_to(state)
+        warnings.warn(
+            f"Nothing is left to train: the state in {directory} is that of a run "
+            + (
+                f"that a callback stopped after {state.epoch} epochs. To train on, call `fit` once "
+                "more; "
+                if is_over
+                else f"that is over after {state.epoch} of {epochs} epochs. For more, pass more "
+                "`epochs`; "
             )
+            + "for another run, use another directory.",
+            stacklevel=3,
+        )
+
+    def _go_to(self, state: checkpoints.TrainingState) -> None:
+        """Have the data start where a state was saved."""
         epoch, step = state.epoch, state.step
         if step and step == self._length():  # see `_return_last_step`
             epoch, step = (epoch + 1, 0) if self._is_of_a_loop() else (epoch, step - 1)
@@ -253,7 +279,7 @@ class Resume(keras.callbacks.Callback):
             is_of_data = name in _OF_DATA and self._data.full_length is not None
             if saved[name] != value and (state.step or not is_of_data):
                 checks.fail(
-                    f"The saved state is of a run with another {name.replace('_', ' ')}"
+                    f"The saved state is of a run in which `{name.replace('_', ' ')}` differs"
                     + (", and stopped inside an epoch." if is_of_data else "."),
                     saved=saved[name],
                     **{name: value},
@@ -273,27 +299,42 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the first epoch of a resumed run, restore what Keras has just reset."""
         self._epoch, self._first = epoch, 0
+        self._ended = None
+        if self._epochs_ahead is None:
+            self._epochs_ahead = self._data.first_epoch - epoch
         self._last_step.begin_epoch()
         if state := self._restore_history():
             self._first = self._saved = state.step
             if state.step:
                 # Other callbacks, such as a rate schedule, have already begun this epoch.
                 self._of_model.restore_with_metrics(state)
+                self._set_callbacks(state)
                 # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
                 self._catching.enter_context(warnings.catch_warnings())
                 warnings.filterwarnings("ignore", message="Your input ran out of data")
                 if state.step == self._length():
                     self._return_last_step(state.notes)
+            else:
+                self._check_is_last(state)
         self._done = self._first
+
+    def _check_is_last(self, state: checkpoints.TrainingState) -> None:
+        """Raise if a callback was reset at the begin of training, after it had been restored."""
+        for callback, saved in zip(self.callbacks, state.notes["callbacks"], strict=True):
+            if _callback_state.was_reset(callback, saved):
+                checks.fail(
+                    "`Resume` must be the last callback: one after it forgot what was restored.",
+                    callback=type(callback).__name__,
+                    remedy="Call `fit(callbacks=[..., resume])`.",
+                )
 
     def _return_last_step(self, notes: Mapping[str, Any]) -> None:
         """Continue after the last step of an epoch, which returns what it returned, once more."""
         self.model.stop_training = notes["stopped"]
+        self._first -= 1
         if self._is_of_a_loop():
-            self._last_step.ended(notes["logs"])
             self.params["resumed_logs"].update(notes["logs"])
             return
-        self._first -= 1
         self._catching.enter_context(_last_step.returning(self.model, notes["logs"]))
 
     def _is_of_a_loop(self) -> bool:
@@ -331,6 +372,14 @@ class Resume(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Keep the metrics of training, which Keras resets after this."""
+        goes_on = self.params.get("validation_goes_on")  # of a `TrainingLoop`
+        if goes_on or versions.validates_on_the_next_batches(self.model):
+            warnings.warn(
+                "With `validation_steps` each epoch validates on the batches after those of the "
+                "epoch before; a run that is gone on with begins at the first, so that its `val_` "
+                "metrics differ. Validate on a complete dataset, such as `validation.take(steps)`.",
+                stacklevel=2,
+            )
         if processes.count() == 1:
             self._last_step.metrics = self._of_model.metric_values()
 
@@ -353,14 +402,17 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Save the end of an epoch."""
         self._catching.close()
-        if self._done < (self._length() or 0):  # a callback stopped training
-            if self._data.full_length is not None:
-                self._save(epoch, self._done)
-            return
-        self._saved -= self._done
+        is_complete = self._done >= (self._length() or 0)  # no callback has stopped training
         stops = self._is_to_stop(asks_now=True)
-        if stops or self.save_freq == "epoch" or -self._saved >= self._most_unsaved:
-            self._save(epoch + 1, 0, logs)
+        if is_complete:
+            self._saved -= self._done
+            is_last = self.model.stop_training or epoch + 1 >= self.params["epochs"]
+            is_due = self.save_freq == "epoch" or -self._saved >= self._most_unsaved
+            if stops or is_last or is_due:
+                self._save(epoch + 1, 0, logs)
+                self._ended = self.model, epoch + 1
+        elif self._data.full_length is not None:
+            self._save(epoch, self._done)
         if stops:
             self._leave()
 
@@ -370,7 +422,7 @@ class Resume(keras.callbacks.Callback):
         self._wait()
         atomic_files.release(self._lock)
         self._signals.release()
-        if self._signals.received:  # after the last epoch
+        if self._signals.received and not self._signals.is_requested:  # after the last epoch
             signal.raise_signal(self._signals.received)
 
     def _count(self, done: int) -> None:
@@ -387,18 +439,19 @@ class Resume(keras.callbacks.Callback):
 
     def _position(self, epoch: int, step: int) -> tuple[int, int]:
         """Return a position in the data, which may be one that never ends."""
-        if self._data.full_length is None:
-            return 0, epoch * (self._length() or 0) + step
+        epoch += self._epochs_ahead or 0
+        if self._data.full_length is None:  # Keras has no execution of fewer steps at its end
+            executions = math.ceil((self._length() or 0) / self._at_once)
+            return 0, epoch * executions * self._at_once + step
         return epoch, step
 
     def _restore_history(self) -> checkpoints.TrainingState | None:
-        """Restore History and callbacks, which Keras has just reset; return the state, once."""
+        """Restore History, which Keras has just reset; return the state, once."""
         self.model._initial_epoch = None  # Keras has used it; the next training starts at 0
         state, self._restored = self._restored, None
         if state:
             history = self.model.history
             history.history, history.epoch = state.notes["history"], state.notes["epochs"]
-            self._set_callbacks(state)
         return state
 
     def _set_callbacks(self, state: checkpoints.TrainingState) -> None:
@@ -444,6 +497,7 @@ class Resume(keras.callbacks.Callback):
             "callbacks": [values for values, _ in states],
             "logs": _callback_state.plain_all(self._last_step.logs()) if is_trained else None,
             "place": None if is_trained else self._data.place(*self._position(epoch, step)),
+            "epochs_ahead": self._epochs_ahead,
             "trained": self._of_model.trained(),
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)

@@ -27,6 +27,12 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
         ValueError: This kind of dataset is not supported, or cannot be read again in its order.
     """
     is_of_arrays = isinstance(dataset, tuple | list | dict) or hasattr(dataset, "__array__")
+    if seed and not is_of_arrays:
+        checks.fail(
+            "`seed` fixes the order of arrays, and datasets have their own.",
+            dataset=type(dataset).__name__,
+            seed=seed,
+        )
     if is_of_arrays != (global_batch_size is not None):
         checks.fail(
             "Arrays are cut into batches of `global_batch_size`, and datasets have their own.",
@@ -39,6 +45,14 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
         checks.fail(
             "This dataset is tracked already; pass the dataset itself.",
             dataset=type(dataset).__name__,
+        )
+    if hasattr(dataset, "total_batches_seen"):  # of `ImageDataGenerator`
+        checks.fail(
+            "What `ImageDataGenerator` draws depends on how far Keras has read ahead, so that no "
+            "run can go on with it.",
+            dataset=type(dataset).__name__,
+            remedy="Use `keras.utils.image_dataset_from_directory` and augmentation layers in the "
+            "model.",
         )
     if isinstance(dataset, keras.utils.PyDataset):
         return TrackedBatches(dataset)
@@ -87,13 +101,18 @@ class TrackedPipeline:
         given: The dataset that `fit` trains on.
         full_length: Batches in a complete epoch, None if it never ends: then an epoch is some
             batches after those of the one before.
+        first_epoch: The epoch at which it starts.
+        counts_epochs: Whether its epoch follows from calls of Keras alone, and cannot be set.
         global_batch_size: Examples in a batch, None if unknown.
         seed: Seed of the order, None if there is none or it is unknown.
     """
 
+    counts_epochs = False
+
     def __init__(self, dataset: "TrainDataset") -> None:
         self._counter = dataset.epoch_counter
         self._start = self._counter.position()
+        self.first_epoch = self._start[0]
         self.given = dataset.tracked()
         self.full_length = self._counter.batches if self._counter.batches >= 0 else None
         self.global_batch_size = dataset.global_batch_size
@@ -130,7 +149,8 @@ class TrackedBatches(keras.utils.PyDataset):
             max_queue_size=dataset.max_queue_size,
         )
         self._dataset = dataset
-        self._start = getattr(dataset, "epoch", None)
+        self.first_epoch = int(getattr(dataset, "epoch", 0))
+        self._was_moved = False
         self._skipped = 0
         self._expected = 0
         self.is_used = False
@@ -141,6 +161,10 @@ class TrackedBatches(keras.utils.PyDataset):
     @property
     def full_length(self) -> int | None:
         return self._dataset.num_batches
+
+    @property
+    def counts_epochs(self) -> bool:
+        return not hasattr(self._dataset, "epoch")
 
     @property
     def num_batches(self) -> int | None:
@@ -164,21 +188,35 @@ class TrackedBatches(keras.utils.PyDataset):
 
     def start(self) -> None:
         """Start where it was when tracked: Keras takes up to two batches, which may be all."""
-        if self._start is not None:
-            self._dataset.epoch = self._start
+        self._was_moved = True
+        if not self.counts_epochs:
+            self._dataset.epoch = self.first_epoch
 
     def place(self, epoch: int, step: int) -> str | None:
         """Return what a state has to have besides epoch and step: nothing."""
 
     def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
-        """Start at a step of an epoch."""
+        """Start at a step of an epoch, after all that the dataset does between epochs."""
         self._skipped = step
-        if hasattr(self._dataset, "epoch"):
+        if not self._was_moved:
+            for _ in range(self.first_epoch, epoch):
+                self._dataset.on_epoch_begin()
+                self._dataset.on_epoch_end()
+        elif self.counts_epochs:
+            self._reject_going_back()
+        if not self.counts_epochs:
             self._dataset.epoch = epoch
-            return
-        for _ in range(epoch):
-            self._dataset.on_epoch_begin()
-            self._dataset.on_epoch_end()
+        self._was_moved = True
+
+    def _reject_going_back(self) -> None:
+        """Raise if the dataset changes from epoch to epoch, and has no way to be told which."""
+        if type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
+            checks.fail(
+                "This `PyDataset` changes in `on_epoch_end`, and cannot go back to where the saved "
+                "state is.",
+                dataset=type(self._dataset).__name__,
+                remedy="Make it and `Resume` again, or give it an attribute `epoch` to start at.",
+            )
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -213,6 +251,8 @@ class TrackedIterators(keras.utils.PyDataset):
     for the attributes.
     """
 
+    counts_epochs = False
+
     def __init__(self, dataset: Any, length: int | None) -> None:
         if processes.count() > 1:
             checks.fail(
@@ -223,6 +263,7 @@ class TrackedIterators(keras.utils.PyDataset):
             )
         super().__init__()
         self.full_length = length
+        self.first_epoch = 0
         self.given = self
         self.is_used = False
         self.global_batch_size = self.seed = None

@@ -27,6 +27,11 @@ class Feed:
         self._iterator: Any = None
         self._may_restart = False
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether an epoch begins where the last one stopped."""
+        return self._wanted not in (None, self._length())
+
     def start_epoch(self) -> None:
         """Begin an epoch."""
         self._may_restart = self._wanted is not None and self._iterator is not None

@@ -255,7 +255,14 @@ class TrainingLoop:
         )
         self._steps.build(feed, training=True)
         self._reject_changes()
-        all_callbacks = self._callback_list(callbacks, verbose, feed, epochs, add_history=True)
+        all_callbacks = self._callback_list(
+            callbacks,
+            verbose,
+            feed,
+            epochs,
+            add_history=True,
+            validation_goes_on=held_out and held_out.goes_on,
+        )
         model, logs = self.model, {}
         model.stop_training = False
         all_callbacks.on_train_begin()
@@ -364,6 +371,8 @@ class TrainingLoop:
         if self._resumed_logs:
             logs = {**self._resumed_logs}
             self._resumed_logs.clear()
+            callbacks.on_train_batch_begin(0)
+            callbacks.on_train_batch_end(0, logs)
             return logs
         return self._go_through(
             feed,
@@ -419,7 +428,7 @@ class TrainingLoop:
         return [*self._steps.means, *([self.noise_sums] if self.noise_sums else [])]
 
     def _callback_list(
-        self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: bool
+        self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: Any
     ) -> Any:
         verbose = _callbacks.verbosity(verbose)
         return keras.callbacks.CallbackList(
