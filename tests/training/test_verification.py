@@ -11,7 +11,7 @@ from tensorflow.python.framework import ops
 
 from kdpkit import strategies, testing
 from kdpkit.training import TrainingLoop, replica_exact
-from kdpkit.training.tensorflow import _global_batch
+from kdpkit.training.tensorflow import _global_batch, _variables
 from kdpkit.training.tensorflow._verification_report import Item, Kind
 from tests.training import faults
 from tests.training.programs import Program, hidden, outcomes
@@ -193,6 +193,7 @@ def typed():
     return keras.Model({"numbers": numbers, "flags": flags, "words": words}, outputs)
 
 
+@pytest.mark.slow
 def test_bool_string_and_sparse_features_are_verified():
     x, y = testing.toy_classification(9)
     features = {"numbers": x, "flags": x[:, :1] > 0, "words": np.array([str(n) for n in y])}
@@ -222,6 +223,7 @@ class Normalizing(PerExample):
         return losses / keras.ops.mean(keras.ops.square(logits)), logits
 
 
+@pytest.mark.slow
 def test_a_loop_verifies_its_step_too():
     x, y = testing.toy_classification(17)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(7)
@@ -600,6 +602,7 @@ def test_a_step_that_calls_python_is_reported(eager, capfd):
     assert "Keep it in a variable" in said
 
 
+@pytest.mark.slow
 def test_the_graphs_of_the_verification_are_freed():
     """Registered gradients keep their graph: docs/upstream/...custom_gradient_keeps_graphs.md."""
     random = np.random.default_rng(0)
@@ -614,6 +617,41 @@ def test_the_graphs_of_the_verification_are_freed():
         return len([name for name in new if name.startswith("CustomGradient-")])
 
     assert left(verify=True) == left(verify=False) > 0
+
+
+def spoil(model):
+    """Leave a model as `Resume` does that restores a run whose loss was not finite."""
+    for variable in model.variables:
+        variable.assign(keras.ops.full(variable.shape, np.nan, variable.dtype))
+    model.metrics[0].reset_state()
+    model.metrics[0].update_state(np.nan)
+
+
+@pytest.mark.slow
+def test_a_model_that_is_not_finite_trains_as_on_one_device():
+    x, y = testing.toy_classification(12)
+    with scope(2):
+        model = replica_exact(testing.tiny_classifier())
+        model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    spoils = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: spoil(model))
+    model.fit(x, y, batch_size=4, verbose=0, callbacks=[spoils])
+    assert np.isnan(model.history.history["loss"])
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "change"),
+    [
+        ([1.0, 2.0], [1.0, 2.5], 0.5),
+        ([np.nan, 2.0], [np.nan, 2.0], 0.0),
+        ([np.nan, 2.0], [1.0, 2.0], np.inf),
+        ([5, 2], [3, 2], 2.0),
+        ([], [], 0.0),
+    ],
+)
+def test_what_was_not_finite_has_no_change(now, before, change):
+    now, before = np.array(now), np.array(before)
+    assert _variables.largest_change(now, before) == change
+    assert _variables.has_changed(now, before) == (change > 0)
 
 
 @pytest.mark.parametrize(

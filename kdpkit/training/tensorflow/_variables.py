@@ -105,12 +105,18 @@ def restore(saved: list[tuple[Any, list[Any]]]) -> None:
             part.assign(value)
 
 
+def largest_change(now: Any, before: Any) -> float:
+    """Return the largest change of an entry that was finite; infinite if it no longer is."""
+    changes = np.abs(np.subtract(now, before, dtype="float64")[np.isfinite(before)])
+    return float(np.max(np.nan_to_num(changes, nan=np.inf), initial=0.0))
+
+
 def has_changed(now: Any, before: Any) -> bool:
     """Return whether a variable has another value, but for what is left of a change taken back."""
     if np.array_equal(now, before):
         return False
     now, before = (np.asarray(value, "float64") for value in (now, before))
-    left = _TAKEN_BACK * np.max(np.abs(before), initial=0.0)
+    left = _TAKEN_BACK * np.max(np.abs(before[np.isfinite(before)]), initial=0.0)
     return not np.allclose(now, before, rtol=0.0, atol=left, equal_nan=True)
 
 

@@ -382,7 +382,7 @@ class _Cuts:
             if id(variable) not in names:
                 continue
             changes = [
-                np.max(np.abs(part.numpy() - old.numpy()), initial=0.0)
+                _variables.largest_change(part.numpy(), old.numpy())
                 for part, old, size in zip(_variables.parts(variable), before, sizes, strict=False)
                 if size == 0
             ]
