@@ -23,7 +23,10 @@ def _small_variables_are_cut(monkeypatch):
 
 @pytest.mark.parametrize(
     "seed",
-    [0, *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, len(elastic.PROGRAMS)))],
+    [
+        pytest.param(0, marks=[] if elastic.ON_JAX else pytest.mark.slow),
+        *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, len(elastic.PROGRAMS))),
+    ],
 )
 def test_a_run_goes_on_with_one_replica_more_or_less(seed, tmp_path):
     elastic.run(seed, tmp_path, most_legs=2, most_replicas=2)

@@ -258,7 +258,10 @@ def test_models_that_processes_draw_differently_raise(two):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("by", "first", "then"), [("fit", 2, 1), ("loop", 1, 2)])
+@pytest.mark.parametrize(
+    ("by", "first", "then"),
+    [("fit", 2, 1), pytest.param("loop", 1, 2, marks=pytest.mark.exhaustive)],
+)
 def test_cut_variables_of_several_processes_are_saved_and_loaded(tmp_path, alone, by, first, then):
     of_two = {"by": by, "directory": str(tmp_path), "loop": {"shard": "weights"}}
     of_one = {"by": by, "directory": str(tmp_path)}

@@ -287,6 +287,7 @@ def test_the_recipe_trains_in_two_processes(tmp_path):
     assert (tmp_path / "logs" / "model.keras").exists()
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_path, capfd):
     deeds = {  # "process step": signal
         "fit": {"1 4": signal.SIGKILL, "1 9": signal.SIGTERM},

@@ -114,6 +114,7 @@ def test_a_model_for_one_device_stays_untouched():
     assert set(vars(model)) == before
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras does not have it"
 )

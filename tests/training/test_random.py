@@ -49,7 +49,7 @@ def of(function, *shape, **settings):
     return draw
 
 
-@hypothesis.settings(max_examples=40)
+@hypothesis.settings(max_examples=20)
 @hypothesis.given(
     replicas=st.sampled_from([1, 2, 3, 4, 8]),
     rows=st.integers(1, 20),
@@ -182,7 +182,7 @@ def test_under_xla_one_replica_draws_what_two_draw():
     np.testing.assert_allclose(trained(1), trained(2), atol=3e-6)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_micro_batches_draw_what_the_batch_draws(replicas):
     def trained(replicas, accumulation):
         keras.utils.set_random_seed(0)

@@ -162,7 +162,9 @@ def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas)
 @pytest.mark.parametrize(
     ("name", "replicas", "settings"),
     [
-        ("bert", 2, {"accumulation": 2, "steps_per_loop": 2}),
+        pytest.param(
+            "bert", 2, {"accumulation": 2, "steps_per_loop": 2}, marks=pytest.mark.exhaustive
+        ),
         pytest.param("residual", 1, {"accumulation": 2}, marks=pytest.mark.exhaustive),
         ("residual", 3, {"steps_per_loop": 2}),
         pytest.param(
