@@ -45,7 +45,7 @@ class ModelState:
     def lacks_variables(self, state: checkpoints.TrainingState) -> bool:
         """Return whether variables of a state are missing that Keras makes in the first step."""
         present = self._variables() | {"metrics": self._metric_variables()}
-        pairs = zip(optimizers(self._model), self._trained_in(state), strict=True)
+        pairs = zip(optimizers(self._model), self._trained_in(state), strict=False)
         return any(-1 in trained and not optimizer.built for optimizer, trained in pairs) or any(
             sum(name.startswith(f"{group}.") for name in state.arrays) > len(present[group])
             for group in ("model", "attributes", "metrics")
@@ -56,19 +56,30 @@ class ModelState:
 
         Args:
             state: The state.
-            is_trained_on: Whether training continues from it. Otherwise optimizers that were built
-                for other variables, as for an earlier phase of a program, stay as they are.
+            is_trained_on: Whether training continues from it. Otherwise other optimizers, as those
+                of an earlier phase of a program, stay as they are.
 
         Raises:
             ValueError: It is of another model.
         """
         if _has_seeds(state):
             versions.make_global_seeds(strategy_of(self._model))
-        self._build_optimizers(state)
+        has_optimizers = is_trained_on or self._has_optimizers_of(state)
+        if has_optimizers:
+            self._build_optimizers(state)
         variables = self._variables_in(state)
-        if not is_trained_on and self.trained() != self._trained_in(state):
+        if not has_optimizers:
             variables.pop("optimizer")
         checkpoints.assign(variables, state.arrays)
+
+    def _has_optimizers_of(self, state: checkpoints.TrainingState) -> bool:
+        present = optimizers(self._model)
+        return state.notes["setup"]["optimizers"] == names_of(present) and all(
+            saved == trained or not optimizer.built
+            for optimizer, trained, saved in zip(
+                present, self.trained(), self._trained_in(state), strict=True
+            )
+        )
 
     def restore_with_metrics(self, state: checkpoints.TrainingState) -> None:
         """Assign all values of a state that was saved inside an epoch."""
@@ -98,7 +109,7 @@ class ModelState:
         """Return what is saved and restored: of optimizers, the variables of those in use."""
         present = optimizers(self._model)
         used = [optimizer.built for optimizer in present] if used is None else used
-        pairs = zip(present, used, strict=True)
+        pairs = zip(present, used, strict=False)
         return {
             "model": self._model.variables,
             "optimizer": [variable for o, is_used in pairs if is_used for variable in o.variables],
@@ -127,6 +138,11 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return a model's optimizers, each once."""
     owned = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
     return [*{id(optimizer): optimizer for optimizer in owned}.values()]
+
+
+def names_of(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
+    """Return the names of optimizers' classes."""
+    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def strategy_of(model: keras.Model) -> Any:

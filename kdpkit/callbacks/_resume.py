@@ -228,10 +228,10 @@ class Resume(keras.callbacks.Callback):
             )
 
     def _restore(self, state: checkpoints.TrainingState) -> None:
-        self._check_setup(state)
         epochs = self.params["epochs"]
         was_left_here = self._ended == (self.model, state.epoch) and state.step == 0
         if not was_left_here:
+            self._check_setup(state, is_trained_on=state.epoch < epochs)
             self._restore_model(state, is_trained_on=state.epoch < epochs)
         self._set_callbacks(state)
         self._epochs_ahead = state.notes.get("epochs_ahead", 0)
@@ -272,12 +272,13 @@ class Resume(keras.callbacks.Callback):
             epoch, step = (epoch + 1, 0) if self._is_of_a_loop() else (epoch, step - 1)
         self._data.go_to(*self._position(epoch, step), state.notes.get("place"))
 
-    def _check_setup(self, state: checkpoints.TrainingState) -> None:
+    def _check_setup(self, state: checkpoints.TrainingState, *, is_trained_on: bool) -> None:
         """Raise if training would not continue the same run."""
         saved, present = state.notes["setup"], self._setup(self.model)
         for name, value in present.items():
             is_of_data = name in _OF_DATA and self._data.full_length is not None
-            if saved[name] != value and (state.step or not is_of_data):
+            is_needed = is_trained_on or name == "callbacks"  # else of a later phase of a program
+            if is_needed and saved[name] != value and (state.step or not is_of_data):
                 checks.fail(
                     f"The saved state is of a run in which `{name.replace('_', ' ')}` differs"
                     + (", and stopped inside an epoch." if is_of_data else "."),
@@ -289,7 +290,7 @@ class Resume(keras.callbacks.Callback):
     def _setup(self, model: keras.Model) -> dict[str, Any]:
         """Return what must stay the same to continue a run."""
         return {
-            "optimizers": [type(of_model).__name__ for of_model in _model_state.optimizers(model)],
+            "optimizers": _model_state.names_of(_model_state.optimizers(model)),
             "callbacks": [type(callback).__name__ for callback in self.callbacks],
             "batches_in_an_epoch": self._length(),
             "global_batch_size": self._data.global_batch_size,

@@ -121,6 +121,27 @@ def in_two_phases(resume, *others):
     return model
 
 
+def on_other_data_with_another_optimizer(resume, *others):
+    """Train on small batches, then on large ones that more steps of another optimizer see."""
+    model = compiled()
+    fit(model, resume.track(batches()), *others, resume, epochs=1)
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), LOSS)
+    train = resume.track(ArrayBatches(ARRAYS, global_batch_size=5, seed=2))
+    return fit(model, train, *others, resume, epochs=4, initial_epoch=1)
+
+
+def of_folds(resume, *others):
+    """Train a model for each fold, with a directory each, and return the last."""
+    for fold in range(3):
+        of_fold = Resume(f"{resume._checkpoints.directory}/{fold}")
+        for other in others:
+            other.resume = of_fold
+        x, y = (np.delete(array, slice(4 * fold, 4 * fold + 4), axis=0) for array in ARRAYS)
+        train = of_fold.track(ArrayBatches((x, y), global_batch_size=4, seed=fold))
+        model = fit(compiled(), train, *others, of_fold, epochs=2)
+    return model
+
+
 def epoch_by_epoch(resume, *others):
     model, train = compiled(), resume.track(batches())
     for epoch in range(4):
@@ -215,6 +236,9 @@ def trained(program, directory, stop_after=0):
                 (with_more_steps_in_an_execution_than_are_left, STEPS),
                 (in_two_phases, STEPS),
                 (epoch_by_epoch, STEPS),
+                (on_other_data_with_another_optimizer, STEPS + 2),
+                (on_other_data_with_another_optimizer, STEPS),
+                (of_folds, 10),
                 (with_averages_that_are_swapped, STEPS + 2),
                 (on_data_that_shuffle, STEPS + 2),
                 (on_data_that_shuffle_and_count, STEPS + 2),
@@ -245,13 +269,20 @@ def test_what_is_changed_between_two_calls_of_fit_stays(tmp_path):
     train, model = resume.track(batches()), compiled()
     fit(model, train, resume)
     model.set_weights([np.zeros_like(weight) for weight in model.get_weights()])
-    model.compile(keras.optimizers.SGD(0.0), LOSS)
-    with pytest.raises(ValueError, match="a run in which `optimizers` differs"):
-        fit(model, train, resume, epochs=2)
     model.compile(keras.optimizers.Adam(1e-9), LOSS)
     fit(model, train, resume, epochs=2)
-    assert model.history.epoch == [0, 1]
+    model.compile(keras.optimizers.SGD(1e-9), LOSS)
+    fit(model, train, resume, epochs=3)
+    assert model.history.epoch == [0, 1, 2]
     assert max(np.abs(weight).max() for weight in model.get_weights()) < 1e-6
+
+
+def test_another_optimizer_in_a_program_that_is_started_again_raises(tmp_path):
+    resume = Resume(tmp_path)
+    fit(compiled(), resume.track(batches()), resume)
+    resume = Resume(tmp_path)
+    with pytest.raises(ValueError, match="a run in which `optimizers` differs"):
+        fit(compiled(keras.optimizers.SGD()), resume.track(batches()), resume, epochs=2)
 
 
 class EndsAfter(keras.callbacks.Callback):

@@ -103,7 +103,7 @@ def evaluated_on(replicas):
 
 
 @pytest.mark.slow
-@settings(max_examples=4)
+@settings(max_examples=3)
 @given(examples=st.integers(1, 20), size=st.sampled_from([4, 8]), replicas=st.sampled_from([2, 4]))
 def test_evaluation_sees_every_example_once_padded_or_not(examples, size, replicas):
     x, y = testing.toy_classification(examples)

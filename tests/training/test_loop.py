@@ -307,7 +307,13 @@ RANDOM = {
 
 
 @pytest.mark.jax  # on TensorFlow test_random.py has it
-@pytest.mark.parametrize(("replicas", "accumulation"), [(1, 4), (2, 2), (3, 5)])
+@pytest.mark.parametrize(
+    ("replicas", "accumulation"),
+    [
+        (3, 5),
+        *(pytest.param(*values, marks=pytest.mark.exhaustive) for values in [(1, 4), (2, 2)]),
+    ],
+)
 @pytest.mark.parametrize("name", RANDOM)
 def test_micro_batches_draw_what_the_batch_draws(name, replicas, accumulation):
     def build():

@@ -10,7 +10,7 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._collectives import summed
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
-GLOBAL, REPLICA = CHOICES = ("global", "replica")
+GLOBAL, REPLICA = "global", "replica"
 
 
 def batch_norm_layers(model: keras.Model) -> list[Any]:

@@ -196,10 +196,9 @@ class _ExactSteps:
                 _placeholders.build_for_ragged(model, *data)
             model._symbolic_build(data_batch=data_batch)
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
-            if not self.own_train_step:
+            if not self.own_train_step:  # else it takes its data otherwise, and builds them
                 _explain_fixed_size(error, data_batch)
                 raise
-            self.build_error = error
 
     def global_batch_norms(self) -> list[Any]:
         """List the BatchNormalization layers whose statistics are those of the global batch."""
