@@ -1,6 +1,6 @@
-"""Variables that layers hold as attributes on TensorFlow, and that Keras does not list."""
+"""Variables that layers and losses hold on TensorFlow, and that Keras does not list."""
 
-from collections.abc import Iterator, ValuesView
+from collections.abc import Iterable, Iterator, ValuesView
 from typing import Any
 
 import keras
@@ -9,17 +9,17 @@ import tensorflow as tf
 
 def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
     """Return the variables of TensorFlow that layers hold, and what they are called there."""
-    for name, part in _parts_of_attributes(model):
+    for name, part in _parts_of_attributes(model._flatten_layers()):
         if isinstance(part, tf.Variable):
             yield name, part
 
 
-def _parts_of_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
-    for layer in model._flatten_layers():
-        for name, value in vars(layer).items():
+def _parts_of_attributes(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    for owner in owners:
+        for name, value in vars(owner).items():
             held = value.values() if isinstance(value, dict) else value
             for part in held if isinstance(held, list | tuple | ValuesView) else [value]:
-                yield f"{layer.name}.{name}", part
+                yield f"{owner.name}.{name}", part
 
 
 class HeldVariable:
@@ -41,14 +41,16 @@ class HeldVariable:
 
 
 def of_model(model: keras.Model) -> list[HeldVariable]:
-    """Return what layers hold and `model.variables` lacks, each once.
+    """Return what layers and losses hold and `model.variables` lacks, each once.
 
-    These are variables of TensorFlow, the states of its random generators, and those of a recurrent
-    layer with `stateful=True`.
+    These are variables of TensorFlow, the states of its random generators, those of a recurrent
+    layer with `stateful=True`, and Keras variables of a loss.
     """
     listed = {id(variable.value) for variable in model.variables}
     found = {}
-    for path, part in _parts_of_attributes(model):
+    losses = keras.tree.flatten(getattr(model, "loss", None))
+    owners = [loss for loss in losses if isinstance(loss, keras.losses.Loss)]
+    for path, part in _parts_of_attributes([*model._flatten_layers(), *owners]):
         of_generator = part.state if isinstance(part, tf.random.Generator) else part
         value = part.value if isinstance(part, keras.Variable) else of_generator
         if isinstance(value, tf.Variable) and id(value) not in listed:

@@ -23,7 +23,9 @@ def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[n
         ValueError: Its kind is unknown, and it has no `get_state` and `set_state`.
     """
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
-        return plain_all(callback.get_state()), []
+        values = plain_all(callback.get_state())
+        _require_names(values, callback)
+        return values, []
     for kind, names in _LEARNED.items():
         if isinstance(callback, kind):
             values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
@@ -34,6 +36,23 @@ def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[n
         callback=type(callback).__name__,
         remedy="Add `get_state()` and `set_state(values)`, or leave it out.",
     )
+
+
+def _require_names(values: Any, callback: keras.callbacks.Callback) -> None:
+    """Raise for keys that a state, which is JSON, would return as strings."""
+    if isinstance(values, list | tuple):
+        for value in values:
+            _require_names(value, callback)
+    elif isinstance(values, dict):
+        for name, value in values.items():
+            if not isinstance(name, str):
+                checks.fail(
+                    "The keys in what `get_state` returns must be strings.",
+                    callback=type(callback).__name__,
+                    key=name,
+                    remedy="Convert them there, and back in `set_state`.",
+                )
+            _require_names(value, callback)
 
 
 def set_state(
@@ -61,7 +80,18 @@ def plain_all(values: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """Convert numbers and arrays of NumPy and the backend to Python values."""
+    """Convert numbers and arrays of NumPy and the backend to Python values.
+
+    Raises:
+        ValueError: It is none of these.
+    """
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return keras.ops.convert_to_numpy(value).tolist()
+    values = np.asarray(keras.ops.convert_to_numpy(value))
+    if values.dtype.hasobject:
+        checks.fail(
+            "A state of `Resume` holds numbers, text, and lists of them.",
+            value=value,
+            remedy="Convert what is in `logs`, or in what `get_state` returns.",
+        )
+    return values.tolist()

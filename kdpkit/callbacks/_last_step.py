@@ -15,7 +15,7 @@ class LastStep:
     """Keeps what the last step of an epoch returned.
 
     Attributes:
-        metrics: The values of the metrics after it.
+        values: What a validation after it changes, as it was before.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class LastStep:
 
     def begin_epoch(self) -> None:
         """Forget the epoch before."""
-        self.metrics: dict[str, np.ndarray] = {}
+        self.values: dict[str, np.ndarray] = {}
         self._logs: Any = None
         self._has_ended = threading.Event()
 

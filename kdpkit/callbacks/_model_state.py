@@ -1,14 +1,15 @@
 """What a training state has of a model: variables of layers, optimizers, metrics and seeds."""
 
 import contextlib
-from collections.abc import Iterable, Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from kdpkit import checkpoints
-from kdpkit._internal import versions
+from kdpkit._internal import checks, versions
 
 
 class ModelState:
@@ -31,6 +32,27 @@ class ModelState:
         """Return the values of the metrics' variables."""
         return checkpoints.values_of({"metrics": self._metric_variables()})
 
+    def values_that_validation_changes(self) -> dict[str, np.ndarray]:
+        """Return the values of metrics, of seeds, and of what layers hold as attributes."""
+        seeds = {
+            index: variable
+            for index, variable in enumerate(self._model.variables)
+            if variable.name == "seed_generator_state"
+        }
+        of_layers = checkpoints.values_of({"model": [*seeds.values()]}).values()
+        variables = {
+            "metrics": self._metric_variables(),
+            "attributes": self._variables_in_attributes(),
+            "seeds": versions.global_seeds(),
+        }
+        named = {f"model.{index}": value for index, value in zip(seeds, of_layers, strict=True)}
+        return checkpoints.values_of(variables) | named
+
+    def seeds(self) -> list[list[int]]:
+        """Return the state of `keras.random` without a seed; none if nothing has drawn there."""
+        values = checkpoints.values_of({"seeds": versions.global_seeds()}).values()
+        return [value.tolist() for value in values]
+
     def trained(self) -> list[list[int]]:
         """Return which of the model's variables each optimizer trains; none until it is used.
 
@@ -41,6 +63,29 @@ class ModelState:
             [index.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
             for optimizer in optimizers(self._model)
         ]
+
+    def trainable(self) -> list[bool]:
+        """Return whether each of the model's variables is trainable."""
+        return [bool(variable.trainable) for variable in self._model.variables]
+
+    def has_variables_of(self, state: checkpoints.TrainingState) -> bool:
+        """Return whether the model has as many variables, of the same shapes."""
+        shapes = [tuple(variable.shape) for variable in self._model.variables]
+        saved = {n: a.shape for n, a in state.arrays.items() if n.startswith("model.")}
+        return saved == {f"model.{index}": shape for index, shape in enumerate(shapes)}
+
+    def require_trainable(self, saved: list[bool]) -> None:
+        """Raise if other variables are trainable than when a state was saved."""
+        for variable, was, now in zip(self._model.variables, saved, self.trainable(), strict=True):
+            if was != now:
+                checks.fail(
+                    "The saved state is of a run in which other variables were trainable.",
+                    variable=variable.path,
+                    saved=was,
+                    trainable=now,
+                    remedy="A callback that changes `trainable` in an epoch has to do so in all "
+                    "epochs from that one on, before `Resume` is called.",
+                )
 
     def lacks_variables(self, state: checkpoints.TrainingState) -> bool:
         """Return whether variables of a state are missing that Keras makes in the first step."""
@@ -135,9 +180,30 @@ class ModelState:
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return a model's optimizers, each once."""
-    owned = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
-    return [*{id(optimizer): optimizer for optimizer in owned}.values()]
+    """Return the optimizers that a model and its layers hold, in containers too, each once."""
+    held = (part for layer in model._flatten_layers() for part in _parts([*vars(layer).values()]))
+    found = [part for part in held if isinstance(part, keras.optimizers.Optimizer)]
+    return [*{id(optimizer): optimizer for optimizer in found}.values()]
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """Return what is in lists, tuples and dicts, and in those in them."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for part in value:
+            yield from _parts(part)
+    else:
+        yield value
+
+
+def with_seeds(
+    state: checkpoints.TrainingState, seeds: Sequence[Sequence[int]]
+) -> checkpoints.TrainingState:
+    """Return a state with other `ModelState.seeds`."""
+    others = {name: a for name, a in state.arrays.items() if not name.startswith("seeds.")}
+    own = {f"seeds.{index}": np.array(seed, "uint32") for index, seed in enumerate(seeds)}
+    return dataclasses.replace(state, arrays=others | own)
 
 
 def names_of(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:

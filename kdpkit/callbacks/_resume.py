@@ -93,14 +93,18 @@ class Resume(keras.callbacks.Callback):
         self.callbacks = keras.tree.flatten(callbacks or ())
         self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
         self._dataset: _tracked.Tracked | None = None
+        self._is_training = False
         self._restored: checkpoints.TrainingState | None = None
         self._at_once = 1  # batches in an execution
         self._epoch = 0
+        self._has_trained_an_epoch = False  # of this call of `fit`
         self._first = 0  # batches of this epoch trained by earlier runs
         self._done = 0  # batches of this epoch
         self._saved = 0  # batches saved; negative if the last state is of an earlier epoch
         self._epochs_ahead: int | None = None  # of the data, if Keras does not count from its first
-        self._ended: tuple[Any, int] | None = None  # a model that training left in its last state
+        self._ended: int | None = None  # the epoch of a state in which training left a model here
+        self._ends: list[dict[str, Any]] = []  # of the calls of `fit` that are over
+        self._end: dict[str, Any] | None = None  # of this call, if the state is of a later one
         self._last_step = _last_step.LastStep()
         self._counting = threading.Lock()  # on JAX batches end in several threads
         self._signals = _signals.HeldSignals()
@@ -185,11 +189,13 @@ class Resume(keras.callbacks.Callback):
             strategy=_model_state.strategy_of(self.model),
         )
         self._at_once = getattr(self.model, "steps_per_execution", 1)
+        self._has_trained_an_epoch = False
         if state:
             self._restore(state)
         else:
-            self._epochs_ahead = None
+            self._epochs_ahead = self._end = None
             self._dataset.start()
+        self._is_training = True
         self._stop.begin()
         if processes.count() == 1 or keras.backend.backend() != "jax":  # JAX handles SIGTERM itself
             self._signals.hold()
@@ -229,35 +235,51 @@ class Resume(keras.callbacks.Callback):
 
     def _restore(self, state: checkpoints.TrainingState) -> None:
         epochs = self.params["epochs"]
-        was_left_here = self._ended == (self.model, state.epoch) and state.step == 0
+        was_left_here = self._ended == state.epoch and state.step == 0
+        self._end = self._end_before(state, epochs)
+        was_stopped = state.notes["stopped"] and state.step == 0 and not was_left_here
+        is_over = was_stopped or self._end is not None
+        first = epochs if is_over else state.epoch
         if not was_left_here:
-            self._check_setup(state, is_trained_on=state.epoch < epochs)
-            self._restore_model(state, is_trained_on=state.epoch < epochs)
+            self._check_setup(state, is_trained_on=first < epochs)
+            self._restore_model(state, is_trained_on=first < epochs)
         self._set_callbacks(state)
+        self._was_trainable = self._of_model.trainable()
         self._epochs_ahead = state.notes.get("epochs_ahead", 0)
-        is_over = state.notes["stopped"] and state.step == 0 and not was_left_here
-        self.model._initial_epoch = epochs if is_over else state.epoch
-        if self.model._initial_epoch >= epochs:
-            self._warn_of_the_end(state, is_over=is_over)
-        elif not (was_left_here and self._data.counts_epochs):
+        self.model._initial_epoch = first
+        if first >= epochs and self._end is None:
+            self.model.stop_training = was_stopped
+            self._warn_of_the_end(state, was_stopped=was_stopped)
+        elif first < epochs and not (was_left_here and self._data.counts_epochs):
             self._go_to(state)
+
+    def _end_before(self, state: checkpoints.TrainingState, epochs: int) -> dict[str, Any] | None:
+        """Return where this call of `fit` ended, if a state is of a later one of the program."""
+        for end in state.notes.get("ends", [])[len(self._ends) :][:1]:
+            if end["stopped"] or end["epoch"] >= epochs:
+                return end
+        return None
 
     def _restore_model(self, state: checkpoints.TrainingState, *, is_trained_on: bool) -> None:
         if not self._is_of_a_loop() and self._of_model.lacks_variables(state):
             self._build()  # as a loop has done
+        if self._end is not None:
+            if not self._of_model.has_variables_of(state):  # a later phase added some
+                return
+            state = _model_state.with_seeds(state, self._end["seeds"])
         self._of_model.restore(state, is_trained_on=is_trained_on)
 
-    def _warn_of_the_end(self, state: checkpoints.TrainingState, *, is_over: bool) -> None:
+    def _warn_of_the_end(self, state: checkpoints.TrainingState, *, was_stopped: bool) -> None:
         directory, epochs = self._checkpoints.directory, self.params["epochs"]
-        if is_over or (state.epoch, state.step) == (epochs, 0):
-            self._ended = self.model, state.epoch
+        if was_stopped or (state.epoch, state.step) == (epochs, 0):
+            self._ended = state.epoch
             self._go_to(state)
         warnings.warn(
             f"Nothing is left to train: the state in {directory} is that of a run "
             + (
                 f"that a callback stopped after {state.epoch} epochs. To train on, call `fit` once "
                 "more; "
-                if is_over
+                if was_stopped
                 else f"that is over after {state.epoch} of {epochs} epochs. For more, pass more "
                 "`epochs`; "
             )
@@ -300,12 +322,17 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """In the first epoch of a resumed run, restore what Keras has just reset."""
         self._epoch, self._first = epoch, 0
-        self._ended = None
+        was_left_here, self._ended = self._ended is not None, None
         if self._epochs_ahead is None:
             self._epochs_ahead = self._data.first_epoch - epoch
         self._last_step.begin_epoch()
+        if self._has_trained_an_epoch:
+            self._data.begin_epoch(self._position(epoch, 0)[0])
+        self._has_trained_an_epoch = True
         if state := self._restore_history():
             self._first = self._saved = state.step
+            if not was_left_here:
+                self._check_trainable(state)
             if state.step:
                 # Other callbacks, such as a rate schedule, have already begun this epoch.
                 self._of_model.restore_with_metrics(state)
@@ -318,6 +345,15 @@ class Resume(keras.callbacks.Callback):
             else:
                 self._check_is_last(state)
         self._done = self._first
+
+    def _check_trainable(self, state: checkpoints.TrainingState) -> None:
+        """Raise if a callback no longer freezes what it had frozen, or the other way round.
+
+        A state of an epoch's end is older than what callbacks do when the next epoch begins.
+        """
+        saved = state.notes.get("trainable", self._was_trainable)
+        if state.step or self._was_trainable != saved:
+            self._of_model.require_trainable(saved)
 
     def _check_is_last(self, state: checkpoints.TrainingState) -> None:
         """Raise if a callback was reset at the begin of training, after it had been restored."""
@@ -372,7 +408,9 @@ class Resume(keras.callbacks.Callback):
             self._last_step.ended(logs)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Keep the metrics of training, which Keras resets after this."""
+        """Keep what a validation changes, such as the metrics, which Keras resets after this."""
+        if not self._is_training:  # `evaluate` has been given this callback
+            return
         goes_on = self.params.get("validation_goes_on")  # of a `TrainingLoop`
         if goes_on or versions.validates_on_the_next_batches(self.model):
             warnings.warn(
@@ -382,7 +420,7 @@ class Resume(keras.callbacks.Callback):
                 stacklevel=2,
             )
         if processes.count() == 1:
-            self._last_step.metrics = self._of_model.metric_values()
+            self._last_step.values = self._of_model.values_that_validation_changes()
 
     def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Stop validation before this batch if the program is to stop.
@@ -390,14 +428,14 @@ class Resume(keras.callbacks.Callback):
         Several processes finish the validation, and stop at the end of the epoch; so do runs on
         what never ends, whose states are those of ends of epochs.
         """
-        is_saved_inside = processes.count() == 1 and self._data.full_length is not None
-        if is_saved_inside and self._is_to_stop():
+        is_alone = self._is_training and processes.count() == 1
+        if is_alone and self._data.full_length is not None and self._is_to_stop():
             self.model.stop_evaluating = True
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Exit after an interrupted validation, which the next run begins again."""
         if self._stop.signal:
-            self._save(self._epoch, self._done, metrics=self._last_step.metrics)
+            self._save(self._epoch, self._done, before_validation=self._last_step.values)
             self._leave()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -411,7 +449,7 @@ class Resume(keras.callbacks.Callback):
             is_due = self.save_freq == "epoch" or -self._saved >= self._most_unsaved
             if stops or is_last or is_due:
                 self._save(epoch + 1, 0, logs)
-                self._ended = self.model, epoch + 1
+                self._ended = epoch + 1
         elif self._data.full_length is not None:
             self._save(epoch, self._done)
         if stops:
@@ -420,6 +458,15 @@ class Resume(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Wait until the last state is on disk; restore History if no epoch was left."""
         self._restore_history()
+        self._is_training = False
+        self._ends.append(
+            self._end
+            or {
+                "epoch": 1 + max(self.model.history.epoch, default=-1),
+                "stopped": bool(self.model.stop_training),
+                "seeds": self._of_model.seeds(),
+            }
+        )
         self._wait()
         atomic_files.release(self._lock)
         self._signals.release()
@@ -451,8 +498,13 @@ class Resume(keras.callbacks.Callback):
         self.model._initial_epoch = None  # Keras has used it; the next training starts at 0
         state, self._restored = self._restored, None
         if state:
-            history = self.model.history
-            history.history, history.epoch = state.notes["history"], state.notes["epochs"]
+            history, epochs = self.model.history, state.notes["epochs"]
+            until = math.inf if self._end is None else self._end["epoch"]
+            history.epoch = [epoch for epoch in epochs if epoch < until]
+            history.history = {
+                name: values[: len(history.epoch)] if len(values) == len(epochs) else values
+                for name, values in state.notes["history"].items()
+            }
         return state
 
     def _set_callbacks(self, state: checkpoints.TrainingState) -> None:
@@ -467,7 +519,7 @@ class Resume(keras.callbacks.Callback):
         epoch: int,
         step: int,
         logs: dict[str, Any] | None = None,
-        metrics: dict[str, np.ndarray] | None = None,
+        before_validation: dict[str, np.ndarray] | None = None,
     ) -> None:
         """Save the state at a position in the data.
 
@@ -475,14 +527,14 @@ class Resume(keras.callbacks.Callback):
             epoch: The epoch to continue in.
             step: Batches of it that were trained on.
             logs: The logs of an epoch that just ended.
-            metrics: Values of its metrics, if they are not the present ones.
+            before_validation: Values that a validation has changed since, and those of metrics.
         """
         self._saved = step
         background.wait(self._checkpoints.directory)  # so that memory has one state at a time
         # In all processes, since some values are sums over processes.
         arrays = self._of_model.values()
         if step:
-            arrays |= self._of_model.metric_values() if metrics is None else metrics
+            arrays |= before_validation or self._of_model.metric_values()
         if processes.index() > 0:
             return
         states = [_callback_state.state_of(callback) for callback in self.callbacks]
@@ -499,7 +551,9 @@ class Resume(keras.callbacks.Callback):
             "logs": _callback_state.plain_all(self._last_step.logs()) if is_trained else None,
             "place": None if is_trained else self._data.place(*self._position(epoch, step)),
             "epochs_ahead": self._epochs_ahead,
+            "ends": [*self._ends],
             "trained": self._of_model.trained(),
+            "trainable": self._of_model.trainable(),
         }
         state = checkpoints.TrainingState(epoch=epoch, step=step, arrays=arrays, notes=notes)
         background.start(self._checkpoints.directory, functools.partial(self._write, state))
@@ -544,9 +598,10 @@ class Resume(keras.callbacks.Callback):
     def _build(self) -> None:
         """Make all variables, by a step of training whose results the state then replaces."""
         history = self.model.history
+        self.model._initial_epoch = None  # that of a `BackupAndRestore`
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of several steps in an execution
-            self.model.fit(self._data.first_batch(), shuffle=False, verbose=0)
+            keras.Model.fit(self.model, self._data.first_batch(), shuffle=False, verbose=0)
         self.model.history = history
 
     def _is_to_stop(self, *, asks_now: bool = False) -> bool:

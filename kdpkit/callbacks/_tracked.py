@@ -138,6 +138,11 @@ class TrackedPipeline:
         """Start at a step of an epoch."""
         self._counter.move(epoch, step)
 
+    def begin_epoch(self, epoch: int) -> None:
+        """Start at an epoch after the first, also if others have iterated the dataset since."""
+        if self.full_length is not None:
+            self._counter.move(epoch, 0)
+
 
 class TrackedBatches(keras.utils.PyDataset):
     """A `PyDataset` that can start at any batch; see `TrackedPipeline` for the attributes."""
@@ -150,7 +155,7 @@ class TrackedBatches(keras.utils.PyDataset):
         )
         self._dataset = dataset
         self.first_epoch = int(getattr(dataset, "epoch", 0))
-        self._was_moved = False
+        self._epoch: int | None = None  # that is trained on, once that is known
         self._skipped = 0
         self._expected = 0
         self.is_used = False
@@ -188,9 +193,8 @@ class TrackedBatches(keras.utils.PyDataset):
 
     def start(self) -> None:
         """Start where it was when tracked: Keras takes up to two batches, which may be all."""
-        self._was_moved = True
-        if not self.counts_epochs:
-            self._dataset.epoch = self.first_epoch
+        self.is_used = False
+        self.begin_epoch(self.first_epoch)
 
     def place(self, epoch: int, step: int) -> str | None:
         """Return what a state has to have besides epoch and step: nothing."""
@@ -198,15 +202,20 @@ class TrackedBatches(keras.utils.PyDataset):
     def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
         """Start at a step of an epoch, after all that the dataset does between epochs."""
         self._skipped = step
-        if not self._was_moved:
+        self.is_used = False
+        if self._epoch is None:
             for _ in range(self.first_epoch, epoch):
                 self._dataset.on_epoch_begin()
                 self._dataset.on_epoch_end()
         elif self.counts_epochs:
             self._reject_going_back()
+        self.begin_epoch(epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start at an epoch after the first, also if others have iterated the dataset since."""
+        self._epoch = epoch
         if not self.counts_epochs:
             self._dataset.epoch = epoch
-        self._was_moved = True
 
     def _reject_going_back(self) -> None:
         """Raise if the dataset changes from epoch to epoch, and has no way to be told which."""
@@ -224,6 +233,8 @@ class TrackedBatches(keras.utils.PyDataset):
     def on_epoch_end(self) -> None:
         self._skipped = 0
         self._dataset.on_epoch_end()
+        if self._epoch is not None:  # it is not for validations to advance it
+            self.begin_epoch(self._epoch)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_dataset"], name)
@@ -326,6 +337,9 @@ class TrackedIterators(keras.utils.PyDataset):
         self._skipped = step
         self._next = -1
         self._states: dict[int, str | None] = {0: place}
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start at an epoch after the first; all are the same."""
 
     def on_epoch_end(self) -> None:
         if self.full_length is not None:

@@ -2,6 +2,9 @@
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
+import datetime
+import pathlib
+
 import keras
 import numpy as np
 import pytest
@@ -130,6 +133,128 @@ def on_other_data_with_another_optimizer(resume, *others):
     return fit(model, train, *others, resume, epochs=4, initial_epoch=1)
 
 
+def in_phases_of_which_the_first_is_stopped(resume, *others):
+    """Train until `EarlyStopping` ends it, and then on, for three epochs more than there are."""
+    (early,) = resume.callbacks
+    model, train = compiled(), resume.track(batches())
+    epochs = len(fit(model, train, *others, early, resume, epochs=9).history.epoch)
+    model.compile(keras.optimizers.Adam(1e-3), LOSS)
+    noise = keras.ops.convert_to_numpy(keras.random.normal((20, 4)))
+    train = resume.track(ArrayBatches((ARRAYS[0] + noise, ARRAYS[1]), global_batch_size=4, seed=1))
+    return fit(model, train, *others, resume, initial_epoch=epochs, epochs=epochs + 3)
+
+
+def with_low_rank_weights_in_the_second_phase(resume, *others):
+    model, train = compiled(), resume.track(batches())
+    fit(model, train, *others, resume, epochs=1)
+    model.layers[0].enable_lora(2)
+    model.compile(keras.optimizers.Adam(0.05), LOSS)
+    return fit(model, train, *others, resume, epochs=4, initial_epoch=1)
+
+
+class Adversaries(keras.Model):
+    """A generator and a discriminator, whose optimizers are in a container."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.Sequential([layers.Dense(n)]) for n in (4, 1)]
+        self.held = {"each": [keras.optimizers.Adam(0.05), keras.optimizers.Adam(0.02)]}
+
+    def call(self, x):
+        return self.parts[1](self.parts[0](x))
+
+    def train_step(self, data):
+        import tensorflow as tf
+
+        with tf.GradientTape(persistent=True) as tape:
+            loss = keras.ops.mean(keras.ops.softplus(self(data[0], training=True)))
+        for part, optimizer, sign in zip(self.parts, self.held["each"], (1, -1), strict=True):
+            weights = part.trainable_variables
+            gradients = [sign * gradient for gradient in tape.gradient(loss, weights)]
+            optimizer.apply(gradients, weights)
+        return {"loss": loss}
+
+
+def with_optimizers_in_a_container(resume, *others):
+    model = Adversaries()
+    model.compile()
+    return fit(model, resume.track(batches()), *others, resume, epochs=4)
+
+
+def with_validation_that_draws(resume, *others):
+    model = compiled(None, AlwaysDropout(0.5))
+    settings = {"validation_data": batches(), "epochs": 4}
+    return fit(model, resume.track(batches()), *others, resume, **settings)
+
+
+class AlwaysDropout(layers.Dropout):
+    def call(self, inputs, training=False):
+        return super().call(inputs, training=True)
+
+
+def with_validation_on_what_it_trains_on(resume, *others):
+    train = resume.track(batches())
+    return fit(compiled(), train, *others, resume, epochs=4, validation_data=train)
+
+
+def with_validation_on_the_pipeline_that_it_trains_on(resume, *others):
+    import tensorflow as tf
+
+    train = tf.data.Dataset.from_tensor_slices(ARRAYS).shuffle(20, seed=1).batch(4)
+    train = resume.track(train)
+    return fit(compiled(), train, *others, resume, epochs=4, validation_data=train)
+
+
+class OwnFit(keras.Model):
+    """Has a `fit` of its own, with other arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(3)
+
+    def call(self, x):
+        return self.inner(x)
+
+    def fit(self, n_epochs, train, callbacks):
+        return super().fit(train, epochs=n_epochs, callbacks=callbacks, shuffle=False, verbose=0)
+
+
+def with_a_fit_of_its_own(resume, *others):
+    model = OwnFit()
+    model.compile("adam", LOSS)
+    model.fit(4, resume.track(batches()), [*others, resume])
+    return model
+
+
+def with_a_model_that_is_loaded_between(resume, *others):
+    model, train = compiled(), resume.track(batches())
+    fit(model, train, *others, resume, epochs=1)
+    file = f"{resume._checkpoints.directory}.keras"
+    if not pathlib.Path(file).exists():
+        model.set_weights([weight / 2 for weight in model.get_weights()])
+        model.save(file)
+    model = keras.models.load_model(file)
+    return fit(model, train, *others, resume, epochs=4, initial_epoch=1)
+
+
+class Centered(keras.losses.Loss):
+    """Keeps a mean of what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.mean = keras.Variable(np.zeros(3, "float32"))
+
+    def call(self, y_true, y_pred):
+        self.mean.assign(0.9 * self.mean + 0.1 * keras.ops.mean(y_pred, axis=0))
+        return LOSS(y_true, y_pred - self.mean)
+
+
+def with_a_loss_that_has_a_variable(resume, *others):
+    model = build()
+    model.compile("adam", Centered())
+    return fit(model, resume.track(batches()), *others, resume, epochs=4)
+
+
 def of_folds(resume, *others):
     """Train a model for each fold, with a directory each, and return the last."""
     for fold in range(3):
@@ -207,10 +332,14 @@ class Asks(keras.callbacks.Callback):
 
 
 def resume_of(program, directory):
-    averages = [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]
-    return Resume(
-        directory, callbacks=averages if program is with_averages_that_are_swapped else ()
-    )
+    with_state = {
+        with_averages_that_are_swapped: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)],
+        # after two epochs
+        in_phases_of_which_the_first_is_stopped: [
+            keras.callbacks.EarlyStopping("loss", patience=0, min_delta=9.0)
+        ],
+    }
+    return Resume(directory, callbacks=with_state.get(program, ()))
 
 
 def trained(program, directory, stop_after=0):
@@ -239,6 +368,16 @@ def trained(program, directory, stop_after=0):
                 (on_other_data_with_another_optimizer, STEPS + 2),
                 (on_other_data_with_another_optimizer, STEPS),
                 (of_folds, 10),
+                (in_phases_of_which_the_first_is_stopped, STEPS + 2),
+                (in_phases_of_which_the_first_is_stopped, 2 * STEPS),
+                (in_phases_of_which_the_first_is_stopped, 3 * STEPS + 2),
+                (with_low_rank_weights_in_the_second_phase, STEPS + 2),
+                (with_validation_that_draws, STEPS),
+                (with_validation_on_what_it_trains_on, 2 * STEPS + 2),
+                (with_validation_on_the_pipeline_that_it_trains_on, 2 * STEPS + 2),
+                (with_a_fit_of_its_own, STEPS + 2),
+                (with_a_model_that_is_loaded_between, STEPS + 2),
+                (with_a_model_that_is_loaded_between, STEPS),
                 (with_averages_that_are_swapped, STEPS + 2),
                 (on_data_that_shuffle, STEPS + 2),
                 (on_data_that_shuffle_and_count, STEPS + 2),
@@ -249,6 +388,8 @@ def trained(program, directory, stop_after=0):
             for program in (
                 with_a_generator_of_tensorflow,
                 with_a_recurrent_layer_that_keeps_its_state,
+                with_optimizers_in_a_container,
+                with_a_loss_that_has_a_variable,
             )
         ),
     ],
@@ -382,6 +523,90 @@ def test_a_loop_says_that_its_validation_goes_on(tmp_path):
             callbacks=[resume],
             verbose=0,
         )
+
+
+class Unfreezes(keras.callbacks.Callback):
+    """Has a layer trained from the second epoch on."""
+
+    def on_epoch_begin(self, epoch, logs=None):
+        if epoch == 1:
+            self.model.get_layer("base").trainable = True
+
+
+@pytest.mark.tensorflow
+def test_a_callback_that_unfreezes_in_an_earlier_epoch_alone_raises(tmp_path):
+    def train(stop_after=0):
+        model = compiled(keras.optimizers.SGD(0.1), layers.Dense(4, name="base", trainable=False))
+        model.optimizer.build(model.weights)
+        resume = Resume(tmp_path)
+        watching = [Unfreezes(), Asks(resume, stop_after)]
+        fit(model, resume.track(batches()), *watching, resume, epochs=4)
+
+    for stop_after in STEPS, STEPS + 2:
+        with pytest.raises(SystemExit):
+            train(stop_after)
+    with pytest.raises(ValueError, match="other variables were trainable.*base/kernel.*saved=True"):
+        train()
+
+
+class LogsATime(keras.callbacks.Callback):
+    def on_epoch_end(self, epoch, logs=None):
+        logs["when"] = datetime.datetime(2026, 1, 1)
+
+
+def test_a_log_that_a_state_cannot_hold_raises(tmp_path):
+    resume = Resume(tmp_path)
+    with pytest.raises(ValueError, match="holds numbers, text.*value=datetime"):
+        fit(compiled(), resume.track(batches()), LogsATime(), resume)
+
+
+def test_evaluate_takes_the_callback_too(tmp_path):
+    resume = Resume(tmp_path)
+    model, train = compiled(), resume.track(batches())
+    before = model.evaluate(batches(), callbacks=[resume], verbose=0)
+    fit(model, train, resume)
+    assert model.evaluate(batches(), callbacks=[resume], verbose=0) < before
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Nothing is left to train")
+def test_a_program_that_is_over_trains_nothing_when_started_again(tmp_path):
+    def started():
+        return trained(in_phases_of_which_the_first_is_stopped, tmp_path)
+
+    (weights, history), (same_weights, same_history) = started(), started()
+    assert_same_weights(same_weights, weights)
+    assert same_history == history
+
+
+class CountsEpochs(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.of_epochs = {}
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.of_epochs[epoch] = 1
+
+    def get_state(self):
+        return {"seen": [self.of_epochs]}
+
+    def set_state(self, values):
+        self.of_epochs = values["seen"][0]
+
+
+def test_keys_that_json_changes_raise(tmp_path):
+    counts = CountsEpochs()
+    resume = Resume(tmp_path, callbacks=[counts])
+    with pytest.raises(ValueError, match="must be strings.*callback='CountsEpochs', key=0"):
+        fit(compiled(), resume.track(batches()), counts, resume)
+
+
+def test_another_dataset_is_found_where_a_batch_was_looked_at(tmp_path):
+    resume = Resume(tmp_path)
+    train = resume.track(batches())
+    train[0]
+    with pytest.raises(ValueError, match="`fit` trains on another dataset"):
+        fit(compiled(), batches(), resume)
 
 
 class LikeImageDataGenerator(keras.utils.PyDataset):
