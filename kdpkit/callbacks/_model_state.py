@@ -90,6 +90,7 @@ class ModelState:
     def lacks_variables(self, state: checkpoints.TrainingState) -> bool:
         """Return whether variables of a state are missing that Keras makes in the first step."""
         present = self._variables() | {"metrics": self._metric_variables()}
+        # Not strict, as here and in `_variables` a later phase may have more optimizers or fewer.
         pairs = zip(optimizers(self._model), self._trained_in(state), strict=False)
         return any(-1 in trained and not optimizer.built for optimizer, trained in pairs) or any(
             sum(name.startswith(f"{group}.") for name in state.arrays) > len(present[group])

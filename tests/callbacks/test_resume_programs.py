@@ -226,6 +226,12 @@ def with_a_fit_of_its_own(resume, *others):
     return model
 
 
+def with_a_backup_of_keras(resume, *others):
+    backup = keras.callbacks.BackupAndRestore(f"{resume._checkpoints.directory}-backup")
+    model = compiled(metrics=["accuracy"])
+    return fit(model, resume.track(batches()), *others, backup, resume, epochs=4)
+
+
 def with_a_model_that_is_loaded_between(resume, *others):
     model, train = compiled(), resume.track(batches())
     fit(model, train, *others, resume, epochs=1)
@@ -378,6 +384,7 @@ def trained(program, directory, stop_after=0):
                 (with_a_fit_of_its_own, STEPS + 2),
                 (with_a_model_that_is_loaded_between, STEPS + 2),
                 (with_a_model_that_is_loaded_between, STEPS),
+                (with_a_backup_of_keras, STEPS + 2),
                 (with_averages_that_are_swapped, STEPS + 2),
                 (on_data_that_shuffle, STEPS + 2),
                 (on_data_that_shuffle_and_count, STEPS + 2),
