@@ -23,7 +23,7 @@ import tempfile
 
 from kdpkit import experiment
 from kdpkit.diagnostics import _machine
-from tests.benchmarks.paired import Row, Spread
+from tests.benchmarks.paired import row_of, table
 
 NAMES = (
     *("machine", "bert", "bert_loss", "cnn", "replicas", "loops", "watching", "exact"),
@@ -124,12 +124,6 @@ def measured(name, flags):
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 
-def row_of(values):
-    """Make a row from its JSON."""
-    spreads = {name: values[name] and Spread(**values[name]) for name in ("ours", "other", "ratio")}
-    return Row(**{**values, **spreads, "goal": values["goal"] and tuple(values["goal"])})
-
-
 def machine():
     """Return what the figures were measured on."""
     found = _machine.look()
@@ -138,29 +132,8 @@ def machine():
 
 def markdown(report, rows):
     """Return the table for people."""
-    lines = [
-        f"{report['machine']}; {', '.join(' '.join(pair) for pair in report['versions'].items())}; "
-        f"{report['date']}.",
-        "",
-        "| what | unit | ours | other | ratio (quartiles) | goal |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in rows:
-        ratio = (
-            row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g} to {row.ratio.high:.3g})"
-        )
-        goal = row.goal and f"{row.goal[0]} {row.goal[1]:g}{'' if row.is_met else ', missed'}"
-        cells = (row.what, row.unit, figure(row.ours), figure(row.other), ratio or "", goal or "")
-        lines.append(f"| {' | '.join(cells)} |")
-    notes = [f"{row.what}: {row.note}" for row in rows if row.note]
-    return "\n".join([*lines, "", *notes]) + "\n"
-
-
-def figure(spread):
-    """Return a median with three digits or more."""
-    if spread is None:
-        return ""
-    return f"{spread.median:,.0f}" if spread.median >= 100 else f"{spread.median:.3g}"
+    versions = ", ".join(" ".join(pair) for pair in report["versions"].items())
+    return f"{report['machine']}; {versions}; {report['date']}.\n\n{table(rows)}\n"
 
 
 if __name__ == "__main__":

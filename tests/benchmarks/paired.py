@@ -3,7 +3,8 @@
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 Measure = Callable[[], float]
 
@@ -89,3 +90,34 @@ def compared(
     """Put two columns of figures, round by round, into a row."""
     ratios = [one / two for one, two in zip(ours, other, strict=True)]
     return Row(what, unit, Spread.of(ours), Spread.of(other), Spread.of(ratios), goal, note)
+
+
+def row_of(values: dict[str, Any]) -> Row:
+    """Make a row from its JSON."""
+    spreads = {name: values[name] and Spread(**values[name]) for name in ("ours", "other", "ratio")}
+    rest = {name: value for name, value in values.items() if name != "is_met"}
+    return Row(**{**rest, **spreads, "goal": values["goal"] and tuple(values["goal"])})
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Return a table in Markdown, and the notes below it."""
+    lines = [
+        "| what | unit | ours | other | ratio (quartiles) | goal |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        ratio = (
+            row.ratio and f"{row.ratio.median:.3g} ({row.ratio.low:.3g} to {row.ratio.high:.3g})"
+        )
+        goal = row.goal and f"{row.goal[0]} {row.goal[1]:g}{'' if row.is_met else ', missed'}"
+        cells = (row.what, row.unit, figure(row.ours), figure(row.other), ratio or "", goal or "")
+        lines.append(f"| {' | '.join(cells)} |")
+    notes = [f"{row.what}: {row.note}" for row in rows if row.note]
+    return "\n".join([*lines, "", *notes]).rstrip()
+
+
+def figure(spread: Spread | None) -> str:
+    """Return a median with three digits or more."""
+    if spread is None:
+        return ""
+    return f"{spread.median:,.0f}" if spread.median >= 100 else f"{spread.median:.3g}"

@@ -1,0 +1,161 @@
+"""Correctness, speed and memory on a machine with a GPU or TPU, with JAX and without TensorFlow.
+
+    python -m tests.accelerator --out figures               # ten minutes
+    python -m tests.accelerator --out figures bert memory   # these parts
+    python -m tests.accelerator --out rehearsal --rehearse  # on a CPU, at tiny sizes
+
+It needs a checkout, JAX, Keras and KerasHub; PyTorch, torchvision and transformers take part where
+they are installed. Each part is a process with a time limit, and its figures are in a file of their
+own as soon as they are known, the ones worth most first. `summary.md` is the table of
+docs/benchmarks.md.
+"""
+
+# ruff: noqa: T201 a command-line program prints
+
+import argparse
+import contextlib
+import importlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+from tests.accelerator import device
+from tests.accelerator.results import Results
+from tests.accelerator.summary import markdown
+
+# In the order of their worth, with the seconds that each may take.
+PARTS = {"correct": 150, "bert": 180, "gpt2": 200, "resnet": 200, "memory": 150, "watching": 120}
+WORKLOADS = ("bert", "gpt2", "resnet")
+_LEAST_GIB = 8
+_SLOWER = 4  # two cores prepare the contestants that sixteen do
+_ENVIRONMENT = {
+    "KERAS_BACKEND": "jax",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # several processes share the device
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.95",
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+}
+
+
+def parser() -> argparse.ArgumentParser:
+    """Name where the figures go, and which parts are run."""
+    found = argparse.ArgumentParser(
+        prog="python -m tests.accelerator",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = found.add_argument
+    add("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)} (default: all)")
+    add("--out", type=pathlib.Path, required=True, metavar="DIRECTORY", help="a new directory")
+    add("--rehearse", action="store_true", help="on a CPU, at tiny sizes")
+    add("--rounds", type=int, default=5, help="of the contestants (default: %(default)s)")
+    add("--child", type=pathlib.Path, help=argparse.SUPPRESS)  # the file that a part writes
+    return found
+
+
+def checked(argv: list[str] | None) -> argparse.Namespace:
+    """Read the arguments, and reject what cannot be run before anything is measured."""
+    found = parser()
+    args = found.parse_args(argv)
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        found.error(f"there is no part {unknown[0]!r}, choose from {', '.join(PARTS)}")
+    if args.rounds < 1:
+        found.error(f"--rounds must be at least 1. Received: {args.rounds}")
+    if not args.child and args.out.exists() and (args.out.is_file() or any(args.out.iterdir())):
+        found.error(f"--out must be a new directory, and has files already: {args.out}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the parts, and write and print the table; return 1 if anything failed or missed a goal.
+
+    Ctrl-C ends it with the table of what has been measured, and 130.
+    """
+    args = checked(argv)
+    if args.child:
+        return run(args)
+    os.environ.update(_ENVIRONMENT)
+    if args.rehearse:
+        os.environ["JAX_PLATFORMS"] = "cpu"
+        os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2"
+    if (problem := unfit(args)) is not None:
+        print(f"python -m tests.accelerator: {problem}", file=sys.stderr)
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    codes = []
+    with tempfile.TemporaryDirectory() as compiled:
+        os.environ["JAX_COMPILATION_CACHE_DIR"] = compiled
+        try:
+            for part in args.parts or PARTS:
+                codes.append(finished(part, args))
+        except KeyboardInterrupt:
+            print("interrupted.", file=sys.stderr)
+            codes.append(130)
+    table = markdown(args.out)
+    (args.out / "summary.md").write_text(table)
+    print(table)
+    return max(codes)
+
+
+def unfit(args: argparse.Namespace) -> str | None:
+    """Return why this machine is not one to measure on; None if it is."""
+    try:
+        found = device.look()
+    except subprocess.CalledProcessError as error:
+        return f"JAX does not start: {error.stderr.strip().splitlines()[-1]}"
+    if args.rehearse:
+        return None
+    if found.platform == "cpu":
+        return "JAX sees no GPU or TPU here. With --rehearse it runs on a CPU, at tiny sizes."
+    if 0 < found.gib < _LEAST_GIB:
+        return f"the device must have {_LEAST_GIB} GiB for the models. It has {found.gib:.1f}."
+    return None
+
+
+def finished(part: str, args: argparse.Namespace) -> int:
+    """Run a part in its own process and its own time; return 0 if it came to its end."""
+    file = args.out / f"{part}.json"
+    flags = [f"--out={args.out}", f"--child={file}", f"--rounds={args.rounds}"]
+    flags += ["--rehearse"] if args.rehearse else []
+    command = [sys.executable, "-m", "tests.accelerator", part, *flags]
+    limit = PARTS[part] * (_SLOWER if args.rehearse else 1)
+    start = time.monotonic()
+    print(f"{part} ...", file=sys.stderr, flush=True)
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(timeout=limit)
+        if code:
+            print(f"{part} ended with exit code {code}.", file=sys.stderr)
+    except subprocess.TimeoutExpired:
+        print(f"{part} took more than {limit} s, and was ended.", file=sys.stderr)
+        code = 1
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # and what it has started
+        process.wait()
+    print(f"{part}: {time.monotonic() - start:.0f} s", file=sys.stderr, flush=True)
+    return int(code != 0)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run a part in this process; return 1 if something is missing or misses its goal."""
+    (part,) = args.parts
+    about = device.current()._asdict()
+    results = Results(args.child, part=part, rehearsal=args.rehearse, device=about)
+    module = importlib.import_module(f"tests.accelerator.{part}")
+    if part in WORKLOADS:
+        from tests.accelerator import speed
+
+        speed.measure(module, results, rehearse=args.rehearse, rounds=args.rounds)
+    else:
+        module.measure(results, rehearse=args.rehearse)
+    rows = json.loads(args.child.read_text())["rows"]
+    return int(any(row["is_met"] is False for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,144 @@
+"""GPT-2 124M, bfloat16: causal language model, sequences of 1,024 tokens."""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from tests.accelerator.bert import loss, optimizer
+from tests.accelerator.speed import OURS, Work
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """The model, and an epoch."""
+
+    layers: int
+    width: int
+    heads: int
+    vocabulary: int
+    length: int
+    batch: int
+    steps: int
+
+
+SIZES = {
+    False: Size(12, 768, 12, 50_257, 1024, batch=16, steps=10),
+    True: Size(2, 32, 2, 500, 16, batch=4, steps=2),
+}
+
+
+def work(size: Size) -> Work:
+    """Count tokens, and the products: dense layers, attention to all positions, and logits."""
+    width, tokens = size.width, size.batch * size.length * size.steps
+    of_layer = 2 * 12 * width**2 + 4 * size.length * width
+    of_token = size.layers * of_layer + 2 * width * size.vocabulary
+    return Work("tokens", tokens, 3.0 * of_token * tokens)
+
+
+def batch_of(size: Size) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return random tokens, and after each the next one."""
+    random = np.random.default_rng(0)
+    tokens = random.integers(0, size.vocabulary, (size.batch, size.length + 1), "int32")
+    seen = np.ascontiguousarray(tokens[:, :-1])
+    return {"token_ids": seen, "padding_mask": np.ones_like(seen)}, tokens[:, 1:].copy()
+
+
+def model_of(size: Size, policy: str = "mixed_bfloat16", dropout: float = 0.1) -> Any:
+    """Build the KerasHub model up to its hidden states, from scratch."""
+    import keras
+    import keras_hub
+
+    keras.config.set_dtype_policy(policy)
+    keras.utils.set_random_seed(0)
+    return keras_hub.models.GPT2Backbone(
+        vocabulary_size=size.vocabulary,
+        num_layers=size.layers,
+        num_heads=size.heads,
+        hidden_dim=size.width,
+        intermediate_dim=4 * size.width,
+        max_sequence_length=size.length,
+        dropout=dropout,
+    )
+
+
+def with_logits(size: Size) -> Any:
+    """Build the same model with the logits of every position."""
+    import keras
+
+    backbone = model_of(size)
+    logits = backbone.token_embedding(backbone.output, reverse=True)
+    return keras.Model(backbone.input, logits)
+
+
+def loop_of(size: Size, **settings: Any) -> Any:
+    """Make the kit's loop, whose loss goes over the vocabulary in chunks (as recipes/lm.py)."""
+    from keras import ops
+
+    from kdpkit.training import TrainingLoop, linear_cross_entropy
+
+    class CausalLMLoop(TrainingLoop):
+        def per_example_loss(self, x: Any, y: Any, *, training: bool) -> Any:
+            hidden = self.model(x, training=training)
+            kernel = ops.cast(self.model.token_embedding.embeddings, hidden.dtype)
+            return linear_cross_entropy(hidden, kernel, y)
+
+    return CausalLMLoop(model_of(size), optimizer=optimizer(), **settings)
+
+
+def _kdpkit(size: Size, **settings: Any) -> Any:
+    from tests.accelerator import jax_training
+
+    return jax_training.by_loop(loop_of(size, **settings), batch_of(size), size.steps)
+
+
+def _stock_fit(size: Size) -> Any:
+    from tests.accelerator import jax_training
+
+    model = with_logits(size)
+    model.compile(optimizer(), loss())
+    return jax_training.by_fit(model, batch_of(size), size.steps)
+
+
+def _by_hand(size: Size) -> Any:
+    from tests.accelerator import jax_training
+
+    batch = batch_of(size)
+    return jax_training.by_hand(with_logits(size), optimizer(), loss(), batch, size.steps)
+
+
+def _torch(size: Size, *, compiled: bool) -> Any:
+    import torch
+    import transformers
+
+    from tests.accelerator import torch_training
+
+    config = transformers.GPT2Config(
+        vocab_size=size.vocabulary,
+        n_embd=size.width,
+        n_layer=size.layers,
+        n_head=size.heads,
+        n_positions=size.length,
+        attn_implementation="sdpa",
+    )
+    model = transformers.GPT2LMHeadModel(config)
+
+    def loss_of(model: Any, ids: Any, labels: Any) -> Any:
+        logits = model(ids, use_cache=False).logits
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+
+    x, labels = batch_of(size)
+    batch = [x["token_ids"].astype("int64"), labels.astype("int64")]
+    update = torch_training.adamw
+    return torch_training.trained(model, loss_of, batch, size.steps, update, compiled=compiled)
+
+
+WAYS = {
+    OURS: _kdpkit,
+    "stock fit": _stock_fit,
+    "a bare JAX loop": _by_hand,
+    "PyTorch compiled": lambda size: _torch(size, compiled=True),
+    "PyTorch eager": lambda size: _torch(size, compiled=False),
+    "kdpkit with remat": lambda size: _kdpkit(size, remat=True),
+    "kdpkit with accumulation=4": lambda size: _kdpkit(size, accumulation=4),
+}

@@ -1,0 +1,173 @@
+"""What watching a run costs, and whether what is shown is true: calls, pauses, readings, devices."""
+
+import math
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from typing import Any
+
+import numpy as np
+
+from tests.accelerator import bert, device
+from tests.accelerator.results import Results
+from tests.accelerator.speed import size_of
+from tests.benchmarks.paired import Row, Spread, compared, in_turns, seconds_of
+
+CALLS = (1, 8, 32)  # steps of each
+READING_SECONDS = {False: 5.0, True: 0.5}
+
+
+def measure(results: Results, *, rehearse: bool) -> None:
+    """Measure one after the other: they share the device."""
+    results.add(*_steps_per_loop(steps=64 if rehearse else 512, rounds=1 if rehearse else 7))
+    results.add(_pause_of_resume(rehearse=rehearse))
+    _readings(results, seconds=READING_SECONDS[rehearse])
+    if device.current().count > 1:
+        results.add(*_replicas(rounds=1 if rehearse else 5))
+    else:
+        results.miss("watching: several devices: there is one.")
+
+
+def _mlp(strategy: Any = None, width: int = 64, batch: int = 64, **settings: Any) -> Any:
+    import keras
+
+    from kdpkit.training import TrainingLoop
+
+    model, data = _mlp_model(width, batch)
+    loop = TrainingLoop(
+        model, optimizer=keras.optimizers.Adam(), loss=bert.loss(), strategy=strategy, **settings
+    )
+    return loop, data
+
+
+def _mlp_model(width: int, batch: int) -> tuple[Any, Any]:
+    import keras
+
+    keras.config.set_dtype_policy("float32")
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential([keras.Input((width,)), layers.Dense(width, "relu"), layers.Dense(10)])
+    x = np.random.default_rng(0).normal(size=(batch, width)).astype("float32")
+    return model, (x, np.arange(batch) % 10)
+
+
+def _steps_per_loop(steps: int, rounds: int) -> list[Row]:
+    """Measure a model whose step is nothing but overhead."""
+    import keras
+
+    from tests.accelerator import jax_training
+
+    model, batch = _mlp_model(64, 64)
+    model.compile(keras.optimizers.Adam(), bert.loss())
+    by_hand, optimizer = _mlp_model(64, 64)[0], keras.optimizers.Adam()
+    contestants = {
+        "stock fit": jax_training.by_fit(model, batch, steps),
+        "a bare loop": jax_training.by_hand(by_hand, optimizer, bert.loss(), batch, steps),
+    }
+    for count in CALLS:
+        loop, _ = _mlp(steps_per_loop=count)
+        contestants[count] = jax_training.by_loop(loop, batch, steps)
+    figures = in_turns(
+        {name: lambda of=of: 1e6 * seconds_of(of) / steps for name, of in contestants.items()},
+        rounds,
+    )
+    return [
+        compared(
+            f"tiny model, {count} steps a call, against {other}",
+            "us a step",
+            figures[count],
+            figures[other],
+        )
+        for count in CALLS
+        for other in ("stock fit", "a bare loop")
+    ]
+
+
+def _pause_of_resume(*, rehearse: bool) -> Row:
+    """Measure how long BERT-base waits at the end of an epoch that `Resume` saves."""
+    import keras
+
+    from kdpkit.callbacks import Resume
+    from kdpkit.training import MaskedLMLoop
+    from tests.accelerator.jax_training import Repeated
+
+    size = size_of(bert, rehearse=rehearse)
+    loop = MaskedLMLoop(bert.model_of(size), optimizer=bert.optimizer())
+    starts, ends = [], []
+    before, after = (
+        keras.callbacks.LambdaCallback(
+            on_epoch_end=lambda *_, times=times: times.append(time.perf_counter())
+        )
+        for times in (starts, ends)
+    )
+    data = Repeated(bert.batch_of(size), size.steps)
+    with tempfile.TemporaryDirectory() as directory:
+        resume = Resume(directory)
+        callbacks = [before, resume, after]
+        loop.fit(resume.track(data), epochs=5, callbacks=callbacks, verbose=0)
+    pauses = [1e3 * (end - start) for start, end in zip(starts, ends, strict=True)]
+    gib = sum(4 * math.prod(of.shape) for of in loop.model.optimizer.variables) / 2**30
+    note = f"{gib:.2f} GiB of optimizer state in each"
+    return Row("BERT-base, pause of Resume", "ms", Spread.of(pauses[1:]), note=note)
+
+
+def _readings(results: Results, seconds: float) -> None:
+    """Compare `DeviceMonitor` with `nvidia-smi`, while a model trains that keeps the GPU busy."""
+    if shutil.which("nvidia-smi") is None:
+        results.miss("watching: readings: there is no nvidia-smi.")
+        return
+    from kdpkit.callbacks import DeviceMonitor
+    from tests.accelerator.jax_training import Repeated
+
+    loop, data = _mlp(width=4096, batch=8192)
+    loop.fit(Repeated(data, 20), epochs=1, verbose=0)  # compiles
+    steps = max(20, int(20 * seconds / seconds_of(lambda: loop.fit(Repeated(data, 20), verbose=0))))
+    shown: list[tuple[float, float]] = []
+    stop = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(shown, stop))
+    watcher.start()
+    monitor = DeviceMonitor(0.2)
+    history = loop.fit(Repeated(data, steps), epochs=1, callbacks=[monitor], verbose=0).history
+    stop.set()
+    watcher.join()
+    utilization, gib = zip(*shown, strict=True)
+    for name, unit, other in (
+        ("gpu_0_utilization", "%", float(np.mean(utilization))),
+        ("gpu_0_memory_gib", "GiB", max(gib)),
+    ):
+        if name not in history:
+            results.miss(f"watching: DeviceMonitor does not log {name}.")
+            continue
+        what = f"DeviceMonitor, {name}, against nvidia-smi"
+        results.add(compared(what, unit, [history[name][-1]], [other]))
+
+
+def _watch(shown: list[tuple[float, float]], stop: threading.Event) -> None:
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--id=0"]
+    while not stop.wait(0.2) or not shown:
+        printed = subprocess.check_output([*command, "--format=csv,noheader,nounits"], text=True)
+        utilization, mebibytes = map(float, printed.split(","))
+        shown.append((utilization, mebibytes / 1024))
+
+
+def _replicas(rounds: int) -> list[Row]:
+    """Measure the same global batch on 1, 2, 4 and 8 devices."""
+    from kdpkit import sharding
+    from tests.accelerator.jax_training import Repeated
+
+    counts = [count for count in (1, 2, 4, 8) if count <= device.current().count]
+    epochs = {}
+    for count in counts:
+        loop, data = _mlp(sharding.data_mesh(count), width=1024, batch=1024)
+        repeated = Repeated(data, 20)
+        epochs[count] = lambda loop=loop, of=repeated: loop.fit(of, epochs=1, verbose=0)
+    figures = in_turns(
+        {count: lambda of=of: 50 * seconds_of(of) for count, of in epochs.items()}, rounds
+    )
+    what = "dense model, {} devices, same global batch, against one"
+    return [
+        compared(what.format(count), "ms a step", figures[count], figures[1])
+        for count in counts[1:]
+    ]
