@@ -220,7 +220,7 @@ def _stock() -> dict[str, Callable[[], list]]:
 
 
 def main(whose: str, file: str) -> None:
-    """Train, and write the weights before and after; what fails is reported, and the rest goes on."""
+    """Train, and write the weights before and after; where one way fails, the others go on."""
     import traceback
 
     import jax

@@ -1,4 +1,4 @@
-"""An epoch on one batch over and over: by the kit, by stock `fit`, and by a loop written by hand."""
+"""An epoch on one batch over and over: by the kit, by stock `fit`, and by a bare loop."""
 
 import functools
 from collections.abc import Callable

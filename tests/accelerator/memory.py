@@ -154,6 +154,8 @@ def _largest_batch(rehearse: bool) -> dict[str, Any]:
             return False
         return True
 
+    if not limit:  # then all that is tried fits
+        is_trained(UNIT)
     found = largest(is_trained) if limit else None
     return {"unit": "examples", "predicted": largest(is_planned), "found": found}
 

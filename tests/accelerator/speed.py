@@ -1,4 +1,7 @@
-"""Contestants on one workload, each in its own process: they prepare together, train alternately.
+"""Contestants on one workload, each in its own process: each alternates with the kit.
+
+All start and build their models together. Then one after the other compiles, and trains in turn
+with the kit, so that no more than two have a step's memory on the device.
 
 A workload is a module with `SIZES` (by whether it is a rehearsal), `WAYS` (by name a function of a
 size that returns an epoch) and `work(size)`.
@@ -8,13 +11,11 @@ size that returns an epoch) and `work(size)`.
 
 import contextlib
 import dataclasses
-import fcntl
+import functools
 import importlib.util
 import math
 import os
-import pathlib
 import sys
-import tempfile
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,22 +51,38 @@ def measure(workload: types.ModuleType, results: Results, *, rehearse: bool, rou
     if size.batch != workload.SIZES[rehearse].batch:
         results.miss(f"{title}: batches of {size.batch}, for want of memory on the device.")
     work = workload.work(size)
-    seconds, memory = {}, {}
+    rows_of = functools.partial(_rows, title, work)
     names = [name for name in workload.WAYS if _is_installed(name)]
-    # A TPU serves one process at a time.
-    groups = [[name] for name in names] if device.current().platform == "tpu" else [names]
-    for group in groups:
-        for name, (of_rounds, peak) in _measured(workload, group, rehearse, rounds).items():
-            seconds[name], memory[name] = of_rounds, peak
-    rates = {
-        name: [work.count / second for second in of_rounds]
-        for name, of_rounds in seconds.items()
-        if not any(map(math.isnan, of_rounds))
-    }
-    for lost in workload.WAYS.keys() - rates.keys():
-        reason = "it failed, see its output" if _is_installed(lost) else "PyTorch is not installed"
-        results.miss(f"{title}: {lost} has no figures: {reason}.")
-    results.add(*_rows(title, work, rates, memory))
+    for name in workload.WAYS.keys() - {*names}:
+        results.miss(f"{title}: {name} has no figures: PyTorch is not installed.")
+    one_at_a_time = device.current().platform == "tpu"  # it serves one process
+    with contextlib.ExitStack() as ends:
+        start = functools.partial(_started, ends, workload.__name__, rehearse)
+        waiting = {} if one_at_a_time else {name: start(name) for name in names}
+        ours = waiting.get(OURS) or start(OURS)
+        alone = in_turns({OURS: ours.seconds}, rounds)[OURS]
+        results.add(*rows_of(OURS, alone, [], ours.peak_bytes()))
+        if one_at_a_time:
+            ours.end()
+        for name in names:
+            if name == OURS:
+                continue
+            other = waiting.get(name) or start(name)
+            both = {name: other.seconds} | ({} if one_at_a_time else {OURS: ours.seconds})
+            seconds = in_turns(both, rounds)
+            if any(map(math.isnan, seconds[name])):
+                results.miss(f"{title}: {name} has no figures: it failed, see its output.")
+            else:
+                beside = seconds.get(OURS, alone)
+                results.add(*rows_of(name, seconds[name], beside, other.peak_bytes()))
+            other.end()
+
+
+def _started(ends: contextlib.ExitStack, workload: str, rehearse: bool, name: str) -> Contestant:
+    command = [sys.executable, "-m", "tests.accelerator.speed", workload, name]
+    contestant = Contestant([*command, *(["--rehearse"] if rehearse else [])], os.environ)
+    ends.callback(contestant.end)
+    return contestant
 
 
 def _is_installed(way: str) -> bool:
@@ -82,57 +99,25 @@ def size_of(workload: types.ModuleType, *, rehearse: bool) -> Any:
     return dataclasses.replace(size, batch=max(4, size.batch >> halvings))
 
 
-def _measured(
-    workload: types.ModuleType, names: list[str], rehearse: bool, rounds: int
-) -> dict[str, tuple[list[float], int | None]]:
-    """Return the seconds of the rounds and the peak of the memory of contestants that alternate."""
-    flags = ["--rehearse"] if rehearse else []
-    command = [sys.executable, "-m", "tests.accelerator.speed", workload.__name__]
-    with tempfile.TemporaryDirectory() as directory:
-        environment = {**os.environ, "KDPKIT_COMPILE_LOCK": directory}
-        started = {name: Contestant([*command, name, *flags], environment) for name in names}
-        try:
-            ready = {name: one for name, one in started.items() if one.is_ready()}
-            figures = in_turns({name: one.seconds for name, one in ready.items()}, rounds)
-            return {name: (figures[name], one.peak_bytes()) for name, one in ready.items()}
-        finally:
-            for one in started.values():
-                one.end()
-
-
 def _rows(
-    title: str, work: Work, rates: dict[str, list[float]], memory: dict[str, int | None]
+    title: str, work: Work, name: str, seconds: list[float], ours: list[float], peak: int | None
 ) -> Iterator[Row]:
-    for name in rates if OURS in rates else ():
-        if name != OURS:
-            what = f"{title}, against {name}"
-            yield compared(what, f"{work.unit}/s", rates[OURS], rates[name])
-    for name, rate in rates.items():
-        if peak := device.current().peak_flops:
-            shares = [100 * each * work.flops / work.count / peak for each in rate]
-            yield Row(f"{title}, {name}, share of the peak (MFU)", "%", Spread.of(shares))
-        if gib := (memory[name] or 0) / 2**30:
-            yield Row(f"{title}, {name}, peak of memory", "GiB", Spread.of([gib]))
-
-
-@contextlib.contextmanager
-def compiling(framework: str) -> Iterator[None]:
-    """Compile alone among the processes of this framework: compilers time candidates as they go."""
-    with pathlib.Path(os.environ["KDPKIT_COMPILE_LOCK"], framework).open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    if ours:
+        rates = ([work.count / second for second in of] for of in (ours, seconds))
+        yield compared(f"{title}, against {name}", f"{work.unit}/s", *rates)
+    if limit := device.current().peak_flops:
+        shares = Spread.of([100 * work.flops / second / limit for second in seconds])
+        yield Row(f"{title}, {name}, share of the peak (MFU)", "%", shares)
+    if peak:
+        yield Row(f"{title}, {name}, peak of memory", "GiB", Spread.of([peak / 2**30]))
 
 
 def main(module: str, way: str, *flags: str) -> None:
-    """Prepare a contestant, and train whenever it is asked for."""
+    """Build a contestant, and train whenever it is asked to; the first epoch compiles."""
     workload = importlib.import_module(module)
-    epoch: Callable[[], object] = workload.WAYS[way](
-        size_of(workload, rehearse="--rehearse" in flags)
-    )
-    is_torch = way.startswith("PyTorch")
-    with compiling("torch" if is_torch else "jax"):
-        epoch()
-    if is_torch:
+    size = size_of(workload, rehearse="--rehearse" in flags)
+    epoch: Callable[[], object] = workload.WAYS[way](size)
+    if way.startswith("PyTorch"):
         from tests.accelerator import torch_training
 
         serve(epoch, torch_training.peak_bytes)

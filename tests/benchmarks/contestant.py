@@ -1,6 +1,6 @@
 """A contestant in a process of its own, which trains an epoch whenever it is asked to.
 
-Several prepare side by side, each with its own framework and compiler, and then train one at a time.
+Several prepare together, each with its own framework and compiler, and then train alternately.
 """
 
 import json
@@ -27,12 +27,8 @@ class Contestant:
             env=None if environment is None else {**environment},
         )
 
-    def is_ready(self) -> bool:
-        """Wait until it is prepared; return False if it has ended instead."""
-        return self._answer() is not None
-
     def seconds(self) -> float:
-        """Let it train an epoch; return the seconds that it took, NaN if it has ended."""
+        """Let it train an epoch, when it is prepared; return its seconds, NaN if it has ended."""
         answer = self._asked("train")
         return float("nan") if answer is None else answer["seconds"]
 
@@ -66,7 +62,6 @@ def serve(epoch: Callable[[], object], peak_bytes: Callable[[], int | None] = la
         epoch: Trains, and returns when all of it is done.
         peak_bytes: Returns the peak of the device's memory.
     """
-    _reply({"ready": True})
     for question in sys.stdin:
         if question.strip() == "memory":
             _reply({"peak_bytes": peak_bytes()})

@@ -7,45 +7,28 @@ import importlib.util
 import os
 import pathlib
 import pickle
-import subprocess
 import sys
 import tempfile
+
+from tests.benchmarks.contestant import Contestant, serve
 
 RATE, WIDTH, HEADS, HIDDEN, LAYERS = 1e-4, 128, 2, 512, 2
 NAMES = ("token_ids", "segment_ids", "padding_mask", "mask_positions")
 
 
 def contestants(vocabulary_size, batches):
-    """Return by name functions that train on the batches once and tell the seconds."""
+    """Return by name functions that train on the batches once and return the seconds."""
     if importlib.util.find_spec("torch") is None:
         return {}
     with tempfile.NamedTemporaryFile(suffix=".pickle", delete=False) as file:
         pickle.dump((vocabulary_size, batches), file)
-    started = {way: Trainer(way, file.name) for way in ("eager", "compiled")}
-    return {f"PyTorch {way}": trainer.epoch for way, trainer in started.items() if trainer.works}
-
-
-class Trainer:
-    """A process that trains an epoch whenever it is told to."""
-
-    def __init__(self, way, file):
-        command = [sys.executable, "-m", "tests.benchmarks.pytorch", way, file]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        self.works = self._process.stdout.readline().strip() == "ready"
-
-    def epoch(self):
-        """Train on all batches; return the seconds that it took."""
-        self._process.stdin.write("go\n")
-        self._process.stdin.flush()
-        return float(self._process.stdout.readline())
+    command = [sys.executable, "-m", "tests.benchmarks.pytorch"]
+    ways = ("eager", "compiled")
+    return {f"PyTorch {way}": Contestant([*command, way, file.name]).seconds for way in ways}
 
 
 def main(way, file):
-    """Train an epoch for each line of standard input, until it ends."""
-    import time
-
+    """Train an epoch whenever it is asked for."""
     import torch
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -53,13 +36,7 @@ def main(way, file):
         vocabulary_size, batches = pickle.load(pickled)
     given = [tensors(torch, batch) for batch in batches]
     compile_with = torch.compile if way == "compiled" else lambda model: model
-    epoch = trainer(torch, vocabulary_size, given, compile_with)
-    epoch()
-    print("ready", flush=True)  # noqa: T201 what the other process waits for
-    for _ in sys.stdin:
-        start = time.perf_counter()
-        epoch()
-        print(time.perf_counter() - start, flush=True)  # noqa: T201
+    serve(trainer(torch, vocabulary_size, given, compile_with))
 
 
 def tensors(torch, batch):
