@@ -29,7 +29,15 @@ from tests.accelerator.results import Results
 from tests.accelerator.summary import markdown
 
 # In the order of their worth, with the seconds that each may take.
-PARTS = {"correct": 120, "bert": 180, "gpt2": 240, "resnet": 240, "memory": 180, "watching": 120}
+PARTS = {
+    "correct": 120,
+    "bert": 180,
+    "gpt2": 240,
+    "resnet": 240,
+    "memory": 180,
+    "watching": 120,
+    "profile": 90,
+}
 WORKLOADS = ("bert", "gpt2", "resnet")
 _LEAST_GIB = 8
 _SLOWER = 5  # two cores prepare the contestants that sixteen do

@@ -16,14 +16,13 @@ from tests.accelerator.speed import size_of
 from tests.benchmarks.paired import Row, Spread, compared, in_turns, seconds_of
 
 CALLS = (1, 8, 32)  # steps of each
-READING_SECONDS = {False: 5.0, True: 0.5}
 
 
 def measure(results: Results, *, rehearse: bool) -> None:
     """Measure one after the other: they share the device."""
     results.add(*_steps_per_loop(steps=64 if rehearse else 512, rounds=1 if rehearse else 7))
     results.add(_pause_of_resume(rehearse=rehearse))
-    _readings(results, seconds=READING_SECONDS[rehearse])
+    _readings(results, rehearse=rehearse)
     if device.current().count > 1:
         results.add(*_replicas(rounds=1 if rehearse else 5))
     else:
@@ -113,12 +112,13 @@ def _pause_of_resume(*, rehearse: bool) -> Row:
     return Row("BERT-base, pause of Resume", "ms", Spread.of(pauses[1:]), note=note)
 
 
-def _readings(results: Results, seconds: float) -> None:
+def _readings(results: Results, *, rehearse: bool) -> None:
     """Compare `DeviceMonitor` with `nvidia-smi`, while a model trains that keeps the GPU busy."""
     from kdpkit.callbacks import DeviceMonitor
     from tests.accelerator import jax_training
 
-    loop, data = _mlp(width=4096, batch=8192)
+    width, batch, seconds = (64, 64, 0.5) if rehearse else (4096, 8192, 5.0)
+    loop, data = _mlp(width=width, batch=batch)
     epoch = jax_training.by_loop(loop, data, 20)
     epoch()  # compiles
     steps = max(20, int(20 * seconds / seconds_of(epoch)))
