@@ -7,6 +7,7 @@ once for every epoch before.
 """
 
 import collections
+import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -248,14 +249,50 @@ def _draws_in_an_iteration(dataset: tf.data.Dataset) -> Mapping[int, int]:
     """Count how often an iteration of a dataset starts an iterator of each one before it."""
     draws: collections.Counter[int] = collections.Counter()
 
-    def count(one: tf.data.Dataset, times: int) -> None:
+    def count(one: tf.data.Dataset, times: int, asked: float | None) -> None:
         draws[id(one)] += times
-        repeats = _static(one, "count") if _structure.kind_of(one) == "repeat" else 1
+        if _structure.kind_of(one) == "repeat":
+            times *= _repeats(one, asked)
+        asked = _asked_before(one, asked)
         for before in one._inputs():
-            count(before, times * max(repeats, 1))
+            count(before, times, asked)
 
-    count(dataset, 1)
+    count(dataset, 1, math.inf)
     return draws
+
+
+def _asked_before(dataset: tf.data.Dataset, asked: float | None) -> float | None:
+    """Return how many elements a stage asks of its input.
+
+    Infinity is all of them. None is a number that depends on the elements, or on how far threads
+    read ahead, as those of any `map`: TensorFlow calls it in parallel by itself.
+    """
+    kind = _structure.kind_of(dataset)
+    if kind == "take" and asked is not None and (count := _static(dataset, "count")) >= 0:
+        return min(asked, count)
+    if kind == "repeat" or asked in (None, math.inf):
+        return math.inf if kind == "repeat" else asked  # see `_repeats`
+    if kind in ("batch", "padded_batch"):
+        return asked * _static(dataset, "batch_size")
+    return asked if kind in ("enumerate", "options", "assert_cardinality") else None
+
+
+def _repeats(dataset: tf.data.Dataset, asked: float | None) -> int:
+    """Return how often a `repeat` starts its input, if these elements are asked of it."""
+    count, (repeated,) = _static(dataset, "count"), dataset._inputs()
+    most = math.inf if count < 0 else count
+    length = int(repeated.cardinality())
+    if asked == math.inf or not any(map(_reshuffles, _all(repeated))):
+        return 1 if count < 0 else count  # one that never ends has one iteration
+    if asked is None or length <= 0:
+        checks.fail(
+            "Training cannot continue on this dataset where it stopped: how often `repeat` starts "
+            "`shuffle` again in an epoch depends on what is read ahead of `take`.",
+            stage=f"repeat({count})",
+            remedy="Put `take` right after `batch` or `repeat`, or track the dataset without "
+            "`take`, and call `fit` with `steps_per_epoch`.",
+        )
+    return int(min(most, math.ceil(asked / length)))
 
 
 def _static(dataset: tf.data.Dataset, name: str) -> Any:

@@ -37,6 +37,7 @@ def lint(
       epoch should draw again, or the data several times.
     - `batch-before-shuffle`, `small-shuffle`, `repeat-before-batch`: examples hardly mix, or those
       of several epochs do.
+    - `split-after-shuffle`: `take` and `skip` that do not part the same examples in each epoch.
     - `repeat`, `runs-out`, `unknown-length`, `short-batch`: what an epoch is for `fit`.
     - `overwritten-arrays`: several replicas of plain Keras write into what Python gave.
     - `python`, `serial-map`, `serial-interleave`, `no-prefetch`: what makes training wait. It is a
@@ -279,6 +280,24 @@ def _repeat_before_batch(pipeline: _Pipeline) -> Iterator[_Fault]:
                 f"If each epoch is to have every example once, move `repeat` after "
                 f"`{mixing.kind}`.",
             )
+
+
+@_rule("split-after-shuffle")
+def _split_after_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
+    for split, _ in pipeline.stages:
+        before = [*_structure.before(split)] if split.kind in ("skip", "take") else []
+        shuffle = next((one for one in before if one.kind == "shuffle" and one.shuffles), None)
+        if shuffle is None or any(one.keeps or one.kind == "repeat" for one in before):
+            continue
+        yield (
+            "wrong" if split.kind == "skip" else "note",
+            split,
+            f"`{shuffle.label}` before it draws another order in each epoch, so it has other "
+            "examples in each. If the rest is held out, validation is on examples that were "
+            "trained on.",
+            f"Put `{split.kind}` before `shuffle`, or pass `shuffle` "
+            "`reshuffle_each_iteration=False`.",
+        )
 
 
 # What an epoch is for `fit`.

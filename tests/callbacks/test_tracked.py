@@ -276,6 +276,25 @@ def test_a_run_on_grain_goes_on_with_another_number_of_replicas(tmp_path):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("batches", range(1, 9))
+@pytest.mark.parametrize("repeats", [3, None])
+@pytest.mark.parametrize("size", [3, 5])
+def test_an_epoch_of_fixed_steps_is_the_next_iteration_of_the_dataset(
+    tmp_path, batches, repeats, size
+):
+    import tensorflow as tf
+
+    def make():
+        shuffled = tf.data.Dataset.range(10).shuffle(10, seed=1)
+        return shuffled.repeat(repeats).batch(size).take(batches)
+
+    plain, tracked = make(), Resume(tmp_path).track(make())
+    for _ in range(3):
+        expected, found = (np.concatenate([*data.as_numpy_iterator()]) for data in (plain, tracked))
+        np.testing.assert_array_equal(found, expected)
+
+
 # What cannot be gone on with.
 
 
@@ -294,6 +313,8 @@ def test_a_run_on_grain_goes_on_with_another_number_of_replicas(tmp_path):
             "stage='cache'.*without `num_parallel_calls`",
         ),
         (lambda data, _: data.filter(lambda x: x > 3), "assert_cardinality"),
+        (lambda data, _: data.shuffle(9, seed=1).repeat().batch(2).prefetch(1).take(7), "`take`"),
+        (lambda data, _: data.shuffle(9, seed=1).repeat(3).map(lambda x: x).take(7), "`take`"),
         (lambda data, tf: data.flat_map(lambda _: tf.data.Dataset.range(3).shuffle(3)), "flat_map"),
     ],
 )

@@ -89,6 +89,10 @@ FAULTS = {
         lambda: numbers().shuffle(16).batch(64),
         lambda: numbers().filter(lambda n: n > 3).shuffle(16).map(noisy, AUTOTUNE).batch(64),
     ],
+    "split-after-shuffle": [
+        lambda: numbers().shuffle(200, seed=1).skip(80).batch(20),
+        lambda: numbers().shuffle(9).map(decode, AUTOTUNE).skip(80).cache().batch(20).prefetch(2),
+    ],
     "repeat-before-batch": [lambda: numbers().repeat(2).batch(20)],
     "repeat": [lambda: numbers().batch(20).repeat(3)],
     "runs-out": [lambda: numbers().batch(20)],
@@ -187,6 +191,17 @@ def test_what_runs_once_or_is_fixed_by_tensorflow_is_a_note():
     options.experimental_optimization.inject_prefetch = False
     late = numbers().map(decode, AUTOTUNE).cache().batch(20).with_options(options)
     assert ("no-prefetch", "slow") in found(late)
+
+
+def test_a_split_of_examples_in_a_fixed_order_is_right():
+    fixed = numbers().shuffle(200, seed=1, reshuffle_each_iteration=False)
+    for data in (fixed, numbers().shuffle(200, seed=1).cache(), numbers()):
+        for training in (True, False):
+            assert "split-after-shuffle" not in dict(found(data.skip(80), training=training))
+    some = numbers().shuffle(200).take(80).batch(20)
+    assert dict(found(some))["split-after-shuffle"] == "note"  # held out may be other files
+    steps = numbers().shuffle(200).repeat().batch(20).take(8)
+    assert "split-after-shuffle" not in dict(found(steps))
 
 
 @pytest.mark.usefixtures("tuned")
