@@ -26,7 +26,6 @@ _COMMANDS = {  # name: module
     "launch": "_internal.commands.launch",
     "lr": "diagnostics._rates.command",
     "plan": "diagnostics._plan.command",
-    "probe": "diagnostics._probe.command",
     "recipe": "_internal.commands.recipe",
 }
 

@@ -152,6 +152,8 @@ def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -
     _check_memory_limit(kind, count, memory_limit_mb)
     wanted = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_limit_mb)] * count
     names = [f"{kind}:{index}" for index in range(count)]
+    if kind == "GPU" and memory_limit_mb is None:  # one, that stays as it is
+        return names
     try:
         tf.config.set_logical_device_configuration(physical[0], wanted)
     except RuntimeError as error:

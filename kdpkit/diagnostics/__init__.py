@@ -3,10 +3,10 @@
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
 each device needs and the cheapest way to make it fit. `compare_schedules`
 draws learning rates in a terminal; `read_schedule` reads one from text. `environment` reports what
-this machine and this Python offer; `probe` trains two steps with every strategy, and `bench`
-measures how fast it trains. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
+this machine and this Python offer, and which strategies train on it; `bench` measures how fast it
+trains. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
 model and callbacks for a TPU, and `check_speed` finds where a step's time goes. Each name loads the
-framework that it needs on first use; `environment`, `probe` and `bench` load none.
+framework that it needs on first use; `environment` and `bench` load none.
 """
 
 from typing import TYPE_CHECKING
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from kdpkit.diagnostics._bench.benchmark import BenchReport, BenchRow, bench
     from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
     from kdpkit.diagnostics._env.environment import Environment, environment
+    from kdpkit.diagnostics._env.strategy_trials import StrategyTrial
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
-    from kdpkit.diagnostics._probe.probing import ProbeReport, ProbeResult, probe
     from kdpkit.diagnostics._rates.comparison import ScheduleComparison, compare_schedules
     from kdpkit.diagnostics._rates.schedule_expressions import read_schedule
     from kdpkit.diagnostics._speed.measurement import check_speed
@@ -33,11 +33,10 @@ _HOMES = {
     "InputReport": "_doctor.input_checks",
     "MemoryPlan": "_plan.memory_plan",
     "MemoryUse": "_plan.memory_plan",
-    "ProbeReport": "_probe.probing",
-    "ProbeResult": "_probe.probing",
     "ScheduleComparison": "_rates.comparison",
     "SpeedEdit": "_speed.speed_report",
     "SpeedReport": "_speed.speed_report",
+    "StrategyTrial": "_env.strategy_trials",
     "TpuReport": "_tpu.check",
     "TrainingPlan": "_plan.training_plan",
     "bench": "_bench.benchmark",
@@ -48,7 +47,6 @@ _HOMES = {
     "environment": "_env.environment",
     "plan": "_plan.training_plan",
     "plan_memory": "_plan.memory_plan",
-    "probe": "_probe.probing",
     "read_schedule": "_rates.schedule_expressions",
 }
 
@@ -59,11 +57,10 @@ __all__ = [
     "InputReport",
     "MemoryPlan",
     "MemoryUse",
-    "ProbeReport",
-    "ProbeResult",
     "ScheduleComparison",
     "SpeedEdit",
     "SpeedReport",
+    "StrategyTrial",
     "TpuReport",
     "TrainingPlan",
     "bench",
@@ -74,7 +71,6 @@ __all__ = [
     "environment",
     "plan",
     "plan_memory",
-    "probe",
     "read_schedule",
 ]
 

@@ -5,13 +5,13 @@ import dataclasses
 import os
 import platform
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdpkit._internal import check_results, checks
 from kdpkit._internal.check_results import Finding
 from kdpkit.diagnostics import _child_program, _machine, _packages
-from kdpkit.diagnostics._env import settings
+from kdpkit.diagnostics._env import settings, strategy_trials
 
 _CHILD = "kdpkit.diagnostics._env.framework_child"
 # Asking must not take the memory of a GPU that somebody trains on.
@@ -64,6 +64,7 @@ class Environment:
         machine: Processor, memory, GPUs, TPU chips.
         frameworks: TensorFlow and JAX, and their devices.
         settings: The variables that are set for threads and devices, as far as they may be shown.
+        strategies: What came of two training steps with each strategy, if they were tried.
         findings: What prevents or slows training, the worst first.
     """
 
@@ -75,11 +76,13 @@ class Environment:
     frameworks: tuple[Framework, ...]
     settings: dict[str, str]
     findings: tuple[Finding, ...]
+    strategies: tuple[strategy_trials.StrategyTrial, ...] = ()
 
     @property
     def clean(self) -> bool:
-        """Whether there are only notes."""
-        return check_results.are_notes(self.findings)
+        """Whether there are only notes, and every strategy that was tried works or cannot."""
+        trials = all(trial.works_or_cannot for trial in self.strategies)
+        return trials and check_results.are_notes(self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as plain values, for JSON."""
@@ -93,6 +96,8 @@ class Environment:
             "Devices": ((_packages.TITLES[each.name], str(each)) for each in self.frameworks),
             "Settings": self.settings.items() or [("none is set", "")],
         }
+        if self.strategies:
+            sections["Strategies"] = ((trial.name, str(trial)) for trial in self.strategies)
         texts = ["\n".join([title, *map(_row, rows)]) for title, rows in sections.items()]
         return "\n\n".join([*texts, *map(str, self.findings)])
 
@@ -122,14 +127,27 @@ class Environment:
         yield "backend", f"{self.backend} (chosen by {self.backend_source})"
 
 
-def environment(*, start_frameworks: bool = True, timeout_seconds: float = 60.0) -> Environment:
+def environment(
+    *,
+    start_frameworks: bool = True,
+    try_strategies: bool = False,
+    timeout_seconds: float = 120.0,
+    on_start: Callable[[str], None] = lambda _: None,
+) -> Environment:
     """Report what this machine and this Python offer for training, and what is wrong with them.
 
     Versions are read from the packages' metadata. TensorFlow and JAX are started at the same time,
     each in a process of its own, to count their devices: one that is broken or hangs is reported
-    like all else, and this process loads neither. Which strategies train here is what `probe`
-    tries. The report holds no path, no name of a machine or user, and of variables only numbers and
-    known words, so that it can be shown to anyone.
+    like all else, and this process loads neither. The report holds no path, no name of a machine or
+    user, and of variables only numbers and known words, so that it can be shown to anyone.
+
+    With `try_strategies` two steps are trained with each strategy, in processes of its own: on
+    TensorFlow one device, all GPUs (two logical CPUs where there are no two GPUs), two processes, a
+    parameter server, a TPU if there is one; on JAX all devices. Both steps are in one compiled
+    loop; on TensorFlow the second batch leaves replicas without examples. A strategy works if the
+    weights are those of one device, to `1e-5` of their change (`1e-2` on a TPU of TensorFlow, which
+    computes in bfloat16). `"numbers"` compares what the first device draws with what the CPU draws,
+    and its float32 with float64: docs/explanation/tensorflow_on_gpus.md.
 
     Findings are what cannot work or wastes time: a package with which kdpkit does not work; a GPU
     that the framework cannot use, and why; a backend that is not installed; more threads than
@@ -138,20 +156,30 @@ def environment(*, start_frameworks: bool = True, timeout_seconds: float = 60.0)
     Args:
         start_frameworks: Whether to start TensorFlow and JAX. Without it their devices are not
             known.
-        timeout_seconds: How long each may take to answer.
+        try_strategies: Whether to train with every strategy, which takes seconds for each.
+        timeout_seconds: How long TensorFlow and JAX may take to answer, and each strategy to train.
+        on_start: Called with the name of each strategy before it is tried.
 
     Raises:
-        ValueError: A limit that is not positive.
+        ValueError: A limit that is not positive; strategies to be tried without the frameworks.
 
     >>> found = environment(start_frameworks=False)
     >>> found.versions["keras"] is not None, found.machine.cores > 0
     (True, True)
     """
     timeout_seconds = checks.number("timeout_seconds", timeout_seconds, above=0)
+    if try_strategies and not start_frameworks:
+        checks.fail(
+            "Strategies are not tried without starting TensorFlow and JAX.",
+            start_frameworks=start_frameworks,
+            try_strategies=try_strategies,
+        )
     machine = _machine.look()
     frameworks = tuple(Framework(name, _packages.version(name)) for name in _packages.TITLES)
     if start_frameworks:
         frameworks = _started(frameworks, timeout_seconds)
+    devices = {each.name: each.devices for each in frameworks if each.devices}
+    trials = try_strategies and strategy_trials.run_all(devices, timeout_seconds, on_start)
     backend, source = _packages.keras_backend()
     found = [
         *_packages.findings(),
@@ -169,6 +197,7 @@ def environment(*, start_frameworks: bool = True, timeout_seconds: float = 60.0)
         frameworks=frameworks,
         settings=settings.shown(os.environ),
         findings=check_results.in_order(found),
+        strategies=trials or (),
     )
 
 

@@ -35,9 +35,9 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
     change are equal. Where they differ more, rounding is ruled out first: the gradients
     of every batch are compared, and one device is run a second time with weights changed by as much
     as rounding does. So small learning rates, and optimizers such as Adam that enlarge the rounding
-    of gradients near zero, raise no false alarm. Where the replicas do differ, one thing after
-    the other is taken away until they agree, and what can be put back without a difference is no
-    cause; that trains some more models.
+    of gradients near zero, raise no false alarm; nor does TensorFloat-32, which is off meanwhile.
+    Where the replicas do differ, one thing after the other is taken away until they agree, and what
+    can be put back without a difference is no cause; that trains some more models.
 
     Args:
         build: Returns a new, compiled model; it is called in the strategy's scope. Call
@@ -81,7 +81,12 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
         )
     dataset = checked_dataset(data)
     strategy = strategies.select_strategy("mirrored", devices=replicas)
-    return _Trial(build, dataset, strategy).report()
+    in_tf32 = tf.config.experimental.tensor_float_32_execution_enabled()
+    tf.config.experimental.enable_tensor_float_32_execution(False)  # as float32, 5e-4, on GPUs
+    try:
+        return _Trial(build, dataset, strategy).report()
+    finally:
+        tf.config.experimental.enable_tensor_float_32_execution(in_tf32)
 
 
 class _Trial:

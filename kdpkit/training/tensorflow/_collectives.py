@@ -78,6 +78,22 @@ def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
     return [strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in values]
 
 
+def sums_for_variables(strategy: tf.distribute.Strategy, values: list[Any], owners: Any) -> Any:
+    """Add up, outside of the replicas, what each of them has for each of some variables.
+
+    Those of one type together: collectives, as NCCL's, put all that they sum into one tensor.
+    """
+    pairs = [*zip(values, owners, strict=True)]
+    types = [strategy.experimental_local_results(value)[0].dtype for value in values]
+    found: dict[int, Any] = {}
+    for dtype in dict.fromkeys(types):
+        indices = [index for index, of in enumerate(types) if of == dtype]
+        of_type = [pairs[index] for index in indices]
+        added = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, of_type)
+        found |= dict(zip(indices, added, strict=True))
+    return [found[index] for index in range(len(pairs))]
+
+
 def concatenated(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Put the shards of all replicas together in the order of the global batch."""
     if not _workers.spans_processes(strategy):

@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit._internal import checks
+from kdpkit.training.tensorflow._collectives import sums_for_variables
 from kdpkit.training.tensorflow._global_batch import is_library
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
@@ -128,9 +129,7 @@ def _assign_sums(
     step: ReplicaStep, strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]
 ) -> None:
     owners = [variable.value for variable in variables]
-    sums = strategy.extended.batch_reduce_to(
-        tf.distribute.ReduceOp.SUM, list(zip(values, owners, strict=True))
-    )
+    sums = sums_for_variables(strategy, values, owners)
     step.note_shared([strategy.experimental_local_results(total) for total in sums])
     for owner, total in zip(owners, sums, strict=True):
         strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)

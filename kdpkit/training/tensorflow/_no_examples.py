@@ -1,12 +1,15 @@
-"""Convolutions and poolings on replicas of a CPU that have no examples of a batch.
+"""Convolutions, poolings and recurrent layers on replicas that have no examples of a batch.
 
 Of no examples oneDNN's convolutions give the shape of their input, and the gradient of its
-max-pooling ends the process (docs/upstream/onednn_without_examples.md). While a step is traced
-these operations get one example of zeros where there is none, and it is taken off what they give.
+max-pooling ends the process (docs/upstream/onednn_without_examples.md). On a GPU cuDNN's gradient
+of a 3D convolution raises (tensorflow/tensorflow#60935), and its recurrent layers do. While a step
+is traced these operations get one example where there is none, and it is taken off what they give.
 """
 
 import contextlib
 import functools
+import importlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -18,42 +21,74 @@ from kdpkit._internal import versions
 from kdpkit.training.tensorflow._collectives import with_gradient
 from kdpkit.training.tensorflow._step import current_step
 
-# Operations, with the position and the name of what has the examples along its first axis.
+# Operations, with the position and the name of what has the examples along its first axis, and the
+# devices that need an example.
 _OPERATIONS = {
-    "conv2d": (0, "input"),
-    "conv3d": (0, "input"),
-    "depthwise_conv2d_native": (0, "input"),
-    "max_pool": (0, "input"),
-    "max_pool3d": (0, "input"),
-    "conv2d_backprop_input": (2, "out_backprop"),
-    "conv3d_backprop_input_v2": (2, "out_backprop"),
+    "conv2d": (0, "input", "CPU"),
+    "conv3d": (0, "input", "CPU, GPU"),
+    "depthwise_conv2d_native": (0, "input", "CPU"),
+    "max_pool": (0, "input", "CPU"),
+    "max_pool3d": (0, "input", "CPU"),
+    "conv2d_backprop_input": (2, "out_backprop", "CPU"),
+    "conv3d_backprop_input_v2": (2, "out_backprop", "CPU, GPU"),
 }
+_RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")  # `rnn` is a function, too
+_OF_CUDNN = ("_cudnn_lstm", "_cudnn_gru")
 _OF_GRADIENTS = "tensorflow.python.ops.nn_grad"  # they get what operations had, which is not empty
 
 
 @contextlib.contextmanager
 def guarded_operations() -> Iterator[None]:
-    """Let steps call operations that oneDNN computes, on replicas without examples."""
-    originals = {name: getattr(gen_nn_ops, name, None) for name in _OPERATIONS}
-    for name, original in originals.items():
+    """Let steps call operations that oneDNN or cuDNN compute, on replicas without examples."""
+    names = [(gen_nn_ops, name) for name in _OPERATIONS] + [(_RNN, name) for name in _OF_CUDNN]
+    originals = {(owner, name): getattr(owner, name, None) for owner, name in names}
+    for (owner, name), original in originals.items():
         if original is None:
             versions.reject_unknown(name, tensorflow=tf.__version__)
         if not hasattr(original, "is_guarded"):  # as in an evaluation, inside of training
-            setattr(gen_nn_ops, name, _guarded(original, *_OPERATIONS[name]))
+            guarded = (
+                guarded_rnn(original) if owner is _RNN else _guarded(original, *_OPERATIONS[name])
+            )
+            setattr(owner, name, guarded)
     try:
         yield
     finally:
-        for name, original in originals.items():
-            setattr(gen_nn_ops, name, original)
+        for (owner, name), original in originals.items():
+            setattr(owner, name, original)
 
 
-def _guarded(original: Callable, position: int, name: str) -> Callable:
+def guarded_rnn(original: Callable, devices: str = "GPU") -> Callable:
+    """Have a recurrent layer's function get one example, not masked, where there is none."""
+
+    @functools.wraps(original)
+    def layer(*args: Any, **kwargs: Any) -> Any:
+        given = inspect.signature(original).bind(*args, **kwargs).arguments
+        inputs, mask = given["inputs"], given["mask"]
+        if not _may_lack_examples(inputs, devices):
+            return original(*args, **kwargs)
+        num_examples = tf.shape(inputs)[0]
+        for name in given:
+            if name == "inputs" or name.startswith("initial_state"):
+                given[name] = _with_one(num_examples, given[name])
+        if mask is not None:
+            unmasked = functools.partial(tf.ones, [1, tf.shape(mask)[1]], mask.dtype)
+            given["mask"] = tf.cond(num_examples > 0, lambda: mask, unmasked)
+        outputs = original(**given)
+        return tf.nest.map_structure(functools.partial(_without_one, num_examples), outputs)
+
+    layer.is_guarded = True  # type: ignore[attr-defined]  # marks what is guarded already
+    return layer
+
+
+def _guarded(original: Callable, position: int, name: str, devices: str) -> Callable:
     @functools.wraps(original)
     def operation(*args: Any, **kwargs: Any) -> Any:
         given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         key = position if position in given else name
         caller = sys._getframe(1).f_globals.get("__name__")
-        if caller == _OF_GRADIENTS or key not in given or not _may_lack_examples(given[key]):
+        if caller == _OF_GRADIENTS or key not in given:
+            return original(*args, **kwargs)
+        if not _may_lack_examples(given[key], devices):
             return original(*args, **kwargs)
         tensors = [x for x in given.values() if isinstance(x, tf.Tensor)]
         examples = tf.convert_to_tensor(given[key])
@@ -73,13 +108,16 @@ def _guarded(original: Callable, position: int, name: str) -> Callable:
     return operation
 
 
-def _may_lack_examples(tensor: Any) -> bool:
+def _may_lack_examples(tensor: Any, devices: str) -> bool:
     step = current_step()
     return (
         step is not None
         and step.replicas > 1
         and tensor.shape[0] is None
-        and any("CPU" in device.upper() for device in step.strategy.extended.worker_devices)
+        and any(
+            (tf.DeviceSpec.from_string(device).device_type or "") in devices.split(", ")
+            for device in step.strategy.extended.worker_devices
+        )
     )
 
 

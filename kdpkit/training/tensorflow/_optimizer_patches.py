@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from kdpkit._internal import checks, optimizers
 from kdpkit.training.tensorflow import _global_batch, _keras_internals
+from kdpkit.training.tensorflow._collectives import sums_for_variables
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, dense_if_unique
 from kdpkit.training.tensorflow._verification_report import Kind
 
@@ -240,14 +241,13 @@ def sum_gradients(
     strategy: tf.distribute.Strategy, grads: list[Any], variables: list[Any]
 ) -> list[Any]:
     """Add up the replicas' gradients, outside the replicas; those that are None stay so."""
-    present = [
-        (g, v.value if isinstance(v, keras.Variable) else v)
-        for g, v in zip(grads, variables, strict=True)
-        if g is not None
+    present = [grad for grad in grads if grad is not None]
+    owners = [
+        variable.value if isinstance(variable, keras.Variable) else variable
+        for grad, variable in zip(grads, variables, strict=True)
+        if grad is not None
     ]
-    if not present:
-        return grads
-    sums = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, present)
+    sums = sums_for_variables(strategy, present, owners)
     summed = iter([_sparse_or_mirrored(strategy, total) for total in sums])
     return [None if grad is None else next(summed) for grad in grads]
 

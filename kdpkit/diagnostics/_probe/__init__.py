@@ -1,1 +1,0 @@
-"""`kdpkit probe`: two training steps in every way, to see which work here."""

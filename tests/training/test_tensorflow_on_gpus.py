@@ -1,0 +1,234 @@
+"""What differs on a GPU, as far as a CPU can show it: docs/explanation/tensorflow_on_gpus.md.
+
+TensorFlow's wheel for Linux registers the kernels of GPUs on machines without one, too.
+"""
+
+import subprocess
+import sys
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from tensorflow.python.framework import config, kernels
+
+from kdpkit import strategies
+from kdpkit.training import check_parity, replica_exact
+from kdpkit.training.tensorflow import _no_examples
+from kdpkit.training.tensorflow._step import ReplicaStep, running
+from tests.processes import SOON
+
+pytestmark = [
+    pytest.mark.tensorflow,
+    pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="TensorFlow without CUDA"),
+]
+
+# Operations that TensorFlow computes on the CPU where a GPU is used: none in the step below.
+ON_THE_HOST = {"StatelessRandomBinomial": "keras.random.binomial: there is no kernel for GPUs"}
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def without_gpu_kernel(graph):
+    """List the operations of a graph, and of what it calls, that no kernel for GPUs fits."""
+    definition = graph.as_graph_def()
+    functions = [node for function in definition.library.function for node in function.node_def]
+    nodes = [*definition.node, *functions]
+    assert len(nodes) > 3
+    return {node.op for node in nodes if not has_gpu_kernel(node)}
+
+
+def has_gpu_kernel(node):
+    def fits(kernel):
+        return kernel.device_type in ("GPU", "DEFAULT") and all(
+            node.attr[constraint.name].type in constraint.allowed_values.list.type
+            for constraint in kernel.constraint
+            if node.attr[constraint.name].type and constraint.allowed_values.list.type
+        )
+
+    return any(map(fits, kernels.get_registered_kernels_for_op(node.op).kernel))
+
+
+def model():
+    """Return a model of what is different on GPUs, with a seed."""
+    keras.utils.set_random_seed(0)
+    tokens, features = keras.Input((None,), dtype="int32"), keras.Input((4,))
+    recurrent = layers.LSTM(6, dropout=0.3)(layers.Embedding(20, 8, mask_zero=True)(tokens))
+    x = layers.Concatenate()([recurrent, layers.BatchNormalization()(features)])
+    x = layers.GaussianNoise(0.1)(layers.Dropout(0.2)(layers.Dense(8, activation="relu")(x)))
+    model = keras.Model([tokens, features], layers.Dense(3)(x))
+    model.compile(keras.optimizers.Adam(1e-2, clipnorm=1.0), LOSS, metrics=["accuracy"])
+    return model
+
+
+def data():
+    numbers = np.random.default_rng(0)
+    x = numbers.integers(1, 20, (10, 5)), numbers.normal(size=(10, 4)).astype("float32")
+    return tf.data.Dataset.from_tensor_slices((x, numbers.integers(0, 3, 10))).batch(5)
+
+
+def test_every_operation_of_an_exact_step_has_a_kernel_for_gpus():
+    strategy = strategies.select_strategy("mirrored", devices=2)
+    with strategy.scope():
+        trained = replica_exact(model())
+    trained.fit(data(), epochs=1, verbose=0)
+    batch = next(iter(strategy.experimental_distribute_dataset(data())))
+    step = tf.function(lambda batch: strategy.run(trained.train_step, args=(batch,)))
+    graph = step.get_concrete_function(batch).graph
+    assert without_gpu_kernel(graph) == set()
+    operations = {operation.type for operation in graph.get_operations()}
+    assert {"StatelessRandomUniformV2", "StatelessRandomNormalV2", "MatMul"} <= operations
+
+
+DRAWS = {
+    "uniform": lambda: keras.random.uniform((6, 2)),
+    "normal": lambda: keras.random.normal((6, 2)),
+    "truncated_normal": lambda: keras.random.truncated_normal((6, 2)),
+    "randint": lambda: keras.random.randint((6, 2), 0, 5),
+    "categorical": lambda: keras.random.categorical(tf.zeros((6, 2)), 3),
+    "shuffle": lambda: keras.random.shuffle(tf.zeros((6, 2))),
+    "gamma": lambda: keras.random.gamma((6, 2), 1.0),
+    "beta": lambda: keras.random.beta((6, 2), 1.0, 2.0),
+    "binomial": lambda: keras.random.binomial((6, 2), 3.0, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_functions_of_keras_have_kernels_for_gpus(name):
+    keras.random.uniform((1,))  # makes the global seeds
+    graph = tf.function(DRAWS[name]).get_concrete_function().graph
+    expected = ON_THE_HOST if name == "binomial" else {}
+    assert without_gpu_kernel(graph) == set(expected)
+
+
+# Collectives, as NCCL's, on CPUs. In a process of its own: they remember the size of a group.
+COLLECTIVE = """
+import tensorflow as tf
+from tensorflow.python.distribute import cross_device_ops
+from kdpkit import strategies
+from kdpkit.training.tensorflow._optimizer_patches import sum_gradients
+
+strategies.split_device("CPU", 2)
+strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+assert isinstance(strategy.extended._cross_device_ops, cross_device_ops.CollectiveAllReduce)
+with strategy.scope():
+    types = ("float32", "float64", "bfloat16", "float32")
+    variables = [tf.Variable(tf.zeros([4], dtype)) for dtype in types]
+
+def gradients():
+    own = tf.distribute.get_replica_context().replica_id_in_sync_group + 1
+    dense = [tf.cast(own, v.dtype) * tf.ones([4], v.dtype) for v in variables[:3]]
+    slices = tf.IndexedSlices(tf.ones([own]), tf.range(own), tf.constant([4]))
+    return [*dense, slices]
+
+@tf.function
+def step():
+    totals = sum_gradients(strategy, [None, *strategy.run(gradients)], [None, *variables])
+    return [tf.convert_to_tensor(strategy.experimental_local_results(t)[0]) for t in totals[1:]]
+
+totals = [total.numpy().astype("float32").tolist() for total in step()]
+assert totals == [[3.0] * 4] * 3 + [[2.0, 1.0, 0.0, 0.0]], totals
+"""
+
+
+def test_collectives_sum_gradients_of_several_types():
+    finished = subprocess.run(
+        [sys.executable, "-c", COLLECTIVE],
+        capture_output=True,
+        text=True,
+        timeout=SOON,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+
+
+def sequence_sums(inputs, initial_state_h, initial_state_c, kernel, mask):
+    """Compute something of sequences as Keras' function for cuDNN: without examples it raises."""
+    examples = tf.debugging.assert_positive(tf.shape(inputs)[0])
+    some_unmasked = tf.debugging.assert_equal(tf.reduce_all(tf.reduce_any(mask, axis=1)), True)
+    with tf.control_dependencies([examples, some_unmasked]):
+        outputs = inputs @ kernel + initial_state_h[:, None] + initial_state_c[:, None]
+    last = tf.reduce_sum(outputs * tf.cast(mask, outputs.dtype)[..., None], axis=1)
+    return last, outputs, [last, initial_state_c]
+
+
+@pytest.mark.parametrize("examples", [1, 3])
+def test_a_recurrent_layer_of_cudnn_gets_an_example_where_there_is_none(examples):
+    strategy = strategies.select_strategy("mirrored", devices=2)
+    layer = _no_examples.guarded_rnn(sequence_sums, devices="CPU")
+    x = tf.random.stateless_normal((examples, 4, 2), [1, 2])
+    sizes = [-(-examples // 2), examples // 2]
+    with strategy.scope():
+        kernel = tf.Variable([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
+
+    def in_replica(start, size):
+        shard = x[start : start + size]
+        step = ReplicaStep(shard)
+        with running(step), tf.GradientTape() as tape:
+            states = tf.zeros([step.num_examples, 3])
+            mask = tf.ones([step.num_examples, 4], tf.bool)
+            last, outputs, (h, c) = layer(step.data, states, states, kernel, mask)
+            loss = tf.reduce_sum(last**2)
+        return last, outputs, h, c, tape.gradient(loss, kernel)
+
+    def of_replicas(values):
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant(values[context.replica_id_in_sync_group])
+        )
+
+    @tf.function
+    def run(starts, sizes):
+        return tf.nest.map_structure(
+            strategy.experimental_local_results, strategy.run(in_replica, args=(starts, sizes))
+        )
+
+    found = run(of_replicas([0, sizes[0]]), of_replicas(sizes))
+    *outputs, gradients = [[part.numpy() for part in parts] for parts in found]
+    assert all([len(part) for part in parts] == sizes for parts in outputs)
+    with tf.GradientTape() as tape:
+        states, mask = tf.zeros([examples, 3]), tf.ones([examples, 4], tf.bool)
+        last, *_ = sequence_sums(x, states, states, kernel, mask)
+        loss = tf.reduce_sum(last**2)
+    np.testing.assert_allclose(np.concatenate(outputs[0]), last, rtol=1e-6)
+    np.testing.assert_allclose(sum(gradients), tape.gradient(loss, kernel), rtol=1e-5)
+
+
+def test_keras_functions_for_cudnn_take_what_is_guarded():
+    rnn = _no_examples._RNN
+    stock = rnn._cudnn_lstm, rnn._cudnn_gru
+    with _no_examples.guarded_operations():
+        assert rnn._cudnn_lstm.is_guarded
+        assert rnn._cudnn_gru.is_guarded
+    assert (rnn._cudnn_lstm, rnn._cudnn_gru) == stock
+
+
+class _SeenError(Exception):
+    """Ends `check_parity` where the model is built."""
+
+
+def test_parity_is_checked_without_tensor_float_32():
+    def build():
+        raise _SeenError(tf.config.experimental.tensor_float_32_execution_enabled())
+
+    assert tf.config.experimental.tensor_float_32_execution_enabled()
+    with pytest.raises(_SeenError, match="False"):
+        check_parity(build, (np.zeros((4, 2), "float32"), np.zeros(4)), replicas=2)
+    assert tf.config.experimental.tensor_float_32_execution_enabled()
+
+
+@pytest.mark.slow
+def test_with_deterministic_operations_replicas_train_what_one_device_does():
+    def trained(strategy):
+        with strategy.scope():
+            own = replica_exact(model())
+        own.fit(data(), epochs=2, verbose=0)
+        return np.concatenate([weight.ravel() for weight in own.get_weights()])
+
+    tf.config.experimental.enable_op_determinism()
+    try:
+        one = trained(tf.distribute.get_strategy())
+        replicas = [trained(strategies.select_strategy("mirrored", devices=2)) for _ in range(2)]
+    finally:
+        config.disable_op_determinism()
+    np.testing.assert_array_equal(*replicas)
+    np.testing.assert_allclose(replicas[0], one, atol=1e-5)
