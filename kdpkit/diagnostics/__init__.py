@@ -3,10 +3,9 @@
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
 each device needs and the cheapest way to make it fit. `compare_schedules`
 draws learning rates in a terminal; `read_schedule` reads one from text. `environment` reports what
-this machine and this Python offer; `probe` trains two steps with every strategy, and `bench`
-measures how fast it trains. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
+this machine and this Python offer; `probe` trains two steps with every strategy. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
 model and callbacks for a TPU, and `check_speed` finds where a step's time goes. Each name loads the
-framework that it needs on first use; `environment`, `probe` and `bench` load none.
+framework that it needs on first use; `environment` and `probe` load none.
 """
 
 from typing import TYPE_CHECKING
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import lazy
 
 if TYPE_CHECKING:
-    from kdpkit.diagnostics._bench.benchmark import BenchReport, BenchRow, bench
     from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
     from kdpkit.diagnostics._env.environment import Environment, environment
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
@@ -27,8 +25,6 @@ if TYPE_CHECKING:
     from kdpkit.diagnostics._tpu.check import TpuReport, check_tpu
 
 _HOMES = {
-    "BenchReport": "_bench.benchmark",
-    "BenchRow": "_bench.benchmark",
     "Environment": "_env.environment",
     "InputReport": "_doctor.input_checks",
     "MemoryPlan": "_plan.memory_plan",
@@ -40,7 +36,6 @@ _HOMES = {
     "SpeedReport": "_speed.speed_report",
     "TpuReport": "_tpu.check",
     "TrainingPlan": "_plan.training_plan",
-    "bench": "_bench.benchmark",
     "check_input": "_doctor.input_checks",
     "check_speed": "_speed.measurement",
     "check_tpu": "_tpu.check",
@@ -53,8 +48,6 @@ _HOMES = {
 }
 
 __all__ = [
-    "BenchReport",
-    "BenchRow",
     "Environment",
     "InputReport",
     "MemoryPlan",
@@ -66,7 +59,6 @@ __all__ = [
     "SpeedReport",
     "TpuReport",
     "TrainingPlan",
-    "bench",
     "check_input",
     "check_speed",
     "check_tpu",
