@@ -23,7 +23,6 @@ _COMMANDS = {  # name: module
     "doctor": "diagnostics._doctor.command",
     "env": "diagnostics._env.command",
     "launch": "_internal.commands.launch",
-    "lr": "diagnostics._rates.command",
     "plan": "diagnostics._plan.command",
     "probe": "diagnostics._probe.command",
     "recipe": "_internal.commands.recipe",

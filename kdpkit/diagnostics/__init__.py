@@ -1,11 +1,11 @@
 """Checks of a training before it runs somewhere else, and reports on a machine.
 
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
-each device needs and the cheapest way to make it fit. `compare_schedules`
-draws learning rates in a terminal; `read_schedule` reads one from text. `environment` reports what
-this machine and this Python offer; `probe` trains two steps with every strategy. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
-model and callbacks for a TPU, and `check_speed` finds where a step's time goes. Each name loads the
-framework that it needs on first use; `environment` and `probe` load none.
+each device needs and the cheapest way to make it fit. `environment` reports what this machine and
+this Python offer; `probe` trains two steps with every strategy. `check_input` checks `tf.data`
+pipelines, `check_tpu` a dataset, a model and callbacks for a TPU, and `check_speed` finds where a
+step's time goes. Each name loads the framework that it needs on first use; `environment` and
+`probe` load none.
 """
 
 from typing import TYPE_CHECKING
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
     from kdpkit.diagnostics._probe.probing import ProbeReport, ProbeResult, probe
-    from kdpkit.diagnostics._rates.comparison import ScheduleComparison, compare_schedules
-    from kdpkit.diagnostics._rates.schedule_expressions import read_schedule
     from kdpkit.diagnostics._speed.measurement import check_speed
     from kdpkit.diagnostics._speed.speed_report import SpeedEdit, SpeedReport
     from kdpkit.diagnostics._tpu.check import TpuReport, check_tpu
@@ -31,7 +29,6 @@ _HOMES = {
     "MemoryUse": "_plan.memory_plan",
     "ProbeReport": "_probe.probing",
     "ProbeResult": "_probe.probing",
-    "ScheduleComparison": "_rates.comparison",
     "SpeedEdit": "_speed.speed_report",
     "SpeedReport": "_speed.speed_report",
     "TpuReport": "_tpu.check",
@@ -39,12 +36,10 @@ _HOMES = {
     "check_input": "_doctor.input_checks",
     "check_speed": "_speed.measurement",
     "check_tpu": "_tpu.check",
-    "compare_schedules": "_rates.comparison",
     "environment": "_env.environment",
     "plan": "_plan.training_plan",
     "plan_memory": "_plan.memory_plan",
     "probe": "_probe.probing",
-    "read_schedule": "_rates.schedule_expressions",
 }
 
 __all__ = [
@@ -54,7 +49,6 @@ __all__ = [
     "MemoryUse",
     "ProbeReport",
     "ProbeResult",
-    "ScheduleComparison",
     "SpeedEdit",
     "SpeedReport",
     "TpuReport",
@@ -62,12 +56,10 @@ __all__ = [
     "check_input",
     "check_speed",
     "check_tpu",
-    "compare_schedules",
     "environment",
     "plan",
     "plan_memory",
     "probe",
-    "read_schedule",
 ]
 
 if not TYPE_CHECKING:  # a checker then reports names that there are not
