@@ -141,19 +141,6 @@ def test_two_processes_train_evaluate_and_predict_as_one_device(two, alone, way)
             np.testing.assert_allclose(left, right, rtol=1e-5, atol=2e-6, err_msg=name)
 
 
-def test_two_processes_estimate_the_noise_scale_that_one_does_with_as_many_replicas(two):
-    first, second = (found["noise_scale"] for found in two["found"])
-    assert first == second
-    strategy = strategies.select_strategy("mirrored", devices=4)
-    expected = worker_process.with_noise_scale(strategy)
-    assert len(expected["history"]["noise_scale"]) == 2
-    np.testing.assert_allclose(
-        first["history"]["noise_scale"], expected["history"]["noise_scale"], rtol=1e-3
-    )
-    for one, other in zip(first["weights"], expected["weights"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=2e-6)
-
-
 def test_the_strategy_shows_how_many_workers_there_are(two):
     for found in two["found"]:
         assert found["strategy"] == (

@@ -27,7 +27,7 @@ from tests.benchmarks.paired import Row, Spread
 
 NAMES = (
     *("machine", "bert", "bert_loss", "cnn", "replicas", "loops", "watching", "exact"),
-    *("start", "memory", "pauses", "reading", "noise_scale"),
+    *("start", "memory", "pauses", "reading"),
 )
 
 
