@@ -19,7 +19,6 @@ from kdpkit import __version__, errors
 from kdpkit._internal import worker_output
 
 _COMMANDS = {  # name: module
-    "data-service": "_internal.commands.data_service",
     "doctor": "diagnostics._doctor.command",
     "env": "diagnostics._env.command",
     "launch": "_internal.commands.launch",

@@ -9,7 +9,7 @@ import pytest
 import kdpkit
 from kdpkit import cli
 
-COMMANDS = ("data-service", "doctor", "env", "launch", "plan", "probe", "recipe")
+COMMANDS = ("doctor", "env", "launch", "plan", "probe", "recipe")
 
 PLAN = ("--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1")
 
