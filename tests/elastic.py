@@ -352,15 +352,6 @@ def lived_by_children(program, leg, directory):
     return json.loads(result.read_text()) if result.exists() else None
 
 
-def went_on_with_fewer(program, directory):
-    """Have `kdpkit launch` lose a worker of two, go on without it, and get it back."""
-    what = {"program": program, "leg": None, "directory": str(directory)}
-    command = [sys.executable, "-m", "tests.elastic_process", json.dumps(what)]
-    report = launch.run(command, workers=2, min_workers=1)
-    assert report.exit_code == 0, report
-    return json.loads((directory / "result.json").read_text())
-
-
 def run(seed, directory, *, live=lived_here, **how):
     """Live through a schedule; fail unless it ends as what nothing stopped."""
     program, legs = drawn(seed, **how)
