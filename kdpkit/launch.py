@@ -25,13 +25,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from kdpkit import cluster
+from kdpkit import cluster, errors
 from kdpkit._internal import checks, child_processes, listening, signal_handlers, worker_output
 
 __all__ = ["Failure", "Report", "Task", "launch", "plan", "run"]
-
-STOPPED = 42  # exit code of a program that saved its state on SIGTERM, as `callbacks.Resume` does
-LEFT_ALONE = 43  # of a program that lost another process, as after `sharding.join_processes`
 
 _HOSTS = {"loopback": "localhost", "all": listening.ALL}  # by what `listen` may be
 _LAUNCHER = "launch"  # the launcher's name in front of its own lines
@@ -483,7 +480,11 @@ class _Run:
         )
 
     def _may_restart(self) -> bool:
-        if self.stop is not None or not self.failed or self._by_cause()[0].exit_code == STOPPED:
+        if (
+            self.stop is not None
+            or not self.failed
+            or self._by_cause()[0].exit_code == errors.STOPPED
+        ):
             return False
         if self.restarts >= self.max_restarts:
             return False
@@ -495,15 +496,15 @@ class _Run:
     def _by_cause(self) -> list[_Process]:
         """Return the failed processes, with the cause of the failure first."""
         by_end = sorted(self.failed, key=lambda process: process.child.ended_at or 0.0)
-        return sorted(by_end, key=lambda process: process.exit_code == LEFT_ALONE)
+        return sorted(by_end, key=lambda process: process.exit_code == errors.LEFT_ALONE)
 
     def _report_failure(self) -> None:
         cause, *_ = self._by_cause()
-        if cause.exit_code == STOPPED:
+        if cause.exit_code == errors.STOPPED:
             self._report(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
             return
         sentence = cause.ending
-        if cause.exit_code == LEFT_ALONE:
+        if cause.exit_code == errors.LEFT_ALONE:
             sentence += ", because it lost another process, and none failed on its own"
         elif len(self.running) > 1:
             sentence += ", before any other; the errors of the others follow from that"
@@ -515,7 +516,13 @@ class _Run:
     def _exit_code(self) -> int:
         if self.stop == signal.SIGTERM:
             codes = [process.exit_code for process in self._heads()]
-            return STOPPED if STOPPED in codes else 128 + signal.SIGTERM if any(codes) else 0
+            return (
+                errors.STOPPED
+                if errors.STOPPED in codes
+                else 128 + signal.SIGTERM
+                if any(codes)
+                else 0
+            )
         if self.stop is not None:
             return 128 + self.stop
         return self._by_cause()[0].exit_code if self.failed else 0

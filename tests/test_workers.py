@@ -19,7 +19,7 @@ import pytest
 import tensorflow as tf
 
 import kdpkit
-from kdpkit import launch, strategies
+from kdpkit import errors, launch, strategies
 from tests import worker_process
 from tests.processes import once
 
@@ -285,7 +285,7 @@ def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_p
 
     # Restarts to spare: once in a while TensorFlow crashes while the processes come together.
     stopped = launch.run(command, workers=2, max_restarts=3)
-    assert stopped.exit_code == launch.STOPPED
+    assert stopped.exit_code == errors.STOPPED
     assert stopped.restarts >= 1
     shown = capfd.readouterr().err
     assert "worker 1 was ended by SIGKILL, before any other" in shown

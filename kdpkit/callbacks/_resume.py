@@ -29,8 +29,6 @@ from kdpkit.callbacks import (
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
-EXIT_CODE = 42  # after SIGTERM, as in TensorFlow's PreemptionCheckpointHandler
-
 
 class Resume(keras.callbacks.Callback):
     """Saves the state of training, and restores it when the program is started again.
@@ -628,7 +626,7 @@ class Resume(keras.callbacks.Callback):
             raise KeyboardInterrupt(message)
         self._signals.release_to_leave()
         sys.stderr.write(f"\n{message}\n")
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(errors.STOPPED)
 
 
 def _save_freq(value: str | int) -> int:

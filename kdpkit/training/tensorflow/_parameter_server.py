@@ -363,7 +363,7 @@ def _is_of_a_lost_server(error: Any) -> bool:
 
 def _give_up(lost: list[str], error: Exception) -> NoReturn:
     named = f" ({', '.join(lost)})" if lost else ""
-    processes.leave_without_waiting(processes.EXIT_CODE)
+    processes.leave_without_waiting(errors.LEFT_ALONE)
     atexit.register(processes.leave)  # else TensorFlow takes leave of a server that is gone
     raise errors.ProcessLostError(
         f"A parameter server is gone{named}, and with it a part of the model. {processes.GO_ON}"
