@@ -3,9 +3,9 @@
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
 each device needs and the cheapest way to make it fit. `environment` reports what this machine and
 this Python offer; `probe` trains two steps with every strategy. `check_input` checks `tf.data`
-pipelines, `check_tpu` a dataset, a model and callbacks for a TPU, and `check_speed` finds where a
-step's time goes. Each name loads the framework that it needs on first use; `environment` and
-`probe` load none.
+pipelines, `check_tpu` a dataset, a model and callbacks for a TPU, and `check_speed` finds how long
+a step takes and waits for input. Each name loads the framework that it needs on
+first use; `environment` and `probe` load none.
 """
 
 from typing import TYPE_CHECKING
@@ -14,12 +14,11 @@ from kdpkit._internal import lazy
 
 if TYPE_CHECKING:
     from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
+    from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
     from kdpkit.diagnostics._env.environment import Environment, environment
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
     from kdpkit.diagnostics._probe.probing import ProbeReport, ProbeResult, probe
-    from kdpkit.diagnostics._speed.measurement import check_speed
-    from kdpkit.diagnostics._speed.speed_report import SpeedEdit, SpeedReport
     from kdpkit.diagnostics._tpu.check import TpuReport, check_tpu
 
 _HOMES = {
@@ -29,12 +28,11 @@ _HOMES = {
     "MemoryUse": "_plan.memory_plan",
     "ProbeReport": "_probe.probing",
     "ProbeResult": "_probe.probing",
-    "SpeedEdit": "_speed.speed_report",
-    "SpeedReport": "_speed.speed_report",
+    "SpeedReport": "_doctor.speed",
     "TpuReport": "_tpu.check",
     "TrainingPlan": "_plan.training_plan",
     "check_input": "_doctor.input_checks",
-    "check_speed": "_speed.measurement",
+    "check_speed": "_doctor.speed",
     "check_tpu": "_tpu.check",
     "environment": "_env.environment",
     "plan": "_plan.training_plan",
@@ -49,7 +47,6 @@ __all__ = [
     "MemoryUse",
     "ProbeReport",
     "ProbeResult",
-    "SpeedEdit",
     "SpeedReport",
     "TpuReport",
     "TrainingPlan",
