@@ -123,7 +123,7 @@ def test_without_tensorflow_its_ways_cannot_be_and_how_to_install_it_is_reported
     assert {result["result"] for result in results} == {"cannot"}
     (reason,) = {result["reason"] for result in results}
     assert reason == (
-        'TensorFlow is not installed. Run `python -m pip install "tensorflow>=2.19.0"`.'
+        'TensorFlow is not installed. Run `python -m pip install "tensorflow>=2.20.0"`.'
     )
 
 

@@ -400,7 +400,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
-        done = self._first + versions.last_batch(batch, self._at_once) + 1
+        done = self._first + batch + 1
         self._count(done)
         if done >= (self._length() or math.inf):
             self._last_step.ended(logs)

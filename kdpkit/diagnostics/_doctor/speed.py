@@ -11,7 +11,7 @@ from typing import Any
 import keras
 
 from kdpkit import checkpoints, errors
-from kdpkit._internal import checks, processes, versions
+from kdpkit._internal import checks, processes
 from kdpkit._internal.check_results import wrapped
 from kdpkit.diagnostics import _batch, _text, _training_step
 
@@ -192,8 +192,7 @@ class _Clock(keras.callbacks.Callback):
         """Note the time, and stop if it is enough."""
         del logs
         now = time.perf_counter()
-        last = versions.last_batch(batch, self._trained.steps_per_execution)
-        self._ends.append((self._before + last + 1, now))
+        self._ends.append((self._before + batch + 1, now))
         timed = self._ends[_WARM_UP - 1 :]
         if len(timed) > _LEAST and now - timed[0][1] >= self._seconds:
             self._trained.stop_training = True
