@@ -19,12 +19,9 @@ from kdpkit import __version__, errors
 from kdpkit._internal import worker_output
 
 _COMMANDS = {  # name: module
-    "bench": "diagnostics._bench.command",
-    "data-service": "_internal.commands.data_service",
     "doctor": "diagnostics._doctor.command",
     "env": "diagnostics._env.command",
     "launch": "_internal.commands.launch",
-    "lr": "diagnostics._rates.command",
     "plan": "diagnostics._plan.command",
     "recipe": "_internal.commands.recipe",
 }

@@ -1,9 +1,9 @@
-"""Real text and images that need no download, and readers for common file formats.
+"""Real text and images that need no download, or from files in common formats.
 
 Every corpus comes in splits without overlap: text as `TextSplits` of lines, images as `ImageSplits`
 of arrays. The same files give the same splits on every machine and in every run.
 
->>> splits = digits()
+>>> splits = load_images()
 >>> splits.train.images.shape, splits.train.images.dtype, splits.classes
 ((1442, 8, 8, 1), dtype('uint8'), 10)
 """
@@ -14,11 +14,10 @@ import hashlib
 import math
 import os
 import re
-import struct
 import sysconfig
 import warnings
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -31,20 +30,16 @@ from kdpkit._internal import atomic_files, checks, storage
 _SHARE_HELD_OUT = 0.05  # of the lines or words, each for validation and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _SHINGLE_WORDS = 5
-_IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
+_DOWNLOADED = ("mnist", "fashion_mnist")
 
 
 @dataclass(frozen=True)
 class TextSplits:
-    """Lines of text for training, validation and test; no line is in two of them.
-
-    `note` is what a reader of the results should know about the splits, or empty.
-    """
+    """Lines of text for training, validation and test; no line is in two of them."""
 
     train: tuple[str, ...]
     validation: tuple[str, ...]
     test: tuple[str, ...]
-    note: str = ""
 
 
 class LabelledImages(NamedTuple):
@@ -56,11 +51,10 @@ class LabelledImages(NamedTuple):
 
 @dataclass(frozen=True)
 class ImageSplits:
-    """Images for training and test; `note` as in `TextSplits`."""
+    """Images for training and test."""
 
     train: LabelledImages
     test: LabelledImages
-    note: str = ""
 
     @property
     def classes(self) -> int:
@@ -69,59 +63,74 @@ class ImageSplits:
 
 
 def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
-    """Load the text that a recipe's `--data` names.
+    """Load text, as a recipe's `--data` names it.
+
+    The built-in text is the English documentation that ships with Python, about 300,000 words: each
+    line is a paragraph of a docstring of the standard library, or of the reference that `help()`
+    shows. The source is parsed, never imported. Interpreter sessions, tests and repeated paragraphs
+    are left out. About 90 % of the words train and 5 % each validate and test. All modules of a
+    directory go to one split, and held-out paragraphs that an earlier split nearly repeats (half of
+    their five-word sequences) are dropped. It depends on the Python version.
 
     Args:
-        data: `"builtin"` for `documentation_text`, a directory for `wikitext`, or a text file
-            for `text_file`, on this machine or in object storage (`gs://bucket/...`).
+        data: `"builtin"`; a directory of WikiText, with `wiki.{train,valid,test}.tokens`; or a
+            UTF-8 text file, plain or gzipped, of which the first 90 % of the lines are for
+            training, the next 5 % for validation and the last 5 % for test. Both may be in object
+            storage (`gs://bucket/...`). Blank lines are left out.
 
     Raises:
-        ValueError: None of these is there; else as the function that reads it.
+        ValueError: A file is missing, empty, damaged or not UTF-8, or has fewer than 3 lines; or
+            this Python comes without the source of its standard library.
     """
     if data == "builtin":
-        return documentation_text()
+        return _documentation_text()
     path = storage.path(data)
     if path.is_dir():
-        return wikitext(path)
+        files = [path / f"wiki.{name}.tokens" for name in ("train", "valid", "test")]
+        return TextSplits(*map(_lines, files))
     if not path.exists():
         checks.fail_for_file(
             "There is no such file or directory",
             path,
             remedy="Text comes from a text file, a directory of WikiText files, or 'builtin'.",
         )
-    return text_file(path)
+    lines = _lines(path)
+    if len(lines) < 3:
+        checks.fail_for_file(
+            f"Splitting needs at least 3 lines that are not blank, and the file has {len(lines)}",
+            path,
+        )
+    held_out = max(1, round(_SHARE_HELD_OUT * len(lines)))
+    train, rest = lines[: -2 * held_out], lines[-2 * held_out :]
+    return TextSplits(train, rest[:held_out], rest[held_out:])
 
 
 def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
-    """Load the images that a recipe's `--data` names.
+    """Load images, as a recipe's `--data` names them.
+
+    The built-in images are scikit-learn's 1,797 handwritten digits of 8 x 8 pixels in ten classes,
+    whose intensities of 0 to 16 are scaled to 0 to 255. The last fifth of each class is the test
+    split: both have the same class balance, and most writers of the one are not in the other.
 
     Args:
-        data: `"builtin"` for `digits`, `"mnist"` or `"fashion_mnist"` for a download by Keras, or
-            a directory with the IDX files of either, as `gs://bucket/mnist` too.
+        data: `"builtin"`; `"mnist"` or `"fashion_mnist"`, which Keras downloads once into
+            `~/.keras`; or a directory with the IDX files of either, gzipped or not, also in object
+            storage.
 
     Raises:
-        ValueError: None of these is there; else as the function that reads it.
+        ValueError: A file is missing or damaged, there is no network, or no scikit-learn.
     """
-    named = {"builtin": digits, "mnist": mnist, "fashion_mnist": fashion_mnist}
-    return named[str(data)]() if data in named else mnist(data)
+    if data == "builtin":
+        return _digits()
+    return _downloaded(str(data)) if data in _DOWNLOADED else _idx_images(storage.path(data))
 
 
-def documentation_text() -> TextSplits:
-    """Read the English documentation that ships with Python: about 300,000 words.
+# Text.
 
-    Each line is one paragraph of a docstring of the standard library, or of the language reference
-    that `help()` shows. The source is parsed, never imported. Interpreter sessions, tests and
-    repeated paragraphs are left out. About 90 % of the words train and 5 % each validate and test.
-    All modules of a directory go to one split, and held-out paragraphs that a paragraph of an
-    earlier split nearly repeats (half of their five-word sequences) are dropped.
 
-    The text depends on the Python version.
-
-    Raises:
-        ValueError: This Python comes without the source of its standard library.
-    """
-    documents, unparsed = _read_documents(Path(sysconfig.get_path("stdlib")))
-    train, validation, test = _held_apart(_split_documents(_without_repeats(documents)))
+def _documentation_text() -> TextSplits:
+    documents = _documents(Path(sysconfig.get_path("stdlib")))
+    train, validation, test = _held_apart(_split_documents(documents))
     if not (validation and test):
         checks.fail(
             "This Python has too few source files in its standard library to train on their "
@@ -129,161 +138,16 @@ def documentation_text() -> TextSplits:
             files=len(documents),
             remedy="Pass a text file or a directory of WikiText files.",
         )
-    note = f"Left out, as Python cannot parse them: {unparsed} files." if unparsed else ""
-    return TextSplits(train, validation, test, note)
+    return TextSplits(train, validation, test)
 
 
-def wikitext(directory: str | os.PathLike[str]) -> TextSplits:
-    """Read WikiText-2 or WikiText-103 from `wiki.{train,valid,test}.tokens`, blank lines left out.
+def _documents(root: Path) -> dict[str, list[str]]:
+    """Read paragraphs, each where it comes first, by what goes to one split.
 
-    If `wiki.train.tokens` is missing, the validation file is used for training, and the two halves
-    of the test file, cut between two articles, for validation and test; `note` then reports it.
-
-    Raises:
-        ValueError: The directory or its files are missing, empty or not UTF-8.
-    """
-    folder = storage.path(directory)
-    if not folder.is_dir():
-        checks.fail_for_file("There is no such directory", folder, remedy="Check the path.")
-    paths = {name: folder / f"wiki.{name}.tokens" for name in ("train", "valid", "test")}
-    missing = [path.name for name, path in paths.items() if name != "train" and not path.exists()]
-    if missing:
-        checks.fail_for_file(
-            f"WikiText needs {' and '.join(missing)}, and there is {_listing(folder)}", folder
-        )
-    valid, test = _lines(paths["valid"]), _lines(paths["test"])
-    if paths["train"].exists():
-        return TextSplits(_lines(paths["train"]), valid, test)
-    middle = _middle_article(test)
-    return TextSplits(
-        train=valid,
-        validation=test[:middle],
-        test=test[middle:],
-        note="Without wiki.train.tokens it trains on wiki.valid.tokens, and validates and tests "
-        "on the two halves of wiki.test.tokens.",
-    )
-
-
-def text_file(path: str | os.PathLike[str]) -> TextSplits:
-    """Read a UTF-8 text file, plain or gzipped, one example per line, blank lines left out.
-
-    The first 90 % of the lines are for training, the next 5 % for validation and the last 5 % for
-    test, so neighbouring lines stay together.
-
-    Raises:
-        ValueError: The file is missing, empty, damaged, not UTF-8, or has fewer than 3 lines.
-    """
-    lines = _lines(storage.path(path))
-    if len(lines) < 3:
-        checks.fail_for_file(
-            f"Splitting needs at least 3 lines that are not blank, and the file has {len(lines)}",
-            path,
-        )
-    held_out = max(1, round(_SHARE_HELD_OUT * len(lines)))
-    return TextSplits(
-        train=lines[: -2 * held_out],
-        validation=lines[-2 * held_out : -held_out],
-        test=lines[-held_out:],
-    )
-
-
-def digits() -> ImageSplits:
-    """Return scikit-learn's 1,797 handwritten digits: 8 x 8 pixels, ten classes.
-
-    The intensities of 0 to 16 are scaled to 0 to 255. The last fifth of each class is the test
-    split, so both splits have the same class balance, and most writers of the test split are not in
-    the training split.
-
-    Raises:
-        ValueError: scikit-learn is not installed.
-    """
-    try:
-        from sklearn.datasets import load_digits
-    except ImportError as error:
-        raise errors.InputError(
-            "The built-in digits come with scikit-learn, which is not installed. Run "
-            "`pip install scikit-learn`, or pass a directory with IDX files."
-        ) from error
-    bunch = load_digits()
-    images = np.round(bunch.images * (255 / 16)).astype("uint8")[..., np.newaxis]
-    labels = bunch.target.astype("int32")
-    tested = np.zeros(len(labels), bool)
-    for label in np.unique(labels):
-        examples = np.flatnonzero(labels == label)
-        tested[examples[-(len(examples) // 5) :]] = True
-    return ImageSplits(
-        LabelledImages(images[~tested], labels[~tested]),
-        LabelledImages(images[tested], labels[tested]),
-    )
-
-
-def mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplits:
-    """Load MNIST: handwritten digits of 28 x 28 pixels, ten classes.
-
-    Args:
-        directory: Where the IDX files are (`train-images-idx3-ubyte` and its three companions,
-            gzipped or not). With only the `t10k` files, the first four fifths of them (8,000
-            images) are for training and the rest for test; `note` then reports it. None downloads
-            the files through Keras, once, into `~/.keras`.
-
-    Raises:
-        ValueError: A file is missing or damaged, or there is no network.
-    """
-    return _images("mnist", directory)
-
-
-def fashion_mnist(directory: str | os.PathLike[str] | None = None) -> ImageSplits:
-    """Load Fashion-MNIST: articles of clothing in ten classes, in the format of `mnist`.
-
-    Args:
-        directory: As for `mnist`; the files have the same names.
-
-    Raises:
-        ValueError: As for `mnist`.
-    """
-    return _images("fashion_mnist", directory)
-
-
-def read_idx(path: str | os.PathLike[str]) -> np.ndarray:
-    """Read an array from an IDX file, the format of MNIST, gzipped or not.
-
-    All data types of the format and any number of dimensions are supported; the result has the
-    machine's byte order.
-    Source: Yann LeCun's MNIST page, "The IDX file format".
-
-    Raises:
-        ValueError: The file is missing, not an IDX file, truncated, or has bytes after its data.
-    """
-    content = _content(storage.path(path))
-    try:
-        zeros, code, dimensions = struct.unpack_from(">HBB", content)
-        shape = struct.unpack_from(f">{dimensions}I", content, offset=4)
-        dtype = np.dtype(_IDX_TYPES[code])
-    except (struct.error, KeyError):
-        zeros = None
-    if zeros != 0:
-        checks.fail_for_file(
-            f"This is not an IDX file (it begins with the bytes {content[:4].hex(' ')})", path
-        )
-    start = 4 + 4 * dimensions
-    expected, present = math.prod(shape) * dtype.itemsize, len(content) - start
-    if present != expected:
-        problem = "is cut short" if present < expected else "goes on after its data"
-        checks.fail_for_file(
-            f"The IDX file {problem}: its header announces {expected:,} bytes, for {dtype.name} of "
-            f"shape {shape}, and {present:,} are there",
-            path,
-        )
-    return np.ndarray(shape, dtype, content, start).astype(dtype.newbyteorder("="))
-
-
-def _read_documents(root: Path) -> tuple[dict[str, list[str]], int]:
-    """Read the paragraphs by document, and count the files that cannot be parsed.
-
-    A document, which goes to one split, is a directory of modules or a top-level module.
+    That is a directory of modules, or a top-level module. What cannot be parsed is left out.
     """
     documents: dict[str, list[str]] = {}
-    unparsed = 0
+    seen: set[str] = set()
     for path in sorted(root.rglob("*.py")):
         inside = path.relative_to(root)
         if _NOT_DOCUMENTATION.intersection(inside.parts):
@@ -291,10 +155,12 @@ def _read_documents(root: Path) -> tuple[dict[str, list[str]], int]:
         name = inside.parent if len(inside.parts) > 1 else inside
         document = documents.setdefault(f"stdlib/{name.as_posix()}", [])
         try:
-            document.extend(_documentation(path))
+            lines = [line for line in dict.fromkeys(_documentation(path)) if line not in seen]
         except (SyntaxError, ValueError, RecursionError):
-            unparsed += 1
-    return documents, unparsed
+            continue
+        document += lines
+        seen.update(lines)
+    return documents
 
 
 def _documentation(path: Path) -> Iterator[str]:
@@ -324,16 +190,6 @@ def _topic(node: ast.AST) -> str:
     return text if isinstance(text, str) and "\n" in text else ""
 
 
-def _without_repeats(documents: dict[str, list[str]]) -> dict[str, list[str]]:
-    """Keep each paragraph where it comes first."""
-    seen: set[str] = set()
-    kept = {}
-    for name, lines in documents.items():
-        kept[name] = [line for line in dict.fromkeys(lines) if line not in seen]
-        seen.update(kept[name])
-    return kept
-
-
 def _split_documents(documents: dict[str, list[str]]) -> list[list[str]]:
     """Divide documents between train, validation and test, in an order derived from their names.
 
@@ -355,7 +211,7 @@ def _split_documents(documents: dict[str, list[str]]) -> list[list[str]]:
     ]
 
 
-def _held_apart(splits: Iterable[list[str]]) -> Iterator[tuple[str, ...]]:
+def _held_apart(splits: list[list[str]]) -> Iterator[tuple[str, ...]]:
     """Drop from each split the lines that an earlier split nearly repeats."""
     earlier: set[tuple[str, ...]] = set()
     for lines in splits:
@@ -406,41 +262,41 @@ def _content(path: storage.AnyPath) -> bytes:
         )
 
 
-def _middle_article(lines: Sequence[str]) -> int:
-    """Return the index of the article title nearest to the middle, in the middle half of lines."""
-    middle = len(lines) // 2
-    titles = [
-        index
-        for index in range(len(lines) // 4, len(lines) * 3 // 4 + 1)
-        if 0 < index < len(lines) and re.fullmatch(r"= [^=].* =", lines[index])
-    ]
-    return min(titles, key=lambda index: abs(index - middle), default=middle)
+# Images.
 
 
-def _listing(folder: storage.AnyPath) -> str:
-    names = sorted(path.name for path in folder.iterdir())
-    shown = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
-    return shown or "nothing"
-
-
-def _images(name: str, directory: str | os.PathLike[str] | None) -> ImageSplits:
-    return _downloaded(name) if directory is None else _image_directory(storage.path(directory))
+def _digits() -> ImageSplits:
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError as error:
+        raise errors.InputError(
+            "The built-in digits come with scikit-learn, which is not installed. Run "
+            "`pip install scikit-learn`, or pass a directory with IDX files."
+        ) from error
+    bunch = load_digits()
+    images = np.round(bunch.images * (255 / 16)).astype("uint8")
+    tested = np.zeros(len(images), bool)
+    for label in range(10):
+        examples = np.flatnonzero(bunch.target == label)
+        tested[examples[-(len(examples) // 5) :]] = True
+    train, test = (_labelled(images[part], bunch.target[part]) for part in (~tested, tested))
+    return ImageSplits(train, test)
 
 
 def _downloaded(name: str) -> ImageSplits:
     import keras  # the other corpora need no framework
 
     try:
-        (images, labels), (test_images, test_labels) = getattr(keras.datasets, name).load_data()
+        train, test = getattr(keras.datasets, name).load_data()
     except Exception as error:  # Keras raises a bare Exception when a download fails
         raise errors.InputError(
             f"Keras could not download {name} ({error}). Pass a directory with its IDX files, or "
             "use the built-in digits."
         ) from error
-    return ImageSplits(_labelled(images, labels), _labelled(test_images, test_labels))
+    return ImageSplits(_labelled(*train), _labelled(*test))
 
 
-def _image_directory(folder: storage.AnyPath) -> ImageSplits:
+def _idx_images(folder: storage.AnyPath) -> ImageSplits:
     if not folder.is_dir():
         checks.fail_for_file(
             "There is no such directory",
@@ -448,44 +304,46 @@ def _image_directory(folder: storage.AnyPath) -> ImageSplits:
             remedy="Images come from a directory with IDX files, 'builtin', 'mnist' or "
             "'fashion_mnist'.",
         )
-    test = _labelled_idx(folder, "t10k")
-    if _idx_file(folder, "train-images-idx3-ubyte"):
-        return ImageSplits(_labelled_idx(folder, "train"), test)
-    trained = len(test.labels) * 4 // 5
-    if not trained:
-        checks.fail_for_file("Training and testing need at least 2 images", folder)
-    return ImageSplits(
-        LabelledImages(test.images[:trained], test.labels[:trained]),
-        LabelledImages(test.images[trained:], test.labels[trained:]),
-        note=f"Without the train files it trains on the first {trained:,} of the t10k images and "
-        f"tests on the last {len(test.labels) - trained:,}.",
-    )
+    train, test = (_idx_split(folder, prefix) for prefix in ("train", "t10k"))
+    return ImageSplits(train, test)
 
 
-def _labelled_idx(folder: storage.AnyPath, prefix: str) -> LabelledImages:
-    names = (f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte")
-    paths = [_idx_file(folder, name) for name in names]
-    missing = [name for name, path in zip(names, paths, strict=True) if path is None]
-    if missing:
+def _idx_split(folder: storage.AnyPath, prefix: str) -> LabelledImages:
+    images = _idx(folder, f"{prefix}-images-idx3-ubyte", dimensions=3)
+    labels = _idx(folder, f"{prefix}-labels-idx1-ubyte", dimensions=1)
+    if len(images) != len(labels):
         checks.fail_for_file(
-            f"{' and '.join(missing)} (or the same with .gz) must be here, and there is "
-            f"{_listing(folder)}",
+            f"There are {len(images):,} images and {len(labels):,} labels in the `{prefix}` files",
             folder,
-        )
-    images, labels = (read_idx(path) for path in paths if path is not None)
-    fits = images.ndim == 3 and images.size and labels.shape == images.shape[:1]
-    if not fits or {images.dtype, labels.dtype} != {np.dtype("uint8")}:
-        checks.fail_for_file(
-            "Images of shape [n, height, width] and n labels, both uint8, are needed, and there "
-            f"are {images.dtype} of {images.shape} and {labels.dtype} of {labels.shape}",
-            folder / names[0],
         )
     return _labelled(images, labels)
 
 
-def _idx_file(folder: storage.AnyPath, name: str) -> storage.AnyPath | None:
-    candidates = (folder / name, folder / f"{name}.gz")
-    return next((path for path in candidates if path.exists()), None)
+def _idx(folder: storage.AnyPath, name: str, *, dimensions: int) -> np.ndarray:
+    """Read unsigned bytes from a file in the format of MNIST, gzipped or not.
+
+    It begins with 0, 0, the type (8) and the number of dimensions; then come the sizes, as
+    big-endian integers, and the data.
+    """
+    packed = folder / f"{name}.gz"
+    path = packed if packed.exists() else folder / name
+    content = _content(path)
+    start = 4 + 4 * dimensions
+    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < start:
+        checks.fail_for_file(
+            f"This is no IDX file of bytes in {dimensions} dimensions (it begins with the bytes "
+            f"{content[:4].hex(' ')})",
+            path,
+        )
+    shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
+    expected, present = math.prod(shape), len(content) - start
+    if present != expected:
+        checks.fail_for_file(
+            f"The IDX file is damaged: its header announces {expected:,} bytes, for the shape "
+            f"{shape}, and {present:,} are there",
+            path,
+        )
+    return np.frombuffer(content, "uint8", offset=start).reshape(shape).copy()
 
 
 def _labelled(images: np.ndarray, labels: np.ndarray) -> LabelledImages:

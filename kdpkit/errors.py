@@ -6,7 +6,13 @@
 ... except errors.InputError as error:
 ...     print(error)
 `replicas` must be a positive integer. Received: replicas=0.
+
+A program exits with `STOPPED` where SIGTERM ended it and `callbacks.Resume` has saved its state,
+and with `LEFT_ALONE` where it lost another process; any other code is a failure of its own.
 """
+
+STOPPED = 42  # as in TensorFlow's PreemptionCheckpointHandler
+LEFT_ALONE = 43
 
 
 class InputError(ValueError):

@@ -1,7 +1,6 @@
 """Start the processes of a cluster on this machine, watch, stop and restart them together.
 
     kdpkit launch --workers 2 --max-restarts 3 -- python train.py
-    kdpkit launch --workers 4 --min-workers 2 -- python train.py
 
 Every process runs the same command and finds its role in its environment:
 
@@ -12,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import itertools
-import math
 import os
 import queue
 import random
@@ -27,27 +25,16 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from kdpkit import cluster
-from kdpkit._internal import (
-    checks,
-    child_processes,
-    listening,
-    reachability,
-    signal_handlers,
-    worker_output,
-)
+from kdpkit import cluster, errors
+from kdpkit._internal import checks, child_processes, listening, signal_handlers, worker_output
 
 __all__ = ["Failure", "Report", "Task", "launch", "plan", "run"]
-
-STOPPED = 42  # exit code of a program that saved its state on SIGTERM, as `callbacks.Resume` does
-LEFT_ALONE = 43  # of a program that lost another process, as after `sharding.join_processes`
 
 _HOSTS = {"loopback": "localhost", "all": listening.ALL}  # by what `listen` may be
 _LAUNCHER = "launch"  # the launcher's name in front of its own lines
 _PORTS = range(15_000, 32_768)  # below Linux' ephemeral ports
 _SETTLE_SECONDS = 2.0  # for the others to end on their own after the first failure
 _KILL_SECONDS = 10.0  # for the kernel to end a killed process
-_SILENT_SECONDS = 60.0  # without output before it is reported
 _TICK_SECONDS = 0.2  # between checks of the time
 _KEPT_LINES = 20  # the last lines of each process
 _SHOWN_LINES = 8
@@ -85,12 +72,10 @@ def launch(
     command: Sequence[str],
     *,
     workers: int,
-    min_workers: int | None = None,
     parameter_servers: int = 0,
     max_restarts: int = 0,
     gpus_per_worker: int | None = None,
     grace_seconds: float = 30.0,
-    start_timeout_seconds: float | None = None,
     listen: str = "loopback",
     dry_run: bool = False,
 ) -> int:
@@ -101,11 +86,6 @@ def launch(
     The call returns when all workers have ended. If one fails, the others are stopped, and all
     start again on other ports as long as restarts are left. No process or child process outlives
     this call, even if the launcher is killed.
-
-    With `min_workers` the run is elastic. Where a worker fails and no restart is left, or it does
-    not start in time, the others start again without it. `kill -USR1` of the launcher brings all
-    workers back: those that run get SIGTERM, so that they save their state, and all start. A
-    restart, as long as some are left, tries all workers too. docs/how_to/several_processes.md
 
     With parameter servers, a chief is started too. Workers and servers serve it until it ends. A
     lost worker is restarted individually; after a lost server or chief all processes are restarted.
@@ -119,15 +99,11 @@ def launch(
     Args:
         command: The command as a list, such as `["python", "train.py"]`.
         workers: Number of workers.
-        min_workers: The fewest workers to go on with; None always starts all. It is not for
-            parameter servers, whose workers are restarted individually.
         parameter_servers: Number of parameter servers; if positive, a chief is started too.
         max_restarts: Number of restarts allowed in total.
         gpus_per_worker: GPUs that each worker sees, different ones for each; with None every worker
             sees all.
         grace_seconds: How long a process may take to exit after a signal before it is killed.
-        start_timeout_seconds: How long a process may take until it prints something or listens at
-            its address; None waits without limit and prints a notice after a minute.
         listen: `"loopback"`, or `"all"` to have servers listen on all network interfaces, without
             authentication.
         dry_run: Only print the environment variables and command of each process.
@@ -144,7 +120,6 @@ def launch(
     worker 0 | hello
     0
     """
-    _check_min_workers(min_workers, workers, parameter_servers)
     if dry_run:
         for task in plan(
             command,
@@ -159,12 +134,10 @@ def launch(
     return run(
         command,
         workers=workers,
-        min_workers=min_workers,
         parameter_servers=parameter_servers,
         max_restarts=max_restarts,
         gpus_per_worker=gpus_per_worker,
         grace_seconds=grace_seconds,
-        start_timeout_seconds=start_timeout_seconds,
         listen=listen,
     ).exit_code
 
@@ -183,26 +156,14 @@ def plan(
     ['chief', 'worker 0', 'worker 1', 'ps 0']
     """
     workers = checks.integer("workers", workers)
-    return _tasks(command, range(workers), workers, parameter_servers, gpus_per_worker, listen)
-
-
-def _tasks(
-    command: Sequence[str],
-    slots: Sequence[int],
-    workers: int,
-    parameter_servers: int,
-    gpus_per_worker: int | None,
-    listen: str,
-) -> tuple[Task, ...]:
-    """Return tasks for those of all workers that can start, each with the GPUs of its slot."""
     words = _checked(command)
     servers = checks.integer("parameter_servers", parameter_servers, minimum=0)
     gpus = _gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), workers, gpus_per_worker)
     host = _HOSTS[checks.one_of("listen", listen, _HOSTS)]
-    addresses = [f"{host}:{port}" for port in _free_ports(len(slots) + servers + bool(servers))]
+    addresses = [f"{host}:{port}" for port in _free_ports(workers + servers + bool(servers))]
     config = cluster.ClusterConfig(
-        addresses[: len(slots)],
-        parameter_servers=addresses[len(slots) : len(slots) + servers],
+        addresses[:workers],
+        parameter_servers=addresses[workers : workers + servers],
         chief=addresses[-1] if servers else None,
     )
     tasks = []
@@ -210,7 +171,7 @@ def _tasks(
         own = config.for_task(role, index)
         variables = own.to_environment()
         if gpus:
-            variables["CUDA_VISIBLE_DEVICES"] = gpus[slots[index]] if role == "worker" else "-1"
+            variables["CUDA_VISIBLE_DEVICES"] = gpus[index] if role == "worker" else "-1"
         tasks.append(Task("chief" if role == "chief" else f"{role} {index}", own, words, variables))
     return tuple(tasks)
 
@@ -219,12 +180,10 @@ def run(
     command: Sequence[str],
     *,
     workers: int,
-    min_workers: int | None = None,
     parameter_servers: int = 0,
     max_restarts: int = 0,
     gpus_per_worker: int | None = None,
     grace_seconds: float = 30.0,
-    start_timeout_seconds: float | None = None,
     listen: str = "loopback",
     stdout: TextIO | None = None,
 ) -> Report:
@@ -232,36 +191,21 @@ def run(
 
     The stdout of the processes goes to `stdout`, or by default to that of this process.
     """
-    if start_timeout_seconds is not None:
-        checks.number("start_timeout_seconds", start_timeout_seconds, above=0)
-    _check_min_workers(min_workers, workers, parameter_servers)
     return _Run(
-        lambda slots: _tasks(command, slots, workers, parameter_servers, gpus_per_worker, listen),
-        workers=checks.integer("workers", workers),
-        min_workers=min_workers,
+        lambda: plan(
+            command,
+            workers=workers,
+            parameter_servers=parameter_servers,
+            gpus_per_worker=gpus_per_worker,
+            listen=listen,
+        ),
         max_restarts=checks.integer("max_restarts", max_restarts, minimum=0),
         grace_seconds=checks.number("grace_seconds", grace_seconds, minimum=0),
-        start_timeout_seconds=start_timeout_seconds,
         stdout=stdout,
     ).run()
 
 
 # The tasks.
-
-
-def _check_min_workers(fewest: int | None, workers: int, parameter_servers: int) -> None:
-    if fewest is None:
-        return
-    if checks.integer("min_workers", fewest) > checks.integer("workers", workers):
-        checks.fail("`min_workers` must be at most `workers`.", min_workers=fewest, workers=workers)
-    if parameter_servers:
-        checks.fail(
-            "`min_workers` is for workers that train in step; those of parameter servers may come "
-            "and go.",
-            min_workers=fewest,
-            parameter_servers=parameter_servers,
-            remedy="Leave it out.",
-        )
 
 
 def _checked(command: Sequence[str]) -> tuple[str, ...]:
@@ -341,9 +285,6 @@ class _Process:
         self.task = task
         self.has_ended = False
         self.is_signalled = False  # a signal to end was sent
-        self.is_alive = False  # it has printed something or listens
-        self.is_noted = False  # it was reported as silent
-        self.is_given_up = False  # it was killed, as it did not start
         self._show = show
         self._lines = {name: worker_output.Lines() for name in ("stdout", "stderr")}
         self._last: dict[str, collections.deque[str]] = {
@@ -364,7 +305,6 @@ class _Process:
             )
 
     def _on_bytes(self, data: bytes, stream: str) -> None:
-        self.is_alive = self.is_alive or bool(data)
         lines = self._lines[stream]
         for line in lines.feed(data, time.monotonic()) if data else lines.close():
             self._last[stream].append(line)
@@ -398,17 +338,12 @@ class _Process:
 class _Run:
     """All attempts of one run. Threads put events into a queue; one loop handles them."""
 
-    make_tasks: Callable[[Sequence[int]], tuple[Task, ...]]
-    workers: int
-    min_workers: int | None
+    make_tasks: Callable[[], tuple[Task, ...]]
     max_restarts: int
     grace_seconds: float
-    start_timeout_seconds: float | None
     stdout: TextIO | None
     restarts: int = 0
-    restarts_left: int = 0
     stop: int | None = None  # the signal that asked to end
-    is_to_grow: bool = False  # SIGUSR1 came
     is_ending: bool = False
     running: list[_Process] = dataclasses.field(default_factory=list)
     failed: list[_Process] = dataclasses.field(default_factory=list)
@@ -418,9 +353,7 @@ class _Run:
         self._mark = f"{uuid.uuid4().hex}."
         self._numbers = itertools.count()
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self.slots = [*range(self.workers)]
-        self.restarts_left = self.max_restarts
-        tasks = self.make_tasks(self.slots)
+        tasks = self.make_tasks()
         names = [task.name for task in tasks]
         self._printer = worker_output.Printer(
             [_LAUNCHER, *names],
@@ -430,38 +363,30 @@ class _Run:
         self._report(f"Starts {', '.join(names)}: {shlex.join(tasks[0].command)}")
         with (
             child_processes.Guard(self._mark, grace_seconds=self.grace_seconds) as self._guard,
-            signal_handlers.handling(self._note_signal, *self._handled),
+            signal_handlers.handling(self._note_signal, signal.SIGINT, signal.SIGTERM),
         ):
             try:
                 self._attempt(tasks)
                 while self._may_restart():
-                    self._attempt(self.make_tasks(self.slots))
+                    self._attempt(self.make_tasks())
             finally:
                 self._end_all()
                 self._guard.all_ended()
         failures = tuple(process.failure() for process in self._by_cause())
         return Report(self._exit_code(), self.restarts, failures)
 
-    @property
-    def _handled(self) -> list[signal.Signals]:
-        returning = [] if self.min_workers is None else [signal.SIGUSR1]
-        return [signal.SIGINT, signal.SIGTERM, *returning]
-
     def _attempt(self, tasks: Sequence[Task]) -> None:
         self.failed, self.running, self.is_ending = [], [], False
-        self.is_to_grow = False
         for task in tasks:
             self.running.append(self._start(task))
-        self._wait_for(
-            lambda: bool(self.stop or self.failed or self.is_to_grow) or _all_ended(self._heads())
-        )
+        self._wait_for(lambda: bool(self.stop or self.failed) or _all_ended(self._heads()))
         self.is_ending = True
         if self.stop is None and self.failed:
             self._wait_for_ends(self.running, _SETTLE_SECONDS)
         if self.stop in (signal.SIGINT, signal.SIGTERM):
             self._report(f"{signal.Signals(self.stop).name} is passed on.")
             self._signal_and_wait(self._heads(), self.stop)
-        self._end_all()  # which lets workers save their state, where others come back
+        self._end_all()
         if self.stop is None and self.failed:
             self._report_failure()
 
@@ -488,10 +413,8 @@ class _Run:
     def _wait_for(self, done: Callable[[], bool]) -> None:
         """Handle events until `done` returns true."""
         while not done():
-            try:
+            with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=_TICK_SECONDS)()
-            except queue.Empty:
-                self._look_for_signs_of_life()
 
     def _wait_for_ends(self, processes: Sequence[_Process], seconds: float | None = None) -> None:
         """Wait until all have ended, for `seconds` or the grace period; a signal may shorten it."""
@@ -510,7 +433,7 @@ class _Run:
             return
         config = process.task.config
         serves_a_chief = config.role == "worker" and config.parameter_servers
-        may_restart = self.restarts_left and not (self.is_ending or self.failed)
+        may_restart = self.restarts < self.max_restarts and not (self.is_ending or self.failed)
         if not (serves_a_chief and may_restart):
             self.failed.append(process)
             return
@@ -522,42 +445,16 @@ class _Run:
 
     def _count_restart(self) -> str:
         self.restarts += 1
-        self.restarts_left -= 1
-        return f"restart {self.max_restarts - self.restarts_left} of {self.max_restarts}"
+        return f"restart {self.restarts} of {self.max_restarts}"
 
     def _note_signal(self, number: int, _frame: object = None) -> None:
         self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another one
 
     def _on_signal(self, number: int) -> None:
-        if number == signal.SIGUSR1:
-            self.is_to_grow = self.is_to_grow or len(self.slots) < self.workers
-            if not self.is_to_grow:
-                self._report(f"SIGUSR1 changes nothing: all {self.workers} workers are started.")
-            return
         # Not for SIGTERM, which some schedulers send twice: to a process and to its group.
         if self.is_ending and number != signal.SIGTERM:
             self.grace_seconds = 0.0
         self.stop = self.stop or number
-
-    def _look_for_signs_of_life(self) -> None:
-        """Report processes that neither print nor listen, and kill those over the time limit."""
-        limit = self.start_timeout_seconds or math.inf
-        for process in self.running:
-            seconds = time.monotonic() - process.child.started_at
-            is_due = seconds >= limit or (seconds >= _SILENT_SECONDS and not process.is_noted)
-            if not is_due or process.is_alive or process.has_ended or self.is_ending:
-                continue
-            process.is_noted = True
-            process.is_alive = reachability.listens(process.task.config.address or "")
-            if not process.is_alive:
-                self._report(
-                    f"{process.task.name} has shown no sign of life for {seconds:.0f} s: no "
-                    f"output, and nothing listens at {process.task.config.address}. It is "
-                    f"{'killed' if seconds >= limit else 'still waited for'}."
-                )
-                if seconds >= limit:
-                    process.is_given_up = True
-                    process.child.send(signal.SIGKILL)
 
     # The end.
 
@@ -583,43 +480,15 @@ class _Run:
         )
 
     def _may_restart(self) -> bool:
-        """Decide whether all start again, and which workers these are."""
-        if self.stop is not None:
+        if (
+            self.stop is not None
+            or not self.failed
+            or self._by_cause()[0].exit_code == errors.STOPPED
+        ):
             return False
-        if self.is_to_grow:
-            return self._grow()
-        if not self.failed or self._by_cause()[0].exit_code == STOPPED:
+        if self.restarts >= self.max_restarts:
             return False
-        lost = self._by_cause()[0]
-        if self.restarts_left and not (lost.is_given_up and self._may_shrink):
-            was = len(self.slots)
-            self.slots = [*range(self.workers)]
-            which = "All processes" if was == self.workers else f"All {self.workers} workers"
-            self._report(f"{which} start again, on other ports ({self._count_restart()}).")
-            return True
-        return self._may_shrink and self._shrink(lost)
-
-    @property
-    def _may_shrink(self) -> bool:
-        return self.min_workers is not None and len(self.slots) > self.min_workers
-
-    def _shrink(self, lost: _Process) -> bool:
-        del self.slots[lost.task.config.index]
-        self.restarts += 1
-        self._report(
-            f"{len(self.slots)} of {self.workers} workers go on, on other ports. For all, run "
-            f"`kill -USR1 {os.getpid()}`."
-        )
-        return True
-
-    def _grow(self) -> bool:
-        """Bring all workers back, unless those that ran have just completed the run."""
-        if not self.failed and not any(process.exit_code for process in self.running):
-            return False
-        self.slots = [*range(self.workers)]
-        self.restarts += 1
-        self.restarts_left = self.max_restarts
-        self._report(f"All {self.workers} workers start again, on other ports (SIGUSR1).")
+        self._report(f"All processes start again, on other ports ({self._count_restart()}).")
         return True
 
     # The result.
@@ -627,15 +496,15 @@ class _Run:
     def _by_cause(self) -> list[_Process]:
         """Return the failed processes, with the cause of the failure first."""
         by_end = sorted(self.failed, key=lambda process: process.child.ended_at or 0.0)
-        return sorted(by_end, key=lambda process: process.exit_code == LEFT_ALONE)
+        return sorted(by_end, key=lambda process: process.exit_code == errors.LEFT_ALONE)
 
     def _report_failure(self) -> None:
         cause, *_ = self._by_cause()
-        if cause.exit_code == STOPPED:
+        if cause.exit_code == errors.STOPPED:
             self._report(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
             return
         sentence = cause.ending
-        if cause.exit_code == LEFT_ALONE:
+        if cause.exit_code == errors.LEFT_ALONE:
             sentence += ", because it lost another process, and none failed on its own"
         elif len(self.running) > 1:
             sentence += ", before any other; the errors of the others follow from that"
@@ -647,7 +516,13 @@ class _Run:
     def _exit_code(self) -> int:
         if self.stop == signal.SIGTERM:
             codes = [process.exit_code for process in self._heads()]
-            return STOPPED if STOPPED in codes else 128 + signal.SIGTERM if any(codes) else 0
+            return (
+                errors.STOPPED
+                if errors.STOPPED in codes
+                else 128 + signal.SIGTERM
+                if any(codes)
+                else 0
+            )
         if self.stop is not None:
             return 128 + self.stop
         return self._by_cause()[0].exit_code if self.failed else 0

@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rate: TypeAlias = LearningRateSchedule | float
-Changes: TypeAlias = list[tuple[int, str, Rate | None]]
 
-END_OF_WARMUP, END_OF_DECAY = "end of warmup", "end of decay"
 SHAPES = ("linear", "cosine", "sqrt", "exponential")
 
 
@@ -40,14 +38,6 @@ class _Schedule(LearningRateSchedule):
         return self._rate_at(_count(step))
 
     def _rate_at(self, step: Any) -> Any:
-        raise NotImplementedError
-
-    def _changes(self) -> Changes:
-        """Return the steps at which the curve changes its kind, in order.
-
-        Each comes with the name of the change, empty if it has none, and with the schedule that is
-        followed from there, None if there is no such schedule.
-        """
         raise NotImplementedError
 
     def get_config(self) -> dict[str, Any]:
@@ -105,9 +95,6 @@ class LinearWarmup(_Schedule):
         warming = self.initial_learning_rate + (rate - self.initial_learning_rate) * done
         return ops.where(step < self.warmup_steps, warming, rate)
 
-    def _changes(self) -> Changes:
-        return [(self.warmup_steps, END_OF_WARMUP, self.schedule)]
-
 
 @keras.saving.register_keras_serializable(package="kdpkit")
 class ScaledSchedule(_Schedule):
@@ -135,9 +122,6 @@ class ScaledSchedule(_Schedule):
     def _rate_at(self, step: Any) -> Any:
         scale = scaling.scale_learning_rate(1.0, factor=self.factor, rule=self.rule)
         return scale * _rate(self.schedule, step)
-
-    def _changes(self) -> Changes:
-        return [(0, "", self.schedule)]
 
 
 @keras.saving.register_keras_serializable(package="kdpkit")
@@ -187,11 +171,6 @@ class JoinedSchedule(_Schedule):
             later = _rate(schedule, ops.maximum(step - boundary, 0))
             rate = ops.where(step < boundary, rate, later)
         return rate
-
-    def _changes(self) -> Changes:
-        first, *others = self.schedules
-        later = zip(self.boundaries, others, strict=True)
-        return [(0, "", first), *((step, "next schedule", one) for step, one in later)]
 
 
 @keras.saving.register_keras_serializable(package="kdpkit")
@@ -260,11 +239,6 @@ class WarmupStableDecay(_Schedule):
         warming = self.peak * _float(step) / max(self.warmup_steps, 1)
         return ops.where(step < self.warmup_steps, warming, rate)
 
-    def _changes(self) -> Changes:
-        begin = self.total_steps - self.decay_steps
-        warmup: Changes = [(self.warmup_steps, END_OF_WARMUP, None)] if self.warmup_steps else []
-        return [*warmup, (begin, "decay begins", None), (self.total_steps, END_OF_DECAY, None)]
-
     def _decayed(self, done: Any) -> Any:
         """Return the rate after the fraction `done` of the decay, from 0 to 1."""
         if self.shape == "exponential":
@@ -307,9 +281,6 @@ class NoamDecay(_Schedule):
         step = _float(ops.maximum(step, 1))
         shape = ops.minimum(1 / ops.sqrt(step), step * self.warmup_steps**-1.5)
         return self.scale * self.model_dim**-0.5 * shape
-
-    def _changes(self) -> Changes:
-        return [(self.warmup_steps, END_OF_WARMUP, None)]
 
 
 def warmup_polynomial(

@@ -218,7 +218,7 @@ def main(argv=None):
     plan = experiment.plan_from(args, strategy)
 
     splits = corpora.load_text(args.data)
-    print(splits.note or f"{len(splits.train):,} lines to train on")
+    print(f"{len(splits.train):,} lines to train on")
     tokenizer = load_tokenizer(args, splits)
     with strategy.scope():
         model = build_model(args, tokenizer)

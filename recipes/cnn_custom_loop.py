@@ -146,7 +146,7 @@ def main(argv=None):
 
     splits = corpora.load_images(args.data)
     images, labels = splits.train
-    print(splits.note or f"{len(images):,} images to train on")
+    print(f"{len(images):,} images to train on")
     batches = {
         "global_batch_size": plan.global_batch_size,
         "replicas": strategy.num_replicas_in_sync,

@@ -102,7 +102,7 @@ def main(argv=None):
 
     splits = corpora.load_images(args.data)
     images, labels = splits.train
-    print(splits.note or f"{len(images):,} images to train on")
+    print(f"{len(images):,} images to train on")
     settings = {
         "global_batch_size": plan.global_batch_size,
         "process_count": jax.process_count(),

@@ -172,7 +172,7 @@ def main(argv=None):
     print(experiment.describe(strategy))
     plan = experiment.plan_from(args, strategy)
     splits = corpora.load_text(args.data)
-    print(splits.note or f"{len(splits.train):,} lines to train on")
+    print(f"{len(splits.train):,} lines to train on")
     tokenizer = load_tokenizer(args, splits.train)
     sequences = load_sequences(args, splits, tokenizer)
     batches = {

@@ -19,7 +19,7 @@ import time
 import keras
 import numpy as np
 
-from kdpkit import checkpoints, launch, schedules, testing
+from kdpkit import checkpoints, errors, launch, schedules, testing
 from kdpkit._internal import processes
 from kdpkit.batches import ArrayBatches
 from kdpkit.callbacks import LearningRateLogger, Resume
@@ -346,19 +346,10 @@ def lived_by_children(program, leg, directory):
     # Restarts to spare: once in a while TensorFlow crashes while processes come together.
     spare = 3 if leg.end == LAST and not ON_JAX else 0
     report = launch.run(command, workers=leg.setting.processes, max_restarts=spare)
-    ends = {LAST: [0], "SIGKILL": [0, 128 + signal.SIGKILL]}.get(leg.end, [0, launch.STOPPED])
+    ends = {LAST: [0], "SIGKILL": [0, 128 + signal.SIGKILL]}.get(leg.end, [0, errors.STOPPED])
     crashed = not ON_JAX and leg.setting.processes > 1 and leg.end != LAST
     assert report.exit_code in ends or crashed, report
     return json.loads(result.read_text()) if result.exists() else None
-
-
-def went_on_with_fewer(program, directory):
-    """Have `kdpkit launch` lose a worker of two, go on without it, and get it back."""
-    what = {"program": program, "leg": None, "directory": str(directory)}
-    command = [sys.executable, "-m", "tests.elastic_process", json.dumps(what)]
-    report = launch.run(command, workers=2, min_workers=1)
-    assert report.exit_code == 0, report
-    return json.loads((directory / "result.json").read_text())
 
 
 def run(seed, directory, *, live=lived_here, **how):

@@ -191,7 +191,6 @@ def try_invalid(strategy):
 
     attempts = [
         ({"jit": True}, {}),
-        ({"noise_scale": True, "accumulation": 2}, {}),
         ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())}, {}),
         ({"optimizer": collecting}, {}),
         ({}, {"train": empty}),

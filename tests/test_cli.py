@@ -9,7 +9,7 @@ import pytest
 import kdpkit
 from kdpkit import cli
 
-COMMANDS = ("bench", "data-service", "doctor", "env", "launch", "lr", "plan", "recipe")
+COMMANDS = ("doctor", "env", "launch", "plan", "recipe")
 
 PLAN = ("--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1")
 
@@ -43,7 +43,6 @@ def test_the_version_is_printed(capsys):
 @pytest.mark.parametrize(
     "words",
     [
-        ["lr", "CosineDecay(0.1, 9)"],
         ["doctor", "data.py:numbers"],
         ["plan", "--shape", "cosine", *PLAN],
     ],

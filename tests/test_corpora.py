@@ -14,18 +14,11 @@ from hypothesis.extra import numpy as hnp
 from kdpkit import corpora
 from kdpkit._internal import atomic_files
 
-IDX_CODES = {"u1": 0x08, "i1": 0x09, "i2": 0x0B, "i4": 0x0C, "f4": 0x0D, "f8": 0x0E}
-
 
 def idx(array):
     """Write an IDX file, in the words of its definition: a magic number, the sizes, the data."""
-    code = IDX_CODES[array.dtype.str[1:]]
     sizes = struct.pack(f">{array.ndim}I", *array.shape)
-    return (
-        bytes([0, 0, code, array.ndim])
-        + sizes
-        + array.astype(array.dtype.newbyteorder(">")).tobytes()
-    )
+    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
 
 
 def words(lines):
@@ -76,7 +69,6 @@ def test_documentation_has_the_promised_size_and_proportions(documentation):
     assert sum(sizes) > 200_000
     assert 0.85 < sizes[0] / sum(sizes) < 0.95
     assert min(sizes) > 0.03 * sum(sizes)
-    assert documentation.note == ""
 
 
 def test_documentation_holds_docstrings_and_the_language_reference(documentation):
@@ -104,14 +96,14 @@ def test_no_held_out_line_is_half_repeated_by_an_earlier_split(documentation):
 def test_numbered_variants_of_a_line_are_near_repeats(library):
     repeated = '"""Python Character Mapping Codec cp12{0} generated from CP12{0}."""\n'
     library({f"d{i}/m.py": repeated.replace("{0}", str(i)) for i in range(40)} | modules(60))
-    splits = corpora.documentation_text()
+    splits = corpora.load_text()
     assert any("Codec" in line for line in splits.train)
     assert not any("Codec" in line for line in (*splits.validation, *splits.test))
 
 
 @pytest.mark.slow
 def test_the_splits_depend_on_names_alone_not_on_the_process(documentation):
-    code = "from kdpkit import corpora; print(*corpora.documentation_text().test, sep='\\n')"
+    code = "from kdpkit import corpora; print(*corpora.load_text().test, sep='\\n')"
     printed = subprocess.run(
         [sys.executable, "-c", code],
         env={"PYTHONHASHSEED": "1", "PYTHONUTF8": "1"},
@@ -127,7 +119,7 @@ def test_the_splits_depend_on_names_alone_not_on_the_process(documentation):
 def test_modules_of_one_directory_go_to_one_split(library):
     parts = modules(40, '"""Part {0}, {0} and {0}."""')
     library(modules(60) | {f"sub/{name}": text for name, text in parts.items()})
-    splits = corpora.documentation_text()
+    splits = corpora.load_text()
     holding = [
         any(line.startswith("Part") for line in split)
         for split in (splits.train, splits.validation, splits.test)
@@ -138,17 +130,16 @@ def test_modules_of_one_directory_go_to_one_split(library):
 def test_tests_comments_and_files_that_do_not_parse_are_no_documentation(library):
     files = {"tests/test_a.py": '"""Never shown."""', "z.py": "# Nor this.\nx = 'Nor that.'"}
     library(modules(60) | files | {"old.py": 'print "Python 2"', "nul.py": "x = '\0'"})
-    splits = corpora.documentation_text()
+    splits = corpora.load_text()
     lines = (*splits.train, *splits.validation, *splits.test)
     assert not any("Nor" in line or "Never" in line for line in lines)
-    assert "2 files" in splits.note
 
 
 @pytest.mark.parametrize("count", [0, 3])
 def test_a_python_without_its_source_raises(library, count):
     library(modules(count))
     with pytest.raises(ValueError, match=f"too few source files.*files={count}"):
-        corpora.documentation_text()
+        corpora.load_text()
 
 
 # WikiText and text files
@@ -162,43 +153,17 @@ def write_wikitext(folder, **files):
 
 def test_wikitext_reads_its_three_files(tmp_path):
     folder = write_wikitext(tmp_path, train=["a b", "c"], valid=["d"], test=["e", "f"])
-    assert corpora.wikitext(folder) == corpora.TextSplits(("a b", "c"), ("d",), ("e", "f"))
-
-
-def test_wikitext_without_train_uses_valid_and_the_halves_of_test(tmp_path):
-    folder = write_wikitext(tmp_path, valid=["d"], test=["e", "f", "g", "h"])
-    splits = corpora.wikitext(folder)
-    assert (splits.train, splits.validation, splits.test) == (("d",), ("e", "f"), ("g", "h"))
-    assert "Without wiki.train.tokens it trains on wiki.valid.tokens" in splits.note
-
-
-def test_the_test_file_is_cut_at_the_article_nearest_its_middle(tmp_path):
-    lines = ["= A =", "a", "= B =", "b", "c", "= = Part = =", "= C =", "c", "= D =", "d"]
-    splits = corpora.wikitext(write_wikitext(tmp_path, valid=["x"], test=lines))
-    assert splits.validation == tuple(lines[:6])
-    assert splits.test == tuple(lines[6:])
-
-
-@given(st.integers(2, 60), st.sets(st.integers(0, 59)))
-def test_both_halves_of_the_test_file_hold_at_least_a_quarter(count, titles):
-    lines = [f"= {i} =" if i in titles else "text" for i in range(count)]
-    cut = corpora._middle_article(lines)
-    assert count // 4 <= cut <= count * 3 / 4
-    assert 0 < cut < count
+    assert corpora.load_text(folder) == corpora.TextSplits(("a b", "c"), ("d",), ("e", "f"))
 
 
 def test_wikitext_errors_name_what_is_missing(tmp_path):
-    with pytest.raises(OSError, match="no such directory.*nowhere"):
-        corpora.wikitext(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="wiki.valid.tokens and wiki.test.tokens.*nothing"):
-        corpora.wikitext(tmp_path)
+    with pytest.raises(ValueError, match="no such file.*wiki.train.tokens"):
+        corpora.load_text(tmp_path)
     write_wikitext(tmp_path, train=["a"], valid=["b"])
-    with pytest.raises(ValueError, match="wiki.test.tokens.*wiki.train.tokens, wiki.valid.tokens"):
-        corpora.wikitext(tmp_path)
     for content in ("", " \n\n"):
         (tmp_path / "wiki.test.tokens").write_text(content)
         with pytest.raises(OSError, match="wiki.test.tokens"):
-            corpora.wikitext(tmp_path)
+            corpora.load_text(tmp_path)
 
 
 line_text = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min_size=1).map(
@@ -211,7 +176,7 @@ def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines
     path = tmp_path_factory.getbasetemp() / "lines.txt"
     content = "\r\n\n".join(lines).encode()
     path.write_bytes(gzip.compress(content) if packed else content)
-    splits = corpora.text_file(path)
+    splits = corpora.load_text(path)
     assert [*splits.train, *splits.validation, *splits.test] == [
         line.removeprefix("\ufeff") if i == 0 else line for i, line in enumerate(lines)
     ]
@@ -224,35 +189,29 @@ def test_a_file_that_is_not_utf8_names_the_byte_and_the_line(tmp_path_factory, b
     path.write_bytes(before.encode() + b"caf\xe9 noir\nab\n")
     sentence = rf"not UTF-8 text \(byte {len(before) + 3}, in line {before.count(chr(10)) + 1}\): "
     with pytest.raises(OSError, match=sentence):
-        corpora.text_file(path)
+        corpora.load_text(path)
 
 
 def test_bad_text_files_get_one_sentence(tmp_path):
     path = tmp_path / "text.txt.gz"
     path.write_text("one\ntwo\n")
     with pytest.raises(OSError, match="3 lines.* has 2.*text.txt.gz"):
-        corpora.text_file(path)
+        corpora.load_text(path)
     path.write_bytes(gzip.compress(b"one\ntwo\nthree\n" * 100)[:-9])
     with pytest.raises(OSError, match="damaged.*text.txt.gz"):
-        corpora.text_file(path)
-    with pytest.raises(OSError, match="directory"):
-        corpora.text_file(tmp_path)
+        corpora.load_text(path)
 
 
-def test_data_names_the_text(tmp_path):
-    folder = write_wikitext(tmp_path, train=["a", "b", "c"], valid=["d"], test=["e"])
-    assert corpora.load_text(folder) == corpora.wikitext(folder)
-    path = folder / "wiki.train.tokens"
-    assert corpora.load_text(str(path)) == corpora.text_file(path)
+def test_a_missing_text_is_one_sentence(tmp_path):
     with pytest.raises(OSError, match="no such file or directory: .*nowhere. .*'builtin'"):
-        corpora.load_text(folder / "nowhere")
+        corpora.load_text(tmp_path / "nowhere")
 
 
 # Images
 
 
 def test_digits_are_the_published_ones_in_255_steps():
-    splits = corpora.digits()
+    splits = corpora.load_images()
     assert splits.train.images.dtype == np.uint8
     assert splits.train.labels.dtype == np.int32
     assert splits.train.images.max() == 255
@@ -262,7 +221,7 @@ def test_digits_are_the_published_ones_in_255_steps():
 
 
 def test_the_digits_are_split_alike_in_every_class():
-    splits = corpora.digits()
+    splits = corpora.load_images()
     train, test = (np.bincount(split.labels) for split in (splits.train, splits.test))
     assert sum(train) + sum(test) == 1797
     np.testing.assert_array_equal(test, (train + test) // 5)
@@ -270,115 +229,63 @@ def test_the_digits_are_split_alike_in_every_class():
     assert len(np.unique(images, axis=0)) == 1797
 
 
-arrays = st.sampled_from(sorted(IDX_CODES)).flatmap(
-    lambda dtype: hnp.arrays(
-        dtype, hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
-    )
-)
-
-
-@given(array=arrays, packed=st.booleans())
-def test_idx_files_round_trip(tmp_path_factory, array, packed):
-    path = tmp_path_factory.getbasetemp() / "array.idx"
-    path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
-    read = corpora.read_idx(path)
-    assert read.dtype == array.dtype
-    assert read.flags.writeable
-    np.testing.assert_array_equal(read, array, strict=True)
-
-
-@given(array=arrays, data=st.data())
-def test_an_idx_file_of_another_length_raises(tmp_path_factory, array, data):
-    path = tmp_path_factory.getbasetemp() / "damaged.idx"
-    content = idx(array)
-    length = data.draw(st.integers(1, len(content) + 8).filter(lambda n: n != len(content)))
-    path.write_bytes(content[:length].ljust(length, b"\0"))
-    sentence = "(not an IDX file|cut short|goes on after its data).*damaged.idx"
-    with pytest.raises(OSError, match=sentence):
-        corpora.read_idx(path)
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"\x89PNG\r\n", "not an IDX file.*89 50 4e 47"),
-        (b"\0\0\x0a\x01\0\0\0\0", "not an IDX file"),
-        (b"\0\0\x0b\x02\0\0\0\2\0\0\0\3abc", r"12 bytes.*int16.*\(2, 3\).* 3 "),
-        (b"\0\0\x08\x01\0\0\0\1ab", "goes on after its data.* 1 bytes.* 2 "),
-    ],
-)
-def test_bad_idx_files_get_one_sentence(tmp_path, content, sentence):
-    path = tmp_path / "bad.idx"
-    path.write_bytes(content)
-    with pytest.raises(OSError, match=f"{sentence}.*bad.idx"):
-        corpora.read_idx(path)
-
-
-def write_images(folder, prefix, count, packed=False):
-    images = np.arange(count * 6, dtype="u1").reshape(count, 2, 3)
-    labels = (np.arange(count) % 4).astype("u1")
+def write_images(folder, images, labels, prefix="train", *, packed=False):
     for name, array in (
         (f"{prefix}-images-idx3-ubyte", images),
         (f"{prefix}-labels-idx1-ubyte", labels),
     ):
         path = folder / (f"{name}.gz" if packed else name)
         path.write_bytes(gzip.compress(idx(array)) if packed else idx(array))
-    return images[..., None], labels
 
 
-@pytest.mark.parametrize("load", [corpora.mnist, corpora.fashion_mnist, corpora.load_images])
-def test_image_directories_give_train_and_test(tmp_path, load):
-    train = write_images(tmp_path, "train", 8, packed=True)
-    test = write_images(tmp_path, "t10k", 3)
-    splits = load(tmp_path)
-    for read, written in ((splits.train, train), (splits.test, test)):
-        np.testing.assert_array_equal(read.images, written[0], strict=True)
-        np.testing.assert_array_equal(read.labels, written[1].astype("int32"), strict=True)
-    assert (splits.classes, splits.note) == (4, "")
+FEW = np.arange(12, dtype="u1").reshape(2, 2, 3), np.arange(2, dtype="u1")
 
 
-def test_the_test_images_alone_are_split_four_to_one(tmp_path):
-    images, labels = write_images(tmp_path, "t10k", 10, packed=True)
-    splits = corpora.mnist(tmp_path)
-    np.testing.assert_array_equal(splits.train.images, images[:8])
-    np.testing.assert_array_equal(splits.test.images, images[8:])
-    np.testing.assert_array_equal(splits.test.labels, labels[8:])
-    assert "the first 8 of the t10k images and tests on the last 2" in splits.note
-
-
-def test_image_directories_that_cannot_serve_get_one_sentence(tmp_path):
-    for load in (corpora.mnist, corpora.load_images):
-        with pytest.raises(OSError, match="no such directory: .*nowhere"):
-            load(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match="t10k-images-idx3-ubyte and t10k-labels.*nothing"):
-        corpora.mnist(tmp_path)
-    write_images(tmp_path, "train", 5)
-    with pytest.raises(ValueError, match="t10k-images.*train-images"):
-        corpora.mnist(tmp_path)
-    write_images(tmp_path, "t10k", 1)
-    (tmp_path / "train-labels-idx1-ubyte").unlink()
-    with pytest.raises(ValueError, match="^train-labels-idx1-ubyte "):
-        corpora.mnist(tmp_path)
-    (tmp_path / "train-images-idx3-ubyte").unlink()
-    with pytest.raises(ValueError, match="at least 2 images"):
-        corpora.mnist(tmp_path)
+@given(
+    images=hnp.arrays("u1", hnp.array_shapes(min_dims=3, max_dims=3, max_side=4)),
+    packed=st.booleans(),
+)
+def test_idx_files_round_trip(tmp_path_factory, images, packed):
+    folder = tmp_path_factory.mktemp("images")
+    labels = (np.arange(len(images)) % 4).astype("u1")
+    write_images(folder, images, labels, packed=packed)
+    write_images(folder, *FEW, "t10k")
+    splits = corpora.load_images(folder)
+    assert splits.train.images.flags.writeable
+    np.testing.assert_array_equal(splits.train.images, images[..., None], strict=True)
+    np.testing.assert_array_equal(splits.train.labels, labels.astype("int32"), strict=True)
+    np.testing.assert_array_equal(splits.test.images, FEW[0][..., None], strict=True)
+    assert splits.classes == max(2, labels.max() + 1)
 
 
 @pytest.mark.parametrize(
-    ("images", "labels"),
+    ("content", "sentence"),
     [
-        (np.zeros((2, 4), "u1"), np.zeros(2, "u1")),
-        (np.zeros((2, 4, 4), "f4"), np.zeros(2, "u1")),
-        (np.zeros((2, 4, 4), "u1"), np.zeros(3, "u1")),
+        (b"\x89PNG\r\n", "no IDX file.*89 50 4e 47"),
+        (b"", "The file is empty"),
+        (idx(FEW[1]), "no IDX file of bytes in 3 dimensions"),
+        (b"\0\0\x0b\x03" + idx(FEW[0])[4:], "no IDX file of bytes"),  # of int16
+        (idx(FEW[0])[:-1], r"damaged.*12 bytes.*\(2, 2, 3\).* 11 are there"),
+        (idx(FEW[0]) + b"!", "damaged.* 13 are there"),
+        (gzip.compress(idx(FEW[0]) * 100)[:-9], "gzipped file is damaged"),
     ],
 )
-def test_images_and_labels_that_do_not_belong_together_raise(tmp_path, images, labels):
-    (tmp_path / "t10k-images-idx3-ubyte").write_bytes(idx(images))
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(labels))
-    with pytest.raises(
-        ValueError, match="Images of shape .* are needed, and there are .*t10k-images"
-    ):
-        corpora.mnist(tmp_path)
+def test_bad_idx_files_get_one_sentence(tmp_path, content, sentence):
+    write_images(tmp_path, *FEW)
+    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
+    with pytest.raises(OSError, match=f"{sentence}.*train-images"):
+        corpora.load_images(tmp_path)
+
+
+def test_image_directories_that_cannot_serve_get_one_sentence(tmp_path):
+    with pytest.raises(OSError, match="no such directory: .*nowhere"):
+        corpora.load_images(tmp_path / "nowhere")
+    write_images(tmp_path, *FEW)
+    with pytest.raises(ValueError, match="no such file.*t10k-images"):
+        corpora.load_images(tmp_path)
+    write_images(tmp_path, FEW[0], FEW[1][:1], "t10k")
+    with pytest.raises(ValueError, match="2 images and 1 labels in the `t10k` files"):
+        corpora.load_images(tmp_path)
 
 
 def test_without_a_network_one_sentence_names_the_fix(tmp_path):
@@ -406,17 +313,20 @@ def test_text_and_images_are_read_from_object_storage(remote):
     images = np.arange(20 * 16, dtype="uint8").reshape(20, 4, 4)
     files = {
         "text.txt": b"one\ntwo\nthree\n",
+        "wiki/wiki.train.tokens": b"x\n",
         "wiki/wiki.valid.tokens": b"a\nb\n",
         "wiki/wiki.test.tokens": b"c\nd\n",
         "images/t10k-images-idx3-ubyte": idx(images),
         "images/t10k-labels-idx1-ubyte": idx(images[:, 0, 0]),
+        "images/train-images-idx3-ubyte": idx(images),
+        "images/train-labels-idx1-ubyte": idx(images[:, 0, 0]),
     }
     for name, content in files.items():
         with atomic_files.replacing(f"{remote}/{name}") as temporary:
             temporary.write_bytes(content)
     assert corpora.load_text(f"{remote}/text.txt").test == ("three",)
-    assert corpora.load_text(f"{remote}/wiki").train == ("a", "b")
-    assert len(corpora.load_images(f"{remote}/images").test.labels) == 4
+    assert corpora.load_text(f"{remote}/wiki").validation == ("a", "b")
+    assert len(corpora.load_images(f"{remote}/images").test.labels) == 20
     with pytest.raises(ValueError, match=f"There is no such file or directory: {remote}/none"):
         corpora.load_text(f"{remote}/none")
     with pytest.raises(ValueError, match=f"There is no such directory: {remote}/none"):

@@ -56,7 +56,6 @@ REPEATING = (  # others show nearly the same, or have tests of their own
     "explanation/what_stays_exact",
     "how_to/diagnostics",
     "how_to/experiment_trackers",
-    "how_to/gradient_noise_scale",
     "how_to/large_vocabularies",
     "how_to/several_processes: KERAS_BACKEND=jax",
     "how_to/tensorboard",

@@ -247,50 +247,30 @@ def test_the_input_of_a_recipe_is_clean(tmp_path, capsys):
     assert (code, found["checked"], found["clean"]) == (0, ["train"], True)
 
 
-EAGER = """
-import keras, numpy as np
-x, y = np.zeros((256, 8), "float32"), np.zeros(256, "int32")
+SLOW = """
+import keras, numpy as np, time
+class Reading(keras.utils.PyDataset):
+    def __len__(self):
+        return 16
+    def __getitem__(self, index):
+        time.sleep(0.05)
+        return np.zeros((16, 8), "float32"), np.zeros(16, "int32")
 model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
-loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-model.compile("adam", loss, run_eagerly=True)
+model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 print("before the fit")
-model.fit(x, y, batch_size=16)
+model.fit(Reading())
 raise SystemExit("goes on after its fit")
 """
 
 
-def measured(path, *flags):
-    return cli.main(["doctor", "--measure", str(path), "--seconds", "2", *flags])
-
-
-@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_a_script_is_measured_at_its_fit_and_the_report_alone_is_on_stdout(tmp_path, capfd):
     path = tmp_path / "train.py"
-    path.write_text(EAGER)
-    assert measured(path, "--json") == 1
+    path.write_text(SLOW)
+    assert cli.main(["doctor", "--measure", str(path), "--seconds", "1", "--json"]) == 1
     found = capfd.readouterr()
     report = json.loads(found.out)
-    assert report["verdict"] == "host-bound"
-    assert report["edits"][0]["text"] == "Compile the model with `run_eagerly=False`."
-    assert report["edits"][0]["speedup"] > 2
-    assert sum(report["shares"].values()) == pytest.approx(1)
+    assert report["step_seconds"] > 0.05
+    assert report["waiting_share"] > 0.5
     assert "before the fit" in found.err
     assert "goes on after" not in found.err
-
-
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_a_training_that_computes_is_exit_code_0_and_is_read_in_80_columns(tmp_path, capsys):
-    heavy = EAGER.replace("keras.layers.Dense(3)", "*map(keras.layers.Dense, (2048, 2048, 3))")
-    path = tmp_path / "train.py"
-    path.write_text(
-        heavy.replace("run_eagerly=True", "jit_compile=True")
-        .replace("256", "2560")
-        .replace("=16", "=256")
-    )
-    code = measured(path)
-    lines = capsys.readouterr().out.splitlines()
-    assert code == 0, lines
-    assert lines[0].startswith("Compute-bound: a step takes ")
-    assert max(map(len, lines)) <= 80

@@ -54,14 +54,3 @@ def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(seed,
         processes=(1, 2),
         ends=ends,
     )
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("mark")
-@pytest.mark.parametrize("program", ["fit", pytest.param("loop", marks=pytest.mark.exhaustive)])
-def test_the_launcher_goes_on_with_fewer_workers_and_with_all_again(program, tmp_path, capfd):
-    found = elastic.went_on_with_fewer(program, tmp_path)
-    elastic.assert_equal(found, *elastic.undisturbed(program))
-    shown = capfd.readouterr().err
-    assert "worker 1 was ended by SIGKILL" in shown
-    assert shown.index("1 of 2 workers go on") < shown.index("All 2 workers start again")

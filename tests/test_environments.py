@@ -30,13 +30,11 @@ ON_JAX = {
     "loop": [
         "tests/training/test_loop.py",
         "tests/training/test_jax_guide.py",
-        "tests/training/test_noise_scale.py",
         "tests/training/test_remat.py",
     ],
     "diagnostics": [
         "tests/diagnostics/test_memory_plan.py",
         "tests/diagnostics/test_plan.py",
-        "tests/diagnostics/test_schedules.py",
         "tests/diagnostics/test_speed.py",
         "tests/diagnostics/test_tpu_callbacks.py",
         "tests/diagnostics/test_tpu_data.py",

@@ -4,7 +4,6 @@ Programs are a few lines of Python without a framework. Limits in seconds are ge
 keep a test from hanging.
 """
 
-import itertools
 import json
 import pathlib
 import signal
@@ -261,94 +260,6 @@ def test_what_was_stopped_and_saved_its_state_is_not_restarted(start):
     assert "worker 0 was stopped by SIGTERM and saved its state" in err
 
 
-# Fewer workers, and all again.
-
-
-def test_the_others_go_on_without_a_lost_worker_until_it_is_back(start, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    program = """
-count, gpu = os.environ["KERAS_DISTRIBUTION_NUM_PROCESSES"], os.environ["CUDA_VISIBLE_DEVICES"]
-is_repaired = (here / "is repaired").exists()
-print("of", count, "on", gpu, flush=True)
-if gpu == "5" and not is_repaired: sys.exit("no such device")
-if count == "2": signal.signal(signal.SIGTERM, lambda *_: sys.exit(42))
-if not is_repaired: ready() if count == "2" else time.sleep(600)
-"""
-    flags = ["--min-workers", "2", "--max-restarts", "1", "--gpus-per-worker", "1"]
-    launcher = start(program, *flags, workers=3)
-    launcher.wait_for(*ALL_READY)
-    (launcher.directory / "is repaired").touch()
-    code, out, err = launcher.end(signal.SIGUSR1)
-    assert code == 0, err
-    changes = [line for line in err.splitlines() if "on other ports" in line]
-    assert len(changes) == 3
-    assert "All processes start again, on other ports (restart 1 of 1)." in changes[0]
-    assert "2 of 3 workers go on" in changes[1]
-    assert f"`kill -USR1 {launcher.process.pid}`" in changes[1]
-    assert "All 3 workers start again, on other ports (SIGUSR1)." in changes[2]
-    assert sorted(line.split(" | ")[1] for line in out.splitlines() if " of 2 " in line) == [
-        "of 2 on 4",
-        "of 2 on 6",
-    ]
-
-
-def test_fewer_and_fewer_workers_come_to_an_end(start):
-    flags = ["--min-workers", "2", "--max-restarts", "1", "--json"]
-    code, out, err = start("sys.exit(9)", *flags, workers=4).end()
-    assert code == 9
-    assert json.loads(out)["restarts"] == 3
-    for change in ("(restart 1 of 1)", "3 of 4 workers go on", "2 of 4 workers go on"):
-        assert err.count(change) == 1
-
-
-def test_workers_that_complete_the_run_as_others_come_back_are_done(start):
-    program = """
-if os.environ["KERAS_DISTRIBUTION_NUM_PROCESSES"] == "2": sys.exit(7)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-ready()
-"""
-    launcher = start(program, "--min-workers", "1")
-    launcher.wait_for("worker 0 is ready")
-    code, _, err = launcher.end(signal.SIGUSR1)
-    assert code == 0, err
-    assert "All 2 workers" not in err
-
-
-def test_all_workers_are_running_already(start):
-    program = """
-ready() if not task["index"] else wait_for("worker 0 is ready")
-while not (here / "go on").exists(): time.sleep(0.02)
-sys.exit(3)
-"""
-    launcher = start(program, "--min-workers", "2")
-    launcher.wait_for("worker 0 is ready")
-    launcher.process.send_signal(signal.SIGUSR1)
-    assert "SIGUSR1 changes nothing" in "".join(
-        itertools.islice(launcher.process.stderr, 2)  # after the line of the start
-    )
-    (launcher.directory / "go on").touch()
-    assert launcher.end()[0] == 3
-
-
-@pytest.mark.slow
-def test_a_worker_that_does_not_start_costs_no_restart_and_comes_back_with_the_next(start):
-    program = """
-count = os.environ["KERAS_DISTRIBUTION_NUM_PROCESSES"]
-was_alone = (here / "was alone").exists()
-if count == "1":
-    (here / "was alone").touch()
-    sys.exit(5)
-if task["index"] == 1 and not was_alone: time.sleep(600)
-print("here")
-if not was_alone: time.sleep(600)
-"""
-    flags = ["--min-workers", "1", "--max-restarts", "1", "--start-timeout-seconds", "6"]
-    code, _, err = start(program, *flags).end()
-    assert code == 0, err
-    assert err.index("1 of 2 workers go on") < err.index("All 2 workers start again")
-    assert "(restart 1 of 1)" in err
-
-
 # Signals.
 
 SAVES = """
@@ -572,33 +483,6 @@ def test_sigterm_lets_the_chief_save_and_then_ends_the_servers(start, tmp_path):
     assert (tmp_path / "chief 0 saved").exists()
 
 
-# Processes that never come up.
-
-
-@pytest.mark.slow
-def test_a_process_without_a_sign_of_life_is_reported(start):
-    code, _, err = start(
-        "print('here') if task['index'] == 0 else None; time.sleep(600)",
-        "--start-timeout-seconds",
-        "6",
-    ).end()
-    assert code == 128 + signal.SIGKILL
-    assert "worker 1 has shown no sign of life for" in err
-    assert "nothing listens at localhost:" in err
-    assert "worker 0 has shown no sign" not in err
-
-
-@pytest.mark.slow
-def test_a_silent_process_that_listens_is_alive(start):
-    program = """
-address = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"][0]
-server = socket.create_server(("localhost", int(address.rpartition(":")[2])))
-time.sleep(8)
-"""
-    code, _, err = start(program, "--start-timeout-seconds", "5", workers=1).end()
-    assert code == 0, err
-
-
 # Called from Python.
 
 
@@ -616,12 +500,8 @@ def test_a_report_has_what_failed_and_handlers_of_signals_are_as_before(capfd):
     [
         ({"workers": 0}, "`workers` must be a positive integer. Received: workers=0"),
         ({"parameter_servers": -1}, "`parameter_servers` must be a non-negative integer"),
-        ({"min_workers": 0}, "`min_workers` must be a positive integer"),
-        ({"min_workers": 2}, "at most `workers`. Received: min_workers=2, workers=1"),
-        ({"min_workers": 1, "parameter_servers": 1}, "`min_workers` is for workers that train in"),
         ({"max_restarts": -1}, "`max_restarts` must be a non-negative integer"),
         ({"grace_seconds": -1}, "`grace_seconds` must be at least 0"),
-        ({"start_timeout_seconds": 0}, "`start_timeout_seconds` must be above 0"),
         ({"gpus_per_worker": 0}, "`gpus_per_worker` must be a positive integer"),
         ({"command": "echo hello"}, "`command` must be a list of strings"),
         ({"command": []}, "`command` must not be empty"),

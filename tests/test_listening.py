@@ -14,7 +14,7 @@ import uuid
 
 import pytest
 
-from kdpkit import launch, pipelines
+from kdpkit import launch
 from kdpkit._internal import child_processes, listening
 
 ROOT = pathlib.Path(__file__).parents[1]
@@ -180,15 +180,6 @@ def test_a_cluster_with_another_address_is_open_to_it(elsewhere):
 )
 def test_which_addresses_are_loopback(addresses, are):
     assert listening.are_loopback(addresses) is are
-
-
-def test_a_data_service_answers_elsewhere_only_if_its_host_is_no_loopback(elsewhere):
-    def ports(service):
-        return [int(a.rpartition(":")[2]) for a in (service.address, service.worker_address)]
-
-    with pipelines.data_service() as local, pipelines.data_service(host="0.0.0.0") as open_to_all:
-        found = elsewhere.answering(ports(local) + ports(open_to_all))
-        assert found == ports(open_to_all)
 
 
 @pytest.mark.slow

@@ -137,7 +137,7 @@ def test_training_writes_tensorboard_files_and_the_model(trained):
 
 
 saves_without_tokenizer = pytest.mark.needs(
-    **{"keras-hub": "0.32"}, reason="KerasHub 0.21 cannot save a model without its preprocessor"
+    **{"keras-hub": "0.32"}, reason="KerasHub saves no model without its preprocessor"
 )
 
 

@@ -151,11 +151,6 @@ def trained(strategy, directory=None):
     }
 
 
-def with_noise_scale(strategy):
-    """Train with a loop that estimates the noise scale, which one device cannot."""
-    return by_loop(strategy, noise_scale=True)
-
-
 def disagreements(strategy):
     """Train on data that are not the same in all processes; return the sentences."""
     index = processes.index()
@@ -316,7 +311,6 @@ def main():
         "strategy": strategies.describe(strategy),
         "is_chief": strategies.is_chief(),
         "trained": trained(strategy, directory),
-        "noise_scale": with_noise_scale(strategy),
         "disagreements": disagreements(strategy),
     }
     print(json.dumps(found, default=float), flush=True)

@@ -1,6 +1,6 @@
 """What TensorFlow's libraries write when they are loaded, and no setting of theirs hides.
 
-TensorFlow 2.19 to 2.21 write how they were built, and that there is no GPU, whatever
+TensorFlow 2.20 and 2.21 write how they were built, and that there is no GPU, whatever
 TF_CPP_MIN_LOG_LEVEL says (tensorflow/tensorflow#100442).
 """
 

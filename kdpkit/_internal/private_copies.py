@@ -6,8 +6,8 @@ wrongly, for memory that nobody else uses. So `y_true - y_pred` on a replica's p
 overwrites the user's labels, and the next epoch trains on the differences. The report is
 `docs/upstream/tensorflow_writes_into_numpy_arrays.md`; once TensorFlow has fixed it, this can go.
 
-The private parts of tf.data that are read here are alike in TensorFlow 2.19 to 2.21. A dataset that
-does not have them is copied.
+The private parts of tf.data that are read here are alike in TensorFlow 2.20 and 2.21. A dataset
+that does not have them is copied.
 """
 
 import contextlib

@@ -26,7 +26,6 @@ from kdpkit._internal import checks, error_text, listening, reachability, versio
 if TYPE_CHECKING:
     import tensorflow as tf
 
-EXIT_CODE = 43  # of a process that others left alone
 
 # What JAX and its transport report when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
@@ -356,7 +355,7 @@ def naming_losses() -> Iterator[None]:
             ) from error
         if isinstance(error, errors.ProcessLostError) or not (sign := _sign_of_loss(error)):
             raise
-        leave_without_waiting(EXIT_CODE)
+        leave_without_waiting(errors.LEFT_ALONE)
         if keras.backend.backend() == "tensorflow":  # on JAX `join_processes` sees to it
             atexit.register(leave)
         raise errors.ProcessLostError(

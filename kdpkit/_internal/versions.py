@@ -22,38 +22,14 @@ def _numbers(version: str) -> tuple[int, ...]:
 KERAS = _numbers(keras.__version__)
 
 
-def last_batch(batch: int, batches_at_once: int) -> int:
-    """Return the index of an execution's last batch, from the one that `on_train_batch_end` got.
-
-    Until Keras 3.11 (keras-team/keras#21422) that was the index of its first one. Only `fit`
-    executes several: a `TrainingLoop` reports the last one itself, and its model executes one batch
-    at once.
-
-    Args:
-        batch: What the hook got.
-        batches_at_once: The model's `steps_per_execution`.
-    """
-    return batch + batches_at_once - 1 if KERAS < (3, 11) else batch
-
-
 def reject_unknown(name: str, **versions: str) -> NoReturn:
     """Raise for a Keras, or what is below it, with internals that no tested version has."""
     checks.fail(
-        f"`replica_exact` works inside Keras 3.10 to 3.15, and in this version `{name}` differs. "
+        f"`replica_exact` works inside Keras 3.13 to 3.15, and in this version `{name}` differs. "
         "Install one of these, or update kdpkit.",
         keras=keras.__version__,
         **versions,
     )
-
-
-def reject_grain(name: str, dataset: Any) -> None:
-    """Raise for a Grain dataset where Keras does not support one."""
-    if KERAS < (3, 11) and type(dataset).__module__.startswith("grain."):
-        checks.fail(
-            f"`{name}` is a Grain dataset, which Keras takes from 3.11 on. Install that version or "
-            "a later one, or pass a `keras.utils.PyDataset` or a `tf.data.Dataset`.",
-            keras=keras.__version__,
-        )
 
 
 def reject_sums_over_examples(model: keras.Model) -> None:
@@ -99,9 +75,8 @@ def check_processes_are_supported() -> None:
 
     if _numbers(jax.__version__) < (0, 10) or KERAS < (3, 15):
         checks.fail(
-            "Several processes on JAX need JAX 0.10 and Keras 3.15 or later. With JAX 0.5 they "
-            "aborted, or mixed their messages up. Install these, or train in one process, which "
-            "takes all devices of its machine.",
+            "Several processes on JAX need JAX 0.10 and Keras 3.15 or later. Install these, or "
+            "train in one process, which takes all devices of its machine.",
             jax=jax.__version__,
             keras=keras.__version__,
         )

@@ -2,19 +2,27 @@
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
+import contextlib
+import functools
 import math
+import os
 import re
+import threading
+import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 
-from kdpkit._internal import checks, processes
-from kdpkit.callbacks import _readings
-from kdpkit.callbacks._sampling import Sampler, Source
+from kdpkit._internal import checks, cpu_threads, processes
 
+Source = Callable[[], Mapping[str, float]]
+
+_GIB = 2**30
+_PEAKS = ("memory_gib", "temperature_celsius")  # of which the highest counts, not the mean
 _BUSY = 50  # percent; below it a GPU is idle most of the time
+_PATIENCE = 5.0  # seconds to wait for the thread to end
 _ENOUGH = 10  # readings in an epoch, at least, before a warning
 _REMEDY = "`kdpkit.pipelines.measure(train)` measures the input pipeline, stage by stage."
 
@@ -77,19 +85,17 @@ class DeviceMonitor(keras.callbacks.Callback):
         for source in self.sources or ():
             if not callable(source):
                 checks.fail("`sources` must be functions of no argument.", source=source)
-        self._sampler: Sampler | None = None
+        self._sampler: _Sampler | None = None
         self._names: dict[str, float] = {}  # names logged so far, each with NaN
         self._executions = 0
         self._has_warned = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Find the sources."""
+        """Find the sources, and start the thread."""
         self.on_train_end()  # of an earlier training that failed
-        found, missing = (self.sources, []) if self.sources is not None else _readings.sources()
-        for sentence in missing:
-            _warn(sentence)
         self._names, self._executions, self._has_warned = {}, 0, False
-        self._sampler = Sampler(found, self.interval_seconds)
+        sources = [*_sources()] if self.sources is None else self.sources
+        self._sampler = _Sampler(sources, self.interval_seconds)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Start counting."""
@@ -101,8 +107,6 @@ class DeviceMonitor(keras.callbacks.Callback):
         self._executions += 1
         if self._sampler and self._executions == 2:
             self._sampler.begin()
-        elif self._sampler:
-            self._sampler.note_progress()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Exclude validation."""
@@ -118,15 +122,18 @@ class DeviceMonitor(keras.callbacks.Callback):
         """Log the epoch's readings, and warn about GPUs that wait."""
         if self._sampler is None:
             return
-        summary, failures = self._sampler.finish()
-        for sentence in failures:
-            _warn(sentence)
+        self._sampler.pause()
+        summary, failures = self._sampler.summary, self._sampler.failures
+        while failures:
+            _warn(failures.pop(0))
         values = summary.values()
         # Earlier names stay, so History has a number for every epoch.
         self._names |= dict.fromkeys(values, math.nan)
         if logs is not None and processes.index() == 0:
             logs |= self._names | values
-        problem = starving(_utilizations(values)) if summary.readings >= _ENOUGH else ""
+        found = {name: re.fullmatch(r"gpu_(\d+)_utilization", name) for name in values}
+        busy = {int(match[1]): values[name] for name, match in found.items() if match}
+        problem = starving(busy) if summary.readings >= _ENOUGH else ""
         if problem and self._executions > 1 and not self._has_warned:
             self._has_warned = True
             _warn(f"Epoch {epoch + 1}: {problem}")
@@ -178,11 +185,216 @@ def is_reading(name: str) -> bool:
     return bool(re.match(r"(gpu|tpu)_\d+_|machine_|cpu_utilization$|memory_gib$", name))
 
 
-def _utilizations(values: Mapping[str, float]) -> dict[int, float]:
-    found = {re.fullmatch(r"gpu_(\d+)_utilization", name): name for name in values}
-    return {int(match[1]): values[name] for match, name in found.items() if match}
-
-
 def _warn(sentence: str) -> None:
     here = f"Process {processes.index()}: " if processes.count() > 1 else ""
     warnings.warn(here + sentence, stacklevel=3)
+
+
+class Summary:
+    """The mean of each reading over time, or the peak for memory and temperature.
+
+    >>> summary = Summary()
+    >>> summary.add({"gpu_0_utilization": 90.0, "gpu_0_memory_gib": 4.0}, seconds=3.0)
+    >>> summary.add({"gpu_0_utilization": 50.0, "gpu_0_memory_gib": 2.0}, seconds=1.0)
+    >>> summary.values()
+    {'gpu_0_utilization': 80.0, 'gpu_0_memory_gib': 4.0}
+    """
+
+    def __init__(self) -> None:
+        self.readings = 0
+        self._added: dict[str, tuple[float, float, float]] = {}  # peak, sum, seconds
+
+    def add(self, values: Mapping[str, float], *, seconds: float) -> None:
+        """Add readings, weighted by seconds."""
+        self.readings += 1
+        for name, value in values.items():
+            peak, total, of = self._added.get(name, (value, 0.0, 0.0))
+            seconds = max(seconds, 1e-6)  # at least the clock's resolution
+            self._added[name] = max(peak, value), total + value * seconds, of + seconds
+
+    def values(self) -> dict[str, float]:
+        """Return the mean or peak of each name."""
+        return {
+            name: peak if name.endswith(_PEAKS) else total / seconds
+            for name, (peak, total, seconds) in self._added.items()
+        }
+
+
+class _Sampler:
+    """Reads sources in a thread, until `end` or the end of the program.
+
+    One that raises is not called again; `failures` has a sentence about it.
+    """
+
+    def __init__(self, sources: Iterable[Source], interval_seconds: float) -> None:
+        self.summary = Summary()
+        self.failures: list[str] = []
+        self._sources = [*sources]
+        self._interval = interval_seconds
+        self._since: float | None = None  # time of the previous reading; None while paused
+        self._lock = threading.Lock()  # guards all of the above
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kdpkit devices", daemon=True)
+        self._thread.start()
+
+    def begin(self) -> None:
+        """Discard earlier readings, and count from now on."""
+        with self._lock:
+            self.summary = Summary()
+        self.resume()
+
+    def resume(self) -> None:
+        """Count from now on."""
+        with self._lock:
+            self._read()  # sources that report the time since the last reading start here
+            self._since = time.perf_counter()
+
+    def pause(self) -> None:
+        """Count up to now, then stop until `resume`."""
+        with self._lock:
+            self._count()
+            self._since = None
+
+    def end(self) -> None:
+        """End the thread."""
+        self._has_ended.set()
+        self._thread.join(_PATIENCE)
+
+    def _run(self) -> None:
+        while not self._has_ended.wait(self._interval):
+            with self._lock:
+                self._count()
+
+    def _count(self) -> None:
+        """Read, for the time since the previous reading."""
+        if self._since is not None:
+            values, now = self._read(), time.perf_counter()
+            self.summary.add(values, seconds=now - self._since)
+            self._since = now
+
+    def _read(self) -> dict[str, float]:
+        values: dict[str, float] = {}
+        for source in [*self._sources]:
+            try:
+                values |= {name: float(value) for name, value in source().items()}
+            except Exception as error:  # any error of a driver or a user's function
+                self._sources.remove(source)
+                self.failures.append(
+                    f"{getattr(source, '__qualname__', source)} has no readings any more "
+                    f"({type(error).__name__}: {error}). Training continues; from here on they are "
+                    "NaN."
+                )
+        return values
+
+
+# What the machine reports.
+
+
+def _sources() -> Iterator[Source]:
+    """Yield what can be read here, and warn about what cannot."""
+    makers: dict[str, Callable[[], Source]] = {"psutil": _host}
+    if gpus := _gpus_of_backend():
+        makers["nvidia-ml-py"] = functools.partial(_nvml, gpus)
+    for package, make in makers.items():
+        try:
+            yield make()
+        except Exception as error:  # NVML raises errors of its own
+            _warn(
+                f"`{package}` cannot be used ({type(error).__name__}: {error}). Training continues "
+                f"without its readings; `pip install {package}` installs it."
+            )
+    yield {"jax": _peaks_on_jax, "tensorflow": _peaks_on_tensorflow}.get(
+        keras.backend.backend(), dict
+    )
+
+
+def _host() -> Source:
+    import psutil
+
+    process, cores = psutil.Process(), cpu_threads.cores()
+
+    def host() -> dict[str, float]:
+        memory = psutil.virtual_memory()
+        return {
+            "cpu_utilization": process.cpu_percent(None) / cores,  # since the last call
+            "memory_gib": process.memory_info().rss / _GIB,
+            "machine_cpu_utilization": psutil.cpu_percent(None),
+            "machine_memory_gib": (memory.total - memory.available) / _GIB,
+        }
+
+    return host
+
+
+def _nvml(gpus: Iterable[int]) -> Source:
+    """Return what reads GPUs, by the numbers that CUDA shows to this process."""
+    import pynvml as nvml
+
+    nvml.nvmlInit()
+    shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = {} if shown is None else dict(enumerate(map(str.strip, shown.split(","))))
+    handles = {}
+    for gpu in gpus:
+        name = names.get(gpu, str(gpu))
+        find, by_index = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByIndex
+        handles[gpu] = by_index(int(name)) if name.isdecimal() else find(name)
+    reads: dict[str, Callable[[Any], float]] = {
+        "utilization": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
+        "memory_gib": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _GIB,
+        "temperature_celsius": lambda gpu: nvml.nvmlDeviceGetTemperature(
+            gpu, nvml.NVML_TEMPERATURE_GPU
+        ),
+        "power_watts": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    }
+
+    def read_gpus() -> dict[str, float]:
+        values = {}
+        for gpu, handle in handles.items():
+            for name, read in reads.items():
+                with contextlib.suppress(nvml.NVMLError_NotSupported):  # on some GPUs, and on MIG
+                    values[f"gpu_{gpu}_{name}"] = read(handle)
+        return values
+
+    return read_gpus
+
+
+def _gpus_of_backend() -> list[int]:
+    """Return the CUDA numbers of the GPUs that the backend trains on."""
+    if keras.backend.backend() == "jax":
+        return sorted(number for kind, number, _ in _devices_of_jax() if kind == "gpu")
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        gpus = tf.config.get_visible_devices("GPU")
+        return [int(gpu.name.rpartition(":")[2]) for gpu in gpus]  # "/physical_device:GPU:0"
+    return []
+
+
+def _devices_of_jax() -> Iterator[tuple[str, int, Any]]:
+    import jax
+
+    for device in jax.local_devices():
+        number = device.local_hardware_id
+        yield device.platform, device.id if number is None else number, device
+
+
+def _peaks_on_jax() -> dict[str, float]:
+    """Return the peak since the program started; CPUs report none."""
+    stats = {f"{kind}_{n}": device.memory_stats() or {} for kind, n, device in _devices_of_jax()}
+    return {
+        f"{name}_peak_memory_gib": found["peak_bytes_in_use"] / _GIB
+        for name, found in stats.items()
+        if "peak_bytes_in_use" in found
+    }
+
+
+def _peaks_on_tensorflow() -> dict[str, float]:
+    """Return the peak since the last call, of what arrays and programs used of each GPU."""
+    import tensorflow as tf
+
+    memory, found = tf.config.experimental, {}
+    parts = map(tf.config.get_logical_device_configuration, tf.config.get_visible_devices("GPU"))
+    for i in range(sum(len(of_one or [None]) for of_one in parts)):  # of this process alone
+        with contextlib.suppress(ValueError):  # an allocator without statistics
+            found[f"gpu_{i}_peak_memory_gib"] = memory.get_memory_info(f"GPU:{i}")["peak"] / _GIB
+            memory.reset_memory_stats(f"GPU:{i}")
+    return found

@@ -15,7 +15,7 @@ import keras
 from keras.optimizers import Optimizer
 from keras.optimizers.schedules import LearningRateSchedule
 
-from kdpkit._internal import checks, optimizers, processes, versions
+from kdpkit._internal import checks, optimizers, processes
 
 
 def applied_learning_rate(optimizer: Optimizer) -> float | None:
@@ -101,7 +101,6 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._batches_at_once: int | None = (
             None  # batches per call, known once a second call begins
         )
-        self._steps_per_execution = 1
         self._last_update = -1  # the batch index that the schedule got
         self._rate: float | None = None  # and the rate applied
 
@@ -112,7 +111,6 @@ class AppliedRateCallback(keras.callbacks.Callback):
         if self._has_rate:
             inner = inner_optimizer(optimizer)
             self._last_update = _last_update(inner, batches_counted(inner))
-        self._steps_per_execution = getattr(self.model, "steps_per_execution", 1)
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -130,10 +128,7 @@ class AppliedRateCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the batch; on JAX Keras may call this in any thread and order."""
-        self._ended.append(self._last_batch(batch) + 1)
-
-    def _last_batch(self, batch: int) -> int:
-        return versions.last_batch(batch, self._steps_per_execution)
+        self._ended.append(batch + 1)
 
     def _should_look(self, batch: int) -> bool:
         if not self._looks:

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit._internal import processes, versions
+from kdpkit._internal import processes
 from kdpkit.callbacks._throughput import batches_ended
 
 _COLUMNS = 100
@@ -48,7 +48,7 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
 
     def __init__(self) -> None:
         super().__init__()
-        self._epoch = self._done = self._batches_at_once = 0
+        self._epoch = self._done = 0
         self._compiled = False
         self._compiling_since = self._epoch_since = self._batch_ended = self._shown = 0.0
         self._clock: tuple[int, float] | None = None  # batches and time where steps are timed from
@@ -64,7 +64,6 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
         """Expect that the first step is compiled."""
         super().on_train_begin(logs)
         self._compiled, self._compiling_since = False, 0.0
-        self._batches_at_once = getattr(self.model, "steps_per_execution", 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begin a line."""
@@ -82,7 +81,6 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Update the line."""
-        batch = versions.last_batch(batch, self._batches_at_once)
         self._done = max(self._done, batches_ended(batch, self.params))
         now = self._batch_ended = time.perf_counter()
         if not self._compiled:

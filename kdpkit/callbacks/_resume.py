@@ -29,8 +29,6 @@ from kdpkit.callbacks import (
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
 
-EXIT_CODE = 42  # after SIGTERM, as in TensorFlow's PreemptionCheckpointHandler
-
 
 class Resume(keras.callbacks.Callback):
     """Saves the state of training, and restores it when the program is started again.
@@ -402,7 +400,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count."""
-        done = self._first + versions.last_batch(batch, self._at_once) + 1
+        done = self._first + batch + 1
         self._count(done)
         if done >= (self._length() or math.inf):
             self._last_step.ended(logs)
@@ -628,7 +626,7 @@ class Resume(keras.callbacks.Callback):
             raise KeyboardInterrupt(message)
         self._signals.release_to_leave()
         sys.stderr.write(f"\n{message}\n")
-        raise SystemExit(EXIT_CODE)
+        raise SystemExit(errors.STOPPED)
 
 
 def _save_freq(value: str | int) -> int:

@@ -139,7 +139,7 @@ class TensorBoard(AppliedRateCallback):
         """Store the batch's logs for writing."""
         super().on_train_batch_end(batch, logs)
         if self.update_freq != "epoch":
-            seen = self._batches_before + batches_ended(self._last_batch(batch), self.params)
+            seen = self._batches_before + batches_ended(batch, self.params)
             self._waiting.append((seen, dict(logs or {})))
         self._drawings.on_train_batch_end(batch)
 

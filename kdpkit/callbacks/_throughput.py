@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from kdpkit._internal import checks, versions
+from kdpkit._internal import checks
 from kdpkit.callbacks._learning_rate import batches_counted
 
 
@@ -78,7 +78,6 @@ class Throughput(keras.callbacks.Callback):
                     remedy="Pass `global_batch_size` too.",
                 )
         self._compiled = False
-        self._batches_at_once = 1
         self._start: tuple[int, float] | None = None  # the first measured batch, and its start time
         # The last few executions: the batches done after each, and the time. With threads the order
         # may differ slightly.
@@ -88,7 +87,6 @@ class Throughput(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Expect that the first execution compiles."""
         self._compiled = False
-        self._batches_at_once = getattr(self.model, "steps_per_execution", 1)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Stop the clock until the first batch."""
@@ -105,7 +103,6 @@ class Throughput(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Record the time and add the speed so far to the progress line."""
         now = time.perf_counter()
-        batch = versions.last_batch(batch, self._batches_at_once)
         self._ends.append((batch + 1, now))
         start = self._start  # read once: on JAX the clock may start meanwhile
         if logs is not None and start is not None and batch >= start[0]:

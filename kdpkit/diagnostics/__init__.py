@@ -1,12 +1,11 @@
 """Checks of a training before it runs somewhere else, and reports on a machine.
 
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
-each device needs and the cheapest way to make it fit. `compare_schedules`
-draws learning rates in a terminal; `read_schedule` reads one from text. `environment` reports what
-this machine and this Python offer, and which strategies train on it; `bench` measures how fast it
-trains. `check_input` checks `tf.data` pipelines, `check_tpu` a dataset, a
-model and callbacks for a TPU, and `check_speed` finds where a step's time goes. Each name loads the
-framework that it needs on first use; `environment` and `bench` load none.
+each device needs and the cheapest way to make it fit. `environment` reports what this machine and
+this Python offer, and which strategies train on it. `check_input` checks `tf.data` pipelines,
+`check_tpu` a dataset, a model and callbacks for a TPU, and `check_speed` finds how long a step takes
+and waits for input. Each name loads the framework that it needs on first use; `environment` loads
+none.
 """
 
 from typing import TYPE_CHECKING
@@ -14,64 +13,46 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import lazy
 
 if TYPE_CHECKING:
-    from kdpkit.diagnostics._bench.benchmark import BenchReport, BenchRow, bench
     from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
+    from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
     from kdpkit.diagnostics._env.environment import Environment, environment
     from kdpkit.diagnostics._env.strategy_trials import StrategyTrial
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
-    from kdpkit.diagnostics._rates.comparison import ScheduleComparison, compare_schedules
-    from kdpkit.diagnostics._rates.schedule_expressions import read_schedule
-    from kdpkit.diagnostics._speed.measurement import check_speed
-    from kdpkit.diagnostics._speed.speed_report import SpeedEdit, SpeedReport
     from kdpkit.diagnostics._tpu.check import TpuReport, check_tpu
 
 _HOMES = {
-    "BenchReport": "_bench.benchmark",
-    "BenchRow": "_bench.benchmark",
     "Environment": "_env.environment",
     "InputReport": "_doctor.input_checks",
     "MemoryPlan": "_plan.memory_plan",
     "MemoryUse": "_plan.memory_plan",
-    "ScheduleComparison": "_rates.comparison",
-    "SpeedEdit": "_speed.speed_report",
-    "SpeedReport": "_speed.speed_report",
+    "SpeedReport": "_doctor.speed",
     "StrategyTrial": "_env.strategy_trials",
     "TpuReport": "_tpu.check",
     "TrainingPlan": "_plan.training_plan",
-    "bench": "_bench.benchmark",
     "check_input": "_doctor.input_checks",
-    "check_speed": "_speed.measurement",
+    "check_speed": "_doctor.speed",
     "check_tpu": "_tpu.check",
-    "compare_schedules": "_rates.comparison",
     "environment": "_env.environment",
     "plan": "_plan.training_plan",
     "plan_memory": "_plan.memory_plan",
-    "read_schedule": "_rates.schedule_expressions",
 }
 
 __all__ = [
-    "BenchReport",
-    "BenchRow",
     "Environment",
     "InputReport",
     "MemoryPlan",
     "MemoryUse",
-    "ScheduleComparison",
-    "SpeedEdit",
     "SpeedReport",
     "StrategyTrial",
     "TpuReport",
     "TrainingPlan",
-    "bench",
     "check_input",
     "check_speed",
     "check_tpu",
-    "compare_schedules",
     "environment",
     "plan",
     "plan_memory",
-    "read_schedule",
 ]
 
 if not TYPE_CHECKING:  # a checker then reports names that there are not

@@ -1,7 +1,7 @@
 """Modules of kdpkit that run in processes of their own, with a time limit and nothing left behind.
 
-TensorFlow and JAX may hang, or end the process that loads them. So `kdpkit env` and `bench`
-run them in child processes, each of which ends with `report`.
+TensorFlow and JAX may hang, or end the process that loads them. So `kdpkit env` runs
+them in child processes, each of which ends with `report`.
 """
 
 import contextlib

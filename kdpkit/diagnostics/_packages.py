@@ -59,8 +59,8 @@ def keras_backend() -> tuple[str, str]:
 def install_command(requirement: str) -> str:
     """Return the command that installs something, for any shell.
 
-    >>> print(install_command("jax>=0.5.3"))
-    python -m pip install "jax>=0.5.3"
+    >>> print(install_command("jax>=0.7.2"))
+    python -m pip install "jax>=0.7.2"
     """
     return f'python -m pip install "{requirement}"'
 

@@ -1,4 +1,4 @@
-"""Targets of commands: a script that trains, or a dataset or a schedule in a module."""
+"""Targets of commands: a script that trains, or a dataset in a module."""
 
 import contextlib
 import importlib

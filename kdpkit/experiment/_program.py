@@ -181,7 +181,7 @@ def run(main: Callable[[], Any]) -> None:
     except errors.InputError as error:
         code, sentence = 2, str(error)
     except errors.ProcessLostError as error:
-        code, sentence = processes.EXIT_CODE, str(error)
+        code, sentence = errors.LEFT_ALONE, str(error)
     except KeyboardInterrupt:
         code, sentence = 130, "interrupted."
     processes.leave_without_waiting(code)

@@ -12,7 +12,6 @@ from kdpkit.pipelines._lint import lint
 from kdpkit.pipelines._measure import PipelineReport, StageCost, measure
 from kdpkit.pipelines._packing import bucket_by_length, pack_tokens
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
-from kdpkit.pipelines._services import DataService, data_service, prepare_with_services
 from kdpkit.pipelines._sources import (
     example_parser,
     interleave_files,
@@ -35,7 +34,6 @@ from kdpkit.pipelines._transforms import (
 )
 
 __all__ = [
-    "DataService",
     "PipelineConfig",
     "PipelineReport",
     "StageCost",
@@ -46,7 +44,6 @@ __all__ = [
     "cache",
     "chain",
     "count_batches",
-    "data_service",
     "eval_pipeline",
     "example_parser",
     "filter_by",
@@ -60,7 +57,6 @@ __all__ = [
     "pack_tokens",
     "pad_to_global_batch",
     "prefetch",
-    "prepare_with_services",
     "read_vocabulary",
     "shuffle",
     "text_lines",

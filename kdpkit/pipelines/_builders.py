@@ -1,7 +1,7 @@
 """Complete input pipelines, with the stages in the right order."""
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,11 +9,10 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit._internal.dataset_tuning import untuned
-from kdpkit.pipelines import _disk_cache, _transforms
+from kdpkit.pipelines import _transforms
 from kdpkit.pipelines._counting import count_batches, require_dataset, require_no_repeat
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
 from kdpkit.pipelines._padding import pad_to_global_batch
-from kdpkit.pipelines._services import prepare_with_services
 from kdpkit.pipelines._tracing import rewritten
 
 _REMAINDERS = ("drop", "pad", "keep")
@@ -57,7 +56,6 @@ def train_pipeline(
     replicas: int = 1,
     keep: Callable[..., Any] | None = None,
     prepare: Callable[..., Any] | None = None,
-    services: Sequence[str] = (),
     augment: Callable[[Any, Any], Any] | None = None,
     steps_per_epoch: int | None = None,
     initial_epoch: int = 0,
@@ -78,8 +76,6 @@ def train_pipeline(
         replicas: Replicas that a batch is split over evenly: `strategy.num_replicas_in_sync`.
         keep: A predicate on an example; only examples for which it is true are kept.
         prepare: A function of an example, applied once, before the cache.
-        services: Addresses of processes that read the source and run `keep` and `prepare` until the
-            cache is filled; see `prepare_with_services`.
         augment: A function of a batch and a seed (two integers), applied after the cache in every
             epoch; draw with `tf.random.stateless_*`.
         steps_per_epoch: Batches in an epoch, the first ones of its order; None takes all. Do not
@@ -106,7 +102,7 @@ def train_pipeline(
     initial_epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
     initial_step = checks.integer("initial_step", initial_step, minimum=0)
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
-    examples = _examples(source, config, keep, prepare, services)
+    examples = _examples(source, config, keep, prepare)
     batches = _epoch_length(count_batches(examples.apply(batched)), steps_per_epoch)
     buffer_size = min(config.shuffle_buffer, count_batches(examples))
     skipped_epochs, first_step = divmod(initial_step, batches)
@@ -143,7 +139,6 @@ def eval_pipeline(
     replicas: int = 1,
     keep: Callable[..., Any] | None = None,
     prepare: Callable[..., Any] | None = None,
-    services: Sequence[str] = (),
     remainder: str = "pad",
 ) -> tf.data.Dataset:
     """Build the input for validation or test: filter, prepare, cache, batch, prefetch.
@@ -158,7 +153,6 @@ def eval_pipeline(
         replicas: Replicas that a batch is split over evenly.
         keep: A predicate on an example; only examples for which it is true are kept.
         prepare: A function of an example, applied once, before the cache.
-        services: As in `train_pipeline`.
         remainder: `"pad"`, `"drop"` or `"keep"` a smaller last batch.
 
     Raises:
@@ -171,7 +165,7 @@ def eval_pipeline(
     [3. 3.] [0 0] [1. 0.]
     """
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
-    batches = _examples(source, config, keep, prepare, services).apply(batched)
+    batches = _examples(source, config, keep, prepare).apply(batched)
     return untuned(batches.prefetch(config.prefetch))
 
 
@@ -213,31 +207,15 @@ def _examples(
     config: PipelineConfig,
     keep: Callable[..., Any] | None,
     prepare: Callable[..., Any] | None,
-    services: Sequence[str],
 ) -> tf.data.Dataset:
     """Filter, prepare and cache, then count; counting also fills the cache."""
     require_dataset("source", source)
     require_no_repeat(source)
-    if services and prepare is None:
-        checks.fail(
-            "`services` run `prepare`, and there is none.",
-            services=services,
-            remedy="Pass `prepare`, or leave out `services`.",
-        )
-    kept = source if keep is None else source.filter(keep)
-    here = kept if prepare is None else kept.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-
-    def prepared() -> tf.data.Dataset:
-        if prepare is None or not services:
-            return here
-        return kept.apply(prepare_with_services(prepare, services))
-
-    if config.cache is None:
-        examples = prepared()
-    elif config.cache == "memory":
-        examples = prepared().cache()
-    else:  # on disk, filled without services
-        examples = _disk_cache.cached_on_disk(here, config.cache, fill_from=prepared)
+    examples = source if keep is None else source.filter(keep)
+    if prepare is not None:
+        examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
+    if config.cache is not None:
+        examples = examples.apply(_transforms.cache(config.cache))
     count = count_batches(examples)
     if count == 0:
         checks.fail(

@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import warnings
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 
 import tensorflow as tf
@@ -28,23 +27,15 @@ _MANIFEST = "manifest.json"
 _PREFIX = "examples"
 
 
-def cached_on_disk(
-    dataset: tf.data.Dataset,
-    directory: str | os.PathLike[str],
-    *,
-    fill_from: Callable[[], tf.data.Dataset],
-) -> tf.data.Dataset:
-    """Cache `dataset` in its own directory inside `directory`, filled unless it is complete.
-
-    `fill_from` returns a dataset of the same examples to fill it from; called if needed.
-    """
+def cached_on_disk(dataset: tf.data.Dataset, directory: str | os.PathLike[str]) -> tf.data.Dataset:
+    """Cache `dataset` in its own directory inside `directory`, filled unless it is complete."""
     root = storage.path(storage.require_tensorflow(directory))
     target = root / f"kdpkit-{int(dataset.fingerprint()):016x}"
     try:
         if _is_complete(target):
             _warn_of_unknown(dataset, target)
         else:
-            _fill(fill_from(), target)
+            _fill(dataset, target)
     except OSError as error:
         raise errors.FileInputError(
             f"The cache cannot be kept ({error.strerror}): {target}. Set `cache` to a directory "

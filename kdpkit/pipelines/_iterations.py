@@ -82,7 +82,7 @@ def _require_an_order(stages: list[Stage]) -> None:
             _reject(
                 stage,
                 "has the order in which services answer",
-                "Use `train_pipeline(services=...)`, whose cache is in the order of the source.",
+                "Prepare the examples here, or fill a cache on disk once and read that.",
             )
         if stage.kind == "train_pipeline":
             checks.fail(

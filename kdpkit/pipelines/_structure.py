@@ -1,7 +1,7 @@
 """The stages of a dataset, as the user wrote them.
 
 This file uses private parts of tf.data: the names of its dataset classes, their attributes,
-`_inputs()` and `_functions()`, which are the same in TensorFlow 2.19 to 2.21. Unlike a serialized
+`_inputs()` and `_functions()`, which are the same in TensorFlow 2.20 and 2.21. Unlike a serialized
 graph they give access to the dataset of each stage and copy no data. Unknown values are None or an
 empty set, and no rule draws conclusions from them.
 """

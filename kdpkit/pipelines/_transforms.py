@@ -96,7 +96,7 @@ def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     """
     if where == "memory":
         return lambda dataset: dataset.cache()
-    return lambda dataset: _disk_cache.cached_on_disk(dataset, where, fill_from=lambda: dataset)
+    return lambda dataset: _disk_cache.cached_on_disk(dataset, where)
 
 
 def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:

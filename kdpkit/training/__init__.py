@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
-    from kdpkit.training._noise_scale import NoiseScale
     from kdpkit.training.parity._check import check_parity
     from kdpkit.training.parity._report import ParityReport
 
 _HOMES = {
     "MaskedLMLoop": "_masked_lm",
-    "NoiseScale": "_noise_scale",
     "ParityReport": "parity._report",
     "TrainingLoop": "_loop",
     "check_parity": "parity._check",
@@ -36,7 +34,6 @@ _HOMES = {
 
 __all__ = [
     "MaskedLMLoop",
-    "NoiseScale",
     "ParityReport",
     "TrainingLoop",
     "check_parity",

@@ -8,11 +8,9 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit._internal import checks, optimizers
+from kdpkit._internal import checks
 from kdpkit.training import _callbacks
 from kdpkit.training._feed import Feed
-from kdpkit.training._noise_scale import NoiseScale
-from kdpkit.training._noise_sums import NoiseSums
 from kdpkit.training._objective import Objective
 from kdpkit.training._steps import Steps
 
@@ -65,8 +63,6 @@ class TrainingLoop:
             differ, as with `kdpkit.pipelines.bucket_by_length`, choose yourself.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
-        noise_scale: Whether to estimate the gradient noise scale, which says whether more replicas
-            will still help: docs/how_to/gradient_noise_scale.md.
         verify: Whether to verify the first steps on several replicas of TensorFlow.
         batch_norm: As in `replica_exact`; with `jit` on several replicas only `"replica"` works.
         remat: Whether the backward pass computes the inner activations of blocks again, which need
@@ -75,9 +71,9 @@ class TrainingLoop:
             Weights and losses are the same: docs/how_to/cut_variables.md.
 
     Raises:
-        ValueError: A count that is not positive; no loss; a noise scale of batches in one part; a
-            model with a `train_step` or `compute_loss` of its own and no `per_example_loss` in the
-            loop; a model or an optimizer that was built outside the strategy's scope.
+        ValueError: A count that is not positive; no loss; a model with a `train_step` or
+            `compute_loss` of its own and no `per_example_loss` in the loop; a model
+            or an optimizer that was built outside the strategy's scope.
 
     >>> import tensorflow as tf
     >>> from kdpkit import strategies, testing
@@ -105,7 +101,6 @@ class TrainingLoop:
         jit: Any = None,
         loss_weights: Any = None,
         weighted_metrics: Any = (),
-        noise_scale: bool = False,
         verify: bool = True,
         batch_norm: str = "global",
         remat: bool = False,
@@ -126,8 +121,6 @@ class TrainingLoop:
             checks.fail("There is no optimizer to train with.", optimizer=optimizer)
         if not (jit is None or isinstance(jit, bool) or jit == "measure"):
             checks.fail("`jit` must be True, False, 'measure' or None.", jit=jit)
-        if not isinstance(noise_scale, bool):
-            checks.fail("`noise_scale` must be True or False.", noise_scale=noise_scale)
         self.steps_per_loop = checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = checks.integer("accumulation", accumulation)
         self.verify = checks.one_of("verify", verify, (True, False))
@@ -140,14 +133,9 @@ class TrainingLoop:
             in_micro_batches=self.accumulation > 1,
         )
         self._steps: Steps = _steps_of_backend()(self, strategy, jit)
-        if noise_scale:
-            self._steps.check_parts()
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
         self._resumed_logs: dict[str, Any] = {}  # of an epoch that `Resume` continues at its end
-        self.noise_sums: NoiseSums | None = None
         with self._steps.scope():
-            if noise_scale:
-                self.noise_sums = NoiseSums()
             # Not `model.compile`: a model may have one of its own, with other arguments.
             keras.Model.compile(
                 model,
@@ -172,14 +160,6 @@ class TrainingLoop:
     def jit(self) -> bool | None:
         """Whether XLA compiles the steps; None while `jit="measure"` has not chosen yet."""
         return self._steps.jit if self._steps.is_jit_chosen else None
-
-    @property
-    def noise_scale(self) -> NoiseScale | None:
-        """The gradient noise scale of the last epoch, as far as it went; None if not asked for."""
-        if self.noise_sums is None:
-            return None
-        accumulated = optimizers.wrapped(self.optimizer).gradient_accumulation_steps
-        return self.noise_sums.estimate(batches_in_an_update=accumulated or 1)
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Compute the loss of each example, and what the model predicts: the method to override.
@@ -269,12 +249,8 @@ class TrainingLoop:
         # BackupAndRestore tells through the model in which epoch training goes on.
         for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
             self._steps.reset_metrics()
-            if self.noise_sums:
-                self.noise_sums.reset_state()
             all_callbacks.on_epoch_begin(epoch)
             logs = self._train_epoch(feed, all_callbacks)
-            if scale := self.noise_scale:
-                logs |= {"noise_scale": scale.estimate}
             if held_out:
                 validated = self._evaluate(held_out, all_callbacks)
                 logs |= {f"val_{name}": value for name, value in validated.items()}
@@ -424,9 +400,6 @@ class TrainingLoop:
         feed.check_steps(first)
         return result
 
-    def _sums_of_an_epoch(self) -> list[Any]:
-        return [*self._steps.means, *([self.noise_sums] if self.noise_sums else [])]
-
     def _callback_list(
         self, callbacks: Any, verbose: Any, feed: Feed, epochs: int = 1, **settings: Any
     ) -> Any:
@@ -438,7 +411,7 @@ class TrainingLoop:
             verbose=verbose,
             epochs=epochs,
             steps=feed.steps,
-            metrics=self._sums_of_an_epoch(),  # for `Resume`, which saves and restores an epoch
+            metrics=[*self._steps.means],  # for `Resume`, which saves and restores an epoch
             resumed_logs=self._resumed_logs,
             **settings,
         )

@@ -13,7 +13,7 @@ from keras import ops
 from kdpkit._internal import checks
 from kdpkit.training._tensors import Tensor
 
-# The same in KerasHub 0.21 to 0.32.
+# The same in KerasHub 0.26 to 0.32.
 _PARTS_OF_HEAD = ("_intermediate_dense", "_intermediate_layer_norm", "_bias")
 _PARTS_OF_LAYER = (
     *("_self_attention_layer", "_self_attention_layer_norm", "_self_attention_dropout"),

@@ -33,9 +33,6 @@ class Steps(Protocol):
     def guard(self) -> AbstractContextManager[Any]:
         """Enter what explains that another process is gone."""
 
-    def check_parts(self) -> None:
-        """Raise if a batch has one part only, which leaves nothing to compare."""
-
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
         """Check a dataset, spread its batches over the replicas, and build the model for them."""
 

@@ -27,7 +27,7 @@ from tests.benchmarks.paired import row_of, table
 
 NAMES = (
     *("machine", "bert", "bert_loss", "cnn", "replicas", "loops", "watching", "exact"),
-    *("start", "memory", "pauses", "reading", "noise_scale"),
+    *("start", "memory", "pauses", "reading"),
 )
 
 

@@ -21,7 +21,7 @@ RATE = 1e-4
 @functools.cache
 def lines(path):
     """Return the lines that are long enough."""
-    text = path.read_text().splitlines() if path else corpora.documentation_text().train
+    text = path.read_text().splitlines() if path else corpora.load_text().train
     return [line for line in text if len(line.encode()) > MIN_BYTES]
 
 

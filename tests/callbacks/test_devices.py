@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit._internal import processes
-from kdpkit.callbacks import DeviceMonitor, _readings, _sampling
+from kdpkit.callbacks import DeviceMonitor, _devices
 from kdpkit.callbacks._devices import is_reading, starving
 
 from .falling_weight import falling_weight, ones
@@ -57,18 +57,12 @@ def threads():
     return [thread for thread in threading.enumerate() if thread.name == "kdpkit devices"]
 
 
-def assert_no_thread_is_left():
-    for thread in threads():
-        thread.join(PATIENCE)
-    assert threads() == []
-
-
 # What readings come to.
 
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100)), min_size=1))
 def test_a_reading_counts_as_often_as_the_seconds_it_stands_for(readings):
-    summary = _sampling.Summary()
+    summary = _devices.Summary()
     for seconds, value in readings:
         summary.add({"power_watts": value, "memory_gib": value}, seconds=seconds)
     each_second = [value for seconds, value in readings for _ in range(seconds)]
@@ -106,39 +100,18 @@ def test_a_gpu_waits_if_it_is_busy_for_less_than_half_as_long_as_another(utiliza
 # Which GPUs.
 
 
-@pytest.mark.parametrize(
-    ("setting", "shown"),
-    [
-        (None, [0, 1, 2]),
-        ("", []),
-        ("-1", []),
-        ("2", [2]),
-        ("2,0", [2, 0]),
-        (" 1 , 2", [1, 2]),
-        ("0,3,1", [0]),  # what is no GPU ends the list
-        ("GPU-bb7,0", [1, 0]),
-        ("GPU-b", []),  # two begin like this
-        ("GPU-bc8e-11", [2]),
-        ("MIG-1", []),
-        ("00", []),
-    ],
-)
-def test_the_gpus_are_those_that_cuda_shows_in_its_order(setting, shown):
-    assert _readings.visible_gpus(setting, ["GPU-a9f0-11", "GPU-bb71-11", "GPU-bc8e-11"]) == shown
-
-
 @pytest.mark.skipif(os.path.exists("/proc/driver/nvidia"), reason="there is a driver")  # noqa: PTH110
 @pytest.mark.parametrize(
     ("is_installed", "sentence"),
     [
-        (True, "The GPUs cannot be read .NVMLError_LibraryNotFound: NVML Shared Library Not Found"),
-        (False, "package `nvidia-ml-py` cannot be imported.*`pip install nvidia-ml-py`"),
+        (True, "cannot be used .NVMLError_LibraryNotFound: NVML Shared Library Not Found"),
+        (False, "`nvidia-ml-py` cannot be used .ModuleNotFound.*`pip install nvidia-ml-py`"),
     ],
 )
 def test_without_nvml_one_sentence_reports_it_and_the_rest_is_read(
     monkeypatch, is_installed, sentence
 ):
-    monkeypatch.setattr(_readings, "_cuda_gpus", lambda: [0])
+    monkeypatch.setattr(_devices, "_gpus_of_backend", lambda: [0])
     if is_installed:
         pytest.importorskip("pynvml")
     else:
@@ -151,7 +124,7 @@ def test_without_nvml_one_sentence_reports_it_and_the_rest_is_read(
 
 def test_without_psutil_one_sentence_reports_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "psutil", None)
-    with pytest.warns(UserWarning, match="`psutil` cannot be imported.*`pip install psutil`"):
+    with pytest.warns(UserWarning, match="`psutil` cannot be used .*`pip install psutil`"):
         history = fit(DeviceMonitor())
     assert history.keys() == {"loss"}
 
@@ -160,7 +133,7 @@ def test_without_psutil_one_sentence_reports_it(monkeypatch):
 
 
 def test_processor_and_memory_are_those_of_this_process():
-    host = _readings.Host()
+    host = _devices._host()
     before = host()
     kept = np.ones(1 << 25)  # 256 MiB
     end = time.process_time() + 0.5
@@ -318,20 +291,6 @@ def test_no_thread_is_left_when_training_ends():
 
 def fail(*_):
     raise ZeroDivisionError
-
-
-def test_without_hooks_the_thread_ends_and_the_next_hook_starts_it_again(monkeypatch):
-    monkeypatch.setattr(_sampling, "_QUIET_SECONDS", 0.2)
-    monitor = DeviceMonitor(0.01, sources=[lambda: {"watts": 3}])
-    with pytest.raises(ZeroDivisionError):
-        fit(monitor, keras.callbacks.LambdaCallback(on_epoch_end=fail))
-    assert_no_thread_is_left()
-    logs = {}
-    monitor.on_epoch_begin(1)
-    monitor.on_epoch_end(1, logs)
-    monitor.on_train_end()
-    assert logs == {"watts": 3.0}
-    assert threads() == []
 
 
 def test_a_training_after_one_that_failed_has_one_thread_and_its_readings():

@@ -107,8 +107,8 @@ def by_loop_on_four_devices(*arguments):
     return by_loop(*arguments, strategy=sharding.data_mesh(4))
 
 
-def by_loop_with_noise_scale(*arguments):
-    return by_loop(*arguments, accumulation=2, noise_scale=True)
+def by_loop_in_micro_batches(*arguments):
+    return by_loop(*arguments, accumulation=2)
 
 
 def on_pipelines(train):
@@ -155,7 +155,7 @@ TRAINERS = {
     "fit": by_fit,
     "loop on pipelines": loop_on_pipelines,
     "fit on pipelines": fit_on_pipelines,
-    "loop with the noise scale": on_pipelines(by_loop_with_noise_scale),
+    "loop in micro-batches": on_pipelines(by_loop_in_micro_batches),
 } | (
     {"loop": by_loop, "loop on four devices": by_loop_on_four_devices}
     if ON_JAX

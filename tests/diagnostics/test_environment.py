@@ -199,7 +199,7 @@ def test_a_version_with_which_kdpkit_does_not_work_is_found_with_the_command_tha
     (finding,) = [finding for finding in _packages.findings() if finding.where == "keras"]
     assert (finding.rule, finding.level) == (rule, "error")
     assert version in finding.problem
-    assert finding.remedy == 'Run `python -m pip install "keras<3.16,>=3.10.0"`.'
+    assert finding.remedy == 'Run `python -m pip install "keras<3.16,>=3.13.2"`.'
 
 
 # Variables.

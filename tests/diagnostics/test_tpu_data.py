@@ -174,7 +174,6 @@ def test_a_generator_is_left_alone_and_the_rest_is_checked():
     assert [f.where for f in report.findings if f.rule == "unchecked-data"] == ["validation"]
 
 
-@pytest.mark.needs(keras="3.11", reason="Keras takes no Grain dataset")
 def test_grain_datasets_are_checked_and_not_used_up():
     grain = pytest.importorskip("grain")
     rows = grain.MapDataset.source([*zip(X.astype("float64"), Y, strict=True)]).batch(64)

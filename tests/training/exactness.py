@@ -367,10 +367,7 @@ _add(
     _optimizer(lambda: optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=2)),
 )
 # Until then Muon failed on TensorFlow, and on JAX amplified rounding to 2e-5 in stock Keras, too.
-_SINCE = {
-    "Muon": dict.fromkeys(REPLICAS, "3.13"),
-    "ScheduleFreeAdamW": dict.fromkeys(REPLICAS, "3.14"),
-}
+_SINCE = {"ScheduleFreeAdamW": dict.fromkeys(REPLICAS, "3.14")}
 for _kind in (
     "SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam",
     "Ftrl", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW",

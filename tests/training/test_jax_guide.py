@@ -46,7 +46,7 @@ def build():
 
 
 def data():
-    images, labels = corpora.digits().train
+    images, labels = corpora.load_images().train
     return images[:EXAMPLES].astype("float32"), labels[:EXAMPLES]
 
 

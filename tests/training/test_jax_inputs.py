@@ -45,8 +45,7 @@ def tf_data():
     return tf.data.Dataset.from_tensor_slices((X, Y)).batch(SIZE)
 
 
-takes_grain = pytest.mark.needs(keras="3.11", reason="Keras takes no Grain dataset")
-GRAIN = [pytest.param(kind, marks=takes_grain) for kind in (grain_map, grain_iterator)]
+GRAIN = [grain_map, grain_iterator]
 KINDS = [OwnDataset, arrays, *GRAIN, tf_data]
 
 

@@ -189,11 +189,3 @@ def test_data_that_are_not_masked_get_one_sentence(of):
     loop = training.MaskedLMLoop(small_bert(), optimizer="sgd")
     with pytest.raises(ValueError, match="trains on `.x, y.`.*wanted=.*`kdpkit.pipelines.mask_tok"):
         loop.fit(tf.data.Dataset.from_tensor_slices(parts[of]).batch(4), epochs=1, verbose=0)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_the_noise_scale_can_be_asked_for():
-    metric = keras.metrics.Accuracy(name="masked_accuracy")
-    _, history = trained(1, accumulation=2, noise_scale=True, weighted_metrics=[metric])
-    assert len(history["noise_scale"]) == 2

@@ -21,7 +21,7 @@ ROUNDING = 1e-4  # Adam divides the rounding of a gradient near zero by its size
 
 def images(rows):
     """Give digits and one-hot labels, as the article has them."""
-    x, y = corpora.digits().train
+    x, y = corpora.load_images().train
     labels = np.eye(10, dtype="float32")[y]
     return tf.data.Dataset.from_tensor_slices((x[:rows], labels[:rows])).batch(BATCH)
 

@@ -1,1 +1,1 @@
-"""`kdpkit doctor`: mistakes in a training's input; its other checks are in `_speed` and `_tpu`."""
+"""`kdpkit doctor`: mistakes in a training's input; `--tpu` is in `_tpu`."""

@@ -19,7 +19,7 @@ _STDOUT, _STDERR = 1, 2  # file descriptors
 # What each check is passed of the training, besides its dataset.
 _OF_TRAINING = {
     "check_input": ("model", "validation_data", "epochs", "steps_per_epoch"),
-    "check_speed": ("model", "callbacks", "batch_size"),
+    "check_speed": ("model", "batch_size"),
     "check_tpu": ("model", "callbacks", "validation_data", "batch_size", "validation_batch_size"),
 }
 
@@ -33,13 +33,11 @@ dataset or (dataset, model):
     kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
     KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make_dataset --json
 
-With --measure it trains for a moment, undoes that, and reports whether a step
-waits for input, computes, or waits for callbacks and calls, and which edit to
-try first.
+With --measure it trains for a moment, undoes that, and reports how long a step
+takes, how much of it waits for input, and the slowest stage of the pipeline.
 
-Exit code 0: nothing found, or only notes; with --measure: the time goes into
-computing, and no edit that was tried saves much of it. 1: findings, or time
-that goes elsewhere. 2: the target cannot be checked."""
+Exit code 0: nothing found, or only notes; with --measure: less than a fifth of
+a step waits for input. 1: findings, or more. 2: the target cannot be checked."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--measure",
         action="store_true",
-        help="train TARGET for a moment, and report where a step's time goes",
+        help="train TARGET for a moment, and report how long a step takes and waits for input",
     )
     add(
         "--seconds",

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from kdpkit import errors, scaling
 from kdpkit._internal import check_results, checks
+from kdpkit.diagnostics._plan import milestones as rates
 from kdpkit.diagnostics._plan import plan_text, rules
-from kdpkit.diagnostics._rates import rate_milestones
 
 if TYPE_CHECKING:
     from keras.optimizers.schedules import LearningRateSchedule
@@ -19,6 +19,7 @@ OPTIMIZERS = ("sgd", "adam")
 REMAINDERS = ("drop", "pad", "keep")  # those of `pipelines.PipelineConfig`
 
 _OF_SCALE = ("global_batch_size", "effective_batch_size", "factor", "learning_rate")
+_MOST_POINTS = 2000  # of a line in the figure
 _MOST_REPLICAS = 1_000_000
 _MOST_RATE = (2 - 2**-23) * 2.0**127  # of float32
 
@@ -110,18 +111,22 @@ class TrainingPlan:
         return schedules.warmup_polynomial(peak, **settings, power=self.power)
 
     @property
-    def milestones(self) -> tuple[rate_milestones.Milestone, ...]:
+    def milestones(self) -> tuple[rates.Milestone, ...]:
         """Rates at the first step, the middle and the last, and where warmup or peak end.
 
         Empty where the run has too few steps.
         """
         if not self.has_schedule:
             return ()
-        total, schedule = self.total_steps, self.schedule()
-        changes = [each for each in rate_milestones.changes_of(schedule) if each[0] < total]
-        events = [(0, "first"), *changes, (total // 2, "middle"), (total - 1, "last")]
-        in_order = sorted(events, key=lambda event: event[0])
-        return rate_milestones.milestones_at(schedule, in_order)
+        total = self.total_steps
+        events = [(0, "first")]
+        if self.warmup_steps:
+            events.append((self.warmup_steps, "end of warmup"))
+        if self.shape == "stable-decay":
+            events.append((total - self.decay_steps, "decay begins"))
+        events += [(total // 2, "middle"), (total - 1, "last")]
+        in_order = sorted((e for e in events if e[0] < total), key=lambda event: event[0])
+        return rates.milestones_at(self.schedule(), in_order)
 
     @property
     def findings(self) -> tuple[check_results.Finding, ...]:
@@ -244,8 +249,8 @@ def plan(
     total = batches["total_steps"]
     warmup = _warmup(warmup_steps, warmup_epochs, batches["steps_per_epoch"])
     if shape != "constant" or warmup:
-        rate_milestones.countable("warmup_steps", warmup)
-        rate_milestones.countable("total_steps", total)
+        rates.countable("warmup_steps", warmup)
+        rates.countable("total_steps", total)
     base_adam = scaling.scale_adam(
         scale.base_learning_rate, factor=1, beta_1=beta_1, beta_2=beta_2, epsilon=epsilon
     )
@@ -296,13 +301,31 @@ def plot(plans: Sequence[TrainingPlan], path: str | os.PathLike[str] | None = No
     drawn = [each for each in plans if each.has_schedule]
     if not drawn:
         plans[0].schedule()  # which raises the reason
-    from kdpkit.diagnostics._rates import rate_plot  # loads Keras
+    import numpy as np
 
-    curves = {
-        f"R = {each.scale.replicas}": (each.schedule(), each.total_steps, each.milestones)
-        for each in drawn
-    }
-    return rate_plot.draw(curves, path, epochs=drawn[0].epochs if len(drawn) > 1 else None)
+    from kdpkit import schedules  # loads Keras
+    from kdpkit._internal.pyplot import pyplot_for, saved
+
+    _, axes = pyplot_for(path).subplots(figsize=(8.0, 4.5), layout="constrained")
+    for each in drawn:
+        total, marked = each.total_steps, [milestone.step for milestone in each.milestones]
+        spread = np.linspace(0, total - 1, min(total, _MOST_POINTS)).round().astype(int)
+        steps = sorted({*spread.tolist(), *marked})
+        schedules.plot(each.schedule(), steps, axes=axes)
+        line = axes.lines[-1]
+        dots = np.searchsorted(steps, marked).tolist()
+        line.set(label=f"R = {each.scale.replicas}", marker="o", markersize=4, markevery=dots)
+        if len(drawn) > 1:  # over epochs, of which all have as many
+            line.set_xdata(line.get_xdata() * each.epochs / total)
+    axes.relim()
+    axes.autoscale()
+    axes.set(
+        ylim=(min(0.0, axes.get_ylim()[0]), None), xlabel="epoch" if len(drawn) > 1 else "step"
+    )
+    axes.legend() if len(drawn) > 1 else axes.set_title(axes.lines[0].get_label())
+    if path is not None:
+        saved(axes.figure, path)
+    return axes
 
 
 def _warmup(steps: int | None, epochs: float | None, steps_per_epoch: int) -> int:
@@ -311,7 +334,7 @@ def _warmup(steps: int | None, epochs: float | None, steps_per_epoch: int) -> in
             "Set the warmup in steps or in epochs.", warmup_steps=steps, warmup_epochs=epochs
         )
     if epochs is not None:
-        most = float(rate_milestones.MOST_STEPS)
+        most = float(rates.MOST_STEPS)
         epochs = checks.number("warmup_epochs", epochs, minimum=0, maximum=most)
         return round(epochs * steps_per_epoch)
     return checks.integer("warmup_steps", steps or 0, minimum=0)

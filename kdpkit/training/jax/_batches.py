@@ -11,7 +11,7 @@ from jax.experimental.sparse import JAXSparse
 from keras.src.trainers.data_adapters import get_data_adapter  # what `fit` reads its data with
 
 from kdpkit import sharding
-from kdpkit._internal import checks, processes, versions
+from kdpkit._internal import checks, processes
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES
 from kdpkit.training.jax import _consistency_checks
 from kdpkit.training.jax._consistency_checks import shapes_of
@@ -27,7 +27,6 @@ class Source:
                 remedy="Pass a `tf.data.Dataset`, a `keras.utils.PyDataset` or a Grain dataset "
                 "of batches.",
             )
-        versions.reject_grain(name, dataset)
         self._name = name
         self.mesh = mesh
         self._adapter = get_data_adapter(dataset)

@@ -147,11 +147,6 @@ def _let_parts_be_missing() -> None:
     keras_trainer._distribute_data = distribute_data
 
 
-_NOTED = tuple(
-    f"_{kind}_variable_shardings" for kind in ("trainable", "non_trainable", "optimizer", "metrics")
-)
-
-
 def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
     """Put the values of variables back if a method fails while Keras holds them elsewhere."""
     # docs/upstream/keras_jax_evaluate_loses_weights.md
@@ -161,15 +156,11 @@ def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
         _check_data(*args, **kwargs)
         optimizer = [model.optimizer] if getattr(model, "optimizer", None) else []
         variables = [v for owner in (model, *optimizer) for v in owner.variables]
-        variables += model.metrics_variables  # Keras 3.10 reads them before it resets them
+        variables += model.metrics_variables
         before = [(variable, variable._value) for variable in variables]
-        # Of an `evaluate` inside `fit`: KerasHub's makes Keras before 3.12 forget what `fit` noted.
-        noted = {name: vars(model)[name] for name in _NOTED if vars(model).get(name) is not None}
         try:
             with processes.naming_losses():
-                result = method(*args, **kwargs)
-            vars(model).update(noted)
-            return result
+                return method(*args, **kwargs)
         except BaseException:
             model.jax_state_sync()  # as of the last step that was made
             for variable, value in before:  # and where there was none
@@ -187,6 +178,5 @@ def _check_data(x: Any = None, *_: Any, **settings: Any) -> None:
     held_out = settings.get("validation_data")
     held_out = held_out[0] if isinstance(held_out, tuple | list) else held_out
     for name, dataset in {"x": x, "validation_data": held_out}.items():
-        versions.reject_grain(name, dataset)
         if processes.count() > 1:
             _consistency_checks.check_data(name, dataset)

@@ -47,15 +47,12 @@ class Sums(NamedTuple):
         real: Of each output whose divisor weights and masks decide: that divisor over the other.
         additional: Regularizers and what `add_loss` added.
         gradients: First of all that is complete, then of each loss in `real`.
-        products: Where the noise scale is asked for, the inner products of the gradients, times
-            the examples of the global batch over these examples.
     """
 
     losses: dict[str, jax.Array]
     real: dict[str, jax.Array]
     additional: jax.Array
     gradients: Sequence[list[jax.Array]] = ()
-    products: jax.Array | None = None
 
 
 class JaxSteps(Steps):
@@ -100,16 +97,6 @@ class JaxSteps(Steps):
     def guard(self) -> AbstractContextManager[Any]:
         return processes.naming_losses()
 
-    def check_parts(self) -> None:
-        if self.loop.accumulation == 1:
-            checks.fail(
-                "The noise scale is estimated from how the gradients of parts of a batch differ, "
-                "and on JAX a step is one program over the global batch, whose devices have none "
-                "of their own.",
-                accumulation=1,
-                remedy="Use `accumulation=2` or more.",
-            )
-
     # Before the first step: the data, and all variables.
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
@@ -135,7 +122,7 @@ class JaxSteps(Steps):
         model = self.model
         if training and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        sums = [*self.means, *([self.loop.noise_sums] if self.loop.noise_sums else [])]
+        sums = self.means
         layers = model._flatten_layers()
         self._variables.seeds = {
             id(seed.state) for layer in layers for seed in layer._seed_generators
@@ -216,7 +203,6 @@ class JaxSteps(Steps):
                 sum(part * factor for part, factor in zip(parts, factors, strict=True))
                 for parts in zip(*sums.gradients, strict=True)
             ]
-            self._note_noise(sums, factors, gradients, rows_of(batch))
             return gradients, self._logs()
 
         (gradients, logs), state = self._variables.run(state, finish)
@@ -292,11 +278,7 @@ class JaxSteps(Steps):
         for index, part in enumerate(parts):
             one_hot = (*zeros[:index], jnp.ones_like(part), *zeros[index + 1 :])
             gradients.append(pull_back(one_hot)[0])
-        products = None
-        if self.loop.noise_sums:
-            products = num_global_examples / rows_of(batch) * _inner_products(gradients)
-        sums = sums._replace(gradients=gradients, products=products)
-        return sums, state._replace(other=other)
+        return sums._replace(gradients=gradients), state._replace(other=other)
 
     def _over_micro_batches(self, state: State, batch: Any) -> tuple[Sums, State]:
         """Add up the sums of micro-batches, of which every device has a part of each."""
@@ -339,22 +321,6 @@ class JaxSteps(Steps):
         self._means[""].update_state(total, sample_weight=num_examples)
         return [*factors.values()]
 
-    def _note_noise(
-        self, sums: Sums, factors: list[Any], gradients: list[jax.Array], num_examples: int
-    ) -> None:
-        """Add the squared norms of the parts of a batch and of the global batch, if asked for."""
-        if self.loop.noise_sums is None:
-            return
-        factor = jnp.stack([jnp.float32(factor) for factor in factors])
-        of_parts = jnp.sum(jnp.outer(factor, factor) * sums.products)
-        scale = self.model.optimizer.scale_loss(jnp.float32(1.0)) ** 2
-        self.loop.noise_sums.add(
-            parts=min(self.loop.accumulation, num_examples),
-            num_examples=num_examples,
-            of_parts=of_parts / scale,
-            of_whole=_inner_products([gradients])[0, 0] / scale,
-        )
-
     def _logs(self) -> Logs:
         losses = {mean.name: mean.result() for mean in self.means}
         return self.model.get_metrics_result() | losses
@@ -363,13 +329,3 @@ class JaxSteps(Steps):
 def _checkpointed(block: BlockCall) -> Result:
     """Compute a block, and again for its gradient; this flows to what the function closes over."""
     return jax.checkpoint(lambda tensors: block(tensors, BlockScope()))(block.tensors)
-
-
-def _inner_products(gradients: list[list[jax.Array]]) -> jax.Array:
-    """Return the inner products of the gradients of several losses, as a matrix in float32."""
-
-    def product(one: list[jax.Array], other: list[jax.Array]) -> Any:
-        pairs = zip(one, other, strict=True)
-        return sum(jnp.sum(a.astype("float32") * b.astype("float32")) for a, b in pairs)
-
-    return jnp.stack([jnp.stack([product(a, b) for b in gradients]) for a in gradients])

@@ -72,7 +72,7 @@ def _install() -> None:
     """Wrap Keras' random functions, once.
 
     Raises:
-        ValueError: This Keras does not have them as Keras 3.10 to 3.15 have.
+        ValueError: This Keras does not have them as Keras 3.13 to 3.15 have.
     """
     for name in (*_SHAPE_FIRST, "dropout"):
         original = getattr(keras_random, name, None)

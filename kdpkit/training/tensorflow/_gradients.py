@@ -118,34 +118,6 @@ def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, A
     return dict(sorted(total.items()))
 
 
-def inner_products(gradients: list[dict[int, Any]]) -> Any:
-    """Return the inner products of the gradients of several losses, as a matrix in float32."""
-    norms = [squared_norm(of_loss) for of_loss in gradients]
-
-    def product(i: int, j: int) -> Any:
-        if i == j:
-            return norms[i]
-        both = combined([gradients[i], gradients[j]], [1.0, 1.0])
-        return (squared_norm(both) - norms[i] - norms[j]) / 2
-
-    losses = range(len(gradients))
-    return tf.stack([tf.stack([product(i, j) for j in losses]) for i in losses])
-
-
-def squared_norm(gradients: dict[int, Any]) -> Any:
-    """Return the squared norm of gradients in float32, each taken on the device that it is on."""
-    halves = []
-    for gradient in gradients.values():
-        with tf.device(gradient.device):
-            if isinstance(gradient, tf.IndexedSlices):
-                # An index may have several slices; a dense gradient would be as large as the table.
-                positions, of_slice = tf.unique(gradient.indices)
-                size = tf.size(positions)
-                gradient = tf.math.unsorted_segment_sum(gradient.values, of_slice, size)
-            halves.append(tf.nn.l2_loss(tf.cast(gradient, tf.float32)))
-    return 2 * tf.add_n(halves) if halves else tf.constant(0.0)
-
-
 def _micro_batch(
     batch: Any, index: Any, count: Any, num_examples: tf.Tensor, micro_batches: int
 ) -> Any:

@@ -44,9 +44,7 @@ from kdpkit.training.tensorflow._gradients import (
     combined,
     forward,
     forward_and_backward,
-    inner_products,
     over_micro_batches,
-    squared_norm,
 )
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep, running
@@ -132,21 +130,6 @@ class TensorFlowSteps(Steps):
             _step_patches.inlined_functions(),
         ):
             yield
-
-    def check_parts(self) -> None:
-        """Raise if a batch has one part only, which leaves nothing to compare.
-
-        Raises:
-            ValueError: There is one replica, and no accumulation.
-        """
-        if self.strategy.num_replicas_in_sync * self.loop.accumulation == 1:
-            checks.fail(
-                "The noise scale is estimated from how the gradients of replicas or micro-batches "
-                "differ, and here a batch has one.",
-                replicas=1,
-                accumulation=1,
-                remedy="Use `accumulation=2` or more, or several replicas.",
-            )
 
     # Before the first step: the data, and all variables.
 
@@ -290,9 +273,7 @@ class TensorFlowSteps(Steps):
     def _try_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
         """Make a training step of a shard for each replica, without the update."""
         with rematerialised(self.loop, checkpointed):
-            parts, _ = self.strategy.run(
-                lambda: self._train_replica(shard(), jit=False, trial=trial)
-            )
+            parts = self.strategy.run(lambda: self._train_replica(shard(), jit=False, trial=trial))
         variables = self.model.trainable_variables
         trial.note_gradients(self.model.optimizer, variables, self._summed(parts))
         return self._logs()
@@ -382,11 +363,9 @@ class TensorFlowSteps(Steps):
 
     def _train_step(self, batch: Any, *, jit: bool) -> None:
         with rematerialised(self.loop, checkpointed):
-            parts, of_noise = self.strategy.run(self._train_replica, args=(batch, jit))
+            parts = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
         summed = self._summed(parts)
-        if self.loop.noise_sums:
-            self._note_noise(of_noise, summed)
 
         def update(gradients: Any) -> None:
             with _keras_internals.one_learning_rate(self.model.optimizer):
@@ -414,20 +393,6 @@ class TensorFlowSteps(Steps):
             map(self.strategy.extended.variable_created_in_scope, kept)
         )
 
-    def _note_noise(self, of_noise: Any, summed: list[Any]) -> None:
-        """Hold the squared norms of the parts of a batch against that of the global batch."""
-        sums = self.strategy.reduce(tf.distribute.ReduceOp.SUM, of_noise, axis=None)
-        parts, num_examples, of_parts = tf.unstack(sums)
-        local = [self.strategy.experimental_local_results(g)[0] for g in summed if g is not None]
-        of_whole = squared_norm(dict(enumerate(local)))
-        scale = self.model.optimizer.scale_loss(tf.constant(1.0)) ** 2
-        self.loop.noise_sums.add(
-            parts=parts,
-            num_examples=num_examples,
-            of_parts=of_parts / scale,
-            of_whole=of_whole / scale,
-        )
-
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
 
@@ -446,10 +411,8 @@ class TensorFlowSteps(Steps):
         _layer_state.keep_tensors_apart(self.model)
         return ReplicaStep(batch, trial=trial)
 
-    def _train_replica(
-        self, batch: Any, jit: bool, trial: Any = None
-    ) -> tuple[dict[int, Any], Any]:
-        """Return this replica's part of the gradients, by the variable's index, and its noise."""
+    def _train_replica(self, batch: Any, jit: bool, trial: Any = None) -> dict[int, Any]:
+        """Return this replica's part of the gradients, by the variable's index."""
         step = self._step_of(batch, trial)
         # Under XLA by position on one replica too: it draws all of them otherwise.
         step.is_part |= jit
@@ -464,16 +427,16 @@ class TensorFlowSteps(Steps):
 
         differentiate = _compiled(forward_and_backward_of, jit=jit)
 
-        def compute(micro_batch: Any, start: tf.Tensor) -> tuple[Sums, Any]:
+        def compute(micro_batch: Any, start: tf.Tensor) -> Sums:
             if seeds is not None:
                 seeds.restore()
             sums, predictions, masks = differentiate(micro_batch, start)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
             self._update_metrics(step, micro_batch, predictions)
-            return sums, self._products(step, micro_batch, sums)
+            return sums
 
         micro_batches = self.loop.accumulation
-        sums, products = over_micro_batches(
+        sums = over_micro_batches(
             compute, batch, num_examples=step.num_examples, micro_batches=micro_batches
         )
         if micro_batches > 1:  # the first, outside of the loop over the others, has been noted
@@ -485,25 +448,7 @@ class TensorFlowSteps(Steps):
             total = combined(gradients, [1.0, *factors])
             return {index: step.if_examples(gradient) for index, gradient in total.items()}
 
-        own = _compiled(complete, jit=jit)(sums.gradients, factors)
-        return own, self._noise(step, products, [1.0, *factors])
-
-    def _products(self, step: ReplicaStep, micro_batch: Any, sums: Sums) -> Any:
-        """Return the inner products of a micro-batch's gradients, for the noise scale."""
-        if not self.loop.noise_sums:
-            return ()
-        num_examples = tf.cast(_workers.examples_in_batch(micro_batch), tf.float32)
-        share = tf.math.divide_no_nan(tf.cast(step.num_global_examples, tf.float32), num_examples)
-        return share * inner_products(sums.gradients)
-
-    def _noise(self, step: ReplicaStep, products: Any, factors: list[Any]) -> Any:
-        """Count this replica's micro-batches and examples, and add up the squared norms."""
-        if not self.loop.noise_sums:
-            return ()
-        parts = tf.minimum(self.loop.accumulation, step.num_examples)
-        factor = tf.stack([tf.cast(factor, tf.float32) for factor in factors])
-        norm = step.if_examples(tf.reduce_sum(factor * factor[:, None] * products))
-        return tf.stack([tf.cast(parts, tf.float32), tf.cast(step.num_examples, tf.float32), norm])
+        return _compiled(complete, jit=jit)(sums.gradients, factors)
 
     def _predict_replica(self, batch: Any, trial: Any = None) -> Any:
         step = self._step_of(batch, trial)

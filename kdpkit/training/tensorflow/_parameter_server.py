@@ -69,19 +69,6 @@ class ParameterServerSteps(TensorFlowSteps):
         self._test = function(self._test_on_worker)
         self._predict = function(self._predict_on_worker)
 
-    def check_parts(self) -> None:
-        """Raise: workers take their gradients at different weights, which cannot be compared.
-
-        Raises:
-            ValueError: Always.
-        """
-        checks.fail(
-            "Under `ParameterServerStrategy` every gradient is of other weights, and the noise "
-            "scale is estimated from how several of the same weights differ.",
-            noise_scale=True,
-            remedy="Estimate it on one device, with `accumulation=2` or more.",
-        )
-
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Report in one sentence that a parameter server is gone, or what a worker lacked.
@@ -376,7 +363,7 @@ def _is_of_a_lost_server(error: Any) -> bool:
 
 def _give_up(lost: list[str], error: Exception) -> NoReturn:
     named = f" ({', '.join(lost)})" if lost else ""
-    processes.leave_without_waiting(processes.EXIT_CODE)
+    processes.leave_without_waiting(errors.LEFT_ALONE)
     atexit.register(processes.leave)  # else TensorFlow takes leave of a server that is gone
     raise errors.ProcessLostError(
         f"A parameter server is gone{named}, and with it a part of the model. {processes.GO_ON}"

@@ -1,1 +1,0 @@
-"""`kdpkit bench`: how fast this machine trains, by replicas and batch sizes."""

@@ -1,0 +1,288 @@
+"""The time of a training step, how much of it waits for input, and the slowest stage."""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from kdpkit import checkpoints, errors
+from kdpkit._internal import checks, processes
+from kdpkit._internal.check_results import wrapped
+from kdpkit.diagnostics import _batch, _text, _training_step
+
+_WARM_UP = 2  # executions, after which everything is compiled and buffers have begun to fill
+_LEAST = 3  # executions that are timed, however long they take
+_ROUNDS = 4  # of both runs; the fastest of each counts, as others were disturbed
+_ENDLESS = 10**9  # epochs, or steps: a clock ends them
+_BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
+_LARGE = 0.2  # of a step: waiting is then what to shorten
+
+
+@dataclasses.dataclass(frozen=True)
+class SpeedReport:
+    """What `check_speed` found.
+
+    Attributes:
+        step_seconds: What a step takes, without callbacks.
+        waiting_share: How much of it waits for input, from 0 to 1.
+        slowest_stage: The stage of the pipeline that takes longest, such as `"map(decode)"`; None
+            if the dataset is no `tf.data.Dataset`, or no stage could be measured alone.
+    """
+
+    step_seconds: float
+    waiting_share: float
+    slowest_stage: str | None = None
+
+    @property
+    def clean(self) -> bool:
+        """Whether less than a fifth of a step waits for input."""
+        return self.waiting_share < _LARGE
+
+    def __str__(self) -> str:
+        """Return lines of at most 80 columns."""
+        found = f"A step takes {1000 * self.step_seconds:,.3g} ms, of which "
+        found += f"{self.waiting_share:.0%} waits for input."
+        if self.slowest_stage:
+            found += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
+        return wrapped(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for JSON."""
+        return {**dataclasses.asdict(self), "clean": self.clean}
+
+
+def check_speed(
+    dataset: Any, *, model: Any, batch_size: int | None = None, seconds: float = 20.0
+) -> SpeedReport:
+    """Train for a moment without callbacks, and report how long a step takes and waits for input.
+
+    Real training is timed beside the same step on one batch held in memory; what it takes longer is
+    waiting for input. Of a `tf.data` pipeline `kdpkit.pipelines.measure` finds the slowest stage.
+
+    Nothing is trained: weights, optimizer, metrics, random states of layers and `model.history` are
+    afterwards what they were, and the epoch of a `train_pipeline` or an `ArrayBatches` does not
+    move; but a model or an optimizer that was not built is built, `Dataset.shuffle` draws some
+    orders, and caches are filled.
+
+    Args:
+        dataset: What `fit` trains on: as for `check_tpu`, except generators.
+        model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
+            replicas, in one process.
+        batch_size: Examples in the batches that `fit` cuts arrays into; None takes 32, as Keras.
+        seconds: About how long to measure, without compiling, and longer where steps take longer.
+
+    Raises:
+        ValueError: No model or one that is not compiled, data that have no batch or are a
+            generator, several processes, parameter servers, or training that fails.
+
+    >>> from kdpkit import testing
+    >>> model = testing.tiny_classifier()
+    >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    >>> report = check_speed(testing.toy_classification(64), model=model, seconds=1.0)
+    >>> report.step_seconds > 0, 0 <= report.waiting_share < 1, int(model.optimizer.iterations)
+    (True, True, 0)
+    """
+    seconds = checks.number("seconds", seconds, above=0)
+    _check(dataset, model)
+    first = _batch.batches_of(dataset, batch_size).first
+    with contextlib.ExitStack() as undisturbed:
+        undisturbed.enter_context(_batch.random_numbers_kept())
+        undisturbed.enter_context(_failing_in_a_sentence())
+        trainer = _Trainer(model, first, batch_size)
+        undisturbed.enter_context(_unchanged(trainer.model))
+        stage = None
+        if _batch.is_tf_dataset(dataset):
+            from kdpkit.pipelines import _measure  # TensorFlow is there
+
+            undisturbed.enter_context(_measure.undisturbed(dataset))
+            stage = _measure.measure(dataset, seconds=seconds / 4).slowest
+        each = seconds / (2 * _ROUNDS)
+        rounds = [
+            [trainer.seconds_per_step(data, each) for data in (dataset, trainer.held)]
+            for _ in range(_ROUNDS)
+        ]
+        real, held = map(min, zip(*rounds, strict=True))
+        return SpeedReport(real, max(0.0, 1 - held / real), stage)
+
+
+def _check(dataset: Any, model: Any) -> None:
+    if model is None:
+        checks.fail(
+            "A step's time needs a model that trains on the dataset.",
+            model=model,
+            remedy="Pass a compiled model or a `TrainingLoop`; `kdpkit.pipelines.measure` times a "
+            "`tf.data` pipeline alone.",
+        )
+    _training_step.check_model(model)
+    if _batch.is_generator(dataset):
+        checks.fail(
+            "A generator yields each batch once, so it cannot be measured and then trained on.",
+            dataset=type(dataset).__name__,
+            remedy="Use a dataset that can be iterated again: a `keras.utils.PyDataset` or "
+            "a `tf.data.Dataset`.",
+        )
+    strategy = getattr(_training_step.model_of(model), "distribute_strategy", None)
+    is_served = type(strategy).__name__.startswith("ParameterServer")
+    if is_served or processes.count() > 1:
+        checks.fail(
+            "The speed of one process is measured, on one device or several.",
+            strategy=type(strategy).__name__,
+            processes=processes.count(),
+            remedy="Measure one of them alone, with its part of the batch.",
+        )
+
+
+@contextlib.contextmanager
+def _failing_in_a_sentence() -> Iterator[None]:
+    """Turn an error of the training into an `InputError`."""
+    try:
+        yield
+    except errors.InputError:
+        raise
+    except Exception as error:  # training runs the user's code, which may raise anything
+        raise errors.InputError(
+            f"The training fails, so it has no speed: {_text.reason_of(error)}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _unchanged(model: keras.Model) -> Iterator[None]:
+    """Restore the model to what it was, whatever happens meanwhile."""
+    optimizers = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
+    variables = {
+        "model": model.variables,
+        "optimizers": [variable for each in optimizers for variable in each.variables],
+        "metrics": model.metrics_variables,
+    }
+    values = checkpoints.values_of(variables)
+    stop_training = model.stop_training
+    try:
+        yield
+    finally:
+        checkpoints.assign(variables, values)
+        model.stop_training = stop_training
+
+
+class _Clock(keras.callbacks.Callback):
+    """Times steps, and stops training when there are enough; on JAX it is called from threads."""
+
+    async_safe = True
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+        self._ends: list[tuple[int, float]] = []  # steps done after each execution, and when
+        self._before = 0
+
+    def set_model(self, model: Any) -> None:
+        """Keep the model; `self.model` would wait for every step of JAX."""
+        self._trained = model
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Continue the count of steps."""
+        del epoch, logs
+        self._before = max(self._ends, default=(0, 0.0))[0]
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Note the time, and stop if it is enough."""
+        del logs
+        now = time.perf_counter()
+        self._ends.append((self._before + batch + 1, now))
+        timed = self._ends[_WARM_UP - 1 :]
+        if len(timed) > _LEAST and now - timed[0][1] >= self._seconds:
+            self._trained.stop_training = True
+
+    @property
+    def seconds_per_step(self) -> float:
+        """The mean over what came after the warm-up."""
+        (first, started), *_, (last, ended) = sorted(self._ends)[_WARM_UP - 1 :]
+        return (ended - started) / (last - first)
+
+
+class _Trainer:
+    """A model or a loop, all of whose variables are there, that trains for a moment."""
+
+    def __init__(self, trainer: Any, first: Any, batch_size: int | None) -> None:
+        self.model = _training_step.model_of(trainer)
+        self.held = _held(first)
+        self._trainer = trainer
+        self._is_loop = _training_step.is_loop(trainer)
+        self._strategy = getattr(self.model, "distribute_strategy", None)
+        self._batch_size = batch_size
+        if self._is_loop:
+            steps = trainer._steps
+            steps.build(steps.open(self.held, "dataset", steps=1), training=True)
+            return
+        _training_step.build(self.model, first)
+        optimizer = self.model.optimizer
+        if optimizer is not None and not optimizer.built:  # `fit` may do so in its first step
+            with self._strategy.scope() if self._strategy else contextlib.nullcontext():
+                optimizer.build(self.model.trainable_variables)
+
+    def seconds_per_step(self, data: Any, seconds: float) -> float:
+        """Train, and return the mean time of a step."""
+        clock = _Clock(seconds)
+        arguments = _endless(data, self._batch_size)
+        if self._is_loop:
+            arguments["train"] = arguments.pop("x")
+        elif _batch.is_tf_dataset(data):
+            arguments["shuffle"] = False  # Keras cannot, and would warn
+        fit = self._trainer.fit if self._is_loop else _training_step.fit_of(self.model)
+        with _training_step.history_kept(self.model), self._arrays_kept():
+            fit(**arguments, callbacks=[clock], verbose=0)
+        # Its iterator would read on into the next run. And if a thread of tf.data collects it
+        # later, it may wait there for its own end.
+        del arguments
+        gc.collect()
+        return clock.seconds_per_step
+
+    def _arrays_kept(self) -> contextlib.AbstractContextManager[None]:
+        """Keep plain Keras on several replicas from writing into arrays of the user's."""
+        replicas = getattr(self._strategy, "num_replicas_in_sync", 1)
+        if replicas == 1 or self._is_loop or _training_step.is_exact(self.model):
+            return contextlib.nullcontext()
+        from kdpkit._internal.private_copies import private_batches  # TensorFlow is there
+
+        return private_batches(self._strategy)
+
+
+def _endless(data: Any, batch_size: int | None) -> dict[str, Any]:
+    """Return the arguments with which `fit` does not end by itself."""
+    if _batch.is_tf_dataset(data):
+        return {"x": data.repeat(), "epochs": 1, "steps_per_epoch": _ENDLESS}
+    if _batch.are_arrays(data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        parts = {"x": x, "y": y, "sample_weight": sample_weight}
+        return {**parts, "batch_size": batch_size, "epochs": _ENDLESS}
+    if isinstance(data, keras.utils.PyDataset):
+        data = copy.copy(_batch.untracked(data))  # a copy counts its epochs
+    return {"x": data, "epochs": _ENDLESS}
+
+
+class _SameBatch(keras.utils.PyDataset):
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return _BATCHES_OF_SAME
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+
+def _held(first: Any) -> Any:
+    """Return a dataset of one batch in memory, with no other work to do."""
+    batch = keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(first))
+    if keras.backend.backend() == "jax":
+        return _SameBatch(_batch.as_arrays(batch))
+    import tensorflow as tf
+
+    from kdpkit._internal.dataset_tuning import untuned
+
+    return untuned(tf.data.Dataset.from_tensors(batch).repeat())

@@ -1,1 +1,0 @@
-"""`kdpkit lr`: learning-rate schedules, drawn and compared without training."""

@@ -1,1 +1,0 @@
-"""`kdpkit doctor --measure`: where the time of a training step goes."""
