@@ -42,7 +42,8 @@ def attach(
     strategy = _strategy_of(model)
     steps = _owner(model.train_step)
     if isinstance(steps, _ExactSteps):
-        steps.batch_norm, steps.declared = batch_norm, _declared(divided, undivided)
+        steps.batch_norm = batch_norm
+        steps.declare(_declared(divided, undivided))
     elif strategy is not None:
         _reject_own_loops(model)
         _step_patches.install()
@@ -53,9 +54,9 @@ def attach(
         _ExactSteps(model, strategy, batch_norm=batch_norm, declared=declared).attach()
 
 
-def _declared(divided: Sequence[Any], undivided: Sequence[Any]) -> dict[int, bool]:
-    """Return what the user says of layers, by identity: whether they are divided."""
-    return {id(layer): layer in divided for layer in (*divided, *undivided)}
+def _declared(divided: Sequence[Any], undivided: Sequence[Any]) -> list[tuple[Any, bool]]:
+    """Return what the user says of layers: whether they are divided."""
+    return [(layer, True) for layer in divided] + [(layer, False) for layer in undivided]
 
 
 def _strategy_of(model: keras.Model) -> Any:
@@ -107,12 +108,12 @@ class _ExactSteps:
         strategy: tf.distribute.Strategy,
         *,
         batch_norm: str,
-        declared: dict[int, bool],
+        declared: Sequence[tuple[Any, bool]],
     ) -> None:
         self.model = model
         self.strategy = strategy
         self.batch_norm = batch_norm
-        self.declared = declared
+        self.declare(declared)
         self.undivided: set[str] = set()  # kinds of steps of which no layer can be divided
         self.is_own: dict[str, bool] = {}  # kinds of steps, in which some code is the user's
         stock = keras.Model.train_step
@@ -121,6 +122,11 @@ class _ExactSteps:
         self.test_step_of_model = _keras_internals.inlined(model.test_step)
         self.predict_step_of_model = _keras_internals.inlined(model.predict_step)
         self.warned = False
+
+    def declare(self, declared: Sequence[tuple[Any, bool]]) -> None:
+        """Take what the user says of layers."""
+        self.is_declared = bool(declared)
+        self.division = _global_batch.Division(declared)
 
     def attach(self) -> None:
         """Put the methods in place, and forget functions compiled from the model's own."""
@@ -269,15 +275,8 @@ class _ExactSteps:
         """Find out, before a step is traced, whether any of its code is the user's."""
         if kind not in self.is_own:
             several = self.strategy.num_replicas_in_sync > 1
-            is_own = self.declared or not _whose_code.is_all_of_libraries(self.model, kind)
-            self.is_own[kind] = several and bool(is_own)
-
-    def divides(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
-        """Return whether replicas compute their parts of what a layer is called on."""
-        declared = self.declared.get(id(layer))
-        if declared is not None:
-            return declared
-        return _global_batch.divides_libraries(layer, args, kwargs)
+            is_own = self.is_declared or not _whose_code.is_all_of_libraries(self.model, kind)
+            self.is_own[kind] = several and is_own
 
     def keys_for_loops(self) -> contextlib.AbstractContextManager[None]:
         """Let collectives run inside the loop that `steps_per_execution` compiles."""
@@ -296,7 +295,7 @@ class _ExactSteps:
         step.is_part |= bool(self.model.jit_compile)
         if not self.is_own[kind]:
             return step
-        divides = None if kind in self.undivided else self.divides
+        divides = None if kind in self.undivided else self.division
         return _global_batch.step_on_global_batch(step, divides)
 
     def train_step(self, data: Any) -> Any:

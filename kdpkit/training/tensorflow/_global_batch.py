@@ -17,15 +17,17 @@ uses itself, which each replica computes in full.
 
 import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 
+from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._collectives import concatenated, sums, with_gradient
+from kdpkit.training.tensorflow._per_example_law import broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
     current_step,
@@ -36,9 +38,40 @@ from kdpkit.training.tensorflow._step import (
 from kdpkit.training.tensorflow._whose_code import is_of_a_library
 
 
-def divides_libraries(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:  # noqa: ARG001
-    """Divide layers of libraries alone."""
-    return is_of_a_library(layer)
+class Division:
+    """Which layers are divided: those of libraries, and those that keep the law when it is tried.
+
+    Args:
+        declared: What the user says of layers.
+    """
+
+    def __init__(self, declared: Sequence[tuple[keras.layers.Layer, bool]] = ()) -> None:
+        self._declared = {id(layer): is_divided for layer, is_divided in declared}
+        self._tried: dict[int, tuple[Any, str | None]] = {}
+
+    def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+        """Return whether replicas compute their parts of what a layer is called on."""
+        if id(layer) in self._declared:
+            return self._declared[id(layer)]
+        return is_of_a_library(layer) or self._broken_law(layer, args, kwargs) is None
+
+    def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+        """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""
+        if self(layer, args, kwargs):
+            return True
+        reason = self._tried.get(id(layer), (layer, None))[1] or ""
+        if reason.startswith(("changes", "has a gradient")):
+            checks.fail(
+                f"The layer {reason}, and here replicas or micro-batches have some of them alone.",
+                layer=layer.name,
+                remedy="Train with `jit=False` and `accumulation=1`.",
+            )
+        return False
+
+    def _broken_law(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
+        if id(layer) not in self._tried:  # by the first replica, for all
+            self._tried[id(layer)] = layer, broken_law(layer, args, kwargs)
+        return self._tried[id(layer)][1]
 
 
 def step_on_global_batch(own: ReplicaStep, divides: Callable[..., bool] | None) -> ReplicaStep:
@@ -93,6 +126,11 @@ def call_divided(original: Callable, layer: keras.layers.Layer, *args: Any, **kw
         return original(layer, *args, **kwargs)
     if not layer.built and step.is_here():
         step.merge(lambda strategy: _build(strategy, layer, args, kwargs))
+    if step.rejects is not None and _first_with_examples((args, kwargs)) is not None:
+        inner = copy.copy(step)
+        inner.rejects = None if step.rejects(layer, args, kwargs) else step.rejects
+        with running(inner):
+            return original(layer, *args, **kwargs)
     if step.divides is None or not step.is_here():
         return original(layer, *args, **kwargs)
     first = _first_with_examples((args, kwargs))

@@ -207,6 +207,19 @@ def updates_without_merging(strategy: tf.distribute.Strategy) -> Iterator[None]:
         del extended._use_merge_call
 
 
+@contextlib.contextmanager
+def assigned_in_replicas(variables: list[Any]) -> Iterator[None]:
+    """Let every replica assign its copy of variables, which would else agree on what to assign."""
+    held = [(variable.value, variable.value.aggregation) for variable in variables]
+    for variable, _ in held:
+        variable._aggregation = tf.VariableAggregation.NONE
+    try:
+        yield
+    finally:
+        for variable, aggregation in held:
+            variable._aggregation = aggregation
+
+
 def call_of_layers() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a context manager that goes back into the layers' calls that this is called in.
 

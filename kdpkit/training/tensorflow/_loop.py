@@ -83,6 +83,7 @@ class TensorFlowSteps(Steps):
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._is_built = self._is_optimizer_built = False
+        self._division = _global_batch.Division()
         self._trial = XlaTrial() if jit == "measure" else None
         self._train_with = {
             jit: self._repeated(functools.partial(self._train_step, jit=jit))
@@ -388,9 +389,12 @@ class TensorFlowSteps(Steps):
         _layer_state.keep_tensors_apart(self.model)
         may_meet = kind != "train" or (self.loop.accumulation == 1 and not self._may_jit)
         step = ReplicaStep(batch, batch_norm=self.loop.batch_norm if may_meet else REPLICA)
-        if step.replicas == 1 or not may_meet or self._is_of_libraries(kind):
+        is_own = not self._is_of_libraries(kind)
+        if is_own and not may_meet and (step.replicas > 1 or self.loop.accumulation > 1):
+            step.rejects = self._division.reject
+        if step.replicas == 1 or not may_meet or not is_own:
             return step
-        return _global_batch.step_on_global_batch(step, _global_batch.divides_libraries)
+        return _global_batch.step_on_global_batch(step, self._division)
 
     def _is_of_libraries(self, kind: str) -> bool:
         if not _whose_code.is_all_of_libraries(self.model, kind):

@@ -130,7 +130,13 @@ class _OptimizerPatch:
         if step is None:
             return method(self.optimizer, grads, trainable_variables)
         if step.own is not None and not step.is_here():  # in a condition: all have the same
-            with _keras_internals.updates_without_merging(self.strategy):
+            with (
+                _keras_internals.updates_without_merging(self.strategy),
+                _keras_internals.assigned_in_replicas(self.optimizer.variables),
+                _keras_internals.replaced(
+                    self.optimizer, "_all_reduce_sum_gradients", lambda gradients: gradients
+                ),
+            ):
                 return method(self.optimizer, grads, trainable_variables)
         variables = None if trainable_variables is None else list(trainable_variables)
         grads = [None if grad is None else dense_if_unique(grad) for grad in grads]

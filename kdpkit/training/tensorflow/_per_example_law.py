@@ -33,8 +33,8 @@ from tensorflow.python.eager import cancellation
 from tensorflow.python.framework import op_def_registry
 
 from kdpkit.training.tensorflow import _random
-from kdpkit.training.tensorflow._global_batch import is_library
 from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._whose_code import is_library
 
 _EXAMPLES = 4
 _WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
@@ -116,7 +116,7 @@ class _Positions(ReplicaStep):
         self.num_examples, self.start = num_examples, start
         self.num_global_examples = tf.constant(_EXAMPLES)
         self.share, self.share_in_loss, self.is_part = tf.constant(1.0), True, True
-        self.own = self.divides = self.trial = self._graph = None
+        self.own = self.divides = self.rejects = self._graph = None
         self.gathered, self.assigned = False, []
 
 
@@ -434,9 +434,18 @@ def _layers(layer: keras.layers.Layer) -> list[Any]:
 def _variables(layer: keras.layers.Layer) -> list[Any]:
     """List a layer's variables of floating numbers, those that Keras does not know of as well."""
     attributes = [value for part in _layers(layer) for value in vars(part).values()]
-    own = [part for part in tf.nest.flatten(attributes) if isinstance(part, tf.Variable)]
+    own = [part for part in _leaves(attributes) if isinstance(part, tf.Variable)]
     found = {id(variable): variable for variable in [*(v.value for v in layer.variables), *own]}
     return [variable for variable in found.values() if variable.dtype.is_floating]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Iterate over what is in containers; unlike `tf.nest`, over dictionaries with any keys."""
+    if isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _seeds(layer: keras.layers.Layer) -> list[Any]:
@@ -464,7 +473,7 @@ def _tensors_held(part: Any) -> dict[str, set[int]]:
     if is_library(type(part).__module__):
         return {}
     return {
-        name: {id(tensor) for tensor in tf.nest.flatten(value) if tf.is_tensor(tensor)}
+        name: {id(tensor) for tensor in _leaves(value) if tf.is_tensor(tensor)}
         for name, value in vars(part).items()
         if name != "_losses"
     }
@@ -547,7 +556,7 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
 def _containers(values: Any) -> Iterator[Any]:
     """Iterate over the lists, dictionaries and sets in attributes, and in these."""
     for value in values:
-        if isinstance(value, list | dict | set):
+        if issubclass(type(value), list | dict | set):  # and no proxy of TensorFlow's
             yield next(kind for kind in (list, dict, set) if isinstance(value, kind)), value
             yield from _containers(value.values() if isinstance(value, dict) else value)
 

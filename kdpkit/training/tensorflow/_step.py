@@ -77,6 +77,8 @@ class ReplicaStep:
         # Of a step on the global batch: that of the replica's examples, and the layers it divides.
         self.own: ReplicaStep | None = None
         self.divides: Callable[..., bool] | None = None
+        # Of one on a replica's examples that some of the user's code sees: raises for its layers.
+        self.rejects: Callable[..., bool] | None = None
         self.divided: set[int] = set()  # the variables of these layers, by identity
         self._parts: dict[Any, Part] = {}
         self._graph = _graph()

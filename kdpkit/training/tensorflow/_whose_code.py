@@ -48,13 +48,16 @@ def _may_compare_examples(layer: keras.layers.Layer) -> bool:
     return type(layer).__name__ in _COMPARING or 0 in tf.nest.flatten(axes)
 
 
+_COMPILED = ("loss", "optimizer")  # attributes of a model that its call does not use
+
+
 def _functions_in(layers: list[Any]) -> Iterator[Any]:
     """Iterate over the functions that layers call on what they are given: activations, say."""
     for layer in layers:
         for name, value in vars(layer).items():
-            is_of_weights = name.endswith(("_initializer", "_constraint"))
+            is_other = name.endswith(("_initializer", "_constraint")) or name in _COMPILED
             is_part = isinstance(value, keras.layers.Layer | keras.Variable | tf.Variable)
-            if callable(value) and not is_of_weights and not is_part:
+            if callable(value) and not is_other and not is_part:
                 yield value
 
 
