@@ -271,8 +271,8 @@ def test_many_steps_in_a_call_train_the_same_and_compile_once():
     history = many.fit(data, epochs=2, callbacks=watch, verbose=0).history
     assert ends[:8] == [(0, 0), (3, 2), (4, 0), (7, 2), (8, 0), (11, 2), (12, 0), (13, 2)]
     # On JAX once for each length of a call, of which a scan takes the types first; on TensorFlow
-    # once for each replica, and once more for verification.
-    assert traces.count(True) == 4
+    # once for each replica.
+    assert traces.count(True) == (4 if ON_JAX else 2)
     assert steps_of(many) == 28
     assert_same((many, history), trained(2, data))
 
@@ -673,10 +673,10 @@ def test_a_model_of_another_scope_raises():
 
 
 @pytest.mark.tensorflow
-def test_an_optimizer_of_another_scope_raises():
+def test_an_optimizer_of_other_variables_raises():
     optimizer = keras.optimizers.Adam()
     optimizer.build(testing.tiny_classifier().trainable_variables)
-    with pytest.raises(ValueError, match="The optimizer was not built in the scope"):
+    with pytest.raises(ValueError, match="originally built with"):
         trained(2, optimizer=optimizer)
 
 

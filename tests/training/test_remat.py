@@ -174,8 +174,8 @@ def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas)
             pytest.param(*values, marks=pytest.mark.exhaustive)
             for values in [
                 ("residual", 1, {"jit": True}),
-                ("residual", 2, {"verify": True}),
-                ("gpt2", 2, {"verify": True}),
+                ("residual", 2, {}),
+                ("gpt2", 2, {}),
             ]
         ),
     ],

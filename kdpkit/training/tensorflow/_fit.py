@@ -18,10 +18,9 @@ from kdpkit.training.tensorflow import (
     _keras_internals,
     _layer_state,
     _metric_patches,
-    _no_examples,
     _optimizer_patches,
+    _patches,
     _placeholders,
-    _step_patches,
     _whose_code,
     _workers,
     _xla_call,
@@ -46,7 +45,6 @@ def attach(
         steps.declare(_declared(divided, undivided))
     elif strategy is not None:
         _reject_own_loops(model)
-        _step_patches.install()
         _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
             _layer_state.reject_states_of_examples(model)
@@ -155,6 +153,7 @@ class _ExactSteps:
         several = self.strategy.num_replicas_in_sync > 1
         if several and model.jit_compile:
             _xla_call.compile_call(model, self.global_batch_norms())
+        self.attach_optimizers()
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec
             data_batch = _placeholders.placeholders(_workers.specs_of(specs))
@@ -170,6 +169,11 @@ class _ExactSteps:
             versions.reject_sums_over_examples(model)
             model._aggregate_additional_loss = self.additional_loss
             _layer_state.attach(model, without=self.global_batch_norms())
+
+    def attach_optimizers(self) -> None:
+        """Have the model's optimizers work on the gradients of the global batch."""
+        for optimizer in _optimizer_patches.optimizers_of(self.model):
+            _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
 
     def move_loss_tracker(self) -> None:
         """Have the loss counted in the scope, outside of which `compile` may have been called."""
@@ -234,14 +238,13 @@ class _ExactSteps:
         if getattr(model, name) is not None and not force:
             return
         self.is_own.pop(kind, None)  # it may be compiled with another loss
-        for optimizer in _optimizer_patches.optimizers_of(model):
-            _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
+        self.attach_optimizers()
         compiled = self.compiled_step(kind)
 
         def function(batches: Any) -> Any:
             nonlocal compiled
             self.find_own_code(kind)
-            with _no_examples.guarded_operations(), _step_patches.during_steps():
+            with _patches.installed():
                 batches = _split_global_batches(batches, self.strategy)
                 with self.keys_for_loops():
                     try:
@@ -395,7 +398,7 @@ def _distributing_examples(strategy: tf.distribute.Strategy) -> Iterator[None]:
         return
     setattr(strategy, name, lambda dataset: _workers.distribute(strategy, dataset))
     try:
-        with _keras_internals.untuned_buffers():
+        with _patches.installed():
             yield
     finally:
         delattr(strategy, name)

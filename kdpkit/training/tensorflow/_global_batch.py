@@ -32,6 +32,7 @@ from kdpkit.training.tensorflow._step import (
     ReplicaStep,
     current_step,
     dense_if_unique,
+    divided_by,
     of_any_length,
     running,
 )
@@ -92,6 +93,8 @@ def step_on_global_batch(own: ReplicaStep, divides: Callable[..., bool] | None) 
         of_replicas = next(sizes)
         if not isinstance(leaf, tf.Tensor):
             return own.merge(concatenated, leaf)
+        if leaf.shape.rank == 0:
+            return leaf
         return join(step, _part(own, of_replicas), leaf)
 
     step.data = tf.nest.map_structure(joined, own.data)
@@ -165,8 +168,10 @@ def _first_with_examples(nest: Any) -> Any:
     The number of examples is not known while a step is traced: a tensor beside it whose length is
     known may be a constant for all, or have an entry for each example. One of length 1 is for all.
     """
-    tensors = [leaf for leaf in tf.nest.flatten(nest) if _has_examples(leaf)]
-    tensors = [leaf for leaf in tensors if leaf.shape[0] != 1]
+    leaves = [leaf for leaf in tf.nest.flatten(nest) if getattr(leaf, "shape", None)]
+    if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):  # but ragged, or a variable
+        return None
+    tensors = [leaf for leaf in leaves if _has_examples(leaf) and leaf.shape[0] != 1]
     are_known = {leaf.shape[0] is not None for leaf in tensors}
     return tensors[0] if len(are_known) == 1 else None
 
@@ -266,6 +271,11 @@ def _joined(step: ReplicaStep, part: ReplicaStep, output: tf.Tensor) -> Any:
         return output
     if output.shape.rank == 0:
         return _mean_of_parts(step, part, output) if output.dtype.is_floating else output
+    rows = tf.shape(output)[0]  # perhaps several for each example
+    of_each = rows // tf.maximum(part.num_examples, 1)
+    part = part.of_examples(rows)
+    part.start, part.num_global_examples = part.start * of_each, part.num_global_examples * of_each
+    part.share = part.share_as(tf.float32)
     joined = join(step, part, output)
     if (mask := get_keras_mask(output)) is not None:
         set_keras_mask(joined, join(step, part, mask))
@@ -322,15 +332,24 @@ def gradient_of_variable(step: ReplicaStep, variable: Any, gradient: Any) -> Any
     gradient = dense_if_unique(gradient)
     if not isinstance(gradient, tf.IndexedSlices):
         (total,) = step.merge(sums, [gradient])
-        return with_gradient(total / step.replicas, gradient, lambda upstream: upstream)
+        given = with_gradient(total / step.replicas, gradient, lambda upstream: upstream)
+        step.know_addend(given, gradient)
+        return given
     values, indices = (step.merge(concatenated, of) for of in (gradient.values, gradient.indices))
-    return tf.IndexedSlices(values / step.replicas, indices, gradient.dense_shape)
+    given = tf.IndexedSlices(values / step.replicas, indices, gradient.dense_shape)
+    step.know_addend(given.values, gradient)
+    return given
 
 
 def share_of_gradient(step: ReplicaStep, gradient: tf.Tensor | tf.IndexedSlices) -> Any:
-    """Return what this replica adds to a gradient that all replicas have in full."""
-    if not isinstance(gradient, tf.IndexedSlices):
-        return gradient / step.replicas
+    """Return what this replica adds to a gradient that all replicas have in full.
+
+    One that the step has not changed is what a tape gave each replica: added up once, not twice.
+    """
+    is_sparse = isinstance(gradient, tf.IndexedSlices)
+    own = step.addend_of(gradient.values if is_sparse else gradient)
+    if own is not None or not is_sparse:
+        return divided_by(gradient if own is None else own, step.replicas)
     values, indices = gradient.values, gradient.indices
     if not is_first():
         values, indices = values[:0], indices[:0]

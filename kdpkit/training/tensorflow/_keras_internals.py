@@ -12,7 +12,6 @@ from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.layers.layer import CallSpec
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
@@ -20,27 +19,6 @@ from tensorflow.python.eager.polymorphic_function.polymorphic_function import Fu
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
-from kdpkit._internal.dataset_tuning import untuned
-
-
-@contextlib.contextmanager
-def untuned_buffers() -> Iterator[None]:
-    """Leave tf.data's tuning out of the buffers, of fixed size, that feed replicas on CPUs.
-
-    It runs there whatever the dataset's options say, and epochs end seconds late for it. On a GPU
-    options cannot be attached: TensorFlow has no such operation there.
-    """
-    name = "_create_device_dataset"
-    original = getattr(multi_device_iterator_ops, name, None)
-    if original is None:
-        versions.reject_unknown(name, tensorflow=tf.__version__)
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        buffered = original(*args, **kwargs)
-        return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
-
-    with replaced(multi_device_iterator_ops, name, create):
-        yield
 
 
 @contextlib.contextmanager
@@ -56,27 +34,6 @@ def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def inlined_functions(is_inlined: Callable[[], bool]) -> Iterator[None]:
-    """Have a `tf.function` compute in its caller's graph, where that is asked for.
-
-    In a graph of its own replicas cannot meet, and it keeps tensors of the step that it was first
-    called in, which other steps do not have.
-
-    Args:
-        is_inlined: Returns whether a function that is being called is inlined.
-    """
-    original = Function.__call__
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function._jit_compile or not is_inlined():
-            return original(function, *args, **kwargs)
-        return inlined(function)(*args, **kwargs)
-
-    with replaced(Function, "__call__", call):
-        yield
 
 
 def inlined(function: Any) -> Any:

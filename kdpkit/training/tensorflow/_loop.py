@@ -31,10 +31,9 @@ from kdpkit.training.tensorflow import (
     _keras_internals,
     _layer_state,
     _metric_patches,
-    _no_examples,
     _optimizer_patches,
+    _patches,
     _placeholders,
-    _step_patches,
     _whose_code,
     _workers,
 )
@@ -53,6 +52,8 @@ from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._xla_trial import XlaTrial
 
 T = TypeVar("T")
+# Strategies whose replicas can put their examples together.
+_GATHERING = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
 def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -75,7 +76,6 @@ class TensorFlowSteps(Steps):
         self.model = loop.model
         self.strategy = _strategy_of(self.model, strategy)
         self._jit = jit
-        _step_patches.install()
         if self.strategy.num_replicas_in_sync > 1:
             _layer_state.reject_states_of_examples(self.model)
         if isinstance(self.strategy, tf.distribute.MirroredStrategy):
@@ -124,12 +124,7 @@ class TensorFlowSteps(Steps):
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Enter what holds while the loop runs, and explains that another process is gone."""
-        with (
-            processes.naming_losses(),
-            _keras_internals.untuned_buffers(),
-            _no_examples.guarded_operations(),
-            _step_patches.during_steps(),
-        ):
+        with processes.naming_losses(), _patches.installed():
             yield
 
     def check_parts(self) -> None:
@@ -389,6 +384,8 @@ class TensorFlowSteps(Steps):
         _layer_state.keep_tensors_apart(self.model)
         may_meet = kind != "train" or (self.loop.accumulation == 1 and not self._may_jit)
         step = ReplicaStep(batch, batch_norm=self.loop.batch_norm if may_meet else REPLICA)
+        may_meet &= not (kind == "train" and self.loop.noise_sums)  # of parts' own gradients
+        may_meet &= isinstance(self.strategy, _GATHERING)
         is_own = not self._is_of_libraries(kind)
         if is_own and not may_meet and (step.replicas > 1 or self.loop.accumulation > 1):
             step.rejects = self._division.reject

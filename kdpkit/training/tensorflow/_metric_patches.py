@@ -23,7 +23,11 @@ def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
         is_global: Whether every step that a metric of the user's own is called in is one on the
             global batch.
     """
-    if "result" in vars(metric):
+    weigh_single_numbers(metric)
+    for part in getattr(metric, "metrics", [metric]):
+        if not hasattr(part.update_state, "kdpkit_counts"):
+            part.update_state = _on_global_batch(part, part.update_state, is_global)
+    if not is_global or "result" in vars(metric):
         return
     stock_result = metric.result
 
@@ -34,9 +38,6 @@ def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
         return step.merge(lambda _: tf.nest.map_structure(_read, stock_result()))
 
     metric.result = result
-    weigh_single_numbers(metric)
-    for part in getattr(metric, "metrics", [metric]):
-        part.update_state = _on_global_batch(part, part.update_state, is_global)
 
 
 def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: bool) -> Callable:
@@ -66,6 +67,7 @@ def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: 
             return given
         return update(*args, **kwargs) if _global_batch.is_first() else None
 
+    update_state.kdpkit_counts = True  # type: ignore[attr-defined]  # marks what is wrapped
     return update_state
 
 

@@ -45,9 +45,7 @@ def attach_to_optimizer(
     # keras-team/keras#20582, and docs/upstream/: keras_clips_each_replica.md
     optimizer._distribution_strategy = strategy  # it may have been made outside the scope
     for variable in optimizer.variables:
-        if not strategy.extended.variable_created_in_scope(variable.value):
-            with tf.init_scope(), strategy.scope():
-                _keras_internals.move_into_scope(variable)
+        _move_into_scope(optimizer, variable, strategy)
     patch = _OptimizerPatch(optimizer, strategy)
     if "apply" in vars(optimizer):
         return patch
@@ -61,6 +59,23 @@ def attach_to_optimizer(
         # Keras' own checks one replica: docs/upstream/keras_checks_overflow_on_one_replica.md
         optimizer._tf_apply = optimizer._common_apply
     return patch
+
+
+def _move_into_scope(
+    optimizer: keras.optimizers.Optimizer, variable: Any, strategy: tf.distribute.Strategy
+) -> None:
+    """Give every replica a copy of an optimizer's variable that was made outside the scope."""
+    if strategy.extended.variable_created_in_scope(variable.value):
+        return
+    if isinstance(variable.value, tf.distribute.DistributedValues):
+        checks.fail(
+            "The optimizer was not built in the scope of the strategy that is to train it.",
+            optimizer=optimizer.name,
+            variable=variable.path,
+            remedy="Make it again, for this strategy.",
+        )
+    with tf.init_scope(), strategy.scope():
+        _keras_internals.move_into_scope(variable)
 
 
 class _OptimizerPatch:

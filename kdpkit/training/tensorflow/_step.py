@@ -81,6 +81,7 @@ class ReplicaStep:
         self.rejects: Callable[..., bool] | None = None
         self.divided: set[int] = set()  # the variables of these layers, by identity
         self._parts: dict[Any, Part] = {}
+        self._addends: dict[Any, Any] = {}
         self._graph = _graph()
         self.assigned: list[Any] = []  # variables of layers
 
@@ -166,6 +167,14 @@ class ReplicaStep:
         part.share = _share(num_examples, self.num_global_examples)
         return part
 
+    def know_addend(self, total: tf.Tensor, own: Any) -> None:
+        """Note the gradient of this replica that went into a mean over the replicas."""
+        self._addends[_key(total)] = own, total
+
+    def addend_of(self, total: Any) -> Any:
+        """Return the gradient of this replica that went into a mean over them; None if unknown."""
+        return self._addends.get(_key(total), (None,))[0]
+
     @contextlib.contextmanager
     def on_all_examples(self) -> Iterator[None]:
         """Compute, meanwhile, on the examples of all replicas, as one device does."""
@@ -188,7 +197,10 @@ class ReplicaStep:
 
     def total(self, value: Any) -> Any:
         """Return the sum over the replicas; no gradient flows through it."""
-        return sum_over_replicas(value)
+        if self.replicas == 1:
+            return value
+        value = tf.stop_gradient(value)
+        return self.merge(lambda of, value: of.reduce("SUM", value, axis=None), value)
 
     def merge(self, function: Callable, *args: Any) -> Any:
         """Call `function(strategy, *args)` once for all replicas, outside of them.
@@ -280,6 +292,11 @@ def _are_unique(indices: tf.Tensor) -> bool:
     return (
         op.type in (*_BY_ENTRY, "StridedSlice") and bool(entries) and all(map(_are_unique, entries))
     )
+
+
+def divided_by(gradient: Any, divisor: int) -> Any:
+    """Divide a gradient, which may be sparse."""
+    return _map_values(lambda values: values / divisor, gradient)
 
 
 def _map_values(function: Callable[[Any], Any], value: Any) -> Any:

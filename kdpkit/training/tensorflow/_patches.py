@@ -1,11 +1,8 @@
-"""What Keras and TensorFlow do otherwise inside the steps of an exact model, in one file.
+"""What is replaced in Keras and TensorFlow while a model trains on replicas, in one table.
 
-Keras reduces a loss by one replica's divisor, divides by the number of replicas where it should
-count examples, and gives every replica the same random numbers. What is wrapped for this once in
-the process is in `install`: losses, random functions and the number of replicas. These wrappers
-call what they wrapped, unless their thread runs a step of an exact model. The names and arguments
-are checked first: a Keras or TensorFlow that differs is an error. What is replaced only while a
-step is tried is a context manager.
+Each wrapper calls what it wraps, unless its thread runs a step of an exact model: `_TABLE` says
+what it does otherwise there, and why. `installed` replaces all of it, and puts it back. Names and
+arguments are checked first: a Keras or TensorFlow that differs is an error.
 """
 
 import contextlib
@@ -14,61 +11,50 @@ import inspect
 import random
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
+from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import gen_logging_ops
+from tensorflow.python.ops import gen_logging_ops, gen_nn_ops
 
 from kdpkit._internal import checks, versions
+from kdpkit._internal.dataset_tuning import untuned
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _global_batch,
     _keras_internals,
+    _no_examples,
     _optimizer_patches,
     _random,
     _workers,
 )
 from kdpkit.training.tensorflow._collectives import gathered
-from kdpkit.training.tensorflow._keras_internals import replaced
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 from kdpkit.training.tensorflow._whose_code import is_loss_of_a_library
 
 
-def install() -> None:
-    """Wrap the functions that are not wrapped yet.
+class Patch(NamedTuple):
+    """What is replaced while a model trains on replicas.
 
-    Raises:
-        ValueError: This Keras or TensorFlow does not have them as Keras 3.10 to 3.15 have.
+    Args:
+        owner: A class or a module.
+        name: What it is called there.
+        wrapper: Is called with what was there, and with the arguments.
+        arguments: Those of a function of Keras, if they are used by position.
     """
-    for owner, name, arguments, wrapper in _WRAPPERS:
-        original = getattr(owner, name, None)
-        if getattr(original, "kdpkit_wrapper", None) is wrapper:
-            continue
-        if original is None or [*inspect.signature(original).parameters] != arguments:
-            versions.reject_unknown(name, tensorflow=tf.__version__)
-        setattr(owner, name, _wrap(original, wrapper))
-    for number in (float, int):  # of a variable in callbacks, as on one device
-        setattr(DistributedVariable, f"__{number.__name__}__", _as_number(number))
-    _install_one_device_in_steps()
 
-
-def _as_number(number: type) -> Callable:
-    return lambda variable: number(variable.read_value())
-
-
-def _wrap(original: Callable, wrapper: Callable) -> Callable:
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    wrapped.kdpkit_wrapper = wrapper  # type: ignore[attr-defined]  # marks what is wrapped already
-    return wrapped
+    owner: Any
+    name: str
+    wrapper: Callable
+    arguments: tuple[str, ...] = ()
 
 
 def _reduce_loss(
@@ -154,62 +140,6 @@ def _tell_of_gathering(name: str) -> None:
         )
 
 
-class _OneDeviceInSteps:
-    """`Strategy.num_replicas_in_sync`, which is one for the code of a step.
-
-    What divides by it there, in a user's step, in Keras' losses and regularizers and in
-    `tf.nn.compute_average_loss`, expects that what the replicas have is added up as it is. In an
-    exact step it is added up by shares, and one device divides by one.
-    """
-
-    def __init__(self, original: property) -> None:
-        self.original = original
-
-    def __get__(self, strategy: tf.distribute.Strategy | None, owner: Any = None) -> Any:
-        if strategy is None:
-            return self
-        reader = sys._getframe(1).f_globals.get("__name__", "")
-        if current_step() is None or reader.startswith(_KNOWING_REPLICAS):
-            return self.original.__get__(strategy)
-        return 1
-
-
-_KNOWING_REPLICAS = ("tensorflow.python.distribute", "tensorflow.python.tpu", "kdpkit.")
-
-
-def _install_one_device_in_steps() -> None:
-    original = vars(distribute_lib.StrategyBase)["num_replicas_in_sync"]
-    if isinstance(original, property):
-        distribute_lib.StrategyBase.num_replicas_in_sync = _OneDeviceInSteps(original)
-    elif not isinstance(original, _OneDeviceInSteps):
-        versions.reject_unknown("num_replicas_in_sync", tensorflow=tf.__version__)
-
-
-_WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
-    (
-        keras_loss,
-        "reduce_weighted_values",
-        ["values", "sample_weight", "mask", "reduction", "dtype"],
-        _reduce_loss,
-    ),
-    (keras_loss.Loss, "__call__", ["self", "y_true", "y_pred", "sample_weight"], _call_loss),
-    *_random.wrappers(),
-)
-
-
-@contextlib.contextmanager
-def during_steps() -> Iterator[None]:
-    """Replace what is replaced only while steps run."""
-    with contextlib.ExitStack() as stack:
-        enter = stack.enter_context
-        enter(_keras_internals.inlined_functions(lambda: current_step() is not None))
-        for owner, name, wrapper in _DURING_STEPS:
-            original = getattr(owner, name)
-            if getattr(original, "kdpkit_wrapper", None) is not wrapper:  # in an evaluation
-                enter(replaced(owner, name, _wrap(original, wrapper)))
-        yield
-
-
 def _gradient(
     original: Callable, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
 ) -> Any:
@@ -264,12 +194,124 @@ def _seeds(original: Callable, op_seed: Any) -> Any:
     return step.merge(lambda _: (random.getrandbits(31), random.getrandbits(31)))
 
 
-_DURING_STEPS: tuple[tuple[Any, str, Callable], ...] = (
-    (keras.layers.Layer, "__call__", _global_batch.call_divided),
-    (keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
-    (tf.GradientTape, "gradient", _gradient),
-    (keras.optimizers.Optimizer, "apply", _apply_gradients),
-    (keras.optimizers.LossScaleOptimizer, "apply", _apply_gradients),
-    (gen_logging_ops, "print_v2", _print),
-    (random_seed, "get_seed", _seeds),
+def _inlined(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have a `tf.function` compute in the graph of the step that calls it.
+
+    In a graph of its own replicas cannot meet, and it keeps tensors of the step that it was first
+    called in, which other steps do not have.
+    """
+    if function._jit_compile or current_step() is None:
+        return original(function, *args, **kwargs)
+    return _keras_internals.inlined(function)(*args, **kwargs)
+
+
+def _num_replicas(original: Callable, strategy: Any) -> Any:
+    """Return one for the code of a step.
+
+    What divides by it there, in a user's step, in Keras' losses and regularizers and in
+    `tf.nn.compute_average_loss`, expects that what the replicas have is added up as it is. In an
+    exact step it is added up by shares, and one device divides by one.
+    """
+    return original(strategy) if current_step() is None else 1
+
+
+def _device_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Leave tf.data's tuning out of the buffers, of fixed size, that feed replicas on CPUs.
+
+    It runs there whatever the dataset's options say, and epochs end seconds late for it. On a GPU
+    options cannot be attached: TensorFlow has no such operation there.
+    """
+    buffered = original(*args, **kwargs)
+    return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
+
+
+def _as_number(number: Callable) -> Callable:
+    """Make a number of a variable of replicas, in a callback, as one device does."""
+
+    def convert(original: Callable, variable: Any) -> Any:  # noqa: ARG001  # it has none
+        return number(variable.read_value())
+
+    return convert
+
+
+# Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585. Checked with Keras 3.13 to
+# 3.15 and TensorFlow 2.20 and 2.21.
+_TABLE = (
+    # Losses by the global batch's divisor: keras_divides_losses_by_replica.md
+    Patch(
+        keras_loss,
+        "reduce_weighted_values",
+        _reduce_loss,
+        ("values", "sample_weight", "mask", "reduction", "dtype"),
+    ),
+    Patch(keras_loss.Loss, "__call__", _call_loss, ("self", "y_true", "y_pred", "sample_weight")),
+    Patch(distribute_lib.StrategyBase, "num_replicas_in_sync", _num_replicas),
+    # Random numbers by the examples' positions: keras_draws_the_same_on_replicas.md
+    *(
+        Patch(keras_random, name, wrapper, tuple(arguments))
+        for _, name, arguments, wrapper in _random.wrappers()
+    ),
+    Patch(random_seed, "get_seed", _seeds),
+    # Steps on the global batch, and what they do once for all replicas.
+    Patch(keras.layers.Layer, "__call__", _global_batch.call_divided),
+    Patch(tf.GradientTape, "gradient", _gradient),
+    Patch(gen_logging_ops, "print_v2", _print),
+    Patch(Function, "__call__", _inlined),
+    # Statistics of the global batch, and optimizers that get its gradients once.
+    Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
+    Patch(keras.optimizers.Optimizer, "apply", _apply_gradients),
+    Patch(keras.optimizers.LossScaleOptimizer, "apply", _apply_gradients),
+    # On replicas without examples: onednn_without_examples.md
+    *(
+        Patch(gen_nn_ops, name, functools.partial(_no_examples.guarded, *which))
+        for name, which in _no_examples.OPERATIONS.items()
+    ),
+    # Around the steps.
+    Patch(multi_device_iterator_ops, "_create_device_dataset", _device_dataset),
+    Patch(DistributedVariable, "__float__", _as_number(float)),
+    Patch(DistributedVariable, "__int__", _as_number(int)),
 )
+_ADDED = ("__float__", "__int__")  # which their owners do not have
+_installed: list[tuple[Any, str, Any]] = []  # what was there
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Replace what is in the table; inside of itself it does nothing.
+
+    Raises:
+        ValueError: This Keras or TensorFlow does not have what is replaced.
+    """
+    if _installed:
+        yield
+        return
+    try:
+        for owner, name, wrapper, arguments in _TABLE:
+            original = inspect.getattr_static(owner, name, None)
+            function = original.fget if isinstance(original, property) else original
+            if name not in _ADDED and not _is_known(function, arguments):
+                versions.reject_unknown(name, tensorflow=tf.__version__)
+            wrapped = _wrap(function, wrapper)
+            _installed.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, property(wrapped) if function is not original else wrapped)
+        yield
+    finally:
+        while _installed:
+            owner, name, original = _installed.pop()
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _is_known(function: Any, arguments: tuple[str, ...]) -> bool:
+    if function is None:
+        return False
+    return not arguments or (*inspect.signature(function).parameters,) == arguments
+
+
+def _wrap(original: Any, wrapper: Callable) -> Callable:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return functools.wraps(original)(wrapped) if original is not None else wrapped
