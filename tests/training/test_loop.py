@@ -879,12 +879,12 @@ def test_a_layer_with_a_state_for_each_row_raises():
 
 @pytest.mark.tensorflow
 def test_the_buffers_that_feed_replicas_are_not_tuned(monkeypatch):
-    from kdpkit.training.tensorflow import _keras_internals
+    from kdpkit.training.tensorflow import _patches
 
     made = []
-    untuned = _keras_internals.untuned
+    untuned = _patches.untuned
     monkeypatch.setattr(
-        _keras_internals, "untuned", lambda dataset: made.append(untuned(dataset)) or made[-1]
+        _patches, "untuned", lambda dataset: made.append(untuned(dataset)) or made[-1]
     )
     trained(2, epochs=2)
     assert len(made) == 4  # of two replicas in two epochs

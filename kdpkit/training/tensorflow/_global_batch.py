@@ -114,7 +114,7 @@ def own_part(step: ReplicaStep, outputs: Any) -> Any:
     def part(output: Any) -> Any:
         if not _has_examples(output):
             return output
-        return _taken(step, _part_for(step, output), output)
+        return _taken(step, _part_for(step, output), output, is_sure=True)
 
     return tf.nest.map_structure(part, outputs)
 
@@ -141,14 +141,17 @@ def call_divided(original: Callable, layer: keras.layers.Layer, *args: Any, **kw
         return original(layer, *args, **kwargs)
     step.divided.update(id(variable) for variable in layer.variables)
     part = _part_for(step, first)
-    cut = functools.partial(_cut, step, part)
+    cut = functools.partial(_cut, step, part, False)
     args, kwargs = tf.nest.map_structure(cut, (args, kwargs))
     inner_layers = [inner for inner in layer._flatten_layers() if hasattr(inner, "_losses")]
-    before = [len(inner._losses) for inner in inner_layers]
+    before = [loss for inner in inner_layers for loss in inner._losses]
     with running(part):
         outputs = original(layer, *args, **kwargs)
-    for inner, known in zip(inner_layers, before, strict=True):
-        inner._losses[known:] = [_joined(step, part, loss) for loss in inner._losses[known:]]
+    for inner in inner_layers:
+        inner._losses[:] = [
+            loss if any(loss is of for of in before) else _joined(step, part, loss)
+            for loss in inner._losses
+        ]
     return tf.nest.map_structure(functools.partial(_joined, step, part), outputs)
 
 
@@ -185,7 +188,9 @@ def _part_for(step: ReplicaStep, tensor: tf.Tensor) -> ReplicaStep:
     ends = tf.cast(tf.cumsum(own.sizes[0]), tf.int64)
     ends = tf.cast(num_examples, tf.int64) * ends // tf.cast(examples, tf.int64)
     of_replicas = tf.cast(ends - tf.concat([[0], ends[:-1]], 0), tf.int32)
-    return _part(own, of_replicas)
+    part = _part(own, of_replicas)
+    part.examples = object()  # others than the batch's, perhaps
+    return part
 
 
 def _part(own: ReplicaStep, of_replicas: tf.Tensor) -> ReplicaStep:
@@ -198,32 +203,37 @@ def _part(own: ReplicaStep, of_replicas: tf.Tensor) -> ReplicaStep:
     return part
 
 
-def _cut(step: ReplicaStep, part: ReplicaStep, leaf: Any) -> Any:
+def _cut(step: ReplicaStep, part: ReplicaStep, is_sure: bool, leaf: Any) -> Any:
     """Return a replica's part of a tensor, if that has the examples that the layer is called on."""
     if not _has_examples(leaf) or leaf.shape[0] == 1:
         return leaf
-    shard = _taken(step, part, leaf)
-    mask = get_keras_mask(leaf)
-    if mask is not None and get_keras_mask(shard) is None:
-        set_keras_mask(shard, _taken(step, part, mask))
+    shard = _taken(step, part, leaf, is_sure=is_sure)
+    if (mask := get_keras_mask(leaf)) is not None:
+        set_keras_mask(shard, _taken(step, part, mask, is_sure=is_sure))
     return shard
 
 
-def _taken(step: ReplicaStep, part: ReplicaStep, x: Any) -> Any:
-    """Return this replica's part of a tensor that is the same on all replicas."""
-    if (known := step.part_of(x)) is not None:
-        shard = _linked_part(step, known.step, known.tensor, x)
-    else:
-        num_examples = tf.shape(x)[0]
-        is_cut = num_examples == part.num_global_examples
-        start = tf.where(is_cut, part.start, 0)
-        stop = tf.where(is_cut, part.start + part.num_examples, num_examples)
-        shard = x[start:stop]
-        if x.dtype.is_floating:
-            gradient = functools.partial(_mean_at, step, start, stop, num_examples)
-            shard = with_gradient(shard, x, gradient)
-    if known is not None and (mask := get_keras_mask(known.tensor)) is not None:
-        set_keras_mask(shard, mask)
+def _taken(step: ReplicaStep, part: ReplicaStep, x: Any, *, is_sure: bool) -> Any:
+    """Return this replica's part of a tensor that is the same on all replicas.
+
+    Args:
+        step: The step on the global batch.
+        part: The step of the part.
+        x: The tensor.
+        is_sure: Whether it has the examples of the part; else all of it is returned if it has
+            another number of them.
+    """
+    known = step.part_of(x)
+    if known is not None and (is_sure or known.step.examples is part.examples):
+        return _linked_part(step, known.step, known.tensor, x)
+    num_examples = tf.shape(x)[0]
+    is_cut = is_sure or num_examples == part.num_global_examples
+    start = tf.where(is_cut, part.start, 0)
+    stop = tf.where(is_cut, part.start + part.num_examples, num_examples)
+    shard = x[start:stop]
+    if x.dtype.is_floating:
+        gradient = functools.partial(_mean_at, step, start, stop, num_examples)
+        shard = with_gradient(shard, x, gradient)
     return shard
 
 
@@ -240,7 +250,7 @@ def join(step: ReplicaStep, part: ReplicaStep, shard: tf.Tensor) -> Any:
     if shard.dtype.is_floating:
 
         def gradient(upstream: tf.Tensor) -> Any:
-            return step.replicas * _taken(step, part, upstream)
+            return step.replicas * _taken(step, part, upstream, is_sure=True)
 
         joined = with_gradient(joined, shard, gradient)
     elif tf.executing_eagerly():
@@ -272,7 +282,7 @@ def _joined(step: ReplicaStep, part: ReplicaStep, output: tf.Tensor) -> Any:
     if output.shape.rank == 0:
         return _mean_of_parts(step, part, output) if output.dtype.is_floating else output
     rows = tf.shape(output)[0]  # perhaps several for each example
-    of_each = rows // tf.maximum(part.num_examples, 1)
+    of_each = tf.where(part.num_examples > 0, rows // tf.maximum(part.num_examples, 1), 1)
     part = part.of_examples(rows)
     part.start, part.num_global_examples = part.start * of_each, part.num_global_examples * of_each
     part.share = part.share_as(tf.float32)
@@ -303,7 +313,7 @@ def parts_of_known(step: ReplicaStep, nest: Any) -> tuple[ReplicaStep, Any] | No
     if not known:
         return None
     part = _part_for(step, known[0])
-    return part, tf.nest.map_structure(functools.partial(_cut, step, part), nest)
+    return part, tf.nest.map_structure(functools.partial(_cut, step, part, True), nest)
 
 
 def loss_of_parts(step: ReplicaStep, compute: Callable, *given: Any) -> Any:

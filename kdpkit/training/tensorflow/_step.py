@@ -79,6 +79,7 @@ class ReplicaStep:
         self.divides: Callable[..., bool] | None = None
         # Of one on a replica's examples that some of the user's code sees: raises for its layers.
         self.rejects: Callable[..., bool] | None = None
+        self.examples = object()  # which these are: parts of others may have other sizes
         self.divided: set[int] = set()  # the variables of these layers, by identity
         self._parts: dict[Any, Part] = {}
         self._addends: dict[Any, Any] = {}
