@@ -39,17 +39,5 @@ class PackageInputError(InputError, ImportError):
     """What the caller asked for needs a package that is not installed."""
 
 
-class VerificationError(InputError):
-    """A training step depends on how its batch is split over the replicas.
-
-    Attributes:
-        problem: Which part of it does, in a sentence.
-    """
-
-    def __init__(self, message: str, *, problem: str) -> None:
-        super().__init__(message)
-        self.problem = problem
-
-
 class ProcessLostError(RuntimeError):
     """Another process that this one trains with is gone."""

@@ -32,8 +32,8 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
     end of the epoch, whose last lines have everything. Readings of devices and the learning rate
     are left out: they are in the logs, for `History`, files and TensorBoard.
 
-    The first step of each `fit` is announced, because it is compiled, and `replica_exact` verifies
-    it: its time is reported by itself, and is no part of the time of a step. With several processes
+    The first step of each `fit` is announced, because it is compiled: its time is reported by
+    itself, and is no part of the time of a step. With several processes
     only the first one shows anything. `evaluate` and `predict` have Keras' bar.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])

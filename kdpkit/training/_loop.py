@@ -63,7 +63,6 @@ class TrainingLoop:
             differ, as with `kdpkit.pipelines.bucket_by_length`, choose yourself.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
-        verify: Whether to verify the first steps on several replicas of TensorFlow.
         batch_norm: As in `replica_exact`; with `jit` on several replicas only `"replica"` works.
         remat: Whether the backward pass computes the inner activations of blocks again, which need
             then not be kept. Blocks are the layers of the model that have layers of their own, such
@@ -101,7 +100,6 @@ class TrainingLoop:
         jit: Any = None,
         loss_weights: Any = None,
         weighted_metrics: Any = (),
-        verify: bool = True,
         batch_norm: str = "global",
         remat: bool = False,
     ) -> None:
@@ -123,7 +121,6 @@ class TrainingLoop:
             checks.fail("`jit` must be True, False, 'measure' or None.", jit=jit)
         self.steps_per_loop = checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = checks.integer("accumulation", accumulation)
-        self.verify = checks.one_of("verify", verify, (True, False))
         self.batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
         self.remat = checks.one_of("remat", remat, (True, False))
         self.loss = Objective(

@@ -211,7 +211,7 @@ def with_batch_norm():
 @pytest.mark.slow
 def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
     model = compiled_on(mirrored(4), with_batch_norm, metrics=["accuracy"])
-    model = replica_exact(model, batch_norm="replica", verify=False)
+    model = replica_exact(model, batch_norm="replica")
     x, y = data()
     with pytest.warns(
         UserWarning, match=r"^[^\n]*\(norm\)[^\n]*batch_norm=\"global[^\n]*$"
@@ -294,15 +294,6 @@ class ByHiddenOptimizer(Step):
         self.get_optimizer().apply(gradients, weights)
 
 
-class InACondition(Step):
-    def apply(self, gradients, weights):
-        def apply():
-            self.optimizer.apply(gradients, weights)
-            return 0
-
-        tf.cond(tf.reduce_sum(gradients[0]) > 0, apply, lambda: 0)
-
-
 class WithItsOwnLoss(Step):
     def compute_loss(self, x, y, y_pred, sample_weight=None):  # noqa: ARG002  # Keras' signature
         return tf.reduce_sum(y_pred)
@@ -322,14 +313,6 @@ def test_a_step_that_does_all_itself_trains_as_on_one_device(make):
     expected = weights(strategies.select_strategy("one"))
     for weight, wanted in zip(weights(mirrored(2)), expected, strict=True):
         np.testing.assert_allclose(weight, wanted, atol=1e-6)
-
-
-def test_a_step_that_applies_gradients_in_a_condition_trains_nothing():
-    model = replica_exact(compiled_on(mirrored(2), InACondition))
-    with pytest.raises(
-        ValueError, match="inside a condition.*gradient_accumulation_steps.*Received: inside="
-    ):
-        model.fit(*data(), verbose=0)
 
 
 def test_an_unbatched_dataset_raises():

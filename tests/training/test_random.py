@@ -10,11 +10,16 @@ from keras import layers
 
 from kdpkit import scaling, strategies
 from kdpkit.training import TrainingLoop, gather_examples, replica_exact
+from kdpkit.training.tensorflow import _patches
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from kdpkit.training.tensorflow._step_patches import install
 
 pytestmark = pytest.mark.tensorflow
-install()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def patches():
+    with _patches.installed():
+        yield
 
 
 def drawn(replicas, draw, rows, *, jit=False):

@@ -3,6 +3,7 @@
 TensorFlow's wheel for Linux registers the kernels of GPUs on machines without one, too.
 """
 
+import functools
 import subprocess
 import sys
 
@@ -15,7 +16,7 @@ from tensorflow.python.framework import config, kernels
 
 from kdpkit import strategies
 from kdpkit.training import check_parity, replica_exact
-from kdpkit.training.tensorflow import _no_examples
+from kdpkit.training.tensorflow import _no_examples, _patches
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from tests.processes import SOON
 
@@ -155,7 +156,7 @@ def sequence_sums(inputs, initial_state_h, initial_state_c, kernel, mask):
 @pytest.mark.parametrize("examples", [1, 3])
 def test_a_recurrent_layer_of_cudnn_gets_an_example_where_there_is_none(examples):
     strategy = strategies.select_strategy("mirrored", devices=2)
-    layer = _no_examples.guarded_rnn(sequence_sums, devices="CPU")
+    layer = functools.partial(_no_examples.guarded_rnn, "CPU", sequence_sums)
     x = tf.random.stateless_normal((examples, 4, 2), [1, 2])
     sizes = [-(-examples // 2), examples // 2]
     with strategy.scope():
@@ -194,12 +195,12 @@ def test_a_recurrent_layer_of_cudnn_gets_an_example_where_there_is_none(examples
 
 
 def test_keras_functions_for_cudnn_take_what_is_guarded():
-    rnn = _no_examples._RNN
-    stock = rnn._cudnn_lstm, rnn._cudnn_gru
-    with _no_examples.guarded_operations():
-        assert rnn._cudnn_lstm.is_guarded
-        assert rnn._cudnn_gru.is_guarded
-    assert (rnn._cudnn_lstm, rnn._cudnn_gru) == stock
+    rnn = _no_examples.RNN
+    stock = [getattr(rnn, name) for name in _no_examples.OF_CUDNN]
+    with _patches.installed():
+        guarded = [getattr(rnn, name) for name in _no_examples.OF_CUDNN]
+    assert [function.__wrapped__ for function in guarded] == stock
+    assert [getattr(rnn, name) for name in _no_examples.OF_CUDNN] == stock
 
 
 class _SeenError(Exception):

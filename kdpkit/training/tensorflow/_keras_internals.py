@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,39 +9,16 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
+from keras.src.layers.layer import CallSpec
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.eager import context
-from tensorflow.python.eager.lift_to_graph import UnliftableError as UnliftableError
+from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import ops
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
-from kdpkit._internal.dataset_tuning import untuned
-
-
-@contextlib.contextmanager
-def untuned_buffers() -> Iterator[None]:
-    """Leave tf.data's tuning out of the buffers, of fixed size, that feed replicas on CPUs.
-
-    It runs there whatever the dataset's options say, and epochs end seconds late for it. On a GPU
-    options cannot be attached: TensorFlow has no such operation there.
-    """
-    name = "_create_device_dataset"
-    original = getattr(multi_device_iterator_ops, name, None)
-    if original is None:
-        versions.reject_unknown(name, tensorflow=tf.__version__)
-
-    def create(*args: Any, **kwargs: Any) -> Any:
-        buffered = original(*args, **kwargs)
-        return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
-
-    with replaced(multi_device_iterator_ops, name, create):
-        yield
 
 
 @contextlib.contextmanager
@@ -58,27 +34,6 @@ def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-
-
-@contextlib.contextmanager
-def inlined_functions(is_inlined: Callable[[], bool]) -> Iterator[None]:
-    """Have a `tf.function` compute in its caller's graph, where that is asked for.
-
-    In a graph of its own replicas cannot meet, and it keeps tensors of the step that it was first
-    called in, which other steps do not have.
-
-    Args:
-        is_inlined: Returns whether a function that is being called is inlined.
-    """
-    original = Function.__call__
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> Any:
-        if function._jit_compile or not is_inlined():
-            return original(function, *args, **kwargs)
-        return inlined(function)(*args, **kwargs)
-
-    with replaced(Function, "__call__", call):
-        yield
 
 
 def inlined(function: Any) -> Any:
@@ -99,37 +54,36 @@ def inlined(function: Any) -> Any:
     return call
 
 
-def functions_of(operation: tf.Operation) -> list[Any]:
-    """Return the graphs of the functions that an operation calls, as far as they are known."""
-    values = {attribute.name: attribute for attribute in operation.op_def.attr}
-    functions = [operation.get_attr(name) for name, a in values.items() if "func" in a.type]
-    names = [function.name for function in tf.nest.flatten(functions)]
-    found = [operation.graph._get_function(name) for name in names]
-    return [function.graph for function in found if hasattr(function, "graph")]
+def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
+    """Return outputs whose gradients, for tapes, flow to the inputs by a function of their own.
 
-
-def origin_of_gradient(identity: Any) -> str | None:
-    """Return the module of a gradient written by `custom_gradient`; None if there is none."""
-    try:
-        name = identity.get_attr("_gradient_op_type").decode()
-    except ValueError:  # it has no such attribute
-        return None
-    of_tape = inspect.getclosurevars(ops.gradient_registry.lookup(name)).nonlocals["tape_grad_fn"]
-    gradient = inspect.getclosurevars(of_tape).nonlocals["grad_fn"]
-    return str(getattr(gradient, "func", gradient).__module__)  # it may be a partial function
-
-
-def forget_gradients(definition: Any) -> None:
-    """Forget the gradients written by `custom_gradient` in a graph that nobody differentiates now.
-
-    TensorFlow keeps them for as long as the process lives, and with them the graph
-    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md). Functions that the graph calls may
-    be called elsewhere too, and keep theirs.
+    `tf.custom_gradient` would compute the inputs wherever the outputs are needed, follow the graph
+    back in search of variables, and keep all of it for as long as the process lives
+    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md).
     """
-    for node in definition.node:
-        name = node.attr["_gradient_op_type"].s.decode() if "_gradient_op_type" in node.attr else ""
-        if name.startswith("CustomGradient-"):
-            ops.gradient_registry._registry.pop(name, None)
+    with record.stop_recording():
+        copies = tf.nest.map_structure(tf.identity, outputs)
+
+    def backward(*upstream: Any) -> list[Any]:
+        return tf.nest.flatten(gradient(*upstream), expand_composites=False)
+
+    record.record_operation(
+        "ReplicaGradient", tf.nest.flatten(copies), tf.nest.flatten(inputs), backward
+    )
+    return copies
+
+
+def build_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+    """Build a layer for what it is called on, as its call does."""
+    args, kwargs = tf.nest.map_structure(_placeholder, (args, kwargs))
+    call = CallSpec(layer._call_signature, layer._call_context_args, args, kwargs)
+    layer._maybe_build(call)
+
+
+def _placeholder(leaf: Any) -> Any:
+    if not isinstance(leaf, tf.Tensor):
+        return leaf
+    return keras.KerasTensor(leaf.shape, leaf.dtype.name)
 
 
 def joined_over_processes(output: Any, strategy: tf.distribute.Strategy) -> Any:
@@ -208,6 +162,19 @@ def updates_without_merging(strategy: tf.distribute.Strategy) -> Iterator[None]:
         yield
     finally:
         del extended._use_merge_call
+
+
+@contextlib.contextmanager
+def assigned_in_replicas(variables: list[Any]) -> Iterator[None]:
+    """Let every replica assign its copy of variables, which would else agree on what to assign."""
+    held = [(variable.value, variable.value.aggregation) for variable in variables]
+    for variable, _ in held:
+        variable._aggregation = tf.VariableAggregation.NONE
+    try:
+        yield
+    finally:
+        for variable, aggregation in held:
+            variable._aggregation = aggregation
 
 
 def call_of_layers() -> Callable[[], contextlib.AbstractContextManager[None]]:

@@ -25,7 +25,7 @@ from kdpkit._internal import checks, parameter_servers, processes
 from kdpkit._internal.private_copies import with_private_batches
 from kdpkit.training._feed import Feed
 from kdpkit.training._remat import rematerialised
-from kdpkit.training.tensorflow import _keras_internals
+from kdpkit.training.tensorflow import _keras_internals, _patches
 from kdpkit.training.tensorflow._gradients import (
     combined,
     forward,
@@ -77,7 +77,7 @@ class ParameterServerSteps(TensorFlowSteps):
             ProcessLostError: A parameter server is gone, and its part of the model with it.
         """
         try:
-            with _short_logs():
+            with _short_logs(), _patches.installed():
                 yield
         except tf.errors.OpError as error:
             lost = parameter_servers.silent(self.strategy, "ps")

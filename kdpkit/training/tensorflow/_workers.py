@@ -209,7 +209,7 @@ def examples_in(tensor: Any) -> Any:
         return tf.cast(tensor.nrows(), tf.int32)
     if isinstance(tensor, tf.SparseTensor):
         return tf.cast(tensor.dense_shape[0], tf.int32)
-    return tf.shape(tensor)[0]
+    return tf.shape(tensor)[0] if tensor.shape.rank != 0 else tf.constant(1)
 
 
 def _cut_sparse(part: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:

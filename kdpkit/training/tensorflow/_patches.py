@@ -1,0 +1,321 @@
+"""What is replaced in Keras and TensorFlow while a model trains on replicas, in one table.
+
+Each wrapper calls what it wraps, unless its thread runs a step of an exact model: `_TABLE` says
+what it does otherwise there, and why. `installed` replaces all of it, and puts it back. Names and
+arguments are checked first: a Keras or TensorFlow that differs is an error.
+"""
+
+import contextlib
+import functools
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.tensorflow import random as keras_random
+from keras.src.losses import loss as keras_loss
+from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import gen_logging_ops, gen_nn_ops
+
+from kdpkit._internal import checks, versions
+from kdpkit._internal.dataset_tuning import untuned
+from kdpkit.training.tensorflow import (
+    _batch_norm,
+    _global_batch,
+    _keras_internals,
+    _no_examples,
+    _optimizer_patches,
+    _random,
+    _workers,
+)
+from kdpkit.training.tensorflow._collectives import gathered
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._whose_code import is_loss_of_a_library
+
+
+class Patch(NamedTuple):
+    """What is replaced while a model trains on replicas.
+
+    Args:
+        owner: A class or a module.
+        name: What it is called there.
+        wrapper: Is called with what was there, and with the arguments.
+        arguments: Those of a function of Keras, if they are used by position.
+    """
+
+    owner: Any
+    name: str
+    wrapper: Callable
+    arguments: tuple[str, ...] = ()
+
+
+def _reduce_loss(
+    original: Callable,
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: str | None = None,
+) -> Any:
+    """Reduce losses by the divisor of the global batch, where Keras takes one replica's over R."""
+    # docs/upstream/keras_divides_losses_by_replica.md
+    step = current_step()
+    if step is None or reduction in (None, "none"):
+        return original(values, sample_weight, mask, reduction, dtype)
+    values = keras.ops.convert_to_tensor(values, dtype=dtype)
+    if step.gathered:
+        return original(values, sample_weight, mask, reduction, dtype)
+    if values.shape.rank == 0 and step.replicas > 1:
+        raise _OneNumberError
+    total = keras.ops.sum(original(values, sample_weight, mask, "sum", dtype))
+    size = tf.cast(tf.size(values), total.dtype)
+    if reduction == "sum":
+        return step.quotient(total, 1)
+    if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
+        weights = keras_loss.apply_mask(
+            None if sample_weight is None else tf.cast(sample_weight, total.dtype),
+            mask,
+            total.dtype,
+            reduction,
+        )
+        return step.quotient(total, step.total(tf.reduce_sum(weights)))
+    if mask is not None:  # the mean is over the unmasked entries
+        of_each = tf.math.divide_no_nan(size, tf.cast(tf.size(mask), size.dtype))
+        unmasked = tf.reduce_sum(tf.cast(mask, size.dtype)) * of_each
+        return step.quotient(total, step.total(unmasked))
+    return tf.math.divide_no_nan(total, size)
+
+
+class _OneNumberError(Exception):
+    """A loss gave one number for all examples of a replica."""
+
+
+def _call_loss(
+    original: Callable, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
+) -> Any:
+    """Compute a loss that gives one number for a batch on the examples of all replicas."""
+    step = current_step()
+    if step is not None and step.own is not None and is_loss_of_a_library(loss):
+        compute = functools.partial(original, loss)
+        return _global_batch.loss_of_parts(step, compute, y_true, y_pred, sample_weight)
+    if step is None or step.replicas == 1 or step.gathered:
+        return original(loss, y_true, y_pred, sample_weight)
+    return _loss_of_replicas(step, original, loss, y_true, y_pred, sample_weight)
+
+
+def _loss_of_replicas(
+    step: ReplicaStep, original: Callable, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
+) -> Any:
+    if not isinstance(loss, keras.losses.Circle):  # which compares the examples, and gives several
+        with contextlib.suppress(_OneNumberError):
+            return original(loss, y_true, y_pred, sample_weight)
+    _tell_of_gathering(loss.name)
+    masks = keras.tree.map_structure(get_keras_mask, y_pred)
+    y_true, y_pred, sample_weight, masks = tf.nest.map_structure(
+        lambda part: None if part is None else gathered(part),
+        (y_true, y_pred, sample_weight, masks),
+    )
+    keras.tree.map_structure(set_keras_mask, y_pred, masks)
+    with step.on_all_examples():
+        return original(loss, y_true, y_pred, sample_weight)
+
+
+_told: set[str] = set()
+
+
+def _tell_of_gathering(name: str) -> None:
+    if name not in _told:
+        _told.add(name)
+        sys.stderr.write(
+            f"kdpkit: the loss `{name}` compares the examples of a batch, so every replica "
+            "computes it on the examples of all replicas.\n"
+        )
+
+
+def _gradient(
+    original: Callable, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Give a step on the global batch the gradients of that."""
+    given = original(tape, target, sources, *args, **kwargs)
+    step = current_step()
+    if step is None or step.own is None:
+        return given
+    of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
+    gradients = [
+        _global_batch.gradient_of_variable(step, source, gradient)
+        for source, gradient in zip(of, gradients, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(given, gradients)
+
+
+def _apply_gradients(
+    original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    """Have an optimizer that is no attribute of the model work on the global batch's gradients."""
+    step = current_step()
+    if step is None or "apply" in vars(optimizer):
+        return original(optimizer, grads, trainable_variables)
+    patch = _optimizer_patches.attach_to_optimizer(optimizer, step.strategy)
+    return patch.reduced(original, grads, trainable_variables)
+
+
+def _print(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Print once what all replicas would."""
+    step = current_step()
+    if step is None or step.own is None or _global_batch.is_first():
+        return original(*args, **kwargs)
+    return tf.no_op()
+
+
+def _seeds(original: Callable, op_seed: Any) -> Any:
+    """Have operations of TensorFlow that draw draw the same on all replicas."""
+    step = current_step()
+    if step is None or step.replicas == 1 or op_seed is not None:
+        return original(op_seed)
+    if (
+        not step.is_here()
+        or original(op_seed)[0] is not None
+        or _workers.spans_processes(step.strategy)
+    ):
+        checks.fail(
+            "The step draws random numbers of TensorFlow's own, which are numbered by the "
+            "operations of a graph, and several replicas have more of these than one device.",
+            seed=op_seed,
+            remedy="Draw with `keras.random`, or pass a `seed` to the operation.",
+        )
+    return step.merge(lambda _: (random.getrandbits(31), random.getrandbits(31)))
+
+
+def _inlined(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have a `tf.function` compute in the graph of the step that calls it.
+
+    In a graph of its own replicas cannot meet, and it keeps tensors of the step that it was first
+    called in, which other steps do not have.
+    """
+    if function._jit_compile or current_step() is None:
+        return original(function, *args, **kwargs)
+    return _keras_internals.inlined(function)(*args, **kwargs)
+
+
+def _num_replicas(original: Callable, strategy: Any) -> Any:
+    """Return one for the code of a step.
+
+    What divides by it there, in a user's step, in Keras' losses and regularizers and in
+    `tf.nn.compute_average_loss`, expects that what the replicas have is added up as it is. In an
+    exact step it is added up by shares, and one device divides by one.
+    """
+    return original(strategy) if current_step() is None else 1
+
+
+def _device_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Leave tf.data's tuning out of the buffers, of fixed size, that feed replicas on CPUs.
+
+    It runs there whatever the dataset's options say, and epochs end seconds late for it. On a GPU
+    options cannot be attached: TensorFlow has no such operation there.
+    """
+    buffered = original(*args, **kwargs)
+    return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
+
+
+def _as_number(number: Callable) -> Callable:
+    """Make a number of a variable of replicas, in a callback, as one device does."""
+
+    def convert(original: Callable, variable: Any) -> Any:  # noqa: ARG001  # it has none
+        return number(variable.read_value())
+
+    return convert
+
+
+# Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585. Checked with Keras 3.13 to
+# 3.15 and TensorFlow 2.20 and 2.21.
+_TABLE = (
+    # Losses by the global batch's divisor: keras_divides_losses_by_replica.md
+    Patch(
+        keras_loss,
+        "reduce_weighted_values",
+        _reduce_loss,
+        ("values", "sample_weight", "mask", "reduction", "dtype"),
+    ),
+    Patch(keras_loss.Loss, "__call__", _call_loss, ("self", "y_true", "y_pred", "sample_weight")),
+    Patch(distribute_lib.StrategyBase, "num_replicas_in_sync", _num_replicas),
+    # Random numbers by the examples' positions: keras_draws_the_same_on_replicas.md
+    *(
+        Patch(keras_random, name, wrapper, tuple(arguments))
+        for _, name, arguments, wrapper in _random.wrappers()
+    ),
+    Patch(random_seed, "get_seed", _seeds),
+    # Steps on the global batch, and what they do once for all replicas.
+    Patch(keras.layers.Layer, "__call__", _global_batch.call_divided),
+    Patch(tf.GradientTape, "gradient", _gradient),
+    Patch(gen_logging_ops, "print_v2", _print),
+    Patch(Function, "__call__", _inlined),
+    # Statistics of the global batch, and optimizers that get its gradients once.
+    Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
+    Patch(keras.optimizers.Optimizer, "apply", _apply_gradients),
+    Patch(keras.optimizers.LossScaleOptimizer, "apply", _apply_gradients),
+    # On replicas without examples: onednn_without_examples.md, tensorflow/tensorflow#60935
+    *(
+        Patch(gen_nn_ops, name, functools.partial(_no_examples.guarded, *which))
+        for name, which in _no_examples.OPERATIONS.items()
+    ),
+    *(
+        Patch(_no_examples.RNN, name, functools.partial(_no_examples.guarded_rnn, "GPU"))
+        for name in _no_examples.OF_CUDNN
+    ),
+    # Around the steps.
+    Patch(multi_device_iterator_ops, "_create_device_dataset", _device_dataset),
+    Patch(DistributedVariable, "__float__", _as_number(float)),
+    Patch(DistributedVariable, "__int__", _as_number(int)),
+)
+_ADDED = ("__float__", "__int__")  # which their owners do not have
+_installed: list[tuple[Any, str, Any]] = []  # what was there
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[None]:
+    """Replace what is in the table; inside of itself it does nothing.
+
+    Raises:
+        ValueError: This Keras or TensorFlow does not have what is replaced.
+    """
+    if _installed:
+        yield
+        return
+    try:
+        for owner, name, wrapper, arguments in _TABLE:
+            original = inspect.getattr_static(owner, name, None)
+            function = original.fget if isinstance(original, property) else original
+            if name not in _ADDED and not _is_known(function, arguments):
+                versions.reject_unknown(name, tensorflow=tf.__version__)
+            wrapped = _wrap(function, wrapper)
+            _installed.append((owner, name, vars(owner).get(name)))
+            setattr(owner, name, property(wrapped) if function is not original else wrapped)
+        yield
+    finally:
+        while _installed:
+            owner, name, original = _installed.pop()
+            if original is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, original)
+
+
+def _is_known(function: Any, arguments: tuple[str, ...]) -> bool:
+    if function is None:
+        return False
+    return not arguments or (*inspect.signature(function).parameters,) == arguments
+
+
+def _wrap(original: Any, wrapper: Callable) -> Callable:
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    return functools.wraps(original)(wrapped) if original is not None else wrapped

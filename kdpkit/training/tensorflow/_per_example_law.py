@@ -1,0 +1,575 @@
+"""The law *each example is computed by itself*, tried on one layer alone.
+
+A layer that keeps it may be divided over replicas, each of which computes its own examples. The
+law is tried on four made-up examples of the shapes that the layer is called on, in a function that
+a thread of its own traces and runs: nothing of the user's step or data is used. What the function
+would do besides computing (assign, print, call Python) is looked up before it runs. Then one
+example is replaced, some are left out, or they come in another order, and the outputs and
+gradients of the others must stay what they were.
+
+They may differ by rounding: a few units in the last place where the shapes are the same, more
+where fewer examples may be computed by other kernels. A real dependence is larger by far, because
+what replaces an example is NaN or huge.
+"""
+
+import concurrent.futures
+import contextlib
+import copy
+import io
+import random
+import re
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common import global_state
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from tensorflow.python.eager import cancellation
+from tensorflow.python.framework import op_def_registry
+
+from kdpkit.training.tensorflow import _random
+from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._whose_code import is_library
+
+_EXAMPLES = 4
+_WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
+_SECONDS = 60.0  # for one call: a loop may never end on a huge value
+_HUGE = 1e30
+
+# Tried in this order until the layer computes finite numbers: lengths of unknown axes, values.
+_LENGTHS = (6, 32, 128)
+_VALUES: dict[str, tuple[Callable, int]] = {  # floating ones, and the limit of integers
+    "normal": (lambda draw, shape: draw.normal(size=shape), 4),
+    "counts": (lambda draw, shape: draw.integers(0, 4, shape), 4),
+    "fractions": (lambda draw, shape: draw.uniform(0.1, 0.9, shape), 2),
+    "zeros and ones": (lambda draw, shape: draw.integers(0, 2, shape), 2),
+}
+_TEXTS = ("one", "two words", "and three words", "four words of text")
+
+# What replaces one example: floats, what else has numbers, and texts. A function is given all
+# examples and the position of the replaced one.
+_REPLACEMENTS: dict[str, tuple[Any, Callable, str]] = {
+    "NaN": (np.nan, lambda values, at: values[at - 1], "one"),
+    "huge": (_HUGE, lambda values, _: values.max(), "a text of more words than any other has"),
+    "huge and negative": (-_HUGE, lambda values, _: values.min(), "two words"),
+    "zero": (0.0, lambda values, at: values[at] * 0, ""),
+    "another one": (None, lambda values, at: values[at - 1], "two words"),
+}
+_MAY_BE_INVALID = ("NaN", "huge", "huge and negative")  # for what looks positions up, say
+
+_ASSIGNING = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign", "ResourceApply")
+_HARMLESS = re.compile(
+    "Assert|Case|CheckNumerics(V2)?|HashTableV2|If|LookupTable(Find|Size)V2|(Stateful)?"
+    "PartitionedCall|Placeholder|ReadVariableOp|ResourceGather(Nd)?|Var.*Op|VariableShape|While"
+)
+
+
+@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
+def broken_law(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
+    """Return why a layer does not compute each example by itself; None if it does.
+
+    The layer is built. Its BatchNormalizations are taken to have the same statistics on all
+    replicas, as `replica_exact` makes them. Nothing of the trial is seen afterwards.
+
+    Args:
+        layer: A layer, or a model that is used as one.
+        args: What its call is given. Of tensors with examples only shapes and types are used: of
+            those that have as many entries along axis 0 as the first one, or as unknown a number.
+        kwargs: What its call is given by name.
+
+    Returns:
+        A predicate: "changes the outputs of other examples when one is NaN".
+    """
+    state = {name: copy.copy(value) for name, value in vars(_THREAD).items()}
+    state.pop("autocast_scope", None)  # every layer enters its own
+
+    def trial() -> str | None:
+        vars(_THREAD).update(state)
+        try:
+            with _nothing_seen(layer):
+                _Trial(layer, args, kwargs).run()
+        except _BrokenError as broken:
+            return str(broken)
+        return None
+
+    with concurrent.futures.ThreadPoolExecutor(1) as own_thread:
+        return own_thread.submit(trial).result()
+
+
+_THREAD = global_state.GLOBAL_STATE_TRACKER
+
+
+class _BrokenError(Exception):
+    """The layer breaks the law, or cannot be tried; the message is a predicate."""
+
+
+class _Positions(ReplicaStep):
+    """A step of some of four examples, for which random numbers are drawn by their positions."""
+
+    def __init__(self, start: tf.Tensor, num_examples: tf.Tensor) -> None:
+        self.strategy, self.replicas = tf.distribute.get_strategy(), 1
+        self.num_examples, self.start = num_examples, start
+        self.num_global_examples = tf.constant(_EXAMPLES)
+        self.share, self.share_in_loss, self.is_part = tf.constant(1.0), True, True
+        self.own = self.divides = self.rejects = self._graph = None
+        self.gathered, self.assigned = False, []
+
+
+class _Results(NamedTuple):
+    """What a call gave: outputs, gradients of each example, and those that examples share."""
+
+    outputs: list[np.ndarray]
+    gradients: list[np.ndarray]
+    shared: list[np.ndarray]
+
+
+class _Trial:
+    """Calls a layer on made-up examples, and compares."""
+
+    def __init__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+        self.layer, self.call = layer, (args, kwargs)
+        leaves = tf.nest.flatten(self.call)
+        self.masks = {id(mask) for leaf in leaves if (mask := _mask_of(leaf)) is not None}
+        leaves += [mask for leaf in leaves if (mask := _mask_of(leaf)) is not None]
+        given = {id(leaf): leaf for leaf in leaves if tf.is_tensor(leaf)}
+        if not all(isinstance(tensor, tf.Tensor) for tensor in given.values()):
+            raise _BrokenError("is called on ragged or sparse tensors")
+        if any(tensor.shape.rank is None for tensor in given.values()):
+            raise _BrokenError("is called on a tensor of unknown rank")
+        sizes = [tensor.shape[0] for tensor in given.values() if tensor.shape.rank]
+        if not sizes:
+            raise _BrokenError("is called on no tensor with examples")
+        self.given = given
+        self.has_examples = [bool(t.shape.rank) and t.shape[0] == sizes[0] for t in given.values()]
+        self.variables = _variables(layer)
+        self.seeds = _seeds(layer)
+        self.draws = False
+
+    def run(self) -> None:
+        self.function = self.traced()
+        self.values, self.base = self.made_up()
+        self.try_all("")
+        if self.variables:
+            draw = np.random.default_rng(1)
+            for variable in self.variables:
+                variable.assign(tf.cast(_usual_values(draw, variable.shape), variable.dtype))
+            self.base = self.results(self.values)
+            if _is_finite(self.base):
+                self.try_all(", if its variables have other values")
+
+    def traced(self) -> Any:
+        specs = [
+            tf.TensorSpec([None, *of.shape[1:]] if has_examples else of.shape, of.dtype)
+            for of, has_examples in zip(self.given.values(), self.has_examples, strict=True)
+        ]
+        inputs = [specs, tf.TensorSpec([None]), tf.TensorSpec([], tf.int32)]
+        function = tf.function(self.compute, autograph=False)  # as Keras has steps
+        try:
+            traced = function.get_concrete_function(*inputs)
+            self.reject_effects(traced)
+            if self.draws:  # now with a step, in another function
+                with _drawing_by_position():
+                    function = tf.function(self.compute, autograph=False)
+                    traced = function.get_concrete_function(*inputs)
+        except _BrokenError:
+            raise
+        except Exception as error:  # of any kind: it is the user's code
+            raise _BrokenError(f"cannot be tried alone ({_named(error)})") from error
+        return traced
+
+    def compute(self, tensors: list[tf.Tensor], weights: tf.Tensor, start: tf.Tensor) -> Any:
+        """Return outputs, gradients of the tensors with examples, and all other gradients."""
+        made = dict(zip(self.given, tensors, strict=True))
+
+        def replaced(leaf: Any) -> Any:
+            tensor = made.get(id(leaf), leaf)
+            if (mask := _mask_of(leaf)) is not None:
+                set_keras_mask(tensor, made[id(mask)])
+            return tensor
+
+        args, kwargs = tf.nest.map_structure(replaced, self.call)
+        floats = [tensor.dtype.is_floating for tensor in tensors]
+        inputs = [tensor for tensor, is_float in zip(tensors, floats, strict=True) if is_float]
+        own = [
+            has_examples
+            for has_examples, is_float in zip(self.has_examples, floats, strict=True)
+            if is_float
+        ]
+        variables = [variable for variable in self.variables if variable.trainable]
+        step = running(_Positions(start, tf.size(weights))) if self.draws else None
+        with tf.GradientTape() as tape, step or contextlib.nullcontext():
+            tape.watch(inputs)
+            outputs = self.outputs(args, kwargs)
+        targets = [output for output in outputs if output.dtype.is_floating]
+        gradients = [None] * len([*inputs, *variables])
+        if targets:
+            upstream = [_upstream(output, weights) for output in targets]
+            gradients = tape.gradient(targets, [*inputs, *variables], upstream)
+        dense = [
+            tf.zeros_like(of) if gradient is None else tf.convert_to_tensor(gradient)
+            for of, gradient in zip([*inputs, *variables], gradients, strict=True)
+        ]
+        outputs += [mask for output in outputs if (mask := _mask_of(output)) is not None]
+        of_examples = [gradient for gradient, is_own in zip(dense, own, strict=False) if is_own]
+        shared = [gradient for gradient, is_own in zip(dense, own, strict=False) if not is_own]
+        return _Results(outputs, of_examples, shared + dense[len(inputs) :])
+
+    def outputs(self, args: Any, kwargs: Any) -> list[Any]:
+        """Call the layer, and return its tensors, if it leaves nothing behind in Python."""
+        parts = _layers(self.layer)
+        held = [_tensors_held(part) for part in parts]
+        losses = sum(len(part._losses) for part in parts)
+        if (context := global_state.get_global_attribute("current_call_ctx")) is not None:
+            context.entry_layer = None  # it knows whether the layer trains, and is used again
+        outputs = [out for out in tf.nest.flatten(self.layer(*args, **kwargs)) if out is not None]
+        if sum(len(part._losses) for part in parts) > losses:
+            raise _BrokenError("adds a loss")
+        for part, before in zip(parts, held, strict=True):
+            for name, tensors in _tensors_held(part).items():
+                if tensors - before.get(name, set()):
+                    raise _BrokenError(f"keeps a tensor in an attribute, `{name}`")
+        if not all(isinstance(output, tf.Tensor) for output in outputs):
+            raise _BrokenError("returns something other than dense tensors")
+        if not outputs or any(output.shape.rank == 0 for output in outputs):
+            raise _BrokenError("returns a single number" if outputs else "returns nothing")
+        return outputs
+
+    def reject_effects(self, traced: Any) -> None:
+        """Look up what a function does besides computing, before it runs."""
+        names = {inner.op.name: outer for outer, inner in traced.graph.captures}
+        seeds = [part.handle for seed in self.seeds for part in _on_replicas(seed)]
+        known = seeds + [part.handle for of in _statistics(self.layer) for part in _on_replicas(of)]
+        num_known = 0
+        for operation in traced.graph.get_operations():
+            if operation.type.startswith(_ASSIGNING):
+                handle = names.get(operation.inputs[0].op.name)
+                num_known += any(handle is of for of in known)
+                self.draws |= any(handle is seed for seed in seeds)
+        definition = traced.graph.as_graph_def()
+        inner = [node for function in definition.library.function for node in function.node_def]
+        types = [node.op for node in [*definition.node, *inner]]
+        if sum(kind.startswith(_ASSIGNING) for kind in types) > num_known:
+            raise _BrokenError("assigns variables")
+        for kind in types:
+            operation = op_def_registry.get(kind)
+            is_stateful = operation is not None and operation.is_stateful
+            if is_stateful and not _HARMLESS.fullmatch(kind) and not kind.startswith(_ASSIGNING):
+                raise _BrokenError(f"does more than compute each example ({kind})")
+
+    def made_up(self) -> tuple[list[Any], _Results]:
+        """Return examples that the layer can compute, and what it gives for them."""
+        problem = "it gives no finite numbers"
+        has_unknown = any(None in tensor.shape.as_list()[1:] for tensor in self.given.values())
+        for length in _LENGTHS if has_unknown else _LENGTHS[:1]:
+            for kind in _VALUES:
+                values = self.values_of(kind, length)
+                try:
+                    base = self.results(values)
+                except tf.errors.OpError as error:
+                    problem = _named(error)
+                    continue
+                if any(len(output) == 0 or len(output) % _EXAMPLES for output in base.outputs):
+                    raise _BrokenError("returns a tensor without the examples along its first axis")
+                if _is_finite(base):
+                    return values, base
+        raise _BrokenError(f"cannot be tried on made-up examples ({problem})")
+
+    def values_of(self, kind: str, length: int) -> list[Any]:
+        draw = np.random.default_rng(0)
+        floats, limit = _VALUES[kind]
+
+        def made_up(key: int, of: tf.Tensor, has_examples: bool) -> Any:
+            if not has_examples and (known := tf.get_static_value(of)) is not None:
+                return tf.constant(known, of.dtype)
+            shape = [length if size is None else size for size in of.shape]
+            shape[:1] = [_EXAMPLES] if has_examples else shape[:1]
+            if of.dtype == tf.string:
+                return tf.constant(np.resize(_TEXTS, shape))
+            if key in self.masks:  # the first entries are there, in each example some more
+                last = np.arange(1, _EXAMPLES + 1).reshape([-1] + [1] * (len(shape) - 1))
+                return tf.constant(np.broadcast_to(np.arange(shape[-1]) <= last, shape))
+            is_number = of.dtype.is_floating or of.dtype.is_complex
+            drawn = floats(draw, shape) if is_number else draw.integers(0, limit, shape)
+            return tf.cast(drawn, of.dtype)
+
+        parts = zip(self.given.items(), self.has_examples, strict=True)
+        return [made_up(key, of, has_examples) for (key, of), has_examples in parts]
+
+    def results(self, values: list[Any], weights: Sequence[float] = _WEIGHTS, at: int = 0) -> Any:
+        """Call the layer once, with the same random numbers and statistics each time."""
+        changing = [*self.seeds, *_statistics(self.layer)]
+        with _restored(changing), _ending(self.function) as function:
+            found = function(values, tf.constant(weights, tf.float32), tf.constant(at))
+        return _Results(*([_wide(tensor) for tensor in part] for part in found))
+
+    def try_all(self, when: str) -> None:
+        for index, kind in enumerate(_REPLACEMENTS):
+            at, weights = index % _EXAMPLES, [*_WEIGHTS]
+            weights[at] = _HUGE if kind == "another one" else weights[at]
+            values = [
+                _replacing(value, at, *_REPLACEMENTS[kind]) if has_examples else value
+                for value, has_examples in zip(self.values, self.has_examples, strict=True)
+            ]
+            try:
+                found = self.results(values, weights)
+            except tf.errors.InvalidArgumentError as error:
+                if kind in _MAY_BE_INVALID:
+                    continue
+                raise _BrokenError(f"fails when an example is {kind} ({_named(error)})") from error
+            others = [example for example in range(_EXAMPLES) if example != at]
+            self.compare(found, others, others, f"when one is {kind}{when}")
+        if not self.draws:
+            order = [2, 0, 3, 1]
+            self.compare(self.taken(order), order, [*range(_EXAMPLES)], f"in another order{when}")
+        half = _EXAMPLES // 2
+        examples = [*range(half)], [*range(half, _EXAMPLES)]
+        halves = [self.taken(of) for of in examples]
+        for of, found in zip(examples, halves, strict=True):
+            self.compare(found, of, [*range(half)], f"when there are fewer{when}")
+        for one, other, both in zip(*(of.shared for of in [*halves, self.base]), strict=True):
+            if not _agree(one + other, both, self.rounding(fewer=True)):
+                raise _BrokenError(f"has a gradient that is no sum over the examples{when}")
+
+    def taken(self, order: list[int]) -> Any:
+        """Call the layer on some of the examples."""
+        values = [
+            tf.gather(value, order) if has_examples else value
+            for value, has_examples in zip(self.values, self.has_examples, strict=True)
+        ]
+        return self.results(values, [_WEIGHTS[example] for example in order], order[0])
+
+    def compare(
+        self, found: _Results, examples: list[int], positions: list[int], when: str
+    ) -> None:
+        """Compare some examples, which have these positions now, with what they were."""
+        is_replaced = examples == positions and len(examples) == _EXAMPLES - 1
+        size = len(found.outputs[0]) * _EXAMPLES // len(self.base.outputs[0])
+        rounding = self.rounding(fewer=not is_replaced)
+        for name in ("outputs", "gradients"):
+            for base, other in zip(getattr(self.base, name), getattr(found, name), strict=True):
+                is_shaped = other.shape == (len(base) * size // _EXAMPLES, *base.shape[1:])
+                if not is_shaped or not _agree(
+                    other.reshape(size, -1)[positions],
+                    base.reshape(_EXAMPLES, -1)[examples],
+                    rounding,
+                ):
+                    raise _BrokenError(f"changes the {name} of examples {when}")
+
+    def rounding(self, *, fewer: bool) -> float:
+        """Return by how much of the largest number two results may differ."""
+        types = [tf.as_dtype(part.compute_dtype) for part in _layers(self.layer)]
+        units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
+        unit = max(units.get(kind, 2.0**-23) for kind in types)
+        return max(32 * unit, 1e-3) if fewer else 16 * unit
+
+
+def _agree(one: Any, other: Any, rounding: float) -> bool:
+    if one.dtype.kind not in "fc":
+        return np.array_equal(one, other)
+    largest = np.max(np.abs(other), initial=1e-3, where=np.isfinite(other))
+    return np.allclose(one, other, rtol=0.0, atol=rounding * largest, equal_nan=True)
+
+
+def _is_finite(results: _Results) -> bool:
+    parts = [part for of in results for part in of if part.dtype.kind in "fc"]
+    return all(np.isfinite(part).all() for part in parts)
+
+
+def _wide(tensor: tf.Tensor) -> Any:
+    return (tf.cast(tensor, tf.float64) if tensor.dtype.is_floating else tensor).numpy()
+
+
+def _named(error: Exception) -> str:
+    message = str(error).strip() or type(error).__name__
+    return message.split("\n")[0][:200]
+
+
+def _replacing(values: tf.Tensor, at: int, floats: Any, others: Callable, text: str) -> Any:
+    """Return examples of which one is replaced; by another one where `floats` is None."""
+    dtype, array = values.dtype, values.numpy()
+    if dtype == tf.string:
+        array[at] = text.encode()
+    elif dtype == tf.bool:
+        array[at] = others(array.astype("int32"), at)
+    elif not dtype.is_floating and not dtype.is_complex:
+        array[at] = others(array, at)
+    else:
+        wide = array.astype("complex128" if dtype.is_complex else "float64")
+        limit = float(getattr(dtype, "max", _HUGE)) / 4 if dtype.is_floating else _HUGE
+        wide[at] = wide[at - 1] if floats is None else np.clip(floats, -limit, limit)
+        return tf.cast(wide, dtype)
+    return tf.constant(array, dtype)
+
+
+def _upstream(output: tf.Tensor, weights: tf.Tensor) -> Any:
+    """Return the gradient of a loss that counts examples with these weights."""
+    count = tf.shape(output)[0]
+    of_entries = tf.gather(weights, tf.range(count) * tf.size(weights) // tf.maximum(count, 1))
+    of_entries = tf.reshape(of_entries, [-1] + [1] * (output.shape.rank - 1))
+    limit = tf.constant(float(output.dtype.max) / 16, tf.float32)
+    pattern = tf.random.stateless_normal(tf.shape(output)[1:], seed=[1, 2])
+    return tf.cast(tf.clip_by_value(of_entries * pattern, -limit, limit), output.dtype)
+
+
+def _usual_values(draw: Any, shape: tf.TensorShape) -> Any:
+    """Return values of a variable: for scales, biases and variances positive ones."""
+    if shape.rank < 2:
+        return draw.uniform(0.5, 1.5, shape)
+    return draw.normal(size=shape) / np.sqrt(np.prod(shape[:-1]))
+
+
+def _mask_of(leaf: Any) -> Any:
+    return get_keras_mask(leaf) if isinstance(leaf, tf.Tensor) else None
+
+
+def _layers(layer: keras.layers.Layer) -> list[Any]:
+    return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
+
+
+def _variables(layer: keras.layers.Layer) -> list[Any]:
+    """List a layer's variables of floating numbers, those that Keras does not know of as well."""
+    attributes = [value for part in _layers(layer) for value in vars(part).values()]
+    own = [part for part in _leaves(attributes) if isinstance(part, tf.Variable)]
+    found = {id(variable): variable for variable in [*(v.value for v in layer.variables), *own]}
+    return [variable for variable in found.values() if variable.dtype.is_floating]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Iterate over what is in containers; unlike `tf.nest`, over dictionaries with any keys."""
+    if isinstance(value, list | tuple | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _leaves(part)
+    else:
+        yield value
+
+
+def _seeds(layer: keras.layers.Layer) -> list[Any]:
+    generators = [generator for part in _layers(layer) for generator in part._seed_generators]
+    generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
+    return [generator.state.value for generator in generators]
+
+
+def _batch_norms(layer: keras.layers.Layer) -> list[Any]:
+    return [of for of in _layers(layer) if isinstance(of, keras.layers.BatchNormalization)]
+
+
+def _statistics(layer: keras.layers.Layer) -> list[Any]:
+    """List the variables that BatchNormalizations assign, whose values the examples share."""
+    return [v.value for part in _batch_norms(layer) for v in part.non_trainable_variables]
+
+
+def _on_replicas(variable: Any) -> list[Any]:
+    is_distributed = isinstance(variable, tf.distribute.DistributedValues)
+    return [*variable.values] if is_distributed else [variable]
+
+
+def _tensors_held(part: Any) -> dict[str, set[int]]:
+    """Return which tensors a layer of the user's own holds: a library's has them for itself."""
+    if is_library(type(part).__module__):
+        return {}
+    return {
+        name: {id(tensor) for tensor in _leaves(value) if tf.is_tensor(tensor)}
+        for name, value in vars(part).items()
+        if name != "_losses"
+    }
+
+
+@contextlib.contextmanager
+def _restored(variables: list[Any]) -> Iterator[None]:
+    """Put back the values that variables have now, on each replica."""
+    parts = [part for variable in variables for part in _on_replicas(variable)]
+    values = [part.numpy() for part in parts]
+    try:
+        yield
+    finally:
+        for part, value in zip(parts, values, strict=True):
+            part.assign(value)
+
+
+@contextlib.contextmanager
+def _ending(function: Any) -> Iterator[Any]:
+    """Give a function that ends, by an error if need be."""
+    manager = cancellation.CancellationManager()
+    timer = threading.Timer(_SECONDS, manager.start_cancel)
+    timer.start()
+    try:
+        yield manager.get_cancelable_function(function)
+    except tf.errors.CancelledError as error:
+        raise _BrokenError(f"computes made-up examples for more than {_SECONDS:.0f} s") from error
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def _drawing_by_position() -> Iterator[None]:
+    """Let Keras' random functions draw by positions, if they do not do so already."""
+    with contextlib.ExitStack() as stack:
+        for owner, name, _, wrapper in _random.wrappers():
+            original = getattr(owner, name)
+            if not hasattr(original, "kdpkit_wrapper"):
+                stack.callback(setattr, owner, name, original)
+                setattr(owner, name, _by_position(original, wrapper))
+        yield
+
+
+def _by_position(original: Callable, wrapper: Callable) -> Callable:
+    return lambda *args, **kwargs: wrapper(original, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
+    """Put back what calls of a layer change, and let them neither print nor make variables."""
+    if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
+        seeds = keras.random.SeedGenerator(0, name="trial")
+        global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
+    parts = _layers(layer)
+    attributes = [(vars(part), {**vars(part)}) for part in parts]
+    contents = [
+        (kind, of, kind(of)) for _, held in attributes for kind, of in _containers(held.values())
+    ]
+    drawn = random.getstate(), np.random.get_state()  # what the user's code uses
+    variables = [v.value for v in layer.variables] + _variables(layer) + _seeds(layer)
+    hidden = io.StringIO()
+    with _restored(variables), warnings.catch_warnings(), tf.variable_creator_scope(_make_none):
+        warnings.simplefilter("ignore")
+        for part in _batch_norms(layer):
+            vars(part)["_moments"] = _same_moments(part)
+        try:
+            with contextlib.redirect_stdout(hidden), contextlib.redirect_stderr(hidden):
+                yield
+        finally:
+            for now, before in attributes:
+                now.clear()
+                now.update(before)
+            for kind, container, content in contents:  # by Python's methods: Keras' track layers
+                kind.clear(container)
+                (list.extend if kind is list else kind.update)(container, content)
+            random.setstate(drawn[0])
+            np.random.set_state(drawn[1])
+
+
+def _containers(values: Any) -> Iterator[Any]:
+    """Iterate over the lists, dictionaries and sets in attributes, and in these."""
+    for value in values:
+        if issubclass(type(value), list | dict | set):  # and no proxy of TensorFlow's
+            yield next(kind for kind in (list, dict, set) if isinstance(value, kind)), value
+            yield from _containers(value.values() if isinstance(value, dict) else value)
+
+
+def _make_none(*_: Any, **__: Any) -> Any:
+    raise _BrokenError("makes variables when it is called")
+
+
+def _same_moments(layer: keras.layers.Layer) -> Callable:
+    """Return statistics that all examples share, whatever they are."""
+    shape = layer.moving_mean.shape
+
+    def moments(inputs: tf.Tensor, mask: Any) -> Any:  # noqa: ARG001  # Keras' signature
+        return tf.zeros(shape, inputs.dtype), tf.ones(shape, inputs.dtype)
+
+    return moments
