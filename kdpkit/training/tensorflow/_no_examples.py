@@ -28,7 +28,7 @@ OPERATIONS = {
 _OF_GRADIENTS = "tensorflow.python.ops.nn_grad"  # they get what operations had, which is not empty
 
 
-def guarded(position: int, name: str, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def guarded(position: int, name: str, original: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Call an operation that oneDNN computes, in steps of replicas that may have no examples."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     key = position if position in given else name
