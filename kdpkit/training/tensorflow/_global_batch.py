@@ -122,7 +122,9 @@ def own_part(step: ReplicaStep, outputs: Any) -> Any:
 # Layers.
 
 
-def call_divided(original: Callable, layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+def call_divided(
+    original: Callable, layer: keras.layers.Layer, /, *args: Any, **kwargs: Any
+) -> Any:
     """Call a layer; in a step on the global batch, if it may be, on this replica's part alone."""
     step = current_step()
     if step is None:
