@@ -134,12 +134,11 @@ def _older(*, reason, **versions):
     )
 
 
-@pytest.fixture(params=["ram", "file", "memory", "local"])
+@pytest.fixture(params=["file", "memory"])
 def remote(request, tmp_path):
-    """Return a directory with a scheme: the first two are TensorFlow's, the others fsspec's."""
-    place = tmp_path if request.param in ("file", "local") else f"/{tmp_path.name}-{uuid.uuid4()}"
-    # TensorFlow's `ram` and fsspec's `memory` begin with a bucket, as object storage does.
-    return f"{request.param}://{str(place).removeprefix('/') if request.param == 'ram' else place}"
+    """Return a directory with a scheme; `memory` begins with a bucket, as object storage does."""
+    place = tmp_path if request.param == "file" else f"/{tmp_path.name}-{uuid.uuid4()}"
+    return f"{request.param}://{place}"
 
 
 @pytest.fixture

@@ -5,16 +5,13 @@ keep a test from hanging.
 """
 
 import json
-import pathlib
 import signal
 import subprocess
 import sys
 import time
 
-import keras
 import pytest
 
-import kdpkit
 from kdpkit import cli, cluster, launch
 from kdpkit._internal import child_processes
 from tests.processes import SOON, left_of
@@ -545,38 +542,3 @@ def test_a_mistake_in_the_flags_is_one_sentence(words, sentence, capsys):
     assert printed.out == ""
     assert sentence in printed.err
     assert printed.err.count("\n") == 1
-
-
-# All of it.
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-@pytest.mark.timeout(280)
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="starts processes on JAX")
-def test_a_recipe_is_stopped_and_goes_on_in_two_processes(tmp_path):
-    recipe = pathlib.Path(kdpkit.__file__).parent.parent / "recipes" / "cnn_jax.py"
-    flags = ["--smoke", "--epochs", "40", "--resume", str(tmp_path / "state")]
-    words = [sys.executable, "-m", "kdpkit", "launch", "--workers", "2", "--", sys.executable]
-    results = tmp_path / "results.json"
-    with subprocess.Popen(
-        [*words, str(recipe), *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    ) as launcher:
-        printed = []
-        for line in launcher.stdout:
-            printed.append(line)
-            if "Learning rate of epoch 1:" in line:
-                launcher.send_signal(signal.SIGTERM)
-                break
-        printed += launcher.stdout.readlines()
-    assert launcher.returncode == 42, "".join(printed)
-    done = subprocess.run(
-        [*words, str(recipe), *flags, "--results", str(results)],
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Epoch 1/40" not in done.stdout
-    found = json.loads(results.read_text())
-    assert (found["replicas"], found["steps"]) == (2, 160)

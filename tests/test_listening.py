@@ -196,14 +196,6 @@ def test_nothing_of_a_local_launch_answers_elsewhere(elsewhere, mark, tmp_path, 
         assert elsewhere.answering([*ports, other]) == [other]
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("kind", ["multi_worker", "parameter_server", "jax"])
-def test_a_launch_for_all_interfaces_answers_elsewhere(elsewhere, mark, kind):
-    flags = ["--parameter-servers", "1"] if kind == "parameter_server" else []
-    with launched(kind, *flags, "--listen", "all"):
-        assert elsewhere.answering(ports_of(mark))
-
-
 def test_the_addresses_of_a_launch_show_where_it_listens():
     local, everywhere = (
         launch.plan(["echo"], workers=2, listen=one) for one in ("loopback", "all")

@@ -1,16 +1,14 @@
 """Paths of this machine and of object storage, under the same few methods.
 
-`path` returns a `pathlib.Path`, or a `RemotePath` for what has a scheme: `gs://bucket/file`. A
-scheme that TensorFlow knows, if it is installed, is read and written by `tf.io.gfile`, another by
-fsspec and the package that it names for it (gcsfs, s3fs, ...). Neither is loaded before a path with
-a scheme is used.
+`path` returns a `pathlib.Path`, or a `RemotePath` for what has a scheme: `gs://bucket/file`. That
+is read and written by fsspec and the package that it names for the scheme (gcsfs, s3fs, ...), which
+are loaded when such a path is first used.
 """
 
 import contextlib
 import dataclasses
 import errno
 import fnmatch
-import functools
 import importlib.util
 import os
 import pathlib
@@ -19,7 +17,7 @@ import re
 import tempfile
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Self, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
 
 from kdpkit import errors
 from kdpkit._internal import checks
@@ -83,29 +81,36 @@ class RemotePath(os.PathLike[str]):
     def is_dir(self) -> bool:
         """Whether there is a directory."""
         found = self._found()
-        return found is not None and found.is_directory
+        return found is not None and found["type"] == "directory"
 
     def is_file(self) -> bool:
         """Whether there is a file."""
-        found = self._found()
-        return found is not None and not found.is_directory
+        return self.exists() and not self.is_dir()
 
-    def stat(self) -> "_Entry":
+    def stat(self) -> "_Stat":
         """Return size and time of the last change."""
         with reporting(self.url):
-            return _system(self.url).entry(self.url)
+            system = _system(self.url)
+            found = system.info(self.url)
+            if found["type"] == "directory":
+                return _Stat(0, 0)
+            return _Stat(found["size"], int(system.modified(self.url).timestamp() * 1e9))
 
-    def _found(self) -> "_Entry | None":
+    def _found(self) -> dict[str, Any] | None:
         try:
-            return self.stat()
+            with reporting(self.url):
+                return _system(self.url).info(self.url)
         except FileNotFoundError:
             return None
 
     def iterdir(self) -> Iterator[Self]:
         """Return what is in the directory."""
         with reporting(self.url):
-            names = _system(self.url).names(self.url)
-        return (self / name for name in sorted(names))
+            system = _system(self.url)
+            directory = system.info(self.url)["name"].rstrip("/")
+            found = [name.rstrip("/") for name in system.ls(self.url, detail=False)]
+        names = sorted(posixpath.basename(name) for name in found if name != directory)
+        return (self / name for name in names)
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """Return what is in the directory and matches; nothing if there is no directory."""
@@ -121,7 +126,7 @@ class RemotePath(os.PathLike[str]):
         """Remove the file."""
         try:
             with reporting(self.url):
-                _system(self.url).remove(self.url)
+                _system(self.url).rm_file(self.url)
         except FileNotFoundError:
             if not missing_ok:
                 raise
@@ -129,7 +134,7 @@ class RemotePath(os.PathLike[str]):
     def read_bytes(self) -> bytes:
         """Read the file."""
         with reporting(self.url):
-            return _system(self.url).read(self.url)
+            return _system(self.url).cat_file(self.url)
 
     def read_text(self, encoding: str = "utf-8") -> str:
         """Read the file as text."""
@@ -138,7 +143,7 @@ class RemotePath(os.PathLike[str]):
     def download(self, file: pathlib.Path) -> None:
         """Copy the file to this machine."""
         with reporting(self.url):
-            _system(self.url).download(self.url, str(file))
+            _system(self.url).get_file(self.url, str(file))
 
     def upload(self, file: pathlib.Path) -> None:
         """Put a file of this machine here, atomically.
@@ -146,36 +151,49 @@ class RemotePath(os.PathLike[str]):
         It is written to a hidden name beside the final one, and moved there, since not every
         storage makes a file appear at its end alone. A killed process leaves the hidden one.
         """
-        system = _system(self.url)
         beside = self.with_name(f".{self.name}-{uuid.uuid4().hex}{self.suffix}")
         with reporting(self.url):
+            system = _system(self.url)
             try:
-                _upload(system, file, beside)
-                system.move(beside.url, self.url)
+                _put(system, file, beside)
+                system.mv(beside.url, self.url)
             except BaseException:
                 with contextlib.suppress(Exception):  # the first error has the reason
-                    system.remove(beside.url)
+                    system.rm_file(beside.url)
                 raise
 
     def try_writing(self) -> None:
         """Write a file in this directory, and remove it."""
-        system, trial = _system(self.url), self / f".kdpkit-{uuid.uuid4().hex}"
+        trial = self / f".kdpkit-{uuid.uuid4().hex}"
         with reporting(self.url), tempfile.TemporaryDirectory() as directory:
-            empty = pathlib.Path(directory) / "empty"
+            system, empty = _system(self.url), pathlib.Path(directory) / "empty"
             empty.touch()
-            _upload(system, empty, trial)
-            system.remove(trial.url)
+            _put(system, empty, trial)
+            system.rm_file(trial.url)
 
 
-def _upload(system: "_TensorFlow | _Fsspec", file: pathlib.Path, target: RemotePath) -> None:
+class _Stat(NamedTuple):
+    """What a storage knows of a file, under the names of `os.stat_result`."""
+
+    st_size: int
+    st_mtime_ns: int
+
+
+def _put(system: "AbstractFileSystem", file: pathlib.Path, target: RemotePath) -> None:
     """Copy a file to the storage, into a directory that may have to be made."""
+    if set(target.url) & set("*?[]"):  # fsspec takes them for patterns when it moves a file
+        checks.fail(
+            "Names in object storage must not contain *, ?, [ or ].",
+            path=target.url,
+            remedy="Choose another name.",
+        )
     try:
-        system.upload(str(file), target.url)
-    except Exception as error:
-        if not _is_missing(error):
-            raise
-        system.make_directory(target.parent.url)
-        system.upload(str(file), target.url)
+        system.put_file(str(file), target.url)
+    except FileNotFoundError:
+        # Elsewhere paths begin with a bucket. There are no directories, and fsspec would make it.
+        if system._strip_protocol(target.url).startswith("/"):
+            system.makedirs(target.parent.url, exist_ok=True)
+        system.put_file(str(file), target.url)
 
 
 AnyPath: TypeAlias = pathlib.Path | RemotePath
@@ -243,7 +261,7 @@ def reporting(url: str | os.PathLike[str]) -> Iterator[None]:
         yield
     except errors.InputError:
         raise
-    # TensorFlow, gcsfs, s3fs and what they stand on have no common kind of error.
+    # gcsfs, s3fs, TensorFlow and what they stand on have no common kind of error.
     except Exception as error:
         raise _as_sentence(error, os.fspath(url)) from error
 
@@ -279,94 +297,20 @@ def _reason(error: Exception) -> str:
     return first.rstrip(".") or type(error).__name__
 
 
-@dataclasses.dataclass(frozen=True)
-class _Entry:
-    """What a storage knows of a file, under the names of `os.stat_result`."""
-
-    is_directory: bool
-    st_size: int
-    st_mtime_ns: int
-
-
-class _TensorFlow:
-    """The file systems of TensorFlow; paths are complete, with their scheme."""
-
-    def __init__(self) -> None:
-        import tensorflow as tf
-
-        self._gfile = tf.io.gfile
-        self.download = self.upload = functools.partial(tf.io.gfile.copy, overwrite=True)
-        self.move = functools.partial(tf.io.gfile.rename, overwrite=True)
-        self.remove = tf.io.gfile.remove
-        self.make_directory = tf.io.gfile.makedirs
-
-    def entry(self, url: str) -> _Entry:
-        found = self._gfile.stat(url)
-        return _Entry(found.is_directory, found.length, found.mtime_nsec)
-
-    def names(self, url: str) -> list[str]:
-        return [name.rstrip("/") for name in self._gfile.listdir(url)]
-
-    def read(self, url: str) -> bytes:
-        with self._gfile.GFile(url, "rb") as stream:
-            return stream.read()
-
-
-class _Fsspec:
-    """A file system of fsspec, with the methods of `_TensorFlow`."""
-
-    def __init__(self, system: "AbstractFileSystem", path: str) -> None:
-        self._system = system
-        # Elsewhere paths begin with a bucket. There are no directories, and fsspec would make it.
-        self._has_directories = path.startswith("/")
-        self.read = system.cat_file
-        self.download = system.get_file
-        self.move = system.mv
-        self.remove = system.rm_file
-
-    def entry(self, url: str) -> _Entry:
-        found = self._system.info(url)
-        if found["type"] == "directory":
-            return _Entry(is_directory=True, st_size=0, st_mtime_ns=0)
-        changed = int(self._system.modified(url).timestamp() * 1e9)
-        return _Entry(is_directory=False, st_size=found["size"], st_mtime_ns=changed)
-
-    def names(self, url: str) -> list[str]:
-        directory = self._system.info(url)["name"].rstrip("/")
-        found = [name.rstrip("/") for name in self._system.ls(url, detail=False)]
-        return [posixpath.basename(name) for name in found if name != directory]
-
-    def upload(self, file: str, url: str) -> None:
-        if set(url) & set("*?[]"):  # fsspec takes them for patterns when it moves a file
-            checks.fail(
-                "Names in object storage must not contain *, ?, [ or ].",
-                path=url,
-                remedy="Choose another name.",
-            )
-        self._system.put_file(file, url)
-
-    def make_directory(self, url: str) -> None:
-        if self._has_directories:
-            self._system.makedirs(url, exist_ok=True)
-
-
-def _system(url: str) -> _TensorFlow | _Fsspec:
+def _system(url: str) -> "AbstractFileSystem":
     """Return the file system that knows the scheme."""
-    scheme = url.partition("://")[0]
-    if scheme in _tensorflow_schemes():
-        return _TensorFlow()
     try:
         from fsspec.core import url_to_fs
 
         # Other processes write there too, so that nothing may be remembered.
-        return _Fsspec(*url_to_fs(url, use_listings_cache=False))
+        return url_to_fs(url, use_listings_cache=False)[0]
     except (ImportError, ValueError) as error:  # no fsspec, not the package it needs, or a typo
         checks.fail(
-            f"No installed package reads and writes {scheme}:// ({_reason(error)}).",
+            f"No installed package reads and writes {url.partition('://')[0]}:// "
+            f"({_reason(error)}).",
             path=url,
-            remedy="For Google's storage run `pip install 'kdpkit[storage]'` (fsspec and gcsfs) or "
-            "install TensorFlow, for others fsspec and its package (s3fs for s3://); or check the "
-            "spelling.",
+            remedy="For Google's storage run `pip install 'kdpkit[storage]'` (fsspec and gcsfs), "
+            "for others fsspec and its package (s3fs for s3://); or check the spelling.",
         )
 
 

@@ -1,4 +1,4 @@
-"""Paths with a scheme: the same behaviour on TensorFlow's file systems and on fsspec's."""
+"""Paths with a scheme, on file systems of fsspec: with directories, and with buckets."""
 
 import importlib.util
 import os
@@ -30,7 +30,7 @@ def test_paths_without_a_scheme_are_those_of_pathlib(text):
     assert not storage.is_remote(text)
 
 
-@given(st.sampled_from(["gs", "s3", "ram", "file"]), st.lists(NAMES, min_size=2, max_size=4))
+@given(st.sampled_from(["gs", "s3", "memory", "file"]), st.lists(NAMES, min_size=2, max_size=4))
 def test_parts_come_together_and_apart_as_in_pathlib(scheme, parts):
     url = f"{scheme}://{'/'.join(parts)}"
     path = storage.path(url)

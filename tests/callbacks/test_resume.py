@@ -619,7 +619,7 @@ def test_a_run_that_failed_leaves_the_directory_to_the_next_of_its_process(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("remote", ["ram", "memory"], indirect=True)
+@pytest.mark.parametrize("remote", ["memory"], indirect=True)
 def test_a_run_in_object_storage_goes_on_where_it_was(remote, undisturbed):
     with pytest.raises(CrashError):
         run(by_fit, remote, crash_at=6)

@@ -134,7 +134,7 @@ def test_a_directory_that_cannot_be_written_raises(tmp_path):
 
 
 @OF_PYTHON
-@pytest.mark.parametrize("remote", ["ram", "file"], indirect=True)
+@pytest.mark.parametrize("remote", ["file"], indirect=True)
 def test_a_cache_in_object_storage_is_filled_once_and_again_when_damaged(remote):
     reads = []
     source = counted_source(reads)

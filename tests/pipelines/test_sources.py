@@ -247,7 +247,7 @@ def test_compressed_and_plain_files_cannot_be_mixed(tmp_path):
         read_numbers(f"{tmp_path}/*/*.tfrecord")
 
 
-in_object_storage = pytest.mark.parametrize("remote", ["ram", "file"], indirect=True)
+in_object_storage = pytest.mark.parametrize("remote", ["file"], indirect=True)
 
 
 @in_object_storage
