@@ -31,11 +31,15 @@ def batches():
 
 def test_a_batch_ends_with_the_last_index_of_its_execution():
     seen = []
-    ends = keras.callbacks.LambdaCallback(on_train_batch_end=lambda batch, _: seen.append(batch))
+
+    class Ends(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 Keras' hook
+            seen.append(batch)
+
     model = testing.tiny_classifier()
     model.compile("sgd", loss(), steps_per_execution=3)
     x, y = testing.toy_classification(12)
-    model.fit(x, y, batch_size=2, verbose=0, callbacks=[ends], shuffle=False)
+    model.fit(x, y, batch_size=2, verbose=0, callbacks=[Ends()], shuffle=False)
     assert seen == [2, 5]
 
 
