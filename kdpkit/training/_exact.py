@@ -1,7 +1,8 @@
 """`replica_exact`: Keras' own `fit`, which then trains on R replicas what one device would."""
 
 import importlib
-from typing import TypeVar
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
 import keras
 
@@ -15,7 +16,13 @@ _ATTACHING = {
 }
 
 
-def replica_exact(model: _Model, *, verify: bool = True, batch_norm: str = "global") -> _Model:
+def replica_exact(
+    model: _Model,
+    *,
+    batch_norm: str = "global",
+    divided: Sequence[Any] = (),
+    undivided: Sequence[Any] = (),
+) -> _Model:
     """Make a model's `fit`, `evaluate` and `predict` on R replicas do what one device does.
 
     Call it once: on TensorFlow on a model built in a strategy's scope; on JAX on one built after
@@ -24,28 +31,29 @@ def replica_exact(model: _Model, *, verify: bool = True, batch_norm: str = "glob
     divide, and for a `train_step` of your own, written as for one device. The model's class, its
     config and its saved file stay what they are.
 
-    On TensorFlow a step is verified before its first use: a few examples go through it split over
-    the replicas, and all on one. A step that treats its batch as a whole then runs on the global
-    batch on every replica, and one line says so.
+    On TensorFlow a step with anything of your own in it, such as a `train_step`, a loss, a metric
+    or a layer, sees the global batch, on every replica alike. Only layers are divided: those of
+    libraries, and those of yours that compute each example by itself, which is tried.
 
-    What is covered, random numbers, batch statistics and verification:
-    docs/explanation/what_stays_exact.md. Several processes: docs/how_to/several_processes.md.
+    What is covered, random numbers, and batch statistics: docs/explanation/what_stays_exact.md.
+    Several processes: docs/how_to/several_processes.md.
 
     Args:
         model: A Keras model: Sequential, functional, subclassed, or a KerasHub task. The strategy
             is the one whose scope it was built in.
-        verify: Whether to verify steps before their first use.
         batch_norm: `"global"`, or `"replica"` for stock Keras' statistics of each replica's own
             examples, which train something else than one device does, with one warning.
+        divided: Layers that compute each example by itself, though that cannot be tried. Each
+            replica computes its part of what they are called on.
+        undivided: Layers that do not, whatever the trial shows. Each replica computes all of them.
 
     Returns:
         The same model; on TensorFlow untouched if it was built outside any strategy.
 
     Raises:
         ValueError: There is no such model, or its strategy is none that Keras can fit with. Raised
-            by `fit` on TensorFlow: a step that depends on how a batch is split, with the name of
-            the loss, metric, layer or optimizer and the fix; a dataset that is empty, endless
-            without `steps_per_epoch`, or not batched.
+            by `fit` on TensorFlow: a dataset that is empty, endless without `steps_per_epoch`, or
+            not batched.
 
     >>> from kdpkit import strategies, testing
     >>> x, y = testing.toy_classification(10)
@@ -59,7 +67,18 @@ def replica_exact(model: _Model, *, verify: bool = True, batch_norm: str = "glob
         checks.fail("`replica_exact` works on TensorFlow and on JAX.", backend=backend)
     if not isinstance(model, keras.Model):
         checks.fail("`model` must be a Keras model.", model=model)
-    verify = checks.one_of("verify", verify, (True, False))
     batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
-    importlib.import_module(_ATTACHING[backend]).attach(model, verify=verify, batch_norm=batch_norm)
+    importlib.import_module(_ATTACHING[backend]).attach(
+        model,
+        batch_norm=batch_norm,
+        divided=_layers("divided", divided),
+        undivided=_layers("undivided", undivided),
+    )
     return model
+
+
+def _layers(name: str, layers: Sequence[Any]) -> list[Any]:
+    for layer in layers:
+        if not isinstance(layer, keras.layers.Layer):
+            checks.fail(f"`{name}` must be a list of layers.", **{name: layer})
+    return [*layers]

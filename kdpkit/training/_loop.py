@@ -67,7 +67,6 @@ class TrainingLoop:
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
         noise_scale: Whether to estimate the gradient noise scale, which says whether more replicas
             will still help: docs/how_to/gradient_noise_scale.md.
-        verify: Whether to verify the first steps on several replicas of TensorFlow.
         batch_norm: As in `replica_exact`; with `jit` on several replicas only `"replica"` works.
         remat: Whether the backward pass computes the inner activations of blocks again, which need
             then not be kept. Blocks are the layers of the model that have layers of their own, such
@@ -106,7 +105,6 @@ class TrainingLoop:
         loss_weights: Any = None,
         weighted_metrics: Any = (),
         noise_scale: bool = False,
-        verify: bool = True,
         batch_norm: str = "global",
         remat: bool = False,
     ) -> None:
@@ -130,7 +128,6 @@ class TrainingLoop:
             checks.fail("`noise_scale` must be True or False.", noise_scale=noise_scale)
         self.steps_per_loop = checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = checks.integer("accumulation", accumulation)
-        self.verify = checks.one_of("verify", verify, (True, False))
         self.batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
         self.remat = checks.one_of("remat", remat, (True, False))
         self.loss = Objective(

@@ -90,7 +90,7 @@ def by_fit(resume, data, validation, others):
 def by_loop(resume, data, validation, others, **settings):
     model = build()
     settings |= {"optimizer": model.optimizer, "loss": model.loss, "metrics": ["accuracy"]}
-    loop = TrainingLoop(model, verify=False, **settings)
+    loop = TrainingLoop(model, **settings)
     history = loop.fit(
         resume.track(data),
         validation,

@@ -92,7 +92,7 @@ def from_a_later_epoch(resume, *others):
 
 
 def from_a_later_epoch_in_a_loop(resume, *others):
-    loop = TrainingLoop(build(), optimizer="adam", loss=LOSS, verify=False)
+    loop = TrainingLoop(build(), optimizer="adam", loss=LOSS)
     watching = [*others, callbacks.LearningRateLogger(), resume]
     loop.fit(
         resume.track(batches_for_a_loop()), epochs=5, initial_epoch=2, callbacks=watching, verbose=0
@@ -520,7 +520,7 @@ def test_validation_that_goes_on_from_epoch_to_epoch_is_said(tmp_path):
 
 def test_a_loop_says_that_its_validation_goes_on(tmp_path):
     resume = Resume(tmp_path)
-    loop = TrainingLoop(build(), optimizer="adam", loss=LOSS, verify=False)
+    loop = TrainingLoop(build(), optimizer="adam", loss=LOSS)
     with pytest.warns(UserWarning, match="validates on the batches after those of the epoch"):
         loop.fit(
             resume.track(batches_for_a_loop()),

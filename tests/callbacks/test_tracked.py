@@ -35,7 +35,7 @@ def by_fit(data, resume, crash, steps=None):
 
 def by_loop(data, resume, crash, steps=None):
     model = model_of_order()
-    loop = TrainingLoop(model, optimizer=model.optimizer, loss=model.loss, verify=False)
+    loop = TrainingLoop(model, optimizer=model.optimizer, loss=model.loss)
     settings = {"epochs": EPOCHS, "steps_per_epoch": steps, "verbose": 0}
     loop.fit(data, callbacks=[resume, crash], **settings)
     return model.get_weights()

@@ -211,7 +211,7 @@ def with_batch_norm():
 @pytest.mark.slow
 def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
     model = compiled_on(mirrored(4), with_batch_norm, metrics=["accuracy"])
-    model = replica_exact(model, batch_norm="replica", verify=False)
+    model = replica_exact(model, batch_norm="replica")
     x, y = data()
     with pytest.warns(
         UserWarning, match=r"^[^\n]*\(norm\)[^\n]*batch_norm=\"global[^\n]*$"

@@ -5,12 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from tensorflow.python.ops import op_selector
 
 from kdpkit.training import gather_examples, replica_exact
-from kdpkit.training.tensorflow import _global_batch
-from tests.training import faults
-from tests.training.programs import Program, outcomes
+from kdpkit.training.tensorflow import _whose_code
+from tests.training.programs import Program, outcomes, planted
 
 pytestmark = pytest.mark.tensorflow
 REPLICAS = [3, *(pytest.param(count, marks=pytest.mark.exhaustive) for count in (2, 4, 8))]
@@ -164,48 +162,30 @@ def test_a_step_trains_as_on_one_device(name, replicas):
 
 
 def test_only_layers_of_keras_are_divided_where_a_layer_looks_at_all_examples():
-    assert not _global_batch.is_of_a_library(Mixing())
-    assert _global_batch.is_of_a_library(layers.Dense(3))
-    assert not _global_batch.is_of_a_library(keras.Sequential([layers.Dense(3), Mixing()]))
-    assert _global_batch.is_of_a_library(keras.Sequential([layers.Dense(3)]))
+    assert not _whose_code.is_of_a_library(Mixing())
+    assert _whose_code.is_of_a_library(layers.Dense(3))
+    assert not _whose_code.is_of_a_library(keras.Sequential([layers.Dense(3), Mixing()]))
+    assert _whose_code.is_of_a_library(keras.Sequential([layers.Dense(3)]))
 
 
 @pytest.mark.slow
 def test_a_model_that_is_loaded_again_trains_the_same(tmp_path):
-    (fault,) = (fault for fault in faults.FAULTS if fault.name == "add_loss of a sum")
+    build = planted.BUILDERS["add_loss of a sum"]
+    data = {**planted.examples(), "shuffle": False, "verbose": 0}
 
     def trained(again):
         keras.utils.set_random_seed(0)
         with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-            model = replica_exact(fault.build())
-        model.fit(**fault.data())
+            model = replica_exact(build())
+        model.fit(**data)
         if again:
             model.save(tmp_path / "model.keras")
             with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-                objects = {"SummedActivity": faults.SummedActivity}
+                objects = {"SummedActivity": planted.SummedActivity}
                 loaded = keras.saving.load_model(tmp_path / "model.keras", custom_objects=objects)
             model = replica_exact(loaded)
-        model.fit(**fault.data())
+        model.fit(**data)
         return model.get_weights()
 
     for one, other in zip(trained(False), trained(True), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
-
-
-def test_gradients_across_replicas_do_not_make_tensorflow_walk_the_graph(monkeypatch):
-    walked = []
-    original = op_selector.get_backward_walk_ops
-
-    def walk(*args, **kwargs):
-        found = original(*args, **kwargs)
-        walked.append(len(found))
-        return found
-
-    monkeypatch.setattr(op_selector, "get_backward_walk_ops", walk)
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        parts = [part for _ in range(4) for part in (layers.Dense(3), layers.BatchNormalization())]
-        model = replica_exact(keras.Sequential([keras.Input((3,)), *parts]), verify=False)
-        model.compile("sgd", "mse")
-    model.fit(np.ones((4, 3)), np.ones((4, 3)), batch_size=4, verbose=0)
-    assert walked
-    assert max(walked) <= 20, walked

@@ -48,7 +48,6 @@ def loop_on(replicas, build=testing.tiny_classifier, loop=TrainingLoop, **settin
     with scope_of(strategy):
         model = build()
     settings = {"optimizer": "adam", "loss": crossentropy(), "metrics": ["accuracy"]} | settings
-    settings = {"verify": False} | settings  # that has tests of its own
     return loop(model, strategy=strategy, **settings)
 
 
@@ -264,7 +263,7 @@ def test_many_steps_in_a_call_train_the_same_and_compile_once():
 
     ends = []
     data = batches(2, 13).repeat(2)  # 14 batches: calls of 4, 4, 4 and 2
-    many = loop_on(2, loop=Counting, steps_per_loop=4, verify=True)
+    many = loop_on(2, loop=Counting, steps_per_loop=4)
     watch = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: ends.append((batch, len(logs or {}))),
         on_train_batch_end=lambda batch, logs: ends.append((batch, len(logs))),
@@ -785,9 +784,7 @@ def test_batch_normalization_by_replica_is_warned_about_and_stays_finite(accumul
         return keras.Sequential([keras.Input((4,)), layers.BatchNormalization(), layers.Dense(3)])
 
     with pytest.warns(UserWarning, match="normalizes by each replica's own examples"):
-        loop, history = trained(
-            4, build=build, accumulation=accumulation, batch_norm="replica", verify=False
-        )
+        loop, history = trained(4, build=build, accumulation=accumulation, batch_norm="replica")
     assert np.isfinite(history["loss"]).all()
     assert all(np.isfinite(weight).all() for weight in loop.model.get_weights())
     for statistics in loop.model.non_trainable_variables:

@@ -26,7 +26,6 @@ CUTS = [(1, 2), (2, 2), (4, 3)] if ON_JAX else [(1, 2), (2, 1), (4, 1), (2, 3)]
 
 
 def loop_on(replicas, build, loop=TrainingLoop, **settings):
-    settings = {"verify": False} | settings  # that has tests of its own
     if ON_JAX:
         strategy = kdpkit.sharding.data_mesh(replicas)
         return loop(build(), strategy=strategy, **settings)

@@ -73,12 +73,12 @@ def regression():
     return keras.Sequential(layers)
 
 
-def compiled_on(replicas, loss="mse", **settings):
+def compiled_on(replicas, loss="mse"):
     keras.utils.set_random_seed(0)
     with strategies.select_strategy("mirrored", devices=replicas).scope():
         model = regression()
         model.compile("sgd", loss)
-    return replica_exact(model, **settings)
+    return replica_exact(model)
 
 
 @pytest.mark.tensorflow
@@ -111,9 +111,9 @@ def test_nothing_is_written_by_any_way_in(offset, kind, loss, replicas, entrance
     x, y = arrays(offset)
     before = x.copy(), y.copy()
     data = KINDS[kind](x, y)
-    model = compiled_on(replicas, loss, verify=False)
+    model = compiled_on(replicas, loss)
     if entrance == "loop" and isinstance(data, tf.data.Dataset):
-        TrainingLoop(model, optimizer="sgd", loss=loss, verify=False).fit(data, epochs=2, verbose=0)
+        TrainingLoop(model, optimizer="sgd", loss=loss).fit(data, epochs=2, verbose=0)
     elif entrance == "predict":
         model.predict(x if isinstance(data, tuple) else data, verbose=0)
     else:

@@ -6,7 +6,7 @@ model has no weights: an error, or Ctrl-C, then loses them.
 
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -23,11 +23,14 @@ from kdpkit.batches import rows_of
 from kdpkit.training.jax import _consistency_checks
 
 
-def attach(model: keras.Model, *, verify: bool, batch_norm: str) -> None:  # noqa: ARG001  # as TensorFlow's
-    """Fix a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance.
-
-    There is nothing to verify: one program computes the global batch, however it is cut.
-    """
+def attach(
+    model: keras.Model,
+    *,
+    batch_norm: str,
+    divided: Sequence[Any],  # noqa: ARG001  # as TensorFlow's: here XLA divides all of it
+    undivided: Sequence[Any],  # noqa: ARG001
+) -> None:
+    """Fix a model's `fit`, `evaluate`, `predict` and their steps, once, on the instance."""
     reject_local_statistics(batch_norm)
     if "kdpkit_steps" in vars(model.train_step):
         return

@@ -1,7 +1,7 @@
 """BatchNormalization on replicas: statistics of the global batch, or of each replica's examples."""
 
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -35,21 +35,14 @@ def warn_of_local_statistics(layers: Iterable[Any], replicas: int) -> None:
         )
 
 
-def attach(layer: keras.layers.Layer, choice: str) -> None:
-    """Make a layer's statistics those of the global batch; the layer's config stays as it is."""
-    if "_moments" in vars(layer):
-        del layer._moments
-    if choice == REPLICA and not layer.synchronized:
-        return
-    stock_moments = layer._moments
-
-    def moments(inputs: Any, mask: Any) -> Any:
-        step = current_step()
-        if step is None or step.replicas == 1:
-            return stock_moments(inputs, mask)
-        return _global_moments(step, inputs, mask, layer._reduction_axes)
-
-    layer._moments = moments
+def moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
+    """Compute a layer's statistics over the global batch; its config stays as it is."""
+    step = current_step()
+    if step is None or step.replicas == 1 or step.own is not None:
+        return original(layer, inputs, mask)
+    if step.batch_norm == REPLICA and not layer.synchronized:
+        return original(layer, inputs, mask)
+    return _global_moments(step, inputs, mask, layer._reduction_axes)
 
 
 def _global_moments(step: ReplicaStep, inputs: Any, mask: Any, axes: list[int]) -> Any:

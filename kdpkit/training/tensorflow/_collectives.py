@@ -47,22 +47,15 @@ def summed(step: ReplicaStep, *values: Any) -> list[Any]:
 def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     """Return outputs whose gradients flow to the inputs by a function of their own.
 
-    The outputs are computed before: of what is computed inside, TensorFlow follows the graph back
-    in search of variables, which for outputs that all replicas have leads through all of the step
-    (docs/upstream/tensorflow_custom_gradient_searches_all.md).
+    The outputs are computed before, and stay what they are: nothing that computes them depends on
+    the inputs for it, as it would by `tf.custom_gradient`.
 
     Args:
         outputs: A tensor or a list of them.
         inputs: A tensor or a list of them.
         gradient: Computes the gradients of the inputs from those of the outputs.
     """
-
-    @tf.custom_gradient  # type: ignore[untyped-decorator]  # tensorflow has no types
-    def attach(outputs: Any, inputs: Any) -> tuple[Any, Callable]:  # noqa: ARG001 the tape has them
-        none = tf.nest.map_structure(lambda _: None, outputs)
-        return tf.nest.map_structure(tf.identity, outputs), lambda *grads: (none, gradient(*grads))
-
-    return attach(outputs, inputs)
+    return _keras_internals.with_gradient(outputs, inputs, gradient)
 
 
 def _gradients_of_all(step: ReplicaStep, upstreams: Any) -> list[Any]:

@@ -2,15 +2,14 @@
 
 import contextlib
 import functools
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import errors, scaling
+from kdpkit import scaling
 from kdpkit._internal import checks, error_text, held_variables, processes, versions
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
@@ -22,13 +21,12 @@ from kdpkit.training.tensorflow import (
     _no_examples,
     _optimizer_patches,
     _placeholders,
-    _shards,
     _step_patches,
+    _whose_code,
     _workers,
     _xla_call,
 )
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
-from kdpkit.training.tensorflow._verification import Verification
+from kdpkit.training.tensorflow._step import ReplicaStep, UndividedError, current_step, running
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
@@ -37,19 +35,27 @@ _STRATEGIES = (
 )
 
 
-def attach(model: keras.Model, *, verify: bool, batch_norm: str) -> None:
+def attach(
+    model: keras.Model, *, batch_norm: str, divided: Sequence[Any], undivided: Sequence[Any]
+) -> None:
     """Make a model exact under the strategy that it was built in; without one, leave it."""
     strategy = _strategy_of(model)
     steps = _owner(model.train_step)
     if isinstance(steps, _ExactSteps):
-        steps.verify, steps.batch_norm = verify, batch_norm
+        steps.batch_norm, steps.declared = batch_norm, _declared(divided, undivided)
     elif strategy is not None:
         _reject_own_loops(model)
         _step_patches.install()
         _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
             _layer_state.reject_states_of_examples(model)
-        _ExactSteps(model, strategy, verify=verify, batch_norm=batch_norm).attach()
+        declared = _declared(divided, undivided)
+        _ExactSteps(model, strategy, batch_norm=batch_norm, declared=declared).attach()
+
+
+def _declared(divided: Sequence[Any], undivided: Sequence[Any]) -> dict[int, bool]:
+    """Return what the user says of layers, by identity: whether they are divided."""
+    return {id(layer): layer in divided for layer in (*divided, *undivided)}
 
 
 def _strategy_of(model: keras.Model) -> Any:
@@ -96,15 +102,19 @@ class _ExactSteps:
     """The methods that stand in for a model's own, set on the instance alone."""
 
     def __init__(
-        self, model: keras.Model, strategy: tf.distribute.Strategy, *, verify: bool, batch_norm: str
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        *,
+        batch_norm: str,
+        declared: dict[int, bool],
     ) -> None:
         self.model = model
         self.strategy = strategy
-        self.verify = verify
         self.batch_norm = batch_norm
-        self.verified: set[tuple[str, str]] = set()  # kinds of steps, of batches of a structure
-        self.seen: dict[str, Any] = {}  # the specification of what each kind had last
-        self.divides: dict[str, Callable] = {}  # layers, in steps that run on the global batch
+        self.declared = declared
+        self.undivided: set[str] = set()  # kinds of steps of which no layer can be divided
+        self.is_own: dict[str, bool] = {}  # kinds of steps, in which some code is the user's
         stock = keras.Model.train_step
         self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
         self.train_step_of_model = _keras_internals.inlined(model.train_step)
@@ -139,8 +149,6 @@ class _ExactSteps:
         several = self.strategy.num_replicas_in_sync > 1
         if several and model.jit_compile:
             _xla_call.compile_call(model, self.global_batch_norms())
-        for optimizer in _optimizer_patches.optimizers_of(model):
-            _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec
             data_batch = _placeholders.placeholders(_workers.specs_of(specs))
@@ -151,13 +159,11 @@ class _ExactSteps:
         if _workers.spans_processes(self.strategy):
             self.check_metrics()
         for metric in model.metrics:
-            _metric_patches.attach_to_metric(metric)
+            _metric_patches.attach_to_metric(metric, is_global=True)
         if several:
             versions.reject_sums_over_examples(model)
             model._aggregate_additional_loss = self.additional_loss
             _layer_state.attach(model, without=self.global_batch_norms())
-            for layer in _batch_norm.batch_norm_layers(model):
-                _batch_norm.attach(layer, self.batch_norm)
 
     def move_loss_tracker(self) -> None:
         """Have the loss counted in the scope, outside of which `compile` may have been called."""
@@ -213,166 +219,65 @@ class _ExactSteps:
         total = type(self.model)._aggregate_additional_loss(self.model, loss)
         if step is None or step.replicas == 1 or step.own is not None:
             return total
-        if loss.shape.rank and step.counts_examples(loss):
-            total = step.quotient(total, 1)
-        step.note_loss(_layer_state.name_of_loss(self.model, loss), total)
-        return total
+        is_of_examples = loss.shape.rank and step.counts_examples(loss)
+        return step.quotient(total, 1) if is_of_examples else total
 
     def make_function(self, kind: str, force: bool) -> None:
         """Compile a step as Keras does, and cut batches that would reach every replica uncut."""
         model, name = self.model, f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
-        # It may be compiled with another loss.
-        self.verified = {verified for verified in self.verified if verified[0] != kind}
-        self.divides.pop(kind, None)
-        self.seen.pop(kind, None)
-        with self.without_xla():
-            getattr(type(model), f"make_{name}")(model, force=force)
-        compiled = getattr(model, name)
+        self.is_own.pop(kind, None)  # it may be compiled with another loss
+        for optimizer in _optimizer_patches.optimizers_of(model):
+            _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
+        compiled = self.compiled_step(kind)
 
         def function(batches: Any) -> Any:
-            with _no_examples.guarded_operations(), _step_patches.inlined_functions():
+            nonlocal compiled
+            self.find_own_code(kind)
+            with _no_examples.guarded_operations(), _step_patches.during_steps():
                 batches = _split_global_batches(batches, self.strategy)
-                batches = self.verified_batches(kind, batches)
-                with self.keys_for_loops(), self.gradients_of(kind):
-                    logs = compiled(batches)
+                with self.keys_for_loops():
+                    try:
+                        logs = compiled(batches)
+                    except UndividedError:  # while it was traced, before anything was computed
+                        if model.run_eagerly:
+                            raise
+                        self.undivided.add(kind)
+                        compiled = self.compiled_step(kind)
+                        setattr(model, name, function)
+                        logs = compiled(batches)
             _workers.reject_differences()
             return logs
 
         setattr(model, name, function)
 
-    @contextlib.contextmanager
-    def without_xla(self) -> Iterator[None]:
-        """Have Keras not compile the step of all replicas as one: keras-team/keras#19005."""
+    def compiled_step(self, kind: str) -> Callable:
+        """Compile a step as Keras does, but not by XLA as one: keras-team/keras#19005."""
         model = self.model
         asked = model.jit_compile
         if self.strategy.num_replicas_in_sync > 1:
             model._jit_compile = False
         try:
-            yield
+            getattr(type(model), f"make_{kind}_function")(model, force=True)
         finally:
             model._jit_compile = asked
+        compiled: Callable = getattr(model, f"{kind}_function")
+        return compiled
 
-    def verified_batches(self, kind: str, batches: Any) -> Any:
-        """Verify a step before its first use; return batches that begin as those passed."""
-        if not self.verify or self.strategy.num_replicas_in_sync == 1:
-            return batches
-        is_iterator = isinstance(batches, tf.distribute.DistributedIterator)
-        if is_iterator and batches.element_spec is self.seen.get(kind):
-            return batches
-        if is_iterator and not self.needs_verification(kind, batches.element_spec):
-            self.seen[kind] = batches.element_spec
-            return batches
-        at_once = self.model.steps_per_execution
-        taken = batches if kind == "predict" else [*itertools.islice(batches, at_once)]
-        if not taken:
-            checks.fail("The dataset gives no batch, so there is nothing to compute.")
-        spec = batches.element_spec if is_iterator else taken[0]
-        if self.needs_verification(kind, spec):
-            self.verify_step(kind, taken[0])
-            self.verified.add((kind, _structure_of(spec)))
-        return _shards.iterator_of(self.strategy, taken, spec) if is_iterator else taken
+    def find_own_code(self, kind: str) -> None:
+        """Find out, before a step is traced, whether any of its code is the user's."""
+        if kind not in self.is_own:
+            several = self.strategy.num_replicas_in_sync > 1
+            is_own = self.declared or not _whose_code.is_all_of_libraries(self.model, kind)
+            self.is_own[kind] = several and bool(is_own)
 
-    def verify_step(self, kind: str, batch: Any) -> None:
-        """Verify a step; have it run on the global batch if that makes it exact."""
-        run, eager = self.trials[kind], self.model.run_eagerly
-        verification = Verification(self.strategy, run, self.model, eager=eager)
-        try:
-            _optimizer_patches.finding_optimizers(self.strategy, lambda: verification.check(batch))
-        except errors.VerificationError as error:
-            if not self.is_exact_on_global_batch(kind, verification, batch):
-                raise
-            _global_batch.report(error.problem)
-            return
-        finally:
-            if verification.calls_python or (eager and not self.is_stock(kind)):
-                _global_batch.report_python()
-        if eager and not self.is_stock(kind):
-            verification.problem = "The step runs eagerly, where no graph shows what it may do"
-        # Of the step on its own examples; running it on the global batch may find others.
-        hidden, problem = verification.hidden, verification.problem
-        needs_examples = verification.needs_examples
-        if hidden is None:
-            return
-        if self.is_exact_on_global_batch(kind, verification, batch):
-            _global_batch.report(hidden)
-            return
-        if needs_examples:
-            _shards.check_every_replica_has_examples(self.strategy, batch)
-        if problem is not None:
-            _global_batch.report_doubt(problem)
-
-    def is_exact_on_global_batch(self, kind: str, verification: Verification, batch: Any) -> bool:
-        """Have a step run on the global batch, and return whether it is exact then."""
-        _global_batch.attach(self.model)
-        # A user's layer may do what the examples do not show, too.
-        first = int(bool(verification.hidden))
-        if not verification.on_one:  # nothing to compare with: the whole step in every replica
-            first = -1
-        for divides in _global_batch.DIVISIONS[first:]:
-            self.divides[kind] = divides
-            # Whatever goes wrong there, the caller reports what made it try.
-            with contextlib.suppress(Exception), self.gradients_of(kind):
-                if not verification.differences(batch):
-                    return True
-        self.divides.pop(kind, None)
-        return False
-
-    def gradients_of(self, kind: str) -> contextlib.AbstractContextManager[None]:
-        """Have tapes give a step on the global batch the gradients of that."""
-        if kind in self.divides:
-            return _step_patches.gradients_of_steps()
-        return contextlib.nullcontext()
-
-    def needs_verification(self, kind: str, batch: Any) -> bool:
-        """Return whether a step is to be verified now, for batches of a structure.
-
-        What `fit` verified of Keras' own steps, layers and metrics holds for `evaluate` and
-        `predict` too, if it needed no global batch.
-        """
-        structure = _structure_of(batch)
-        if (kind, structure) in self.verified:
-            return False
-        is_own = not self.is_stock(kind)
-        is_trained = any(of == "train" for of, _ in self.verified)
-        is_seen = is_trained and "train" not in self.divides
-        return (
-            kind == "train"
-            or is_own
-            or not is_seen
-            or not _global_batch.is_all_of_libraries(self.model)
-        )
-
-    def is_stock(self, kind: str) -> bool:
-        """Return whether a step is Keras' own."""
-        function = getattr(getattr(self, f"{kind}_step_of_model"), "__func__", None)
-        return function is getattr(keras.Model, f"{kind}_step")
-
-    @property
-    def trials(self) -> dict[str, Any]:
-        """What tries each kind of step, for verification."""
-        return {
-            "train": self.trial_of("train", self.run_train_step),
-            "test": self.trial_of("test", self.run_test_step),
-            "predict": self.trial_of("predict", self.run_predict_step, join=True),
-        }
-
-    def trial_of(
-        self, kind: str, run: Callable[[ReplicaStep], Any], *, join: bool = False
-    ) -> Callable:
-        """Return what tries a step on shards of some examples."""
-
-        def try_step(shard: Callable[[], Any], trial: Any) -> Any:
-            outputs = self.strategy.run(lambda: run(self.step_of(shard(), kind, trial=trial)))
-            if not join:
-                return outputs
-            return keras.tree.map_structure(
-                lambda output: tf.concat(self.strategy.experimental_local_results(output), 0),
-                outputs,
-            )
-
-        return try_step
+    def divides(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+        """Return whether replicas compute their parts of what a layer is called on."""
+        declared = self.declared.get(id(layer))
+        if declared is not None:
+            return declared
+        return _global_batch.divides_libraries(layer, args, kwargs)
 
     def keys_for_loops(self) -> contextlib.AbstractContextManager[None]:
         """Let collectives run inside the loop that `steps_per_execution` compiles."""
@@ -380,18 +285,19 @@ class _ExactSteps:
             return _keras_internals.constant_collective_keys()
         return contextlib.nullcontext()
 
-    def step_of(self, data: Any, kind: str, *, trial: Any = None) -> ReplicaStep:
+    def step_of(self, data: Any, kind: str) -> ReplicaStep:
         """Return the step of a replica that has these examples."""
         share_in_loss = not self.own_train_step or _optimizer_patches.scales_loss(
             self.model.optimizer
         )
         _layer_state.keep_tensors_apart(self.model)
-        step = ReplicaStep(data, share_in_loss=share_in_loss, trial=trial)
+        step = ReplicaStep(data, share_in_loss=share_in_loss, batch_norm=self.batch_norm)
         # Under XLA by position on one replica too: it draws other numbers for other shapes.
         step.is_part |= bool(self.model.jit_compile)
-        if kind in self.divides:
-            return _global_batch.step_on_global_batch(step, self.divides[kind])
-        return step
+        if not self.is_own[kind]:
+            return step
+        divides = None if kind in self.undivided else self.divides
+        return _global_batch.step_on_global_batch(step, divides)
 
     def train_step(self, data: Any) -> Any:
         return self.run_train_step(self.step_of(data, "train"))
@@ -416,9 +322,7 @@ class _ExactSteps:
 
     def run_predict_step(self, step: ReplicaStep) -> Any:
         with running(step):
-            outputs = self.predict_step_of_model(step.data)
-            step.note_roots(outputs)
-            return _global_batch.own_part(step, outputs)
+            return _global_batch.own_part(step, self.predict_step_of_model(step.data))
 
     def warn_once(self, replicas: int) -> None:
         if not self.warned:
@@ -498,23 +402,11 @@ def _distributing_examples(strategy: tf.distribute.Strategy) -> Iterator[None]:
         delattr(strategy, name)
 
 
-def _structure_of(batch: Any) -> str:
-    """Describe the parts of a batch, or of what specifies it: others are another step's."""
-
-    def describe(leaf: Any) -> str:
-        part = getattr(leaf, "_value_specs", getattr(leaf, "values", (leaf,)))
-        part = part[0] if isinstance(part, tuple) else leaf
-        return f"{type(part).__name__} {getattr(part, 'dtype', None)} {len(part.shape or ())}"
-
-    return str(tf.nest.map_structure(lambda leaf: None if leaf is None else describe(leaf), batch))
-
-
 def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:
     """Cut the batches of `train_on_batch` and its like; those of a dataset are cut already."""
     if isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
         return batches
-    shards: Iterator[Any] = (_split(batch, strategy) for batch in batches)
-    return [*shards] if isinstance(batches, list) else shards
+    return [_split(batch, strategy) for batch in batches]
 
 
 def _explain_fixed_size(error: Exception, data_batch: Any) -> None:

@@ -39,11 +39,9 @@ class Sums(NamedTuple):
 def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tuple[Sums, Any]:
     """Compute losses of some of the replica's examples, and the predictions; no gradients yet."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-    step.note_examples(batch)
     with running(step):
         losses, predictions = loop.per_example_loss(x, y, training=training)
         added = loop.model.losses
-        step.note_roots((losses, added, predictions))
     terms = loop.loss.terms(losses, predictions, sample_weight)
     plain = {term.name: term.plain_divisor(step.num_global_examples) for term in terms}
     counted = [term for term in terms if term.counted is not None]

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,15 +9,14 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
+from keras.src.layers.layer import CallSpec
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.eager import context
-from tensorflow.python.eager.lift_to_graph import UnliftableError as UnliftableError
+from tensorflow.python.eager import context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import ops
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
@@ -99,37 +97,36 @@ def inlined(function: Any) -> Any:
     return call
 
 
-def functions_of(operation: tf.Operation) -> list[Any]:
-    """Return the graphs of the functions that an operation calls, as far as they are known."""
-    values = {attribute.name: attribute for attribute in operation.op_def.attr}
-    functions = [operation.get_attr(name) for name, a in values.items() if "func" in a.type]
-    names = [function.name for function in tf.nest.flatten(functions)]
-    found = [operation.graph._get_function(name) for name in names]
-    return [function.graph for function in found if hasattr(function, "graph")]
+def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
+    """Return outputs whose gradients, for tapes, flow to the inputs by a function of their own.
 
-
-def origin_of_gradient(identity: Any) -> str | None:
-    """Return the module of a gradient written by `custom_gradient`; None if there is none."""
-    try:
-        name = identity.get_attr("_gradient_op_type").decode()
-    except ValueError:  # it has no such attribute
-        return None
-    of_tape = inspect.getclosurevars(ops.gradient_registry.lookup(name)).nonlocals["tape_grad_fn"]
-    gradient = inspect.getclosurevars(of_tape).nonlocals["grad_fn"]
-    return str(getattr(gradient, "func", gradient).__module__)  # it may be a partial function
-
-
-def forget_gradients(definition: Any) -> None:
-    """Forget the gradients written by `custom_gradient` in a graph that nobody differentiates now.
-
-    TensorFlow keeps them for as long as the process lives, and with them the graph
-    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md). Functions that the graph calls may
-    be called elsewhere too, and keep theirs.
+    `tf.custom_gradient` would compute the inputs wherever the outputs are needed, follow the graph
+    back in search of variables, and keep all of it for as long as the process lives
+    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md).
     """
-    for node in definition.node:
-        name = node.attr["_gradient_op_type"].s.decode() if "_gradient_op_type" in node.attr else ""
-        if name.startswith("CustomGradient-"):
-            ops.gradient_registry._registry.pop(name, None)
+    with record.stop_recording():
+        copies = tf.nest.map_structure(tf.identity, outputs)
+
+    def backward(*upstream: Any) -> list[Any]:
+        return tf.nest.flatten(gradient(*upstream), expand_composites=False)
+
+    record.record_operation(
+        "ReplicaGradient", tf.nest.flatten(copies), tf.nest.flatten(inputs), backward
+    )
+    return copies
+
+
+def build_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+    """Build a layer for what it is called on, as its call does."""
+    args, kwargs = tf.nest.map_structure(_placeholder, (args, kwargs))
+    call = CallSpec(layer._call_signature, layer._call_context_args, args, kwargs)
+    layer._maybe_build(call)
+
+
+def _placeholder(leaf: Any) -> Any:
+    if not isinstance(leaf, tf.Tensor):
+        return leaf
+    return keras.KerasTensor(leaf.shape, leaf.dtype.name)
 
 
 def joined_over_processes(output: Any, strategy: tf.distribute.Strategy) -> Any:

@@ -6,8 +6,8 @@ import keras
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.training.tensorflow._global_batch import is_library
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._whose_code import is_library
 
 
 def reject_states_of_examples(model: keras.Model) -> None:
@@ -72,14 +72,6 @@ def _holds_tensors(value: Any) -> bool:
     return bool(tf.is_tensor(value))
 
 
-def name_of_loss(model: keras.Model, loss: Any) -> str:
-    """Name the layer that gave a loss to `add_loss`, or whose regularizer it is."""
-    for layer in model._flatten_layers():
-        if any(loss is given for given in layer._losses):
-            return f"add_loss of {layer.name}"
-    return "add_loss or a regularizer"
-
-
 def attach(model: keras.Model, *, without: list[Any]) -> None:
     """Note, from now on, which variables of a model's layers a step assigns.
 
@@ -101,11 +93,16 @@ def _note_assignments(variable: Any) -> None:
 
     def noting(value: Any) -> Any:
         step = current_step()
-        if step is not None and all(variable is not noted for noted in step.assigned):
+        # On the global batch all replicas assign the same.
+        if step is not None and step.own is None and not _holds(step.assigned, variable):
             step.assigned.append(variable)
         return assign(value)
 
     variable.assign = noting
+
+
+def _holds(variables: list[Any], variable: Any) -> bool:
+    return any(variable is held for held in variables)
 
 
 def average(step: ReplicaStep) -> None:
@@ -120,17 +117,14 @@ def average(step: ReplicaStep) -> None:
     variables = [*step.assigned]
     weighed = [(step.own or step).weigh(tf.convert_to_tensor(variable)) for variable in variables]
     tf.distribute.get_replica_context().merge_call(
-        lambda strategy, values: _assign_sums(step, strategy, values, variables), args=(weighed,)
+        lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
     )
 
 
-def _assign_sums(
-    step: ReplicaStep, strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]
-) -> None:
+def _assign_sums(strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]) -> None:
     owners = [variable.value for variable in variables]
     sums = strategy.extended.batch_reduce_to(
         tf.distribute.ReduceOp.SUM, list(zip(values, owners, strict=True))
     )
-    step.note_shared([strategy.experimental_local_results(total) for total in sums])
     for owner, total in zip(owners, sums, strict=True):
         strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)

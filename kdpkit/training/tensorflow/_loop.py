@@ -34,8 +34,8 @@ from kdpkit.training.tensorflow import (
     _no_examples,
     _optimizer_patches,
     _placeholders,
-    _shards,
     _step_patches,
+    _whose_code,
     _workers,
 )
 from kdpkit.training.tensorflow._batch_norm import GLOBAL, REPLICA
@@ -50,7 +50,6 @@ from kdpkit.training.tensorflow._gradients import (
 )
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from kdpkit.training.tensorflow._verification import Step, Verification
 from kdpkit.training.tensorflow._xla_trial import XlaTrial
 
 T = TypeVar("T")
@@ -84,7 +83,6 @@ class TensorFlowSteps(Steps):
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._is_built = self._is_optimizer_built = False
-        self._verified: set[str] = set()  # kinds of steps
         self._trial = XlaTrial() if jit == "measure" else None
         self._train_with = {
             jit: self._repeated(functools.partial(self._train_step, jit=jit))
@@ -129,7 +127,7 @@ class TensorFlowSteps(Steps):
             processes.naming_losses(),
             _keras_internals.untuned_buffers(),
             _no_examples.guarded_operations(),
-            _step_patches.inlined_functions(),
+            _step_patches.during_steps(),
         ):
             yield
 
@@ -198,7 +196,7 @@ class TensorFlowSteps(Steps):
     def _build_metrics(self, spec: Any) -> None:
         names = trace_metrics(self.loop, _placeholders_of(spec), _placeholders.trace)
         for metric in self.model.metrics:
-            _metric_patches.weigh_single_numbers(metric)
+            _metric_patches.attach_to_metric(metric, is_global=False)
         self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
 
     def _build_optimizer(self) -> None:
@@ -229,7 +227,6 @@ class TensorFlowSteps(Steps):
                     remedy='Use `jit=False` and `accumulation=1`, or `batch_norm="replica"`, which '
                     "normalizes by each replica's own examples, and do not synchronize the layer.",
                 )
-            _batch_norm.attach(layer, asked if may_meet else REPLICA)
         if asked == REPLICA or not may_meet:
             layers = _batch_norm.batch_norm_layers(self.model)
             _batch_norm.warn_of_local_statistics(layers, replicas)
@@ -244,8 +241,6 @@ class TensorFlowSteps(Steps):
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many training steps; return how many there were, and loss and metrics."""
-        if self._needs_verification("train"):
-            return self._verified_first(self.train, self._try_step, iterator, steps)
         start = time.perf_counter()
         with _explaining_xla() if self.jit else contextlib.nullcontext():
             done, logs = self._run(self._train_with[self.jit], iterator, steps)
@@ -254,65 +249,11 @@ class TensorFlowSteps(Steps):
             self._say(self._trial.verdict)
         return done, logs
 
-    def _needs_verification(self, kind: str) -> bool:
-        """Return whether a step is to be verified now.
-
-        What training verified of layers and metrics of Keras holds for evaluation, too.
-        """
-        if self.strategy.num_replicas_in_sync == 1 or not self.loop.verify:
-            return False
-        is_seen = "train" in self._verified and _global_batch.is_all_of_libraries(self.model)
-        return kind not in self._verified and not is_seen
-
-    def _verify(self, kind: str, try_step: Step, batch: Any) -> None:
-        """Verify a step on the first examples of a batch."""
-        verification = Verification(self.strategy, try_step, self.model)
-        verification.check(batch)
-        if verification.calls_python:
-            _global_batch.report_python()
-        if verification.hidden is not None:
-            remedy = "`fit` of a `replica_exact` model runs such a step on the global batch."
-            _global_batch.report_doubt(verification.hidden, remedy)
-        self._verified.add(kind)
-
-    def _verified_first(self, run: Callable, try_step: Step, iterator: Any, steps: int) -> Any:
-        """Verify a step, and run it on the batch that it was verified on and those that follow."""
-        if (first := next(iterator, None)) is None:
-            return 0, {}
-        self._verify(run.__name__, try_step, first)
-        spec = getattr(iterator, "element_spec", None)
-        done, logs = run(_shards.iterator_of(self.strategy, [first], spec), 1)
-        if steps > 1:
-            following, further = run(iterator, steps - 1)
-            done, logs = done + following, further if following else logs
-        return done, logs
-
-    def _try_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
-        """Make a training step of a shard for each replica, without the update."""
-        with rematerialised(self.loop, checkpointed):
-            parts, _ = self.strategy.run(
-                lambda: self._train_replica(shard(), jit=False, trial=trial)
-            )
-        variables = self.model.trainable_variables
-        trial.note_gradients(self.model.optimizer, variables, self._summed(parts))
-        return self._logs()
-
     def _summed(self, parts: dict[int, Any]) -> list[Any]:
         """Return the gradients of the global batch, by those of each replica."""
         variables = self.model.trainable_variables
         gradients = [parts.get(index) for index in range(len(variables))]
         return _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
-
-    def _try_test_step(self, shard: Callable[[], Any], trial: Any) -> dict[str, Any]:
-        self.strategy.run(lambda: self._test_replica(shard(), trial=trial))
-        return self._logs()
-
-    def _try_predict_step(self, shard: Callable[[], Any], trial: Any) -> Any:
-        outputs = self.strategy.run(lambda: self._predict_replica(shard(), trial))
-        return keras.tree.map_structure(
-            lambda output: tf.concat(self.strategy.experimental_local_results(output), axis=0),
-            outputs,
-        )
 
     def _logs(self) -> dict[str, Any]:
         losses = {mean.name: mean.result() for mean in self._means.values()}
@@ -324,8 +265,6 @@ class TensorFlowSteps(Steps):
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many evaluation steps; return how many there were, and loss and metrics."""
-        if self._needs_verification("test"):
-            return self._verified_first(self.test, self._try_test_step, iterator, steps)
         return self._run(self._test, iterator, steps)
 
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
@@ -334,8 +273,6 @@ class TensorFlowSteps(Steps):
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             while len(outputs) < steps:
                 batch = next(iterator)
-                if self._needs_verification("predict"):
-                    self._verify("predict", self._try_predict_step, batch)
                 predictions = self._predict(batch)
                 _workers.reject_differences()
                 outputs.append(keras.tree.map_structure(np.asarray, predictions))
@@ -442,15 +379,29 @@ class TensorFlowSteps(Steps):
 
     # One replica's part of a step.
 
-    def _step_of(self, batch: Any, trial: Any) -> ReplicaStep:
-        _layer_state.keep_tensors_apart(self.model)
-        return ReplicaStep(batch, trial=trial)
+    def _step_of(self, batch: Any, kind: str) -> ReplicaStep:
+        """Return the step of a replica: on the global batch where any of its code is the user's.
 
-    def _train_replica(
-        self, batch: Any, jit: bool, trial: Any = None
-    ) -> tuple[dict[int, Any], Any]:
+        Micro-batches, and what XLA compiles, cannot meet other replicas: there a loss for each
+        example, as `per_example_loss` has to give it, is computed from the replica's own examples.
+        """
+        _layer_state.keep_tensors_apart(self.model)
+        may_meet = kind != "train" or (self.loop.accumulation == 1 and not self._may_jit)
+        step = ReplicaStep(batch, batch_norm=self.loop.batch_norm if may_meet else REPLICA)
+        if step.replicas == 1 or not may_meet or self._is_of_libraries(kind):
+            return step
+        return _global_batch.step_on_global_batch(step, _global_batch.divides_libraries)
+
+    def _is_of_libraries(self, kind: str) -> bool:
+        if not _whose_code.is_all_of_libraries(self.model, kind):
+            return False
+        return kind == "predict" or _whose_code.is_library(
+            type(self.loop).per_example_loss.__module__
+        )
+
+    def _train_replica(self, batch: Any, jit: bool) -> tuple[dict[int, Any], Any]:
         """Return this replica's part of the gradients, by the variable's index, and its noise."""
-        step = self._step_of(batch, trial)
+        step = self._step_of(batch, "train")
         # Under XLA by position on one replica too: it draws all of them otherwise.
         step.is_part |= jit
         batch = step.data
@@ -476,14 +427,16 @@ class TensorFlowSteps(Steps):
         sums, products = over_micro_batches(
             compute, batch, num_examples=step.num_examples, micro_batches=micro_batches
         )
-        if micro_batches > 1:  # the first, outside of the loop over the others, has been noted
-            step.note_shared(sums)
         factors = self._update_losses(step, sums)
         _layer_state.average(step)
 
         def complete(gradients: Any, factors: Any) -> dict[int, Any]:
             total = combined(gradients, [1.0, *factors])
-            return {index: step.if_examples(gradient) for index, gradient in total.items()}
+            variables = self.model.trainable_variables
+            return {
+                index: _global_batch.addend_of_gradient(step, variables[index], gradient)
+                for index, gradient in total.items()
+            }
 
         own = _compiled(complete, jit=jit)(sums.gradients, factors)
         return own, self._noise(step, products, [1.0, *factors])
@@ -505,24 +458,23 @@ class TensorFlowSteps(Steps):
         norm = step.if_examples(tf.reduce_sum(factor * factor[:, None] * products))
         return tf.stack([tf.cast(parts, tf.float32), tf.cast(step.num_examples, tf.float32), norm])
 
-    def _predict_replica(self, batch: Any, trial: Any = None) -> Any:
-        step = self._step_of(batch, trial)
+    def _predict_replica(self, batch: Any) -> Any:
+        step = self._step_of(batch, "predict")
         x, _, _ = keras.utils.unpack_x_y_sample_weight(step.data)
-        with running(step) if trial else contextlib.nullcontext():
-            outputs = self.model(x, training=False)
-            step.note_roots(outputs)
-        return outputs
+        with running(step):
+            return _global_batch.own_part(step, self.model(x, training=False))
 
-    def _test_replica(self, batch: Any, trial: Any = None) -> None:
-        step = self._step_of(batch, trial)
+    def _test_replica(self, batch: Any) -> None:
+        step = self._step_of(batch, "test")
         sums, predictions = forward(self.loop, step, step.data, training=False)
         self._update_metrics(step, step.data, predictions)
         self._update_losses(step, sums)
 
     def _update_metrics(self, step: ReplicaStep, batch: Any, predictions: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        num_examples = tf.shape(keras.tree.flatten(predictions)[0])[0]
-        with running(step.of_examples(num_examples)):
+        if step.own is None:
+            step = step.of_examples(tf.shape(keras.tree.flatten(predictions)[0])[0])
+        with running(step):
             self.model.compute_metrics(x, y, predictions, sample_weight)
 
     def _update_losses(self, step: ReplicaStep, sums: Sums) -> list[Any]:

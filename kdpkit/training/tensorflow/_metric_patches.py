@@ -11,11 +11,18 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training.tensorflow import _global_batch
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
+from kdpkit.training.tensorflow._whose_code import is_metric_of_a_library
 
 
-def attach_to_metric(metric: keras.metrics.Metric) -> None:
-    """Make a metric's result that of the global batch, also when a replica asks for it."""
+def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
+    """Make a metric's result that of the global batch, also when a replica asks for it.
+
+    Args:
+        metric: The metric.
+        is_global: Whether every step that a metric of the user's own is called in is one on the
+            global batch.
+    """
     if "result" in vars(metric):
         return
     stock_result = metric.result
@@ -28,19 +35,36 @@ def attach_to_metric(metric: keras.metrics.Metric) -> None:
 
     metric.result = result
     weigh_single_numbers(metric)
-    metric.update_state = _counting_once(metric.update_state)
+    for part in getattr(metric, "metrics", [metric]):
+        part.update_state = _on_global_batch(part, part.update_state, is_global)
 
 
-def _counting_once(update: Callable) -> Callable:
-    """Have the first replica alone count the global batch, where each replica has that."""
+def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: bool) -> Callable:
+    """Have a metric count the global batch once, where each replica has all of it.
+
+    A library's metric adds up over the replicas: each counts its part of what divided layers gave,
+    and the first one alone what the step has computed on the global batch. The user's own may keep
+    anything, so all replicas count alike, and the first one's variables are read.
+    """
+    is_of_library = is_metric_of_a_library(metric)
 
     @functools.wraps(update)
     def update_state(*args: Any, **kwargs: Any) -> Any:
         step = current_step()
-        is_counted = step is not None and step.own is not None and not _global_batch.is_first()
-        if step is not None:
-            step.note_roots((args, kwargs))
-        return None if is_counted else update(*args, **kwargs)
+        if step is None or step.own is None:
+            return update(*args, **kwargs)
+        if is_of_library:
+            parts = _global_batch.parts_of_known(step, (args, kwargs))
+            if parts is not None:
+                part, (args, kwargs) = parts
+                with running(part):
+                    return update(*args, **kwargs)
+        elif is_global:
+            given = update(*args, **kwargs)
+            for variable in metric.variables:
+                variable.value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+            return given
+        return update(*args, **kwargs) if _global_batch.is_first() else None
 
     return update_state
 
@@ -93,7 +117,6 @@ def _weighing_of_function(metric: keras.metrics.Metric) -> Callable:
         if step is None:
             return stock_update(y_true, y_pred, sample_weight)
         value = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
-        step.note_roots(value)
         if value.shape.rank != 0:
             return stock_update(y_true, y_pred, sample_weight)
         weight = 1.0 if sample_weight is None else tf.reduce_mean(sample_weight)

@@ -55,7 +55,6 @@ def _guarded(original: Callable, position: int, name: str) -> Callable:
         caller = sys._getframe(1).f_globals.get("__name__")
         if caller == _OF_GRADIENTS or key not in given or not _may_lack_examples(given[key]):
             return original(*args, **kwargs)
-        tensors = [x for x in given.values() if isinstance(x, tf.Tensor)]
         examples = tf.convert_to_tensor(given[key])
         num_examples = tf.shape(examples)[0]
         given[key] = _with_one(num_examples, examples)
@@ -63,11 +62,7 @@ def _guarded(original: Callable, position: int, name: str) -> Callable:
             sizes = 0 if 0 in given else "input_sizes"
             given[sizes] = tf.concat([tf.maximum(given[sizes][:1], 1), given[sizes][1:]], 0)
         in_order = [given.pop(index) for index in range(len(args))]
-        outputs = _without_one(num_examples, original(*in_order, **given))
-        step: Any = current_step()
-        if step.trial is not None:  # what is added here is no part of the step
-            step.trial.layers.append((tensors, [outputs]))
-        return outputs
+        return _without_one(num_examples, original(*in_order, **given))
 
     operation.is_guarded = True  # type: ignore[attr-defined]  # marks what is guarded already
     return operation
@@ -88,18 +83,10 @@ def _with_one(num_examples: tf.Tensor, x: Any) -> Any:
     zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
     given = tf.cond(num_examples > 0, lambda: x, zeros)
     given.set_shape(x.shape)
-    _note(x, given)
     return with_gradient(given, x, functools.partial(_without_one, num_examples))
-
-
-def _note(x: Any, given: Any) -> None:
-    step = current_step()
-    if step is not None:
-        step.note_layer(x, given)
 
 
 def _without_one(num_examples: tf.Tensor, y: Any) -> Any:
     """Return the examples that a tensor has without that example."""
     given = y[:num_examples]
-    _note(y, given)
     return with_gradient(given, y, functools.partial(_with_one, num_examples))

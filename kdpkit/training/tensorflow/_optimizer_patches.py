@@ -12,9 +12,8 @@ import keras
 import tensorflow as tf
 
 from kdpkit._internal import checks, optimizers
-from kdpkit.training.tensorflow import _global_batch, _keras_internals
+from kdpkit.training.tensorflow import _global_batch, _keras_internals, _whose_code
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, dense_if_unique
-from kdpkit.training.tensorflow._verification_report import Kind
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -28,41 +27,6 @@ def optimizers_of(model: keras.Model) -> list[Any]:
     return [*found.values()]
 
 
-class _FoundError(Exception):
-    """A step called an optimizer that no attribute of the model holds."""
-
-    def __init__(self, optimizer: keras.optimizers.Optimizer) -> None:
-        super().__init__(optimizer.name)
-        self.optimizer = optimizer
-
-
-def finding_optimizers(strategy: tf.distribute.Strategy, function: Callable[[], None]) -> None:
-    """Call what runs a step, again for each optimizer that the step finds elsewhere than in it."""
-    while True:
-        try:
-            with _finding():
-                return function()
-        except _FoundError as found:
-            attach_to_optimizer(found.optimizer, strategy)
-
-
-@contextlib.contextmanager
-def _finding() -> Iterator[None]:
-    def finding(original: Callable) -> Callable:
-        @functools.wraps(original)
-        def apply(optimizer: keras.optimizers.Optimizer, *args: Any, **kwargs: Any) -> Any:
-            if current_step() is not None and "apply" not in vars(optimizer):
-                raise _FoundError(optimizer)
-            return original(optimizer, *args, **kwargs)
-
-        return apply
-
-    with contextlib.ExitStack() as stack:
-        for kind in (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer):
-            stack.enter_context(_keras_internals.replaced(kind, "apply", finding(kind.apply)))
-        yield
-
-
 def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:
     """Return whether an optimizer expects gradients of a loss that its `scale_loss` scaled."""
     return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or bool(
@@ -72,7 +36,7 @@ def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:
 
 def attach_to_optimizer(
     optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
-) -> None:
+) -> "_OptimizerPatch":
     """Make an optimizer reduce its gradients first, and then work once, on their sums.
 
     Clipping, accumulation, moving averages of weights and the check for overflow then see the
@@ -80,18 +44,23 @@ def attach_to_optimizer(
     """
     # keras-team/keras#20582, and docs/upstream/: keras_clips_each_replica.md
     optimizer._distribution_strategy = strategy  # it may have been made outside the scope
-    if "apply" in vars(optimizer):
-        return
+    for variable in optimizer.variables:
+        if not strategy.extended.variable_created_in_scope(variable.value):
+            with tf.init_scope(), strategy.scope():
+                _keras_internals.move_into_scope(variable)
     patch = _OptimizerPatch(optimizer, strategy)
+    if "apply" in vars(optimizer):
+        return patch
     optimizer.apply = patch.apply
     optimizer.apply_gradients = patch.apply_gradients
     optimizer.scale_loss = patch.scale_loss
-    if not _global_batch.is_library(patch.kind.build.__module__):
+    if not _whose_code.is_library(patch.kind.build.__module__):
         optimizer.build = patch.build
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         attach_to_optimizer(optimizer.inner_optimizer, strategy)
         # Keras' own checks one replica: docs/upstream/keras_checks_overflow_on_one_replica.md
         optimizer._tf_apply = optimizer._common_apply
+    return patch
 
 
 class _OptimizerPatch:
@@ -129,11 +98,11 @@ class _OptimizerPatch:
             )
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-        return self._reduced(self.kind.apply, grads, trainable_variables)
+        return self.reduced(self.kind.apply, grads, trainable_variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:
         grads, variables = zip(*grads_and_vars, strict=True)
-        return self._reduced(
+        return self.reduced(
             lambda optimizer, *both: self.kind.apply_gradients(optimizer, zip(*both, strict=True)),
             grads,
             variables,
@@ -152,7 +121,7 @@ class _OptimizerPatch:
         # Half precision overflows where one device's does only if the share is there already.
         return step.own is None and (step.share_in_loss or scales_loss(self.optimizer))
 
-    def _reduced(self, method: Callable, grads: Any, trainable_variables: Any) -> Any:
+    def reduced(self, method: Callable, grads: Any, trainable_variables: Any) -> Any:
         """Call a method that applies gradients once, outside of the replicas, with their sums."""
         step = current_step()
         if tf.distribute.in_cross_replica_context():
@@ -160,18 +129,14 @@ class _OptimizerPatch:
                 return method(self.optimizer, grads, trainable_variables)
         if step is None:
             return method(self.optimizer, grads, trainable_variables)
+        if step.own is not None and not step.is_here():  # in a condition: all have the same
+            with _keras_internals.updates_without_merging(self.strategy):
+                return method(self.optimizer, grads, trainable_variables)
         variables = None if trainable_variables is None else list(trainable_variables)
-        if step.trial is not None:
-            step.trial.applied += [grad for grad in grads if grad is not None]
         grads = [None if grad is None else dense_if_unique(grad) for grad in grads]
-        if step.trial is not None and step.trial.detailed:
-            plain = [None if grad is None else step.if_examples(grad) for grad in grads]
-            step.merge(lambda _, grads: self._note_sums(step.trial, grads, variables), plain)
         weigh = self._weigher(step)
         weighed = [None if grad is None else weigh(grad) for grad in grads]
-        return step.merge(
-            lambda _, grads: self._apply_once(step.trial, method, grads, variables), weighed
-        )
+        return step.merge(lambda _, grads: self._apply_once(method, grads, variables), weighed)
 
     def _weigher(self, step: ReplicaStep) -> Callable:
         """Return what makes a replica's gradient its part of the global batch's."""
@@ -179,25 +144,15 @@ class _OptimizerPatch:
             return functools.partial(_global_batch.share_of_gradient, step)
         return step.if_examples if self._carries_share(step) else step.weigh
 
-    def _note_sums(self, trial: Any, grads: list[Any], variables: Any) -> int:
-        """Note the sums of the gradients without shares, which explain a difference."""
-        owners = self._owners(variables)
-        sums = sum_gradients(self.strategy, grads, owners)
-        trial.note_gradients(self.optimizer, owners, sums, Kind.SUMMED_GRADIENT)
-        return 0
-
-    def _apply_once(self, trial: Any, method: Callable, grads: list[Any], variables: Any) -> None:
+    def _apply_once(self, method: Callable, grads: list[Any], variables: Any) -> None:
         if not self.optimizer.built:
             with tf.init_scope():  # out of the function, which may be running in a loop
                 self.optimizer.build(variables)
         owners = self._owners(variables)
         _reject_gradients_that_are_values(owners)
         grads = sum_gradients(self.strategy, grads, owners)
-        if trial is None:
-            with _keras_internals.updates_without_merging(self.strategy):
-                method(self.optimizer, grads, variables)
-        else:
-            trial.note_gradients(self.optimizer, owners, grads)
+        with _keras_internals.updates_without_merging(self.strategy):
+            method(self.optimizer, grads, variables)
 
     def _owners(self, variables: Any) -> list[Any]:
         return self.optimizer._trainable_variables if variables is None else variables

@@ -70,9 +70,7 @@ def _uniform(
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
     op = tf.raw_ops.StatelessRandomUniformV2
-    drawn = _numbers(op, step, dims, part, dtype, _cast(seed)) * (high - low) + low
-    step.note_examples(drawn)
-    return drawn
+    return _numbers(op, step, dims, part, dtype, _cast(seed)) * (high - low) + low
 
 
 def _normal(
@@ -89,9 +87,7 @@ def _normal(
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     mean, stddev = (tf.convert_to_tensor(moment, dtype) for moment in (mean, stddev))
     op = tf.raw_ops.StatelessRandomNormalV2
-    drawn = _numbers(op, step, dims, part, dtype, _cast(seed)) * stddev + mean
-    step.note_examples(drawn)
-    return drawn
+    return _numbers(op, step, dims, part, dtype, _cast(seed)) * stddev + mean
 
 
 def _dropout(
@@ -118,39 +114,33 @@ def _dropout(
 def _shuffle(original: Callable, x: Any, axis: int = 0, seed: Any = None) -> Any:
     """Shuffle along an axis; along the examples, those of all replicas with each other."""
     x = tf.convert_to_tensor(x)
-    step, _, part = _located(_dims(x), seed)
+    _, _, part = _located(_dims(x), seed)
     if part is None or axis not in (0, -x.shape.rank):
         return original(x, axis, seed)
-    return _of_each_example(step, x, _sliced(original(gathered(x), axis, seed), part))
+    return _sliced(original(gathered(x), axis, seed), part)
 
 
 def _categorical(
     original: Callable, logits: Any, num_samples: Any, dtype: tf.DType = "int64", seed: Any = None
 ) -> Any:
     logits = tf.convert_to_tensor(logits)
-    step, dims, part = _located(_dims(logits), seed)
+    _, dims, part = _located(_dims(logits), seed)
     if part is None:
         return original(logits, num_samples, dtype, seed)
     drawn = original(_spread(logits, dims, part), num_samples, dtype, seed)
-    return _of_each_example(step, logits, _sliced(drawn, part))
+    return _sliced(drawn, part)
 
 
 def _drawn_globally(original: Callable, shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Draw what one device draws, with the parameters of this replica's examples, and slice it."""
     seed = kwargs.get("seed", args[-1] if args else None)
-    step, dims, part = _located(shape, seed if not isinstance(seed, str) else None)
+    _, dims, part = _located(shape, seed if not isinstance(seed, str) else None)
     if part is None:
         return original(shape, *args, **kwargs)
-    given = (args, kwargs)
     args = tuple(_spread(value, dims, part) for value in args)
     kwargs = {name: _spread(value, dims, part) for name, value in kwargs.items()}
     drawn = original(tf.stack([part.total, *dims[1:]]), *args, **kwargs)
-    return _of_each_example(step, given, _sliced(drawn, part))
-
-
-def _of_each_example(step: ReplicaStep, inputs: Any, outputs: Any) -> Any:
-    step.note_layer(inputs, outputs)
-    return outputs
+    return _sliced(drawn, part)
 
 
 def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Part | None]:

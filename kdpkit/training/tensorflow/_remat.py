@@ -12,7 +12,7 @@ import tensorflow as tf
 from kdpkit.training._remat import BlockCall, BlockScope, Result
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._collectives import with_gradient
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
+from kdpkit.training.tensorflow._step import current_step, running
 
 
 def checkpointed(call: BlockCall) -> Result:
@@ -29,7 +29,7 @@ def checkpointed(call: BlockCall) -> Result:
     def gradient(*given: tf.Tensor | tf.IndexedSlices) -> list[Any]:
         upstream = [*map(tf.convert_to_tensor, given)]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
-            again = [*_after(step, upstream, floating), *map(tf.identity, inputs[len(floating) :])]
+            again = [*_after(upstream, floating), *map(tf.identity, inputs[len(floating) :])]
             tape.watch(again)
             new = iter(again)
             tensors = [next(new) if x.dtype.is_floating else tf.identity(x) for x in call.tensors]
@@ -53,7 +53,7 @@ def _differentiable(result: Result) -> list[tf.Tensor]:
     return [*(x for x in result.outputs if x.dtype.is_floating), *result.losses]
 
 
-def _after(step: ReplicaStep, upstream: Sequence[Any], tensors: list[Any]) -> list[Any]:
+def _after(upstream: Sequence[Any], tensors: list[Any]) -> list[Any]:
     """Return tensors as they are, which depend on gradients that come from behind the block.
 
     Else what follows from them would be what the forward pass computed, which TensorFlow and XLA
@@ -61,5 +61,4 @@ def _after(step: ReplicaStep, upstream: Sequence[Any], tensors: list[Any]) -> li
     """
     first = tf.reduce_max(tf.reshape(upstream[0], [-1])[:1])
     zero = tf.where(tf.math.is_nan(first), first, tf.zeros_like(first))
-    step.note_shared(zero)  # it says nothing of the example that it is taken from
     return [tensor + tf.cast(zero, tensor.dtype) for tensor in tensors]

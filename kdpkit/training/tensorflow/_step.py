@@ -11,7 +11,7 @@ import contextlib
 import copy
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -20,9 +20,26 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training.tensorflow import _workers
-from kdpkit.training.tensorflow._verification_report import Kind
 
 _running = threading.local()
+
+
+class UndividedError(Exception):
+    """A step on the global batch can only be computed without layers that are divided."""
+
+
+class Part(NamedTuple):
+    """A replica's part of a tensor that was put together from all replicas'.
+
+    Args:
+        tensor: The part.
+        step: The step of its examples.
+        joined: The tensor of all examples.
+    """
+
+    tensor: tf.Tensor
+    step: "ReplicaStep"
+    joined: tf.Tensor
 
 
 class ReplicaStep:
@@ -33,9 +50,13 @@ class ReplicaStep:
             processes a `Shard`, which is compared with what the others got.
         share_in_loss: Whether the loss carries the share from `optimizer.scale_loss` on (Keras'
             own step), so that the gradients do already, and need not be multiplied.
+        batch_norm: Whether statistics are of the "global" batch or of a "replica".
     """
 
-    def __init__(self, data: Any, *, share_in_loss: bool = True, trial: Any = None) -> None:
+    def __init__(
+        self, data: Any, *, share_in_loss: bool = True, batch_norm: str = "global"
+    ) -> None:
+        self.batch_norm = batch_norm
         context = tf.distribute.get_replica_context()
         self.strategy = context.strategy
         self.replicas = context.num_replicas_in_sync
@@ -44,30 +65,70 @@ class ReplicaStep:
         self.num_global_examples, self.start = self.num_examples, tf.constant(0)
         if self.replicas > 1:
             self.data = tf.nest.map_structure(of_any_length, self.data)
-            shard = _workers.shard_of(self.strategy, context.replica_id_in_sync_group)
-            sizes = self._sizes(shard, fingerprint)
+            self.shard = _workers.shard_of(self.strategy, context.replica_id_in_sync_group)
+            self.sizes = self._sizes_of_shards(fingerprint)
+            sizes = self.sizes[0]
             self.num_global_examples = tf.reduce_sum(sizes)
-            self.start = tf.reduce_sum(tf.where(tf.range(self.replicas) < shard, sizes, 0))
+            self.start = tf.reduce_sum(tf.where(tf.range(self.replicas) < self.shard, sizes, 0))
         self.is_part = self.replicas > 1  # of a batch
         self.share = _share(self.num_examples, self.num_global_examples)
         self.share_in_loss = share_in_loss
-        self.trial = trial
         self.gathered = False  # whether a loss is being computed on the examples of all replicas
         # Of a step on the global batch: that of the replica's examples, and the layers it divides.
         self.own: ReplicaStep | None = None
-        self.divides: Callable[[Any], bool] | None = None
+        self.divides: Callable[..., bool] | None = None
+        self.divided: set[int] = set()  # the variables of these layers, by identity
+        self._parts: dict[Any, Part] = {}
         self._graph = _graph()
         self.assigned: list[Any] = []  # variables of layers
 
-    def _sizes(self, shard: Any, fingerprint: Any) -> Any:
-        """Return the examples of every shard, and compare whether all replicas cut one batch."""
-        sizes = tf.where(tf.range(self.replicas) == shard, self.num_examples, 0)
+    def _sizes_of_shards(self, fingerprint: Any) -> list[Any]:
+        """Return, of each part of the batch, the examples that every replica has.
+
+        With them goes the comparison whether all replicas cut one batch.
+        """
+        parts = [leaf for leaf in tf.nest.flatten(self.data) if leaf is not None]
+        own = tf.stack([_workers.examples_in(part) for part in parts])
+        is_own = tf.range(self.replicas) == self.shard
+        sizes = tf.where(is_own, own[:, None], 0)
         if fingerprint is None:
-            return sum_over_replicas(sizes)
-        numbers = [tf.cast(sizes, tf.int64), _workers.sums_to_compare(fingerprint)]
+            return tf.unstack(sum_over_replicas(sizes), num=len(parts))
+        numbers = [
+            tf.reshape(tf.cast(sizes, tf.int64), [-1]),
+            _workers.sums_to_compare(fingerprint),
+        ]
         sums = sum_over_replicas(tf.concat(numbers, axis=0))
-        _workers.compare(sums[self.replicas :], self.replicas)
-        return tf.cast(sums[: self.replicas], tf.int32)
+        count = len(parts) * self.replicas
+        _workers.compare(sums[count:], self.replicas)
+        sizes = tf.reshape(tf.cast(sums[:count], tf.int32), [len(parts), self.replicas])
+        return tf.unstack(sizes, num=len(parts))
+
+    def is_here(self) -> bool:
+        """Return whether the step is traced here, and not in a condition or a loop inside of it."""
+        return self._graph is _graph()
+
+    def reject_divided(self) -> None:
+        """Raise if layers are divided where replicas cannot meet."""
+        if self.own is not None and self.divides is not None:
+            raise UndividedError(
+                "A gradient inside a condition or a loop needs what the layers of other replicas "
+                "compute. Pass these layers to `replica_exact` in `undivided=[...]`."
+            )
+
+    def know(self, joined: tf.Tensor, step: "ReplicaStep", tensor: tf.Tensor) -> None:
+        """Note this replica's part of a tensor that was put together from all replicas'."""
+        self._parts[_key(joined)] = Part(tensor, step, joined)
+
+    def part_of(self, tensor: Any) -> "Part | None":
+        """Return this replica's part of a tensor, if it is known."""
+        known = self._parts.get(_key(tensor))
+        if known is None and _is_sum(tensor):
+            terms = [*tensor.op.inputs]
+            parts = [part for term in terms if (part := self.part_of(term)) is not None]
+            if len(parts) == len(terms):
+                total = tf.add_n([part.tensor for part in parts])
+                known = self._parts[_key(tensor)] = Part(total, parts[0].step, tensor)
+        return known
 
     def weigh(self, value: Any) -> Any:
         """Multiply by the share. A replica without examples gives zero, whatever it computed."""
@@ -117,74 +178,25 @@ class ReplicaStep:
         size = tensor.shape[0]
         return size is None or (tf.executing_eagerly() and size == int(self.num_examples))
 
-    @property
-    def noting(self) -> Any:
-        """The trial of this step; None in a graph inside of it, whose tensors it cannot have."""
-        return self.trial if self._graph is _graph() else None
-
-    def note_loss(self, name: str, value: Any) -> None:
-        """Note a loss of these examples, while the step is tried."""
-        if self.noting is None or value.shape.rank != 0:
-            return
-        self.merge(self.trial.noting_sum(Kind.LOSS, name), self.weigh(value))
-        if self.trial.detailed:
-            self.merge(self.trial.noting_sum(Kind.SUMMED_LOSS, name), self.if_examples(value))
-
-    def note_gradients_of_tape(self, variables: list[Any], gradients: list[Any]) -> None:
-        """Note gradients as a tape gave them, while the step is tried."""
-        if self.noting is not None:
-            self.trial.of_tape += [gradient for gradient in gradients if gradient is not None]
-        if self.noting is not None and self.trial.detailed:
-            for variable, gradient in zip(variables, gradients, strict=True):
-                if gradient is not None and not isinstance(gradient, tf.IndexedSlices):
-                    note = self.trial.noting_sum(Kind.OF_TAPE, variable.path)
-                    weigh = self.if_examples if self.share_in_loss else self.weigh
-                    self.merge(note, weigh(gradient))
-
     def global_values(self, values: Any) -> Any:
         """Return the global batch's value of each number in a nest, the same on all replicas."""
         values = tf.nest.map_structure(_as_tensor, values)
-        self.note_roots(values)
         weighed = tf.nest.map_structure(lambda v: self.weigh(v) if _is_float(v) else v, values)
         return self.merge(_add_up, values, weighed)
 
     def total(self, value: Any) -> Any:
         """Return the sum over the replicas; no gradient flows through it."""
-        total = sum_over_replicas(value)
-        self.note_shared(total)
-        return total
-
-    def note_shared(self, values: Any) -> None:
-        """Note what is not read in the step's graph: what all replicas have alike, above all."""
-        if self.trial is not None:
-            parts = tf.nest.flatten(values, expand_composites=True)
-            self.trial.shared += filter(tf.is_symbolic_tensor, parts)
-
-    def note_roots(self, values: Any) -> None:
-        """Note what the step is for, while it is tried: losses, logs, what metrics are given."""
-        if self.noting is not None:
-            tensors = tf.nest.flatten(values, expand_composites=True)
-            self.trial.roots += [tensor for tensor in tensors if isinstance(tensor, tf.Tensor)]
-
-    def note_examples(self, batch: Any) -> None:
-        """Note examples that the step begins with, while it is tried: a micro-batch, too."""
-        if self.noting is not None:
-            self.trial.note_examples(batch)
-
-    def note_layer(self, inputs: Any, outputs: Any) -> None:
-        """Note, while the step is tried, what was computed from each example by itself."""
-        if self.noting is not None:
-            flat = (tf.nest.flatten(of, expand_composites=True) for of in (inputs, outputs))
-            given, computed = ([x for x in of if tf.is_symbolic_tensor(x)] for of in flat)
-            self.trial.layers.append((given, computed))
+        return sum_over_replicas(value)
 
     def merge(self, function: Callable, *args: Any) -> Any:
         """Call `function(strategy, *args)` once for all replicas, outside of them.
 
         Raises:
             ValueError: The step is inside a condition, a loop or a `tf.function` of its own.
+            UndividedError: It is, and a step on the global batch, in which layers are divided.
         """
-        if self._graph is not _graph():
+        if not self.is_here():
+            self.reject_divided()
             checks.fail(
                 "Gradients, metrics, batch statistics and gathered examples make the replicas of "
                 "a step meet, which they cannot inside a condition, a loop, a `tf.function`, a "
@@ -193,9 +205,17 @@ class ReplicaStep:
                 "and `jit`.",
                 inside=_graph().name,
             )
-        merged = tf.distribute.get_replica_context().merge_call(function, args=args)
-        self.note_shared(merged)
-        return merged
+        return tf.distribute.get_replica_context().merge_call(function, args=args)
+
+
+def _key(tensor: Any) -> Any:
+    is_symbolic = tf.is_symbolic_tensor(tensor)
+    return (tensor.op.name, tensor.value_index) if is_symbolic else id(tensor)
+
+
+def _is_sum(tensor: Any) -> bool:
+    """Return whether a tensor is a sum as tapes make them: of the gradients of several uses."""
+    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "AddN"
 
 
 def of_any_length(x: Any) -> Any:

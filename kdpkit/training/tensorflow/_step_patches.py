@@ -11,8 +11,8 @@ step is tried is a context manager.
 import contextlib
 import functools
 import inspect
+import random
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,12 +21,23 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.distribute import distribute_lib
+from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.framework import random_seed
+from tensorflow.python.ops import gen_logging_ops
 
-from kdpkit._internal import versions
-from kdpkit.training.tensorflow import _global_batch, _keras_internals, _random
+from kdpkit._internal import checks, versions
+from kdpkit.training.tensorflow import (
+    _batch_norm,
+    _global_batch,
+    _keras_internals,
+    _optimizer_patches,
+    _random,
+    _workers,
+)
 from kdpkit.training.tensorflow._collectives import gathered
 from kdpkit.training.tensorflow._keras_internals import replaced
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._whose_code import is_loss_of_a_library
 
 
 def install() -> None:
@@ -42,7 +53,13 @@ def install() -> None:
         if original is None or [*inspect.signature(original).parameters] != arguments:
             versions.reject_unknown(name, tensorflow=tf.__version__)
         setattr(owner, name, _wrap(original, wrapper))
+    for number in (float, int):  # of a variable in callbacks, as on one device
+        setattr(DistributedVariable, f"__{number.__name__}__", _as_number(number))
     _install_one_device_in_steps()
+
+
+def _as_number(number: type) -> Callable:
+    return lambda variable: number(variable.read_value())
 
 
 def _wrap(original: Callable, wrapper: Callable) -> Callable:
@@ -100,11 +117,12 @@ def _call_loss(
 ) -> Any:
     """Compute a loss that gives one number for a batch on the examples of all replicas."""
     step = current_step()
+    if step is not None and step.own is not None and is_loss_of_a_library(loss):
+        compute = functools.partial(original, loss)
+        return _global_batch.loss_of_parts(step, compute, y_true, y_pred, sample_weight)
     if step is None or step.replicas == 1 or step.gathered:
         return original(loss, y_true, y_pred, sample_weight)
-    value = _loss_of_replicas(step, original, loss, y_true, y_pred, sample_weight)
-    step.note_loss(loss.name, value)
-    return value
+    return _loss_of_replicas(step, original, loss, y_true, y_pred, sample_weight)
 
 
 def _loss_of_replicas(
@@ -179,78 +197,79 @@ _WRAPPERS: tuple[tuple[Any, str, list[str], Callable], ...] = (
 )
 
 
-def inlined_functions() -> contextlib.AbstractContextManager[None]:
-    """Have steps compute what they call as a `tf.function` in their own graph."""
-    return _keras_internals.inlined_functions(lambda: current_step() is not None)
-
-
 @contextlib.contextmanager
-def noting_layers() -> Iterator[None]:
-    """Let steps note what layers of libraries are called on, and what they give."""
-    original = keras.layers.Layer.__call__
-
-    @functools.wraps(original)
-    def call(layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        outputs = original(layer, *args, **kwargs)
-        step = current_step()
-        if step is not None and step.noting is not None and _global_batch.is_of_a_library(layer):
-            step.note_layer((args, kwargs), outputs)
-        return outputs
-
-    with replaced(keras.layers.Layer, "__call__", call):
-        yield
-
-
-@contextlib.contextmanager
-def gradients_of_steps() -> Iterator[None]:
-    """Let steps note, and steps on the global batch add up, the gradients that tapes give them."""
-    original = tf.GradientTape.gradient
-    if original.__module__ == __name__:  # in a trial of a step on the global batch
-        yield
-        return
-
-    def gradient(tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
-        given = original(tape, target, sources, *args, **kwargs)
-        step = current_step()
-        if step is None or _jacobians.are_computed:
-            return given
-        step.note_roots(target)
-        of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
-        if step.own is not None:
-            gradients = [
-                _global_batch.gradient_of_variable(step, gradient)
-                if gradient is not None and isinstance(source, keras.Variable | tf.Variable)
-                else gradient
-                for source, gradient in zip(of, gradients, strict=True)
-            ]
-        elif all(isinstance(source, keras.Variable) for source in of):
-            step.note_gradients_of_tape(of, gradients)
-        return tf.nest.pack_sequence_as(given, gradients)
-
+def during_steps() -> Iterator[None]:
+    """Replace what is replaced only while steps run."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(replaced(tf.GradientTape, "gradient", gradient))
-        for name in ("jacobian", "batch_jacobian"):
-            method = _without_sums(getattr(tf.GradientTape, name))
-            stack.enter_context(replaced(tf.GradientTape, name, method))
+        enter = stack.enter_context
+        enter(_keras_internals.inlined_functions(lambda: current_step() is not None))
+        for owner, name, wrapper in _DURING_STEPS:
+            original = getattr(owner, name)
+            if getattr(original, "kdpkit_wrapper", None) is not wrapper:  # in an evaluation
+                enter(replaced(owner, name, _wrap(original, wrapper)))
         yield
 
 
-class _Jacobians(threading.local):
-    are_computed = False  # in this thread, from the gradient of each row in a vectorized loop
+def _gradient(
+    original: Callable, tape: Any, target: Any, sources: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Give a step on the global batch the gradients of that."""
+    given = original(tape, target, sources, *args, **kwargs)
+    step = current_step()
+    if step is None or step.own is None:
+        return given
+    of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
+    gradients = [
+        _global_batch.gradient_of_variable(step, source, gradient)
+        for source, gradient in zip(of, gradients, strict=True)
+    ]
+    return tf.nest.pack_sequence_as(given, gradients)
 
 
-_jacobians = _Jacobians()
+def _apply_gradients(
+    original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    """Have an optimizer that is no attribute of the model work on the global batch's gradients."""
+    step = current_step()
+    if step is None or "apply" in vars(optimizer):
+        return original(optimizer, grads, trainable_variables)
+    patch = _optimizer_patches.attach_to_optimizer(optimizer, step.strategy)
+    return patch.reduced(original, grads, trainable_variables)
 
 
-def _without_sums(original: Callable) -> Callable:
-    """Have a jacobian's own gradients be a replica's, which cannot meet others in its loop."""
+def _print(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Print once what all replicas would."""
+    step = current_step()
+    if step is None or step.own is None or _global_batch.is_first():
+        return original(*args, **kwargs)
+    return tf.no_op()
 
-    @functools.wraps(original)
-    def jacobian(*args: Any, **kwargs: Any) -> Any:
-        _jacobians.are_computed = True
-        try:
-            return original(*args, **kwargs)
-        finally:
-            _jacobians.are_computed = False
 
-    return jacobian
+def _seeds(original: Callable, op_seed: Any) -> Any:
+    """Have operations of TensorFlow that draw draw the same on all replicas."""
+    step = current_step()
+    if step is None or step.replicas == 1 or op_seed is not None:
+        return original(op_seed)
+    if (
+        not step.is_here()
+        or original(op_seed)[0] is not None
+        or _workers.spans_processes(step.strategy)
+    ):
+        checks.fail(
+            "The step draws random numbers of TensorFlow's own, which are numbered by the "
+            "operations of a graph, and several replicas have more of these than one device.",
+            seed=op_seed,
+            remedy="Draw with `keras.random`, or pass a `seed` to the operation.",
+        )
+    return step.merge(lambda _: (random.getrandbits(31), random.getrandbits(31)))
+
+
+_DURING_STEPS: tuple[tuple[Any, str, Callable], ...] = (
+    (keras.layers.Layer, "__call__", _global_batch.call_divided),
+    (keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
+    (tf.GradientTape, "gradient", _gradient),
+    (keras.optimizers.Optimizer, "apply", _apply_gradients),
+    (keras.optimizers.LossScaleOptimizer, "apply", _apply_gradients),
+    (gen_logging_ops, "print_v2", _print),
+    (random_seed, "get_seed", _seeds),
+)

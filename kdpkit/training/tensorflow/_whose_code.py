@@ -1,0 +1,88 @@
+"""Whose code a step runs: that of libraries alone, or some of the user's own."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+_LIBRARIES = ("keras", "keras_hub", "keras_cv", "keras_rs", "tensorflow", "kdpkit", "builtins")
+
+
+def is_library(module: str) -> bool:
+    """Return whether a module is of a library, by its name."""
+    return module.partition(".")[0] in _LIBRARIES
+
+
+def is_all_of_libraries(model: keras.Model, kind: str) -> bool:
+    """Return whether all of a model's step ("train", "test" or "predict") is of libraries."""
+    if not is_of_a_library(model):
+        return False
+    return kind == "predict" or (
+        all(map(_is_loss_of_a_library, tf.nest.flatten(model.loss)))
+        and all(map(is_metric_of_a_library, parts_of_metrics(model)))
+    )
+
+
+def is_of_a_library(layer: keras.layers.Layer) -> bool:
+    """Return whether a library's layer computes each example by itself."""
+    parts = _layers(layer)
+    operations = [op for part in parts for op in getattr(part, "operations", ())]
+    return (
+        all(map(_is_of_a_library, map(type, parts)))
+        and all(isinstance(part, keras.layers.Layer) for part in operations)
+        and not any(_may_compare_examples(part) for part in parts)
+        and all(map(_is_of_a_library, _functions_in(parts)))
+    )
+
+
+# Names, because not every version of Keras has all of them.
+_COMPARING = frozenset({"Lambda", "CutMix", "MixUp", "RandAugment", "AugMix"})
+
+
+def _may_compare_examples(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer of a library computes with all examples together."""
+    if type(layer).__name__ == "TextVectorization":  # it pads to the longest
+        return layer._output_sequence_length is None
+    axes = [getattr(layer, name, None) for name in ("axis", "axes")]
+    return type(layer).__name__ in _COMPARING or 0 in tf.nest.flatten(axes)
+
+
+def _functions_in(layers: list[Any]) -> Iterator[Any]:
+    """Iterate over the functions that layers call on what they are given: activations, say."""
+    for layer in layers:
+        for name, value in vars(layer).items():
+            is_of_weights = name.endswith(("_initializer", "_constraint"))
+            is_part = isinstance(value, keras.layers.Layer | keras.Variable | tf.Variable)
+            if callable(value) and not is_of_weights and not is_part:
+                yield value
+
+
+def _is_of_a_library(code: Any) -> bool:
+    return is_library(str(getattr(code, "__module__", None) or type(code).__module__))
+
+
+def _is_loss_of_a_library(loss: Any) -> bool:
+    """Return whether a loss, as `compile` takes it, is of a library, and its function too."""
+    parts = (loss, type(loss), getattr(loss, "fn", None))
+    return all(_is_of_a_library(part) for part in parts if part is not None)
+
+
+def is_loss_of_a_library(loss: keras.losses.Loss) -> bool:
+    """Return whether a loss is of a library and gives a number for each example."""
+    name = type(loss).__name__
+    return name not in ("Circle", "Dice", "Tversky") and _is_loss_of_a_library(loss)
+
+
+def parts_of_metrics(model: keras.Model) -> list[Any]:
+    """List the metrics of a model, those that `compile` was given too."""
+    return [part for of in model.metrics for part in getattr(of, "metrics", [of])]
+
+
+def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
+    """Return whether a metric, and the function that it may have, are of a library."""
+    return all(map(_is_of_a_library, (type(metric), getattr(metric, "_fn", type(metric)))))
+
+
+def _layers(layer: keras.layers.Layer) -> list[Any]:
+    return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
