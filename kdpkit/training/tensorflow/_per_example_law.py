@@ -34,8 +34,8 @@ from tensorflow.python.eager import cancellation, context
 from tensorflow.python.framework import op_def_registry
 
 from kdpkit.training.tensorflow import _random
-from kdpkit.training.tensorflow._global_batch import is_library
 from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._whose_code import is_library
 
 _EXAMPLES = 4
 _WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
@@ -125,7 +125,7 @@ class _Positions(ReplicaStep):
         self.num_examples, self.start = num_examples, start
         self.num_global_examples = tf.constant(_EXAMPLES)
         self.share, self.share_in_loss, self.is_part = tf.constant(1.0), True, True
-        self.own = self.divides = self.trial = self._graph = None
+        self.own = self.divides = self.rejects = self._graph = None
         self.gathered, self.assigned = False, []
 
 
@@ -327,21 +327,21 @@ class _Trial:
                     continue
                 raise _BrokenError(f"fails when an example is {kind} ({_named(error)})") from error
             others = [example for example in range(_EXAMPLES) if example != at]
-            self.compare(found, others, others, f"when one is {kind}{when}")
+            self.compare(found, _EXAMPLES, others, others, f"when one is {kind}{when}")
         for order, why in _ORDERS:
             if not self.draws or len(order) == _EXAMPLES:  # numbers belong to positions
                 same = [*range(len(order))]
                 if self.draws:
                     same = [position for position in same if order[position] == position]
-                found = self.taken(order)
-                self.compare(found, [order[at] for at in same], same, f"{why}{when}")
+                found, examples = self.taken(order), [order[position] for position in same]
+                self.compare(found, len(order), examples, same, f"{why}{when}")
         half = _EXAMPLES // 2
-        examples = [*range(half)], [*range(half, _EXAMPLES)]
-        halves = [self.taken(of) for of in examples]
-        for of, found in zip(examples, halves, strict=True):
-            self.compare(found, of, [*range(half)], f"when there are fewer{when}")
-        for one, other, both in zip(*(of.shared for of in [*halves, self.base]), strict=True):
-            if not _agree(one + other, both, self.rounding(is_same_size=False)):
+        both = [*range(half)], [*range(half, _EXAMPLES)]
+        halves = [self.taken(of) for of in both]
+        for of, found in zip(both, halves, strict=True):
+            self.compare(found, half, of, [*range(half)], f"when there are fewer{when}")
+        for one, other, total in zip(*(of.shared for of in [*halves, self.base]), strict=True):
+            if not _agree(one + other, total, self.rounding(is_same_size=False)):
                 raise _BrokenError(f"has a gradient that is no sum over the examples{when}")
 
     def taken(self, order: list[int]) -> Any:
@@ -354,10 +354,9 @@ class _Trial:
         return self.results(values, [_WEIGHTS[example] for example in order], start)
 
     def compare(
-        self, found: _Results, examples: list[int], positions: list[int], when: str
+        self, found: _Results, size: int, examples: list[int], positions: list[int], when: str
     ) -> None:
-        """Compare some examples, which have these positions now, with what they were."""
-        size = len(found.outputs[0]) * _EXAMPLES // len(self.base.outputs[0])
+        """Compare some examples, at these positions of a call on `size`, with what they were."""
         rounding = self.rounding(is_same_size=size == _EXAMPLES)
         for name in ("outputs", "gradients"):
             for base, other in zip(getattr(self.base, name), getattr(found, name), strict=True):
