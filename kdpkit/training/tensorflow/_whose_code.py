@@ -39,7 +39,7 @@ def is_of_a_library(layer: keras.layers.Layer) -> bool:
 # Names, because not every version of Keras has all of them.
 _COMPARING = frozenset(
     {"Lambda", "CutMix", "MixUp", "RandAugment", "AugMix"}
-    | {"Equalization", "RandomElasticTransform"}
+    | {"Equalization", "MelSpectrogram", "RandomElasticTransform"}
 )
 
 
