@@ -187,6 +187,10 @@ BREAKS = {
         lambda _, x: ops.ones((5, 4)) * x[0, 0, 0],
         "returns something without the examples",
     ),
+    "adds to four examples": (
+        lambda _, x: x + ops.zeros((4, 1, 1)),
+        "fails on some made-up examples",
+    ),
     "fails": (lambda _, x: x.numpy(), "cannot be tried alone"),
     "is never finite": (lambda _, x: x * np.nan, "cannot be tried on made-up examples"),
 }
