@@ -9,7 +9,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from kdpkit._internal import cpu_threads
+from kdpkit._internal import checks, cpu_threads
 
 
 def use_logical_cpus(count: int = 8) -> None:
@@ -51,6 +51,45 @@ def tiny_classifier(*, features: int = 4, classes: int = 3, seed: int = 0) -> ke
             keras.layers.Dense(classes, kernel_initializer=initializer),
         ]
     )
+
+
+def assert_per_example(layer: keras.layers.Layer, *inputs: object, training: bool = True) -> None:
+    """Fail a test unless a layer computes each example by itself.
+
+    A layer of your own that does is divided over replicas by `kdpkit.training.replica_exact`. It is
+    tried on made-up examples of the shapes of `inputs`, with gradients: one of them is replaced by
+    NaN, by huge numbers, by another one, or examples are left out or come in another order, and the
+    others' outputs and gradients must stay what they were. The layer is left as it was.
+
+    Args:
+        layer: A layer, or a model that is used as one; it is built if it is not yet.
+        inputs: What it is called on: arrays with the examples along axis 0, or nests of them.
+        training: Whether it is called as in training.
+
+    Raises:
+        AssertionError: It does not; the message names what breaks the law.
+        ValueError: Keras' backend is not TensorFlow.
+
+    >>> assert_per_example(keras.layers.LayerNormalization(), np.ones((2, 3)))
+    >>> assert_per_example(keras.layers.Softmax(axis=0), np.ones((2, 3)))
+    Traceback (most recent call last):
+    AssertionError: The layer `softmax` changes the outputs of examples when one is NaN...
+    """
+    if keras.backend.backend() != "tensorflow":
+        checks.fail(
+            "`assert_per_example` tries layers of TensorFlow; on JAX `replica_exact` divides none.",
+            backend=keras.backend.backend(),
+        )
+    from kdpkit.training.tensorflow._per_example_law import broken_law
+
+    tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
+    if not layer.built:
+        layer(*tensors)
+    if (reason := broken_law(layer, tensors, {"training": training})) is not None:
+        raise AssertionError(
+            f"The layer `{layer.name}` {reason}, so replicas that divide it over their examples "
+            "would not compute what one device does."
+        )
 
 
 def assert_parity(build: Callable[[], keras.Model], data: object, *, replicas: int) -> None:

@@ -156,6 +156,14 @@ def _gradient(
     return tf.nest.pack_sequence_as(given, gradients)
 
 
+def _jacobian(original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Compute a jacobian, from gradients in a loop, where no layer can be divided."""
+    step = current_step()
+    if step is not None:
+        step.reject_divided()
+    return original(*args, **kwargs)
+
+
 def _apply_gradients(
     original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
 ) -> Any:
@@ -255,6 +263,8 @@ _TABLE = (
     # Steps on the global batch, and what they do once for all replicas.
     Patch(keras.layers.Layer, "__call__", _global_batch.call_divided),
     Patch(tf.GradientTape, "gradient", _gradient),
+    Patch(tf.GradientTape, "jacobian", _jacobian),
+    Patch(tf.GradientTape, "batch_jacobian", _jacobian),
     Patch(gen_logging_ops, "print_v2", _print),
     Patch(Function, "__call__", _inlined),
     # Statistics of the global batch, and optimizers that get its gradients once.

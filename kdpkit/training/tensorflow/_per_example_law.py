@@ -29,7 +29,8 @@ import tensorflow as tf
 from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
-from tensorflow.python.eager import cancellation
+from tensorflow.core.protobuf import config_pb2
+from tensorflow.python.eager import cancellation, context
 from tensorflow.python.framework import op_def_registry
 
 from kdpkit.training.tensorflow import _random
@@ -38,7 +39,7 @@ from kdpkit.training.tensorflow._whose_code import is_library
 
 _EXAMPLES = 4
 _WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
-_SECONDS = 60.0  # for one call: a loop may never end on a huge value
+_SECONDS = 300.0  # for one call: a loop may never end on a huge value
 _HUGE = 1e30
 
 # Tried in this order until the layer computes finite numbers: lengths of unknown axes, values.
@@ -60,6 +61,13 @@ _REPLACEMENTS: dict[str, tuple[Any, Callable, str]] = {
     "zero": (0.0, lambda values, at: values[at] * 0, ""),
     "another one": (None, lambda values, at: values[at - 1], "two words"),
 }
+# In which order the examples come, one of them several times perhaps.
+_ORDERS = (
+    ([2, 0, 3, 1], "in another order"),
+    ([0, 0, 0, 0], "when all are alike"),
+    ([3, 3, 3, 3], "when all are alike"),
+    ([*range(_EXAMPLES)] * 3 + [3, 3, 3, 3], "when there are more"),
+)
 _MAY_BE_INVALID = ("NaN", "huge", "huge and negative")  # for what looks positions up, say
 
 _ASSIGNING = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign", "ResourceApply")
@@ -90,11 +98,14 @@ def broken_law(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
 
     def trial() -> str | None:
         vars(_THREAD).update(state)
+        _call_functions_as_they_are()
         try:
             with _nothing_seen(layer):
                 _Trial(layer, args, kwargs).run()
         except _BrokenError as broken:
             return str(broken)
+        except tf.errors.OpError as error:
+            return f"fails on some made-up examples ({_named(error)})"
         return None
 
     with concurrent.futures.ThreadPoolExecutor(1) as own_thread:
@@ -152,15 +163,18 @@ class _Trial:
 
     def run(self) -> None:
         self.function = self.traced()
+        self.reject_effects()
         self.values, self.base = self.made_up()
         self.try_all("")
-        if self.variables:
+        for scale in (1.0, 0.1) if self.variables else ():
             draw = np.random.default_rng(1)
             for variable in self.variables:
-                variable.assign(tf.cast(_usual_values(draw, variable.shape), variable.dtype))
+                value = scale * _usual_values(draw, variable.shape)
+                variable.assign(tf.cast(value, variable.dtype))
             self.base = self.results(self.values)
             if _is_finite(self.base):
                 self.try_all(", if its variables have other values")
+                break
 
     def traced(self) -> Any:
         specs = [
@@ -170,17 +184,12 @@ class _Trial:
         inputs = [specs, tf.TensorSpec([None]), tf.TensorSpec([], tf.int32)]
         function = tf.function(self.compute, autograph=False)  # as Keras has steps
         try:
-            traced = function.get_concrete_function(*inputs)
-            self.reject_effects(traced)
-            if self.draws:  # now with a step, in another function
-                with _drawing_by_position():
-                    function = tf.function(self.compute, autograph=False)
-                    traced = function.get_concrete_function(*inputs)
+            with _drawing_by_position():
+                return function.get_concrete_function(*inputs)
         except _BrokenError:
             raise
         except Exception as error:  # of any kind: it is the user's code
             raise _BrokenError(f"cannot be tried alone ({_named(error)})") from error
-        return traced
 
     def compute(self, tensors: list[tf.Tensor], weights: tf.Tensor, start: tf.Tensor) -> Any:
         """Return outputs, gradients of the tensors with examples, and all other gradients."""
@@ -201,8 +210,7 @@ class _Trial:
             if is_float
         ]
         variables = [variable for variable in self.variables if variable.trainable]
-        step = running(_Positions(start, tf.size(weights))) if self.draws else None
-        with tf.GradientTape() as tape, step or contextlib.nullcontext():
+        with tf.GradientTape() as tape, running(_Positions(start, tf.size(weights))):
             tape.watch(inputs)
             outputs = self.outputs(args, kwargs)
         targets = [output for output in outputs if output.dtype.is_floating]
@@ -239,18 +247,19 @@ class _Trial:
             raise _BrokenError("returns a single number" if outputs else "returns nothing")
         return outputs
 
-    def reject_effects(self, traced: Any) -> None:
-        """Look up what a function does besides computing, before it runs."""
-        names = {inner.op.name: outer for outer, inner in traced.graph.captures}
+    def reject_effects(self) -> None:
+        """Look up what the function does besides computing, before it runs."""
+        graph = self.function.graph
+        names = {inner.op.name: outer for outer, inner in graph.captures}
         seeds = [part.handle for seed in self.seeds for part in _on_replicas(seed)]
         known = seeds + [part.handle for of in _statistics(self.layer) for part in _on_replicas(of)]
         num_known = 0
-        for operation in traced.graph.get_operations():
+        for operation in graph.get_operations():
             if operation.type.startswith(_ASSIGNING):
                 handle = names.get(operation.inputs[0].op.name)
                 num_known += any(handle is of for of in known)
                 self.draws |= any(handle is seed for seed in seeds)
-        definition = traced.graph.as_graph_def()
+        definition = graph.as_graph_def()
         inner = [node for function in definition.library.function for node in function.node_def]
         types = [node.op for node in [*definition.node, *inner]]
         if sum(kind.startswith(_ASSIGNING) for kind in types) > num_known:
@@ -274,7 +283,7 @@ class _Trial:
                     problem = _named(error)
                     continue
                 if any(len(output) == 0 or len(output) % _EXAMPLES for output in base.outputs):
-                    raise _BrokenError("returns a tensor without the examples along its first axis")
+                    raise _BrokenError("returns something without the examples along axis 0")
                 if _is_finite(base):
                     return values, base
         raise _BrokenError(f"cannot be tried on made-up examples ({problem})")
@@ -317,22 +326,26 @@ class _Trial:
             ]
             try:
                 found = self.results(values, weights)
-            except tf.errors.InvalidArgumentError as error:
+            except tf.errors.InvalidArgumentError:
                 if kind in _MAY_BE_INVALID:
                     continue
-                raise _BrokenError(f"fails when an example is {kind} ({_named(error)})") from error
+                raise
             others = [example for example in range(_EXAMPLES) if example != at]
-            self.compare(found, others, others, f"when one is {kind}{when}")
-        if not self.draws:
-            order = [2, 0, 3, 1]
-            self.compare(self.taken(order), order, [*range(_EXAMPLES)], f"in another order{when}")
+            self.compare(found, _EXAMPLES, others, others, f"when one is {kind}{when}")
+        for order, why in _ORDERS:
+            if not self.draws or len(order) == _EXAMPLES:  # numbers belong to positions
+                same = [*range(len(order))]
+                if self.draws:
+                    same = [position for position in same if order[position] == position]
+                found, examples = self.taken(order), [order[position] for position in same]
+                self.compare(found, len(order), examples, same, f"{why}{when}")
         half = _EXAMPLES // 2
-        examples = [*range(half)], [*range(half, _EXAMPLES)]
-        halves = [self.taken(of) for of in examples]
-        for of, found in zip(examples, halves, strict=True):
-            self.compare(found, of, [*range(half)], f"when there are fewer{when}")
-        for one, other, both in zip(*(of.shared for of in [*halves, self.base]), strict=True):
-            if not _agree(one + other, both, self.rounding(fewer=True)):
+        both = [*range(half)], [*range(half, _EXAMPLES)]
+        halves = [self.taken(of) for of in both]
+        for of, found in zip(both, halves, strict=True):
+            self.compare(found, half, of, [*range(half)], f"when there are fewer{when}")
+        for one, other, total in zip(*(of.shared for of in [*halves, self.base]), strict=True):
+            if not _agree(one + other, total, self.rounding(is_same_size=False)):
                 raise _BrokenError(f"has a gradient that is no sum over the examples{when}")
 
     def taken(self, order: list[int]) -> Any:
@@ -341,15 +354,14 @@ class _Trial:
             tf.gather(value, order) if has_examples else value
             for value, has_examples in zip(self.values, self.has_examples, strict=True)
         ]
-        return self.results(values, [_WEIGHTS[example] for example in order], order[0])
+        start = order[0] if len(order) < _EXAMPLES else 0
+        return self.results(values, [_WEIGHTS[example] for example in order], start)
 
     def compare(
-        self, found: _Results, examples: list[int], positions: list[int], when: str
+        self, found: _Results, size: int, examples: list[int], positions: list[int], when: str
     ) -> None:
-        """Compare some examples, which have these positions now, with what they were."""
-        is_replaced = examples == positions and len(examples) == _EXAMPLES - 1
-        size = len(found.outputs[0]) * _EXAMPLES // len(self.base.outputs[0])
-        rounding = self.rounding(fewer=not is_replaced)
+        """Compare some examples, at these positions of a call on `size`, with what they were."""
+        rounding = self.rounding(is_same_size=size == _EXAMPLES)
         for name in ("outputs", "gradients"):
             for base, other in zip(getattr(self.base, name), getattr(found, name), strict=True):
                 is_shaped = other.shape == (len(base) * size // _EXAMPLES, *base.shape[1:])
@@ -360,12 +372,12 @@ class _Trial:
                 ):
                     raise _BrokenError(f"changes the {name} of examples {when}")
 
-    def rounding(self, *, fewer: bool) -> float:
+    def rounding(self, *, is_same_size: bool) -> float:
         """Return by how much of the largest number two results may differ."""
         types = [tf.as_dtype(part.compute_dtype) for part in _layers(self.layer)]
         units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
         unit = max(units.get(kind, 2.0**-23) for kind in types)
-        return max(32 * unit, 1e-3) if fewer else 16 * unit
+        return 16 * unit if is_same_size else max(32 * unit, 1e-3)
 
 
 def _agree(one: Any, other: Any, rounding: float) -> bool:
@@ -385,8 +397,10 @@ def _wide(tensor: tf.Tensor) -> Any:
 
 
 def _named(error: Exception) -> str:
-    message = str(error).strip() or type(error).__name__
-    return message.split("\n")[0][:200]
+    """Return what an error says, without what Keras puts around it."""
+    lines = re.sub(r"\x1b\[\d*m", "", str(error)).strip().split("\n")
+    inner = [line for line in lines if line and not line.startswith("Exception encountered when")]
+    return (inner or [type(error).__name__])[0][:200]
 
 
 def _replacing(values: tf.Tensor, at: int, floats: Any, others: Callable, text: str) -> Any:
@@ -433,19 +447,10 @@ def _layers(layer: keras.layers.Layer) -> list[Any]:
 
 def _variables(layer: keras.layers.Layer) -> list[Any]:
     """List a layer's variables of floating numbers, those that Keras does not know of as well."""
-    attributes = [value for part in _layers(layer) for value in vars(part).values()]
-    own = [part for part in _leaves(attributes) if isinstance(part, tf.Variable)]
+    held = (value for part in _layers(layer) for value in _held(vars(part)))
+    own = [value for value in held if isinstance(value, tf.Variable)]
     found = {id(variable): variable for variable in [*(v.value for v in layer.variables), *own]}
     return [variable for variable in found.values() if variable.dtype.is_floating]
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    """Iterate over what is in containers; unlike `tf.nest`, over dictionaries with any keys."""
-    if isinstance(value, list | tuple | dict):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from _leaves(part)
-    else:
-        yield value
 
 
 def _seeds(layer: keras.layers.Layer) -> list[Any]:
@@ -468,15 +473,36 @@ def _on_replicas(variable: Any) -> list[Any]:
     return [*variable.values] if is_distributed else [variable]
 
 
+def _held(value: Any) -> Iterator[Any]:
+    """Iterate over what is in containers, which may hold each other, and over these."""
+    for part in value.values() if isinstance(value, dict) else value:
+        yield part
+        if isinstance(part, list | tuple | set | dict):
+            yield from _held(part)
+
+
+def _plain(container: Any) -> Any:
+    """Return the container in a wrapper of TensorFlow's, or itself."""
+    return getattr(container, "__wrapped__", getattr(container, "_storage", container))
+
+
 def _tensors_held(part: Any) -> dict[str, set[int]]:
     """Return which tensors a layer of the user's own holds: a library's has them for itself."""
     if is_library(type(part).__module__):
         return {}
     return {
-        name: {id(tensor) for tensor in _leaves(value) if tf.is_tensor(tensor)}
+        name: {id(tensor) for tensor in _held([value]) if tf.is_tensor(tensor)}
         for name, value in vars(part).items()
         if name != "_losses"
     }
+
+
+def _call_functions_as_they_are() -> None:
+    """Have this thread's functions called without being optimized: they are called a few times."""
+    config = config_pb2.ConfigProto()
+    config.graph_options.rewrite_options.disable_meta_optimizer = True
+    options = context.FunctionCallOptions(config_proto=config)
+    context.context().function_call_options = options
 
 
 @contextlib.contextmanager
@@ -521,6 +547,14 @@ def _by_position(original: Callable, wrapper: Callable) -> Callable:
     return lambda *args, **kwargs: wrapper(original, *args, **kwargs)
 
 
+# Python's own methods: those of Keras' containers track what is put into them.
+_CONTAINERS: tuple[tuple[type, Callable, Callable], ...] = (
+    (list, list.clear, list.extend),
+    (dict, dict.clear, dict.update),
+    (set, set.clear, set.update),
+)
+
+
 @contextlib.contextmanager
 def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     """Put back what calls of a layer change, and let them neither print nor make variables."""
@@ -529,8 +563,12 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
     parts = _layers(layer)
     attributes = [(vars(part), {**vars(part)}) for part in parts]
+    held = [_plain(of) for _, before in attributes for of in _held(before)]
     contents = [
-        (kind, of, kind(of)) for _, held in attributes for kind, of in _containers(held.values())
+        (clear, fill, of, kind(of))
+        for of in held
+        for kind, clear, fill in _CONTAINERS
+        if issubclass(type(of), kind)
     ]
     drawn = random.getstate(), np.random.get_state()  # what the user's code uses
     variables = [v.value for v in layer.variables] + _variables(layer) + _seeds(layer)
@@ -546,23 +584,15 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
             for now, before in attributes:
                 now.clear()
                 now.update(before)
-            for kind, container, content in contents:  # by Python's methods: Keras' track layers
-                kind.clear(container)
-                (list.extend if kind is list else kind.update)(container, content)
+            for clear, fill, container, content in contents:
+                clear(container)
+                fill(container, content)
             random.setstate(drawn[0])
             np.random.set_state(drawn[1])
 
 
-def _containers(values: Any) -> Iterator[Any]:
-    """Iterate over the lists, dictionaries and sets in attributes, and in these."""
-    for value in values:
-        if issubclass(type(value), list | dict | set):  # and no proxy of TensorFlow's
-            yield next(kind for kind in (list, dict, set) if isinstance(value, kind)), value
-            yield from _containers(value.values() if isinstance(value, dict) else value)
-
-
 def _make_none(*_: Any, **__: Any) -> Any:
-    raise _BrokenError("makes variables when it is called")
+    raise ValueError("it makes variables when it is called")
 
 
 def _same_moments(layer: keras.layers.Layer) -> Callable:

@@ -37,7 +37,10 @@ def is_of_a_library(layer: keras.layers.Layer) -> bool:
 
 
 # Names, because not every version of Keras has all of them.
-_COMPARING = frozenset({"Lambda", "CutMix", "MixUp", "RandAugment", "AugMix"})
+_COMPARING = frozenset(
+    {"Lambda", "CutMix", "MixUp", "RandAugment", "AugMix"}
+    | {"Equalization", "MelSpectrogram", "RandomElasticTransform"}
+)
 
 
 def _may_compare_examples(layer: keras.layers.Layer) -> bool:
