@@ -101,8 +101,8 @@ def assert_parity(build: Callable[[], keras.Model], data: object, *, replicas: i
         replicas: Number of replicas, each on its own device.
 
     Raises:
-        AssertionError: They do not; the message is the report, with the likely cause. If training
-            on replicas raised an error, it is the `__cause__`.
+        AssertionError: They do not; the message is the report, with the variable that differs most.
+            If training on replicas raised an error, it is the `__cause__`.
         ValueError: Nothing can be compared; see `kdpkit.training.check_parity`.
 
     >>> from kdpkit.training import replica_exact

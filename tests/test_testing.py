@@ -23,15 +23,15 @@ def test_asserting_parity_passes_where_replicas_are_exact():
 
 
 @pytest.mark.slow
-def test_asserting_parity_fails_with_the_likely_cause():
-    with pytest.raises(AssertionError, match="do not train what one device trains.*clipping"):
+def test_asserting_parity_fails_with_the_variable_that_differs():
+    with pytest.raises(AssertionError, match="do not train.*`.*`.*gradients by"):
         testing.assert_parity(
             build_clipping(exact=False), testing.toy_classification(8), replicas=2
         )
 
 
 def test_asserting_parity_fails_with_what_the_replicas_raised():
-    with pytest.raises(AssertionError, match="cannot train.*uneven batch.*replica_exact") as failed:
+    with pytest.raises(AssertionError, match="cannot train.*AddN") as failed:
         testing.assert_parity(
             build_clipping(exact=False), testing.toy_classification(9), replicas=2
         )

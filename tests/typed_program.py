@@ -69,7 +69,7 @@ def main(directory: str) -> None:
     assert_type(loop, training.TrainingLoop)
     report = training.check_parity(lambda: build(schedule), train, replicas=2)
     assert_type(report.equal, bool)
-    assert_type(report.cause, str)
+    assert_type(report.variable, str)
     sys.stdout.write(f"{len(history['loss'])} epochs, peak {peak:.1f}, {report.equal}\n")
 
 

@@ -18,14 +18,13 @@ if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
-    from kdpkit.training.parity._check import check_parity
-    from kdpkit.training.parity._report import ParityReport
+    from kdpkit.training._parity import ParityReport, check_parity
 
 _HOMES = {
     "MaskedLMLoop": "_masked_lm",
-    "ParityReport": "parity._report",
+    "ParityReport": "_parity",
     "TrainingLoop": "_loop",
-    "check_parity": "parity._check",
+    "check_parity": "_parity",
     "gather_examples": "_gather",
     "global_mean_loss": "_losses",
     "linear_cross_entropy": "_linear_cross_entropy",

