@@ -189,3 +189,36 @@ def test_a_model_that_is_loaded_again_trains_the_same(tmp_path):
 
     for one, other in zip(trained(False), trained(True), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-7)
+
+
+def attending(axes, *, undivided=False):
+    """Build a model of Keras alone; with 2 axes its attention is between examples."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    x = layers.Reshape((6,) if axes == 2 else (2, 3))(layers.Dense(6)(inputs))
+    attention = layers.Attention()
+    attended = attention([x, x])
+    model = keras.Model(inputs, layers.Dense(1)(layers.Reshape((6,))(attended)))
+    model = replica_exact(model, undivided=[attention] if undivided else [])
+    model.compile(keras.optimizers.SGD(0.5), "mse")
+    return model
+
+
+def fitted(model):
+    x = np.random.default_rng(0).normal(size=(7, 4)).astype("float32")
+    model.fit(x, x[:, :1], batch_size=4, epochs=2, shuffle=False, verbose=0)
+    return np.concatenate([weight.ravel() for weight in model.get_weights()])
+
+
+@pytest.mark.parametrize(("axes", "undivided"), [(3, False), (2, True)])
+def test_attention_trains_as_on_one_device(axes, undivided):
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = attending(axes, undivided=undivided)
+    np.testing.assert_allclose(fitted(model), fitted(attending(axes)), atol=1e-6)
+
+
+def test_attention_of_too_few_axes_is_one_sentence():
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = attending(2)
+    with pytest.raises(ValueError, match=r"too few axes.*layer='attention.*undivided=\[layer\]"):
+        fitted(model)

@@ -30,13 +30,14 @@ from kdpkit.training.tensorflow._collectives import concatenated, sums, with_gra
 from kdpkit.training.tensorflow._per_example_law import broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
+    UndividedError,
     current_step,
     dense_if_unique,
     divided_by,
     of_any_length,
     running,
 )
-from kdpkit.training.tensorflow._whose_code import is_of_a_library
+from kdpkit.training.tensorflow._whose_code import has_too_few_axes, is_of_a_library
 
 
 class Division:
@@ -54,7 +55,9 @@ class Division:
         """Return whether replicas compute their parts of what a layer is called on."""
         if id(layer) in self._declared:
             return self._declared[id(layer)]
-        return is_of_a_library(layer) or self._broken_law(layer, args, kwargs) is None
+        if is_of_a_library(layer):
+            return not has_too_few_axes(layer, args, kwargs)
+        return self._broken_law(layer, args, kwargs) is None
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""
@@ -129,6 +132,8 @@ def call_divided(
     step = current_step()
     if step is None:
         return original(layer, *args, **kwargs)
+    if not step.gathered and step.replicas > 1 and has_too_few_axes(layer, args, kwargs):
+        _reject_few_axes(step, layer)
     if not layer.built and step.is_here():
         step.merge(lambda strategy: _build(strategy, layer, args, kwargs))
     if step.rejects is not None and _first_with_examples((args, kwargs)) is not None:
@@ -155,6 +160,23 @@ def call_divided(
             for loss in inner._losses
         ]
     return tf.nest.map_structure(functools.partial(_joined, step, part), outputs)
+
+
+def _reject_few_axes(step: ReplicaStep, layer: keras.layers.Layer) -> None:
+    """Raise for a library's layer that would compute a replica's examples together."""
+    if step.is_divided:
+        raise UndividedError(
+            f"The layer `{layer.name}` computes the examples of a batch together. Pass the layer "
+            "that calls it to `replica_exact` in `undivided=[...]`."
+        )
+    checks.fail(
+        "A layer gets a tensor of too few axes, and takes the examples of a batch for parts of one "
+        "example, so that replicas would compute something else than one device.",
+        layer=layer.name,
+        kind=type(layer).__name__,
+        remedy="Add an axis before it (`keras.ops.expand_dims(x, 1)`), if each example is meant by "
+        "itself; else pass it to `replica_exact(model, undivided=[layer])`.",
+    )
 
 
 def _build(strategy: Any, layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
@@ -201,6 +223,7 @@ def _part(own: ReplicaStep, of_replicas: tf.Tensor) -> ReplicaStep:
     part = own.of_examples(of_replicas[own.shard])
     part.start, part.num_global_examples = start, tf.reduce_sum(of_replicas)
     part.share = part.share_as(tf.float32)
+    part.is_divided = True
     part.share_in_loss = True  # what flows back to it has the shares already
     return part
 

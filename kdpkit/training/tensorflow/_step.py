@@ -74,6 +74,7 @@ class ReplicaStep:
         self.share = _share(self.num_examples, self.num_global_examples)
         self.share_in_loss = share_in_loss
         self.gathered = False  # whether a loss is being computed on the examples of all replicas
+        self.is_divided = False  # whether it is that of a layer's part of the examples
         # Of a step on the global batch: that of the replica's examples, and the layers it divides.
         self.own: ReplicaStep | None = None
         self.divides: Callable[..., bool] | None = None

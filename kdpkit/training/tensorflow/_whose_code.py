@@ -5,6 +5,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
+    BaseImagePreprocessingLayer,
+)
 
 _LIBRARIES = ("keras", "keras_hub", "keras_cv", "keras_rs", "tensorflow", "kdpkit", "builtins")
 
@@ -49,6 +52,21 @@ def _may_compare_examples(layer: keras.layers.Layer) -> bool:
         return layer._output_sequence_length is None
     axes = [getattr(layer, name, None) for name in ("axis", "axes")]
     return type(layer).__name__ in _COMPARING or 0 in tf.nest.flatten(axes)
+
+
+# Of a tensor with fewer axes, these take the first one for something else than examples.
+_LEAST_AXES = {"Attention": 3, "AdditiveAttention": 3, "FNetEncoder": 3}
+_LEAST_AXES_OF_IMAGES = 4
+
+
+def has_too_few_axes(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+    """Return whether a library's layer computes with the examples of a tensor together."""
+    least = _LEAST_AXES.get(type(layer).__name__, 0)
+    if isinstance(layer, BaseImagePreprocessingLayer):
+        least = _LEAST_AXES_OF_IMAGES
+    leaves = tf.nest.flatten((args, kwargs)) if least else []
+    axes = [leaf.shape.rank or 0 for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    return max(axes, default=least) < least
 
 
 _COMPILED = ("loss", "optimizer")  # attributes of a model that its call does not use
