@@ -200,7 +200,7 @@ def attending(axes, *, undivided=False):
     attended = attention([x, x])
     model = keras.Model(inputs, layers.Dense(1)(layers.Reshape((6,))(attended)))
     model = replica_exact(model, undivided=[attention] if undivided else [])
-    model.compile(keras.optimizers.SGD(0.5), "mse")
+    model.compile(keras.optimizers.SGD(0.05), "mse")
     return model
 
 
