@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import keras
 from keras import ops
-from keras.src.backend import compute_output_spec, get_keras_mask
+from keras.src.backend import compute_output_spec
+from keras.src.backend.common.masking import get_keras_mask
 from keras.src.trainers.compile_utils import get_loss  # what `compile` makes of names and functions
 
 from kdpkit._internal import checks
@@ -203,7 +204,14 @@ def trace_metrics(
 
     def trace(batch: Nest) -> Nest:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        losses, predictions = loop.per_example_loss(x, y, training=False)
+        given = loop.per_example_loss(x, y, training=False)
+        if not isinstance(given, tuple | list) or len(given) != 2:
+            checks.fail(
+                "`per_example_loss` must return `(losses, predictions)`.",
+                returned=type(given).__name__,
+                remedy="Return what the metrics see as the second; without metrics, the losses.",
+            )
+        losses, predictions = given
         terms = loop.loss.terms(losses, predictions, sample_weight)
         names.extend(term.name for term in terms if term.name)
         loop.model.compute_metrics(x, y, predictions, sample_weight)

@@ -641,6 +641,13 @@ class ByColumn(TrainingLoop):
         return keras.ops.mean(predictions, axis=0), predictions
 
 
+class WithoutPredictions(TrainingLoop):
+    """Forgets what the metrics are to see."""
+
+    def per_example_loss(self, x, y, *, training):
+        return keras.ops.square(self.model(x, training=training)[:, 0] - y)
+
+
 @pytest.mark.parametrize(
     ("settings", "sentence"),
     [
@@ -758,6 +765,10 @@ def test_a_list_of_losses_follows_the_order_of_keras():
         (
             {"loop": ByColumn},
             r"a loss for each example.*Received: losses_shape=\(3,\), num_examples=13",
+        ),
+        (
+            {"loop": WithoutPredictions},
+            r"must return `\(losses, predictions\)`.*Received: returned='",
         ),
         pytest.param(
             {"build": with_batch_norm, "accumulation": 2},

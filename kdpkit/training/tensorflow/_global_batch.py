@@ -22,7 +22,7 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _keras_internals

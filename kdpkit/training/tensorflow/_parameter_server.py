@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import set_keras_mask
+from keras.src.backend.common.masking import set_keras_mask
 
 from kdpkit import errors
 from kdpkit._internal import checks, parameter_servers, processes

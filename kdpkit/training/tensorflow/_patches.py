@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import multi_device_iterator_ops

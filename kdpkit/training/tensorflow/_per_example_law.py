@@ -26,8 +26,8 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend import get_keras_mask, set_keras_mask
 from keras.src.backend.common import global_state
+from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
 from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import cancellation, context
