@@ -645,7 +645,8 @@ class WithoutPredictions(TrainingLoop):
     """Forgets what the metrics are to see."""
 
     def per_example_loss(self, x, y, *, training):
-        return keras.ops.square(self.model(x, training=training)[:, 0] - y)
+        del y
+        return keras.ops.mean(self.model(x, training=training), axis=1)
 
 
 @pytest.mark.parametrize(
