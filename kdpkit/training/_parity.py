@@ -233,7 +233,8 @@ class _Run(keras.callbacks.Callback):
         sizes = [
             [_largest(of[: self.trained]) for of in run] for run in (self.states, self.changes())
         ]
-        return max(_TOLERANCE, _AMPLIFIED * FLOAT32_EPSILON * max(sizes[0]) / min(sizes[1]))
+        change = min(filter(None, sizes[1]))  # the first rate of a warmup is zero
+        return max(_TOLERANCE, _AMPLIFIED * FLOAT32_EPSILON * max(sizes[0]) / change)
 
     def differences_of_logs(self, other: "_Run") -> dict[str, float]:
         """Return the largest relative differences of logs; what is NaN in both is the same."""
@@ -269,10 +270,10 @@ def _check_runs(one: _Run, many: _Run) -> None:
         "Two models that `build` returned start from different weights: they must not share "
         "layers, and must draw from a fixed seed.": (one.states[0] != many.states[0]).any(),
         "No weight changed on one device: check which are frozen, and the first learning rates."
-        "": not all(of[: one.trained].any() for of in one.changes()),
+        "": not any(of[: one.trained].any() for of in one.changes()),
     }
     for problem in (problem for problem, is_so in problems.items() if is_so):
-        checks.fail(problem, trained_weights=one.trained)
+        checks.fail(problem, trained_weights=int(one.trained))
 
 
 class _Gradients(keras.optimizers.Optimizer):

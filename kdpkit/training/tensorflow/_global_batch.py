@@ -15,13 +15,15 @@ right for variables of divided layers, of which each replica has a part, and for
 uses itself, which each replica computes in full.
 """
 
+import contextlib
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend import get_stateless_scope
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from kdpkit._internal import checks
@@ -150,16 +152,28 @@ def call_divided(
     part = _part_for(step, first)
     cut = functools.partial(_cut, step, part, False)
     args, kwargs = tf.nest.map_structure(cut, (args, kwargs))
-    inner_layers = [inner for inner in layer._flatten_layers() if hasattr(inner, "_losses")]
-    before = [loss for inner in inner_layers for loss in inner._losses]
-    with running(part):
+    joined = functools.partial(_joined, step, part)
+    with _joining_losses(layer, joined), running(part):
         outputs = original(layer, *args, **kwargs)
-    for inner in inner_layers:
-        inner._losses[:] = [
-            loss if any(loss is of for of in before) else _joined(step, part, loss)
-            for loss in inner._losses
-        ]
-    return tf.nest.map_structure(functools.partial(_joined, step, part), outputs)
+    return tf.nest.map_structure(joined, outputs)
+
+
+@contextlib.contextmanager
+def _joining_losses(layer: keras.layers.Layer, joined: Callable) -> Iterator[None]:
+    """Put together what layers add to the loss here, in their lists or a stateless scope's."""
+    layers = [inner for inner in layer._flatten_layers() if hasattr(inner, "_losses")]
+    scope = get_stateless_scope()
+    lists = [inner._losses for inner in layers] + ([scope.losses] if scope else [])
+    held = [loss for losses in lists for loss in losses]  # or others may get their identities
+    before = {*map(id, held)}
+    yield
+    for losses in lists:
+        for index, loss in enumerate(losses):
+            if id(loss) not in before:
+                losses[index] = joined(loss)
+                for inner in layers:
+                    if id(loss) in inner._loss_ids:
+                        inner._loss_ids.add(id(losses[index]))
 
 
 def _reject_few_axes(step: ReplicaStep, layer: keras.layers.Layer) -> None:
