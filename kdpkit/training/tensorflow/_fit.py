@@ -57,6 +57,25 @@ def _declared(divided: Sequence[Any], undivided: Sequence[Any]) -> list[tuple[An
     return [(layer, True) for layer in divided] + [(layer, False) for layer in undivided]
 
 
+@contextlib.contextmanager
+def _rejecting_numpy_draws(step: ReplicaStep) -> Iterator[None]:
+    """Raise for what NumPy draws while a step is traced: one number for all steps of a trace.
+
+    How often a step is traced depends on the shapes of batches, and on the number of replicas.
+    """
+    before: Any = np.random.get_state()  # what users call
+    yield
+    after: Any = np.random.get_state()
+    is_traced = step.replicas > 1 and not tf.executing_eagerly()
+    if is_traced and (before[2] != after[2] or any(before[1] != after[1])):
+        checks.fail(
+            "The step draws from `numpy.random` while it is traced: what it drew then is the same "
+            "in all steps that follow.",
+            drawn="numpy.random",
+            remedy="Draw with `keras.random` and a `keras.random.SeedGenerator`.",
+        )
+
+
 def _strategy_of(model: keras.Model) -> Any:
     """Return the strategy that the model and its variables live in; None for one device."""
     strategy = model._distribute_strategy
@@ -114,6 +133,10 @@ class _ExactSteps:
         self.declare(declared)
         self.undivided: set[str] = set()  # kinds of steps of which no layer can be divided
         self.is_own: dict[str, bool] = {}  # kinds of steps, in which some code is the user's
+        self.is_own_step = {
+            kind: not _whose_code.is_library(getattr(model, f"{kind}_step").__module__)
+            for kind in ("train", "test", "predict")
+        }
         stock = keras.Model.train_step
         self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
         self.train_step_of_model = _keras_internals.inlined(model.train_step)
@@ -238,6 +261,7 @@ class _ExactSteps:
         if getattr(model, name) is not None and not force:
             return
         self.is_own.pop(kind, None)  # it may be compiled with another loss
+        self.division.forget()
         self.attach_optimizers()
         compiled = self.compiled_step(kind)
 
@@ -278,7 +302,11 @@ class _ExactSteps:
         """Find out, before a step is traced, whether any of its code is the user's."""
         if kind not in self.is_own:
             several = self.strategy.num_replicas_in_sync > 1
-            is_own = self.is_declared or not _whose_code.is_all_of_libraries(self.model, kind)
+            is_own = (
+                self.is_declared
+                or self.is_own_step[kind]
+                or not _whose_code.is_all_of_libraries(self.model, kind)
+            )
             self.is_own[kind] = several and is_own
 
     def keys_for_loops(self) -> contextlib.AbstractContextManager[None]:
@@ -311,7 +339,7 @@ class _ExactSteps:
         return self.run_predict_step(self.step_of(data, "predict"))
 
     def run_train_step(self, step: ReplicaStep) -> Any:
-        with running(step):
+        with running(step), _rejecting_numpy_draws(step):
             logs = self.train_step_of_model(step.data)
             if step.replicas > 1:
                 self.warn_once(step.replicas)
@@ -319,7 +347,7 @@ class _ExactSteps:
             return step.global_values(logs)
 
     def run_test_step(self, step: ReplicaStep) -> Any:
-        with running(step):
+        with running(step), _rejecting_numpy_draws(step):
             return step.global_values(self.test_step_of_model(step.data))
 
     def run_predict_step(self, step: ReplicaStep) -> Any:

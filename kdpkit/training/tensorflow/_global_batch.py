@@ -24,9 +24,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend import get_stateless_scope
+from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from kdpkit._internal import checks
+from kdpkit.training._remat import BlockScope
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._collectives import concatenated, sums, with_gradient
 from kdpkit.training.tensorflow._per_example_law import broken_law
@@ -51,7 +53,7 @@ class Division:
 
     def __init__(self, declared: Sequence[tuple[keras.layers.Layer, bool]] = ()) -> None:
         self._declared = {id(layer): is_divided for layer, is_divided in declared}
-        self._tried: dict[int, tuple[Any, str | None]] = {}
+        self._tried: dict[Any, tuple[Any, str | None]] = {}
 
     def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether replicas compute their parts of what a layer is called on."""
@@ -65,7 +67,8 @@ class Division:
         """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""
         if self(layer, args, kwargs):
             return True
-        reason = self._tried.get(id(layer), (layer, None))[1] or ""
+        is_tried = id(layer) not in self._declared and not is_of_a_library(layer)
+        reason = (self._broken_law(layer, args, kwargs) if is_tried else None) or ""
         if reason.startswith(("changes", "has a gradient")):
             checks.fail(
                 f"The layer {reason}, and here replicas or micro-batches have some of them alone.",
@@ -75,9 +78,28 @@ class Division:
         return False
 
     def _broken_law(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
-        if id(layer) not in self._tried:  # by the first replica, for all
-            self._tried[id(layer)] = layer, broken_law(layer, args, kwargs)
-        return self._tried[id(layer)][1]
+        key = id(layer), _signature(args, kwargs)
+        if key not in self._tried:  # by the first replica, for all
+            self._tried[key] = layer, broken_law(layer, args, kwargs)
+        return self._tried[key][1]
+
+    def forget(self) -> None:
+        """Try layers again: their attributes may have changed."""
+        self._tried.clear()
+
+
+def _signature(args: Any, kwargs: Any) -> Any:
+    """Return what a layer's code may depend on: shapes, types, other arguments, and the mode."""
+
+    def of(leaf: Any) -> str:
+        is_tensor = tf.is_tensor(leaf)
+        return (
+            f"{leaf.shape} {leaf.dtype} {get_keras_mask(leaf) is None}" if is_tensor else str(leaf)
+        )
+
+    context = global_state.get_global_attribute("current_call_ctx")
+    parts = tf.nest.map_structure(of, (args, kwargs))
+    return str(parts), str(getattr(context, "training", None))
 
 
 def step_on_global_batch(own: ReplicaStep, divides: Callable[..., bool] | None) -> ReplicaStep:
@@ -143,7 +165,7 @@ def call_divided(
         inner.rejects = None if step.rejects(layer, args, kwargs) else step.rejects
         with running(inner):
             return original(layer, *args, **kwargs)
-    if step.divides is None or not step.is_here():
+    if step.divides is None or not step.is_here() or _has_weights_of_the_users():
         return original(layer, *args, **kwargs)
     first = _first_with_examples((args, kwargs))
     if first is None or not step.divides(layer, args, kwargs):
@@ -156,6 +178,15 @@ def call_divided(
     with _joining_losses(layer, joined), running(part):
         outputs = original(layer, *args, **kwargs)
     return tf.nest.map_structure(joined, outputs)
+
+
+def _has_weights_of_the_users() -> bool:
+    """Return whether layers compute with other weights than their variables have.
+
+    The gradients of these are taken of tensors, of which nobody knows that replicas have a part.
+    """
+    scope = get_stateless_scope()
+    return scope is not None and not isinstance(scope, BlockScope)
 
 
 @contextlib.contextmanager

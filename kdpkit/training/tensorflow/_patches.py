@@ -19,11 +19,12 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import multi_device_iterator_ops
+from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.values import DistributedVariable
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import gen_logging_ops, gen_nn_ops
+from tensorflow.python.ops import gen_logging_ops, gen_lookup_ops, gen_nn_ops
 
 from kdpkit._internal import checks, versions
 from kdpkit._internal.dataset_tuning import untuned
@@ -175,6 +176,40 @@ def _apply_gradients(
     return patch.reduced(original, grads, trainable_variables)
 
 
+def _rejecting(sentence: str, remedy: str) -> Callable:
+    """Raise in steps on the global batch, which would do something once for each replica."""
+
+    def rejecting(original: Callable, *args: Any, **kwargs: Any) -> Any:
+        step = current_step()
+        if step is not None and step.own is not None:
+            checks.fail(
+                f"{sentence}, on each replica.",
+                replicas=step.replicas,
+                remedy=remedy,
+            )
+        return original(*args, **kwargs)
+
+    return rejecting
+
+
+_walks_the_graph = _rejecting(
+    "`tf.gradients` walks a graph that has this replica's part of layers alone",
+    "Use `tf.GradientTape`.",
+)
+_takes_batches = _rejecting(
+    "The step takes batches from an iterator of its own",
+    "Give `fit` both: `tf.data.Dataset.zip((batches, others))`.",
+)
+_draws_from_a_generator = _rejecting(
+    "The step draws from a `tf.random.Generator`, whose state moves on",
+    "Draw with `keras.random` and a `keras.random.SeedGenerator`.",
+)
+_inserts = _rejecting(
+    "The step inserts into a lookup table",
+    "Keep the numbers in a variable: `self.add_weight(..., trainable=False)`.",
+)
+
+
 def _print(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Print once what all replicas would."""
     step = current_step()
@@ -199,7 +234,7 @@ def _seeds(original: Callable, op_seed: Any) -> Any:
             seed=op_seed,
             remedy="Draw with `keras.random`, or pass a `seed` to the operation.",
         )
-    return step.merge(lambda _: (random.getrandbits(31), random.getrandbits(31)))
+    return random.getrandbits(31), random.getrandbits(31)  # the same on all replicas
 
 
 def _inlined(original: Callable, function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -265,7 +300,14 @@ _TABLE = (
     Patch(tf.GradientTape, "gradient", _gradient),
     Patch(tf.GradientTape, "jacobian", _jacobian),
     Patch(tf.GradientTape, "batch_jacobian", _jacobian),
+    Patch(tf, "gradients", _walks_the_graph),
     Patch(gen_logging_ops, "print_v2", _print),
+    *(Patch(OwnedIterator, name, _takes_batches) for name in ("__next__", "get_next")),
+    *(
+        Patch(tf.random.Generator, name, _draws_from_a_generator)
+        for name in ("uniform", "normal", "truncated_normal", "binomial", "make_seeds", "split")
+    ),
+    Patch(gen_lookup_ops, "lookup_table_insert_v2", _inserts),
     Patch(Function, "__call__", _inlined),
     # Statistics of the global batch, and optimizers that get its gradients once.
     Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),

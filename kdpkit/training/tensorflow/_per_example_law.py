@@ -67,7 +67,9 @@ _ORDERS = (
     ([0, 0, 0, 0], "when all are alike"),
     ([3, 3, 3, 3], "when all are alike"),
     ([*range(_EXAMPLES)] * 3 + [3, 3, 3, 3], "when there are more"),
+    ([*range(_EXAMPLES)] * 64, "when there are many"),
 )
+_MOST_NUMBERS = 2**22  # of what the layer is called on, for many examples
 _MAY_BE_INVALID = ("NaN", "huge", "huge and negative")  # for what looks positions up, say
 
 _ASSIGNING = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign", "ResourceApply")
@@ -264,6 +266,12 @@ class _Trial:
         types = [node.op for node in [*definition.node, *inner]]
         if sum(kind.startswith(_ASSIGNING) for kind in types) > num_known:
             raise _BrokenError("assigns variables")
+        read = known + _handles_that_may_be_read(self.layer)
+        for outer, _ in graph.captures:
+            data = getattr(outer, "_handle_data", None)  # which variables have, and tables lack
+            is_variable = outer.dtype == tf.resource and data is not None and data.is_set
+            if is_variable and not any(outer is handle for handle in read):
+                raise _BrokenError("reads a variable that something else may assign")
         for kind in types:
             operation = op_def_registry.get(kind)
             is_stateful = operation is not None and operation.is_stateful
@@ -333,6 +341,8 @@ class _Trial:
             others = [example for example in range(_EXAMPLES) if example != at]
             self.compare(found, _EXAMPLES, others, others, f"when one is {kind}{when}")
         for order, why in _ORDERS:
+            if not self.is_small(order):
+                continue
             if not self.draws or len(order) == _EXAMPLES:  # numbers belong to positions
                 same = [*range(len(order))]
                 if self.draws:
@@ -347,6 +357,10 @@ class _Trial:
         for one, other, total in zip(*(of.shared for of in [*halves, self.base]), strict=True):
             if not _agree(one + other, total, self.rounding(is_same_size=False)):
                 raise _BrokenError(f"has a gradient that is no sum over the examples{when}")
+
+    def is_small(self, order: list[int]) -> bool:
+        numbers = sum(int(tf.size(value)) for value in self.values) // _EXAMPLES
+        return len(order) <= 4 * _EXAMPLES or len(order) * numbers <= _MOST_NUMBERS
 
     def taken(self, order: list[int]) -> Any:
         """Call the layer on some of the examples."""
@@ -457,6 +471,22 @@ def _seeds(layer: keras.layers.Layer) -> list[Any]:
     generators = [generator for part in _layers(layer) for generator in part._seed_generators]
     generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
     return [generator.state.value for generator in generators]
+
+
+def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
+    """List the variables with whose values a layer is tried: weights, and all of its libraries'."""
+    variables = [
+        variable
+        for part in _layers(layer)
+        for variable in (
+            part._trainable_variables + part._non_trainable_variables
+            if is_library(type(part).__module__)
+            else part._trainable_variables
+        )
+    ]
+    held = [value for part in _layers(layer) for value in _held(vars(part))]
+    own = [value for value in held if isinstance(value, tf.Variable) and value.trainable]
+    return [part.handle for v in [*(v.value for v in variables), *own] for part in _on_replicas(v)]
 
 
 def _batch_norms(layer: keras.layers.Layer) -> list[Any]:

@@ -9,6 +9,7 @@ unmasked entries) is first put in a form that is.
 
 import contextlib
 import copy
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
@@ -56,6 +57,7 @@ class ReplicaStep:
     def __init__(
         self, data: Any, *, share_in_loss: bool = True, batch_norm: str = "global"
     ) -> None:
+        drawn = _python_random()
         self.batch_norm = batch_norm
         context = tf.distribute.get_replica_context()
         self.strategy = context.strategy
@@ -86,6 +88,7 @@ class ReplicaStep:
         self._addends: dict[Any, Any] = {}
         self._graph = _graph()
         self.assigned: list[Any] = []  # variables of layers
+        _set_python_random(*drawn)
 
     def _sizes_of_shards(self, fingerprint: Any) -> list[Any]:
         """Return, of each part of the batch, the examples that every replica has.
@@ -221,7 +224,32 @@ class ReplicaStep:
                 "and `jit`.",
                 inside=_graph().name,
             )
-        return tf.distribute.get_replica_context().merge_call(function, args=args)
+        drawn = _python_random()
+
+        def called(strategy: tf.distribute.Strategy, *given: Any) -> Any:
+            _set_python_random(*drawn)
+            try:
+                return function(strategy, *given)
+            finally:
+                _drawn_in_merge[:] = _python_random()
+
+        result = tf.distribute.get_replica_context().merge_call(called, args=args)
+        _set_python_random(*_drawn_in_merge)
+        return result
+
+
+# What Python and NumPy have drawn is one state for the threads of all replicas, which run in turn,
+# from one meeting to the next. Each goes on from its own, so that all draw the same numbers.
+_drawn_in_merge: list[Any] = []
+
+
+def _python_random() -> tuple[Any, Any]:
+    return random.getstate(), np.random.get_state()  # what users call
+
+
+def _set_python_random(of_python: Any, of_numpy: Any) -> None:
+    random.setstate(of_python)
+    np.random.set_state(of_numpy)
 
 
 def _key(tensor: Any) -> Any:

@@ -50,8 +50,7 @@ def _may_compare_examples(layer: keras.layers.Layer) -> bool:
     """Return whether a layer of a library computes with all examples together."""
     if type(layer).__name__ == "TextVectorization":  # it pads to the longest
         return layer._output_sequence_length is None
-    axes = [getattr(layer, name, None) for name in ("axis", "axes")]
-    return type(layer).__name__ in _COMPARING or 0 in tf.nest.flatten(axes)
+    return type(layer).__name__ in _COMPARING or 0 in _axes(layer)
 
 
 # Of a tensor with fewer axes, these take the first one for something else than examples.
@@ -64,9 +63,15 @@ def has_too_few_axes(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
     least = _LEAST_AXES.get(type(layer).__name__, 0)
     if isinstance(layer, BaseImagePreprocessingLayer):
         least = _LEAST_AXES_OF_IMAGES
-    leaves = tf.nest.flatten((args, kwargs)) if least else []
+    negative = [axis for axis in _axes(layer) if isinstance(axis, int) and axis < 0]
+    least = max(least, 1 - min(negative, default=0)) if negative else least
+    leaves = tf.nest.flatten((args, kwargs)) if least and is_library(type(layer).__module__) else []
     axes = [leaf.shape.rank or 0 for leaf in leaves if isinstance(leaf, tf.Tensor)]
     return max(axes, default=least) < least
+
+
+def _axes(layer: keras.layers.Layer) -> list[Any]:
+    return tf.nest.flatten([getattr(layer, name, None) for name in ("axis", "axes")])
 
 
 _COMPILED = ("loss", "optimizer")  # attributes of a model that its call does not use
@@ -82,14 +87,68 @@ def _functions_in(layers: list[Any]) -> Iterator[Any]:
                 yield value
 
 
+# Operations that a layer may have as its activation, and that compute each number, or each last
+# axis, by itself. Others may normalize or add up a whole tensor.
+_ACTIVATIONS = frozenset(
+    (
+        "abs",
+        "celu",
+        "cos",
+        "elu",
+        "erf",
+        "exp",
+        "gelu",
+        "glu",
+        "hard_sigmoid",
+        "hard_silu",
+        "hard_swish",
+        "hard_tanh",
+        "identity",
+        "leaky_relu",
+        "linear",
+        "log",
+        "log_sigmoid",
+        "log_softmax",
+        "mish",
+        "relu",
+        "relu6",
+        "selu",
+        "sigmoid",
+        "silu",
+        "sin",
+        "softmax",
+        "softplus",
+        "softsign",
+        "sparse_plus",
+        "sparsemax",
+        "sqrt",
+        "square",
+        "squareplus",
+        "swish",
+        "tanh",
+    )
+)
+
+
 def _is_of_a_library(code: Any) -> bool:
-    return is_library(str(getattr(code, "__module__", None) or type(code).__module__))
+    module = str(getattr(code, "__module__", None) or type(code).__module__)
+    if module.startswith(("tensorflow.", "keras.src.ops.")) and not isinstance(code, type):
+        return getattr(code, "__name__", "") in _ACTIVATIONS
+    return is_library(module)
 
 
 def _is_loss_of_a_library(loss: Any) -> bool:
     """Return whether a loss, as `compile` takes it, is of a library, and its function too."""
     parts = (loss, type(loss), getattr(loss, "fn", None))
-    return all(_is_of_a_library(part) for part in parts if part is not None)
+    return _is_along_the_last_axis(loss) and all(
+        _is_of_a_library(part) for part in parts if part is not None
+    )
+
+
+def _is_along_the_last_axis(function: Any) -> bool:
+    """Return whether a loss or a metric leaves the examples apart, whatever its `axis` is for."""
+    given = getattr(function, "_fn_kwargs", {}).get("axis", getattr(function, "axis", -1))
+    return given in (None, -1)
 
 
 def is_loss_of_a_library(loss: keras.losses.Loss) -> bool:
@@ -105,7 +164,8 @@ def parts_of_metrics(model: keras.Model) -> list[Any]:
 
 def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
     """Return whether a metric, and the function that it may have, are of a library."""
-    return all(map(_is_of_a_library, (type(metric), getattr(metric, "_fn", type(metric)))))
+    parts = (type(metric), getattr(metric, "_fn", type(metric)))
+    return _is_along_the_last_axis(metric) and all(map(_is_of_a_library, parts))
 
 
 def _layers(layer: keras.layers.Layer) -> list[Any]:

@@ -1,0 +1,246 @@
+"""Programs that a reader wrote to fool `replica_exact`: one device's weights, or a sentence."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers, ops
+
+from kdpkit.training import replica_exact
+
+pytestmark = pytest.mark.tensorflow
+
+X = np.random.default_rng(0).normal(size=(31, 4)).astype("float32")
+Y = (X @ np.random.default_rng(1).normal(size=(4, 3))).argmax(axis=1)
+
+
+def losses_of(labels, logits):
+    return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
+
+
+def stack(*before, loss=None, metrics=None, units=3):
+    model = keras.Sequential([keras.Input((4,)), *before, layers.Dense(units)])
+    loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics)
+    return model
+
+
+class OwnStep(keras.Model):
+    """One layer, and a step whose loss is scaled."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(3)
+        self.build((None, 4))
+        self.compile(keras.optimizers.SGD(0.1))
+
+    def build(self, shape):
+        self.dense.build(shape)
+        self.built = True
+
+    def call(self, x):
+        return self.dense(x)
+
+    def scale(self, x):  # noqa: ARG002  # of the examples, perhaps
+        return 1.0
+
+    def train_step(self, data):
+        x, labels = data
+        scale = self.scale(x)
+        with tf.GradientTape() as tape:
+            loss = scale * tf.reduce_mean(losses_of(labels, self(x)))
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"scaled": loss}
+
+
+class Centered(layers.Layer):
+    """Looks at all examples in training."""
+
+    def call(self, x, training=False):
+        return x - ops.mean(x, axis=0) if training else x
+
+
+class Mixed(layers.Layer):
+    """Looks at all examples if its caller says so."""
+
+    def call(self, x, mix=False):
+        return x + x[::-1] if mix else x * 1.0
+
+
+class TwoModes(OwnStep):
+    mixed = Mixed()
+
+    def call(self, x):
+        return self.dense(self.mixed(x)) + self.dense(self.mixed(x, mix=True))
+
+
+class Phased(layers.Layer):
+    """Looks at all examples once a callback has begun the next phase."""
+
+    def build(self, shape):
+        self.phase = self.add_weight(shape=(), dtype="int32", initializer="zeros", trainable=False)
+        super().build(shape)
+
+    def call(self, x):
+        return ops.where(self.phase > 0, x - ops.mean(x, axis=0), x)
+
+
+class NextPhase(keras.callbacks.Callback):
+    def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002  # Keras' arguments
+        self.model.layers[0].phase.assign(epoch)
+
+
+class Capacity(layers.Layer):
+    """Serves the first twenty examples of a batch alone."""
+
+    def call(self, x):
+        return ops.where(ops.cumsum(ops.ones_like(x), axis=0) <= 20, x * 2.0, x)
+
+
+def step_of_the_instance():
+    model = stack()
+
+    def train_step(data):
+        x, labels = data
+        with tf.GradientTape() as tape:
+            logits = model(x, training=True)
+            spread = tf.reduce_sum((logits - tf.reduce_mean(logits, axis=0)) ** 2)
+            loss = tf.reduce_mean(losses_of(labels, logits)) + 0.1 * spread
+        gradients = tape.gradient(loss, model.trainable_variables)
+        model.optimizer.apply(gradients, model.trainable_variables)
+        return {"spread": spread}
+
+    model.train_step = train_step
+    return model
+
+
+class InnerStep(OwnStep):
+    """Learns to learn: the outer gradient flows through weights of an inner step."""
+
+    def train_step(self, data):
+        x, labels = data
+        others = [variable.value for variable in self.non_trainable_variables]
+        with tf.GradientTape() as outer:
+            fast = [tf.convert_to_tensor(variable) for variable in self.trainable_variables]
+            with tf.GradientTape() as inner:
+                inner.watch(fast)
+                logits, _ = self.stateless_call(fast, others, x)
+                loss = tf.reduce_mean(losses_of(labels, logits))
+            gradients = inner.gradient(loss, fast)
+            fast = [w - 0.5 * tf.tanh(10.0 * g) for w, g in zip(fast, gradients, strict=True)]
+            logits, _ = self.stateless_call(fast, others, x)
+            loss = tf.reduce_mean(losses_of(labels, logits))
+        gradients = outer.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"outer": loss}
+
+
+def drawn_eagerly():
+    class Drawing(OwnStep):
+        def scale(self, x):  # noqa: ARG002
+            return float(np.random.beta(0.4, 0.4))  # as mixup is written
+
+    model = Drawing()
+    model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
+    return model
+
+
+EQUAL = {
+    "a verdict of evaluate": lambda: stack(Centered()),
+    "one layer in two modes": TwoModes,
+    "a phase of a callback": lambda: stack(Phased()),
+    "a capacity of twenty": lambda: stack(Capacity()),
+    "a step of the instance": step_of_the_instance,
+    "an inner step": InnerStep,
+    "an activation of the batch": lambda: stack(layers.Dense(8, tf.math.l2_normalize)),
+    "a loss along the batch": lambda: stack(loss=keras.losses.CosineSimilarity(axis=0)),
+    "a metric along the batch": lambda: stack(
+        loss="mse", metrics=[keras.metrics.CosineSimilarity(axis=0)], units=1
+    ),
+    "numbers of NumPy, eagerly": drawn_eagerly,
+}
+
+
+def fitted(model, name):
+    by_columns = "along the batch" in name
+    labels = X[:, :1] if by_columns else Y
+    batch = 24 if "twenty" in name else 7
+    data = tf.data.Dataset.from_tensor_slices((X, labels)).batch(batch)
+    callbacks = [NextPhase()] if "phase" in name else []
+    np.random.seed(0)
+    if "evaluate" in name:
+        model.evaluate(data, verbose=0)
+    history = model.fit(data, epochs=2, callbacks=callbacks, verbose=0).history
+    weights = [weight.ravel() for weight in model.get_weights()]
+    return np.concatenate(weights), history
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_it_trains_as_on_one_device(name):
+    keras.utils.set_random_seed(0)
+    one, history = fitted(EQUAL[name](), name)
+    keras.utils.set_random_seed(0)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = replica_exact(EQUAL[name]())
+    many, ours = fitted(model, name)
+    np.testing.assert_allclose(many, one, atol=2e-6)
+    for log, values in history.items():
+        np.testing.assert_allclose(ours[log], values, rtol=1e-5, atol=1e-6)
+
+
+class WithIterator(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.others = iter(tf.data.Dataset.range(9).repeat().batch(3))
+
+    def scale(self, x):  # noqa: ARG002
+        return tf.reduce_mean(tf.cast(next(self.others), tf.float32))
+
+
+class WithGenerator(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.generator = tf.random.Generator.from_seed(1)
+
+    def scale(self, x):  # noqa: ARG002
+        return tf.reduce_mean(self.generator.uniform([3]))
+
+
+class WithTable(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.table = tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 0.0)
+
+    def scale(self, x):  # noqa: ARG002
+        self.table.insert([0], self.table.lookup([0]) + 1.0)
+        return 1.0
+
+
+class WithNumPy(OwnStep):
+    def scale(self, x):  # noqa: ARG002
+        return float(np.random.beta(0.4, 0.4))
+
+
+class WithGradients(OwnStep):
+    def scale(self, x):
+        return tf.reduce_sum(tf.gradients(tf.reduce_sum(self(x)), [self.dense.kernel.value])[0])
+
+
+@pytest.mark.parametrize(
+    ("build", "sentence"),
+    [
+        (WithIterator, r"iterator of its own.*`tf.data.Dataset.zip"),
+        (WithGenerator, r"`tf.random.Generator`.*keras.random.SeedGenerator"),
+        (WithTable, r"inserts into a lookup table.*add_weight"),
+        (WithNumPy, r"`numpy.random` while it is traced.*keras.random.SeedGenerator"),
+        (WithGradients, r"`tf.gradients`.*GradientTape"),
+        (lambda: stack(layers.Softmax(axis=-2)), r"too few axes.*kind='Softmax'"),
+    ],
+)
+def test_what_each_replica_would_do_again_is_one_sentence(build, sentence):
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = replica_exact(build())
+    with pytest.raises(ValueError, match=sentence):
+        model.fit(X, Y, batch_size=7, verbose=0)
