@@ -186,7 +186,7 @@ def _rank(of: type) -> int:
     """Return the rank below which a layer takes what it is called on for one example."""
     if issubclass(of, BaseImagePreprocessingLayer | keras_hub.layers.ImageConverter):
         return 4
-    needs_series = ("Attention", "AdditiveAttention", "FNetEncoder")
+    needs_series = ("Attention", "AdditiveAttention", "FNetEncoder", "PositionEmbedding")
     return 3 if of.__name__ in needs_series else 1
 
 

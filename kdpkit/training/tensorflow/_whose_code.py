@@ -43,6 +43,7 @@ def is_of_a_library(layer: keras.layers.Layer) -> bool:
 _COMPARING = frozenset(
     {"Lambda", "CutMix", "MixUp", "RandAugment", "AugMix"}
     | {"Equalization", "MelSpectrogram", "RandomElasticTransform"}
+    | {"MaskedLMMaskGenerator", "RandomDeletion", "RandomSwap"}
 )
 
 
@@ -54,7 +55,9 @@ def _may_compare_examples(layer: keras.layers.Layer) -> bool:
 
 
 # Of a tensor with fewer axes, these take the first one for something else than examples.
-_LEAST_AXES = {"Attention": 3, "AdditiveAttention": 3, "FNetEncoder": 3}
+_LEAST_AXES = dict.fromkeys(
+    ("Attention", "AdditiveAttention", "FNetEncoder", "PositionEmbedding"), 3
+)
 _LEAST_AXES_OF_IMAGES = 4
 
 
