@@ -65,6 +65,7 @@ def test_the_table_is_replaced_during_training_and_not_after(in_loop):
         replica_exact(model).fit(data, verbose=0, callbacks=[watching])
     assert watching.during == table
     assert watching.numbers == [(0.25, 1), (0.25, 2)]
+    assert (float(optimizer.learning_rate), int(optimizer.iterations)) == (0.25, 2)
     assert not replaced()
 
 

@@ -268,13 +268,11 @@ def _device_dataset(original: Callable, *args: Any, **kwargs: Any) -> Any:
     return untuned(buffered) if "CPU" in buffered._variant_tensor.device else buffered
 
 
-def _as_number(number: Callable) -> Callable:
-    """Make a number of a variable of replicas, in a callback, as one device does."""
-
-    def convert(original: Callable, variable: Any) -> Any:  # noqa: ARG001  # it has none
-        return number(variable.read_value())
-
-    return convert
+# Added, where TensorFlow has none, and for good: `int(optimizer.iterations)` in a callback or after
+# training, as on one device.
+for _name, _number in (("__float__", float), ("__int__", int)):
+    if not hasattr(DistributedVariable, _name):
+        setattr(DistributedVariable, _name, lambda of, number=_number: number(of.read_value()))
 
 
 # Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585. Checked with Keras 3.13 to
@@ -324,10 +322,7 @@ _TABLE = (
     ),
     # Around the steps.
     Patch(multi_device_iterator_ops, "_create_device_dataset", _device_dataset),
-    Patch(DistributedVariable, "__float__", _as_number(float)),
-    Patch(DistributedVariable, "__int__", _as_number(int)),
 )
-_ADDED = ("__float__", "__int__")  # which their owners do not have
 _installed: list[tuple[Any, str, Any]] = []  # what was there
 
 
@@ -345,7 +340,7 @@ def installed() -> Iterator[None]:
         for owner, name, wrapper, arguments in _TABLE:
             original = inspect.getattr_static(owner, name, None)
             function = original.fget if isinstance(original, property) else original
-            if name not in _ADDED and not _is_known(function, arguments):
+            if not _is_known(function, arguments):
                 versions.reject_unknown(name, tensorflow=tf.__version__)
             wrapped = _wrap(function, wrapper)
             _installed.append((owner, name, vars(owner).get(name)))
