@@ -69,7 +69,7 @@ def has_too_few_axes(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
     negative = [axis for axis in _axes(layer) if isinstance(axis, int) and axis < 0]
     least = max(least, 1 - min(negative, default=0)) if negative else least
     leaves = tf.nest.flatten((args, kwargs)) if least and is_library(type(layer).__module__) else []
-    axes = [leaf.shape.rank or 0 for leaf in leaves if isinstance(leaf, tf.Tensor)]
+    axes = [leaf.shape.rank for leaf in leaves if isinstance(leaf, tf.Tensor) and leaf.shape.rank]
     return max(axes, default=least) < least
 
 
