@@ -275,8 +275,8 @@ for _name, _number in (("__float__", float), ("__int__", int)):
         setattr(DistributedVariable, _name, lambda of, number=_number: number(of.read_value()))
 
 
-# Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585. Checked with Keras 3.13 to
-# 3.15 and TensorFlow 2.20 and 2.21.
+# Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585. Checked with Keras 3.15 and
+# TensorFlow 2.21.
 _TABLE = (
     # Losses by the global batch's divisor: keras_divides_losses_by_replica.md
     Patch(
@@ -365,4 +365,4 @@ def _wrap(original: Any, wrapper: Callable) -> Callable:
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return wrapper(original, *args, **kwargs)
 
-    return functools.wraps(original)(wrapped) if original is not None else wrapped
+    return functools.wraps(original)(wrapped)
