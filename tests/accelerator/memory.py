@@ -29,7 +29,9 @@ def measure(results: Results, *, rehearse: bool) -> None:
     flags = ["--rehearse"] if rehearse else []
     at_once = 1 if device.current().platform == "tpu" else AT_ONCE
     with concurrent.futures.ThreadPoolExecutor(at_once) as pool:
-        for name, found in pool.map(lambda name: _asked(name, flags), [*MODELS, "largest batch"]):
+        asked = [pool.submit(_asked, name, flags) for name in [*MODELS, "largest batch"]]
+        for done in concurrent.futures.as_completed(asked):
+            name, found = done.result()
             if found is None:
                 results.miss(f"memory, {name}: it failed; see its output.")
             elif found["found"] is None:
