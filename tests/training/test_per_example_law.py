@@ -287,6 +287,27 @@ def test_nothing_of_a_trial_is_seen_on_any_replica(capfd):
         np.testing.assert_array_equal(mine, its)
 
 
+def test_a_block_of_attention_keeps_it_though_the_gradient_of_its_key_bias_is_rounding():
+    class Block(layers.Layer):
+        def build(self, shape):
+            self.attention = layers.MultiHeadAttention(2, 32)
+            self.attention.build(shape, shape)
+            self.norm = layers.LayerNormalization()
+            self.norm.build(shape)
+            self.drop = layers.Dropout(0.1)
+
+        def call(self, x, training=False):
+            attended = self.attention(x, x, use_causal_mask=True)
+            return self.norm(x + self.drop(attended, training=training))
+
+    block = Block()
+    x = np.random.default_rng(0).normal(size=(4, 64, 64)).astype("float32")
+    block(x)
+    for seed in range(3):
+        keras.utils.set_random_seed(seed)
+        assert broken_law(block, (tf.constant(x),), {"training": True}) is None
+
+
 def test_a_model_is_tried_as_a_layer_and_masks_belong_to_examples():
     model = keras.Sequential([layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3)])
     assert_per_example(model, np.ones((5, 7), "int32"))

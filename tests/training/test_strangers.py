@@ -147,7 +147,41 @@ def drawn_eagerly():
     return model
 
 
+class CallingNumPy(OwnStep):
+    def scale(self, x):  # noqa: ARG002
+        drawn = tf.numpy_function(lambda: np.float32(np.random.rand()), [], tf.float32)
+        return tf.ensure_shape(drawn, [])
+
+
+class CallingPython(OwnStep):
+    """Draws in Python, and takes a gradient through it."""
+
+    def scale(self, x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            drawn = tf.py_function(lambda v: tf.reduce_mean(v) * np.random.rand(), [x], tf.float32)
+        return tf.ensure_shape(drawn, []) + tf.reduce_sum(tape.gradient(drawn, x))
+
+
+class OwnVariables(OwnStep):
+    """Counts its steps in a variable of Keras and in one of TensorFlow."""
+
+    aggregation = None
+
+    def build(self, shape):
+        super().build(shape)
+        self.count = self.add_weight(aggregation=self.aggregation, trainable=False)
+        self.steps = tf.Variable(1.0)
+
+    def scale(self, x):  # noqa: ARG002
+        self.count.assign(self.count + 1.0)
+        return 1.0 + ops.convert_to_tensor(self.count) / self.steps.assign_add(1.0)
+
+
 EQUAL = {
+    "numbers that a function of NumPy draws": CallingNumPy,
+    "numbers that a function of Python draws": CallingPython,
+    "variables of the model": OwnVariables,
     "a verdict of evaluate": lambda: stack(Centered()),
     "one layer in two modes": TwoModes,
     "a phase of a callback": lambda: stack(Phased()),
@@ -218,6 +252,18 @@ class WithTable(OwnStep):
         return 1.0
 
 
+class SummedVariable(OwnVariables):
+    aggregation = "sum"
+
+
+OUTSIDE = tf.Variable(1.0)
+
+
+class OutsideVariable(OwnStep):
+    def scale(self, x):  # noqa: ARG002
+        return 1.0 / OUTSIDE.assign_add(1.0)
+
+
 class WithNumPy(OwnStep):
     def scale(self, x):  # noqa: ARG002
         return float(np.random.beta(0.4, 0.4))
@@ -234,6 +280,8 @@ class WithGradients(OwnStep):
         (WithIterator, r"iterator of its own.*`tf.data.Dataset.zip"),
         (WithGenerator, r"`tf.random.Generator`.*keras.random.SeedGenerator"),
         (WithTable, r"inserts into a lookup table.*add_weight"),
+        (SummedVariable, r"adds up what the replicas assign.*`aggregation='mean'`"),
+        (OutsideVariable, r"outside the strategy's scope.*`with strategy.scope\(\):`"),
         (WithNumPy, r"`numpy.random` while it is traced.*keras.random.SeedGenerator"),
         (WithGradients, r"`tf.gradients`.*GradientTape"),
         (lambda: stack(layers.Softmax(axis=-2)), r"too few axes.*kind='Softmax'"),

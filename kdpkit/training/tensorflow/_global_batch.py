@@ -26,6 +26,7 @@ import tensorflow as tf
 from keras.src.backend import get_stateless_scope
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.models.functional import Functional
 
 from kdpkit._internal import checks
 from kdpkit.training._remat import BlockScope
@@ -42,6 +43,8 @@ from kdpkit.training.tensorflow._step import (
     running,
 )
 from kdpkit.training.tensorflow._whose_code import has_too_few_axes, is_of_a_library
+
+_COMPOSED = (keras.Sequential, Functional)  # no code of their own: each of their layers is asked
 
 
 class Division:
@@ -61,13 +64,16 @@ class Division:
             return self._declared[id(layer)]
         if is_of_a_library(layer):
             return not has_too_few_axes(layer, args, kwargs)
+        if type(layer) in _COMPOSED:
+            return False
         return self._broken_law(layer, args, kwargs) is None
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""
         if self(layer, args, kwargs):
             return True
-        is_tried = id(layer) not in self._declared and not is_of_a_library(layer)
+        is_known = id(layer) in self._declared or type(layer) in _COMPOSED
+        is_tried = not is_known and not is_of_a_library(layer)
         reason = (self._broken_law(layer, args, kwargs) if is_tried else None) or ""
         if reason.startswith(("changes", "has a gradient")):
             checks.fail(
@@ -445,6 +451,38 @@ def addend_of_gradient(step: ReplicaStep, variable: Any, gradient: Any) -> Any:
         return tf.IndexedSlices(gradient.values[:0], gradient.indices[:0], gradient.dense_shape)
     values = gradient.values * step.replicas
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+
+
+# What happens once.
+
+
+def computed_once(
+    step: ReplicaStep, compute: Callable, inputs: list[tf.Tensor], dtypes: Sequence[tf.DType]
+) -> list[tf.Tensor]:
+    """Return, on all replicas, what the first of them computes."""
+
+    def on_first(compute: Callable, otherwise: Callable) -> Any:
+        with running(None):  # the Python function, or its gradient, is called as it is
+            return compute() if is_first() else otherwise()
+
+    with tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(inputs)
+        own = on_first(
+            lambda: compute(input=inputs), lambda: [tf.zeros([], dtype) for dtype in dtypes]
+        )
+
+    def gradient(*upstream: Any) -> Any:
+        own_gradients = on_first(
+            lambda: tape.gradient(own, inputs, [*upstream], "zero"),
+            lambda: [tf.zeros_like(of) for of in inputs],
+        )
+        return step.merge(_of_first, own_gradients)
+
+    return with_gradient(step.merge(_of_first, own), inputs, gradient)
+
+
+def _of_first(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
+    return [strategy.experimental_local_results(value)[0] for value in values]
 
 
 def is_first() -> bool:

@@ -1,8 +1,9 @@
-"""Convolutions, poolings and recurrent layers on replicas that have no examples of a batch.
+"""Convolutions, poolings, recurrent layers and the CTC loss on replicas that have no examples.
 
 Of no examples oneDNN's convolutions give the shape of their input, and the gradient of its
 max-pooling ends the process (docs/upstream/onednn_without_examples.md). On a GPU cuDNN's gradient
-of a 3D convolution raises (tensorflow/tensorflow#60935), and its recurrent layers do. While a step
+of a 3D convolution raises (tensorflow/tensorflow#60935), and its recurrent layers do. The CTC loss
+raises on both. While a step
 is traced these operations get one example where there is none, and it is taken off what they give.
 """
 
@@ -70,6 +71,21 @@ def guarded_rnn(devices: str, original: Callable, /, *args: Any, **kwargs: Any) 
         given["mask"] = tf.cond(num_examples > 0, lambda: mask, unmasked)
     outputs = original(**given)
     return tf.nest.map_structure(functools.partial(_without_one, num_examples), outputs)
+
+
+OF_CTC = ("target", "output", "target_length", "output_length", "mask_index")
+
+
+def guarded_ctc(original: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Compute the CTC loss of one example where there is none."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    output = given["output"]
+    if not _may_lack_examples(output, "CPU, GPU"):
+        return original(*args, **kwargs)
+    num_examples = tf.shape(output)[0]
+    for name in OF_CTC[:-1]:
+        given[name] = _with_one(num_examples, given[name])
+    return _without_one(num_examples, original(**given))
 
 
 def _may_lack_examples(tensor: Any, devices: str) -> bool:

@@ -16,15 +16,17 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
+from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.distribute.values import DistributedVariable
+from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import gen_logging_ops, gen_lookup_ops, gen_nn_ops
+from tensorflow.python.ops import gen_logging_ops, gen_lookup_ops, gen_nn_ops, gen_script_ops
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from kdpkit._internal import checks, versions
 from kdpkit._internal.dataset_tuning import untuned
@@ -218,6 +220,39 @@ def _print(original: Callable, *args: Any, **kwargs: Any) -> Any:
     return tf.no_op()
 
 
+def _calls_python(original: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Call Python once, on the first replica, and give all of them what it returns."""
+    step = current_step()
+    if step is None or step.own is None or _workers.spans_processes(step.strategy):
+        return original(*args, **kwargs)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    inputs = [tf.convert_to_tensor(of) for of in given.pop("input")]
+    compute = functools.partial(original, **given)
+    return _global_batch.computed_once(step, compute, inputs, given["Tout"])
+
+
+def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Reject what a step would assign once for each replica, or add up over the replicas."""
+    step = current_step()
+    if step is not None and step.own is not None and not tf.distribute.in_cross_replica_context():
+        is_of_replicas = isinstance(variable, DistributedVariable)
+        if not is_of_replicas and not hasattr(variable.handle, "_distributed_container"):
+            checks.fail(
+                "The step assigns a variable that was made outside the strategy's scope, on each "
+                "replica.",
+                variable=variable.name,
+                remedy="Make it inside `with strategy.scope():`, as the model.",
+            )
+        if is_of_replicas and variable.aggregation == tf.VariableAggregation.SUM:
+            checks.fail(
+                "The step assigns a variable that adds up what the replicas assign, and each of "
+                "them has the value for the global batch.",
+                variable=variable.name,
+                remedy="Make it without `aggregation`, or with `aggregation='mean'`.",
+            )
+    return original(variable, *args, **kwargs)
+
+
 def _seeds(original: Callable, op_seed: Any) -> Any:
     """Have operations of TensorFlow that draw draw the same on all replicas."""
     step = current_step()
@@ -306,6 +341,12 @@ _TABLE = (
         for name in ("uniform", "normal", "truncated_normal", "binomial", "make_seeds", "split")
     ),
     Patch(gen_lookup_ops, "lookup_table_insert_v2", _inserts),
+    *(Patch(gen_script_ops, name, _calls_python) for name in ("py_func", "eager_py_func")),
+    *(
+        Patch(owner, name, _assigns)
+        for owner in (ResourceVariable, MirroredVariable)
+        for name in ("assign", "assign_add", "assign_sub")
+    ),
     Patch(Function, "__call__", _inlined),
     # Statistics of the global batch, and optimizers that get its gradients once.
     Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
@@ -320,6 +361,7 @@ _TABLE = (
         Patch(_no_examples.RNN, name, functools.partial(_no_examples.guarded_rnn, "GPU"))
         for name in _no_examples.OF_CUDNN
     ),
+    Patch(keras_nn, "ctc_loss", _no_examples.guarded_ctc, _no_examples.OF_CTC),
     # Around the steps.
     Patch(multi_device_iterator_ops, "_create_device_dataset", _device_dataset),
 )

@@ -281,7 +281,7 @@ def current_step() -> ReplicaStep | None:
 
 
 @contextlib.contextmanager
-def running(step: ReplicaStep) -> Iterator[ReplicaStep]:
+def running(step: ReplicaStep | None) -> Iterator[ReplicaStep | None]:
     """Make a step this thread's current one. Every replica is traced in a thread of its own."""
     previous = current_step()
     _running.step = step
