@@ -71,6 +71,19 @@ def test_a_replica_without_examples_trains_as_one_device(name):
     assert found.verdict == "equal", found
 
 
+@pytest.mark.slow
+def test_the_ctc_loss_has_a_replica_without_examples():
+    def build():
+        model = keras.Sequential([keras.Input((8, 2)), layers.Dense(5)])
+        model.compile(keras.optimizers.SGD(0.05), keras.losses.CTC())
+        return model
+
+    labels = np.random.default_rng(1).integers(1, 5, (9, 3))
+    data = images((8, 2)) | {"y": labels}
+    found = outcomes.outcome(Program("CTC", build, lambda: data), 3)
+    assert found.verdict == "equal", found
+
+
 def test_one_example_is_evaluated_and_predicted():
     with strategies.select_strategy("mirrored", devices=3).scope():
         model = replica_exact(NETWORKS["convolution and max-pooling"]())
