@@ -268,18 +268,17 @@ class _ExactSteps:
         def function(batches: Any) -> Any:
             nonlocal compiled
             self.find_own_code(kind)
-            with _patches.installed():
-                batches = _split_global_batches(batches, self.strategy)
-                with self.keys_for_loops():
-                    try:
-                        logs = compiled(batches)
-                    except UndividedError:  # while it was traced, before anything was computed
-                        if model.run_eagerly:
-                            raise
-                        self.undivided.add(kind)
-                        compiled = self.compiled_step(kind)
-                        setattr(model, name, function)
-                        logs = compiled(batches)
+            batches = _split_global_batches(batches, self.strategy)
+            with self.keys_for_loops():
+                try:
+                    logs = compiled(batches)
+                except UndividedError:  # while it was traced, before anything was computed
+                    if model.run_eagerly:
+                        raise
+                    self.undivided.add(kind)
+                    compiled = self.compiled_step(kind)
+                    setattr(model, name, function)
+                    logs = compiled(batches)
             _workers.reject_differences()
             return logs
 
@@ -339,7 +338,7 @@ class _ExactSteps:
         return self.run_predict_step(self.step_of(data, "predict"))
 
     def run_train_step(self, step: ReplicaStep) -> Any:
-        with running(step), _rejecting_numpy_draws(step):
+        with _patches.installed(), running(step), _rejecting_numpy_draws(step):
             logs = self.train_step_of_model(step.data)
             if step.replicas > 1:
                 self.warn_once(step.replicas)
@@ -347,11 +346,11 @@ class _ExactSteps:
             return step.global_values(logs)
 
     def run_test_step(self, step: ReplicaStep) -> Any:
-        with running(step), _rejecting_numpy_draws(step):
+        with _patches.installed(), running(step), _rejecting_numpy_draws(step):
             return step.global_values(self.test_step_of_model(step.data))
 
     def run_predict_step(self, step: ReplicaStep) -> Any:
-        with running(step):
+        with _patches.installed(), running(step):
             return _global_batch.own_part(step, self.predict_step_of_model(step.data))
 
     def warn_once(self, replicas: int) -> None:
@@ -468,9 +467,10 @@ def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     def split(leaf: Any) -> Any:
         if leaf is None:
             return None
-        # What is no `ndarray` TensorFlow takes without a copy, and would then write into.
-        tensor = leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(np.asarray(leaf))
-        shards = [tensor[start : start + size] for start, size in zip(starts, sizes, strict=True)]
+        # A copy: TensorFlow takes an array as it is, perhaps, and would write into it.
+        array = leaf if tf.is_tensor(leaf) else np.array(leaf)
+        parts = zip(starts, sizes, strict=True)
+        shards = [tf.convert_to_tensor(array[start : start + size]) for start, size in parts]
         return strategy.experimental_distribute_values_from_function(
             lambda context: shards[_workers.shard_of(strategy, context.replica_id_in_sync_group)]
         )

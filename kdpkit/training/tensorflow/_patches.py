@@ -366,35 +366,46 @@ _TABLE = (
     Patch(multi_device_iterator_ops, "_create_device_dataset", _device_dataset),
 )
 _installed: list[tuple[Any, str, Any]] = []  # what was there
+_users: list[object] = []  # that are inside of `installed`: the threads of replicas take turns
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Replace what is in the table; inside of itself it does nothing.
+    """Replace what is in the table, until the last one that asked for it has left.
 
     Raises:
         ValueError: This Keras or TensorFlow does not have what is replaced.
     """
-    if _installed:
-        yield
-        return
+    user = object()
+    _users.append(user)
     try:
-        for owner, name, wrapper, arguments in _TABLE:
-            original = inspect.getattr_static(owner, name, None)
-            function = original.fget if isinstance(original, property) else original
-            if not _is_known(function, arguments):
-                versions.reject_unknown(name, tensorflow=tf.__version__)
-            wrapped = _wrap(function, wrapper)
-            _installed.append((owner, name, vars(owner).get(name)))
-            setattr(owner, name, property(wrapped) if function is not original else wrapped)
+        if len(_users) == 1:
+            _replace()
         yield
     finally:
-        while _installed:
-            owner, name, original = _installed.pop()
-            if original is None:
-                delattr(owner, name)
-            else:
-                setattr(owner, name, original)
+        _users.remove(user)
+        if not _users:
+            _put_back()
+
+
+def _replace() -> None:
+    for owner, name, wrapper, arguments in _TABLE:
+        original = inspect.getattr_static(owner, name, None)
+        function = original.fget if isinstance(original, property) else original
+        if not _is_known(function, arguments):
+            versions.reject_unknown(name, tensorflow=tf.__version__)
+        wrapped = _wrap(function, wrapper)
+        _installed.append((owner, name, vars(owner).get(name)))
+        setattr(owner, name, property(wrapped) if function is not original else wrapped)
+
+
+def _put_back() -> None:
+    while _installed:
+        owner, name, original = _installed.pop()
+        if original is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, original)
 
 
 def _is_known(function: Any, arguments: tuple[str, ...]) -> bool:
