@@ -10,7 +10,6 @@ is traced these operations get one example where there is none, and it is taken 
 import functools
 import importlib
 import inspect
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -32,7 +31,6 @@ OPERATIONS = {
 }
 RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")  # `rnn` is a function, too
 OF_CUDNN = ("_cudnn_lstm", "_cudnn_gru")
-_OF_GRADIENTS = "tensorflow.python.ops.nn_grad"  # they get what operations had, which is not empty
 
 
 def guarded(
@@ -41,10 +39,7 @@ def guarded(
     """Call an operation that oneDNN or cuDNN computes, on replicas that may have no examples."""
     given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
     key = position if position in given else name
-    caller = sys._getframe(2).f_globals.get("__name__")
-    if caller == _OF_GRADIENTS or key not in given:
-        return original(*args, **kwargs)
-    if not _may_lack_examples(given[key], devices):
+    if key not in given or not _may_lack_examples(given[key], devices):
         return original(*args, **kwargs)
     examples = tf.convert_to_tensor(given[key])
     num_examples = tf.shape(examples)[0]
