@@ -51,19 +51,21 @@ def _global_moments(step: ReplicaStep, inputs: Any, mask: Any, axes: list[int]) 
     In two passes, as TensorFlow does on one device: a difference of squares cancels.
     """
     wide = tf.cast(inputs, keras.backend.result_type(inputs.dtype, "float32"))
-    weights = tf.ones_like(wide)
-    if mask is not None:
+    if mask is None:
+        total = tf.reduce_sum(wide, axes)
+        own_count = tf.cast(tf.size(wide) // tf.maximum(tf.size(total), 1), wide.dtype)
+    else:
         weights = tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(wide)), wide.dtype)
-    total, count = summed(
-        step,
-        tf.reduce_sum(tf.math.multiply_no_nan(wide, weights), axes),
-        tf.reduce_sum(weights, axes),
-    )
-    count += 0.0 if mask is None else keras.config.epsilon()
+        total = tf.reduce_sum(tf.math.multiply_no_nan(wide, weights), axes)
+        own_count = tf.reduce_sum(weights, axes)
+    (total,) = summed(step, total)
+    count = step.total(own_count) + (0.0 if mask is None else keras.config.epsilon())
     mean = tf.math.divide_no_nan(total, count)
     reduced = {axis % wide.shape.rank for axis in axes}
     shape = [1 if axis in reduced else -1 for axis in range(wide.shape.rank)]
-    deviations = tf.math.multiply_no_nan(wide - tf.reshape(mean, shape), weights)
+    deviations = wide - tf.reshape(mean, shape)
+    if mask is not None:
+        deviations = tf.math.multiply_no_nan(deviations, weights)
     (squares,) = summed(step, tf.reduce_sum(tf.square(deviations), axes))
     variance = tf.math.divide_no_nan(squares, count)
     if inputs.dtype == wide.dtype:

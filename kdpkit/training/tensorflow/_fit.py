@@ -25,7 +25,13 @@ from kdpkit.training.tensorflow import (
     _workers,
     _xla_call,
 )
-from kdpkit.training.tensorflow._step import ReplicaStep, UndividedError, current_step, running
+from kdpkit.training.tensorflow._step import (
+    ReplicaStep,
+    TraceAgainError,
+    UndividedError,
+    current_step,
+    running,
+)
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
@@ -147,7 +153,7 @@ class _ExactSteps:
     def declare(self, declared: Sequence[tuple[Any, bool]]) -> None:
         """Take what the user says of layers."""
         self.is_declared = bool(declared)
-        self.division = _global_batch.Division(declared)
+        self.division = _global_batch.Division(declared, traces_again=True)
 
     def attach(self) -> None:
         """Put the methods in place, and forget functions compiled from the model's own."""
@@ -269,16 +275,18 @@ class _ExactSteps:
             nonlocal compiled
             self.find_own_code(kind)
             batches = _split_global_batches(batches, self.strategy)
-            with self.keys_for_loops():
+            while True:
                 try:
-                    logs = compiled(batches)
-                except UndividedError:  # while it was traced, before anything was computed
+                    with self.keys_for_loops():
+                        logs = compiled(batches)
+                    break
+                except UndividedError as error:  # in tracing, before anything was computed
                     if model.run_eagerly:
                         raise
-                    self.undivided.add(kind)
+                    if not isinstance(error, TraceAgainError):
+                        self.undivided.add(kind)
                     compiled = self.compiled_step(kind)
                     setattr(model, name, function)
-                    logs = compiled(batches)
             _workers.reject_differences()
             return logs
 

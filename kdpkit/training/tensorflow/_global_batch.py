@@ -19,7 +19,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import tensorflow as tf
@@ -35,6 +35,7 @@ from kdpkit.training.tensorflow._collectives import concatenated, sums, with_gra
 from kdpkit.training.tensorflow._per_example_law import broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
+    TraceAgainError,
     UndividedError,
     current_step,
     dense_if_unique,
@@ -44,19 +45,30 @@ from kdpkit.training.tensorflow._step import (
 )
 from kdpkit.training.tensorflow._whose_code import has_too_few_axes, is_of_a_library
 
-_COMPOSED = (keras.Sequential, Functional)  # no code of their own: each of their layers is asked
+_COMPOSED = (keras.Sequential, Functional)  # they have no code of their own, but their layers'
 
 
 class Division:
     """Which layers are divided: those of libraries, and those that keep the law when it is tried.
 
+    A model that is composed of layers is divided as one if each of them may be, which is known when
+    they have been called in it. If one may not be, the step is traced again, and each is asked.
+
     Args:
         declared: What the user says of layers.
+        traces_again: Whether a step is traced again on `TraceAgainError`.
     """
 
-    def __init__(self, declared: Sequence[tuple[keras.layers.Layer, bool]] = ()) -> None:
+    def __init__(
+        self,
+        declared: Sequence[tuple[keras.layers.Layer, bool]] = (),
+        *,
+        traces_again: bool = False,
+    ) -> None:
         self._declared = {id(layer): is_divided for layer, is_divided in declared}
         self._tried: dict[Any, tuple[Any, str | None]] = {}
+        self._traces_again = traces_again
+        self.mixing: list[keras.layers.Layer] = []  # models that have layers which are not divided
 
     def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether replicas compute their parts of what a layer is called on."""
@@ -65,11 +77,21 @@ class Division:
         if is_of_a_library(layer):
             return not has_too_few_axes(layer, args, kwargs)
         if type(layer) in _COMPOSED:
-            return False
+            return self._traces_again and self._is_divided_as_one(layer)
         return self._broken_law(layer, args, kwargs) is None
+
+    def _is_divided_as_one(self, model: keras.layers.Layer) -> bool:
+        operations = [op for of in model._flatten_layers() for op in getattr(of, "operations", ())]
+        return (
+            not tf.executing_eagerly()
+            and all(model is not of for of in self.mixing)
+            and all(isinstance(operation, keras.layers.Layer) for operation in operations)
+        )
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""
+        if _first_with_examples((args, kwargs)) is None:
+            return False
         if self(layer, args, kwargs):
             return True
         is_known = id(layer) in self._declared or type(layer) in _COMPOSED
@@ -92,6 +114,33 @@ class Division:
     def forget(self) -> None:
         """Try layers again: their attributes may have changed."""
         self._tried.clear()
+        self.mixing.clear()
+
+
+class _AsOne(NamedTuple):
+    """Looks, while a model that is composed of layers is divided, whether each may be.
+
+    Args:
+        division: Knows what may be divided.
+        model: The model.
+    """
+
+    division: Division
+    model: keras.layers.Layer
+
+    def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+        """Return whether a layer may be divided; False if that is a question to its layers."""
+        if type(layer) in _COMPOSED and not is_of_a_library(layer):
+            return False
+        has_examples = _first_with_examples((args, kwargs)) is not None or is_of_a_library(layer)
+        if not has_examples or not self.division(layer, args, kwargs):
+            self.trace_again()
+        return True
+
+    def trace_again(self) -> NoReturn:
+        """Have the step traced with each layer divided by itself."""
+        self.division.mixing.append(self.model)
+        raise TraceAgainError
 
 
 def _signature(args: Any, kwargs: Any) -> Any:
@@ -108,13 +157,12 @@ def _signature(args: Any, kwargs: Any) -> Any:
     return str(parts), str(getattr(context, "training", None))
 
 
-def step_on_global_batch(own: ReplicaStep, divides: Callable[..., bool] | None) -> ReplicaStep:
+def step_on_global_batch(own: ReplicaStep, divides: Division | None) -> ReplicaStep:
     """Return the step of a replica as if it had the examples of all replicas.
 
     Args:
         own: The step of the replica's own examples.
-        divides: Returns whether the call of a layer is divided, from the layer and its arguments;
-            None divides none.
+        divides: Knows whether the call of a layer is divided; None divides none.
     """
     step = copy.copy(own)
     step.own, step.divides = own, divides
@@ -166,7 +214,7 @@ def call_divided(
         _reject_few_axes(step, layer)
     if not layer.built and step.is_here():
         step.merge(lambda strategy: _build(strategy, layer, args, kwargs))
-    if step.rejects is not None and _first_with_examples((args, kwargs)) is not None:
+    if step.rejects is not None:
         inner = copy.copy(step)
         inner.rejects = None if step.rejects(layer, args, kwargs) else step.rejects
         with running(inner):
@@ -178,6 +226,8 @@ def call_divided(
         return original(layer, *args, **kwargs)
     step.divided.update(id(variable) for variable in layer.variables)
     part = _part_for(step, first)
+    if type(layer) in _COMPOSED and not is_of_a_library(layer):
+        part.rejects = _AsOne(step.divides, layer)
     cut = functools.partial(_cut, step, part, False)
     args, kwargs = tf.nest.map_structure(cut, (args, kwargs))
     joined = functools.partial(_joined, step, part)
@@ -215,6 +265,8 @@ def _joining_losses(layer: keras.layers.Layer, joined: Callable) -> Iterator[Non
 
 def _reject_few_axes(step: ReplicaStep, layer: keras.layers.Layer) -> None:
     """Raise for a library's layer that would compute a replica's examples together."""
+    if isinstance(step.rejects, _AsOne):
+        step.rejects.trace_again()
     if step.is_divided:
         raise UndividedError(
             f"The layer `{layer.name}` computes the examples of a batch together. Pass the layer "

@@ -42,6 +42,8 @@ def guarded(
     if key not in given or not _may_lack_examples(given[key], devices):
         return original(*args, **kwargs)
     examples = tf.convert_to_tensor(given[key])
+    if getattr(examples, "kdpkit_has_example", False):  # the gradient of what was guarded
+        return original(*args, **kwargs)
     num_examples = tf.shape(examples)[0]
     given[key] = _with_one(num_examples, examples)
     if position:  # a transposed convolution, which takes the shape of its output
@@ -97,11 +99,16 @@ def _may_lack_examples(tensor: Any, devices: str) -> bool:
 
 
 def _with_one(num_examples: tf.Tensor, x: Any) -> Any:
-    """Return a tensor, or one example of zeros in its place if it has no examples."""
+    """Return a tensor, or one example of zeros in its place if it has no examples.
+
+    By a condition: oneDNN takes what is padded for its convolution's own padding.
+    """
     zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
     given = tf.cond(num_examples > 0, lambda: x, zeros)
     given.set_shape(x.shape)
-    return with_gradient(given, x, functools.partial(_without_one, num_examples))
+    given = with_gradient(given, x, functools.partial(_without_one, num_examples))
+    given.kdpkit_has_example = True
+    return given
 
 
 def _without_one(num_examples: tf.Tensor, y: Any) -> Any:

@@ -29,6 +29,10 @@ class UndividedError(Exception):
     """A step on the global batch can only be computed without layers that are divided."""
 
 
+class TraceAgainError(UndividedError):
+    """A step is to be traced again, and now it is known what of it is divided."""
+
+
 class Part(NamedTuple):
     """A replica's part of a tensor that was put together from all replicas'.
 
@@ -79,9 +83,9 @@ class ReplicaStep:
         self.is_divided = False  # whether it is that of a layer's part of the examples
         # Of a step on the global batch: that of the replica's examples, and the layers it divides.
         self.own: ReplicaStep | None = None
-        self.divides: Callable[..., bool] | None = None
+        self.divides: Any = None
         # Of one on a replica's examples that some of the user's code sees: raises for its layers.
-        self.rejects: Callable[..., bool] | None = None
+        self.rejects: Any = None
         self.examples = object()  # which these are: parts of others may have other sizes
         self.divided: set[int] = set()  # the variables of these layers, by identity
         self._parts: dict[Any, Part] = {}
