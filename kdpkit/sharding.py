@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, shards, tpu_host
-from kdpkit._internal.processes import join_processes
+from kdpkit._internal import checks, machine, shards
 from kdpkit.batches import pad_batch, rows_of
+from kdpkit.cluster._joining import join_processes
 from kdpkit.errors import ProcessLostError
 
 __all__ = [
@@ -131,7 +131,7 @@ def describe_choice() -> str:
     platform = _platform()
     count = jax.device_count()
     if platform == "cpu":
-        why = _why_no_tpu() if tpu_host.chips() else "There is no GPU and no TPU."
+        why = _why_no_tpu() if machine.chips() else "There is no GPU and no TPU."
         return f"the CPU, as {count} device{'s' if count > 1 else ''}. {why}"
     kind = "TPU core" if platform == "tpu" else platform.upper()
     return f"{count} {kind}{'s' if count > 1 else ''}."
@@ -150,7 +150,7 @@ def _why_not_started(error: Exception) -> str:
     if "tpu" in str(jax.config.jax_platforms).split(","):
         return _why_no_tpu(error)
     return (
-        f"JAX cannot start its platform ({error_text.first_line(error)}). "
+        f"JAX cannot start its platform ({checks.first_line(error)}). "
         f"Received: JAX_PLATFORMS={jax.config.jax_platforms}. Leave the environment variable out, "
         "or install the JAX for it."
     )
@@ -158,8 +158,8 @@ def _why_not_started(error: Exception) -> str:
 
 def _why_no_tpu(error: Exception | None = None) -> str:
     """Return why there is no TPU, or, from JAX's error, why it is not available."""
-    if not tpu_host.chips():
-        return tpu_host.nowhere()
+    if not machine.chips():
+        return machine.nowhere()
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
         return f"JAX was asked for other devices (JAX_PLATFORMS={platforms}). Leave that out."
@@ -170,10 +170,10 @@ def _why_no_tpu(error: Exception | None = None) -> str:
         error = raised
     assert error is not None, "with a TPU that starts, JAX trains on it"
     return (
-        tpu_host.in_use(error)
-        or tpu_host.without_libtpu()
-        or f"JAX could not start this machine's {tpu_host.counted(tpu_host.chips())} "
-        f"({error_text.first_line(error)}). Restart Python, in a notebook the runtime; if that "
+        machine.in_use(error)
+        or machine.without_libtpu()
+        or f"JAX could not start this machine's {machine.counted(machine.chips())} "
+        f"({checks.first_line(error)}). Restart Python, in a notebook the runtime; if that "
         'does not help, `pip install --upgrade "jax[tpu]"`.'
     )
 

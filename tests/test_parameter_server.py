@@ -25,7 +25,7 @@ import tensorflow as tf
 import kdpkit
 from kdpkit import cluster as cluster_module
 from kdpkit import launch, strategies
-from kdpkit._internal import parameter_servers
+from kdpkit.strategies import _parameter_servers
 from tests import parameter_server_process as program
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -315,8 +315,8 @@ def test_clusters_that_cannot_work_raise(monkeypatch, call, missing, role, sente
 
 
 def test_a_chief_does_not_hang(monkeypatch, capsys):
-    monkeypatch.setattr(parameter_servers, "_START_TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setattr(parameter_servers, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(_parameter_servers, "_START_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(_parameter_servers, "_SILENT_SECONDS", 0.1)
     set_cluster(monkeypatch, **COMPLETE)
     with pytest.raises(ValueError, match="waited.*did not come.*'worker 0'.*'ps 0'.*serve_if"):
         strategies.select_strategy("parameter_server")
@@ -359,24 +359,24 @@ def test_a_server_at_a_taken_port_raises(monkeypatch, is_passed):
 
 
 def test_a_call_that_tensorflow_cancels_is_made_again_while_servers_listen(monkeypatch):
-    monkeypatch.setattr(parameter_servers, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(_parameter_servers, "_PAUSE_SECONDS", 0.01)
     with socket.socket() as server:
         server.bind(("localhost", 0))
         server.listen()
         set_cluster(monkeypatch, **COMPLETE | {"ps": [f"localhost:{server.getsockname()[1]}"]})
         listening = Addresses()
         for kind in (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError):
-            assert parameter_servers.insist(listening, failing(kind, times=3)) == "made"
+            assert _parameter_servers.insist(listening, failing(kind, times=3)) == "made"
         with pytest.raises(tf.errors.InvalidArgumentError):
-            parameter_servers.insist(listening, failing(tf.errors.InvalidArgumentError))
+            _parameter_servers.insist(listening, failing(tf.errors.InvalidArgumentError))
         printed = "From /job:ps/replica:0/task:0: Unable to find a context_id matching"
         with pytest.raises(tf.errors.AbortedError):  # another server is at the address
-            parameter_servers.insist(listening, failing(tf.errors.AbortedError, printed))
-        monkeypatch.setattr(parameter_servers, "_PATIENCE_SECONDS", 0.1)
+            _parameter_servers.insist(listening, failing(tf.errors.AbortedError, printed))
+        monkeypatch.setattr(_parameter_servers, "_PATIENCE_SECONDS", 0.1)
         with pytest.raises(tf.errors.CancelledError):
-            parameter_servers.insist(listening, failing(tf.errors.CancelledError, times=1000))
+            _parameter_servers.insist(listening, failing(tf.errors.CancelledError, times=1000))
     with pytest.raises(tf.errors.CancelledError):  # nothing listens any more
-        parameter_servers.insist(listening, failing(tf.errors.CancelledError))
+        _parameter_servers.insist(listening, failing(tf.errors.CancelledError))
 
 
 class Addresses:

@@ -23,7 +23,9 @@ import tensorflow as tf
 
 import kdpkit
 from kdpkit import errors
-from kdpkit._internal import processes as training_processes
+from kdpkit._internal import processes
+from kdpkit._internal.processes import explain_lost_process
+from kdpkit.sharding import join_processes
 from tests.processes import once
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -409,28 +411,31 @@ def test_a_process_that_does_not_come_does_not_hang_the_others():
 
 def test_processes_join_on_jax_alone():
     with pytest.raises(ValueError, match="Processes join like this on JAX.*'tensorflow'"):
-        training_processes.join_processes("localhost:9876", process_count=2, process_index=0)
+        join_processes("localhost:9876", process_count=2, process_index=0)
 
 
 def test_what_a_process_alone_cannot_reach_is_no_other_process():
     error = tf.errors.UnavailableError(None, None, "Collective ops is aborted by: a server")
-    with pytest.raises(tf.errors.UnavailableError), training_processes.naming_losses():
+    with pytest.raises(tf.errors.UnavailableError), explain_lost_process():
         raise error
 
 
 def test_a_loss_that_jax_raises_as_a_value_error_is_named(monkeypatch):
-    monkeypatch.setattr(training_processes, "_exit_codes", [])  # this process ends as usual
+    monkeypatch.setattr(processes, "_exit_codes", [])  # this process ends as usual
     error = ValueError(
         "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error "
         "[10.77.0.2]:31923: Connection reset by peer"
     )
     with (
         pytest.raises(errors.ProcessLostError, match="Connection reset by peer"),
-        training_processes.naming_losses(),
+        explain_lost_process(),
     ):
         raise error
 
 
 def test_what_went_wrong_here_is_not_blamed_on_others():
-    with pytest.raises(RuntimeError, match="^out of memory$"), training_processes.naming_losses():
+    with (
+        pytest.raises(RuntimeError, match="^out of memory$"),
+        explain_lost_process(),
+    ):
         raise RuntimeError("out of memory")

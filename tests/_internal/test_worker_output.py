@@ -6,7 +6,7 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kdpkit._internal import worker_output
+from kdpkit.launch import _output
 
 texts = st.text(st.characters(exclude_characters="\r\n", exclude_categories=["Cs"]), max_size=8)
 
@@ -17,7 +17,7 @@ def cut(data, positions):
 
 
 def all_lines(chunks, seconds=0.0):
-    lines = worker_output.Lines()
+    lines = _output.Lines()
     given = [line for i, data in enumerate(chunks) for line in lines.feed(data, i * seconds)]
     return given + lines.close()
 
@@ -54,9 +54,7 @@ def test_bytes_that_are_no_text_and_lines_without_end_are_given():
 
 
 def test_names_are_padded_to_one_width():
-    printer = worker_output.Printer(
-        ["a", "long"], on_gone=lambda: None, stdout=(out := io.StringIO())
-    )
+    printer = _output.Printer(["a", "long"], on_gone=lambda: None, stdout=(out := io.StringIO()))
     printer.line("a", "one", "stdout")
     printer.line("long", "two", "stdout")
     assert out.getvalue() == "a    | one\nlong | two\n"
@@ -64,7 +62,7 @@ def test_names_are_padded_to_one_width():
 
 def test_what_a_terminal_cannot_show_is_replaced():
     raw = io.BytesIO()
-    printer = worker_output.Printer(
+    printer = _output.Printer(
         ["a"], on_gone=lambda: None, stdout=io.TextIOWrapper(raw, encoding="ascii")
     )
     printer.line("a", "naïve", "stdout")
@@ -77,7 +75,7 @@ def test_a_missing_reader_is_reported_once():
             raise BrokenPipeError
 
     gone = []
-    printer = worker_output.Printer(["a"], on_gone=lambda: gone.append(1), stdout=Closed())
+    printer = _output.Printer(["a"], on_gone=lambda: gone.append(1), stdout=Closed())
     for _ in range(3):
         printer.line("a", "one", "stdout")
     assert gone == [1]

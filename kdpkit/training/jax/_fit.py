@@ -162,7 +162,7 @@ def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
         variables += model.metrics_variables
         before = [(variable, variable._value) for variable in variables]
         try:
-            with processes.naming_losses():
+            with processes.explain_lost_process():
                 return method(*args, **kwargs)
         except BaseException:
             model.jax_state_sync()  # as of the last step that was made

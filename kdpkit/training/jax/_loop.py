@@ -95,7 +95,7 @@ class JaxSteps(Steps):
         return contextlib.nullcontext()
 
     def guard(self) -> AbstractContextManager[Any]:
-        return processes.naming_losses()
+        return processes.explain_lost_process()
 
     # Before the first step: the data, and all variables.
 

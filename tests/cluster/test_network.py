@@ -1,5 +1,9 @@
-"""What a local launch opens is for this machine alone: nothing answers from another network."""
+"""Who listens, who can connect, and the addresses of all where one is known.
 
+What a local launch opens is for this machine alone: nothing answers from another network.
+"""
+
+import concurrent.futures
 import contextlib
 import itertools
 import json
@@ -10,14 +14,17 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import uuid
 
 import pytest
 
 from kdpkit import launch
-from kdpkit._internal import child_processes, listening
+from kdpkit._internal import child_processes
+from kdpkit.cluster import _network
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux'")
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(400)]
@@ -146,7 +153,7 @@ def launched(kind, *flags, before=()):
 
 def test_only_what_comes_from_loopback_reaches_a_port_that_is_kept_local(elsewhere):
     with ordinary() as kept, ordinary() as other:
-        listening.keep_local(f"localhost:{kept}", [f"localhost:{kept}"])
+        _network.keep_local(f"localhost:{kept}", [f"localhost:{kept}"])
         assert elsewhere.answering([kept, other]) == [other]
         for host in ("localhost", "127.0.0.5"):
             socket.create_connection((host, kept), 10).close()
@@ -157,29 +164,21 @@ def test_only_what_comes_from_loopback_reaches_a_port_that_is_kept_local(elsewhe
 def test_a_server_of_ipv6_answers_at_its_loopback_alone():
     with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
         port = server.getsockname()[1]
-        listening.keep_local(f"[::1]:{port}", [f"[::1]:{port}"])
+        _network.keep_local(f"[::1]:{port}", [f"[::1]:{port}"])
         for host in ("::1", "127.0.0.1"):
             socket.create_connection((host, port), 10).close()
 
 
 def test_a_cluster_with_another_address_is_open_to_it(elsewhere):
     with ordinary() as port:
-        listening.keep_local(f"localhost:{port}", [f"localhost:{port}", "10.0.0.7:9876"])
+        _network.keep_local(f"localhost:{port}", [f"localhost:{port}", "10.0.0.7:9876"])
         assert elsewhere.answering([port]) == [port]
 
 
-@pytest.mark.parametrize(
-    ("addresses", "are"),
-    [
-        (["localhost:1", "127.0.0.1:2", "127.1.2.3:3", "[::1]:4"], True),
-        (["localhost:1", "0.0.0.0:2"], False),
-        (["[::]:1"], False),
-        (["10.0.0.1:1"], False),
-        ([f"{socket.gethostname()}:1"], socket.gethostname() == "localhost"),
-    ],
-)
-def test_which_addresses_are_loopback(addresses, are):
-    assert listening.are_loopback(addresses) is are
+def test_which_addresses_are_loopback():
+    assert _network.are_loopback(["localhost:1", "127.0.0.1:2", "127.1.2.3:3", "[::1]:4"])
+    for other in ("0.0.0.0:2", "[::]:1", "10.0.0.1:1", "a-name:1"):
+        assert not _network.are_loopback(["localhost:1", other])
 
 
 @pytest.mark.slow
@@ -202,6 +201,101 @@ def test_the_addresses_of_a_launch_show_where_it_listens():
     )
     for task in itertools.chain(local, everywhere):
         addresses = [address for _, _, address in task.config.tasks]
-        assert listening.are_loopback(addresses) is (task in local)
+        assert _network.are_loopback(addresses) is (task in local)
     with pytest.raises(ValueError, match="`listen` must be one of 'loopback', 'all'.*'public'"):
         launch.plan(["echo"], workers=2, listen="public")
+
+
+# Others that listen, at once or soon.
+
+
+@pytest.fixture
+def silent():
+    """A socket with a port of its own, at which nothing listens yet."""
+    with socket.socket() as bound:
+        bound.bind(("localhost", 0))
+        yield bound
+
+
+def address_of(bound):
+    return f"localhost:{bound.getsockname()[1]}"
+
+
+def test_the_wait_ends_when_all_listen(silent):
+    address = address_of(silent)
+    assert _network.problem(address) == _network.NOTHING_LISTENS
+    thread = threading.Timer(0.5, silent.listen)
+    thread.start()
+    started = time.monotonic()
+    assert _network.problems([address], 100) == {}
+    thread.join()
+    assert time.monotonic() - started < 90  # not at the end of the time
+
+
+def test_those_who_do_not_come_are_named_and_what_is_accepted_is_not(silent):
+    with socket.create_server(("localhost", 0)) as listening:
+        addresses = [address_of(listening), address_of(silent)]
+        problems = {address_of(silent): _network.NOTHING_LISTENS}
+        assert _network.problems(addresses, 0.5) == problems
+        assert _network.problems(addresses, 60, accepted=[_network.NOTHING_LISTENS]) == {}
+    assert _network.problem("no-such-host.invalid:1") is not None
+
+
+# The addresses of all.
+
+
+@pytest.fixture
+def first(silent):
+    """Return an address at which nothing listens."""
+    silent.close()
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return address_of(free)
+
+
+def exchange(first, *indices, count, seconds=20.0):
+    """Return what each of some processes learns, or the error that it raises."""
+
+    def learned(index):
+        try:
+            return _network.exchange(first, index=index, count=count, seconds=seconds)
+        except ValueError as error:
+            return str(error)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        return [*threads.map(learned, indices)]
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
+def test_all_learn_the_same_addresses(order, first):
+    found = exchange(first, *order, count=4)
+    assert found == [found[0]] * 4
+    assert found[0][0] == first
+    hosts, ports = zip(*(address.rsplit(":", 1) for address in found[0]), strict=True)
+    assert {*hosts[1:]} <= {"127.0.0.1", "[::1]"}
+    assert len({*ports}) == 4
+
+
+def test_other_programs_that_connect_take_no_part(first):
+    def disturb():
+        host, port = first.split(":")
+        assert _network.problems([first], 20) == {}
+        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 3, 99]\n", b"[0, 2, 99]\n", b"[[]]\n"):
+            with socket.create_connection((host, int(port))) as connection:
+                connection.sendall(sent)
+
+    with concurrent.futures.ThreadPoolExecutor() as threads:
+        waiting = threads.submit(exchange, first, 0, count=2)
+        threads.submit(disturb).result()
+        assert exchange(first, 1, count=2) == waiting.result()
+
+
+def test_those_that_do_not_come_are_named(first):
+    shown, _ = exchange(first, 0, 2, count=4, seconds=0.5)
+    assert "2 of 4 processes did not" in shown
+    assert "missing=[1, 3]" in shown
+    (shown,) = exchange(first, 1, count=2, seconds=0.2)
+    assert f"The first process, {first}, did not send" in shown
+    with socket.create_server(("", 0)) as used:
+        (shown,) = exchange(f"localhost:{used.getsockname()[1]}", 0, count=2)
+    assert "cannot connect to this one" in shown

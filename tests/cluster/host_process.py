@@ -1,6 +1,6 @@
-"""A program that trains with others until it is ended, on the current backend; tests/test_hosts.py.
+"""A program that trains with others until it is ended, on the current backend; for test_hosts.py.
 
-TF_CONFIG=... KERAS_BACKEND=... python -m tests.host_process
+TF_CONFIG=... KERAS_BACKEND=... python -m tests.cluster.host_process
 """
 
 # ruff: noqa: ARG002, T201 Keras calls hooks with arguments; it prints for the test

@@ -6,7 +6,8 @@ from urllib.error import URLError
 import tensorflow as tf
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, reachability, tpu_host
+from kdpkit._internal import checks, machine
+from kdpkit.cluster import _network
 
 _ANSWER_SECONDS = 10.0
 _connected: dict[str, tf.distribute.cluster_resolver.TPUClusterResolver] = {}
@@ -41,15 +42,15 @@ def connect_tpu(
     """
     if name is not None and not isinstance(name, str):
         checks.fail("`name` must be a name or an address, as text.", name=name)
-    address = tpu_host.address(name)
+    address = machine.address(name)
     if address is None:
-        checks.fail(tpu_host.nowhere(), name=name)
+        checks.fail(machine.nowhere(), name=name)
     if reconnect or address not in _connected:
         _insist_that_it_can_be_reached(address)
         _connected[address] = _initialised(address)
         warnings.warn(
             "Training on a TPU through TensorFlow is unproven with Keras 3; "
-            f"{tpu_host.THROUGH_JAX}.",
+            f"{machine.THROUGH_JAX}.",
             stacklevel=2,
         )
     return _connected[address]
@@ -62,17 +63,17 @@ def tensorflow_drives_tpus() -> bool:
 
 def _insist_that_it_can_be_reached(address: str) -> None:
     if address == "local":
-        if not tpu_host.chips():
-            checks.fail(tpu_host.nowhere(), name=address)
+        if not machine.chips():
+            checks.fail(machine.nowhere(), name=address)
         if not tensorflow_drives_tpus():
             checks.fail(
                 "This build of TensorFlow cannot drive this machine's "
-                f"{tpu_host.counted(tpu_host.chips())}; {tpu_host.THROUGH_JAX}.",
+                f"{machine.counted(machine.chips())}; {machine.THROUGH_JAX}.",
                 name=address,
                 remedy="Or put `tensorflow-tpu` of the same version instead of `tensorflow`.",
             )
     elif address.startswith("grpc://"):
-        problem = reachability.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
+        problem = _network.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
         if problem:
             checks.fail(
                 f"The TPU's host {problem}.",
@@ -92,8 +93,8 @@ def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResol
 
 
 def _explained(error: Exception, address: str) -> str:
-    reason = error_text.first_line(error)
-    if taken := tpu_host.in_use(error):
+    reason = checks.first_line(error)
+    if taken := machine.in_use(error):
         return f"{taken} Received: name={address!r}."
     if isinstance(error, URLError):
         return (
@@ -108,5 +109,5 @@ def _explained(error: Exception, address: str) -> str:
         )
     return (
         f"The TPU could not be initialised ({reason}). Received: name={address!r}. Restart it, or: "
-        f"{tpu_host.THROUGH_JAX}."
+        f"{machine.THROUGH_JAX}."
     )

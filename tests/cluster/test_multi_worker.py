@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from kdpkit import strategies
-from kdpkit._internal import multi_worker
+from kdpkit.cluster import _multi_worker
 
 TWO = {"worker": ["a:1", "b:2"]}
 FIRST = {"type": "worker", "index": 0}
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.tensorflow
 
 
 def read(cluster, task):
-    return multi_worker.read({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
+    return _multi_worker.read({"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})})
 
 
 def test_workers_and_a_chief_train_in_step():

@@ -3,7 +3,7 @@
 import os
 
 from kdpkit import errors
-from kdpkit._internal import error_text
+from kdpkit._internal import checks
 
 
 def require() -> None:
@@ -14,7 +14,7 @@ def require() -> None:
     except (ImportError, ValueError) as error:  # the latter for a backend that there is not
         raise errors.InputError(
             f"Keras cannot be imported with its backend ({type(error).__name__}: "
-            f"{error_text.first_line(error)}). "
+            f"{checks.first_line(error)}). "
             f"Received: KERAS_BACKEND={os.environ.get('KERAS_BACKEND')!r}. Set "
             "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax; `kdpkit env` lists what is installed."
         ) from error

@@ -11,16 +11,12 @@ from collections.abc import Sequence
 import tensorflow as tf
 
 from kdpkit import errors
-from kdpkit._internal import (
-    checks,
-    parameter_servers,
-    processes,
-    tpu_host,
-    unjoined_processes,
-)
-from kdpkit._internal.parameter_servers import serve_if_server as serve_if_server
-from kdpkit._internal.tpu_connection import connect_tpu as connect_tpu
-from kdpkit._internal.tpu_connection import tensorflow_drives_tpus
+from kdpkit._internal import checks, machine, processes
+from kdpkit.cluster import _joining
+from kdpkit.strategies import _parameter_servers
+from kdpkit.strategies._parameter_servers import serve_if_server as serve_if_server
+from kdpkit.strategies._tpu import connect_tpu as connect_tpu
+from kdpkit.strategies._tpu import tensorflow_drives_tpus
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
@@ -75,7 +71,7 @@ def select_strategy(
     checks.integer("start_timeout_seconds", start_timeout_seconds)
     _check_kind(kind, devices, tpu)
     if kind not in ("multi_worker", "parameter_server"):
-        unjoined_processes.reject("Use the strategy 'multi_worker'.")
+        _joining.require_joined("Use the strategy 'multi_worker'.")
     if kind == "auto":
         kind, why = _best_kind(tpu)
         print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice made for the user is reported
@@ -86,11 +82,11 @@ def select_strategy(
     if kind == "tpu":
         return tf.distribute.TPUStrategy(connect_tpu(tpu))
     if kind == "parameter_server":
-        return parameter_servers.connect()
-    from kdpkit._internal import multi_worker  # uses TensorFlow's internals, only for this strategy
+        return _parameter_servers.connect()
+    from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals, only for this strategy
 
-    return multi_worker.start(
-        multi_worker.read(),
+    return _multi_worker.start(
+        _multi_worker.read(),
         communication=communication,
         start_timeout_seconds=start_timeout_seconds,
     )
@@ -178,7 +174,7 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
         return f"no strategy: 1 replica on {_default_device()}"
     if isinstance(strategy, tf.distribute.ParameterServerStrategy):
-        return parameter_servers.describe(strategy)
+        return _parameter_servers.describe(strategy)
     is_multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     kind = "MultiWorkerMirroredStrategy" if is_multi_worker else type(strategy).__name__
     replicas = strategy.num_replicas_in_sync
@@ -192,18 +188,18 @@ def describe(strategy: tf.distribute.Strategy) -> str:
 
 def _best_kind(tpu: str | None) -> tuple[str, str]:
     """Choose the fastest kind for this machine, and return it with the reason."""
-    chips = tpu_host.chips()
-    if named := repr(tpu) if tpu else tpu_host.named_by_environment():
+    chips = machine.chips()
+    if named := repr(tpu) if tpu else machine.named_by_environment():
         return "tpu", f"a TPU, which {named} names"
     if chips and tensorflow_drives_tpus():
-        return "tpu", f"this machine's {tpu_host.counted(chips)}"
+        return "tpu", f"this machine's {machine.counted(chips)}"
     gpus = len(tf.config.list_logical_devices("GPU"))
     if gpus > 1:
         return "mirrored", f"one replica on each of {gpus} GPUs"
     why = f"there is {'no other GPU' if gpus else 'no GPU'} and no TPU"
     if chips:
-        undriven = tpu_host.counted(chips)
-        why = f"TensorFlow cannot drive this machine's {undriven}; {tpu_host.THROUGH_JAX}"
+        undriven = machine.counted(chips)
+        why = f"TensorFlow cannot drive this machine's {undriven}; {machine.THROUGH_JAX}"
     return "one", f"one replica on {_default_device()}: {why}"
 
 

@@ -26,11 +26,12 @@ from pathlib import Path
 from typing import TextIO
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, child_processes, listening, signal_handlers, worker_output
+from kdpkit._internal import checks, child_processes, signal_handlers
+from kdpkit.launch import _output
 
 __all__ = ["Failure", "Report", "Task", "launch", "plan", "run"]
 
-_HOSTS = {"loopback": "localhost", "all": listening.ALL}  # by what `listen` may be
+_HOSTS = {"loopback": "localhost", "all": "0.0.0.0"}  # noqa: S104 as users ask for
 _LAUNCHER = "launch"  # the launcher's name in front of its own lines
 _PORTS = range(15_000, 32_768)  # below Linux' ephemeral ports
 _SETTLE_SECONDS = 2.0  # for the others to end on their own after the first failure
@@ -286,7 +287,7 @@ class _Process:
         self.has_ended = False
         self.is_signalled = False  # a signal to end was sent
         self._show = show
-        self._lines = {name: worker_output.Lines() for name in ("stdout", "stderr")}
+        self._lines = {name: _output.Lines() for name in ("stdout", "stderr")}
         self._last: dict[str, collections.deque[str]] = {
             name: collections.deque(maxlen=_KEPT_LINES) for name in self._lines
         }
@@ -355,7 +356,7 @@ class _Run:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         tasks = self.make_tasks()
         names = [task.name for task in tasks]
-        self._printer = worker_output.Printer(
+        self._printer = _output.Printer(
             [_LAUNCHER, *names],
             on_gone=lambda: self._note_signal(signal.SIGPIPE),
             stdout=self.stdout,

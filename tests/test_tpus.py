@@ -9,7 +9,7 @@ import sys
 import keras
 import pytest
 
-from kdpkit._internal import tpu_host
+from kdpkit._internal import machine
 
 NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of theirs
 TPU_V5E = ("0x1ae0", "0x0063")
@@ -38,11 +38,11 @@ def bus(directory, *devices):
     ],
 )
 def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, devices, chips):
-    assert tpu_host.chips(bus(tmp_path / "devices", *devices)) == chips
+    assert machine.chips(bus(tmp_path / "devices", *devices)) == chips
 
 
 def test_a_machine_without_a_pci_bus_has_no_chip(tmp_path):
-    assert tpu_host.chips(tmp_path / "nothing") == 0
+    assert machine.chips(tmp_path / "nothing") == 0
 
 
 @pytest.fixture
@@ -54,20 +54,20 @@ def unnamed(monkeypatch):
 
 
 def test_a_tpu_is_taken_from_the_argument_then_the_environment(unnamed):
-    assert tpu_host.address(None) is None
+    assert machine.address(None) is None
     unnamed.setenv("COLAB_TPU_ADDR", "10.0.0.2:8470")
-    assert tpu_host.address(None) == "grpc://10.0.0.2:8470"
+    assert machine.address(None) == "grpc://10.0.0.2:8470"
     unnamed.setenv("COLAB_TPU_ADDR", "grpc://10.0.0.2:8470")
-    assert tpu_host.address(None) == "grpc://10.0.0.2:8470"
+    assert machine.address(None) == "grpc://10.0.0.2:8470"
     unnamed.setenv("TPU_NAME", "mine")
-    assert tpu_host.address(None) == "mine"
-    assert tpu_host.address("local") == "local"
+    assert machine.address(None) == "mine"
+    assert machine.address("local") == "local"
 
 
 def test_on_colab_the_way_to_a_tpu_is_its_menu(unnamed):
-    assert "TPU_NAME" in tpu_host.nowhere()
+    assert "TPU_NAME" in machine.nowhere()
     unnamed.setenv("COLAB_RELEASE_TAG", "release-colab_20251110")
-    assert "Runtime > Change runtime type" in tpu_host.nowhere()
+    assert "Runtime > Change runtime type" in machine.nowhere()
 
 
 @pytest.mark.parametrize(
@@ -86,17 +86,17 @@ def test_on_colab_the_way_to_a_tpu_is_its_menu(unnamed):
     ],
 )
 def test_a_tpu_that_another_process_holds_is_reported(text, holder):
-    assert tpu_host.in_use(RuntimeError(text)).startswith(f"The TPU is taken by {holder}, ")
+    assert machine.in_use(RuntimeError(text)).startswith(f"The TPU is taken by {holder}, ")
 
 
 def test_other_failures_are_not_taken_for_a_tpu_in_use():
-    assert tpu_host.in_use(RuntimeError("The port is in use. pid 7")) is None
+    assert machine.in_use(RuntimeError("The port is in use. pid 7")) is None
 
 
 def test_a_missing_libtpu_is_reported(unnamed):
-    assert 'pip install "jax[tpu]"' in tpu_host.without_libtpu()
+    assert 'pip install "jax[tpu]"' in machine.without_libtpu()
     unnamed.setenv("TPU_LIBRARY_PATH", "/usr/lib/libtpu.so")
-    assert tpu_host.without_libtpu() is None
+    assert machine.without_libtpu() is None
 
 
 @pytest.fixture(scope="module")

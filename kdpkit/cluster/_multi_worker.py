@@ -10,7 +10,7 @@ import inspect
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 
 import tensorflow as tf
 from tensorflow.compiler.xla.tsl.protobuf import coordination_config_pb2
@@ -18,8 +18,9 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import Collecti
 from tensorflow.python.eager import context
 
 from kdpkit import errors
-from kdpkit._internal import address_exchange, checks, listening, processes, reachability
-from kdpkit.cluster import ClusterConfig
+from kdpkit._internal import checks, processes
+from kdpkit.cluster import _joining, _network
+from kdpkit.cluster._config import ClusterConfig
 
 _MORE_SECONDS = 15  # for TensorFlow to end a start that takes too long itself, which it may not
 _started: dict[tuple[ClusterConfig, str], tf.distribute.Strategy] = {}
@@ -60,19 +61,15 @@ def start(
             process=cluster.process_index,
             remedy="Call `select_strategy` first, before any tensor, variable or device list.",
         )
-    cluster = _with_all_addresses(cluster, start_timeout_seconds)
-    strategy = _joined(cluster, communication, start_timeout_seconds)
+    complete, seconds = cluster, start_timeout_seconds
+    if cluster.processes is not None:
+        addresses = _network.exchange(
+            cluster.coordinator, index=cluster.index, count=cluster.processes, seconds=seconds
+        )
+        complete = dataclasses.replace(cluster, workers=addresses, processes=None)
+    strategy = _joined(complete, communication, seconds)
     _started[cluster, communication] = strategy
     return strategy
-
-
-def _with_all_addresses(cluster: ClusterConfig, seconds: int) -> ClusterConfig:
-    if cluster.processes is None:
-        return cluster
-    addresses = address_exchange.exchanged(
-        cluster.coordinator, index=cluster.index, count=cluster.processes, seconds=seconds
-    )
-    return dataclasses.replace(cluster, workers=addresses, processes=None)
 
 
 def _joined(cluster: ClusterConfig, communication: str, seconds: int) -> tf.distribute.Strategy:
@@ -82,12 +79,9 @@ def _joined(cluster: ClusterConfig, communication: str, seconds: int) -> tf.dist
     )
     os.environ["TF_CONFIG"] = cluster.to_tf_config()  # where TensorFlow looks
     _limit_waiting(cluster, seconds)
-    if reason := listening.problem(checks.address("address", cluster.address)[1]):
+    if reason := _network.port_problem(checks.address("address", cluster.address)[1]):
         raise errors.InputError(_no_server(cluster, reason))
-    if cluster.process_index == 0:
-        _wait_for_others(cluster, seconds)
-    else:
-        _reject_other_programs([cluster.coordinator])
+    _wait_for_others(cluster, seconds)
     try:
         with _every_logical_cpu(), _ending_after(seconds + _MORE_SECONDS, cluster):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
@@ -96,8 +90,8 @@ def _joined(cluster: ClusterConfig, communication: str, seconds: int) -> tf.dist
         raise
     except (tf.errors.OpError, ValueError) as error:
         raise errors.InputError(_why_not(error, cluster, seconds)) from error
-    listening.keep_local(cluster.address, [address for _, _, address in cluster.tasks])
-    processes.name_losses_at_exit()
+    _network.keep_local(cluster.address, [address for _, _, address in cluster.tasks])
+    processes.explain_lost_process_at_exit()
     return strategy
 
 
@@ -139,30 +133,25 @@ def _limit_waiting(cluster: ClusterConfig, seconds: int) -> None:
 
 
 def _wait_for_others(cluster: ClusterConfig, seconds: int) -> None:
-    """Wait until every other process has its port open.
+    """In the first process, wait until every other one has its port open.
 
-    The first process must ask before TensorFlow starts: there it would wait without a limit, and
-    without letting any other Python code run.
+    It must ask before TensorFlow starts: there it would wait without a limit, and without letting
+    any other Python code run. So it would for a server that is not TensorFlow's.
     """
     others = [address for _, _, address in cluster.tasks[1:]]
-    missing = [*reachability.problems(others, seconds)]
-    if missing:
+    if cluster.process_index > 0:
+        others = [cluster.coordinator]
+    elif missing := [*_network.problems(others, seconds)]:
         checks.fail(
             f"{len(missing)} of {cluster.process_count} processes did not connect within "
             f"{seconds} seconds.",
             missing=missing,
             remedy="See their output, and check that TF_CONFIG has the same addresses in all.",
         )
-    _reject_other_programs(others)
-
-
-def _reject_other_programs(addresses: Sequence[str]) -> None:
-    """Raise if no server of TensorFlow listens at an address, for which it would wait."""
-    others = [address for address in addresses if reachability.is_another_program(address)]
-    if others:
+    for address in filter(_network.is_another_program, others):
         checks.fail(
             "Another program listens at an address of the cluster.",
-            address=others[0],
+            address=address,
             remedy="Set an address with a free port in TF_CONFIG, or stop the program that has it.",
         )
 
@@ -205,7 +194,7 @@ def _ending_after(seconds: int, cluster: ClusterConfig) -> Iterator[None]:
         f"({others}) print, and check that no other program has taken their ports."
     )
     former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it needs no Python to act
-    with processes.last_words(sentence):
+    with _joining.last_words(sentence):
         signal.alarm(seconds)
         try:
             yield

@@ -73,7 +73,7 @@ class Hosts:
             config = json.dumps({"cluster": {"worker": addresses}, "task": task})
             with self.outputs[index].open("w") as output:
                 process = subprocess.Popen(
-                    [*self._on(index), sys.executable, "-m", "tests.host_process"],
+                    [*self._on(index), sys.executable, "-m", "tests.cluster.host_process"],
                     cwd=ROOT,
                     stdout=output,
                     stderr=subprocess.STDOUT,

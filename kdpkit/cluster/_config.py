@@ -1,19 +1,4 @@
-"""The processes that train together, and which of them this one is.
-
-Each scheduler describes a cluster in its own environment variables.
-`ClusterConfig.from_environment()` reads them, raises for an invalid cluster before anything waits
-for it, and writes what TensorFlow (TF_CONFIG) and Keras (KERAS_DISTRIBUTION_*) read. On JAX use it
-with `kdpkit.sharding.join_processes`:
-
-    config = ClusterConfig.from_environment()
-    sharding.join_processes(
-        config.coordinator,
-        process_count=config.process_count,
-        process_index=config.process_index,
-    )
-
-Nothing here loads a framework.
-"""
+"""The processes that train together, by address and role: `ClusterConfig`."""
 
 import dataclasses
 import json
@@ -21,10 +6,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Self
 
-from kdpkit._internal import checks, cluster_sources, reachability
-from kdpkit._internal.cluster_sources import ADDRESSES, COUNT, INDEX, ROLES
-
-__all__ = ["ROLES", "VARIABLES", "ClusterConfig", "source"]
+from kdpkit._internal import checks
+from kdpkit.cluster import _launchers, _network
+from kdpkit.cluster._launchers import ADDRESSES, COUNT, INDEX, ROLES
 
 VARIABLES = ("TF_CONFIG", ADDRESSES, COUNT, INDEX)  # what `to_environment` may set
 
@@ -117,8 +101,8 @@ class ClusterConfig:
         (('gpu08:9000', 'gpu08:9001', 'gpu09:9000'), 2)
         """
         environ = os.environ if environ is None else environ
-        wanted = cluster_sources.Wanted(processes, parameter_servers, base_port, service)
-        config = cls(**cluster_sources.read(environ, wanted))
+        wanted = _launchers.Wanted(processes, parameter_servers, base_port, service)
+        config = cls(**_launchers.read(environ, wanted))
         _check_wanted(config, wanted, environ)
         return config
 
@@ -247,10 +231,10 @@ class ClusterConfig:
         return self
 
     def _check_reachable(self, timeout_seconds: float) -> None:
-        problems = reachability.problems(
+        problems = _network.problems(
             sorted({address for _, _, address in self.tasks if address != self.address}),
             timeout_seconds,
-            accepted=(reachability.NOTHING_LISTENS,),
+            accepted=(_network.NOTHING_LISTENS,),
         )
         for address, problem in problems.items():
             checks.fail(
@@ -322,11 +306,12 @@ def source(environ: Mapping[str, str] | None = None) -> str | None:
     >>> source({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}, "task": {}}'}), source({})
     ('TF_CONFIG', None)
     """
-    return cluster_sources.source(os.environ if environ is None else environ)
+    launcher = _launchers.of(os.environ if environ is None else environ)
+    return launcher.name if launcher else None
 
 
 def _check_wanted(
-    config: ClusterConfig, wanted: cluster_sources.Wanted, environ: Mapping[str, str]
+    config: ClusterConfig, wanted: _launchers.Wanted, environ: Mapping[str, str]
 ) -> None:
     """Raise if the environment contradicts the caller or itself."""
     servers = len(config.parameter_servers)

@@ -7,7 +7,7 @@ import sys
 import keras
 import pytest
 
-from kdpkit._internal import cpu_threads
+from kdpkit._internal import machine
 
 
 @pytest.mark.parametrize(
@@ -26,13 +26,13 @@ def test_where_cores_are_few_each_device_has_two_threads(monkeypatch, cores, dev
     monkeypatch.setenv("PJRT_NPROC", "")  # so that it is put back
     monkeypatch.delenv("PJRT_NPROC")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    cpu_threads.reserve(devices)
+    machine.reserve(devices)
     assert os.environ.get("PJRT_NPROC") == threads
 
 
 def test_a_number_of_threads_that_the_user_chose_stays(monkeypatch):
     monkeypatch.setenv("PJRT_NPROC", "3")
-    cpu_threads.reserve(1000)
+    machine.reserve(1000)
     assert os.environ["PJRT_NPROC"] == "3"
 
 

@@ -36,7 +36,7 @@ def set_precision(wanted: str = "auto") -> str:
             return current
         wanted, device = fastest(_accelerators())
         if wanted != current:
-            print(f"Precision: {wanted}, in which {device} computes fastest.")  # noqa: T201
+            print(f"Precision: {wanted}, in which {device} computes fastest.")
     keras.config.set_dtype_policy(wanted)
     return wanted
 

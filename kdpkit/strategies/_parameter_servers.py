@@ -11,7 +11,8 @@ from typing import NoReturn, TypeVar
 import tensorflow as tf
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, error_text, listening, reachability
+from kdpkit._internal import checks
+from kdpkit.cluster import _network
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
 _SILENT_SECONDS = 10.0  # in which processes start, usually
@@ -87,12 +88,12 @@ def connect() -> tf.distribute.ParameterServerStrategy:
     os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     addresses = [address for _, _, address in config.tasks]
-    listening.require_told(addresses, remedy="Start them with `kdpkit launch --listen all`.")
+    _network.require_local(addresses)
     try:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     except tf.errors.UnknownError as error:
         _raise_address(config, error)
-    listening.keep_local(config.address, addresses)
+    _network.keep_local(config.address, addresses)
     return strategy
 
 
@@ -112,7 +113,7 @@ def count(strategy: tf.distribute.Strategy, role: str) -> int:
 def silent(strategy: tf.distribute.Strategy, role: str) -> list[str]:
     """Name the processes of a role at whose addresses nothing listens."""
     addresses = enumerate(_addresses(strategy, role))
-    return [f"{role} {index}" for index, address in addresses if not reachability.listens(address)]
+    return [f"{role} {index}" for index, address in addresses if _network.problem(address)]
 
 
 def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
@@ -166,7 +167,7 @@ def _check(config: cluster.ClusterConfig) -> None:
 
 def _serve(config: cluster.ClusterConfig) -> None:
     addresses = [address for _, _, address in config.tasks]
-    listening.require_told(addresses, remedy="Start them with `kdpkit launch --listen all`.")
+    _network.require_local(addresses)
     _notice_losses()
     resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
     settings = tf.compat.v1.ConfigProto()
@@ -183,7 +184,7 @@ def _serve(config: cluster.ClusterConfig) -> None:
         )
     except tf.errors.OpError as error:
         _raise_address(config, error)
-    listening.keep_local(config.address, addresses)
+    _network.keep_local(config.address, addresses)
     sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
     sys.stdout.flush()
     if threading.current_thread() is threading.main_thread():
@@ -192,8 +193,8 @@ def _serve(config: cluster.ClusterConfig) -> None:
 
 
 def _raise_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
-    reason = error_text.first_line(error)
-    reason = listening.problem(checks.address("address", config.address)[1]) or reason
+    reason = checks.first_line(error)
+    reason = _network.port_problem(checks.address("address", config.address)[1]) or reason
     raise errors.InputError(
         f"{config.role} {config.index} cannot serve at {config.address} ({reason}). Set another "
         "port, or stop the program that has this one."
@@ -208,11 +209,11 @@ def _notice_losses() -> None:
 def _await(config: cluster.ClusterConfig) -> None:
     """Wait until all listen, and print for whom; TensorFlow would hang silently."""
     others = {a: f"{role} {i}" for role, i, a in config.tasks if role in ("worker", "ps")}
-    problems = reachability.problems([*others], _SILENT_SECONDS)
+    problems = _network.problems([*others], _SILENT_SECONDS)
     if problems:
         names = ", ".join(others[address] for address in problems)
         sys.stderr.write(f"The chief waits for {names}.\n")
-        problems = reachability.problems([*problems], _START_TIMEOUT_SECONDS - _SILENT_SECONDS)
+        problems = _network.problems([*problems], _START_TIMEOUT_SECONDS - _SILENT_SECONDS)
     if problems:
         checks.fail(
             f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
