@@ -99,7 +99,7 @@ class Cluster:
     def __init__(self):
         self._tasks = {
             task.name: task
-            for task in launch.plan([sys.executable], workers=2, parameter_servers=1)
+            for task in launch.tasks([sys.executable], workers=2, parameter_servers=1)
         }
         self._started = []
         self.servers = {

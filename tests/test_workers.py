@@ -284,7 +284,7 @@ def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_p
     command = [*program, str(tmp_path / "two"), json.dumps(deeds)]
 
     # Restarts to spare: once in a while TensorFlow crashes while the processes come together.
-    stopped = launch.run(command, workers=2, max_restarts=3)
+    stopped = launch.launch(command, workers=2, max_restarts=3)
     assert stopped.exit_code == errors.STOPPED
     assert stopped.restarts >= 1
     shown = capfd.readouterr().err
@@ -292,7 +292,7 @@ def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_p
     for worker in ("worker 0", "worker 1"):
         assert f"{worker} | Training was stopped by SIGTERM. Its state is in" in shown
 
-    ended = launch.run(command, workers=2, max_restarts=3)
+    ended = launch.launch(command, workers=2, max_restarts=3)
     assert ended.exit_code == 0
     assert ended.restarts >= 1
     out, shown = capfd.readouterr()

@@ -65,10 +65,11 @@ class Child:
         return self._process.pid
 
     @property
-    def exit_code(self) -> int | None:
+    def exit_code(self) -> int:
         """As a shell gives it: 128 and the signal for one that a signal ended."""
         code = self._process.returncode
-        return code if code is None or code >= 0 else 128 - code
+        code = -signal.SIGKILL if code is None else code  # the kernel has not finished
+        return code if code >= 0 else 128 - code
 
     def send(self, number: int) -> None:
         """Send a signal to it and to all of its group; nothing if it has ended."""

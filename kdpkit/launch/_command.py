@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import json
+import shlex
 import sys
 
 from kdpkit import launch
@@ -54,28 +55,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch; with `--json` stdout has the report alone, and what processes print is on stderr."""
+    """Launch; with `--json` stdout has only the report, and what processes print is on stderr."""
     if not args.rest:
         checks.fail(
             "The command to run comes after `--`.",
             remedy="Write `kdpkit launch --workers 2 -- python train.py`.",
         )
-    what = {
-        "workers": args.workers,
-        "parameter_servers": args.parameter_servers,
-        "gpus_per_worker": args.gpus_per_worker,
-        "listen": args.listen,
-    }
-    how = {"max_restarts": args.max_restarts, "grace_seconds": args.grace_seconds}
-    if not args.json:
-        return launch.launch(args.rest, **what, **how, dry_run=args.dry_run)
+    names = ("workers", "parameter_servers", "gpus_per_worker", "listen")
+    what = {name: getattr(args, name) for name in names}
     if args.dry_run:
-        tasks = launch.plan(args.rest, **what)
-        _write([{"name": t.name, "command": t.command, "variables": t.variables} for t in tasks])
+        _show(launch.tasks(args.rest, **what), as_json=args.json)
         return 0
-    report = launch.run(args.rest, **what, **how, stdout=sys.stderr)
-    _write(dataclasses.asdict(report))
+    report = launch.launch(
+        args.rest,
+        **what,
+        max_restarts=args.max_restarts,
+        grace_seconds=args.grace_seconds,
+        stdout=sys.stderr if args.json else None,
+    )
+    if args.json:
+        _write(dataclasses.asdict(report))
     return report.exit_code
+
+
+def _show(tasks: tuple[launch.Task, ...], *, as_json: bool) -> None:
+    if as_json:
+        _write([{"name": t.name, "command": t.command, "variables": t.variables} for t in tasks])
+        return
+    for task in tasks:
+        words = (f"{name}={shlex.quote(text)}" for name, text in task.variables.items())
+        sys.stdout.write(f"{task.name} | {' '.join(words)} {shlex.join(task.command)}\n")
 
 
 def _write(values: object) -> None:

@@ -1,4 +1,7 @@
-"""The processes that a chief trains through: servers that serve it, and the chief's way to them."""
+"""The processes of a `ParameterServerStrategy`: servers that serve a chief, and its way to them.
+
+The steps of `TrainingLoop` on them are in `kdpkit/training/tensorflow/_parameter_server.py`.
+"""
 
 import os
 import signal
@@ -31,14 +34,14 @@ def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
     All processes of `ParameterServerStrategy` run one program, and call this before anything else:
 
         strategies.serve_if_server()  # workers and parameter servers stay here
-        strategy = strategies.select_strategy("parameter_server")  # the chief goes on
+        strategy = strategies.select_strategy("parameter_server")  # only the chief comes here
 
     A server runs what the chief sends it, and needs none of the program's objects; operations of
     another package (such as tensorflow_text) are there if the package is imported before. It
     serves until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever
     started it. It may be killed and started again at its address while the chief trains.
 
-    In a cluster without parameter servers, and without a cluster, every process goes on.
+    In a cluster without parameter servers, and without a cluster, it returns in every process.
 
     Args:
         config: The cluster and this process's role in it. None takes it from TF_CONFIG, which alone
@@ -54,17 +57,36 @@ def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
         config = cluster.ClusterConfig.from_environment()
     if not config.parameter_servers:
         return
-    os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks, and `connect`
+    os.environ["TF_CONFIG"] = config.to_tf_config()  # where `connect` looks
     if config.role == "chief":
         return
-    _check(config)
+    resolver = _checked(config)
     if config.role == "evaluator":
         checks.fail(
             "With parameter servers the chief evaluates.",
             role=config.role,
             remedy="Leave evaluators out of the cluster.",
         )
-    _serve(config)
+    settings = tf.compat.v1.ConfigProto()
+    # Else a worker on few cores waits for itself: a step occupies a thread for each worker.
+    threads = max(os.cpu_count() or 1, len(config.workers) + 1)
+    settings.inter_op_parallelism_threads = threads
+    try:
+        server = tf.distribute.Server(
+            resolver.cluster_spec(),
+            job_name=config.role,
+            task_index=config.index,
+            protocol="grpc",
+            config=settings,
+        )
+    except tf.errors.OpError as error:
+        _raise_address(config, error)
+    _network.keep_local(config.address, [address for _, _, address in config.tasks])
+    sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
+    sys.stdout.flush()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would notice it only after `join`
+    server.join()
 
 
 def connect() -> tf.distribute.ParameterServerStrategy:
@@ -75,45 +97,42 @@ def connect() -> tf.distribute.ParameterServerStrategy:
             server, or one of them does not come.
     """
     config = cluster.ClusterConfig.from_environment()
-    _check(config)
+    resolver = _checked(config)
     if config.role != "chief":
         checks.fail(
             "Only the chief has the strategy; workers and parameter servers serve it.",
             role=config.role,
             index=config.index,
-            remedy="Call `kdpkit.strategies.serve_if_server()` first, which goes on in the chief.",
+            remedy="Call `kdpkit.strategies.serve_if_server()` first; it returns in the chief.",
         )
-    _await(config)
-    _notice_losses()
-    os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks
-    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    addresses = [address for _, _, address in config.tasks]
-    _network.require_local(addresses)
+    _wait_for_servers(config)
     try:
         strategy = tf.distribute.ParameterServerStrategy(resolver)
     except tf.errors.UnknownError as error:
         _raise_address(config, error)
-    _network.keep_local(config.address, addresses)
+    _network.keep_local(config.address, [address for _, _, address in config.tasks])
     return strategy
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Describe in one line what serves a chief."""
-    names = {"worker": "worker", "ps": "parameter server"}
-    counted = {role: count(strategy, role) for role in names}
-    parts = [f"{n} {names[role]}{'s' if n != 1 else ''}" for role, n in counted.items()]
-    return f"ParameterServerStrategy: {', '.join(parts)}"
+    workers, servers = (len(addresses(strategy, role)) for role in ("worker", "ps"))
+    return (
+        f"ParameterServerStrategy: {workers} worker{'s' if workers != 1 else ''}, "
+        f"{servers} parameter server{'s' if servers != 1 else ''}"
+    )
 
 
-def count(strategy: tf.distribute.Strategy, role: str) -> int:
-    """Return how many processes of a role a strategy has."""
-    return len(_addresses(strategy, role))
+def addresses(strategy: tf.distribute.Strategy, role: str) -> list[str]:
+    """Return the addresses of the processes of a role."""
+    # In TensorFlow 2.21 the public `cluster_resolver` of this strategy is None.
+    return list(strategy._cluster_resolver.cluster_spec().job_tasks(role))
 
 
-def silent(strategy: tf.distribute.Strategy, role: str) -> list[str]:
-    """Name the processes of a role at whose addresses nothing listens."""
-    addresses = enumerate(_addresses(strategy, role))
-    return [f"{role} {index}" for index, address in addresses if _network.problem(address)]
+def lost_servers(strategy: tf.distribute.Strategy) -> list[str]:
+    """Name the parameter servers at whose addresses nothing listens."""
+    known = enumerate(addresses(strategy, "ps"))
+    return [f"ps {index}" for index, address in known if _network.problem(address)]
 
 
 def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
@@ -129,7 +148,7 @@ def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
             return call()
         except _PASSING as error:
             is_over = time.monotonic() >= deadline or is_of_a_new_server(error)
-            if is_over or silent(strategy, "ps"):
+            if is_over or lost_servers(strategy):
                 raise
             time.sleep(_PAUSE_SECONDS)
 
@@ -141,12 +160,10 @@ def is_of_a_new_server(error: Exception) -> bool:
     return "/job:ps" in message and any(sign in message for sign in signs)
 
 
-def _addresses(strategy: tf.distribute.Strategy, role: str) -> list[str]:
-    # In TensorFlow 2.21 the public `cluster_resolver` of this strategy is None.
-    return list(strategy._cluster_resolver.cluster_spec().job_tasks(role))
-
-
-def _check(config: cluster.ClusterConfig) -> None:
+def _checked(
+    config: cluster.ClusterConfig,
+) -> tf.distribute.cluster_resolver.TFConfigClusterResolver:
+    """Check a cluster, and return how TensorFlow finds it."""
     if not config.parameter_servers:
         checks.fail(
             "The cluster has no parameter server to keep the model.",
@@ -163,50 +180,23 @@ def _check(config: cluster.ClusterConfig) -> None:
             remedy="List one under 'chief' in TF_CONFIG; it is a process of its own.",
         )
     config.validate()
-
-
-def _serve(config: cluster.ClusterConfig) -> None:
-    addresses = [address for _, _, address in config.tasks]
-    _network.require_local(addresses)
-    _notice_losses()
-    resolver = tf.distribute.cluster_resolver.TFConfigClusterResolver()
-    settings = tf.compat.v1.ConfigProto()
-    # Else a worker on few cores waits for itself: a step occupies a thread for each worker.
-    threads = max(os.cpu_count() or 1, len(config.workers) + 1)
-    settings.inter_op_parallelism_threads = threads
-    try:
-        server = tf.distribute.Server(
-            resolver.cluster_spec(),
-            job_name=config.role,
-            task_index=config.index,
-            protocol="grpc",
-            config=settings,
-        )
-    except tf.errors.OpError as error:
-        _raise_address(config, error)
-    _network.keep_local(config.address, addresses)
-    sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
-    sys.stdout.flush()
-    if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # Python would hear of it after `join` alone
-    server.join()
+    _network.require_local([address for _, _, address in config.tasks])
+    # Calls to a process that is gone then fail, where gRPC would wait for its return.
+    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
+    os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks
+    return tf.distribute.cluster_resolver.TFConfigClusterResolver()
 
 
 def _raise_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
-    reason = checks.first_line(error)
-    reason = _network.port_problem(checks.address("address", config.address)[1]) or reason
+    port = checks.address("address", config.address)[1]
+    reason = _network.port_problem(port) or checks.first_line(error)
     raise errors.InputError(
         f"{config.role} {config.index} cannot serve at {config.address} ({reason}). Set another "
         "port, or stop the program that has this one."
     ) from error
 
 
-def _notice_losses() -> None:
-    """Let calls to a process that is gone fail, where gRPC would wait for its return."""
-    os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
-
-
-def _await(config: cluster.ClusterConfig) -> None:
+def _wait_for_servers(config: cluster.ClusterConfig) -> None:
     """Wait until all listen, and print for whom; TensorFlow would hang silently."""
     others = {a: f"{role} {i}" for role, i, a in config.tasks if role in ("worker", "ps")}
     problems = _network.problems([*others], _SILENT_SECONDS)

@@ -197,13 +197,13 @@ def test_nothing_of_a_local_launch_answers_elsewhere(elsewhere, mark, tmp_path, 
 
 def test_the_addresses_of_a_launch_show_where_it_listens():
     local, everywhere = (
-        launch.plan(["echo"], workers=2, listen=one) for one in ("loopback", "all")
+        launch.tasks(["echo"], workers=2, listen=one) for one in ("loopback", "all")
     )
     for task in itertools.chain(local, everywhere):
         addresses = [address for _, _, address in task.config.tasks]
         assert _network.are_loopback(addresses) is (task in local)
     with pytest.raises(ValueError, match="`listen` must be one of 'loopback', 'all'.*'public'"):
-        launch.plan(["echo"], workers=2, listen="public")
+        launch.tasks(["echo"], workers=2, listen="public")
 
 
 # Others that listen, at once or soon.

@@ -163,14 +163,14 @@ def test_a_dry_run_prints_what_each_process_would_get(capsys):
 
 def test_every_worker_sees_gpus_of_its_own(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
-    tasks = launch.plan(["echo"], workers=2, parameter_servers=1, gpus_per_worker=2)
+    tasks = launch.tasks(["echo"], workers=2, parameter_servers=1, gpus_per_worker=2)
     seen = {task.name: task.variables["CUDA_VISIBLE_DEVICES"] for task in tasks}
     assert seen == {"chief": "-1", "worker 0": "4,5", "worker 1": "6,7", "ps 0": "-1"}
     with pytest.raises(ValueError, match="More GPUs were asked for.*workers=3.*There are 4"):
-        launch.plan(["echo"], workers=3, gpus_per_worker=2)
+        launch.tasks(["echo"], workers=3, gpus_per_worker=2)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(ValueError, match="More GPUs were asked for.*There are 0"):
-        launch.plan(["echo"], workers=1, gpus_per_worker=1)
+        launch.tasks(["echo"], workers=1, gpus_per_worker=1)
 
 
 # Failures.
@@ -485,7 +485,7 @@ def test_sigterm_lets_the_chief_save_and_then_ends_the_servers(start, tmp_path):
 
 def test_a_report_has_what_failed_and_handlers_of_signals_are_as_before(capfd):
     program = "import sys; print('out'); sys.exit('reason')"
-    report = launch.run([sys.executable, "-c", program], workers=1, max_restarts=1)
+    report = launch.launch([sys.executable, "-c", program], workers=1, max_restarts=1)
     failure = launch.Failure(name="worker 0", exit_code=1, last_lines=("reason",))
     assert report == launch.Report(exit_code=1, restarts=1, failures=(failure,))
     assert "worker 0 | out" in capfd.readouterr().out
