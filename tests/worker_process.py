@@ -167,11 +167,7 @@ def disagreements(strategy):
     ways = {
         "policy": lambda: model.evaluate(off, verbose=0),
         "order, fit": lambda: model.fit(own_order, verbose=0),
-        "order, loop": lambda: loop.fit(own_order, epochs=1, verbose=0),
-        "order, predict": lambda: loop.predict(own_order, verbose=0),
         "length, fit": lambda: model.fit(own_length, verbose=0),
-        "length, loop": lambda: loop.evaluate(own_length, verbose=0),
-        "end, fit": lambda: model.fit(of_unknown_length(3 + index), verbose=0),
         "end, loop": lambda: loop.fit(of_unknown_length(3 + index), epochs=1, verbose=0),
     }
     outside = replica_exact(testing_model(strategy))

@@ -1,4 +1,4 @@
-"""What several processes print at once, line by line, each under its name."""
+"""What several processes print at once, line by line, each with its name."""
 
 import contextlib
 import math
@@ -14,7 +14,7 @@ _LONGEST = 1 << 16  # bytes that are kept for a line without an end
 
 
 class Lines:
-    r"""Cuts what a process writes into lines.
+    r"""Splits what a process writes into lines.
 
     A progress bar, which begins its line again with `\r`, gives a line every few seconds and its
     last state:
@@ -95,7 +95,7 @@ class Printer:
 
 
 def discard(stream: TextIO) -> None:
-    """Let what is left in the stream go nowhere, where Python would complain at its end."""
+    """Send what is left in the stream nowhere, where Python would complain at its end."""
     with contextlib.suppress(OSError, ValueError):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, stream.fileno())

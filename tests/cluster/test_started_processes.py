@@ -1,15 +1,12 @@
 """Programs under `mpirun`: two processes that train as one, or a sentence; never two copies."""
 
 import importlib.util
-import os
 import shutil
-import subprocess
 import sys
 
 import pytest
 
-from tests.processes import SOON
-from tests.test_workers import ROOT, free_ports
+from tests.processes import SOON, Process, Together, free_port
 
 MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -34,16 +31,8 @@ def launcher(request):
 
 def run(*command, backend):
     """Run a program in two processes; return its exit code and what it prints."""
-    done = subprocess.run(
-        command,
-        cwd=ROOT,
-        env=os.environ | {"KERAS_BACKEND": backend},
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        check=False,
-    )
-    return done.returncode, done.stdout + done.stderr
+    with Together([Process(*command, KERAS_BACKEND=backend)]) as started:
+        return *started.end(SOON), *started.shown
 
 
 @pytest.mark.parametrize(
@@ -74,25 +63,16 @@ def test_a_recipe_that_would_train_copies_raises(launcher, backend, tmp_path):
     assert not any((tmp_path / "logs").rglob("*"))
 
 
-def test_processes_that_know_the_first_address_alone_train_as_one(tmp_path):
-    (port,) = free_ports(1)
+def test_processes_that_know_only_the_first_address_train_as_one(tmp_path):
     known = {
         "KERAS_BACKEND": "tensorflow",
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
+        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
-    command = [sys.executable, "recipes/multi_worker.py", "--smoke"]
-    running = [
-        subprocess.Popen(
-            [*command, "--results", tmp_path / "results.json"],
-            cwd=ROOT,
-            env=os.environ | known | {"JAX_PROCESS_ID": str(index)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for index in range(2)
-    ]
-    shown = [process.communicate(timeout=SOON)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert "CPU:0 of each of 2 workers" in shown[0]
-    assert (tmp_path / "results.json").exists()
+    results = tmp_path / "results.json"
+    command = [sys.executable, "recipes/multi_worker.py", "--smoke", "--results", results]
+    processes = (Process(*command, **known, JAX_PROCESS_ID=index) for index in "01")
+    with Together(processes) as started:
+        assert started.end(SOON) == [0, 0], started.shown
+    assert "CPU:0 of each of 2 workers" in started[0].shown
+    assert results.exists()

@@ -124,27 +124,23 @@ def test_all_ends_when_nobody_reads(start):
 # What each process gets.
 
 
-def test_every_process_finds_its_role(start):
+def test_every_process_finds_its_role_and_nothing_of_an_outer_cluster(start, monkeypatch):
+    for name in cluster.VARIABLES:
+        monkeypatch.setenv(name, "left from outside")
     program = """
 from kdpkit.cluster import ClusterConfig
 config = ClusterConfig.from_environment()
-print(config.process_index, config.process_count, config.address, config.workers)
+count = os.environ.get("KERAS_DISTRIBUTION_NUM_PROCESSES")
+print(config.role, config.index, count, config.address, *config.workers)
 """
     code, out, err = start(program, workers=3).end()
     assert code == 0, err
     positions = [line.split(" | ")[1].split() for line in sorted(out.splitlines())]
-    assert [position[:2] for position in positions] == [["0", "3"], ["1", "3"], ["2", "3"]]
-    assert len({position[2] for position in positions}) == 3
-    assert len({tuple(position[3:]) for position in positions}) == 1
-
-
-def test_variables_of_an_outer_cluster_do_not_reach_it(start, monkeypatch):
-    for name in cluster.VARIABLES:
-        monkeypatch.setenv(name, "left from outside")
-    program = "print(os.environ.get('KERAS_DISTRIBUTION_NUM_PROCESSES', 'none'), name)"
+    assert [position[:3] for position in positions] == [["worker", n, "3"] for n in "012"]
+    assert [position[3] for position in positions] == positions[0][4:]
     code, out, err = start(program, "--parameter-servers", "1", workers=1).end()
     assert code == 0, err
-    assert "none chief 0" in out
+    assert "chief    | chief 0 None" in out
 
 
 def test_a_dry_run_prints_what_each_process_would_get(capsys):
@@ -214,12 +210,6 @@ sys.exit(5)
     assert "worker 1 failed with exit code 5" in err
 
 
-def test_where_all_were_left_alone_it_is_reported(start):
-    code, _, err = start("sys.exit(43)").end()
-    assert code == 43
-    assert "failed with exit code 43, because it lost another" in err
-
-
 # Restarts.
 
 FAILS_ONCE = """
@@ -286,12 +276,6 @@ ready()
     code, _, err = launcher.end()
     assert code == 42
     assert "SIGTERM is passed on" in err
-
-
-def test_sigterm_without_a_state_is_the_signals_exit_code(start):
-    launcher = start("ready()")
-    launcher.wait_for(*ALL_READY)
-    assert launcher.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
 
 
 def test_a_script_may_save_after_its_shell_has_ended(tmp_path, start):
@@ -364,22 +348,17 @@ if os.fork() == 0 and os.fork() == 0:  # and its parent
 
 @pytest.mark.slow
 @pytest.mark.skipif(not child_processes.marked(""), reason="finds strays in /proc")
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, None])
 def test_nothing_outlives_the_launcher(start, mark, number):
-    launcher = start(HAS_CHILDREN + "ready()", "--grace-seconds", "5")
-    launcher.wait_for(*ALL_READY)
-    assert len(child_processes.marked(mark)) > 8
+    """A signal ends the launcher, or the programs end themselves."""
+    launcher = start(
+        HAS_CHILDREN + ("ready()" if number else "os._exit(0)"), "--grace-seconds", "5"
+    )
+    if number:
+        launcher.wait_for(*ALL_READY)
+        assert len(child_processes.marked(mark)) > 8
     launcher.end(number)
     assert left_of(mark) == []
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not child_processes.marked(""), reason="finds strays in /proc")
-@pytest.mark.parametrize("code", [0, 1])
-def test_nothing_outlives_programs_that_end(start, mark, code):
-    launcher = start(HAS_CHILDREN + f"os._exit({code})")
-    assert launcher.end()[0] == code
-    assert child_processes.marked(mark) == []
 
 
 def test_a_killed_launcher_lets_programs_save(start, tmp_path, mark):
@@ -438,39 +417,25 @@ else:
     assert len(set(addresses)) == 1
 
 
-def test_a_lost_worker_without_restarts_ends_all(start):
-    program = """
-if name != "worker 1":
-    wait_for("worker 1 fails")
-    sys.exit(43)
-(here / "worker 1 fails").touch()
-sys.exit(8)
-"""
-    code, _, err = start(program, *WITH_SERVER).end()
-    assert code == 8
-    assert "worker 1 failed with exit code 8" in err
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("lost", ["ps 0", "chief 0"])
-def test_a_lost_server_or_chief_starts_all_again(start, lost):
-    program = f"""
-seen = here / f"{{name}} was here"
+def test_a_lost_server_starts_all_again(start):
+    program = """
+seen = here / f"{name} was here"
 first = not seen.exists()
 seen.touch()
-if name == "{lost}" and first:
+if name == "ps 0" and first:
     wait_for("worker 0 was here")
     wait_for("worker 1 was here")
     wait_for("chief 0 was here")
     sys.exit(6)
 if not first: print(name, "again")
 if first or name != "chief 0": ready()
-for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{{other}} is ready")
+for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{other} is ready")
 """
     code, out, err = start(program, *WITH_SERVER, "--max-restarts", "1").end()
     assert code == 0, err
     assert "chief 0 again" in out
-    assert f"{lost.removesuffix(' 0') if 'chief' in lost else lost} failed with exit code 6" in err
+    assert "ps 0 failed with exit code 6" in err
 
 
 def test_sigterm_lets_the_chief_save_and_then_ends_the_servers(start, tmp_path):
@@ -496,12 +461,8 @@ def test_a_report_has_what_failed_and_handlers_of_signals_are_as_before(capfd):
     ("settings", "sentence"),
     [
         ({"workers": 0}, "`workers` must be a positive integer. Received: workers=0"),
-        ({"parameter_servers": -1}, "`parameter_servers` must be a non-negative integer"),
-        ({"max_restarts": -1}, "`max_restarts` must be a non-negative integer"),
         ({"grace_seconds": -1}, "`grace_seconds` must be at least 0"),
-        ({"gpus_per_worker": 0}, "`gpus_per_worker` must be a positive integer"),
         ({"command": "echo hello"}, "`command` must be a list of strings"),
-        ({"command": []}, "`command` must not be empty"),
         ({"command": ["no-such-program"]}, "The program was not found.*'no-such-program'.*PATH"),
         ({"command": ["train.py"]}, "The program was not found.*Write `python train.py`"),
     ],
@@ -526,12 +487,9 @@ def test_a_program_that_cannot_be_run_raises(tmp_path):
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "the following arguments are required: command"),
         (["lunch"], "invalid choice: 'lunch'"),
         (["launch", "--", "echo"], "the following arguments are required: --workers"),
-        (["launch", "--workers", "two", "--", "echo"], "argument --workers: invalid int value"),
         (["launch", "--workers", "2"], "The command to run comes after `--`"),
-        (["launch", "--workers", "2", "echo"], "unrecognized arguments: echo"),
         (["launch", "--workers", "0", "--", "echo"], "`workers` must be a positive integer"),
         (["launch", "--workers", "2", "--max", "3", "--", "echo"], "unrecognized arguments"),
     ],
