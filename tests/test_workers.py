@@ -7,7 +7,6 @@ import json
 import pathlib
 import signal
 import socket
-import sys
 import time
 
 import keras
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdpkit import errors, launch, strategies
+from kdpkit import strategies
 from tests import worker_process
 from tests.processes import SOON, once, with_tf_config
 
@@ -187,38 +186,3 @@ def test_the_recipe_trains_in_two_processes(tmp_path):
     found = json.loads(results.read_text())
     assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
     assert (tmp_path / "logs" / "model.keras").exists()
-
-
-@pytest.mark.exhaustive
-def test_a_run_that_was_killed_and_stopped_ends_as_one_device_that_was_not(tmp_path, capfd):
-    deeds = {  # "process step": signal
-        "fit": {"1 4": signal.SIGKILL, "1 9": signal.SIGTERM},
-        "loop": {"0 5": signal.SIGKILL},
-    }
-    program = [sys.executable, "-m", "tests.worker_process", "resumes"]
-    command = [*program, str(tmp_path / "two"), json.dumps(deeds)]
-
-    # Restarts to spare: once in a while TensorFlow crashes while the processes come together.
-    stopped = launch.launch(command, workers=2, max_restarts=3)
-    assert stopped.exit_code == errors.STOPPED
-    assert stopped.restarts >= 1
-    shown = capfd.readouterr().err
-    assert "worker 1 was ended by SIGKILL, before any other" in shown
-    for worker in ("worker 0", "worker 1"):
-        assert f"{worker} | Training was stopped by SIGTERM. Its state is in" in shown
-
-    ended = launch.launch(command, workers=2, max_restarts=3)
-    assert ended.exit_code == 0
-    assert ended.restarts >= 1
-    out, shown = capfd.readouterr()
-    assert "worker 0 was ended by SIGKILL, before any other" in shown
-    found = [line.partition(" | ")[2] for line in out.splitlines()]
-    of_two = [json.loads(line) for line in found if line.startswith("{")]
-
-    one = worker_process.resumed(strategies.select_strategy("one"), tmp_path / "one", {})
-    assert len(of_two) == 2
-    for of_a_process in of_two:
-        for name, expected in one.items():
-            pairs = zip(*map(keras.tree.flatten, (of_a_process[name], expected)), strict=True)
-            for left, right in pairs:
-                np.testing.assert_allclose(left, right, rtol=1e-5, atol=2e-6, err_msg=name)

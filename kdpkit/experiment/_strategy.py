@@ -94,8 +94,7 @@ def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan
 
 def describe(strategy: Strategy) -> str:
     """Describe a TensorFlow or JAX strategy in one line."""
-    module = kdpkit.strategies if _backend() == "tensorflow" else kdpkit.sharding
-    return str(module.describe(strategy))
+    return kdpkit.strategies.describe(strategy) if _backend() == "tensorflow" else str(strategy)
 
 
 def _backend() -> str:
