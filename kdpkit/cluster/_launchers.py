@@ -10,7 +10,7 @@ import json
 import re
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, Required, TypeAlias, TypedDict
+from typing import Any, NoReturn, TypeAlias
 
 from kdpkit._internal import checks
 
@@ -21,6 +21,7 @@ ADDRESSES, COUNT, INDEX = (
 )
 
 Environ: TypeAlias = Mapping[str, str]
+Arguments: TypeAlias = dict[str, Any]  # of a `ClusterConfig`
 
 _PORT = 9876  # where every process has a network address of its own
 _PORTS = range(10_000, 30_000, 16)  # of jobs; below those that Linux gives to connections
@@ -41,18 +42,6 @@ class Wanted:
         for name, least in (("processes", 1), ("parameter_servers", 0), ("base_port", 1)):
             if getattr(self, name) is not None:
                 checks.integer(name, getattr(self, name), minimum=least)
-
-
-class Arguments(TypedDict, total=False):
-    """The arguments of a `ClusterConfig`."""
-
-    workers: Required[Sequence[str]]
-    chief: str | None
-    parameter_servers: Sequence[str]
-    evaluators: Sequence[str]
-    role: str
-    index: int
-    processes: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,7 +154,7 @@ def _numbering(
     name: str,
     *marks: str,
     here: str | None = None,
-    first: Callable[[Environ, Wanted], str | None],
+    first: Callable[[Environ, Wanted], str | None] = lambda *_: None,
 ) -> Launcher:
     """Return the launcher of processes that are on one machine, or of which the first is known.
 
@@ -446,11 +435,7 @@ LAUNCHERS = (
         first=lambda environ, _: environ["JAX_COORDINATOR_ADDRESS"],
     ),
     _numbering(
-        "JAXJob",
-        "COORDINATOR_ADDRESS",
-        "PROCESS_ID",
-        "NUM_PROCESSES",
-        first=_first_of_jax_job,
+        "JAXJob", "COORDINATOR_ADDRESS", "PROCESS_ID", "NUM_PROCESSES", first=_first_of_jax_job
     ),
     _numbering(
         "torchrun",
@@ -468,14 +453,7 @@ LAUNCHERS = (
         here="OMPI_COMM_WORLD_LOCAL_SIZE",
         first=_first_of_open_mpi,
     ),
-    _numbering(
-        "MPICH",
-        "MPI_LOCALNRANKS",
-        "PMI_RANK",
-        "PMI_SIZE",
-        here="MPI_LOCALNRANKS",
-        first=lambda *_: None,
-    ),
+    _numbering("MPICH", "MPI_LOCALNRANKS", "PMI_RANK", "PMI_SIZE", here="MPI_LOCALNRANKS"),
     Launcher("Vertex AI", ("CLUSTER_SPEC",), _from_vertex),
     Launcher("SageMaker", ("SM_HOSTS",), _from_sagemaker),
     Launcher("SLURM", ("SLURM_PROCID",), _from_slurm),
