@@ -6,7 +6,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from kdpkit._internal import check_results, checks
+from kdpkit._internal import checks, shuffle_buffer
 from kdpkit._internal.check_results import Finding, in_order
 from kdpkit.pipelines import _structure
 from kdpkit.pipelines._counting import require_dataset
@@ -260,9 +260,7 @@ def _small_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
             continue
         examples = shuffle.inputs[0].cardinality if shuffle.inputs else None
         sizes = (stage.setting("batch_size") for stage in after if stage.kind in _BATCHES)
-        fault = check_results.small_shuffle_buffer(
-            buffer, examples=examples, batch_size=next(sizes, None)
-        )
+        fault = shuffle_buffer.fault(buffer, examples=examples, batch_size=next(sizes, None))
         if fault:
             level, problem, remedy = fault
             yield level, shuffle, problem, remedy

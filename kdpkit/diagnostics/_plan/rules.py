@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from kdpkit._internal import check_results
+from kdpkit._internal import shuffle_buffer
 from kdpkit._internal.check_results import Finding, in_order
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ def _last_batch(plan: "TrainingPlan") -> Iterator[Finding]:
 
 
 def _shuffling(plan: "TrainingPlan") -> Iterator[Finding]:
-    fault = check_results.small_shuffle_buffer(
+    fault = shuffle_buffer.fault(
         plan.buffered_examples, examples=plan.examples, batch_size=plan.scale.global_batch_size
     )
     if fault:
