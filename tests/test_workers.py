@@ -174,15 +174,3 @@ def test_starts_that_cannot_succeed_end_soon_with_one_sentence():
     assert "Traceback" not in without_first[0].shown
     sentence = f"Another program listens at an address of the cluster. Received: address='{taken}'"
     assert sentence in with_taken_port[0].shown
-
-
-def test_the_recipe_trains_in_two_processes(tmp_path):
-    results = tmp_path / "results.json"
-    flags = ["--smoke", "--results", results, "--log-dir", tmp_path / "logs"]
-    with with_tf_config("recipes/multi_worker.py", *flags) as workers:
-        assert workers.end() == [0, 0], workers.shown
-    for line in ("Learning rate of epoch 2:", "Test:"):
-        assert [line in output for output in workers.shown] == [True, False]
-    found = json.loads(results.read_text())
-    assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
-    assert (tmp_path / "logs" / "model.keras").exists()

@@ -1,9 +1,7 @@
-"""This process among those that train together, on JAX or TensorFlow.
+"""This process among those that train together: its index, what all have in common, lost ones.
 
-JAX has three ways to leave a user without an answer: it hangs where processes disagree about what
-comes next, it waits at the exit for others that wait for it, and it aborts when the first process
-is gone. Here the first is checked, the second cut short, and the third explained. TensorFlow
-notices after some seconds that a process is gone, which here becomes one sentence.
+JAX hangs where processes disagree about what comes next, so that is checked. That a process is gone
+becomes one sentence. How they join is in `kdpkit/cluster`.
 """
 
 import atexit
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
 # What JAX and its transport report when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
 _DIFFERS = "is not the same on each process"  # JAX, of what it places on all devices
-GO_ON = "Start all processes again; they go on from the last state that was saved."
+GO_ON = "Start all processes again; they resume from the last state that was saved."
 
 
 def count() -> int:

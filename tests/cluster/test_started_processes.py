@@ -1,6 +1,7 @@
 """Programs under `mpirun`: two processes that train as one, or a sentence; never two copies."""
 
 import importlib.util
+import json
 import shutil
 import sys
 
@@ -69,10 +70,15 @@ def test_processes_that_know_only_the_first_address_train_as_one(tmp_path):
         "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
         "JAX_NUM_PROCESSES": "2",
     }
-    results = tmp_path / "results.json"
-    command = [sys.executable, "recipes/multi_worker.py", "--smoke", "--results", results]
+    results, logs = tmp_path / "results.json", tmp_path / "logs"
+    flags = ["--smoke", "--results", results, "--log-dir", logs]
+    command = [sys.executable, "recipes/multi_worker.py", *flags]
     processes = (Process(*command, **known, JAX_PROCESS_ID=index) for index in "01")
     with Together(processes) as started:
         assert started.end(SOON) == [0, 0], started.shown
     assert "CPU:0 of each of 2 workers" in started[0].shown
-    assert results.exists()
+    for line in ("Learning rate of epoch 2:", "Test:"):
+        assert [line in output for output in started.shown] == [True, False]
+    found = json.loads(results.read_text())
+    assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
+    assert (logs / "model.keras").exists()
