@@ -40,8 +40,8 @@ class ArrayBatches(keras.utils.PyDataset):
         remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch. On JAX plain Keras raises if
             the devices do not divide a batch; `kdpkit.training` trains on it exactly.
         mode: How a padded batch is weighted. With `"train"` its loss is the mean over its real
-            examples (see `kdpkit.scaling.padded_rows`). With `"eval"` all real examples have the
-            same weight, and weights average 1 over an epoch, so the loss of Keras' `evaluate` is
+            examples (see `kdpkit.scaling.padded_examples`). With `"eval"` all real examples have
+            the same weight, and weights average 1 over an epoch, so the loss of `evaluate` is
             the mean over all real examples; use `weighted_metrics`.
         augment: A function of a batch and a `numpy.random.Generator`, a new one for every batch of
             every epoch. It gets the examples of this process.
@@ -135,7 +135,7 @@ class ArrayBatches(keras.utils.PyDataset):
 
     def _padded(self, taken: np.ndarray) -> Batch:
         size = self.global_batch_size
-        source, weights = scaling.padded_rows(len(taken), size, mode=self.mode)
+        source, weights = scaling.padded_examples(len(taken), size, mode=self.mode)
         factor = len(self) * size / self.examples if self.mode == "eval" else 1.0
         return _weighted(_taken(self.data, taken[[*source]]), factor * np.asarray(weights))
 
@@ -195,7 +195,7 @@ def pad_batch(batch: Batch, global_batch_size: int, *, mode: str = "train") -> B
     Args:
         batch: Inputs `x`, `(x, y)`, or `(x, y, sample_weight)`, each any nest of arrays.
         global_batch_size: Examples in the padded batch.
-        mode: `"train"` or `"eval"`, as in `kdpkit.scaling.padded_rows`.
+        mode: `"train"` or `"eval"`, as in `kdpkit.scaling.padded_examples`.
 
     Returns:
         `(x, y, sample_weight)`, with `y` None if there was none. Existing weights are multiplied.
@@ -208,7 +208,7 @@ def pad_batch(batch: Batch, global_batch_size: int, *, mode: str = "train") -> B
     ([5.0, 6.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0])
     """
     batch = _as_batch(batch)
-    source, weights = scaling.padded_rows(rows_of(batch), global_batch_size, mode=mode)
+    source, weights = scaling.padded_examples(rows_of(batch), global_batch_size, mode=mode)
     return _weighted(_taken(batch, [*source]), weights)
 
 

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from kdpkit import __version__, errors
-from kdpkit._internal import worker_output
+from kdpkit.launch import _output
 
 _COMMANDS = {  # name: module
     "doctor": "diagnostics._doctor.command",
     "env": "diagnostics._env.command",
-    "launch": "_internal.commands.launch",
+    "launch": "launch._command",
     "plan": "diagnostics._plan.command",
     "recipe": "_internal.commands.recipe",
 }
@@ -70,7 +70,7 @@ def _run(words: list[str]) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # as in `kdpkit ... | head`, which is not an error
-        worker_output.discard(sys.stdout)
+        _output.discard(sys.stdout)
         return 128 + signal.SIGPIPE
     except errors.InputError as error:
         sys.stderr.write(f"kdpkit: {error}\n")
@@ -78,7 +78,7 @@ def _run(words: list[str]) -> int:
     except OSError as error:
         if error.errno not in _FULL or error.filename is not None:
             raise
-        worker_output.discard(sys.stdout)
+        _output.discard(sys.stdout)
         sys.stderr.write(
             f"kdpkit: The output cannot be written ({error.strerror}). Make room, or send it "
             "elsewhere.\n"

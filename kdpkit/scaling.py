@@ -96,7 +96,7 @@ def shard_indices(
     return _filled_shard(examples, shards, index, remainder)
 
 
-def padded_rows(
+def padded_examples(
     examples: int, global_batch_size: int, *, mode: str = "train"
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the index and the weight of each example in a padded batch.
@@ -116,9 +116,9 @@ def padded_rows(
     Raises:
         ValueError: There are more examples than `global_batch_size`, or none.
 
-    >>> padded_rows(2, 4)
+    >>> padded_examples(2, 4)
     ((0, 1, 1, 1), (2.0, 2.0, 0.0, 0.0))
-    >>> padded_rows(2, 4, mode="eval")
+    >>> padded_examples(2, 4, mode="eval")
     ((0, 1, 1, 1), (1.0, 1.0, 0.0, 0.0))
     """
     examples = checks.integer("examples", examples)

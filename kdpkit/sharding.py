@@ -18,19 +18,16 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, shards, tpu_host
-from kdpkit._internal.processes import join_processes
+from kdpkit._internal import checks, machine, shards
 from kdpkit.batches import pad_batch, rows_of
-from kdpkit.errors import ProcessLostError
+from kdpkit.cluster._joining import join_processes
 
 __all__ = [
     "BATCH_AXIS",
     "DataParallel",
-    "ProcessLostError",
     "as_mesh",
-    "by_rows",
+    "by_examples",
     "data_mesh",
-    "describe",
     "describe_choice",
     "describe_placement",
     "describe_variables",
@@ -40,7 +37,7 @@ __all__ = [
     "place_batches",
     "replicated",
     "shard_batch",
-    "split_rows",
+    "split_examples",
     "tpu_devices",
 ]
 
@@ -131,7 +128,7 @@ def describe_choice() -> str:
     platform = _platform()
     count = jax.device_count()
     if platform == "cpu":
-        why = _why_no_tpu() if tpu_host.chips() else "There is no GPU and no TPU."
+        why = _why_no_tpu() if machine.chips() else "There is no GPU and no TPU."
         return f"the CPU, as {count} device{'s' if count > 1 else ''}. {why}"
     kind = "TPU core" if platform == "tpu" else platform.upper()
     return f"{count} {kind}{'s' if count > 1 else ''}."
@@ -150,7 +147,7 @@ def _why_not_started(error: Exception) -> str:
     if "tpu" in str(jax.config.jax_platforms).split(","):
         return _why_no_tpu(error)
     return (
-        f"JAX cannot start its platform ({error_text.first_line(error)}). "
+        f"JAX cannot start its platform ({checks.first_line(error)}). "
         f"Received: JAX_PLATFORMS={jax.config.jax_platforms}. Leave the environment variable out, "
         "or install the JAX for it."
     )
@@ -158,8 +155,8 @@ def _why_not_started(error: Exception) -> str:
 
 def _why_no_tpu(error: Exception | None = None) -> str:
     """Return why there is no TPU, or, from JAX's error, why it is not available."""
-    if not tpu_host.chips():
-        return tpu_host.nowhere()
+    if not machine.chips():
+        return machine.nowhere()
     platforms = jax.config.jax_platforms
     if platforms and "tpu" not in platforms.split(","):
         return f"JAX was asked for other devices (JAX_PLATFORMS={platforms}). Leave that out."
@@ -170,10 +167,10 @@ def _why_no_tpu(error: Exception | None = None) -> str:
         error = raised
     assert error is not None, "with a TPU that starts, JAX trains on it"
     return (
-        tpu_host.in_use(error)
-        or tpu_host.without_libtpu()
-        or f"JAX could not start this machine's {tpu_host.counted(tpu_host.chips())} "
-        f"({error_text.first_line(error)}). Restart Python, in a notebook the runtime; if that "
+        machine.in_use(error)
+        or machine.without_libtpu()
+        or f"JAX could not start this machine's {machine.counted(machine.chips())} "
+        f"({checks.first_line(error)}). Restart Python, in a notebook the runtime; if that "
         'does not help, `pip install --upgrade "jax[tpu]"`.'
     )
 
@@ -209,7 +206,7 @@ class DataParallel(keras.distribution.DataParallel):
     Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
 
     With `shard`, each device keeps a part of every large variable. The result is that of one
-    device, as without. Each weight is put together when the model uses it, so a step of `fit` or of
+    device, as without. Each weight is gathered when the model uses it, so a step of `fit` or of
     `kdpkit.training.TrainingLoop` holds a few complete ones at a time. Variables of fewer than
     4,096 numbers, and those of which the devices divide no axis, are replicated; of the latter a
     warning tells, once. `describe_variables` returns how many bytes that is. With several processes
@@ -217,7 +214,7 @@ class DataParallel(keras.distribution.DataParallel):
 
     Args:
         devices: As for `data_mesh`.
-        shard: What is cut over the devices: nothing (`"none"`), the optimizer's variables
+        shard: What is sharded over the devices: nothing (`"none"`), the optimizer's variables
             (`"optimizer"`; ZeRO-1, Rajbhandari et al. 2020), or the weights as well (`"weights"`;
             ZeRO-3, FSDP).
 
@@ -245,29 +242,28 @@ class DataParallel(keras.distribution.DataParallel):
         )
         self.shards = shards.Shards(shard, mesh)
         if shard != "none":
-            shards.let_keras_cut()
+            shards.let_keras_shard()
 
     @property
     def num_replicas_in_sync(self) -> int:
         """The number of devices, named as in `tf.distribute`."""
         return int(self.device_mesh.devices.size)
 
+    def __str__(self) -> str:
+        """Describe in one line the devices over which it shards batches.
+
+        >>> print(DataParallel(2))
+        DataParallel: 2 replicas on cpu:0, cpu:1
+        """
+        devices = [*self.device_mesh.devices.flat]
+        plural = "s" if len(devices) > 1 else ""
+        return f"DataParallel: {len(devices)} replica{plural} on {', '.join(map(str, devices))}"
+
     def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
-        """Return how Keras places a new variable: whole on every device, or cut."""
+        """Return how Keras places a new variable: replicated or sharded."""
         if self.shards.kind != "weights" or getattr(variable, "_layout", None) is not None:
             return super().get_variable_layout(variable)
         return shards.layout(self, self.shards.of_weight(variable.shape))
-
-
-def describe(distribution: keras.distribution.DataParallel) -> str:
-    """Describe in one line the devices over which a distribution shards its batches.
-
-    >>> describe(DataParallel(2))
-    'DataParallel: 2 replicas on cpu:0, cpu:1'
-    """
-    devices = [*distribution.device_mesh.devices.flat]
-    plural = "s" if len(devices) > 1 else ""
-    return f"DataParallel: {len(devices)} replica{plural} on {', '.join(map(str, devices))}"
 
 
 def describe_variables(model: keras.Model) -> str:
@@ -281,23 +277,23 @@ def describe_variables(model: keras.Model) -> str:
     >>> describe_variables(model)
     'On each device 0.0166 of 0.0635 MiB of variables, of which 0.000977 are replicated.'
     """
-    everywhere = here = whole = 0
+    everywhere = here = replicated = 0
     for variable in _all_variables(model):
         value = variable.value
         part = math.prod(value.sharding.shard_shape(value.shape)) * value.dtype.itemsize
         everywhere += value.nbytes
         here += part
-        whole += part if part == value.nbytes else 0
-    shown = [f"{size / 2**20:,.3g}" for size in (here, everywhere, whole)]
+        replicated += part if part == value.nbytes else 0
+    shown = [f"{size / 2**20:,.3g}" for size in (here, everywhere, replicated)]
     return "On each device {} of {} MiB of variables, of which {} are replicated.".format(*shown)
 
 
 @contextlib.contextmanager
 def gathered_on_read(model: keras.Model) -> Iterator[None]:
-    """Let a model be saved whose variables are cut over the devices of several processes.
+    """Let a model be saved whose variables are sharded over the devices of several processes.
 
     A process cannot read what is on another's devices. Inside this scope a variable that is read,
-    as `model.save` and `get_weights` do, is put together from all devices, one at a time. So every
+    as `model.save` and `get_weights` do, is gathered from all devices, one at a time. So every
     process must read the same variables in the same order: all save, to files of their own.
     `kdpkit.callbacks.ModelCheckpoint` and `Resume` do so by themselves.
 
@@ -329,7 +325,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def by_rows(mesh: Mesh) -> NamedSharding:
+def by_examples(mesh: Mesh) -> NamedSharding:
     """Return the sharding that splits an array along its first axis, the examples."""
     return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
@@ -345,8 +341,8 @@ def shard_batch(
         mesh: From `data_mesh`.
         pad: None raises if the devices do not divide the examples. `"train"` and `"eval"` repeat
             the last example until they do, and weight the padding 0, as in
-            `kdpkit.scaling.padded_rows`; the result is then `(x, y, sample_weight)`. Padding is not
-            exact if examples interact, as in training with BatchNormalization.
+            `kdpkit.scaling.padded_examples`; the result is then `(x, y, sample_weight)`. Padding is
+            not exact if examples interact, as in training with BatchNormalization.
         global_batch_size: Number of examples to pad to, so every batch has the same shape; None
             pads to the next multiple of the devices.
 
@@ -370,27 +366,27 @@ def shard_batch(
         batch = pad_batch(batch, size, mode=pad)
         examples = size
     checks.global_batch(examples, mesh.size)
-    return jax.device_put(batch, by_rows(mesh))
+    return jax.device_put(batch, by_examples(mesh))
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """Put a batch of any size on the devices, for a program that calls `split_rows`.
+    """Put a batch of any size on the devices, for a program that calls `split_examples`.
 
     A batch that the devices divide is sharded; any other is replicated.
     """
-    return _placed(batch, mesh, examples=rows_of(batch), cut=by_rows(mesh))
+    return _placed(batch, mesh, examples=rows_of(batch), sharded=by_examples(mesh))
 
 
 def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
     """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-    cut = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
-    return _placed(stacked, mesh, examples=rows_of(batches[0]), cut=cut)
+    sharded = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
+    return _placed(stacked, mesh, examples=rows_of(batches[0]), sharded=sharded)
 
 
-def _placed(batch: Any, mesh: Mesh, *, examples: int, cut: NamedSharding) -> Any:
+def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) -> Any:
     if jax.process_count() == 1:
-        return jax.device_put(batch, replicated(mesh) if examples % mesh.size else cut)
+        return jax.device_put(batch, replicated(mesh) if examples % mesh.size else sharded)
     own_devices = mesh.size // jax.process_count()
     if examples % own_devices:
         checks.fail(
@@ -400,11 +396,11 @@ def _placed(batch: Any, mesh: Mesh, *, examples: int, cut: NamedSharding) -> Any
             remedy='Drop or pad the last batch: `ArrayBatches(remainder="pad")`.',
         )
     return jax.tree.map(
-        lambda part: jax.make_array_from_process_local_data(cut, np.asarray(part)), batch
+        lambda part: jax.make_array_from_process_local_data(sharded, np.asarray(part)), batch
     )
 
 
-def split_rows(batch: Any, mesh: Mesh) -> Any:
+def split_examples(batch: Any, mesh: Mesh) -> Any:
     """Shard the work on a batch of any size along its examples, inside `jax.jit`.
 
     JAX does not accept unevenly sharded arrays as inputs of a program. Inside it, XLA splits into
@@ -413,7 +409,7 @@ def split_rows(batch: Any, mesh: Mesh) -> Any:
     device computes with all of it.
     """
     is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
-    return jax.lax.with_sharding_constraint(batch, by_rows(mesh)) if is_traced else batch
+    return jax.lax.with_sharding_constraint(batch, by_examples(mesh)) if is_traced else batch
 
 
 def describe_placement(batch: Any) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import keras
 import numpy as np
 
-from kdpkit._internal import checks, cpu_threads
+from kdpkit._internal import checks, machine
 
 
 def use_logical_cpus(count: int = 8) -> None:
@@ -19,7 +19,7 @@ def use_logical_cpus(count: int = 8) -> None:
     for programs that use all of them.
     """
     if keras.backend.backend() == "jax":
-        cpu_threads.split_for_jax(count)
+        machine.split_for_jax(count)
         return
     from kdpkit.strategies import split_device
 

@@ -21,7 +21,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES // PROCESSES}"]
 )
 
-os.environ["PJRT_NPROC"] = str(2 * DEVICES // PROCESSES)  # see kdpkit/_internal/cpu_threads.py
+os.environ["PJRT_NPROC"] = str(2 * DEVICES // PROCESSES)  # see kdpkit/_internal/machine.py
 
 import jax
 import keras
@@ -158,7 +158,7 @@ def values_of(variables):
 
 def sentence_of(**settings):
     try:
-        with processes.naming_losses():  # as `experiment.run` does
+        with processes.explain_lost_process():  # as `experiment.run` does
             trained(**settings)
     except ValueError as error:
         return str(error)

@@ -181,30 +181,27 @@ def try_invalid(strategy):
     """Ask for what cannot work; return the sentences."""
     x, y = testing.toy_classification(8, features=1)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(1)
+    scaled = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())
     collecting = keras.optimizers.SGD(gradient_accumulation_steps=2)
-
-    def made_on_the_chief(worker, workers):
-        return data.shard(workers, worker)
-
-    def empty(worker, workers):
-        return tf.data.Dataset.from_tensor_slices((x, y)).take(0).batch(1).shard(workers, worker)
-
-    attempts = [
-        ({"jit": True}, {}),
-        ({"optimizer": keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam())}, {}),
-        ({"optimizer": collecting}, {}),
-        ({}, {"train": empty}),
-        ({}, {"train": made_on_the_chief, "steps_per_epoch": 1}),
-        ({}, {"train": lambda *_: x, "steps_per_epoch": 1}),
-        ({}, {"train": empty, "steps_per_epoch": 1}),
+    on_workers = [  # made on the chief; of another type; empty
+        lambda worker, workers: data.shard(workers, worker),
+        lambda *_: x,
+        lambda *_: tf.data.Dataset.from_tensor_slices((x, y)).take(0).batch(1),
     ]
+    attempts = [
+        ({name: value}, {})
+        for name, value in (("jit", True), ("optimizer", scaled), ("optimizer", collecting))
+    ]
+    attempts += [({}, {"train": on_workers[-1]})]
+    attempts += [({}, {"train": make, "steps_per_epoch": 1}) for make in on_workers]
     printed = []
     for settings, of_fit in attempts:
         with strategy.scope():
             model = testing.tiny_classifier(features=1)
-        settings = {"optimizer": "sgd", "strategy": strategy, "loss": None} | settings
         try:
-            loop = Slope(model, **settings)
+            loop = Slope(
+                model, **{"optimizer": "sgd", "strategy": strategy, "loss": None} | settings
+            )
             loop.fit(**{"train": data} | of_fit, epochs=1, verbose=0)
         except ValueError as error:
             printed.append(str(error))

@@ -3,11 +3,129 @@
 import fcntl
 import json
 import os
+import pathlib
+import signal
+import socket
+import subprocess
+import sys
+import threading
 import time
 
+import kdpkit
 from kdpkit._internal import child_processes
 
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 SOON = 240.0  # seconds, for what takes one where nothing else runs
+LIMIT = 600.0  # seconds for anything, on a machine that is slow and busy
+
+
+class Process:
+    """A process whose output is read as it comes; it leads a group of its own."""
+
+    def __init__(self, *command, **variables):
+        self.lines = []
+        self._process = subprocess.Popen(
+            [*map(str, command)],
+            cwd=ROOT,
+            env=os.environ | {"PYTHONUNBUFFERED": "1"} | variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self):
+        with self._process.stdout as output:
+            self.lines.extend(output)
+
+    @property
+    def shown(self):
+        return "".join([*self.lines])
+
+    def count(self, text):
+        return sum(text in line for line in [*self.lines])
+
+    def wait_for(self, text, count=1):
+        """Wait until so many lines have a text."""
+        deadline = time.monotonic() + LIMIT
+        while self.count(text) < count:
+            if self._process.poll() is not None:
+                self._reader.join(timeout=10)
+                assert self.count(text) >= count, self.shown
+                return
+            assert time.monotonic() < deadline, self.shown
+            time.sleep(0.02)
+
+    def send(self, number):
+        self._process.send_signal(number)
+
+    def end(self, seconds=LIMIT):
+        """Wait for its end; return the exit code."""
+        code = self._process.wait(timeout=seconds)
+        self._reader.join(timeout=10)
+        return code
+
+    def kill(self):
+        """Kill it and all that it started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self.end()
+
+
+class Together:
+    """Processes that train together; none outlives the block."""
+
+    def __init__(self, processes):
+        self.running = [*processes]
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        for process in self.running:
+            process.kill()
+
+    def __getitem__(self, index):
+        return self.running[index]
+
+    def wait_for(self, text, count=1):
+        for process in self.running:
+            process.wait_for(text, count)
+
+    def end(self, seconds=LIMIT):
+        """Wait for all; return their exit codes."""
+        deadline = time.monotonic() + seconds
+        return [process.end(max(0.0, deadline - time.monotonic())) for process in self.running]
+
+    @property
+    def shown(self):
+        return [process.shown for process in self.running]
+
+
+def with_tf_config(*command, count=2, only=None, second=None):
+    """Start a Python program as the workers of a cluster, or only one of them.
+
+    Args:
+        command: Its words, after `python`.
+        count: The number of workers.
+        only: The index of the one to start.
+        second: The address of the second, if something else is to listen there.
+    """
+    addresses = [f"localhost:{free_port()}" for _ in range(count)]
+    addresses[1:2] = [second] if second else addresses[1:2]
+    started = []
+    for index in range(count) if only is None else [only]:
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
+        started.append(Process(sys.executable, *command, TF_CONFIG=json.dumps(config)))
+    return Together(started)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
 
 
 def left_of(mark):

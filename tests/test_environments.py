@@ -24,7 +24,7 @@ ON_JAX = {
         "tests/test_batches.py",
         "tests/test_checkpoints.py",
         "tests/test_sharding.py",
-        "tests/_internal/test_tpu_host.py",
+        "tests/test_tpus.py",
     ],
     "callbacks": ["tests/callbacks"],
     "loop": [

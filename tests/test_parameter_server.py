@@ -6,15 +6,12 @@ Chief, workers and servers are real processes, and nothing waits without a limit
 import dataclasses
 import json
 import os
-import pathlib
 import random
 import re
 import shlex
 import signal
 import socket
-import subprocess
 import sys
-import threading
 import time
 
 import keras
@@ -22,106 +19,48 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import kdpkit
 from kdpkit import cluster as cluster_module
 from kdpkit import launch, strategies
-from kdpkit._internal import parameter_servers
+from kdpkit.strategies import _parameter_servers
 from tests import parameter_server_process as program
-
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-LIMIT = 600  # seconds to wait for anything, on a machine that is slow and busy
+from tests.processes import ROOT, Process, wait_for_file
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.tensorflow]
-
-
-class Process:
-    """A process whose output is read as it comes; it leads a group of its own."""
-
-    def __init__(self, task, runs=()):
-        self._task = task
-        self._runs = runs
-        self.lines = []
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.parameter_server_process", json.dumps(runs)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | dict(task.variables) | {"PYTHONUNBUFFERED": "1"},
-            start_new_session=True,
-        )
-        self._reader = threading.Thread(target=self._read, daemon=True)
-        self._reader.start()
-
-    def _read(self):
-        with self._process.stdout as output:
-            for line in output:
-                self.lines.append(line)
-
-    def count(self, text):
-        return sum(text in line for line in [*self.lines])
-
-    def wait_for(self, text, count=1):
-        """Wait until so many lines have a text."""
-        deadline = time.monotonic() + LIMIT
-        while self.count(text) < count:
-            if self._process.poll() is not None:
-                self._reader.join(timeout=10)
-                assert self.count(text) >= count, "".join(self.lines)
-                return
-            assert time.monotonic() < deadline, "".join(self.lines)
-            time.sleep(0.02)
-
-    def end(self):
-        """Wait for its end; return the exit code and what it wrote."""
-        code = self._process.wait(timeout=LIMIT)
-        self._reader.join(timeout=10)
-        return code, "".join(self.lines)
-
-    def result(self, number=0):
-        """Wait for what came out of a run."""
-        self.wait_for('"iterations":', count=number + 1)
-        return json.loads([line for line in self.lines if line.startswith("{")][number])
-
-    def kill(self):
-        """Kill it and all that it started."""
-        if self._process.poll() is None:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self.end()
-
-    def again(self):
-        return type(self)(self._task, self._runs)
 
 
 class Cluster:
     """Two workers and a parameter server, and chiefs one after the other."""
 
     def __init__(self):
-        self._tasks = {
-            task.name: task
-            for task in launch.plan([sys.executable], workers=2, parameter_servers=1)
-        }
+        tasks = launch.tasks([sys.executable], workers=2, parameter_servers=1)
+        self._tasks = {task.name: task for task in tasks}
         self._started = []
-        self.servers = {
-            name: self._start(task) for name, task in self._tasks.items() if name != "chief"
-        }
+        self.servers = {}
+        for name in ("worker 0", "worker 1", "ps 0"):
+            self.start(name)
 
-    def _start(self, task, runs=()):
-        self._started.append(Process(task, runs))
+    def _start(self, config, runs=()):
+        program = [sys.executable, "-m", "tests.parameter_server_process", json.dumps(runs)]
+        self._started.append(Process(*program, **config.to_environment()))
         return self._started[-1]
+
+    def start(self, name):
+        self.servers[name] = self._start(self._tasks[name].config)
 
     def chief(self, *runs, workers=2):
         """Start a chief that knows some of the workers, for some runs."""
-        task = self._tasks["chief"]
-        config = dataclasses.replace(task.config, workers=task.config.workers[:workers])
-        return self._start(dataclasses.replace(task, variables=config.to_environment()), runs)
-
-    def start_again(self, name):
-        self.servers[name] = self._start(self._tasks[name])
+        config = self._tasks["chief"].config
+        return self._start(dataclasses.replace(config, workers=config.workers[:workers]), runs)
 
     def end(self):
         for process in self._started:
             process.kill()
+
+
+def result(chief, number=0):
+    """Wait for what came out of a run."""
+    chief.wait_for('"iterations":', count=number + 1)
+    return json.loads([line for line in chief.lines if line.startswith("{")][number])
 
 
 @pytest.fixture
@@ -161,8 +100,8 @@ def test_a_cluster_trains_exactly_and_outlives_its_chief_and_its_workers(cluster
     resumable = {"directory": state, "seconds": 2.0}
     runs = [("classifier", {"model_file": file}), ("invalid", {}), ("classifier", resumable)]
     chief = cluster.chief(*runs, workers=1)
-    assert_is_what_one_device_trains(chief.result(), file)
-    for printed, sentence in zip(chief.result(1)["printed"], INVALID, strict=True):
+    assert_is_what_one_device_trains(result(chief), file)
+    for printed, sentence in zip(result(chief, 1)["printed"], INVALID, strict=True):
         assert re.search(sentence, printed), printed
 
     # The chief is killed, in the last of these runs, and another goes on, with one more worker.
@@ -171,13 +110,13 @@ def test_a_cluster_trains_exactly_and_outlives_its_chief_and_its_workers(cluster
     chief.kill()
     endless = {"products": SLOW, "epochs": 10_000, "until": str(until)}
     chief = cluster.chief(("classifier", resumable), ("slope", {}), ("slope", endless))
-    resumed = chief.result()
+    resumed = result(chief)
     assert 1 <= len(resumed["seen"]) <= 6  # calls that were left of the six
     assert resumed["seen"][-1] == [8, 24]
     assert resumed["iterations"] == 24
     assert resumed["history"]["examples"] == [program.EXAMPLES] * 3
 
-    slope = chief.result(1)
+    slope = result(chief, 1)
     assert slope["seen"] == [[25, 25], [50, 50], [25, 75], [50, 100]]
     assert slope["examples"] == [400, 400]
     rates = [0.05 * (1 - step / 100) for step in range(100)]
@@ -185,13 +124,12 @@ def test_a_cluster_trains_exactly_and_outlives_its_chief_and_its_workers(cluster
 
     # A worker is killed, comes back while the other trains, is killed again, and stays away.
     kill_in_a_step(cluster, chief)
-    cluster.start_again("worker 1")
+    cluster.start("worker 1")
     cluster.servers["worker 1"].wait_for("reads a batch", count=20)
     kill_in_a_step(cluster, chief)
     until.touch()
-    assert_every_step_counts_once(chief.result(2))
-    code, output = chief.end()
-    assert code == 0, output
+    assert_every_step_counts_once(result(chief, 2))
+    assert chief.end() == 0, chief.shown
 
 
 def kill_in_a_step(cluster, chief):
@@ -234,38 +172,20 @@ def test_the_recipe_goes_on_under_the_launcher_when_a_parameter_server_is_killed
     flags = f"--smoke --epochs 12 --steps-per-epoch 40 --results {results} --resume {state}"
     prints_its_end = f'echo "process $$"; {recipe} {flags}; code=$?; echo "code $code"; exit $code'
     command = ["launch", "--workers", "1", "--parameter-servers", "1", "--max-restarts", "1"]
-    launcher = subprocess.Popen(
-        [sys.executable, "-m", "kdpkit", *command, "--", "sh", "-c", prints_its_end],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    lines = []
-
-    def read():
-        with launcher.stdout as output:
-            lines.extend(output)
-
-    reader = threading.Thread(target=read, daemon=True)
-    reader.start()
+    launcher = Process(sys.executable, "-m", "kdpkit", *command, "--", "sh", "-c", prints_its_end)
     try:
-        deadline = time.monotonic() + LIMIT
-        while not [*state.glob("*")] or not (servers := printed_by("ps 0", lines, "process")):
-            assert launcher.poll() is None, "".join(lines)
-            assert time.monotonic() < deadline, "".join(lines)
+        launcher.wait_for("ps 0     | process")
+        wait_for_file(state)
+        while not [*state.glob("*")]:
             time.sleep(0.02)
         time.sleep(random.uniform(0, 0.5))
-        os.killpg(int(servers[0]), signal.SIGKILL)
-        code = launcher.wait(timeout=LIMIT)
-        reader.join(timeout=10)
+        os.killpg(int(printed_by("ps 0", launcher.lines, "process")[0]), signal.SIGKILL)
+        code = launcher.end()
     finally:
         launcher.kill()  # its guard ends all that it started
-        launcher.wait()
-    output = "".join(lines)
+    output = launcher.shown
     assert code == 0, output
-    assert printed_by("chief", lines, "code") == ["43", "0"], output
+    assert printed_by("chief", launcher.lines, "code") == ["43", "0"], output
     sentence = "A parameter server is gone (ps 0), and with it a part of the model. Start all"
     assert output.count(sentence) == 1, output
     assert "ps 0 was ended by SIGKILL, before any other" in output
@@ -315,8 +235,8 @@ def test_clusters_that_cannot_work_raise(monkeypatch, call, missing, role, sente
 
 
 def test_a_chief_does_not_hang(monkeypatch, capsys):
-    monkeypatch.setattr(parameter_servers, "_START_TIMEOUT_SECONDS", 0.5)
-    monkeypatch.setattr(parameter_servers, "_SILENT_SECONDS", 0.1)
+    monkeypatch.setattr(_parameter_servers, "_START_TIMEOUT_SECONDS", 0.5)
+    monkeypatch.setattr(_parameter_servers, "_SILENT_SECONDS", 0.1)
     set_cluster(monkeypatch, **COMPLETE)
     with pytest.raises(ValueError, match="waited.*did not come.*'worker 0'.*'ps 0'.*serve_if"):
         strategies.select_strategy("parameter_server")
@@ -359,24 +279,24 @@ def test_a_server_at_a_taken_port_raises(monkeypatch, is_passed):
 
 
 def test_a_call_that_tensorflow_cancels_is_made_again_while_servers_listen(monkeypatch):
-    monkeypatch.setattr(parameter_servers, "_PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(_parameter_servers, "_PAUSE_SECONDS", 0.01)
     with socket.socket() as server:
         server.bind(("localhost", 0))
         server.listen()
         set_cluster(monkeypatch, **COMPLETE | {"ps": [f"localhost:{server.getsockname()[1]}"]})
         listening = Addresses()
         for kind in (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError):
-            assert parameter_servers.insist(listening, failing(kind, times=3)) == "made"
+            assert _parameter_servers.insist(listening, failing(kind, times=3)) == "made"
         with pytest.raises(tf.errors.InvalidArgumentError):
-            parameter_servers.insist(listening, failing(tf.errors.InvalidArgumentError))
+            _parameter_servers.insist(listening, failing(tf.errors.InvalidArgumentError))
         printed = "From /job:ps/replica:0/task:0: Unable to find a context_id matching"
         with pytest.raises(tf.errors.AbortedError):  # another server is at the address
-            parameter_servers.insist(listening, failing(tf.errors.AbortedError, printed))
-        monkeypatch.setattr(parameter_servers, "_PATIENCE_SECONDS", 0.1)
+            _parameter_servers.insist(listening, failing(tf.errors.AbortedError, printed))
+        monkeypatch.setattr(_parameter_servers, "_PATIENCE_SECONDS", 0.1)
         with pytest.raises(tf.errors.CancelledError):
-            parameter_servers.insist(listening, failing(tf.errors.CancelledError, times=1000))
+            _parameter_servers.insist(listening, failing(tf.errors.CancelledError, times=1000))
     with pytest.raises(tf.errors.CancelledError):  # nothing listens any more
-        parameter_servers.insist(listening, failing(tf.errors.CancelledError))
+        _parameter_servers.insist(listening, failing(tf.errors.CancelledError))
 
 
 class Addresses:

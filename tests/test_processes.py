@@ -5,15 +5,10 @@ two processes make all runs that leave them alive.
 """
 
 import json
-import os
-import pathlib
 import re
 import signal
 import socket
-import subprocess
 import sys
-import time
-from concurrent.futures import ThreadPoolExecutor
 
 import h5py
 import keras
@@ -21,13 +16,11 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import kdpkit
 from kdpkit import errors
-from kdpkit._internal import processes as training_processes
-from tests.processes import once
-
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-SOON = 240  # seconds in which every process has ended, on a busy machine too; 2 to 3 on an idle one
+from kdpkit._internal import processes
+from kdpkit._internal.processes import explain_lost_process
+from kdpkit.sharding import join_processes
+from tests.processes import SOON, Process, Together, free_port, once
 
 RUNS = {
     "loop": {"by": "loop"},
@@ -58,66 +51,23 @@ pytestmark = [
 ]
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
-
-
-class Processes:
-    """Starts processes, and leaves none behind."""
-
-    def __init__(self, count, *runs, indices=None, **settings):
-        shared = {"processes": count, "port": free_port(), "runs": runs} | settings
-        self.running = [self._start(shared | {"index": i}) for i in indices or range(count)]
-        self.output = [""] * len(self.running)
-
-    def _start(self, settings):
-        return subprocess.Popen(
-            [sys.executable, "-m", "tests.jax_process", json.dumps(settings)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"KERAS_BACKEND": "jax"},
-        )
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        for process in self.running:
-            process.kill()
-            process.communicate()
-
-    def wait_for(self, text, index=0):
-        """Read a process's output up to a line."""
-        for line in self.running[index].stdout:
-            self.output[index] += line
-            if line.strip() == text:
-                return
-        raise AssertionError(self.output[index])
-
-    def end(self, seconds=300):
-        """Wait for all; return exit codes, outputs, and how long it took."""
-        started = time.monotonic()
-        with ThreadPoolExecutor() as pool:  # at once: a full pipe would stop its process, and all
-            reading = [
-                pool.submit(process.communicate, timeout=seconds) for process in self.running
-            ]
-            for index, result in enumerate(reading):
-                self.output[index] += result.result()[0]
-        return [p.returncode for p in self.running], self.output, time.monotonic() - started
+def together(count, *runs, indices=None, **settings):
+    """Start tests/jax_process.py as so many processes, or only some of them."""
+    shared = {"processes": count, "port": free_port(), "runs": runs} | settings
+    program = [sys.executable, "-m", "tests.jax_process"]
+    return Together(
+        Process(*program, json.dumps(shared | {"index": i}), KERAS_BACKEND="jax")
+        for i in indices or range(count)
+    )
 
 
 def results(count, *runs):
     """Return what came out of each run, for each process."""
-    with Processes(count, *runs) as processes:
-        codes, outputs, _ = processes.end()
-    assert set(codes) == {0}, outputs
+    with together(count, *runs) as started:
+        assert {*started.end()} == {0}, started.shown
     return [
         [json.loads(line)["found"] for line in output.splitlines() if line.startswith('{"found"')]
-        for output in outputs
+        for output in started.shown
     ]
 
 
@@ -192,29 +142,12 @@ def test_the_first_of_two_processes_logs_its_devices(two):
 @pytest.mark.slow
 def test_the_recipe_trains_in_two_processes(tmp_path):
     results_file = tmp_path / "results.json"
-    together = ["--smoke", "--results", str(results_file), "--log-dir", str(tmp_path / "logs")]
-    together += ["--processes", "2"]
-    together += ["--coordinator", f"localhost:{free_port()}", "--process"]
-    running = [
-        subprocess.Popen(
-            [sys.executable, "recipes/cnn_jax.py", *together, str(index)],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | {"KERAS_BACKEND": "jax"},
-        )
-        for index in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=300)[0] for process in running]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
-    assert [process.returncode for process in running] == [0, 0], outputs
-    assert "Test:" in outputs[0]
-    assert "Test:" not in outputs[1]
+    flags = ["--smoke", "--results", results_file, "--log-dir", tmp_path / "logs"]
+    flags += ["--processes", "2", "--coordinator", f"localhost:{free_port()}", "--process"]
+    command = [sys.executable, "recipes/cnn_jax.py", *flags]
+    with Together(Process(*command, index, KERAS_BACKEND="jax") for index in range(2)) as started:
+        assert started.end() == [0, 0], started.shown
+    assert ["Test:" in output for output in started.shown] == [True, False]
     found = json.loads(results_file.read_text())
     assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
     assert [path.name for path in (tmp_path / "logs").glob("*.keras")] == ["model.keras"]
@@ -290,24 +223,10 @@ def with_memory(directory, *, processes, mebibytes):
     # Memory that was freed counts no longer: else the arenas of each thread keep some.
     frugal = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": "100000"}
     program = [sys.executable, "-m", "tests.large_model_process"]
-    running = [
-        subprocess.Popen(
-            [*program, *map(str, [processes, i, port, directory, mebibytes])],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=os.environ | frugal,
-        )
-        for i in range(processes)
-    ]
-    try:
-        with ThreadPoolExecutor() as pool:
-            return [*pool.map(lambda process: process.communicate(timeout=240)[0], running)]
-    finally:
-        for process in running:
-            process.kill()
-            process.communicate()
+    arguments = [[processes, i, port, directory, mebibytes] for i in range(processes)]
+    with Together(Process(*program, *of_one, **frugal) for of_one in arguments) as started:
+        started.end(SOON)
+    return started.shown
 
 
 def arrays_of(group):
@@ -322,15 +241,14 @@ def arrays_of(group):
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.exhaustive)])
 def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, alone, victim):
     run = {"epochs": 4, "directory": str(tmp_path)}
-    with Processes(2, run | {"seconds_a_step": 0.2}) as processes:
-        processes.wait_for("step 3")
-        processes.wait_for("step 2")
-        processes.running[victim].send_signal(signal.SIGKILL)
-        codes, outputs, seconds = processes.end()
-    assert seconds < SOON
+    with together(2, run | {"seconds_a_step": 0.2}) as started:
+        started[0].wait_for("step 3")
+        started[0].wait_for("step 2", count=2)
+        started[victim].send(signal.SIGKILL)
+        codes = started.end(SOON)
     assert codes[victim] == -signal.SIGKILL
     assert codes[1 - victim] not in (0, 1)
-    printed = outputs[1 - victim].splitlines()[-1]
+    printed = started[1 - victim].shown.splitlines()[-1]
     assert "gone" in printed
     assert "its output has the reason. Start all processes again" in printed
     (resumed,), _ = results(2, run)
@@ -341,26 +259,22 @@ def test_a_killed_process_ends_all_soon_and_the_run_goes_on(tmp_path, alone, vic
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_process_lost_before_training_ends_the_other_with_one_sentence(victim, number):
-    with Processes(2, waits=True) as processes:
-        for index in range(2):
-            processes.wait_for("joined", index)
-        processes.running[victim].send_signal(number)
-        output = processes.running[1 - victim].communicate(timeout=SOON)[0]
-        assert processes.running[1 - victim].returncode == -signal.SIGABRT  # JAX ends it
-    assert "gone: its output has the reason. Start all processes again" in output
+    with together(2, waits=True) as started:
+        started.wait_for("joined")
+        started[victim].send(number)
+        assert started[1 - victim].end(SOON) == -signal.SIGABRT  # JAX ends it
+    assert "gone: its output has the reason. Start all" in started[1 - victim].shown
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("by", ["loop", pytest.param("fit", marks=pytest.mark.exhaustive)])
 def test_sigterm_to_one_saves_and_ends_all_at_one_step(tmp_path, alone, by):
     run = {"epochs": 4, "directory": str(tmp_path), "by": by}
-    with Processes(2, run | {"seconds_a_step": 0.2}) as processes:
-        processes.wait_for("step 1")
-        processes.running[1].send_signal(signal.SIGTERM)
-        codes, outputs, seconds = processes.end()
-    assert seconds < SOON
-    assert codes == [42, 42], outputs
-    for output in outputs:
+    with together(2, run | {"seconds_a_step": 0.2}) as started:
+        started[0].wait_for("step 1")
+        started[1].send(signal.SIGTERM)
+        assert started.end(SOON) == [42, 42], started.shown
+    for output in started.shown:
         assert "Training was stopped by SIGTERM. Its state is in" in output
         assert "Traceback" not in output
     (resumed,), _ = results(2, run)
@@ -369,11 +283,10 @@ def test_sigterm_to_one_saves_and_ends_all_at_one_step(tmp_path, alone, by):
 
 @pytest.mark.slow
 def test_an_error_of_one_process_does_not_leave_the_other_waiting():
-    with Processes(2, {"fails_at": 2}) as processes:
-        codes, outputs, _ = processes.end()
-    assert codes == [43, 1], outputs
-    assert "Another process of this training is gone" in outputs[0]
-    assert "a mistake of this process alone" in outputs[1]
+    with together(2, {"fails_at": 2}) as started:
+        assert started.end() == [43, 1], started.shown
+    assert "Another process of this training is gone" in started[0].shown
+    assert "a mistake of this process alone" in started[1].shown
 
 
 @pytest.mark.slow
@@ -382,10 +295,9 @@ def test_a_port_that_another_program_has_is_named_by_every_process(first):
     """Also by one that cannot try it, being another: `first` is whether the first one is there."""
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with Processes(2, indices=None if first else [1], port=port) as processes:
-            codes, outputs, _ = processes.end()
-    assert set(codes) == {2}, outputs
-    for output in outputs:
+        with together(2, indices=None if first else [1], port=port) as started:
+            assert {*started.end()} == {2}, started.shown
+    for output in started.shown:
         assert f"cannot listen at port {port}" in output
         assert "Set another port for all processes" in output
         assert "Traceback" not in output
@@ -395,42 +307,44 @@ def test_a_port_that_another_program_has_is_named_by_every_process(first):
 def test_a_process_that_does_not_come_does_not_hang_the_others():
     joining = {"start_timeout_seconds": 5}
     with (
-        Processes(2, indices=[0], joining=joining) as first,
-        Processes(2, indices=[1], joining=joining) as second,
+        together(2, indices=[0], joining=joining) as first,
+        together(2, indices=[1], joining=joining) as second,
     ):
-        ends = [processes.end() for processes in (first, second)]
-    for index, (codes, (output,), seconds) in enumerate(ends):
-        assert codes != [0]
-        assert seconds < SOON
-        printed = output.splitlines()[-1]
+        codes = first.end(SOON) + second.end(SOON)
+    assert 0 not in codes
+    for index, shown in enumerate(first.shown + second.shown):
+        printed = shown.splitlines()[-1]
         assert f"{index} of 2" in printed
         assert "Check that all were started, with one address" in printed
 
 
 def test_processes_join_on_jax_alone():
     with pytest.raises(ValueError, match="Processes join like this on JAX.*'tensorflow'"):
-        training_processes.join_processes("localhost:9876", process_count=2, process_index=0)
+        join_processes("localhost:9876", process_count=2, process_index=0)
 
 
 def test_what_a_process_alone_cannot_reach_is_no_other_process():
     error = tf.errors.UnavailableError(None, None, "Collective ops is aborted by: a server")
-    with pytest.raises(tf.errors.UnavailableError), training_processes.naming_losses():
+    with pytest.raises(tf.errors.UnavailableError), explain_lost_process():
         raise error
 
 
 def test_a_loss_that_jax_raises_as_a_value_error_is_named(monkeypatch):
-    monkeypatch.setattr(training_processes, "_exit_codes", [])  # this process ends as usual
+    monkeypatch.setattr(processes, "_exit_codes", [])  # this process ends as usual
     error = ValueError(
         "UNKNOWN: Gloo AllGather failed: [external/gloo/gloo/transport/tcp/pair.cc:538] Read error "
         "[10.77.0.2]:31923: Connection reset by peer"
     )
     with (
         pytest.raises(errors.ProcessLostError, match="Connection reset by peer"),
-        training_processes.naming_losses(),
+        explain_lost_process(),
     ):
         raise error
 
 
 def test_what_went_wrong_here_is_not_blamed_on_others():
-    with pytest.raises(RuntimeError, match="^out of memory$"), training_processes.naming_losses():
+    with (
+        pytest.raises(RuntimeError, match="^out of memory$"),
+        explain_lost_process(),
+    ):
         raise RuntimeError("out of memory")

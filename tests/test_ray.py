@@ -15,8 +15,7 @@ import pytest
 
 from kdpkit._internal import child_processes
 from kdpkit.checkpoints import CheckpointDirectory
-from tests.processes import wait_for_file
-from tests.test_workers import ROOT
+from tests.processes import ROOT, wait_for_file
 
 pytestmark = [
     pytest.mark.slow,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kdpkit.checkpoints import CheckpointDirectory
-from tests.test_workers import ROOT
+from tests.processes import ROOT
 
 NAMESPACES = ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child"]
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "unshare", "nsenter", "ip")

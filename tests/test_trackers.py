@@ -14,8 +14,7 @@ import sys
 import pytest
 
 import kdpkit
-from tests.processes import SOON
-from tests.test_workers import Workers
+from tests.processes import SOON, with_tf_config
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 MISSING = [name for name in ("mlflow", "wandb") if importlib.util.find_spec(name) is None]
@@ -113,11 +112,9 @@ def test_only_the_first_of_two_processes_logs(tmp_path):
     ways = ("fit", "loop", "WandbMetricsLogger")
     runs = tmp_path / "runs"
     command = ("-m", "tests.tracker_process", "train", runs, "multi_worker", *ways)
-    with Workers(2, *command, directory=tmp_path) as workers:
-        codes = workers.end(SOON)
-        shown = [workers.shown(index) for index in range(2)]
-    assert codes == {0: 0, 1: 0}, shown
-    first, second = map(result_of, shown)
+    with with_tf_config(*command) as workers:
+        assert workers.end(SOON) == [0, 0], workers.shown
+    first, second = map(result_of, workers.shown)
     assert first["fit"]["loss"] == second["fit"]["loss"]
     check_all(runs, first)
 
@@ -126,10 +123,8 @@ def test_only_the_first_of_two_processes_logs(tmp_path):
 def test_a_run_that_loses_a_process_is_logged_as_failed(tmp_path):
     runs = tmp_path / "runs"
     command = ("-m", "tests.tracker_process", "train", runs, "multi_worker", "killed")
-    with Workers(2, *command, directory=tmp_path) as workers:
-        codes = workers.end(SOON)
-        shown = workers.shown(0)
-    assert codes == {0: 43, 1: -signal.SIGKILL}, shown
+    with with_tf_config(*command) as workers:
+        assert workers.end(SOON) == [43, -signal.SIGKILL], workers.shown
     (in_wandb,), (in_mlflow,), _ = program("read", str(runs))["killed"].values()
     assert in_wandb["exit"] == 1
     assert in_mlflow["status"] == "FAILED"

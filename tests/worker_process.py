@@ -2,7 +2,6 @@
 
     TF_CONFIG=... python -m tests.worker_process DIRECTORY DEVICES
     python -m tests.worker_process starts | late | uneven | lost
-    python -m tests.worker_process resumes DIRECTORY DEEDS
 
 It prints what came out as one line of JSON, and then trains until it is ended. The test process
 calls the same functions on one device.
@@ -24,7 +23,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import callbacks, experiment, pipelines, strategies, testing
+from kdpkit import callbacks, experiment, strategies, testing
 from kdpkit._internal import processes
 from kdpkit.training import TrainingLoop, replica_exact
 
@@ -167,11 +166,7 @@ def disagreements(strategy):
     ways = {
         "policy": lambda: model.evaluate(off, verbose=0),
         "order, fit": lambda: model.fit(own_order, verbose=0),
-        "order, loop": lambda: loop.fit(own_order, epochs=1, verbose=0),
-        "order, predict": lambda: loop.predict(own_order, verbose=0),
         "length, fit": lambda: model.fit(own_length, verbose=0),
-        "length, loop": lambda: loop.evaluate(own_length, verbose=0),
-        "end, fit": lambda: model.fit(of_unknown_length(3 + index), verbose=0),
         "end, loop": lambda: loop.fit(of_unknown_length(3 + index), epochs=1, verbose=0),
     }
     outside = replica_exact(testing_model(strategy))
@@ -226,57 +221,6 @@ def failed_start(*addresses, index=0):
     return sentence_of(lambda: strategies.select_strategy("multi_worker", start_timeout_seconds=2))
 
 
-class Doing(keras.callbacks.Callback):
-    """Sends this process a signal before a step, once in all lives of a run.
-
-    Args:
-        directory: Remembers what was done.
-        deeds: Numbers of signals by `"process step"`.
-    """
-
-    def __init__(self, directory, deeds):
-        super().__init__()
-        self.directory = directory
-        self.deeds = deeds
-
-    def on_train_batch_begin(self, batch, logs=None):
-        deed = f"{processes.index()} {int(self.model.optimizer.iterations.numpy())}"
-        done = self.directory / deed
-        if deed in self.deeds and not done.exists():
-            done.touch()
-            os.kill(os.getpid(), self.deeds[deed])
-
-
-def resumed(strategy, directory, deeds):
-    """Train with `fit` and a loop, both of which go on where they were; return the weights."""
-    x, y, _ = toy_data()
-
-    def data():
-        return pipelines.train_pipeline(
-            tf.data.Dataset.from_tensor_slices((x, y)),
-            pipelines.PipelineConfig(seed=3, remainder="keep"),
-            global_batch_size=8,
-        )
-
-    def watching(way):
-        (directory / way).mkdir(parents=True, exist_ok=True)
-        resume = callbacks.Resume(directory / way / "state", save_freq=2)
-        return resume, [Doing(directory / way, deeds.get(way, {})), resume]
-
-    model = replica_exact(model_of(strategy))
-    with strategy.scope():
-        model.compile(keras.optimizers.Adam(0.01), crossentropy(), metrics=["accuracy"])
-    resume, watch = watching("fit")
-    history = model.fit(
-        resume.track(data()), epochs=4, shuffle=False, callbacks=watch, verbose=0
-    ).history
-    looped = model_of(strategy)
-    loop = TrainingLoop(looped, optimizer="adam", loss=crossentropy(), strategy=strategy)
-    resume, watch = watching("loop")
-    loop.fit(resume.track(data()), epochs=3, callbacks=watch, verbose=0)
-    return {"history": history, "fit": weights_of(model), "loop": weights_of(looped)}
-
-
 def train_until_ended(strategy):
     model = replica_exact(testing_model(strategy))
     model.compile("sgd", crossentropy())
@@ -299,11 +243,6 @@ def main():
         return
     if sys.argv[1] == "late":
         strategies.select_strategy("multi_worker", start_timeout_seconds=2)
-    if sys.argv[1] == "resumes":
-        strategy = strategies.select_strategy("multi_worker", communication="ring")
-        found = resumed(strategy, pathlib.Path(sys.argv[2]), json.loads(sys.argv[3]))
-        print(json.dumps(found, default=float), flush=True)
-        return
     directory, devices = pathlib.Path(sys.argv[1]), int(sys.argv[2])
     strategies.split_device("CPU", devices)
     strategy = strategies.select_strategy("multi_worker", communication="ring")

@@ -1,1 +1,23 @@
-"""What the parts of kdpkit have in common and users never import."""
+"""What several parts of kdpkit share and users never import; in this file, lazy names."""
+
+import importlib
+from collections.abc import Callable, Mapping
+
+
+def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callable]:
+    """Return a package's `__getattr__` and `__dir__`, which import a name on first use (PEP 562).
+
+    Args:
+        package: Its `__name__`.
+        homes: The module inside of it that each public name comes from.
+    """
+
+    def __getattr__(name: str) -> object:  # noqa: N807 the package's own
+        if name in homes:
+            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    def __dir__() -> list[str]:  # noqa: N807 the package's own
+        return sorted(homes)
+
+    return __getattr__, __dir__

@@ -1,4 +1,4 @@
-"""The one home of argument checks and the sentences they raise.
+"""Checks of arguments, and the sentences of errors: what is raised, and what another error reports.
 
 A message names the argument, shows the value received and suggests a fix. Every check returns the
 value it accepted, in the plain Python type that the caller goes on with.
@@ -8,12 +8,23 @@ import contextlib
 import math
 import operator
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from kdpkit import errors
 
 _T = TypeVar("_T")
+
+# TensorFlow's names of nodes and operations; Keras' bold letters, and the arguments that it lists.
+_ADDED = re.compile(
+    r"\{\{.*?\}\}\s*|\s*\[Op:.*|\x1b\[\d*m|\(\d+\) [A-Z_]+:\s+|\nArguments received by [\s\S]*"
+)
+# Lines that say where something was called, before the one that says what went wrong.
+_WHERE = re.compile(
+    r"Graph execution error|Detected at|<stack|in user code:|\s*File \"| ?\t| {8}"
+    r"|Exception encountered when calling|\d+ root error"
+)
 
 
 def fail(problem: str, *, remedy: str = "", **received: object) -> NoReturn:
@@ -136,3 +147,25 @@ def global_batch(global_batch_size: object, replicas: object) -> tuple[int, int]
 def fail_for_file(problem: str, path: str | os.PathLike[str], *, remedy: str = "") -> NoReturn:
     """Raise a `FileInputError` about the file at `path`."""
     raise errors.FileInputError(f"{problem}: {os.fspath(path)}.{' ' + remedy if remedy else ''}")
+
+
+def first_line(error: object) -> str:
+    r"""Return the first line that reports what went wrong, without its full stop.
+
+    Where TensorFlow and Keras begin with where it happened, that is left out, as are the names of
+    graph nodes.
+
+    >>> first_line(ValueError("\nNo data.\nAnd more."))
+    'No data'
+    >>> first_line('in user code:\n\n    File "a.py", line 1, in f\n        g()\n\n    No data.')
+    'No data'
+    >>> first_line(KeyError())
+    'KeyError'
+
+    Args:
+        error: An error, or its message, which must not be empty then.
+    """
+    lines = [line for line in _ADDED.sub("", str(error)).splitlines() if line.strip()]
+    reports = [line for line in lines if not _WHERE.match(line)]
+    text = (reports or lines or [type(error).__name__])[0]
+    return text.strip().rstrip(".")

@@ -2,7 +2,7 @@
 
 Each child leads a process group of its own, so that signals reach what it starts, and has a mark in
 its environment, by which those who left the group are found too (on Linux, in /proc). A guard,
-which is this file run as a program, waits for the end of a pipe that the launcher alone holds:
+which is this file run as a program, waits for the end of a pipe that only the launcher holds:
 however the launcher ends, the guard then ends all that bear the mark.
 """
 
@@ -47,7 +47,6 @@ class Child:
     ) -> None:
         self.mark = mark
         self.ended_at: float | None = None
-        self._on_bytes, self._on_end = on_bytes, on_end
         self._process = subprocess.Popen(  # noqa: S603 the caller's command is what is asked for
             command,
             env={**environment, MARK: environment.get(MARK, "") + mark},
@@ -57,18 +56,15 @@ class Child:
             start_new_session=True,
         )
         self.started_at = time.monotonic()
-        threading.Thread(target=self._watch, daemon=True).start()
+        self.group = self._process.pid  # the number of its process group
+        threading.Thread(target=self._watch, args=(on_bytes, on_end), daemon=True).start()
 
     @property
-    def group(self) -> int:
-        """The number of its process group."""
-        return self._process.pid
-
-    @property
-    def exit_code(self) -> int | None:
+    def exit_code(self) -> int:
         """As a shell gives it: 128 and the signal for one that a signal ended."""
         code = self._process.returncode
-        return code if code is None or code >= 0 else 128 - code
+        code = -signal.SIGKILL if code is None else code  # the kernel has not finished
+        return code if code >= 0 else 128 - code
 
     def send(self, number: int) -> None:
         """Send a signal to it and to all of its group; nothing if it has ended."""
@@ -76,10 +72,16 @@ class Child:
             _signal([-self.group], number)
             _signal([-self.group], signal.SIGCONT)  # one that is stopped waits for it to act
 
-    def _watch(self) -> None:
+    def _watch(self, on_bytes: Callable[[bytes, str], None], on_end: Callable[[], None]) -> None:
+        def read(stream: IO[bytes], name: str) -> None:
+            with stream:
+                while data := os.read(stream.fileno(), 1 << 16):
+                    on_bytes(data, name)
+            on_bytes(b"", name)
+
         streams = {"stdout": self._process.stdout, "stderr": self._process.stderr}
         readers = [
-            threading.Thread(target=self._read, args=(stream, name), daemon=True)
+            threading.Thread(target=read, args=(stream, name), daemon=True)
             for name, stream in streams.items()
         ]
         for reader in readers:
@@ -88,13 +90,7 @@ class Child:
         self.ended_at = time.monotonic()
         for reader in readers:  # what it started may hold its pipes longer
             reader.join(max(0.0, self.ended_at + _DRAIN_SECONDS - time.monotonic()))
-        self._on_end()
-
-    def _read(self, stream: IO[bytes], name: str) -> None:
-        with stream:
-            while data := os.read(stream.fileno(), 1 << 16):
-                self._on_bytes(data, name)
-        self._on_bytes(b"", name)
+        on_end()
 
 
 class Guard:
@@ -115,7 +111,6 @@ class Guard:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._input = cast(IO[bytes], self._process.stdin)
 
     def __enter__(self) -> Self:
         return self
@@ -137,21 +132,21 @@ class Guard:
         self._send(f"-{child.group}\n")
 
     def _send(self, line: str) -> None:
+        pipe = cast(IO[bytes], self._process.stdin)
         with contextlib.suppress(BrokenPipeError):
-            self._input.write(line.encode())
-            self._input.flush()
+            pipe.write(line.encode())
+            pipe.flush()
 
 
 def marked(mark: str) -> list[int]:
     """Find the processes that bear a mark; none where there is no /proc."""
-    wanted = mark.encode()
     found = []
     for entry in _PROC.iterdir() if _PROC.is_dir() else ():
-        if entry.name.isdecimal():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if wanted in (entry / "environ").read_bytes():
+                if mark.encode() in (entry / "environ").read_bytes():
                     found.append(int(entry.name))
-    return [number for number in found if number != os.getpid()]
+    return found
 
 
 def end_marked(

@@ -1,9 +1,7 @@
-"""This process among those that train together, on JAX or TensorFlow.
+"""This process among those that train together: its index, what all have in common, lost ones.
 
-JAX has three ways to leave a user without an answer: it hangs where processes disagree about what
-comes next, it waits at the exit for others that wait for it, and it aborts when the first process
-is gone. Here the first is checked, the second cut short, and the third explained. TensorFlow
-notices after some seconds that a process is gone, which here becomes one sentence.
+JAX hangs where processes disagree about what comes next, so that is checked. That a process is gone
+becomes one sentence. How they join is in `kdpkit/cluster`.
 """
 
 import atexit
@@ -11,17 +9,16 @@ import contextlib
 import itertools
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import IO, TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import keras
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import checks, error_text, listening, reachability, versions
+from kdpkit._internal import checks
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -30,14 +27,7 @@ if TYPE_CHECKING:
 # What JAX and its transport report when another process is gone.
 _SIGNS = ("connection closed by peer", "connection reset", "broken pipe", "heartbeat", "gloo")
 _DIFFERS = "is not the same on each process"  # JAX, of what it places on all devices
-GO_ON = "Start all processes again; they go on from the last state that was saved."
-# Runs as a process of its own, and prints the last line of its input when the writer has ended.
-_LAST_WORDS = """
-import sys
-line = ""
-for line in sys.stdin: pass
-sys.stderr.write(line and "\\n" + line)
-"""
+GO_ON = "Start all processes again; they resume from the last state that was saved."
 
 
 def count() -> int:
@@ -143,171 +133,16 @@ def reached_preemption() -> bool:
     return bool(multihost_utils.reached_preemption_sync_point(next(_questions)))
 
 
-# Joining and leaving.
+# Leaving.
 
 
-def join_processes(
-    coordinator: str,
-    *,
-    process_count: int,
-    process_index: int,
-    heartbeat_timeout_seconds: int = 10,
-    start_timeout_seconds: int = 120,
-) -> None:
-    """Make this process one of several that train together, on one machine or many.
-
-    Every process runs the same program and calls this first, before anything computes on JAX. Then
-    `kdpkit.sharding.data_mesh()` spans the devices of all, and each gives its own examples of every
-    batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed, the
-    others end too, with an error that names the cause.
-
-    With the coordinator at `localhost` or a loopback address, the processes listen there alone, and
-    no other machine can connect.
-
-    Args:
-        coordinator: `"host:port"` at which the first process can be reached, the same everywhere.
-        process_count: Processes in all.
-        process_index: Which one this is, from 0.
-        heartbeat_timeout_seconds: After so long without a sign of life a process counts as lost,
-            and the others end; JAX itself waits 100 seconds.
-        start_timeout_seconds: How long to wait for the others to start.
-
-    Raises:
-        ValueError: Another backend, an address without a port, an index that is too large, a port
-            that another program has, a process that does not come, or one that has joined or
-            computed already.
-    """
-    if keras.backend.backend() != "jax":
-        checks.fail(
-            "Processes join like this on JAX.",
-            backend=keras.backend.backend(),
-            remedy="Run with KERAS_BACKEND=jax.",
-        )
-    checks.address("coordinator", coordinator)
-    processes = checks.integer("process_count", process_count)
-    this = checks.integer("process_index", process_index, minimum=0)
-    if this >= processes:
-        checks.fail(
-            "`process_index` must be less than `process_count`; the first process is 0.",
-            process_index=this,
-            process_count=processes,
-        )
-    heartbeat = checks.integer("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
-    start_timeout = checks.integer("start_timeout_seconds", start_timeout_seconds)
-    versions.check_processes_are_supported()
-    _join(coordinator, processes, this, heartbeat, start_timeout)
-
-
-def _join(coordinator: str, processes: int, this: int, heartbeat: int, start_timeout: int) -> None:
-    import jax
-
-    if jax.distributed.is_initialized():
-        checks.fail("This process has joined others already.", coordinator=coordinator)
-    check_port(coordinator, is_own=this == 0)
-    is_local = listening.are_loopback([coordinator])
-    if is_local:
-        versions.let_gloo_listen_at("localhost")
-    last_words = _LastWords()
-    last_words.become(
-        f"Process {this} of {processes} waited {start_timeout} seconds for others that did "
-        f"not come to {coordinator}. Check that all were started, with one address that all can "
-        "reach."
-    )
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            num_processes=processes,
-            process_id=this,
-            heartbeat_timeout_seconds=heartbeat,
-            initialization_timeout=start_timeout,
-            coordinator_bind_address=coordinator if is_local else None,
-        )
-    except RuntimeError as error:
-        last_words.cancel()
-        raise errors.InputError(
-            f"Process {this} of {processes} could not join the others at {coordinator} "
-            f"({error_text.first_line(error)}). Check that all were started, with one address, and "
-            "that nothing computes on JAX before they join."
-        ) from error
-    other = "the first process, which all others need," if this else "another process"
-    last_words.become(
-        f"Process {this} of {processes} was ended from outside, or {other} is gone: its output has "
-        f"the reason. {GO_ON}"
-    )
-    _leave_without_waiting_after_errors(last_words)
-
-
-def check_port(first: str, *, is_own: bool) -> None:
-    """Raise if another program has the port of the first process, in this process or another."""
-    port = checks.address("address", first)[1]
-    reason = listening.problem(port) if is_own else None
-    if reason or (not is_own and reachability.is_another_program(first)):
-        checks.fail(
-            f"The first process cannot listen at port {port}"
-            + (f" ({reason})." if reason else ", where another program does."),
-            address=first,
-            remedy="Set another port for all processes, or stop the program that has this one.",
-        )
-
-
-class _LastWords:
-    """What is printed if this process ends in a way that lets it print nothing itself."""
-
-    def __init__(self) -> None:
-        self._watcher = subprocess.Popen(  # noqa: S603 a fixed command
-            [sys.executable, "-S", "-c", _LAST_WORDS],
-            stdin=subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is not for it
-        )
-        self._input = cast(IO[bytes], self._watcher.stdin)
-
-    def become(self, sentence: str) -> None:
-        """Print this from now on."""
-        with contextlib.suppress(BrokenPipeError):
-            self._input.write(sentence.encode() + b"\n")
-            self._input.flush()
-
-    def cancel(self) -> None:
-        """Print nothing: this process ends in order."""
-        self._watcher.kill()
-        self._watcher.communicate()
-
-
-@contextlib.contextmanager
-def last_words(sentence: str) -> Iterator[None]:
-    """Have a sentence printed if this process ends meanwhile with no chance to print it itself."""
-    words = _LastWords()
-    words.become(sentence)
-    try:
-        yield
-    finally:
-        words.cancel()
-
-
-def _leave_without_waiting_after_errors(last_words: _LastWords) -> None:
-    """Let this process end without a wait for others if it failed, and never without a word."""
-    hook = sys.excepthook
-
-    def note(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        leave_without_waiting(1)
-        hook(kind, error, trace)
-
-    def at_exit() -> None:
-        last_words.cancel()
-        leave()
-
-    sys.excepthook = note
-    atexit.register(at_exit)  # runs before JAX's own, which waits for the others
-    name_losses_at_exit()
-
-
-def name_losses_at_exit() -> None:
+def explain_lost_process_at_exit() -> None:
     """Let a program that a lost process ended anywhere, not in training alone, report that."""
     hook = sys.excepthook
 
     def name(_: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         try:
-            with naming_losses():
+            with explain_lost_process():
                 raise error
         except BaseException as named:
             hook(type(named), named, trace)
@@ -335,7 +170,7 @@ def leave() -> None:
 
 
 @contextlib.contextmanager
-def naming_losses() -> Iterator[None]:
+def explain_lost_process() -> Iterator[None]:
     """Report in one sentence that another process is gone, in place of a transport's error.
 
     So it reports values of JAX that differ between the processes.
@@ -373,11 +208,11 @@ def _sign_of_loss(error: Exception) -> str:
         silent = re.findall(r"^/job:(\w+)/replica:0/task:(\d+)$", message, re.MULTILINE)
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
-        return error_text.first_line(message.partition(aborted)[2] or error)
+        return checks.first_line(message.partition(aborted)[2] or error)
     is_of_gloo = message.startswith("UNKNOWN: Gloo ")  # without a status, JAX raises a ValueError
     of_jax = is_of_gloo or (isinstance(error, RuntimeError) and _has_joined())
     is_loss = of_jax and any(sign in message.lower() for sign in _SIGNS)
-    return error_text.first_line(error) if is_loss else ""
+    return checks.first_line(error) if is_loss else ""
 
 
 def _has_joined() -> bool:

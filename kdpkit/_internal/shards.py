@@ -1,7 +1,7 @@
-"""Variables that are cut over the devices of a mesh, each of which holds a part (ZeRO, FSDP).
+"""Variables that are sharded over the devices of a mesh (ZeRO, FSDP).
 
-Where a variable is cut follows from its shape alone: layouts by name go wrong in silence when a
-model names its layers otherwise (keras-team/keras-hub#2806).
+Along which axis follows from the shape only: layouts by name go wrong in silence when a model
+names its layers otherwise (keras-team/keras-hub#2806).
 """
 
 import functools
@@ -20,37 +20,37 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from kdpkit._internal import versions
 
 KINDS = ("none", "optimizer", "weights")
-SMALL = 4096  # elements; a variable of fewer stays whole, which spares a collective
+SMALL = 4096  # elements; a variable of fewer is replicated, which spares a collective
 
 # What a program does with a weight before it computes with it, cheaper to do again than to keep.
 _PREPARES = ("sharding_constraint", "convert_element_type", "transpose", "reshape")
 
 
 class Shards(NamedTuple):
-    """What is cut over the devices of a mesh: one of `KINDS`."""
+    """What is sharded over the devices of a mesh: one of `KINDS`."""
 
     kind: str
     mesh: Mesh
 
     def of_weight(self, shape: Sequence[int]) -> NamedSharding:
-        return self._cut(shape) if self.kind == "weights" else _everywhere(self.mesh)
+        return self._sharded(shape) if self.kind == "weights" else _everywhere(self.mesh)
 
     def of_optimizer(self, shape: Sequence[int]) -> NamedSharding:
-        return _everywhere(self.mesh) if self.kind == "none" else self._cut(shape)
+        return _everywhere(self.mesh) if self.kind == "none" else self._sharded(shape)
 
-    def whole(self, weight: jax.Array) -> jax.Array:
-        """Put a cut weight together for use, in a program; left alone, XLA may gather activations.
+    def gathered(self, weight: jax.Array) -> jax.Array:
+        """Gather a sharded weight for use, in a program; otherwise XLA may gather activations.
 
-        The transposed constraints, in the other order, cut its gradient.
+        The transposed constraints, in the other order, shard its gradient.
         """
-        cut = self.of_weight(weight.shape)
-        if cut.is_fully_replicated:
+        sharded = self.of_weight(weight.shape)
+        if sharded.is_fully_replicated:
             return weight
         constrain = jax.lax.with_sharding_constraint
-        return constrain(constrain(weight, cut), _everywhere(self.mesh))
+        return constrain(constrain(weight, sharded), _everywhere(self.mesh))
 
     def gathering_again(self, function: Callable) -> Callable:
-        """Let the gradient of a function of weights put them together again, not keep them whole.
+        """Let the gradient of a function of weights gather them again, not keep them complete.
 
         Everything else is kept as without; layers' outputs are not computed twice.
         """
@@ -63,8 +63,8 @@ class Shards(NamedTuple):
 
         return jax.checkpoint(function, policy=is_kept)
 
-    def _cut(self, shape: Sequence[int]) -> NamedSharding:
-        """Cut the largest axis that the devices divide; small variables and others stay whole."""
+    def _sharded(self, shape: Sequence[int]) -> NamedSharding:
+        """Shard the largest axis that the devices divide; replicate small variables and others."""
         if self.mesh.size == 1 or math.prod(shape) < SMALL:
             return _everywhere(self.mesh)
         axes = [axis for axis, size in enumerate(shape) if size % self.mesh.size == 0]
@@ -84,14 +84,14 @@ def _everywhere(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def let_keras_cut() -> None:
-    """Let Keras' optimizers make cut variables, and its models use cut weights, if asked for.
+def let_keras_shard() -> None:
+    """Let Keras' optimizers make sharded variables, and its models use sharded weights.
 
     Keras has no other place for it: an optimizer's variable takes the layout of its weight, and XLA
     chooses what it gathers and keeps. The methods stay as they are under any other distribution.
     """
-    _wrap(keras.optimizers.Optimizer, "add_variable", "layout", _adding_cut)
-    _wrap(keras.Layer, "stateless_call", "non_trainable_variables", _putting_together)
+    _wrap(keras.optimizers.Optimizer, "add_variable", "layout", _adding_sharded)
+    _wrap(keras.Layer, "stateless_call", "non_trainable_variables", _gathering_weights)
     _wrap(keras.Model, "compute_loss_and_updates", "optimizer_variables", _gathering_again)
 
 
@@ -106,7 +106,7 @@ def _wrap(of: type, name: str, argument: str, wrapper: Callable) -> None:
     setattr(of, name, wrapped)
 
 
-def _adding_cut(add_variable: Callable) -> Callable:
+def _adding_sharded(add_variable: Callable) -> Callable:
     def add(optimizer: keras.optimizers.Optimizer, shape: Any, *args: Any, **settings: Any) -> Any:
         distribution = keras.distribution.distribution()
         if shards := _of(distribution):
@@ -116,7 +116,7 @@ def _adding_cut(add_variable: Callable) -> Callable:
     return add
 
 
-def _putting_together(stateless_call: Callable) -> Callable:
+def _gathering_weights(stateless_call: Callable) -> Callable:
     def call(
         layer: keras.Layer,
         trainable_variables: Any,
@@ -125,8 +125,8 @@ def _putting_together(stateless_call: Callable) -> Callable:
         **settings: Any,
     ) -> Any:
         if shards := _of(keras.distribution.distribution()):
-            trainable_variables = [*map(shards.whole, trainable_variables)]
-            non_trainable_variables = [*map(shards.whole, non_trainable_variables)]
+            trainable_variables = [*map(shards.gathered, trainable_variables)]
+            non_trainable_variables = [*map(shards.gathered, non_trainable_variables)]
         return stateless_call(
             layer, trainable_variables, non_trainable_variables, *args, **settings
         )
@@ -163,7 +163,7 @@ def whole_on_host(value: jax.Array) -> np.ndarray:
 
 
 class Gathered:
-    """The value of a variable while a model is saved: put together when it is read."""
+    """The value of a variable while a model is saved: gathered when it is read."""
 
     def __init__(self, value: jax.Array) -> None:
         self._value = value
@@ -176,7 +176,7 @@ class Gathered:
 
 
 def of(strategy: Any, mesh: Mesh) -> Shards:
-    """Return what a strategy cuts; nothing if it is a mesh or a distribution of Keras."""
+    """Return what a strategy shards; nothing if it is a mesh or a distribution of Keras."""
     strategy = keras.distribution.distribution() if strategy is None else strategy
     return _of(strategy) or Shards("none", mesh)
 

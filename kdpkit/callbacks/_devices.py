@@ -15,7 +15,7 @@ from typing import Any
 
 import keras
 
-from kdpkit._internal import checks, cpu_threads, processes
+from kdpkit._internal import checks, machine, processes
 
 Source = Callable[[], Mapping[str, float]]
 
@@ -311,7 +311,7 @@ def _sources() -> Iterator[Source]:
 def _host() -> Source:
     import psutil
 
-    process, cores = psutil.Process(), cpu_threads.cores()
+    process, cores = psutil.Process(), machine.cores()
 
     def host() -> dict[str, float]:
         memory = psutil.virtual_memory()

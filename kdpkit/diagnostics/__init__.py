@@ -10,7 +10,7 @@ loads none.
 
 from typing import TYPE_CHECKING
 
-from kdpkit._internal import lazy
+from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
     from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
@@ -56,4 +56,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a checker then reports names that there are not
-    __getattr__, __dir__ = lazy.names(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -7,7 +7,7 @@ import platform
 from pathlib import Path
 from typing import Any
 
-from kdpkit._internal import cpu_threads, tpu_host
+from kdpkit._internal import machine
 
 _GIB = 2**30
 _CPU_FILE = Path("/proc/cpuinfo")
@@ -55,11 +55,11 @@ def look() -> Machine:
     memory = memory_bytes()
     return Machine(
         cpu=_cpu(),
-        cores=cpu_threads.cores(),
+        cores=machine.cores(),
         cores_present=os.cpu_count() or 1,
         cores_limit=cores_limit(),
         memory_gib=round(memory / _GIB, 1) if memory else None,
-        tpu_chips=tpu_host.chips(),
+        tpu_chips=machine.chips(),
         **_of_nvml(),
     )
 

@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from kdpkit._internal import check_results, error_text
+from kdpkit._internal import check_results, checks
 
 _ASCII = dict.fromkeys(range(0x2801, 0x2900), "*") | {0x2800: " "}  # of braille
 _LONGEST_REASON = 300  # characters
@@ -66,7 +66,7 @@ def reason_of(error: BaseException) -> str:
     'ValueError: no data'
     """
     kind = type(error).__name__
-    line = error_text.first_line(error).removeprefix(f"{kind}: ")
+    line = checks.first_line(error).removeprefix(f"{kind}: ")
     line = textwrap.shorten(line, _LONGEST_REASON, placeholder="...")
     return kind if line == kind else f"{kind}: {line}"
 

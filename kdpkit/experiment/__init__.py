@@ -21,13 +21,13 @@ A recipe looks like this:
 
 from kdpkit._internal.atomic_files import fetched as reading
 from kdpkit._internal.atomic_files import replacing as writing
-from kdpkit._internal.precision import PRECISIONS, set_precision
 from kdpkit._internal.prepared_data import prepared
 from kdpkit._internal.presets import from_preset
 from kdpkit._internal.result_figures import plot_results
 from kdpkit._internal.storage import path
 from kdpkit.errors import InputError
 from kdpkit.experiment._flags import argument_parser, count, positive_integer, positive_number
+from kdpkit.experiment._precision import PRECISIONS, set_precision
 from kdpkit.experiment._program import (
     collect,
     quick_imports,

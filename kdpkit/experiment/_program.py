@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import checks, framework_messages, garbage_collection, storage
+from kdpkit._internal import checks, garbage_collection, storage
+from kdpkit.experiment import _framework_messages
 
 if TYPE_CHECKING:
     import keras
@@ -54,7 +55,7 @@ def quick_imports() -> Iterator[None]:
     is_quick = "keras" not in sys.modules
     try:
         quickly = garbage_collection.uncollected() if is_quick else contextlib.nullcontext()
-        with framework_messages.hidden(), quickly:
+        with _framework_messages.hidden(), quickly:
             yield
     except ModuleNotFoundError as error:
         if error.name not in _EXTRAS:
@@ -175,7 +176,7 @@ def run(main: Callable[[], Any]) -> None:
     from kdpkit._internal import processes
 
     try:
-        with processes.naming_losses():
+        with processes.explain_lost_process():
             main()
         return
     except errors.InputError as error:

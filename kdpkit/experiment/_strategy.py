@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import kdpkit
 from kdpkit import errors, scaling
-from kdpkit._internal import checks, cpu_threads, framework_messages
+from kdpkit._internal import checks, machine
+from kdpkit.experiment import _framework_messages
 
 if TYPE_CHECKING:
     import tensorflow as tf
@@ -93,8 +94,7 @@ def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan
 
 def describe(strategy: Strategy) -> str:
     """Describe a TensorFlow or JAX strategy in one line."""
-    module = kdpkit.strategies if _backend() == "tensorflow" else kdpkit.sharding
-    return str(module.describe(strategy))
+    return kdpkit.strategies.describe(strategy) if _backend() == "tensorflow" else str(strategy)
 
 
 def _backend() -> str:
@@ -107,7 +107,7 @@ def _find_devices() -> None:
     """Have TensorFlow look for GPUs, which it says much about where there are none."""
     import tensorflow as tf
 
-    with framework_messages.hidden():
+    with _framework_messages.hidden():
         tf.config.list_physical_devices()
 
 
@@ -136,7 +136,7 @@ def _data_parallel(kind: str, replicas: int | None, shard: Any) -> "sharding.Dat
     import keras
 
     from kdpkit import sharding
-    from kdpkit._internal import unjoined_processes
+    from kdpkit.cluster import _joining
 
     if kind not in ("auto", "one", "mirrored", "tpu"):
         checks.fail(
@@ -148,9 +148,9 @@ def _data_parallel(kind: str, replicas: int | None, shard: Any) -> "sharding.Dat
     if replicas and not asked:
         with contextlib.suppress(RuntimeError):  # JAX has already started, with its devices
             jax.config.update("jax_num_cpu_devices", replicas)
-    cpu_threads.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
+    machine.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
     # Only now: it starts JAX, whose devices are fixed then.
-    unjoined_processes.reject("Use `recipes/cnn_jax.py`, which joins them, or start one.")
+    _joining.require_joined("Use `recipes/cnn_jax.py`, which joins them, or start one.")
     if kind == "tpu":
         sharding.tpu_devices()  # raises if there are none
     if kind == "auto" and not replicas:

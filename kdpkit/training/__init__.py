@@ -9,7 +9,7 @@ use.
 
 from typing import TYPE_CHECKING
 
-from kdpkit._internal import lazy
+from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
     from kdpkit.training._exact import replica_exact
@@ -43,4 +43,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a checker then reports names that there are not
-    __getattr__, __dir__ = lazy.names(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_names(__name__, _HOMES)

@@ -7,8 +7,8 @@ import pytest
 
 WRITTEN = """
 import os, sys
-from kdpkit._internal import framework_messages
-with framework_messages.hidden():
+from kdpkit.experiment import _framework_messages
+with _framework_messages.hidden():
     os.write(2, b"I0000 00:00:1.5 1 port.cc:153] oneDNN custom operations are on.\\n")
     os.write(2, b"E0000 00:00:1.5 1 a.cc:1] an error\\n")
     print("a line of Python", file=sys.stderr)

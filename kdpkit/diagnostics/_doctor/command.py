@@ -7,7 +7,8 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from kdpkit._internal import checks, require_keras
+from kdpkit._internal import checks
+from kdpkit.diagnostics import _require_keras
 
 if TYPE_CHECKING:
     from kdpkit.diagnostics._script import Training
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from kdpkit.diagnostics import _target, _text
 
     def check(training: "Training") -> Any:
-        require_keras.require()
+        _require_keras.require()
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         given = {field: getattr(training, field) for field in _OF_TRAINING[name]}

@@ -2,7 +2,7 @@
 
 import argparse
 
-from kdpkit._internal import progress
+from kdpkit.diagnostics._env import progress
 
 HELP = "versions, devices and settings of this machine, and what is wrong"
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kdpkit._internal import garbage_collection, tpu_host
+from kdpkit._internal import garbage_collection, machine
 from kdpkit.diagnostics import _child_program
 from kdpkit.diagnostics._child_program import CANNOT, WORKS
 
@@ -92,7 +92,7 @@ def _programs(
         yield _launched("multi_worker", gpus // 2, "--workers", "2")
         servers = ("--workers", "1", "--parameter-servers", "1")
         yield _launched("parameter_server", min(gpus, 1), *servers)
-        if tpu_host.address(None) is not None:
+        if machine.address(None) is not None:
             yield "tpu", [_CHILD, "tpu"], {}
     if "jax" in devices:
         yield "jax", [_CHILD, "jax"], {}

@@ -2,7 +2,8 @@
 
 import argparse
 
-from kdpkit._internal import checks, cpu_threads, require_keras
+from kdpkit._internal import checks, machine
+from kdpkit.diagnostics import _require_keras
 
 HELP = "work out batches, steps, learning rates or memory of a run on several replicas"
 _REQUIRED = ("examples", "per_replica_batch_size", "base_learning_rate")
@@ -89,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         checks.fail(f"`kdpkit plan` needs {flags}, or --memory. See `kdpkit plan --help`.")
     if args.plot or args.shape != "constant" or args.warmup_steps or args.warmup_epochs:
-        require_keras.require()
+        _require_keras.require()
     from kdpkit.diagnostics import _text
     from kdpkit.diagnostics._plan import plan_text, training_plan
 
@@ -118,11 +119,11 @@ def _run_memory(args: argparse.Namespace) -> int:
             remedy="Write `kdpkit plan --memory 16GiB train.py:make --replicas 8`.",
         )
     (replicas,) = args.replicas
-    cpu_threads.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
+    machine.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
     from kdpkit.diagnostics import _target, _text
 
     with _target.named(target, makes=lambda _: False) as make:
-        require_keras.require()
+        _require_keras.require()
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         plan = diagnostics.plan_memory(make, memory=memory, replicas=replicas)

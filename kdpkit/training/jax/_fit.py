@@ -85,7 +85,7 @@ def _splitting(step: Callable, mesh: Mesh) -> Callable:
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
-        return step(state, sharding.split_rows(data, mesh))
+        return step(state, sharding.split_examples(data, mesh))
 
     split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split
@@ -162,7 +162,7 @@ def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
         variables += model.metrics_variables
         before = [(variable, variable._value) for variable in variables]
         try:
-            with processes.naming_losses():
+            with processes.explain_lost_process():
                 return method(*args, **kwargs)
         except BaseException:
             model.jax_state_sync()  # as of the last step that was made

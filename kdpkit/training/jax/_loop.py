@@ -95,7 +95,7 @@ class JaxSteps(Steps):
         return contextlib.nullcontext()
 
     def guard(self) -> AbstractContextManager[Any]:
-        return processes.naming_losses()
+        return processes.explain_lost_process()
 
     # Before the first step: the data, and all variables.
 
@@ -194,7 +194,7 @@ class JaxSteps(Steps):
     # One step, over the global batch.
 
     def _train_step(self, state: State, batch: Any) -> tuple[State, Logs]:
-        batch = sharding.split_rows(batch, self.strategy)
+        batch = sharding.split_examples(batch, self.strategy)
         sums, state = self._over_micro_batches(state, batch)
 
         def finish() -> tuple[list[jax.Array], Logs]:
@@ -213,7 +213,7 @@ class JaxSteps(Steps):
         return self._variables.cut(state), logs
 
     def _test_step(self, state: State, batch: Any) -> tuple[State, Logs]:
-        batch = sharding.split_rows(batch, self.strategy)
+        batch = sharding.split_examples(batch, self.strategy)
 
         def run() -> Logs:
             _, sums = self._forward(batch, rows_of(batch), training=False)
@@ -224,7 +224,7 @@ class JaxSteps(Steps):
         return state, logs
 
     def _predict_step(self, state: State, batch: Any) -> Any:
-        batch = sharding.split_rows(batch, self.strategy)
+        batch = sharding.split_examples(batch, self.strategy)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         outputs, _ = self._variables.run(state, lambda: self.model(x, training=False))
         # On every device: at a program's border no array may be cut unevenly.
@@ -249,8 +249,8 @@ class JaxSteps(Steps):
             additional=additional,
         )
         weighted = {n: self.loop.loss.weight(n) * loss for n, loss in sums.losses.items()}
-        of_real = [weighted.pop(name) for name in sums.real]
-        parts = (sum(weighted.values(), additional), *of_real)
+        real_parts = [weighted.pop(name) for name in sums.real]
+        parts = (sum(weighted.values(), additional), *real_parts)
         if training:
             parts = tuple(map(self.model.optimizer.scale_loss, parts))
         return parts, sums

@@ -116,7 +116,7 @@ class StepMemory:
         steps._variables = Variables(strategy.shards)
         steps._variables.choose(*self._steps._variables.groups)
         mesh = steps.strategy
-        cut = sharding.replicated if self.global_batch_size % mesh.size else sharding.by_rows
+        cut = sharding.replicated if self.global_batch_size % mesh.size else sharding.by_examples
         batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, cut(mesh)), self._batch)
         return steps, steps._variables.shapes(), batch
 

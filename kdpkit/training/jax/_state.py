@@ -32,7 +32,7 @@ class _GatheringScope(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> jax.Array | None:
         value = self.kept_value(variable)
-        return value if value is None else self._shards.whole(value)
+        return value if value is None else self._shards.gathered(value)
 
     def kept_value(self, variable: keras.Variable) -> jax.Array | None:
         return super().get_current_value(variable)

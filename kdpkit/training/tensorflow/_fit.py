@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit import scaling
-from kdpkit._internal import checks, error_text, held_variables, processes, versions
+from kdpkit._internal import checks, held_variables, processes, versions
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
     _batch_norm,
@@ -418,7 +418,7 @@ def _with_other_processes(method: Callable) -> Callable:
     @functools.wraps(method)
     def shared(*args: Any, **settings: Any) -> Any:
         settings = _callbacks.settings_of_this_process(settings)
-        with processes.naming_losses():
+        with processes.explain_lost_process():
             return method(*args, **settings)
 
     return shared
@@ -452,7 +452,7 @@ def _explain_fixed_size(error: Exception, data_batch: Any) -> None:
     if "Dimensions must be equal" in str(error):
         checks.fail(
             "The model takes batches of one size, and each replica gets a part of a batch.",
-            error=error_text.first_line(error),
+            error=checks.first_line(error),
             batch=[tuple(part.shape) for part in specs],
             remedy="Let it take any number of examples, and keep no state for each of them.",
         )

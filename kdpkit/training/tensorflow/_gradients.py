@@ -63,9 +63,9 @@ def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums
     with tf.GradientTape(persistent=True) as tape:
         sums, predictions = forward(loop, step, batch, training=True)
         weighted = {name: loop.loss.weight(name) * loss for name, loss in sums.losses.items()}
-        of_real = [weighted.pop(name) for name in sums.real]
+        real_parts = [weighted.pop(name) for name in sums.real]
         rest = functools.reduce(tf.add, weighted.values(), sums.additional)
-        parts = [loop.optimizer.scale_loss(part) for part in (rest, *of_real)]
+        parts = [loop.optimizer.scale_loss(part) for part in (rest, *real_parts)]
     variables = loop.model.trainable_variables
     gradients = [_present(tape.gradient(part, variables)) for part in parts]
     # An attribute of a tensor does not pass the border of a `tf.function`.

@@ -122,7 +122,7 @@ class TensorFlowSteps(Steps):
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
         """Enter what holds while the loop runs, and explains that another process is gone."""
-        with processes.naming_losses(), _patches.installed():
+        with processes.explain_lost_process(), _patches.installed():
             yield
 
     # Before the first step: the data, and all variables.

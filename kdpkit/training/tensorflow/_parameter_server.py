@@ -21,8 +21,9 @@ import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
 
 from kdpkit import errors
-from kdpkit._internal import checks, parameter_servers, processes
+from kdpkit._internal import checks, processes
 from kdpkit._internal.private_copies import with_private_batches
+from kdpkit.strategies import _parameter_servers
 from kdpkit.training._feed import Feed
 from kdpkit.training._remat import rematerialised
 from kdpkit.training.tensorflow import _keras_internals, _patches
@@ -57,12 +58,12 @@ class ParameterServerSteps(TensorFlowSteps):
                 jit=jit,
                 remedy="Leave `jit` out under parameter servers.",
             )
-        self._workers = parameter_servers.count(self.strategy, "worker")
+        self._workers = len(_parameter_servers.addresses(self.strategy, "worker"))
         if loop.steps_per_loop == 1:
             loop.steps_per_loop = _STEPS_OF_A_WORKER * self._workers
         self._coordinator = tf.distribute.coordinator.ClusterCoordinator(self.strategy)
         _keras_internals.stop_without_waiting(self._coordinator)
-        self._insist = functools.partial(parameter_servers.insist, self.strategy)
+        self._insist = functools.partial(_parameter_servers.insist, self.strategy)
         _keras_internals.pass_calls_on_servers_through(self._insist)
         function = functools.partial(tf.function, autograph=False, reduce_retracing=True)
         self._train = function(self._train_on_worker)
@@ -80,8 +81,10 @@ class ParameterServerSteps(TensorFlowSteps):
             with _short_logs(), _patches.installed():
                 yield
         except tf.errors.OpError as error:
-            lost = parameter_servers.silent(self.strategy, "ps")
-            if lost or _is_of_a_lost_server(error):
+            lost = _parameter_servers.lost_servers(self.strategy)
+            unavailable = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
+            is_loss = lost or (unavailable and "/job:ps" in str(error))
+            if is_loss or _parameter_servers.is_of_a_new_server(error):
                 _give_up(lost, error)
             if isinstance(error, tf.errors.OutOfRangeError):
                 raise errors.InputError(
@@ -321,21 +324,19 @@ def _short_logs() -> Iterator[None]:
 
     It writes the complete graph's traceback, four times for each step.
     """
-
-    def shorten(record: logging.LogRecord) -> bool:
-        if record.module == "cluster_coordinator":
-            line = record.getMessage().strip().partition("\n")[0]
-            record.msg, record.args = line, ()
-            raised = ("processing closure", "cancelling closures", "CancelledError")
-            return not any(words in line for words in raised)
-        return True
-
-    logger = tf.get_logger()
-    logger.addFilter(shorten)
+    tf.get_logger().addFilter(_shorten)
     try:
         yield
     finally:
-        logger.removeFilter(shorten)
+        tf.get_logger().removeFilter(_shorten)
+
+
+def _shorten(record: logging.LogRecord) -> bool:
+    if record.module != "cluster_coordinator":
+        return True
+    record.msg, record.args = record.getMessage().strip().partition("\n")[0], ()
+    raised = ("processing closure", "cancelling closures", "CancelledError")
+    return not any(words in record.msg for words in raised)
 
 
 def _reject_waiting_for_others(optimizer: keras.optimizers.Optimizer) -> None:
@@ -352,13 +353,6 @@ def _reject_waiting_for_others(optimizer: keras.optimizers.Optimizer) -> None:
             gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
             remedy="Use `TrainingLoop(accumulation=...)`, in which each worker collects its own.",
         )
-
-
-def _is_of_a_lost_server(error: Any) -> bool:
-    """Return whether a parameter server was lost, also if another is at its address already."""
-    kinds = (tf.errors.UnavailableError, tf.errors.AbortedError)
-    is_loss = isinstance(error, kinds) and "/job:ps" in str(error)
-    return is_loss or parameter_servers.is_of_a_new_server(error)
 
 
 def _give_up(lost: list[str], error: Exception) -> NoReturn:

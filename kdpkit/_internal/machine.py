@@ -1,0 +1,126 @@
+"""The machine that this process runs on, without loading a framework: its cores and TPU chips.
+
+Loading libtpu on a machine that has no TPU waits minutes for the cloud's metadata, or ends the
+process; so the chips are looked up first, as JAX does, among the devices on the PCI bus.
+"""
+
+import importlib.util
+import os
+import re
+from pathlib import Path
+
+THROUGH_JAX = "this TPU works through JAX: set KERAS_BACKEND=jax before Keras is imported"
+
+_PCI_DEVICES = Path("/sys/bus/pci/devices")
+_GOOGLE = "0x1ae0"  # whose network cards, on every virtual machine of theirs, are no TPUs
+# From jax/_src/hardware_utils.py of JAX 0.10: v3, (unnamed), v4, v5p, v5e, v6e, 7x.
+_TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+_NAMING = ("TPU_NAME", "COLAB_TPU_ADDR")  # the second is an address without "grpc://"
+_IN_USE = re.compile(r"already in use\b(?:.*?\bpid (\d+))?", re.IGNORECASE | re.DOTALL)
+
+
+# Cores.
+
+
+def reserve(devices: int) -> None:
+    """Have XLA start two threads for each CPU device, where the machine has fewer cores than that.
+
+    Its CPU client runs the programs of all devices, and the launches of the next ones, on one pool
+    of as many threads as there are cores (at least one for each device). Once a device has 32
+    programs waiting, a launch keeps its thread until one of them ends. One thread held so, and the
+    others in an all-reduce, leave a device of the same all-reduce without a thread: XLA ends the
+    process after 40 seconds ("only 1 of 2 threads arrived"). A launch and a program at a time are
+    what a device can hold: with two threads each, all of them get on.
+
+    It must be called before JAX starts. `PJRT_NPROC` stays as it is where it is set.
+    """
+    if cores() < 2 * devices:
+        os.environ.setdefault("PJRT_NPROC", str(2 * devices))
+
+
+def split_for_jax(devices: int) -> None:
+    """Have XLA split the CPU into devices, with enough threads, before JAX starts."""
+    flag = f"--xla_force_host_platform_device_count={devices}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    reserve(devices)
+
+
+def cores() -> int:
+    """Count the cores that this process may use; a container's CPU quota is another matter."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS and Windows
+
+
+# TPUs.
+
+
+def chips(pci_devices: Path = _PCI_DEVICES) -> int:
+    """Count the TPU chips of this machine."""
+
+    def is_tpu(device: Path) -> bool:
+        vendor, kind = ((device / name).read_text().strip() for name in ("vendor", "device"))
+        return vendor == _GOOGLE and kind in _TPU_CHIPS
+
+    return sum(is_tpu(device.parent) for device in pci_devices.glob("*/vendor"))
+
+
+def counted(number: int) -> str:
+    """How many chips there are, in words.
+
+    >>> counted(1), counted(8)
+    ('1 TPU chip', '8 TPU chips')
+    """
+    return f"{number} TPU chip{'' if number == 1 else 's'}"
+
+
+def named_by_environment() -> str | None:
+    """Return the variable that names a TPU on the network."""
+    return next((name for name in _NAMING if os.environ.get(name)), None)
+
+
+def address(name: str | None) -> str | None:
+    """Return the name or address of the TPU that is meant: given, in the environment, or local."""
+    if name:
+        return name
+    variable = named_by_environment()
+    if variable:
+        value = os.environ[variable].removeprefix("grpc://")
+        is_address = variable == "COLAB_TPU_ADDR" or value != os.environ[variable]
+        return f"grpc://{value}" if is_address else value
+    return "local" if chips() else None
+
+
+def nowhere() -> str:
+    """Why a machine without a TPU has none, and how to get one."""
+    if os.environ.get("COLAB_RELEASE_TAG"):
+        return (
+            "This Colab runtime has no TPU. Choose one under Runtime > Change runtime type, then "
+            "run the notebook from its top."
+        )
+    return (
+        "There is no TPU: this machine has no TPU chip, and neither TPU_NAME nor an argument names "
+        "one on the network. Run on a TPU virtual machine, or pass the TPU's name or address."
+    )
+
+
+def in_use(error: Exception) -> str | None:
+    """Report that another process holds the TPU, if an error shows it; else None."""
+    found = _IN_USE.search(str(error))
+    if not found:
+        return None
+    holder = f"process {found[1]}" if found[1] else "another process"
+    return (
+        f"The TPU is taken by {holder}, and serves one at a time. End that process, in a notebook "
+        "by restarting the other session, then start this one again."
+    )
+
+
+def without_libtpu() -> str | None:
+    """Report that the library that drives TPUs is missing, if it is; else None."""
+    if importlib.util.find_spec("libtpu") or os.environ.get("TPU_LIBRARY_PATH"):
+        return None
+    return (
+        f"This machine has {counted(chips())}, but the library that drives them is not installed. "
+        'Run `pip install "jax[tpu]"`, then start Python again.'
+    )

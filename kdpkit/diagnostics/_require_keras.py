@@ -1,0 +1,20 @@
+"""Keras, or one sentence where its backend keeps it from being imported."""
+
+import os
+
+from kdpkit import errors
+from kdpkit._internal import checks
+
+
+def require() -> None:
+    """Import Keras; its backend is chosen by now, by a target or by the environment."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        import keras  # noqa: F401 it is there for those who come after
+    except (ImportError, ValueError) as error:  # the latter for a backend that there is not
+        raise errors.InputError(
+            f"Keras cannot be imported with its backend ({type(error).__name__}: "
+            f"{checks.first_line(error)}). "
+            f"Received: KERAS_BACKEND={os.environ.get('KERAS_BACKEND')!r}. Set "
+            "KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax; `kdpkit env` lists what is installed."
+        ) from error

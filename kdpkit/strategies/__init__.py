@@ -1,0 +1,291 @@
+"""tf.distribute strategies that are checked before a model is built.
+
+`tf.distribute` accepts devices that do not exist and reports it much later, or never. Here every
+device is looked up first, and the gradient reduction fits the devices: NCCL between physical GPUs,
+a sum on one device if the replicas share a processor.
+"""
+
+import re
+from collections.abc import Sequence
+
+import tensorflow as tf
+
+from kdpkit import errors
+from kdpkit._internal import checks, machine, processes
+from kdpkit.cluster import _joining
+from kdpkit.strategies import _parameter_servers
+from kdpkit.strategies._parameter_servers import serve_if_server as serve_if_server
+from kdpkit.strategies._tpu import connect_tpu as connect_tpu
+from kdpkit.strategies._tpu import tensorflow_drives_tpus
+
+_KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
+_COMMUNICATION = ("auto", "ring", "nccl")
+
+
+def select_strategy(
+    kind: str = "auto",
+    *,
+    devices: int | Sequence[str] | None = None,
+    tpu: str | None = None,
+    communication: str = "auto",
+    start_timeout_seconds: int = 120,
+) -> tf.distribute.Strategy:
+    """Return a `tf.distribute` strategy on devices that exist.
+
+    Call it once, outside any strategy's scope, then build and compile the model in
+    `strategy.scope()`. The replica count for batch sizes is `strategy.num_replicas_in_sync`.
+
+    Args:
+        kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
+            this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
+            environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
+            then trains on all its GPUs, or all its logical CPUs; `"parameter_server"` is for the
+            chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` uses a TPU, this
+            machine's or one named by the environment, else mirrors over the GPUs if there are
+            several, else uses one device; it prints its choice and the reason in one line.
+        devices: For `"mirrored"` a count of devices or device strings such as
+            `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
+            GPU. For `"one"` a single device string.
+        tpu: The TPU's name or address; see `connect_tpu`.
+        communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the
+            network, which works everywhere, `"nccl"` between GPUs, or `"auto"`.
+        start_timeout_seconds: How long a process of `"multi_worker"` waits for the others to start.
+
+    Returns:
+        A `tf.distribute.Strategy`. On CPUs, and with several logical GPUs on a physical one,
+        mirrored replicas sum their gradients with `tf.distribute.ReductionToOneDevice`, which is
+        faster there than collectives and allows strategies of different sizes in one process.
+
+    Raises:
+        ValueError: An unknown kind, a device that does not exist, too many devices; a cluster
+            strategy without a cluster, or with an invalid one; another strategy in one of several
+            processes that were started to train together; for `"multi_worker"` a process that
+            does not start in time, a port in use, or a TensorFlow runtime that has already started.
+
+    >>> select_strategy("one").num_replicas_in_sync
+    1
+    >>> select_strategy("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
+    2
+    """
+    checks.one_of("communication", communication, _COMMUNICATION)
+    checks.integer("start_timeout_seconds", start_timeout_seconds)
+    _check_kind(kind, devices, tpu)
+    if kind not in ("multi_worker", "parameter_server"):
+        _joining.require_joined("Use the strategy 'multi_worker'.")
+    if kind == "auto":
+        kind, why = _best_kind(tpu)
+        print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice made for the user is reported
+    if kind == "one":
+        return _one_device(devices)
+    if kind == "mirrored":
+        return _mirrored(devices)
+    if kind == "tpu":
+        return tf.distribute.TPUStrategy(connect_tpu(tpu))
+    if kind == "parameter_server":
+        return _parameter_servers.connect()
+    from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals, only for this strategy
+
+    return _multi_worker.start(
+        _multi_worker.read(),
+        communication=communication,
+        start_timeout_seconds=start_timeout_seconds,
+    )
+
+
+def _check_kind(kind: str, devices: int | Sequence[str] | None, tpu: str | None) -> None:
+    checks.one_of("kind", kind, _KINDS)
+    if tf.distribute.has_strategy():
+        checks.fail(
+            "`select_strategy` was called inside another strategy's scope.",
+            active=type(tf.distribute.get_strategy()).__name__,
+            remedy="Choose the strategy first, then enter its scope.",
+        )
+    if devices is not None and kind not in ("one", "mirrored"):
+        checks.fail("`devices` is only for 'one' and 'mirrored'.", kind=kind, devices=devices)
+    if tpu is not None and kind not in ("auto", "tpu"):
+        checks.fail("`tpu` is only for 'tpu' and 'auto'.", kind=kind, tpu=tpu)
+
+
+def is_chief() -> bool:
+    """Return whether this process writes files and prints.
+
+    True for a single process, and for the first of several (the `chief` or worker 0). All processes
+    must take part in training, evaluating and saving a model; only the chief should write results:
+
+    >>> if is_chief():
+    ...     print("Trained.")
+    Trained.
+    """
+    return processes.index() == 0
+
+
+def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -> list[str]:
+    """Split the first CPU or GPU into logical devices, where replicas behave as on real ones.
+
+    Call it before TensorFlow's runtime starts, that is before the first tensor, variable or
+    `list_logical_devices`. Repeating the same split is allowed.
+
+    Args:
+        kind: `"CPU"` or `"GPU"`.
+        count: Number of logical devices.
+        memory_limit_mb: Megabytes of GPU memory for each logical GPU; needed for `"GPU"` with more
+            than one, invalid for `"CPU"`.
+
+    Returns:
+        The device strings, for `select_strategy("mirrored", devices=...)`.
+
+    Raises:
+        ValueError: There is no such device, or the runtime has started with another split.
+
+    >>> split_device("CPU", 4)
+    ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
+    """
+    checks.one_of("kind", kind, ("CPU", "GPU"))
+    count = checks.integer("count", count)
+    physical = tf.config.list_physical_devices(kind)
+    if not physical:
+        checks.fail(f"This machine has no {kind} that TensorFlow can use.", kind=kind)
+    _check_memory_limit(kind, count, memory_limit_mb)
+    wanted = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_limit_mb)] * count
+    names = [f"{kind}:{index}" for index in range(count)]
+    if kind == "GPU" and memory_limit_mb is None:  # one, that stays as it is
+        return names
+    try:
+        tf.config.set_logical_device_configuration(physical[0], wanted)
+    except RuntimeError as error:
+        present = len(tf.config.list_logical_devices(kind))
+        if present < count:
+            raise errors.InputError(
+                f"TensorFlow's runtime has started with {present} logical {kind} device(s), and "
+                f"can no longer be split. Received: count={count}. Call `split_device` (or a "
+                "recipe's `main`) before the first tensor, or in a new process."
+            ) from error
+    return names
+
+
+def describe(strategy: tf.distribute.Strategy) -> str:
+    """Describe a strategy in one line: its kind, number of replicas and devices.
+
+    With several processes or workers, their number is included.
+
+    >>> describe(select_strategy("mirrored", devices=["CPU:0", "CPU:1"]))
+    'MirroredStrategy: 2 replicas on CPU:0, CPU:1'
+    """
+    if not tf.distribute.has_strategy() and strategy is tf.distribute.get_strategy():
+        return f"no strategy: 1 replica on {_default_device()}"
+    if isinstance(strategy, tf.distribute.ParameterServerStrategy):
+        return _parameter_servers.describe(strategy)
+    is_multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    kind = "MultiWorkerMirroredStrategy" if is_multi_worker else type(strategy).__name__
+    replicas = strategy.num_replicas_in_sync
+    own = strategy.extended.worker_devices
+    where = ", ".join(map(_short, own))
+    workers = replicas // len(own)  # all have the same number of devices, as TensorFlow assumes
+    if workers > 1:
+        where += f" of each of {workers} workers"
+    return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {where}"
+
+
+def _best_kind(tpu: str | None) -> tuple[str, str]:
+    """Choose the fastest kind for this machine, and return it with the reason."""
+    chips = machine.chips()
+    if named := repr(tpu) if tpu else machine.named_by_environment():
+        return "tpu", f"a TPU, which {named} names"
+    if chips and tensorflow_drives_tpus():
+        return "tpu", f"this machine's {machine.counted(chips)}"
+    gpus = len(tf.config.list_logical_devices("GPU"))
+    if gpus > 1:
+        return "mirrored", f"one replica on each of {gpus} GPUs"
+    why = f"there is {'no other GPU' if gpus else 'no GPU'} and no TPU"
+    if chips:
+        undriven = machine.counted(chips)
+        why = f"TensorFlow cannot drive this machine's {undriven}; {machine.THROUGH_JAX}"
+    return "one", f"one replica on {_default_device()}: {why}"
+
+
+def _one_device(devices: int | Sequence[str] | None) -> tf.distribute.Strategy:
+    if devices is None or devices == 1:
+        return tf.distribute.get_strategy()
+    names = [devices] if isinstance(devices, str) else devices
+    if isinstance(names, int) or len(names) != 1:
+        checks.fail(
+            "The strategy 'one' trains on a single device.",
+            devices=devices,
+            remedy="Use 'mirrored' for several.",
+        )
+    return tf.distribute.OneDeviceStrategy(_existing(names)[0])
+
+
+def _mirrored(devices: int | Sequence[str] | None) -> tf.distribute.Strategy:
+    chosen = _existing(devices)
+    shares_a_processor = any("CPU" in device for device in chosen) or len(
+        tf.config.list_logical_devices("GPU")
+    ) > len(tf.config.list_physical_devices("GPU"))
+    reduction = tf.distribute.ReductionToOneDevice() if shares_a_processor else None
+    return tf.distribute.MirroredStrategy(chosen, cross_device_ops=reduction)
+
+
+def _existing(devices: int | Sequence[str] | None) -> list[str]:
+    """Look the wanted devices up among the logical ones (this starts TensorFlow's runtime)."""
+    gpus, cpus = (
+        [_short(device.name) for device in tf.config.list_logical_devices(kind)]
+        for kind in ("GPU", "CPU")
+    )
+    if devices is None:
+        return gpus or cpus
+    if isinstance(devices, Sequence):
+        return _named(devices, cpus + gpus)
+    count = checks.integer("devices", devices)
+    available = gpus if len(gpus) >= count or len(gpus) > len(cpus) else cpus
+    if count > len(available):
+        kind = "GPU" if gpus else "CPU"
+        checks.fail(
+            f"More replicas were asked for than there are devices ({len(gpus)} GPU(s), "
+            f"{len(cpus)} logical CPU(s)).",
+            devices=count,
+            remedy=f'Call `kdpkit.strategies.split_device("{kind}", {count})` first, or use '
+            f"at most {max(len(gpus), len(cpus))}.",
+        )
+    return available[:count]
+
+
+def _named(devices: Sequence[str], available: list[str]) -> list[str]:
+    if isinstance(devices, str):
+        devices = [devices]
+    names = [_short(str(device)) for device in devices]
+    unknown = [name for name in names if name not in available]
+    if not names or unknown or len(set(names)) != len(names):
+        checks.fail(
+            "`devices` must name devices that exist, each once.",
+            devices=list(devices),
+            remedy=f"There are {', '.join(available)}; `kdpkit.strategies.split_device` makes "
+            "more of one before TensorFlow starts.",
+        )
+    return names
+
+
+def _check_memory_limit(kind: str, count: int, memory_limit_mb: int | None) -> None:
+    if kind == "CPU" and memory_limit_mb is not None:
+        checks.fail(
+            "Memory limits are for GPUs; logical CPUs use the machine's memory.",
+            memory_limit_mb=memory_limit_mb,
+        )
+    if kind == "GPU" and count > 1 and memory_limit_mb is None:
+        checks.fail(
+            "Logical GPUs need `memory_limit_mb`, the megabytes that each may use.",
+            count=count,
+            memory_limit_mb=memory_limit_mb,
+            remedy="Divide the GPU's free memory by `count`.",
+        )
+    if memory_limit_mb is not None:
+        checks.integer("memory_limit_mb", memory_limit_mb)
+
+
+def _short(device: str) -> str:
+    """Shorten `/job:localhost/replica:0/task:0/device:CPU:1` to `CPU:1`."""
+    found = re.search(r"([A-Za-z]+):(\d+)$", device)
+    return f"{found[1].upper()}:{found[2]}" if found else device
+
+
+def _default_device() -> str:
+    return "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"

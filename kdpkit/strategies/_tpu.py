@@ -1,0 +1,113 @@
+"""TensorFlow's connection to a TPU, made once, and each way in which it can fail."""
+
+import warnings
+from urllib.error import URLError
+
+import tensorflow as tf
+
+from kdpkit import errors
+from kdpkit._internal import checks, machine
+from kdpkit.cluster import _network
+
+_ANSWER_SECONDS = 10.0
+_connected: dict[str, tf.distribute.cluster_resolver.TPUClusterResolver] = {}
+
+
+def connect_tpu(
+    name: str | None = None, *, reconnect: bool = False
+) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Connect to a TPU, initialise it, and return the resolver that `TPUStrategy` takes.
+
+    Initialising wipes the TPU's memory, so this does it once in a process: asked again for the same
+    TPU, it returns the same resolver. Call it before anything else that uses TensorFlow. Not proven
+    on a TPU: none was available, and Keras 3's `fit` is reported to fail under `TPUStrategy`
+    (keras-team/keras#19448). Keras' usual way to a TPU is JAX (`kdpkit.sharding.tpu_devices`).
+
+    Args:
+        name: `"local"` for the TPU of this machine, as on a TPU virtual machine and on Colab; the
+            name or the address (`"grpc://10.0.0.2:8470"`) of one on the network. None takes the
+            one that TPU_NAME or COLAB_TPU_ADDR names, else the local one.
+        reconnect: Connect again after the TPU was lost (TensorFlow raises `UnavailableError`). What
+            lay on it is gone: make a new strategy, build the model again in its scope, and let
+            `kdpkit.callbacks.Resume` bring the state of training back.
+
+    Raises:
+        ValueError: There is no TPU, it does not answer, another process has it, or this TensorFlow
+            cannot drive it. The message names the reason and the fix.
+
+    >>> connect_tpu("grpc://localhost:1")
+    Traceback (most recent call last):
+    ...
+    kdpkit.errors.InputError: The TPU's host has nothing that listens at the port. ...
+    """
+    if name is not None and not isinstance(name, str):
+        checks.fail("`name` must be a name or an address, as text.", name=name)
+    address = machine.address(name)
+    if address is None:
+        checks.fail(machine.nowhere(), name=name)
+    if reconnect or address not in _connected:
+        _insist_that_it_can_be_reached(address)
+        _connected[address] = _initialised(address)
+        warnings.warn(
+            "Training on a TPU through TensorFlow is unproven with Keras 3; "
+            f"{machine.THROUGH_JAX}.",
+            stacklevel=2,
+        )
+    return _connected[address]
+
+
+def tensorflow_drives_tpus() -> bool:
+    """Return whether this build of TensorFlow has what drives the TPUs of its machine."""
+    return bool(tf.config.list_physical_devices("TPU_SYSTEM"))
+
+
+def _insist_that_it_can_be_reached(address: str) -> None:
+    if address == "local":
+        if not machine.chips():
+            checks.fail(machine.nowhere(), name=address)
+        if not tensorflow_drives_tpus():
+            checks.fail(
+                "This build of TensorFlow cannot drive this machine's "
+                f"{machine.counted(machine.chips())}; {machine.THROUGH_JAX}.",
+                name=address,
+                remedy="Or put `tensorflow-tpu` of the same version instead of `tensorflow`.",
+            )
+    elif address.startswith("grpc://"):
+        problem = _network.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
+        if problem:
+            checks.fail(
+                f"The TPU's host {problem}.",
+                name=address,
+                remedy="Check that the TPU runs, and its address.",
+            )
+
+
+def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
+        raise errors.InputError(_explained(error, address)) from error
+    return resolver
+
+
+def _explained(error: Exception, address: str) -> str:
+    reason = checks.first_line(error)
+    if taken := machine.in_use(error):
+        return f"{taken} Received: name={address!r}."
+    if isinstance(error, URLError):
+        return (
+            f"No TPU of this name was found ({reason}). Received: name={address!r}. Pass its "
+            "address as grpc://HOST:8470, or 'local' on a TPU virtual machine."
+        )
+    if "TPUs not found" in str(error):
+        return (
+            f"A TensorFlow server without a TPU answers there. Received: name={address!r}. Check "
+            "the address, and that it runs a TPU build of TensorFlow of this version, "
+            f"{tf.__version__}."
+        )
+    return (
+        f"The TPU could not be initialised ({reason}). Received: name={address!r}. Restart it, or: "
+        f"{machine.THROUGH_JAX}."
+    )

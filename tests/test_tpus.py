@@ -1,0 +1,209 @@
+"""What can be known of a TPU where there is none."""
+
+import os
+import re
+import socket
+import subprocess
+import sys
+
+import keras
+import pytest
+
+from kdpkit._internal import machine
+
+NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of theirs
+TPU_V5E = ("0x1ae0", "0x0063")
+DISK = ("0x1af4", "0x1001")
+
+needs_tensorflow = pytest.mark.tensorflow
+where_no_tpu_is_named = pytest.mark.usefixtures("unnamed")
+
+
+def bus(directory, *devices):
+    for index, (vendor, kind) in enumerate(devices):
+        device = directory / f"0000:00:{index:02x}.0"
+        device.mkdir(parents=True)
+        (device / "vendor").write_text(vendor + "\n")
+        (device / "device").write_text(kind + "\n")
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("devices", "chips"),
+    [
+        ([], 0),
+        ([DISK, NETWORK_CARD], 0),
+        ([DISK, TPU_V5E], 1),
+        ([TPU_V5E, NETWORK_CARD, *[TPU_V5E] * 7], 8),
+    ],
+)
+def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, devices, chips):
+    assert machine.chips(bus(tmp_path / "devices", *devices)) == chips
+
+
+@pytest.fixture
+def unnamed(monkeypatch):
+    """An environment that names no TPU, and is not Colab's."""
+    for name in ("TPU_NAME", "COLAB_TPU_ADDR", "COLAB_RELEASE_TAG", "TPU_LIBRARY_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+def test_a_tpu_is_taken_from_the_argument_then_the_environment(unnamed):
+    assert machine.address(None) is None
+    unnamed.setenv("COLAB_TPU_ADDR", "10.0.0.2:8470")
+    assert machine.address(None) == "grpc://10.0.0.2:8470"
+    unnamed.setenv("COLAB_TPU_ADDR", "grpc://10.0.0.2:8470")
+    assert machine.address(None) == "grpc://10.0.0.2:8470"
+    unnamed.setenv("TPU_NAME", "mine")
+    assert machine.address(None) == "mine"
+    assert machine.address("local") == "local"
+
+
+def test_on_colab_the_way_to_a_tpu_is_its_menu(unnamed):
+    assert "TPU_NAME" in machine.nowhere()
+    unnamed.setenv("COLAB_RELEASE_TAG", "release-colab_20251110")
+    assert "Runtime > Change runtime type" in machine.nowhere()
+
+
+@pytest.mark.parametrize(
+    ("text", "holder"),
+    [  # of libtpu, through JAX (jax issue 22070) and TensorFlow
+        (
+            "Unable to initialize backend 'tpu': ABORTED: The TPU is already in use by process "
+            "with pid 176028. Not attempting to load libtpu.so in this process.",
+            "process 176028",
+        ),
+        (
+            "libtpu.so already in use by another process probably owned by another user. Run "
+            '"$ sudo lsof -w /dev/accel0" to figure out which process is using the TPU.',
+            "another process",
+        ),
+    ],
+)
+def test_a_tpu_that_another_process_holds_is_reported(text, holder):
+    assert machine.in_use(RuntimeError(text)).startswith(f"The TPU is taken by {holder}, ")
+
+
+def test_a_missing_libtpu_is_reported(unnamed):
+    assert 'pip install "jax[tpu]"' in machine.without_libtpu()
+    unnamed.setenv("TPU_LIBRARY_PATH", "/usr/lib/libtpu.so")
+    assert machine.without_libtpu() is None
+
+
+@pytest.fixture(scope="module")
+def server_without_a_tpu():
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    code = (
+        "import tensorflow as tf\n"
+        f"server = tf.distribute.Server({{'worker': ['localhost:{port}']}}, 'worker', 0)\n"
+        "print('up', flush=True)\n"
+        "server.join()\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"up\n"
+        yield f"grpc://localhost:{port}"
+        process.kill()
+
+
+CONNECT = """
+import sys
+from kdpkit import strategies
+for name in sys.argv[1:] + [None]:
+    for ask in (lambda: strategies.connect_tpu(name),
+                lambda: strategies.select_strategy("tpu", tpu=name)):
+        try: ask()
+        except ValueError as error: print(error)
+"""
+
+
+@needs_tensorflow
+@where_no_tpu_is_named
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence(server_without_a_tpu):
+    names = [server_without_a_tpu, "grpc://localhost:1", "grpc://nowhere.invalid:8470", "local"]
+    names += ["grpc://localhost", "no-such-tpu"]
+    printed = subprocess.run(
+        [sys.executable, "-c", CONNECT, *names],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    ).stdout.splitlines()
+    assert printed[::2] == printed[1::2]
+    without, silent, unknown, local, portless, unnamed_tpu, nothing = printed[::2]
+    assert "server without a TPU answers" in without
+    assert "nothing that listens at the port" in silent
+    assert "name that does not resolve" in unknown
+    assert "this machine has no TPU chip" in local
+    assert "address and port" in portless
+    assert "No TPU of this name was found" in unnamed_tpu
+    assert "this machine has no TPU chip" in nothing
+
+
+@needs_tensorflow
+@where_no_tpu_is_named
+def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
+    from kdpkit import strategies
+
+    strategies.select_strategy("auto")
+    shown = capsys.readouterr().out
+    assert shown == "Strategy: one replica on CPU:0: there is no GPU and no TPU.\n"
+    strategies.select_strategy("one")
+    assert capsys.readouterr().out == ""
+
+
+@needs_tensorflow
+def test_auto_goes_to_the_tpu_that_the_environment_names(unnamed):
+    from kdpkit import strategies
+
+    unnamed.setenv("TPU_NAME", "grpc://localhost:1")
+    with pytest.raises(ValueError, match="nothing that listens.*'grpc://localhost:1'"):
+        strategies.select_strategy("auto")
+
+
+@pytest.mark.jax
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("platforms", "sentence"),
+    [
+        # As JAX sets it where it finds libtpu and a TPU: then it does not go on without.
+        ("tpu,cpu", "There is no TPU: this machine has no TPU chip"),
+        ("cuda", "JAX cannot start its platform.*JAX_PLATFORMS=cuda"),
+    ],
+)
+def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
+    code = (
+        "from kdpkit import sharding\n"
+        "for ask in (sharding.tpu_devices, sharding.describe_choice, sharding.data_mesh):\n"
+        "    try: ask()\n"
+        "    except ValueError as error: print(error)\n"
+    )
+    printed = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "JAX_PLATFORMS": platforms},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+    ).stdout.splitlines()
+    assert len(printed) == 3
+    assert all(re.search(sentence, line) for line in printed)
+
+
+@pytest.mark.jax
+@where_no_tpu_is_named
+def test_on_jax_no_tpu_is_one_sentence_and_the_cpu_is_reported():
+    from kdpkit import experiment, sharding
+
+    with pytest.raises(ValueError, match="this machine has no TPU chip"):
+        sharding.tpu_devices()
+    assert sharding.describe_choice() == "the CPU, as 8 devices. There is no GPU and no TPU."
+    parser = experiment.argument_parser(
+        "", epochs=1, per_replica_batch_size=1, base_learning_rate=1.0
+    )
+    with pytest.raises(ValueError, match="this machine has no TPU chip"):
+        experiment.strategy_from(parser.parse_args(["--strategy", "tpu"]))
+    assert keras.distribution.distribution() is None
