@@ -28,7 +28,6 @@ INTERNAL = {
     "child_processes": PURE,
     "cpu_threads": PURE,
     "atomic_files": PURE,
-    "background": PURE,
     "check_results": PURE,
     "dataset_tuning": TENSORFLOW,
     "error_text": PURE,

@@ -19,9 +19,11 @@ import pytest
 
 import kdpkit
 from kdpkit import checkpoints, testing
-from kdpkit._internal import atomic_files, background
+from kdpkit._internal import atomic_files
 from kdpkit.batches import ArrayBatches
-from kdpkit.callbacks import Resume, _callback_state
+from kdpkit.callbacks import Resume
+from kdpkit.callbacks._resume import callback_state
+from kdpkit.checkpoints import _background as background
 from kdpkit.training import TrainingLoop, replica_exact
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
@@ -462,11 +464,10 @@ def test_a_tracked_pipeline_gives_what_it_gave_and_can_begin_anywhere(tmp_path):
     tracked = resume.track(pipeline(data_of(8)))
     assert given(tracked) == complete
     assert int(tracked.map(lambda *batch: batch).cardinality()) == 2  # as `class_weight` maps
-    resume._dataset.go_to(1, 1)
+    resume._dataset.go_to(checkpoints.Position(1, 1))
     assert int(tracked.cardinality()) == 1
-    (first,) = resume._dataset.first_batch().as_numpy_iterator()
-    assert first[0].tolist() == complete[1][1]
-    resume._dataset.go_to(1, 1)
+    assert resume._dataset.first_batch()[0].numpy().tolist() == complete[1][1]
+    resume._dataset.go_to(checkpoints.Position(1, 1))
     assert given(tracked)[:2] == [complete[1][1:], complete[2]]
 
 
@@ -512,7 +513,7 @@ def test_what_is_written_is_the_state_when_it_was_saved(tmp_path, undisturbed):
     for thread in threads:
         background.wait(thread)
     state = checkpoints.CheckpointDirectory(tmp_path).latest()
-    assert (state.epoch, state.step, state.notes["epochs"]) == (1, 0, [0])
+    assert (state.position, state.notes["epochs"]) == (checkpoints.Position(1, 0), [0])
     assert_same(run(by_fit, tmp_path), undisturbed(by_fit))
 
 
@@ -589,8 +590,8 @@ def test_a_signal_while_a_state_is_written_leaves_a_state(tmp_path, number, code
 
 HOLDING = """
 import sys
-from kdpkit._internal import atomic_files
-assert atomic_files.acquire(sys.argv[1])
+from kdpkit.checkpoints import CheckpointDirectory
+CheckpointDirectory(sys.argv[1]).acquire()
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -598,7 +599,7 @@ sys.stdin.read()
 
 def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
     data = data_of()
-    command = [sys.executable, "-c", HOLDING, tmp_path / ".lock"]
+    command = [sys.executable, "-c", HOLDING, tmp_path]
     with subprocess.Popen(
         command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
@@ -836,7 +837,7 @@ def learned_from(train, directory, *stops):
             result = train(resume, data_of(seed=1), held_out, others)
         except SystemExit:
             assert stop is not None
-    return result, [_callback_state.state_of(callback)[0] for callback in learning]
+    return result, [callback_state.state_of(callback)[0] for callback in learning]
 
 
 def by_fit_of_own_logs(resume, data, validation, others):

@@ -1,17 +1,18 @@
-"""Datasets that can start at any batch of any epoch, for `Resume`."""
+"""Datasets that can start at any batch of any epoch."""
 
-# ruff: noqa: ARG002 a position has an epoch, a step and a place, and not every kind needs all
+# ruff: noqa: ARG002 not every kind needs all arguments
 
 import json
 import operator
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import keras
 
 from kdpkit import batches
 from kdpkit._internal import checks, processes
+from kdpkit.checkpoints import Position
 
 if TYPE_CHECKING:
     from kdpkit.pipelines._epochs import TrainDataset
@@ -20,37 +21,75 @@ _ENDLESS = 2**48  # batches: what repeats in Grain has `sys.maxsize` examples
 _MOST_STATES = 1000  # of iterators, for as many batches that are read ahead of training
 
 
-def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) -> "Tracked":
+class Tracked(Protocol):
+    """A dataset that can start at any batch.
+
+    Attributes:
+        given: The dataset that `fit` trains on.
+        full_length: Batches in a complete epoch, None if it never ends: then an epoch is some
+            batches after those of the one before, and all are in epoch 0.
+        first_epoch: The epoch at which it starts.
+        counts_epochs: Whether its epoch follows from calls of Keras alone, and cannot be set.
+        global_batch_size: Examples in a batch, None if unknown.
+        seed: Seed of the order, None if there is none or it is unknown.
+        is_used: Whether any batch was taken since the last `go_to`.
+    """
+
+    given: Any
+    full_length: int | None
+    first_epoch: int
+    counts_epochs: bool
+    global_batch_size: int | None
+    seed: Any
+
+    @property
+    def is_used(self) -> bool: ...
+
+    def first_batch(self) -> Any:
+        """Return a batch to build a model for; `go_to` has to follow."""
+
+    def start(self) -> None:
+        """Start where it was when tracked: Keras takes up to two batches to build a model."""
+
+    def go_to(self, position: Position, place: str | None) -> None:
+        """Start at a position, which had this place."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start at an epoch after the first, also if others have iterated the dataset since."""
+
+    def place(self, step: int) -> str | None:
+        """Return what a state has to have besides the position, which is in the present epoch."""
+
+
+def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) -> Tracked:
     """Return a dataset that can start at any batch.
 
     Raises:
         ValueError: This kind of dataset is not supported, or cannot be read again in its order.
     """
+    kind = type(dataset).__name__
     is_of_arrays = isinstance(dataset, tuple | list | dict) or hasattr(dataset, "__array__")
     if seed and not is_of_arrays:
         checks.fail(
             "`seed` fixes the order of arrays, and datasets have their own.",
-            dataset=type(dataset).__name__,
+            dataset=kind,
             seed=seed,
         )
     if is_of_arrays != (global_batch_size is not None):
         checks.fail(
             "Arrays are cut into batches of `global_batch_size`, and datasets have their own.",
-            dataset=type(dataset).__name__,
+            dataset=kind,
             global_batch_size=global_batch_size,
         )
     if is_of_arrays:
-        return TrackedBatches(_cut(dataset, global_batch_size, seed))
+        dataset = _cut(dataset, global_batch_size, seed)
     if isinstance(dataset, TrackedBatches | TrackedIterators) or hasattr(dataset, "is_tracked"):
-        checks.fail(
-            "This dataset is tracked already; pass the dataset itself.",
-            dataset=type(dataset).__name__,
-        )
+        checks.fail("This dataset is tracked already; pass the dataset itself.", dataset=kind)
     if hasattr(dataset, "total_batches_seen"):  # of `ImageDataGenerator`
         checks.fail(
             "What `ImageDataGenerator` draws depends on how far Keras has read ahead, so that no "
-            "run can go on with it.",
-            dataset=type(dataset).__name__,
+            "run can continue with it.",
+            dataset=kind,
             remedy="Use `keras.utils.image_dataset_from_directory` and augmentation layers in the "
             "model.",
         )
@@ -70,7 +109,7 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
         "`Resume` cannot start at any batch of this. It takes arrays, a `tf.data.Dataset`, a "
         "`keras.utils.PyDataset`, what `kdpkit.pipelines.train_pipeline` returned, and datasets "
         "and a `DataLoader` of Grain.",
-        dataset=type(dataset).__name__,
+        dataset=kind,
         remedy="`grain.MapDataset.source` takes the dataset of a PyTorch `DataLoader`.",
     )
 
@@ -95,17 +134,7 @@ def _is_of(package: str, name: str, value: Any) -> bool:
 
 
 class TrackedPipeline:
-    """A `tf.data` pipeline that keeps its own count of epochs and batches.
-
-    Attributes:
-        given: The dataset that `fit` trains on.
-        full_length: Batches in a complete epoch, None if it never ends: then an epoch is some
-            batches after those of the one before.
-        first_epoch: The epoch at which it starts.
-        counts_epochs: Whether its epoch follows from calls of Keras alone, and cannot be set.
-        global_batch_size: Examples in a batch, None if unknown.
-        seed: Seed of the order, None if there is none or it is unknown.
-    """
+    """A `tf.data` pipeline that keeps its own count of epochs and batches."""
 
     counts_epochs = False
 
@@ -120,32 +149,27 @@ class TrackedPipeline:
 
     @property
     def is_used(self) -> bool:
-        """Whether any batch was taken since the last `go_to`."""
         return self._counter.has_given()
 
     def first_batch(self) -> Any:
-        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
-        return self.given.take(1)
+        return next(iter(self.given))
 
     def start(self) -> None:
-        """Start where it was when tracked: Keras may have taken batches to build a model."""
-        self.go_to(*self._start)
+        self._counter.move(*self._start)
 
-    def place(self, epoch: int, step: int) -> str | None:
-        """Return what a state has to have besides epoch and step: nothing."""
-
-    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
-        """Start at a step of an epoch."""
-        self._counter.move(epoch, step)
+    def go_to(self, position: Position, place: str | None = None) -> None:
+        self._counter.move(position.epoch, position.step)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start at an epoch after the first, also if others have iterated the dataset since."""
         if self.full_length is not None:
             self._counter.move(epoch, 0)
 
+    def place(self, step: int) -> None:
+        return None
+
 
 class TrackedBatches(keras.utils.PyDataset):
-    """A `PyDataset` that can start at any batch; see `TrackedPipeline` for the attributes."""
+    """A `PyDataset` that can start at any batch."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(
@@ -154,10 +178,10 @@ class TrackedBatches(keras.utils.PyDataset):
             max_queue_size=dataset.max_queue_size,
         )
         self._dataset = dataset
+        self.counts_epochs = not hasattr(dataset, "epoch")
         self.first_epoch = int(getattr(dataset, "epoch", 0))
         self._epoch: int | None = None  # that is trained on, once that is known
-        self._skipped = 0
-        self._expected = 0
+        self._skipped = self._expected = 0
         self.is_used = False
         self.given = self
         self.global_batch_size = getattr(dataset, "global_batch_size", None)
@@ -166,10 +190,6 @@ class TrackedBatches(keras.utils.PyDataset):
     @property
     def full_length(self) -> int | None:
         return self._dataset.num_batches
-
-    @property
-    def counts_epochs(self) -> bool:
-        return not hasattr(self._dataset, "epoch")
 
     @property
     def num_batches(self) -> int | None:
@@ -187,45 +207,39 @@ class TrackedBatches(keras.utils.PyDataset):
         self.is_used = True
         return self._dataset[index + self._skipped]
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
     def first_batch(self) -> Any:
-        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
-        return _OneBatch(self._dataset[0])
+        return self._dataset[0]
 
     def start(self) -> None:
-        """Start where it was when tracked: Keras takes up to two batches, which may be all."""
         self.is_used = False
         self.begin_epoch(self.first_epoch)
 
-    def place(self, epoch: int, step: int) -> str | None:
-        """Return what a state has to have besides epoch and step: nothing."""
-
-    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
-        """Start at a step of an epoch, after all that the dataset does between epochs."""
-        self._skipped = step
-        self.is_used = False
+    def go_to(self, position: Position, place: str | None = None) -> None:
+        """Start at a position, after all that the dataset does between epochs."""
+        self._skipped, self.is_used = position.step, False
         if self._epoch is None:
-            for _ in range(self.first_epoch, epoch):
+            for _ in range(self.first_epoch, position.epoch):
                 self._dataset.on_epoch_begin()
                 self._dataset.on_epoch_end()
-        elif self.counts_epochs:
-            self._reject_going_back()
-        self.begin_epoch(epoch)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Start at an epoch after the first, also if others have iterated the dataset since."""
-        self._epoch = epoch
-        if not self.counts_epochs:
-            self._dataset.epoch = epoch
-
-    def _reject_going_back(self) -> None:
-        """Raise if the dataset changes from epoch to epoch, and has no way to be told which."""
-        if type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
+        elif self.counts_epochs and _overrides_end_of_epoch(self._dataset):
             checks.fail(
                 "This `PyDataset` changes in `on_epoch_end`, and cannot go back to where the saved "
                 "state is.",
                 dataset=type(self._dataset).__name__,
                 remedy="Make it and `Resume` again, or give it an attribute `epoch` to start at.",
             )
+        self.begin_epoch(position.epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if not self.counts_epochs:
+            self._dataset.epoch = epoch
+
+    def place(self, step: int) -> None:
+        return None
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -236,33 +250,21 @@ class TrackedBatches(keras.utils.PyDataset):
         if self._epoch is not None:  # it is not for validations to advance it
             self.begin_epoch(self._epoch)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_dataset"], name)
 
-
-class _OneBatch(keras.utils.PyDataset):
-    """A dataset of one batch."""
-
-    def __init__(self, batch: Any) -> None:
-        super().__init__()
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batch
+def _overrides_end_of_epoch(dataset: Any) -> bool:
+    return type(dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
 
 
 class TrackedIterators(keras.utils.PyDataset):
     """A dataset whose iterators can save where they are, as those of Grain.
 
     It keeps the states of one iterator after each of the last batches, as Keras reads ahead of
-    training, and begins again at the first for each iterator that it starts. See `TrackedPipeline`
-    for the attributes.
+    training, and begins again at the first for each iterator that it starts.
     """
 
     counts_epochs = False
+    first_epoch = 0
+    global_batch_size = seed = None
 
     def __init__(self, dataset: Any, length: int | None) -> None:
         if processes.count() > 1:
@@ -274,13 +276,12 @@ class TrackedIterators(keras.utils.PyDataset):
             )
         super().__init__()
         self.full_length = length
-        self.first_epoch = 0
         self.given = self
         self.is_used = False
-        self.global_batch_size = self.seed = None
         self._dataset = dataset
         self._reading = threading.Lock()
         self._next = -1  # the batch that its iterator comes to
+        self._states: dict[int, str | None] = {}
         self.start()
 
     @property
@@ -321,25 +322,22 @@ class TrackedIterators(keras.utils.PyDataset):
         return batch
 
     def first_batch(self) -> Any:
-        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
-        return _OneBatch(next(iter(self._dataset)))
+        return next(iter(self._dataset))
 
     def start(self) -> None:
-        """Start at the first batch."""
-        self.go_to(0, 0)
+        self.go_to(Position(0, 0), None)
 
-    def place(self, epoch: int, step: int) -> str | None:
+    def place(self, step: int) -> str | None:
         """Return the state of an iterator that comes to this step."""
         return self._states[step - self._skipped] if step else None
 
-    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
-        """Start at a step of an epoch, where an iterator has this state."""
-        self._skipped = step
+    def go_to(self, position: Position, place: str | None) -> None:
+        self._skipped = position.step
         self._next = -1
-        self._states: dict[int, str | None] = {0: place}
+        self._states = {0: place}
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start at an epoch after the first; all are the same."""
+        """Do nothing: all epochs are the same."""
 
     def on_epoch_end(self) -> None:
         if self.full_length is not None:
@@ -357,6 +355,3 @@ def _reject_shuffling() -> None:
         "Keras shuffles the batches, in an order that a resumed run cannot restore.",
         remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
     )
-
-
-Tracked = TrackedPipeline | TrackedBatches | TrackedIterators
