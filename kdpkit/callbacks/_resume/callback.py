@@ -378,14 +378,14 @@ class Resume(keras.callbacks.Callback):
     def _continue(self, state: checkpoints.TrainingState, call: _Call) -> None:
         """Continue in this epoch, which other callbacks have begun."""
         step = state.position.step
+        if step:  # only now, as a schedule has just changed the rate of this epoch again
+            self._restore(state, call)
         # A state of an epoch's end is older than what callbacks do when the next epoch begins.
         if not call.was_left_here and (step or call.trainable != state.notes["trainable"]):
             self._of_model.require_trainable(state.notes["trainable"])
         if step == 0:
             self._check_is_last(state)
             return
-        # Now, since a schedule that begins an epoch has just changed the rate of this one again.
-        self._restore(state, call)
         self._first = step
         # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
         self._catching.enter_context(warnings.catch_warnings())
