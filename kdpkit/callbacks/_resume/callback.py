@@ -51,7 +51,8 @@ class Resume(keras.callbacks.Callback):
 
     The state includes weights, optimizer, random layers, metrics, History, the given callbacks, and
     the position in the data. A run that was stopped between any two steps ends with the same
-    weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last.
+    weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last. A run
+    that continues says so in a line, unless `fit` has `verbose=0`.
 
     A save stops training while the values are read. They are then written in the background, and
     the next save, the end of `fit` and an exit wait until they are on disk. A crash meanwhile
@@ -129,25 +130,19 @@ class Resume(keras.callbacks.Callback):
         """Return a dataset to train on instead of this one, which can start at any batch.
 
         - A `tf.data.Dataset`: what `kdpkit.pipelines.train_pipeline` returned, without further
-          stages, or any other whose order can be had again. `shuffle` needs a seed (or
-          `keras.utils.set_random_seed` before it), and random numbers have to be stateless. Epoch
-          E is the E-th iteration of a new dataset, whoever else iterates it. Functions are traced
-          again; stages with `deterministic=False` are in order. What was trained on is skipped,
-          before maps that change no state and after `shuffle`.
+          stages, or any other whose order is reproducible: with seeds and stateless random numbers.
+          Epoch E is the E-th iteration of a new dataset, whoever else iterates it. Functions are
+          traced again; stages with `deterministic=False` are in order.
         - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: cut into batches of `global_batch_size`,
           the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
           `train_step` of the model's own gets `x` alone as `(x,)`.
         - A `keras.utils.PyDataset`: `on_epoch_end` is called once for every completed epoch, and
-          its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set to the epoch to
-          continue in.
-        - A Grain dataset or `DataLoader`, in one process. A `MapDataset` that ends has an order
-          that is the same in each epoch.
+          its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set.
+        - A Grain dataset or `DataLoader`, in one process.
 
-        What never ends, and a Grain `IterDataset` or `DataLoader`, which do not know their
-        length, needs `fit(steps_per_epoch=...)`: an epoch continues where the last one stopped, and
-        is saved at its end alone, on SIGTERM too.
-        But for `tf.data`, `fit` needs `shuffle=False`. Data that comes from Python (generators,
-        `py_function`) has to be the same each time.
+        What never ends, or does not know its length, needs `fit(steps_per_epoch=...)`: an epoch
+        continues where the last one stopped, and only its end is saved, on SIGTERM too. Except for
+        `tf.data`, `fit` needs `shuffle=False`. More is in docs/how_to/resume.md.
 
         Raises:
             ValueError: It is none of these, or its order cannot be had again; the message names the
@@ -436,7 +431,7 @@ class Resume(keras.callbacks.Callback):
         if at.step >= length:
             # docs/upstream/keras_begins_a_batch_too_many.md: this ends the epoch for Keras.
             raise StopIteration
-        if batch and not self._data.is_used:
+        if batch and not self._data.is_used():
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
         at_once = self.params.get("steps_at_once") or self.model.steps_per_execution
         if not self._last_step.is_returned:

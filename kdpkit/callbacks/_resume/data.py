@@ -6,7 +6,7 @@ import json
 import operator
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import keras
 
@@ -21,7 +21,7 @@ _ENDLESS = 2**48  # batches: what repeats in Grain has `sys.maxsize` examples
 _MOST_STATES = 1000  # of iterators, for as many batches that are read ahead of training
 
 
-class Tracked(Protocol):
+class Tracked:
     """A dataset that can start at any batch.
 
     Attributes:
@@ -32,18 +32,19 @@ class Tracked(Protocol):
         counts_epochs: Whether its epoch follows from calls of Keras alone, and cannot be set.
         global_batch_size: Examples in a batch, None if unknown.
         seed: Seed of the order, None if there is none or it is unknown.
-        is_used: Whether any batch was taken since the last `go_to`.
     """
 
     given: Any
     full_length: int | None
-    first_epoch: int
-    counts_epochs: bool
-    global_batch_size: int | None
-    seed: Any
+    first_epoch = 0
+    counts_epochs = False
+    global_batch_size: int | None = None
+    seed: Any = None
+    _was_used = False
 
-    @property
-    def is_used(self) -> bool: ...
+    def is_used(self) -> bool:
+        """Return whether any batch was taken since the last `go_to`."""
+        return self._was_used
 
     def first_batch(self) -> Any:
         """Return a batch to build a model for; `go_to` has to follow."""
@@ -51,7 +52,7 @@ class Tracked(Protocol):
     def start(self) -> None:
         """Start where it was when tracked: Keras takes up to two batches to build a model."""
 
-    def go_to(self, position: Position, place: str | None) -> None:
+    def go_to(self, position: Position, place: str | None = None) -> None:
         """Start at a position, which had this place."""
 
     def begin_epoch(self, epoch: int) -> None:
@@ -133,21 +134,17 @@ def _is_of(package: str, name: str, value: Any) -> bool:
     return loaded is not None and isinstance(value, operator.attrgetter(name)(loaded))
 
 
-class TrackedPipeline:
+class TrackedPipeline(Tracked):
     """A `tf.data` pipeline that keeps its own count of epochs and batches."""
-
-    counts_epochs = False
 
     def __init__(self, dataset: "TrainDataset") -> None:
         self._counter = dataset.epoch_counter
-        self._start = self._counter.position()
-        self.first_epoch = self._start[0]
+        self._start = Position(*self._counter.position())
+        self.first_epoch = self._start.epoch
         self.given = dataset.tracked()
         self.full_length = self._counter.batches if self._counter.batches >= 0 else None
-        self.global_batch_size = dataset.global_batch_size
-        self.seed = dataset.seed
+        self.global_batch_size, self.seed = dataset.global_batch_size, dataset.seed
 
-    @property
     def is_used(self) -> bool:
         return self._counter.has_given()
 
@@ -155,7 +152,7 @@ class TrackedPipeline:
         return next(iter(self.given))
 
     def start(self) -> None:
-        self._counter.move(*self._start)
+        self.go_to(self._start)
 
     def go_to(self, position: Position, place: str | None = None) -> None:
         self._counter.move(position.epoch, position.step)
@@ -164,11 +161,23 @@ class TrackedPipeline:
         if self.full_length is not None:
             self._counter.move(epoch, 0)
 
-    def place(self, step: int) -> None:
-        return None
+
+class _Rest(Tracked, keras.utils.PyDataset):
+    """What is left of a dataset's epoch."""
+
+    _skipped = 0
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches left in the epoch; None if it never ends."""
+        return None if self.full_length is None else self.full_length - self._skipped
+
+    @property
+    def given(self) -> Any:
+        return self
 
 
-class TrackedBatches(keras.utils.PyDataset):
+class TrackedBatches(_Rest):
     """A `PyDataset` that can start at any batch."""
 
     def __init__(self, dataset: Any) -> None:
@@ -181,21 +190,13 @@ class TrackedBatches(keras.utils.PyDataset):
         self.counts_epochs = not hasattr(dataset, "epoch")
         self.first_epoch = int(getattr(dataset, "epoch", 0))
         self._epoch: int | None = None  # that is trained on, once that is known
-        self._skipped = self._expected = 0
-        self.is_used = False
-        self.given = self
+        self._expected = 0
         self.global_batch_size = getattr(dataset, "global_batch_size", None)
         self.seed = getattr(dataset, "seed", None)
 
     @property
-    def full_length(self) -> int | None:
+    def full_length(self) -> int | None:  # type: ignore[override]
         return self._dataset.num_batches
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of batches left in the epoch."""
-        length = self.full_length
-        return None if length is None else length - self._skipped
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -204,7 +205,7 @@ class TrackedBatches(keras.utils.PyDataset):
         if self.workers <= 1 and index not in (0, self._expected):
             _reject_shuffling()
         self._expected = index + 1
-        self.is_used = True
+        self._was_used = True
         return self._dataset[index + self._skipped]
 
     def __getattr__(self, name: str) -> Any:
@@ -214,32 +215,30 @@ class TrackedBatches(keras.utils.PyDataset):
         return self._dataset[0]
 
     def start(self) -> None:
-        self.is_used = False
+        self._was_used = False
         self.begin_epoch(self.first_epoch)
 
     def go_to(self, position: Position, place: str | None = None) -> None:
         """Start at a position, after all that the dataset does between epochs."""
-        self._skipped, self.is_used = position.step, False
+        changes = type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
         if self._epoch is None:
             for _ in range(self.first_epoch, position.epoch):
                 self._dataset.on_epoch_begin()
                 self._dataset.on_epoch_end()
-        elif self.counts_epochs and _overrides_end_of_epoch(self._dataset):
+        elif self.counts_epochs and changes:
             checks.fail(
                 "This `PyDataset` changes in `on_epoch_end`, and cannot go back to where the saved "
                 "state is.",
                 dataset=type(self._dataset).__name__,
                 remedy="Make it and `Resume` again, or give it an attribute `epoch` to start at.",
             )
+        self._skipped, self._was_used = position.step, False
         self.begin_epoch(position.epoch)
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
         if not self.counts_epochs:
             self._dataset.epoch = epoch
-
-    def place(self, step: int) -> None:
-        return None
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -251,20 +250,12 @@ class TrackedBatches(keras.utils.PyDataset):
             self.begin_epoch(self._epoch)
 
 
-def _overrides_end_of_epoch(dataset: Any) -> bool:
-    return type(dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
-
-
-class TrackedIterators(keras.utils.PyDataset):
+class TrackedIterators(_Rest):
     """A dataset whose iterators can save where they are, as those of Grain.
 
     It keeps the states of one iterator after each of the last batches, as Keras reads ahead of
     training, and begins again at the first for each iterator that it starts.
     """
-
-    counts_epochs = False
-    first_epoch = 0
-    global_batch_size = seed = None
 
     def __init__(self, dataset: Any, length: int | None) -> None:
         if processes.count() > 1:
@@ -276,18 +267,11 @@ class TrackedIterators(keras.utils.PyDataset):
             )
         super().__init__()
         self.full_length = length
-        self.given = self
-        self.is_used = False
         self._dataset = dataset
         self._reading = threading.Lock()
         self._next = -1  # the batch that its iterator comes to
         self._states: dict[int, str | None] = {}
         self.start()
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of batches left in the epoch; None if it never ends."""
-        return None if self.full_length is None else self.full_length - self._skipped
 
     def __getitem__(self, index: int) -> Any:
         with self._reading:
@@ -297,7 +281,7 @@ class TrackedIterators(keras.utils.PyDataset):
             self._next = index + 1
             self._states[self._next] = _state_of(self._iterator)
             self._states.pop(self._next - _MOST_STATES, None)
-            self.is_used = True
+            self._was_used = True
         return batch
 
     def _seek(self, index: int) -> None:
@@ -325,19 +309,15 @@ class TrackedIterators(keras.utils.PyDataset):
         return next(iter(self._dataset))
 
     def start(self) -> None:
-        self.go_to(Position(0, 0), None)
+        self.go_to(Position(0, 0))
 
     def place(self, step: int) -> str | None:
         """Return the state of an iterator that comes to this step."""
         return self._states[step - self._skipped] if step else None
 
-    def go_to(self, position: Position, place: str | None) -> None:
-        self._skipped = position.step
-        self._next = -1
+    def go_to(self, position: Position, place: str | None = None) -> None:
+        self._skipped, self._next = position.step, -1
         self._states = {0: place}
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Do nothing: all epochs are the same."""
 
     def on_epoch_end(self) -> None:
         if self.full_length is not None:
