@@ -495,7 +495,7 @@ class Resume(keras.callbacks.Callback):
                 self._left_at = Position(epoch + 1, 0)
                 self._save(self._left_at, logs)
         elif self._data.full_length is not None:  # a callback has stopped training
-            self._save(self._at)
+            self._save(self._at, before_validation=self._last_step.before_validation)
         if stops:
             self._leave()
 
