@@ -1,7 +1,7 @@
 """What a training state has of a model: variables of layers, optimizers, metrics and seeds."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -85,23 +85,32 @@ class ModelState:
                     "epochs from that one on, before `Resume` is called.",
                 )
 
-    def build(self, state: checkpoints.TrainingState, batch: Any) -> None:
+    def build(self, state: checkpoints.TrainingState, batch: Callable[[], Any]) -> None:
         """Make the variables of a state that Keras makes in the first step.
 
         Args:
             state: The state.
-            batch: A function that returns a batch, called if the model has to see one.
+            batch: Returns a batch, called if the model has to see one.
         """
-        # Only on TensorFlow without a strategy `fit` leaves this to the first step:
-        # `_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py.
-        if any(
-            sum(name.startswith(f"{group}.") for name in state.arrays) > len(variables)
-            for group, variables in self._groups().items()
-            if group != "seeds"
-        ):
-            self._model._symbolic_build(data_batch=keras.utils.unpack_x_y_sample_weight(batch()))
+        if self._lacks_variables_of(state):
+            # Only on TensorFlow without a strategy `fit` leaves this to the first step:
+            # `_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py. Not by
+            # `_symbolic_build`, which knows no ragged batches, and builds an unused optimizer.
+            x, y, weights = keras.utils.unpack_x_y_sample_weight(batch())
+            y_pred = self._model(x)
+            for compute in (self._model.compute_metrics, self._model.compute_loss):
+                if self._lacks_variables_of(state):
+                    compute(x, y, y_pred, weights)
         if "seeds.0" in state.arrays:
             versions.make_global_seeds(strategy_of(self._model))
+
+    def _lacks_variables_of(self, state: checkpoints.TrainingState) -> bool:
+        groups = self._groups()
+        del groups["seeds"]
+        return any(
+            sum(name.startswith(f"{group}.") for name in state.arrays) > len(variables)
+            for group, variables in groups.items()
+        )
 
     def restore(self, state: checkpoints.TrainingState) -> None:
         """Assign the values of a state, for which `build` has made the variables.
