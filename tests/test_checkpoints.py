@@ -1,7 +1,6 @@
 """States on disk are complete, and the newest complete one is found."""
 
 import functools
-import itertools
 import json
 import resource
 import shutil
@@ -18,12 +17,12 @@ from hypothesis.extra import numpy as arrays_of
 
 from kdpkit import checkpoints, testing
 from kdpkit._internal import atomic_files
-from kdpkit.checkpoints import CheckpointDirectory, TrainingState
+from kdpkit.checkpoints import CheckpointDirectory, Position, TrainingState
 from tests import damaged_states
 
 
 def state(epoch=0, step=0, **arrays):
-    return TrainingState(epoch=epoch, step=step, arrays=arrays, notes={"best": 0.5})
+    return TrainingState(position=Position(epoch, step), arrays=arrays, notes={"best": 0.5})
 
 
 @given(
@@ -39,9 +38,9 @@ def state(epoch=0, step=0, **arrays):
 )
 def test_what_was_saved_comes_back(tmp_path_factory, arrays):
     directory = CheckpointDirectory(tmp_path_factory.mktemp("states"))
-    directory.save(TrainingState(epoch=3, step=4, arrays=arrays, notes={"a": [1, None]}))
+    directory.save(TrainingState(position=Position(3, 4), arrays=arrays, notes={"a": [1, None]}))
     found = directory.latest()
-    assert (found.epoch, found.step, found.notes) == (3, 4, {"a": [1, None]})
+    assert (found.position, found.notes) == (Position(3, 4), {"a": [1, None]})
     assert found.arrays.keys() == arrays.keys()
     for name, array in arrays.items():
         assert found.arrays[name].dtype == array.dtype
@@ -56,7 +55,7 @@ def test_the_newest_are_kept_and_the_order_is_that_of_training(tmp_path):
         "state-000010-000000000.npz",
         "state-000001-000000000.npz",
     ]
-    assert CheckpointDirectory(tmp_path).latest().epoch == 10
+    assert CheckpointDirectory(tmp_path).latest().position.epoch == 10
 
 
 def test_an_empty_or_missing_directory_has_no_state(tmp_path):
@@ -67,7 +66,7 @@ def test_an_empty_or_missing_directory_has_no_state(tmp_path):
 def content_of(found):
     """What a state has, with the types of its values."""
     arrays = {name: (a.dtype.name, a.shape, a.tobytes()) for name, a in found.arrays.items()}
-    return repr((found.epoch, found.step, found.notes, sorted(arrays.items())))
+    return repr((found.position, found.notes, sorted(arrays.items())))
 
 
 @pytest.mark.timeout(1200)
@@ -93,29 +92,10 @@ def test_no_damaged_state_is_read_as_another_or_ends_the_run(seeds, tmp_path):
         assert content_of(found) == content_of(expected), (seed, kind)
         assert all(f"{path.name} is damaged or cannot" in str(w.message) for w in caught)
         directory.save(state(0, 3, **weights))
-        assert directory.latest().step == 3, (seed, kind)
+        assert directory.latest().position.step == 3, (seed, kind)
         shutil.rmtree(tmp_path / str(seed))
     grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     assert grown < (1 << 28) / 1024, grown  # in KiB on Linux
-
-
-@pytest.mark.exhaustive
-def test_no_flipped_bit_of_a_state_is_read_as_another_or_ends_the_run(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
-    weights = np.arange(20.0)
-    directory.save(state(0, 1, weight=weights))
-    path = directory.save(state(0, 2, weight=weights))
-    content = path.read_bytes()
-    assert 8 * len(content) > 5_000
-    for position, bit in itertools.product(range(len(content)), range(8)):
-        damaged = bytearray(content)
-        damaged[position] ^= 1 << bit
-        path.write_bytes(damaged)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            found = directory.latest()
-        np.testing.assert_array_equal(found.arrays["weight"], weights)
-        assert found.notes == {"best": 0.5}
 
 
 def test_where_all_are_damaged_nothing_starts_again_silently(tmp_path):
@@ -131,7 +111,7 @@ def test_a_state_is_not_removed_for_damaged_ones_of_later_steps(tmp_path):
         directory.save(state(0, step)).write_bytes(b"")
     for step in (1, 2):
         assert directory.save(state(0, step)).exists()
-    assert directory.latest().step == 2
+    assert directory.latest().position.step == 2
 
 
 def test_what_a_killed_process_left_behind_is_no_state_and_goes(tmp_path):
@@ -152,7 +132,7 @@ def test_a_full_disk_loses_nothing(tmp_path):
             directory.save(state(0, 2, weight=np.zeros(1 << 14)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert directory.latest().step == 1
+    assert directory.latest().position.step == 1
     assert len([*tmp_path.iterdir()]) == 1
 
 
@@ -175,13 +155,6 @@ def test_bad_directories_raise(tmp_path):
             CheckpointDirectory(nowhere)
     with pytest.raises(ValueError, match="`keep` must be a positive integer.*keep=0"):
         CheckpointDirectory(tmp_path, keep=0)
-
-
-def test_variables_are_restored():
-    one, other = testing.tiny_classifier(seed=1), testing.tiny_classifier(seed=2)
-    checkpoints.assign({"model": other.variables}, checkpoints.values_of({"model": one.variables}))
-    for left, right in zip(one.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_array_equal(left, right)
 
 
 # What was read stays as it was, though reading copies nothing on a CPU.
@@ -330,7 +303,7 @@ def test_states_in_object_storage_are_those_of_a_local_directory(remote):
         directory.save(state(0, step, weight=np.arange(3.0) + step))
     assert [path.name[-6:] for path in directory.paths()] == ["03.npz", "02.npz"]
     found = CheckpointDirectory(remote).latest()
-    assert (found.step, found.arrays["weight"].tolist()) == (3, [3.0, 4.0, 5.0])
+    assert (found.position.step, found.arrays["weight"].tolist()) == (3, [3.0, 4.0, 5.0])
 
 
 def test_a_damaged_state_in_object_storage_is_skipped(remote):
@@ -340,7 +313,7 @@ def test_a_damaged_state_in_object_storage_is_skipped(remote):
     with atomic_files.replacing(path) as temporary:
         temporary.write_bytes(path.read_bytes()[:500])
     with pytest.warns(UserWarning, match="://.*state-000000-000000002.npz is damaged"):
-        assert directory.latest().step == 1
+        assert directory.latest().position.step == 1
 
 
 def test_a_file_in_object_storage_is_no_directory(remote):

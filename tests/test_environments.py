@@ -48,8 +48,7 @@ ON_JAX = {
     ],
     "elastic": ["tests/test_elastic.py"],
     "resumed": [
-        "tests/callbacks/test_resume_programs.py",
-        "tests/callbacks/test_tracked.py",
+        "tests/callbacks/test_resume.py",
         "tests/training/test_programs_resume.py",
     ],
     "vocabulary": [

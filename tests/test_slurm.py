@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from kdpkit.checkpoints import CheckpointDirectory
+from kdpkit.checkpoints import CheckpointDirectory, Position
 from tests.processes import ROOT
 
 NAMESPACES = ["unshare", "--mount", "--net", "--uts", "--pid", "--fork", "--kill-child"]
@@ -78,7 +78,7 @@ def test_a_requeued_job_that_loses_a_task_trains_what_an_undisturbed_one_does(
     found, expected = (
         CheckpointDirectory(tmp_path / name).latest() for name in ("disturbed", "undisturbed")
     )
-    assert (found.epoch, found.step) == (expected.epoch, expected.step) == (5, 0)
+    assert found.position == expected.position == Position(5, 0)
     assert found.arrays.keys() == expected.arrays.keys()
     for name, values in expected.arrays.items():
         np.testing.assert_array_equal(found.arrays[name], values, err_msg=name)

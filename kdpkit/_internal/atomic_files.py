@@ -1,12 +1,7 @@
-"""Files that are written atomically, and files that one process holds.
-
-They may be in object storage, as `gs://bucket/file`; see `kdpkit._internal.storage`.
-"""
+"""Files that are written atomically, of this machine or remote (`kdpkit._internal.storage`)."""
 
 import contextlib
-import errno
 import os
-import socket
 import tempfile
 import uuid
 from collections.abc import Iterator
@@ -14,14 +9,6 @@ from pathlib import Path
 
 from kdpkit import errors
 from kdpkit._internal import checks, storage
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_held: dict[str, int] = {}  # descriptors of the files that `acquire` has taken
-_MARK = f"{uuid.uuid4().hex} process {os.getpid()} on {socket.gethostname()}"  # in remote ones
 
 
 @contextlib.contextmanager
@@ -40,8 +27,7 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     target = storage.path(path)
     if isinstance(target, storage.RemotePath):
-        with tempfile.TemporaryDirectory() as directory:
-            temporary = Path(directory) / target.name
+        with _passing(target) as temporary:
             yield temporary
             target.upload(temporary)
         return
@@ -63,12 +49,15 @@ def replacing_in_first_process(path: str | os.PathLike[str]) -> Iterator[Path]:
     """
     from kdpkit._internal import processes  # which loads Keras
 
-    if processes.index() == 0:
-        with replacing(path) as temporary:
-            yield temporary
-        return
+    with (replacing if processes.index() == 0 else _passing)(storage.path(path)) as temporary:
+        yield temporary
+
+
+@contextlib.contextmanager
+def _passing(path: storage.AnyPath) -> Iterator[Path]:
+    """Yield a file of the same name that is gone after the block."""
     with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory) / Path(path).name
+        yield Path(directory) / path.name
 
 
 @contextlib.contextmanager
@@ -78,9 +67,8 @@ def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
     if isinstance(source, Path):
         yield source
         return
-    with tempfile.TemporaryDirectory() as directory:
-        copy = Path(directory) / source.name
-        source.download(copy)
+    with _passing(source) as copy:
+        source.ask("get_file", str(copy))
         yield copy
 
 
@@ -90,14 +78,18 @@ def readable(path: str | os.PathLike[str]) -> storage.AnyPath:
     if file.is_dir():
         checks.fail_for_file("A file is needed, and this is a directory", file)
     try:
-        is_empty = _is_empty(file)
+        if isinstance(file, storage.RemotePath):
+            has_content = bool(file.ask("size"))
+        else:
+            with file.open("rb") as stream:  # a pipe has no size
+                has_content = bool(stream.read(1))
     except FileNotFoundError:
         checks.fail_for_file("There is no such file", file, remedy="Check the path.")
     except errors.InputError:
         raise
     except OSError as error:
         checks.fail_for_file(f"The file cannot be read ({error.strerror})", file)
-    if is_empty:
+    if not has_content:
         checks.fail_for_file("The file is empty", file)
     return file
 
@@ -108,58 +100,3 @@ def readable_here(path: str | os.PathLike[str]) -> Path:
     if isinstance(file, storage.RemotePath):
         checks.fail_for_file("A file of this machine is needed", file, remedy="Copy it first.")
     return file
-
-
-def _is_empty(file: storage.AnyPath) -> bool:
-    if isinstance(file, storage.RemotePath):
-        return file.stat().st_size == 0
-    with file.open("rb") as stream:  # a pipe has no size
-        return not stream.read(1)
-
-
-def acquire(path: str | os.PathLike[str]) -> bool:
-    """Take a file for this process, unless another process has it.
-
-    It is this process's until `release`, or until the process ends in whatever way, though a
-    network's file system may know of a lost machine a minute or two later. It may be taken twice.
-    Where locks are unknown everyone gets it, and in object storage, where there are none, whoever
-    comes last: `taken_over` is how the others find out.
-    """
-    target = storage.path(path)
-    if isinstance(target, storage.RemotePath):
-        with replacing(target) as temporary:
-            temporary.write_text(_MARK, encoding="utf-8")
-        return True
-    name = os.path.realpath(target)
-    if fcntl is None or name in _held:
-        return True
-    file = os.open(name, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        os.close(file)
-        return error.errno not in (errno.EACCES, errno.EAGAIN)
-    # Closing it anywhere in this process would free it, hence one for all.
-    _held[name] = file
-    return True
-
-
-def release(path: str | os.PathLike[str]) -> None:
-    """Let a file go that this process has taken; a remote one keeps its mark, to no harm."""
-    if storage.is_remote(path):
-        return
-    file = _held.pop(os.path.realpath(path), None)
-    if file is not None:
-        os.close(file)
-
-
-def taken_over(path: str | os.PathLike[str]) -> str | None:
-    """Name the process that took a remote file after this one took it; None if none has."""
-    file = storage.path(path)
-    if isinstance(file, Path):  # which is locked
-        return None
-    try:
-        mark = file.read_text()
-    except FileNotFoundError:
-        return None
-    return None if mark == _MARK else mark.partition(" ")[2]

@@ -17,13 +17,10 @@ import re
 import tempfile
 import uuid
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, TypeAlias
+from typing import Any, Self, TypeAlias
 
 from kdpkit import errors
 from kdpkit._internal import checks
-
-if TYPE_CHECKING:
-    from fsspec import AbstractFileSystem
 
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _CUT_BY_PATHLIB = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:")
@@ -43,22 +40,19 @@ class RemotePath(os.PathLike[str]):
     def __fspath__(self) -> str:
         return self.url
 
-    def __str__(self) -> str:
-        return self.url
+    __str__ = __fspath__
 
     def __repr__(self) -> str:
         return f"RemotePath({self.url!r})"
 
     def __truediv__(self, part: str | os.PathLike[str]) -> Self:
-        root = self.url if self.url.endswith("/") else f"{self.url}/"
-        return type(self)(root + os.fspath(part).strip("/"))
+        return type(self)(f"{self.url.removesuffix('/')}/{os.fspath(part).strip('/')}")
 
     @property
     def parent(self) -> Self:
         """The directory, or the path itself where there is none above."""
-        scheme, _, rest = self.url.partition("://")
-        above, slash, _ = rest.rpartition("/")
-        return type(self)(f"{scheme}://{above}") if slash else self
+        above, _, name = self.url.rpartition("/")
+        return self if above.endswith("/") and name else type(self)(above or self.url)
 
     @property
     def name(self) -> str:
@@ -74,43 +68,28 @@ class RemotePath(os.PathLike[str]):
         """Return the path beside this one."""
         return self.parent / name
 
+    def ask(self, method: str, *arguments: Any, **settings: Any) -> Any:
+        """Call a method of fsspec's file system on this path."""
+        with reporting(self.url):
+            return getattr(_system(self.url), method)(self.url, *arguments, **settings)
+
     def exists(self) -> bool:
         """Whether there is a file or a directory."""
-        return self._found() is not None
+        return bool(self.ask("exists"))
 
     def is_dir(self) -> bool:
         """Whether there is a directory."""
-        found = self._found()
-        return found is not None and found["type"] == "directory"
+        return bool(self.ask("isdir"))
 
     def is_file(self) -> bool:
         """Whether there is a file."""
-        return self.exists() and not self.is_dir()
-
-    def stat(self) -> "_Stat":
-        """Return size and time of the last change."""
-        with reporting(self.url):
-            system = _system(self.url)
-            found = system.info(self.url)
-            if found["type"] == "directory":
-                return _Stat(0, 0)
-            return _Stat(found["size"], int(system.modified(self.url).timestamp() * 1e9))
-
-    def _found(self) -> dict[str, Any] | None:
-        try:
-            with reporting(self.url):
-                return _system(self.url).info(self.url)
-        except FileNotFoundError:
-            return None
+        return bool(self.ask("isfile"))
 
     def iterdir(self) -> Iterator[Self]:
         """Return what is in the directory."""
-        with reporting(self.url):
-            system = _system(self.url)
-            directory = system.info(self.url)["name"].rstrip("/")
-            found = [name.rstrip("/") for name in system.ls(self.url, detail=False)]
-        names = sorted(posixpath.basename(name) for name in found if name != directory)
-        return (self / name for name in names)
+        itself = self.ask("info")["name"].rstrip("/")
+        names = {name.rstrip("/") for name in self.ask("ls", detail=False)} - {itself}
+        return (self / name for name in sorted(map(posixpath.basename, names)))
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """Return what is in the directory and matches; nothing if there is no directory."""
@@ -124,26 +103,16 @@ class RemotePath(os.PathLike[str]):
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Remove the file."""
-        try:
-            with reporting(self.url):
-                _system(self.url).rm_file(self.url)
-        except FileNotFoundError:
-            if not missing_ok:
-                raise
+        with contextlib.suppress(*[FileNotFoundError] * missing_ok):
+            self.ask("rm_file")
 
     def read_bytes(self) -> bytes:
         """Read the file."""
-        with reporting(self.url):
-            return _system(self.url).cat_file(self.url)
+        return self.ask("cat_file")
 
     def read_text(self, encoding: str = "utf-8") -> str:
         """Read the file as text."""
         return self.read_bytes().decode(encoding)
-
-    def download(self, file: pathlib.Path) -> None:
-        """Copy the file to this machine."""
-        with reporting(self.url):
-            _system(self.url).get_file(self.url, str(file))
 
     def upload(self, file: pathlib.Path) -> None:
         """Put a file of this machine here, atomically.
@@ -165,21 +134,13 @@ class RemotePath(os.PathLike[str]):
     def try_writing(self) -> None:
         """Write a file in this directory, and remove it."""
         trial = self / f".kdpkit-{uuid.uuid4().hex}"
-        with reporting(self.url), tempfile.TemporaryDirectory() as directory:
-            system, empty = _system(self.url), pathlib.Path(directory) / "empty"
-            empty.touch()
-            _put(system, empty, trial)
+        with reporting(self.url), tempfile.NamedTemporaryFile() as empty:
+            system = _system(self.url)
+            _put(system, pathlib.Path(empty.name), trial)
             system.rm_file(trial.url)
 
 
-class _Stat(NamedTuple):
-    """What a storage knows of a file, under the names of `os.stat_result`."""
-
-    st_size: int
-    st_mtime_ns: int
-
-
-def _put(system: "AbstractFileSystem", file: pathlib.Path, target: RemotePath) -> None:
+def _put(system: Any, file: pathlib.Path, target: RemotePath) -> None:
     """Copy a file to the storage, into a directory that may have to be made."""
     if set(target.url) & set("*?[]"):  # fsspec takes them for patterns when it moves a file
         checks.fail(
@@ -208,8 +169,6 @@ def path(value: str | os.PathLike[str]) -> AnyPath:
     >>> path("logs/run"), path("gs://bucket/logs") / "run"
     (PosixPath('logs/run'), RemotePath('gs://bucket/logs/run'))
     """
-    if isinstance(value, RemotePath):
-        return value
     text = os.fspath(value)
     if is_remote(text):
         scheme, _, rest = text.partition("://")
@@ -238,55 +197,59 @@ def require_tensorflow(value: str | os.PathLike[str]) -> str:
     Raises:
         ValueError: TensorFlow does not know the scheme.
     """
-    path(value)  # raises for what pathlib has cut
-    text = os.fspath(value)
-    scheme, known = text.partition("://")[0], _tensorflow_schemes()
-    if is_remote(text) and scheme not in known:
-        checks.fail(
-            f"TensorFlow, which reads and writes this path, does not know {scheme}://.",
-            path=text,
-            remedy=f"It knows {', '.join(f'{one}://' for one in sorted(known))}; `import "
-            "tensorflow_io` adds some. Use one of these, or a path of this machine.",
-        )
-    return text
+    text = os.fspath(path(value) if not is_remote(value) else value)
+    if is_remote(text):
+        scheme, known = text.partition("://")[0], _tensorflow_schemes()
+        if scheme not in known:
+            checks.fail(
+                f"TensorFlow, which reads and writes this path, does not know {scheme}://.",
+                path=text,
+                remedy=f"It knows {', '.join(f'{one}://' for one in sorted(known))}; `import "
+                "tensorflow_io` adds some. Use one of these, or a path of this machine.",
+            )
+    return os.fspath(value)
+
+
+def _tensorflow_schemes() -> set[str]:
+    if importlib.util.find_spec("tensorflow") is None:
+        return set()
+    import tensorflow as tf
+
+    return {scheme for scheme in tf.io.gfile.get_registered_schemes() if scheme}
 
 
 @contextlib.contextmanager
 def reporting(url: str | os.PathLike[str]) -> Iterator[None]:
     """Raise what goes wrong with a path in the block, if it is remote, as one sentence about it."""
-    if not is_remote(url):
-        yield
-        return
     try:
         yield
     except errors.InputError:
         raise
     # gcsfs, s3fs, TensorFlow and what they stand on have no common kind of error.
     except Exception as error:
+        if not is_remote(url):
+            raise
         raise _as_sentence(error, os.fspath(url)) from error
 
 
 def _as_sentence(error: Exception, url: str) -> errors.RemoteFileError:
-    kind = errors.NoRemoteFileError if _is_missing(error) else errors.RemoteFileError
-    if _is_missing(error):
-        number, reason = errno.ENOENT, os.strerror(errno.ENOENT)
+    kind, name, reason = errors.RemoteFileError, type(error).__name__, _reason(error)
+    number, sentence = (
+        errno.EIO,
+        f"{url} cannot be used ({reason}). Check the path and the network.",
+    )
+    if isinstance(error, FileNotFoundError) or name == "NotFoundError":
+        kind, number, reason = errors.NoRemoteFileError, errno.ENOENT, os.strerror(errno.ENOENT)
         sentence = f"There is no such file, directory or bucket: {url}. Check the path."
-    elif isinstance(error, PermissionError) or type(error).__name__ in _PERMISSION:
-        number, reason = errno.EACCES, f"permission denied: {_reason(error)}"
+    elif isinstance(error, PermissionError) or name in _PERMISSION:
+        number = errno.EACCES
         sentence = (
-            f"There is no permission to use {url} ({_reason(error)}). Check the credentials of "
-            "this machine and the rights of their account."
+            f"There is no permission to use {url} ({reason}). Check the credentials of this "
+            "machine and the rights of their account."
         )
-    else:
-        number, reason = errno.EIO, _reason(error)
-        sentence = f"{url} cannot be used ({reason}). Check the path and the network."
     reported = kind(sentence)
     reported.errno, reported.strerror, reported.filename = number, reason, url
     return reported
-
-
-def _is_missing(error: Exception) -> bool:
-    return isinstance(error, FileNotFoundError) or type(error).__name__ == "NotFoundError"
 
 
 def _reason(error: Exception) -> str:
@@ -297,7 +260,7 @@ def _reason(error: Exception) -> str:
     return first.rstrip(".") or type(error).__name__
 
 
-def _system(url: str) -> "AbstractFileSystem":
+def _system(url: str) -> Any:
     """Return the file system that knows the scheme."""
     try:
         from fsspec.core import url_to_fs
@@ -312,12 +275,3 @@ def _system(url: str) -> "AbstractFileSystem":
             remedy="For Google's storage run `pip install 'kdpkit[storage]'` (fsspec and gcsfs), "
             "for others fsspec and its package (s3fs for s3://); or check the spelling.",
         )
-
-
-def _tensorflow_schemes() -> set[str]:
-    """Return the schemes that TensorFlow knows, none where it is not installed."""
-    if importlib.util.find_spec("tensorflow") is None:
-        return set()
-    import tensorflow as tf
-
-    return {scheme for scheme in tf.io.gfile.get_registered_schemes() if scheme}

@@ -32,6 +32,8 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
     end of the epoch, whose last lines have everything. Readings of devices and the learning rate
     are left out: they are in the logs, for `History`, files and TensorBoard.
 
+    In a run that `Resume` continues inside an epoch, steps are counted from there.
+
     The first step of each `fit` is announced, because it is compiled: its time is reported by
     itself, and is no part of the time of a step. With several processes
     only the first one shows anything. `evaluate` and `predict` have Keras' bar.
@@ -74,14 +76,14 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Announce the first step; time those after it."""
         if self._clock is None and self._compiled:
-            self._clock = batch, time.perf_counter()
+            self._clock = self._in_epoch(batch), time.perf_counter()
         elif not self._compiled and not self._compiling_since:
             self._compiling_since = time.perf_counter()
             self._write("Compiling the first step ...")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Update the line."""
-        self._done = max(self._done, batches_ended(batch, self.params))
+        self._done = max(self._done, batches_ended(self._in_epoch(batch), self.params))
         now = self._batch_ended = time.perf_counter()
         if not self._compiled:
             self._compiled = True
@@ -96,6 +98,10 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
         first, *others = _rows(self._items(logs))
         start = f"\r{first:<{_width()}}".rstrip(" ") if _is_live() else first
         self._write("\n".join([start, *others]) + "\n")
+
+    def _in_epoch(self, batch: int) -> int:
+        """Count the batches of an epoch that `Resume` continues from the epoch's first."""
+        return int(self.params.get("first_step", 0)) + batch
 
     def _items(self, logs: dict[str, Any] | None) -> list[str]:
         logs = logs or {}

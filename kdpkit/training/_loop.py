@@ -408,8 +408,9 @@ class TrainingLoop:
             verbose=verbose,
             epochs=epochs,
             steps=feed.steps,
-            metrics=[*self._steps.means],  # for `Resume`, which saves and restores an epoch
+            metrics=[*self._steps.means],  # these three for `Resume`
             resumed_logs=self._resumed_logs,
+            steps_at_once=self.steps_per_loop,
             **settings,
         )
 

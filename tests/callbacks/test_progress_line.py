@@ -124,3 +124,24 @@ def test_a_terminal_updates_the_line_in_place(monkeypatch, capsys):
     assert [state.split()[2] for state in states] == [f"{n}/10" for n in range(2, 11)] + ["10/10"]
     assert {len(state) for state in states[:-1]} == {59}
     assert all(len(other) <= 59 for other in others)
+
+
+def test_a_run_that_goes_on_inside_an_epoch_counts_from_there(tmp_path, capsys):
+    def train(*others):
+        resume = callbacks.Resume(tmp_path)
+        line = callbacks.ProgressLine()
+        compiled().fit(resume.track(examples()), epochs=2, callbacks=[line, *others, resume])
+        return lines_of(capsys)
+
+    def stop(batch, logs=None):  # noqa: ARG001 as Keras calls it
+        if batch == 3:
+            model.stop_training = True
+
+    model = compiled()
+    resume = callbacks.Resume(tmp_path)
+    stopping = keras.callbacks.LambdaCallback(on_train_batch_end=stop)
+    model.fit(resume.track(examples()), verbose=0, callbacks=[stopping, resume])
+    said, _, first, second = train()
+    assert said == f"Continuing the run in {tmp_path}: epoch 1 of 2, after 4 of 10 steps."
+    assert first.startswith("Epoch 1/2  10/10  ")
+    assert second.startswith("Epoch 2/2  10/10  ")

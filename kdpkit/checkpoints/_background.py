@@ -23,17 +23,13 @@ def start(path: str | os.PathLike[str], write: Callable[[], str | None]) -> None
 
 
 def wait(path: str | os.PathLike[str]) -> None:
-    """Wait until what was started for a path has ended; raise what it raised.
-
-    >>> start("notes.txt", lambda: None)
-    >>> wait("notes.txt")
-    """
+    """Wait until what was started for a path has ended; raise what it raised."""
     name = os.path.realpath(path)
     if running := _started.get(name):
         futures.wait([running])  # Ctrl-C may interrupt this, and leaves it to be waited for
         _started.pop(name, None)
         if problem := running.result():
-            warnings.warn(problem, stacklevel=2)
+            warnings.warn(problem, stacklevel=3)
 
 
 @atexit.register

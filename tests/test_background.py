@@ -9,7 +9,7 @@ import warnings
 import pytest
 
 import kdpkit
-from kdpkit._internal import background
+from kdpkit.checkpoints import _background as background
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 
@@ -45,7 +45,7 @@ def test_what_went_wrong_is_reported_once(tmp_path, report):
 
 ENDING = """
 import sys, time
-from kdpkit._internal import background
+from kdpkit.checkpoints import _background as background
 
 def write():
     time.sleep(0.5)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeAlias
 
-from kdpkit.callbacks import _calls
-
 Handler: TypeAlias = Callable[[int, FrameType | None], object] | int | None
 
 _NAMES = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
@@ -22,7 +20,7 @@ class HeldSignals:
     Some schedulers and launchers send SIGTERM twice; the second one must not interrupt what the
     first one has started.
 
-    Keras has no hook for failed training. So a signal is only deferred while the training function
+    Keras has no hook for failed training. So a signal is only deferred while the call that trains
     is running; after an error in it, signals act as usual.
 
     Attributes:
@@ -33,9 +31,8 @@ class HeldSignals:
     def __init__(self) -> None:
         self.received: signal.Signals | None = None
         self.is_requested = False
-        self._former: dict[signal.Signals, Handler] = {}
-        self._set: dict[signal.Signals, Handler] = {}
-        self._training: _calls.Call = (0, None)
+        self._former: dict[signal.Signals, tuple[Handler, Handler]] = {}  # with the one set since
+        self._training: tuple[int, object] = (0, None)
 
     def hold(self) -> None:
         """Start deferring signals; Python only allows this in the main thread."""
@@ -44,18 +41,21 @@ class HeldSignals:
             warnings.warn(
                 "This thread is not the main one, so SIGTERM and Ctrl-C end the program without "
                 "saving the state. To stop with it saved, call `resume.request_stop()`.",
-                stacklevel=3,
+                stacklevel=4,
             )
             return
         self.release()  # left by an earlier training that failed
-        self._training = _calls.training_call(sys._getframe(1))
+        frame = sys._getframe(2)
+        while frame.f_code.co_name == "on_train_begin" and frame.f_back:
+            frame = frame.f_back
+        self._training = _identity(frame)
         for number in _NAMES:
             former = signal.getsignal(number)
             # A handler that was not set from Python could not be restored; background jobs of a
             # shell must keep ignoring Ctrl-C.
             if former is not None and (number, former) != (signal.SIGINT, signal.SIG_IGN):
-                self._former[number] = former
-                self._put(number, self._handle)
+                self._former[number] = former, self._handle
+                signal.signal(number, self._handle)
 
     def request(self) -> None:
         """Do as if SIGTERM had arrived."""
@@ -64,8 +64,8 @@ class HeldSignals:
     def release(self) -> None:
         """Restore the previous handlers, unless they were replaced meanwhile."""
         while self._former:
-            number, former = self._former.popitem()
-            if signal.getsignal(number) == self._set.pop(number):
+            number, (former, ours) = self._former.popitem()
+            if signal.getsignal(number) == ours:
                 signal.signal(number, former)
 
     def release_to_leave(self) -> None:
@@ -74,28 +74,32 @@ class HeldSignals:
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
-    def _put(self, number: signal.Signals, handler: Handler) -> None:
-        self._set[number] = handler
-        signal.signal(number, handler)
-
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if not _calls.is_under_way(self._training, frame):
+        came_from = frame
+        while came_from and _identity(came_from) != self._training:
+            came_from = came_from.f_back
+        if came_from is None:  # training has failed
             self._do_as_before(signal.Signals(number), frame)
             return
         self.received = signal.Signals(number)
-        for held in self._former:
-            self._put(held, signal.default_int_handler if held == signal.SIGINT else signal.SIG_IGN)
+        for held, (former, _) in self._former.items():
+            later = signal.default_int_handler if held == signal.SIGINT else signal.SIG_IGN
+            self._former[held] = former, later
+            signal.signal(held, later)
         # Not `print`: Keras may be writing its progress to the same buffer.
-        message = (
-            f"\n{_NAMES[self.received]}: training ends with this step, and its state is saved.\n"
-        )
-        os.write(2, message.encode())
+        name = _NAMES[self.received]
+        os.write(2, f"\n{name}: training ends with this step, and its state is saved.\n".encode())
 
     def _do_as_before(self, number: signal.Signals, frame: FrameType | None) -> None:
-        former = self._former.get(number, signal.SIG_DFL)
+        former, _ = self._former.get(number, (signal.SIG_DFL, None))
         self.release()
         if callable(former):  # also if a later handler has called this one
             former(number, frame)
         elif former == signal.SIG_DFL:
             signal.signal(number, former)
             signal.raise_signal(number)
+
+
+def _identity(frame: FrameType) -> tuple[int, object]:
+    """Return what tells a call from others; the frame itself would keep its variables alive."""
+    return id(frame), frame.f_code

@@ -1,6 +1,6 @@
-"""Datasets that can start at any batch of any epoch, for `Resume`."""
+"""Datasets that can start at any batch of any epoch."""
 
-# ruff: noqa: ARG002 a position has an epoch, a step and a place, and not every kind needs all
+# ruff: noqa: ARG002 not every kind needs all arguments
 
 import json
 import operator
@@ -12,6 +12,7 @@ import keras
 
 from kdpkit import batches
 from kdpkit._internal import checks, processes
+from kdpkit.checkpoints import Position
 
 if TYPE_CHECKING:
     from kdpkit.pipelines._epochs import TrainDataset
@@ -20,37 +21,76 @@ _ENDLESS = 2**48  # batches: what repeats in Grain has `sys.maxsize` examples
 _MOST_STATES = 1000  # of iterators, for as many batches that are read ahead of training
 
 
-def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) -> "Tracked":
+class Tracked:
+    """A dataset that can start at any batch.
+
+    Attributes:
+        given: The dataset that `fit` trains on.
+        full_length: Batches in a complete epoch, None if it never ends: then an epoch is some
+            batches after those of the one before, and all are in epoch 0.
+        first_epoch: The epoch at which it starts.
+        counts_epochs: Whether its epoch follows from calls of Keras alone, and cannot be set.
+        global_batch_size: Examples in a batch, None if unknown.
+        seed: Seed of the order, None if there is none or it is unknown.
+    """
+
+    given: Any
+    full_length: int | None
+    first_epoch = 0
+    counts_epochs = False
+    global_batch_size: int | None = None
+    seed: Any = None
+    _was_used = False
+
+    def is_used(self) -> bool:
+        """Return whether any batch was taken since the last `go_to`."""
+        return self._was_used
+
+    def first_batch(self) -> Any:
+        """Return a batch to build a model for; `go_to` has to follow."""
+
+    def start(self) -> None:
+        """Start where it was when tracked: Keras takes up to two batches to build a model."""
+
+    def go_to(self, position: Position, place: str | None = None) -> None:
+        """Start at a position, which had this place."""
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Start at an epoch after the first, also if others have iterated the dataset since."""
+
+    def place(self, step: int) -> str | None:
+        """Return what a state has to have besides the position, which is in the present epoch."""
+
+
+def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) -> Tracked:
     """Return a dataset that can start at any batch.
 
     Raises:
         ValueError: This kind of dataset is not supported, or cannot be read again in its order.
     """
+    kind = type(dataset).__name__
     is_of_arrays = isinstance(dataset, tuple | list | dict) or hasattr(dataset, "__array__")
     if seed and not is_of_arrays:
         checks.fail(
             "`seed` fixes the order of arrays, and datasets have their own.",
-            dataset=type(dataset).__name__,
+            dataset=kind,
             seed=seed,
         )
     if is_of_arrays != (global_batch_size is not None):
         checks.fail(
             "Arrays are cut into batches of `global_batch_size`, and datasets have their own.",
-            dataset=type(dataset).__name__,
+            dataset=kind,
             global_batch_size=global_batch_size,
         )
     if is_of_arrays:
-        return TrackedBatches(_cut(dataset, global_batch_size, seed))
+        dataset = _cut(dataset, global_batch_size, seed)
     if isinstance(dataset, TrackedBatches | TrackedIterators) or hasattr(dataset, "is_tracked"):
-        checks.fail(
-            "This dataset is tracked already; pass the dataset itself.",
-            dataset=type(dataset).__name__,
-        )
+        checks.fail("This dataset is tracked already; pass the dataset itself.", dataset=kind)
     if hasattr(dataset, "total_batches_seen"):  # of `ImageDataGenerator`
         checks.fail(
             "What `ImageDataGenerator` draws depends on how far Keras has read ahead, so that no "
-            "run can go on with it.",
-            dataset=type(dataset).__name__,
+            "run can continue with it.",
+            dataset=kind,
             remedy="Use `keras.utils.image_dataset_from_directory` and augmentation layers in the "
             "model.",
         )
@@ -70,7 +110,7 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
         "`Resume` cannot start at any batch of this. It takes arrays, a `tf.data.Dataset`, a "
         "`keras.utils.PyDataset`, what `kdpkit.pipelines.train_pipeline` returned, and datasets "
         "and a `DataLoader` of Grain.",
-        dataset=type(dataset).__name__,
+        dataset=kind,
         remedy="`grain.MapDataset.source` takes the dataset of a PyTorch `DataLoader`.",
     )
 
@@ -94,58 +134,51 @@ def _is_of(package: str, name: str, value: Any) -> bool:
     return loaded is not None and isinstance(value, operator.attrgetter(name)(loaded))
 
 
-class TrackedPipeline:
-    """A `tf.data` pipeline that keeps its own count of epochs and batches.
-
-    Attributes:
-        given: The dataset that `fit` trains on.
-        full_length: Batches in a complete epoch, None if it never ends: then an epoch is some
-            batches after those of the one before.
-        first_epoch: The epoch at which it starts.
-        counts_epochs: Whether its epoch follows from calls of Keras alone, and cannot be set.
-        global_batch_size: Examples in a batch, None if unknown.
-        seed: Seed of the order, None if there is none or it is unknown.
-    """
-
-    counts_epochs = False
+class TrackedPipeline(Tracked):
+    """A `tf.data` pipeline that keeps its own count of epochs and batches."""
 
     def __init__(self, dataset: "TrainDataset") -> None:
         self._counter = dataset.epoch_counter
-        self._start = self._counter.position()
-        self.first_epoch = self._start[0]
+        self._start = Position(*self._counter.position())
+        self.first_epoch = self._start.epoch
         self.given = dataset.tracked()
         self.full_length = self._counter.batches if self._counter.batches >= 0 else None
-        self.global_batch_size = dataset.global_batch_size
-        self.seed = dataset.seed
+        self.global_batch_size, self.seed = dataset.global_batch_size, dataset.seed
 
-    @property
     def is_used(self) -> bool:
-        """Whether any batch was taken since the last `go_to`."""
         return self._counter.has_given()
 
     def first_batch(self) -> Any:
-        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
-        return self.given.take(1)
+        return next(iter(self.given))
 
     def start(self) -> None:
-        """Start where it was when tracked: Keras may have taken batches to build a model."""
-        self.go_to(*self._start)
+        self.go_to(self._start)
 
-    def place(self, epoch: int, step: int) -> str | None:
-        """Return what a state has to have besides epoch and step: nothing."""
-
-    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
-        """Start at a step of an epoch."""
-        self._counter.move(epoch, step)
+    def go_to(self, position: Position, place: str | None = None) -> None:
+        self._counter.move(position.epoch, position.step)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Start at an epoch after the first, also if others have iterated the dataset since."""
         if self.full_length is not None:
             self._counter.move(epoch, 0)
 
 
-class TrackedBatches(keras.utils.PyDataset):
-    """A `PyDataset` that can start at any batch; see `TrackedPipeline` for the attributes."""
+class _Rest(Tracked, keras.utils.PyDataset):
+    """What is left of a dataset's epoch."""
+
+    _skipped = 0
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches left in the epoch; None if it never ends."""
+        return None if self.full_length is None else self.full_length - self._skipped
+
+    @property
+    def given(self) -> Any:
+        return self
+
+
+class TrackedBatches(_Rest):
+    """A `PyDataset` that can start at any batch."""
 
     def __init__(self, dataset: Any) -> None:
         super().__init__(
@@ -154,28 +187,16 @@ class TrackedBatches(keras.utils.PyDataset):
             max_queue_size=dataset.max_queue_size,
         )
         self._dataset = dataset
+        self.counts_epochs = not hasattr(dataset, "epoch")
         self.first_epoch = int(getattr(dataset, "epoch", 0))
         self._epoch: int | None = None  # that is trained on, once that is known
-        self._skipped = 0
         self._expected = 0
-        self.is_used = False
-        self.given = self
         self.global_batch_size = getattr(dataset, "global_batch_size", None)
         self.seed = getattr(dataset, "seed", None)
 
     @property
-    def full_length(self) -> int | None:
+    def full_length(self) -> int | None:  # type: ignore[override]
         return self._dataset.num_batches
-
-    @property
-    def counts_epochs(self) -> bool:
-        return not hasattr(self._dataset, "epoch")
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of batches left in the epoch."""
-        length = self.full_length
-        return None if length is None else length - self._skipped
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -184,48 +205,40 @@ class TrackedBatches(keras.utils.PyDataset):
         if self.workers <= 1 and index not in (0, self._expected):
             _reject_shuffling()
         self._expected = index + 1
-        self.is_used = True
+        self._was_used = True
         return self._dataset[index + self._skipped]
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_dataset"], name)
+
     def first_batch(self) -> Any:
-        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
-        return _OneBatch(self._dataset[0])
+        return self._dataset[0]
 
     def start(self) -> None:
-        """Start where it was when tracked: Keras takes up to two batches, which may be all."""
-        self.is_used = False
+        self._was_used = False
         self.begin_epoch(self.first_epoch)
 
-    def place(self, epoch: int, step: int) -> str | None:
-        """Return what a state has to have besides epoch and step: nothing."""
-
-    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
-        """Start at a step of an epoch, after all that the dataset does between epochs."""
-        self._skipped = step
-        self.is_used = False
+    def go_to(self, position: Position, place: str | None = None) -> None:
+        """Start at a position, after all that the dataset does between epochs."""
+        changes = type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
         if self._epoch is None:
-            for _ in range(self.first_epoch, epoch):
+            for _ in range(self.first_epoch, position.epoch):
                 self._dataset.on_epoch_begin()
                 self._dataset.on_epoch_end()
-        elif self.counts_epochs:
-            self._reject_going_back()
-        self.begin_epoch(epoch)
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Start at an epoch after the first, also if others have iterated the dataset since."""
-        self._epoch = epoch
-        if not self.counts_epochs:
-            self._dataset.epoch = epoch
-
-    def _reject_going_back(self) -> None:
-        """Raise if the dataset changes from epoch to epoch, and has no way to be told which."""
-        if type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
+        elif self.counts_epochs and changes:
             checks.fail(
                 "This `PyDataset` changes in `on_epoch_end`, and cannot go back to where the saved "
                 "state is.",
                 dataset=type(self._dataset).__name__,
                 remedy="Make it and `Resume` again, or give it an attribute `epoch` to start at.",
             )
+        self._skipped, self._was_used = position.step, False
+        self.begin_epoch(position.epoch)
+
+    def begin_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+        if not self.counts_epochs:
+            self._dataset.epoch = epoch
 
     def on_epoch_begin(self) -> None:
         self._dataset.on_epoch_begin()
@@ -236,33 +249,13 @@ class TrackedBatches(keras.utils.PyDataset):
         if self._epoch is not None:  # it is not for validations to advance it
             self.begin_epoch(self._epoch)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_dataset"], name)
 
-
-class _OneBatch(keras.utils.PyDataset):
-    """A dataset of one batch."""
-
-    def __init__(self, batch: Any) -> None:
-        super().__init__()
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batch
-
-
-class TrackedIterators(keras.utils.PyDataset):
+class TrackedIterators(_Rest):
     """A dataset whose iterators can save where they are, as those of Grain.
 
     It keeps the states of one iterator after each of the last batches, as Keras reads ahead of
-    training, and begins again at the first for each iterator that it starts. See `TrackedPipeline`
-    for the attributes.
+    training, and begins again at the first for each iterator that it starts.
     """
-
-    counts_epochs = False
 
     def __init__(self, dataset: Any, length: int | None) -> None:
         if processes.count() > 1:
@@ -274,19 +267,11 @@ class TrackedIterators(keras.utils.PyDataset):
             )
         super().__init__()
         self.full_length = length
-        self.first_epoch = 0
-        self.given = self
-        self.is_used = False
-        self.global_batch_size = self.seed = None
         self._dataset = dataset
         self._reading = threading.Lock()
         self._next = -1  # the batch that its iterator comes to
+        self._states: dict[int, str | None] = {}
         self.start()
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of batches left in the epoch; None if it never ends."""
-        return None if self.full_length is None else self.full_length - self._skipped
 
     def __getitem__(self, index: int) -> Any:
         with self._reading:
@@ -296,7 +281,7 @@ class TrackedIterators(keras.utils.PyDataset):
             self._next = index + 1
             self._states[self._next] = _state_of(self._iterator)
             self._states.pop(self._next - _MOST_STATES, None)
-            self.is_used = True
+            self._was_used = True
         return batch
 
     def _seek(self, index: int) -> None:
@@ -321,25 +306,18 @@ class TrackedIterators(keras.utils.PyDataset):
         return batch
 
     def first_batch(self) -> Any:
-        """Return a dataset of one batch to build a model for; `go_to` has to follow."""
-        return _OneBatch(next(iter(self._dataset)))
+        return next(iter(self._dataset))
 
     def start(self) -> None:
-        """Start at the first batch."""
-        self.go_to(0, 0)
+        self.go_to(Position(0, 0))
 
-    def place(self, epoch: int, step: int) -> str | None:
+    def place(self, step: int) -> str | None:
         """Return the state of an iterator that comes to this step."""
         return self._states[step - self._skipped] if step else None
 
-    def go_to(self, epoch: int, step: int, place: str | None = None) -> None:
-        """Start at a step of an epoch, where an iterator has this state."""
-        self._skipped = step
-        self._next = -1
-        self._states: dict[int, str | None] = {0: place}
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Start at an epoch after the first; all are the same."""
+    def go_to(self, position: Position, place: str | None = None) -> None:
+        self._skipped, self._next = position.step, -1
+        self._states = {0: place}
 
     def on_epoch_end(self) -> None:
         if self.full_length is not None:
@@ -357,6 +335,3 @@ def _reject_shuffling() -> None:
         "Keras shuffles the batches, in an order that a resumed run cannot restore.",
         remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
     )
-
-
-Tracked = TrackedPipeline | TrackedBatches | TrackedIterators

@@ -1,4 +1,4 @@
-"""The last step of an epoch: what it returned, for a run that continues with the validation."""
+"""The last step of an epoch, for a run that continues with the validation after it."""
 
 import contextlib
 import threading
@@ -12,18 +12,16 @@ _SECONDS = 60.0  # more than a thread takes that only has to pass logs on
 
 
 class LastStep:
-    """Keeps what the last step of an epoch returned.
+    """What the last step of an epoch returned.
 
     Attributes:
-        values: What a validation after it changes, as it was before.
+        before_validation: What a validation changes, as it was before.
+        is_returned: Whether an earlier run trained this step.
     """
 
     def __init__(self) -> None:
-        self.begin_epoch()
-
-    def begin_epoch(self) -> None:
-        """Forget the epoch before."""
-        self.values: dict[str, np.ndarray] = {}
+        self.is_returned = False
+        self.before_validation: dict[str, np.ndarray] = {}
         self._logs: Any = None
         self._has_ended = threading.Event()
 
@@ -42,7 +40,7 @@ class LastStep:
 def returning(model: keras.Model, logs: Any) -> Iterator[None]:
     """Have the next training step of Keras' `fit` take its batch, and return these logs untrained.
 
-    Keras has no epoch without batches: on JAX it has no logs then, and fails.
+    Keras has no epoch without batches: `fit` in keras/src/backend/jax/trainer.py lacks `logs` then.
     """
     train = model.train_function
 

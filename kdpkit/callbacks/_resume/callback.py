@@ -1,0 +1,595 @@
+"""The callback: when a state is saved, and when it is restored."""
+
+# ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdpkit import checkpoints, errors
+from kdpkit._internal import checks, processes, versions
+from kdpkit.callbacks._resume import callback_state, data, last_step, model_state, stopping
+from kdpkit.checkpoints import Position
+
+_OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
+
+
+@dataclasses.dataclass
+class _Call:
+    """A call of `fit`, and the state with which it begins.
+
+    Args:
+        state: The newest state, until it is restored.
+        end: Where this call ended, if the state is of a later call of the program.
+        was_left_here: Whether the state is that with which this program's last call ended, so that
+            model and data are as the program wants them.
+        was_stopped: Whether a callback ended the run with this state.
+        is_over: Whether nothing is left to train.
+        trainable: Which variables were trainable when training began.
+        has_begun: Whether an epoch has.
+    """
+
+    state: checkpoints.TrainingState | None = None
+    end: dict[str, Any] | None = None
+    was_left_here: bool = False
+    was_stopped: bool = False
+    is_over: bool = False
+    trainable: list[bool] = dataclasses.field(default_factory=list)
+    has_begun: bool = False
+
+
+class Resume(keras.callbacks.Callback):
+    """Saves the state of training, and restores it when the program is started again.
+
+    The state includes weights, optimizer, random layers, metrics, History, the given callbacks, and
+    the position in the data. A run that was stopped between any two steps ends with the same
+    weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last. A run
+    that continues says so in a line, unless `fit` has `verbose=0`.
+
+    A save stops training while the values are read. They are then written in the background, and
+    the next save, the end of `fit` and an exit wait until they are on disk. A crash meanwhile
+    leaves the state before. A state that cannot be written is reported, by a warning, at the next
+    of these points; training continues.
+
+    On SIGTERM, which clusters send to end a job, the current step or validation batch is finished,
+    the state is saved, and the program exits with code 42. Ctrl-C does the same but raises
+    `KeyboardInterrupt`; a second Ctrl-C ends the program at once. If one of several processes gets
+    the signal, all stop before the same step (on JAX only for SIGTERM). The first process writes,
+    and all must be able to read the directory. `request_stop()` does the same where no signal
+    arrives, as off the main thread.
+
+    Args:
+        directory: Directory of the states; a new run needs an empty one. Object storage
+            (`gs://bucket/run`) has no locks: the most recently started run owns the directory, and
+            an earlier one stops with an error instead of saving there again.
+        save_freq: `"epoch"`, or a number of batches.
+        keep: Number of states to keep. A damaged one is skipped with a warning.
+        callbacks: Callbacks passed to `fit` that have state: `EarlyStopping`, `ReduceLROnPlateau`,
+            `ModelCheckpoint`, `SwapEMAWeights`, or others with `get_state()`, which returns plain
+            values by name, and `set_state(values)`.
+
+    Raises:
+        ValueError: An argument is invalid. When training begins: the state is of another model, the
+            dataset was not tracked, another run uses the directory, or processes see different
+            states.
+
+    >>> import tempfile
+    >>> from kdpkit import batches, testing
+    >>> model, data = testing.tiny_classifier(), testing.toy_classification(12)
+    >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    >>> resume = Resume(tempfile.mkdtemp())
+    >>> train = resume.track(batches.ArrayBatches(data, global_batch_size=4))
+    >>> history = model.fit(train, epochs=2, shuffle=False, callbacks=[resume], verbose=0)
+    """
+
+    # On JAX Keras calls `on_train_batch_end` in other threads, so it need not wait for every step.
+    # That hook does not use the model; `on_train_batch_begin` is called as usual.
+    async_safe = True
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        save_freq: str | int = "epoch",
+        keep: int = 3,
+        callbacks: Iterable[keras.callbacks.Callback] = (),
+    ) -> None:
+        super().__init__()
+        self.save_freq = save_freq if save_freq == "epoch" else _save_freq(save_freq)
+        self._most_unsaved = math.inf if save_freq == "epoch" else float(self.save_freq)
+        self.callbacks = keras.tree.flatten(callbacks or ())
+        for callback in self.callbacks:
+            callback_state.state_of(callback)  # raises for an unknown kind
+        self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
+        self._dataset: data.Tracked | None = None
+        self._stop = stopping.AgreedStop()
+        # Of the program.
+        self._ends: list[dict[str, Any]] = []  # of the calls of `fit` that are over
+        self._left_at: Position | None = None  # of a state with which a call of `fit` ended here
+        self._epochs_ahead: int | None = None  # of the data, if Keras does not count from its first
+        # Of a call of `fit`.
+        self._call: _Call | None = None  # None if this is no training
+        self._catching = contextlib.ExitStack()
+        # Of an epoch.
+        self._first = 0  # batches that an earlier run trained
+        self._at = Position(0, 0)  # where training is once its present step has ended
+        self._unsaved = 0  # batches since the last save, of earlier epochs too
+        self._last_step = last_step.LastStep()
+
+    def track(
+        self, dataset: Any, *, global_batch_size: int | None = None, seed: int | None = 0
+    ) -> Any:
+        """Return a dataset to train on instead of this one, which can start at any batch.
+
+        - A `tf.data.Dataset`: what `kdpkit.pipelines.train_pipeline` returned, without further
+          stages, or any other whose order is reproducible: with seeds and stateless random numbers.
+          Epoch E is the E-th iteration of a new dataset, whoever else iterates it. Functions are
+          traced again; stages with `deterministic=False` are in order.
+        - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: cut into batches of `global_batch_size`,
+          the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
+          `train_step` of the model's own gets `x` alone as `(x,)`.
+        - A `keras.utils.PyDataset`: `on_epoch_end` is called once for every completed epoch, and
+          its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set.
+        - A Grain dataset or `DataLoader`, in one process.
+
+        What never ends, or does not know its length, needs `fit(steps_per_epoch=...)`: an epoch
+        continues where the last one stopped, and only its end is saved, on SIGTERM too. Except for
+        `tf.data`, `fit` needs `shuffle=False`. More is in docs/how_to/resume.md.
+
+        Raises:
+            ValueError: It is none of these, or its order cannot be had again; the message names the
+                stage.
+
+        >>> import tempfile
+        >>> resume = Resume(tempfile.mkdtemp())
+        >>> train = resume.track((np.zeros((6, 2)), np.zeros(6)), global_batch_size=4, seed=1)
+        >>> len(train)
+        2
+        """
+        self._dataset = data.tracked(dataset, global_batch_size=global_batch_size, seed=seed)
+        return self._dataset.given
+
+    def request_stop(self) -> None:
+        """Save the state before the next step and exit with code 42, as after SIGTERM.
+
+        For programs that get no signal, such as a notebook, or Ray, whose training is not in the
+        main thread. It may be called from any thread, in any of several processes; `SystemExit` is
+        raised where `fit` was called. Before training it has no effect.
+
+        >>> import tempfile
+        >>> Resume(tempfile.mkdtemp()).request_stop()
+        """
+        self._stop.request()
+
+    @property
+    def _data(self) -> data.Tracked:
+        assert self._dataset is not None  # `on_train_begin` raises if there is none
+        return self._dataset
+
+    @property
+    def _this_call(self) -> _Call:
+        assert self._call is not None  # in training
+        return self._call
+
+    @property
+    def _of_model(self) -> model_state.ModelState:
+        return model_state.ModelState(self.model, self.params.get("metrics", ()))
+
+    @property
+    def _strategy(self) -> Any:
+        return model_state.strategy_of(self.model)
+
+    @property
+    def _length(self) -> int:
+        """The number of batches in a complete epoch."""
+        return self._data.full_length or self.params["steps"]
+
+    def _in_data(self, position: Position) -> Position:
+        """Return a position in the data, which may be one that never ends."""
+        epoch = position.epoch + (self._epochs_ahead or 0)
+        if self._data.full_length is not None:
+            return Position(epoch, position.step)
+        # `fit` has no execution of fewer steps at an epoch's end, and a loop has.
+        at_once = 1 if self._is_of_a_loop() else self.model.steps_per_execution
+        return Position(0, epoch * math.ceil(self._length / at_once) * at_once + position.step)
+
+    def _is_of_a_loop(self) -> bool:
+        return "resumed_logs" in self.params
+
+    # Beginning.
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Find the newest state; restore it if it is of the end of an epoch."""
+        self._catching.close()  # if an earlier training failed
+        if self._dataset is None:
+            checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
+        self._check_steps(self._dataset)
+        if processes.index() == 0:
+            self._checkpoints.acquire()
+        state = self._checkpoints.latest()
+        processes.require_equal(
+            "The newest state, by epoch and step,",
+            dataclasses.astuple(state.position) if state else (-1, -1),
+            remedy="Use a directory that all of them see.",
+            strategy=self._strategy,
+        )
+        self._call = self._call_after(state)
+        if state:
+            self._begin_after(state, self._call)
+        else:
+            self._epochs_ahead = None
+            self._dataset.start()
+        self._stop.begin()
+
+    def _check_steps(self, dataset: data.Tracked) -> None:
+        steps, length = self.params.get("steps"), dataset.full_length
+        if steps is length is None:
+            checks.fail(
+                "The dataset never ends, or does not know its length.",
+                remedy="Pass the batches of an epoch to `fit` as `steps_per_epoch`.",
+            )
+        if None not in (steps, length) and steps != length:
+            checks.fail(
+                "`Resume` counts complete epochs of the dataset.",
+                steps_per_epoch=steps,
+                batches_in_the_dataset=length,
+                remedy="Pass `steps_per_epoch` to the dataset and not to `fit`.",
+            )
+
+    def _call_after(self, state: checkpoints.TrainingState | None) -> _Call:
+        """Return what is left of this call of `fit`, which begins with a state."""
+        if state is None:
+            return _Call()
+        position, epochs = state.position, self.params["epochs"]
+        # Where this call ended, if the state is of a later one of the program.
+        ends = state.notes["ends"][len(self._ends) :][:1]
+        end = next((end for end in ends if end["stopped"] or end["epoch"] >= epochs), None)
+        was_left_here = self._left_at == position
+        was_stopped = state.notes["stopped"] and position.step == 0 and not was_left_here
+        return _Call(
+            state=state,
+            end=end,
+            was_left_here=was_left_here,
+            was_stopped=was_stopped,
+            is_over=was_stopped or end is not None or position.epoch >= epochs,
+        )
+
+    def _begin_after(self, state: checkpoints.TrainingState, call: _Call) -> None:
+        position, epochs = state.position, self.params["epochs"]
+        if not call.was_left_here:
+            self._check_setup(state, is_of_a_later_call=call.end is not None)
+            self._of_model.build(state, self._data.first_batch)
+        call.trainable = self._of_model.trainable()
+        if position.step == 0 or call.is_over:
+            self._restore(state, call)
+        self._epochs_ahead = state.notes["epochs_ahead"]
+        # Keras takes the first epoch from here: `initial_epoch = self._initial_epoch or ...` after
+        # `on_train_begin`, in `fit` of keras/src/backend/*/trainer.py, for `BackupAndRestore`.
+        self.model._initial_epoch = epochs if call.is_over else position.epoch
+        if call.end:
+            return
+        if call.is_over:
+            self.model.stop_training = call.was_stopped
+            self._warn_of_the_end(position, was_stopped=call.was_stopped)
+            if not call.was_stopped and position != Position(epochs, 0):
+                return
+            self._left_at = position
+        if not (call.was_left_here and self._data.counts_epochs):
+            self._go_to(state)
+        if not (call.is_over or call.was_left_here):
+            self._report(position)
+
+    def _check_setup(self, state: checkpoints.TrainingState, *, is_of_a_later_call: bool) -> None:
+        """Raise if training would not continue the same run."""
+        saved, present = state.notes["setup"], self._setup()
+        for name, value in present.items():
+            is_of_data = name in _OF_DATA and self._data.full_length is not None
+            is_needed = name == "callbacks" or not is_of_a_later_call
+            if is_needed and saved[name] != value and (state.position.step or not is_of_data):
+                checks.fail(
+                    f"The saved state is of a run in which `{name.replace('_', ' ')}` differs"
+                    + (", and stopped inside an epoch." if is_of_data else "."),
+                    saved=saved[name],
+                    **{name: value},
+                    remedy="Continue with the saved setting, or use another directory.",
+                )
+
+    def _setup(self) -> dict[str, Any]:
+        """Return what must stay the same to continue a run."""
+        return {
+            "optimizers": model_state.names_of(model_state.optimizers(self.model)),
+            "callbacks": [type(callback).__name__ for callback in self.callbacks],
+            "batches_in_an_epoch": self._length,
+            "global_batch_size": self._data.global_batch_size,
+            "seed": self._data.seed,
+        }
+
+    def _restore(self, state: checkpoints.TrainingState, call: _Call) -> None:
+        """Restore the model and callbacks."""
+        if call.end:
+            self._of_model.restore_weights(state, call.end["seeds"])
+        elif not call.was_left_here:
+            self._of_model.restore(state)
+        for index, values in enumerate(state.notes["callbacks"]):
+            weights = [
+                a for name, a in state.arrays.items() if name.startswith(f"callback.{index}.")
+            ]
+            callback_state.set_state(self.callbacks[index], values, weights)
+
+    def _warn_of_the_end(self, position: Position, *, was_stopped: bool) -> None:
+        directory, epochs = self._checkpoints.directory, self.params["epochs"]
+        warnings.warn(
+            f"Nothing is left to train: the state in {directory} is that of a run "
+            + (
+                f"that a callback stopped after {position.epoch} epochs. To train on, call `fit` "
+                "once more; "
+                if was_stopped
+                else f"that is over after {position.epoch} of {epochs} epochs. For more, pass more "
+                "`epochs`; "
+            )
+            + "for another run, use another directory.",
+            stacklevel=4,
+        )
+
+    def _go_to(self, state: checkpoints.TrainingState) -> None:
+        """Have the data start where a state was saved."""
+        at = state.position
+        if at.step and at.step == self._length:  # see `_return_last_step`
+            is_of_a_loop = self._is_of_a_loop()
+            at = Position(at.epoch + 1, 0) if is_of_a_loop else Position(at.epoch, at.step - 1)
+        self._data.go_to(self._in_data(at), state.notes["place"])
+
+    def _report(self, position: Position) -> None:
+        if processes.index() == 0 and self.params.get("verbose"):
+            sys.stdout.write(
+                f"Continuing the run in {self._checkpoints.directory}: epoch {position.epoch + 1} "
+                f"of {self.params['epochs']}, after {position.step} of {self._length} steps.\n"
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begin to count; in the first epoch of a resumed run, restore the state."""
+        call = self._this_call
+        self._first, self._left_at, self._last_step = 0, None, last_step.LastStep()
+        if self._epochs_ahead is None:
+            self._epochs_ahead = self._data.first_epoch - epoch
+        if call.has_begun:
+            self._data.begin_epoch(self._in_data(Position(epoch, 0)).epoch)
+        else:
+            self._unsaved = 0
+        call.has_begun = True
+        if state := self._restore_history(call):
+            self._continue(state, call)
+        self._at = Position(epoch, self._first)
+        self.params["first_step"] = self._first  # for `ProgressLine`
+
+    def _continue(self, state: checkpoints.TrainingState, call: _Call) -> None:
+        """Continue in this epoch, which other callbacks have begun."""
+        step = state.position.step
+        if step:  # only now, as a schedule has just changed the rate of this epoch again
+            self._restore(state, call)
+        # A state of an epoch's end is older than what callbacks do when the next epoch begins.
+        if not call.was_left_here and (step or call.trainable != state.notes["trainable"]):
+            self._of_model.require_trainable(state.notes["trainable"])
+        if step == 0:
+            self._check_is_last(state)
+            return
+        self._first = step
+        # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
+        self._catching.enter_context(warnings.catch_warnings())
+        warnings.filterwarnings("ignore", message="Your input ran out of data")
+        if step == self._length:
+            self._return_last_step(state)
+
+    def _check_is_last(self, state: checkpoints.TrainingState) -> None:
+        """Raise if a callback was reset at the begin of training, after it had been restored."""
+        for callback, saved in zip(self.callbacks, state.notes["callbacks"], strict=True):
+            if callback_state.was_reset(callback, saved):
+                checks.fail(
+                    "`Resume` must be the last callback: one after it forgot what was restored.",
+                    callback=type(callback).__name__,
+                    remedy="Call `fit(callbacks=[..., resume])`.",
+                )
+
+    def _return_last_step(self, state: checkpoints.TrainingState) -> None:
+        """Continue after the last step of an epoch, which returns what it returned, once more."""
+        logs = state.notes["logs"]
+        self.model.stop_training = state.notes["stopped"]
+        self._first -= 1
+        self._last_step.is_returned = True
+        if self._is_of_a_loop():
+            self.params["resumed_logs"].update(logs)
+        else:
+            self._catching.enter_context(last_step.returning(self.model, logs))
+
+    def _restore_history(self, call: _Call) -> checkpoints.TrainingState | None:
+        """Restore History, which Keras has just reset; return the state, once."""
+        state, call.state = call.state, None
+        if state:
+            self.model._initial_epoch = None  # Keras has used it; the next training starts at 0
+            history, epochs = self.model.history, state.notes["epochs"]
+            until = call.end["epoch"] if call.end else math.inf
+            history.epoch = [epoch for epoch in epochs if epoch < until]
+            history.history = {
+                name: values[: len(history.epoch)] if len(values) == len(epochs) else values
+                for name, values in state.notes["history"].items()
+            }
+        return state
+
+    # Training.
+
+    def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save if it is due; the end of an epoch is saved in `on_epoch_end`."""
+        at, length = Position(self._at.epoch, self._first + batch), self._length
+        if at.step >= length:
+            # docs/upstream/keras_begins_a_batch_too_many.md: this ends the epoch for Keras.
+            raise StopIteration
+        if batch and not self._data.is_used():
+            checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
+        at_once = self.params.get("steps_at_once") or self.model.steps_per_execution
+        if not self._last_step.is_returned:
+            # Of what never ends Keras cannot train the rest of an epoch.
+            if self._data.full_length is not None:
+                self._save_inside_an_epoch(at)
+            self._unsaved += at_once
+        self._at = Position(at.epoch, min(at.step + at_once, length))
+
+    def _save_inside_an_epoch(self, at: Position) -> None:
+        stops = self._is_to_stop()
+        if stops or self._unsaved >= self._most_unsaved:
+            self._save(at)
+        if stops:
+            self._leave()
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Keep the logs of an epoch's last step."""
+        if self._first + batch + 1 >= self._length:
+            self._last_step.ended(logs)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Keep what a validation changes, such as the metrics, which Keras resets after this."""
+        if self._call is None:  # `evaluate` has been given this callback
+            return
+        goes_on = self.params.get("validation_goes_on")  # of a `TrainingLoop`
+        if goes_on or versions.validates_on_the_next_batches(self.model):
+            warnings.warn(
+                "With `validation_steps` each epoch validates on the batches after those of the "
+                "epoch before; a resumed run begins at the first, so that its `val_` metrics "
+                "differ. Validate on a complete dataset, such as `validation.take(steps)`.",
+                stacklevel=2,
+            )
+        if processes.count() == 1:
+            self._last_step.before_validation = self._of_model.values_that_validation_changes()
+
+    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Stop validation before this batch if the program is to stop.
+
+        Several processes finish the validation, and stop at the end of the epoch; so do runs on
+        what never ends, whose states are those of ends of epochs.
+        """
+        is_alone = self._call is not None and processes.count() == 1
+        if is_alone and self._data.full_length is not None and self._is_to_stop():
+            self.model.stop_evaluating = True
+
+    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Exit after an interrupted validation, which the next run begins again."""
+        if self._stop.signal:
+            self._save(self._at, before_validation=self._last_step.before_validation)
+            self._leave()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Save the end of an epoch."""
+        self._catching.close()
+        stops = self._is_to_stop(asks_now=True)
+        if self._at.step >= self._length:
+            is_last = self.model.stop_training or epoch + 1 >= self.params["epochs"]
+            is_due = self.save_freq == "epoch" or self._unsaved >= self._most_unsaved
+            if stops or is_last or is_due:
+                self._left_at = Position(epoch + 1, 0)
+                self._save(self._left_at, logs)
+        elif self._data.full_length is not None:  # a callback has stopped training
+            self._save(self._at, before_validation=self._last_step.before_validation)
+        if stops:
+            self._leave()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Wait until the last state is on disk; restore History if no epoch was left."""
+        call, self._call = self._this_call, None
+        self._restore_history(call)
+        self._ends.append(
+            call.end
+            or {
+                "epoch": 1 + max(self.model.history.epoch, default=-1),
+                "stopped": bool(self.model.stop_training),
+                "seeds": self._of_model.seeds(),
+            }
+        )
+        self._wait()
+        self._checkpoints.release()
+        self._stop.end()
+
+    # Saving.
+
+    def _save(
+        self,
+        position: Position,
+        logs: dict[str, Any] | None = None,
+        before_validation: dict[str, np.ndarray] | None = None,
+    ) -> None:
+        """Save the state at a position.
+
+        Args:
+            position: Where to continue.
+            logs: The logs of an epoch that just ended.
+            before_validation: Values that a validation has changed since.
+        """
+        self._unsaved = 0
+        self._checkpoints.wait()  # so that memory has one state at a time
+        # In all processes, since some values are sums over processes.
+        arrays = self._of_model.values(with_metrics=position.step > 0) | (before_validation or {})
+        if processes.index() > 0:
+            return
+        states = [callback_state.state_of(callback) for callback in self.callbacks]
+        for index, (_, weights) in enumerate(states):
+            arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
+        history, epochs = self._history(position.epoch, logs)
+        is_trained = 0 < position.step == self._length
+        is_stopped = bool(self.model.stop_training) and (is_trained or position.step == 0)
+        place = None if is_trained else self._data.place(self._in_data(position).step)
+        notes = {
+            "setup": self._setup(),
+            "stopped": is_stopped,
+            "history": history,
+            "epochs": epochs,
+            "callbacks": [values for values, _ in states],
+            "logs": callback_state.plain_all(self._last_step.logs()) if is_trained else None,
+            "place": place,
+            "epochs_ahead": self._epochs_ahead,
+            "ends": [*self._ends],
+            "trained": self._of_model.trained(),
+            "trainable": self._of_model.trainable(),
+        }
+        state = checkpoints.TrainingState(position=position, arrays=arrays, notes=notes)
+        self._checkpoints.save_in_background(state)
+
+    def _history(
+        self, epoch: int, logs: dict[str, Any] | None
+    ) -> tuple[dict[str, list[Any]], list[int]]:
+        """Return History's values and epochs, with those of an epoch that just ended."""
+        given = self.model.history
+        plain = callback_state.plain_all
+        history = {name: plain(values) for name, values in given.history.items()}
+        epochs = [*map(int, given.epoch)]
+        if logs is not None and epoch - 1 not in epochs:  # Keras calls History after this callback
+            epochs.append(epoch - 1)
+            for name, value in logs.items():
+                history.setdefault(name, []).append(plain(value))
+        return history, epochs
+
+    def _is_to_stop(self, *, asks_now: bool = False) -> bool:
+        return self._stop.is_due(self._strategy, asks_now=asks_now)
+
+    def _wait(self) -> None:
+        """Wait until the last state is on disk, in all processes: only the first writes it."""
+        self._checkpoints.wait()
+        if processes.count() > 1:
+            processes.gathered([0], self._strategy)
+
+    def _leave(self) -> None:
+        self._wait()  # a launcher may stop all processes when one exits
+        self._checkpoints.release()
+        self._stop.leave(self._checkpoints.directory)
+
+
+def _save_freq(value: str | int) -> int:
+    try:
+        return checks.integer("save_freq", value)
+    except ValueError as error:
+        raise errors.InputError(f'{error} Or pass "epoch".') from None

@@ -1,0 +1,271 @@
+"""A directory of training states, which one run has at a time."""
+
+import dataclasses
+import errno
+import os
+import re
+import socket
+import uuid
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from kdpkit import errors
+from kdpkit._internal import array_files, atomic_files, checks, storage
+from kdpkit.checkpoints import _background
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+_FORMAT = 1  # of the file; later formats that can read this one add to it
+_NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
+_MARK = f"{uuid.uuid4().hex} process {os.getpid()} on {socket.gethostname()}"  # in remote locks
+_held: dict[str, int] = {}  # descriptors of the locks of this process
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class Position:
+    """A point between two steps of training; a later one is greater.
+
+    The end of an epoch is step 0 of the next one, once its validation is over.
+
+    Args:
+        epoch: The epoch to continue in, from 0.
+        step: Batches of that epoch that have been trained on.
+
+    >>> Position(0, 9) < Position(1, 0)
+    True
+    """
+
+    epoch: int
+    step: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TrainingState:
+    """Everything needed to continue training.
+
+    Args:
+        position: Where to continue.
+        arrays: Values by name.
+        notes: Other values that JSON can represent.
+    """
+
+    position: Position
+    arrays: Mapping[str, np.ndarray]
+    notes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+
+class CheckpointDirectory:
+    """Keeps the newest states of a run in a directory.
+
+    A state is written to a temporary file and renamed once it is complete on disk. A state that is
+    damaged later is skipped with a warning. One process writes; any number may read.
+
+    For object storage a state is written to this machine's disk (`TMPDIR`) and then uploaded as one
+    object, which appears when it is complete.
+
+    Args:
+        directory: Created when the first state is saved. It may be in object storage, such as
+            `gs://bucket/run`.
+        keep: Number of states to keep.
+
+    Raises:
+        ValueError: The directory is a file, or not a path.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as directory:
+    ...     checkpoints = CheckpointDirectory(directory, keep=2)
+    ...     for step in range(3):
+    ...         weight = np.full(2, step)
+    ...         state = TrainingState(position=Position(0, step), arrays={"weight": weight})
+    ...         path = checkpoints.save(state)
+    ...     print(len(checkpoints.paths()), checkpoints.latest().arrays["weight"])
+    2 [2 2]
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, keep: int = 3) -> None:
+        if not isinstance(directory, str | os.PathLike) or not os.fspath(directory):
+            checks.fail("`directory` must be the path of a directory.", directory=directory)
+        self.directory = storage.path(directory)
+        self.keep = checks.integer("keep", keep)
+        self._lock = self.directory / ".lock"
+        if self.directory.exists() and not self.directory.is_dir():
+            checks.fail_for_file("A directory is needed, and this is a file", self.directory)
+
+    def paths(self) -> list[storage.AnyPath]:
+        """Return the files of the states, newest first."""
+        found = {_position(path): path for path in self.directory.glob("state-*.npz")}
+        return [found[position] for position in sorted(filter(None, found), reverse=True)]
+
+    def save(self, state: TrainingState) -> storage.AnyPath:
+        """Write a state; remove all but the last `keep`, and those of later positions.
+
+        A run continues from an earlier position than others only if these are damaged.
+
+        Raises:
+            OSError: It cannot be written; earlier states are kept.
+        """
+        position = dataclasses.asdict(state.position)
+        path = self.directory / "state-{epoch:06}-{step:09}.npz".format(**position)
+        arrays = {name: np.asarray(value) for name, value in state.arrays.items()}
+        with atomic_files.replacing(path) as temporary:
+            header = {"format": _FORMAT, **position, "notes": state.notes}
+            array_files.write(temporary, header, arrays)
+        paths = [other for other in self.paths() if other.is_file()]
+        at = paths.index(path)
+        of_killed_processes = self.directory.glob(".state-*.npz")
+        for old in [*paths[:at], *paths[at + self.keep :], *of_killed_processes]:
+            old.unlink(missing_ok=True)
+        return path
+
+    def save_in_background(self, state: TrainingState) -> None:
+        """Write a state while the program goes on, after those that it is writing already.
+
+        A state that cannot be written, and a directory that another run has acquired, are reported
+        by the next `wait`, `latest` or save: the first by a warning, the other by an error.
+        """
+        _background.start(self.directory, lambda: self._try_to_save(state))
+
+    def wait(self) -> None:
+        """Wait until what this process writes here is on disk."""
+        _background.wait(self.directory)
+
+    def _try_to_save(self, state: TrainingState) -> str | None:
+        """Write a state; return a warning if it cannot be written."""
+        try:
+            if not (other := self._taken_over_by()):
+                self.save(state)
+        except OSError as error:
+            return (  # each failure has a text of its own, as Python shows equal warnings once
+                f"The training state of epoch {state.position.epoch}, step {state.position.step} "
+                f"could not be saved in {self.directory} ({error.strerror or error}). Training "
+                "continues; what was saved before is still there."
+            )
+        if other:
+            checks.fail(
+                "Another run, which began later, keeps its state in this directory, so this one "
+                "stops.",
+                directory=str(self.directory),
+                other=other,
+                remedy="Use a directory of its own for each run.",
+            )
+        return None
+
+    def latest(self) -> TrainingState | None:
+        """Read the newest undamaged state; None if there is no state.
+
+        A state that this process is still writing is waited for.
+
+        Raises:
+            ValueError: All states are damaged, or one has another format.
+        """
+        self.wait()
+        paths = self.paths()
+        for path in paths:
+            try:
+                return _read(path)
+            except (array_files.DamagedError, OSError) as error:
+                warnings.warn(
+                    f"The training state {path} is damaged or cannot be read ({error}), and "
+                    "skipped.",
+                    stacklevel=2,
+                )
+        if paths:
+            checks.fail(
+                "Every training state in the directory is damaged or cannot be read.",
+                directory=str(self.directory),
+                damaged=len(paths),
+                remedy="Move them away to start again.",
+            )
+        return None
+
+    def acquire(self) -> None:
+        """Make the directory, and take it for this process until `release`, or until it ends.
+
+        Where a file system has no locks every process gets it. Object storage has none either: the
+        last to acquire it has it, and `save_in_background` stops the others. A network's file
+        system may know of a lost machine a minute or two later.
+
+        Raises:
+            ValueError: Another process has it, or it cannot be used.
+        """
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            if isinstance(self._lock, storage.RemotePath):
+                with atomic_files.replacing(self._lock) as temporary:
+                    temporary.write_text(_MARK, encoding="utf-8")
+                return
+            is_ours = _lock(os.path.realpath(self._lock))
+        except errors.InputError:
+            raise
+        except OSError as error:
+            checks.fail_for_file(f"The directory cannot be used ({error.strerror})", self.directory)
+        if not is_ours:
+            checks.fail(
+                "Another run is using this directory.",
+                directory=str(self.directory),
+                lock=str(self._lock),
+                remedy="End it first, or use another directory. If its machine is lost, remove the "
+                "lock.",
+            )
+
+    def release(self) -> None:
+        """Let other processes acquire the directory."""
+        if (file := _held.pop(os.path.realpath(self._lock), None)) is not None:
+            os.close(file)
+
+    def _taken_over_by(self) -> str | None:
+        """Return which process acquired a remote directory after this one, if any."""
+        if not isinstance(self._lock, storage.RemotePath):
+            return None
+        try:
+            mark = self._lock.read_text()
+        except FileNotFoundError:
+            return None
+        return None if mark == _MARK else mark.partition(" ")[2]
+
+
+def _lock(name: str) -> bool:
+    """Lock a file unless another process has; the same process may do so twice."""
+    if fcntl is None or name in _held:
+        return True
+    file = os.open(name, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        os.close(file)
+        return error.errno not in (errno.EACCES, errno.EAGAIN)
+    _held[name] = file  # Closing it anywhere in this process would free it, hence one for all.
+    return True
+
+
+def _position(path: storage.AnyPath) -> Position | None:
+    """Return the position in a state's name; nothing for another file."""
+    match = _NAME.fullmatch(path.name)
+    return Position(*map(int, match.groups())) if match else None
+
+
+def _read(path: storage.AnyPath) -> TrainingState:
+    with atomic_files.fetched(path) as local:
+        header, arrays = array_files.read(local)
+    if not header.keys() >= {"format", "epoch", "step", "notes"}:
+        raise array_files.DamagedError("it is another kind of file")
+    numbers = header["format"], header["epoch"], header["step"]
+    if {*map(type, numbers)} != {int} or not isinstance(header["notes"], dict):
+        raise array_files.DamagedError("its header has values of other types")
+    if header["format"] != _FORMAT:
+        checks.fail(
+            "A training state was written by another version of kdpkit. Resume it with that "
+            "version.",
+            path=str(path),
+            format=header["format"],
+        )
+    position = Position(header["epoch"], header["step"])
+    if _position(path) != position:
+        raise array_files.DamagedError("its name has another epoch or step")
+    return TrainingState(position=position, arrays=arrays, notes=header["notes"])

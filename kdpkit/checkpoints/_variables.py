@@ -1,0 +1,82 @@
+"""Values of Keras variables, by name."""
+
+import contextlib
+from collections.abc import Iterable, Mapping
+
+import keras
+import numpy as np
+
+from kdpkit._internal import checks
+
+
+def values_of(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, np.ndarray]:
+    """Read Keras variables, by group.
+
+    Later steps do not change these arrays, which may be read-only.
+
+    >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    >>> sorted(values_of({"model": model.variables}))
+    ['model.0', 'model.1']
+    """
+    return {name: _read(variable) for name, variable in _by_name(variables).items()}
+
+
+def _by_name(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, keras.Variable]:
+    return {
+        f"{group}.{index}": variable
+        for group, of_group in variables.items()
+        for index, variable in enumerate(of_group)
+    }
+
+
+def _read(variable: keras.Variable) -> np.ndarray:
+    value = variable.value
+    with _scope_of(variable):
+        if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
+            value = value.read_value()
+        # On a CPU this copies nothing: both backends copy memory that NumPy has before they write,
+        # also in steps that may write into the buffers of their state.
+        if keras.backend.backend() == "jax":
+            from kdpkit._internal import shards
+
+            return shards.whole_on_host(value)
+        return np.asarray(value)
+
+
+def _scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:
+    """Return the scope of the TensorFlow strategy that mirrors a variable, if any."""
+    strategy = getattr(variable.value, "distribute_strategy", None)
+    return contextlib.nullcontext() if strategy is None else strategy.scope()
+
+
+def assign(
+    variables: Mapping[str, Iterable[keras.Variable]], arrays: Mapping[str, np.ndarray]
+) -> None:
+    """Assign values from `values_of` to Keras variables, all of a group or none.
+
+    Raises:
+        ValueError: The variables of a group differ from the saved ones in number or shape.
+    """
+    wanted = _by_name(variables)
+    for group in variables:
+        present, saved = (
+            sum(n.startswith(f"{group}.") for n in names) for names in (wanted, arrays)
+        )
+        if saved != present:
+            checks.fail(
+                f"The saved state has {saved} variables of the {group}, and the current one has "
+                f"{present}.",
+                remedy="Build and compile it as when it was saved, or use another directory.",
+            )
+    for name, variable in wanted.items():
+        if tuple(variable.shape) != arrays[name].shape:
+            checks.fail(
+                f"The saved state does not fit the {name.partition('.')[0]}.",
+                variable=variable.path,
+                shape=tuple(variable.shape),
+                saved_shape=arrays[name].shape,
+                remedy="Build it as when it was saved, or use another directory.",
+            )
+    for name, variable in wanted.items():
+        with _scope_of(variable):
+            variable.assign(arrays[name])
