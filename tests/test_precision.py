@@ -4,7 +4,7 @@ import keras
 import pytest
 
 from kdpkit import experiment
-from kdpkit._internal.precision import fastest
+from kdpkit.experiment._precision import fastest
 
 
 @pytest.fixture(autouse=True)
