@@ -89,17 +89,11 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
         files = [path / f"wiki.{name}.tokens" for name in ("train", "valid", "test")]
         return TextSplits(*map(_lines, files))
     if not path.exists():
-        checks.fail_for_file(
-            "There is no such file or directory",
-            path,
-            remedy="Text comes from a text file, a directory of WikiText files, or 'builtin'.",
-        )
+        remedy = "Text comes from a text file, a directory of WikiText files, or 'builtin'."
+        checks.fail_for_file("There is no such file or directory", path, remedy=remedy)
     lines = _lines(path)
     if len(lines) < 3:
-        checks.fail_for_file(
-            f"Splitting needs at least 3 lines that are not blank, and the file has {len(lines)}",
-            path,
-        )
+        checks.fail_for_file(f"3 lines are needed that are not blank, not {len(lines)}", path)
     held_out = max(1, round(_SHARE_HELD_OUT * len(lines)))
     train, rest = lines[: -2 * held_out], lines[-2 * held_out :]
     return TextSplits(train, rest[:held_out], rest[held_out:])
@@ -132,12 +126,9 @@ def _documentation_text() -> TextSplits:
     documents = _documents(Path(sysconfig.get_path("stdlib")))
     train, validation, test = _held_apart(_split_documents(documents))
     if not (validation and test):
-        checks.fail(
-            "This Python has too few source files in its standard library to train on their "
-            "documentation.",
-            files=len(documents),
-            remedy="Pass a text file or a directory of WikiText files.",
-        )
+        problem = "This Python has too few source files to train on their documentation."
+        remedy = "Pass a text file or a directory of WikiText files."
+        checks.fail(problem, files=len(documents), remedy=remedy)
     return TextSplits(train, validation, test)
 
 
@@ -238,11 +229,8 @@ def _lines(path: storage.AnyPath) -> tuple[str, ...]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        checks.fail_for_file(
-            f"The file is not UTF-8 text (byte {error.start}, in line {line})",
-            path,
-            remedy="Convert it, for example with `iconv -t UTF-8`.",
-        )
+        problem = f"The file is not UTF-8 text (byte {error.start}, in line {line})"
+        checks.fail_for_file(problem, path, remedy="Convert it, as with `iconv -t UTF-8`.")
     lines = tuple(stripped for line in text.split("\n") if (stripped := line.strip()))
     if not lines:
         checks.fail_for_file("The file has only blank lines", path)
@@ -257,9 +245,8 @@ def _content(path: storage.AnyPath) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        checks.fail_for_file(
-            f"The gzipped file is damaged or cut short ({error})", path, remedy="Fetch it again."
-        )
+        problem = f"The gzipped file is damaged or cut short ({error})"
+        checks.fail_for_file(problem, path, remedy="Fetch it again.")
 
 
 # Images.
@@ -298,12 +285,8 @@ def _downloaded(name: str) -> ImageSplits:
 
 def _idx_images(folder: storage.AnyPath) -> ImageSplits:
     if not folder.is_dir():
-        checks.fail_for_file(
-            "There is no such directory",
-            folder,
-            remedy="Images come from a directory with IDX files, 'builtin', 'mnist' or "
-            "'fashion_mnist'.",
-        )
+        remedy = "Images come from a directory of IDX files, 'builtin', 'mnist' or 'fashion_mnist'."
+        checks.fail_for_file("There is no such directory", folder, remedy=remedy)
     train, test = (_idx_split(folder, prefix) for prefix in ("train", "t10k"))
     return ImageSplits(train, test)
 
@@ -312,10 +295,8 @@ def _idx_split(folder: storage.AnyPath, prefix: str) -> LabelledImages:
     images = _idx(folder, f"{prefix}-images-idx3-ubyte", dimensions=3)
     labels = _idx(folder, f"{prefix}-labels-idx1-ubyte", dimensions=1)
     if len(images) != len(labels):
-        checks.fail_for_file(
-            f"There are {len(images):,} images and {len(labels):,} labels in the `{prefix}` files",
-            folder,
-        )
+        counts = f"{len(images):,} images and {len(labels):,} labels"
+        checks.fail_for_file(f"There are {counts} in the `{prefix}` files", folder)
     return _labelled(images, labels)
 
 
@@ -330,19 +311,14 @@ def _idx(folder: storage.AnyPath, name: str, *, dimensions: int) -> np.ndarray:
     content = _content(path)
     start = 4 + 4 * dimensions
     if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < start:
-        checks.fail_for_file(
-            f"This is no IDX file of bytes in {dimensions} dimensions (it begins with the bytes "
-            f"{content[:4].hex(' ')})",
-            path,
-        )
+        begins = f"it begins with the bytes {content[:4].hex(' ')}"
+        kind = f"an IDX file of bytes in {dimensions} dimensions"
+        checks.fail_for_file(f"This is not {kind} ({begins})", path)
     shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
     expected, present = math.prod(shape), len(content) - start
     if present != expected:
-        checks.fail_for_file(
-            f"The IDX file is damaged: its header announces {expected:,} bytes, for the shape "
-            f"{shape}, and {present:,} are there",
-            path,
-        )
+        announced = f"{expected:,} bytes, for the shape {shape}, and {present:,} are there"
+        checks.fail_for_file(f"The IDX file is damaged: its header announces {announced}", path)
     return np.frombuffer(content, "uint8", offset=start).reshape(shape).copy()
 
 

@@ -23,35 +23,27 @@ import os
 os.environ["KERAS_BACKEND"] = "jax"
 
 
-from kdpkit import experiment
+from kdpkit import errors, experiment
 
-with experiment.quick_imports():
+parser = experiment.argument_parser(
+    __doc__, epochs=8, per_replica_batch_size=64, base_learning_rate=1e-3, rule="sqrt"
+)
+add, positive = parser.add_argument, experiment.positive_integer
+add("--steps-per-loop", type=positive, default=1, help="steps per compiled call")
+add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
+add("--processes", type=positive, default=1, help="how many")
+add("--process", type=experiment.count, default=0, help="index of this process")
+
+with experiment.program(parser, __name__):
     import jax
     import keras
+    from keras import layers
 
-    from kdpkit import batches, callbacks, cluster, corpora, schedules, sharding, training
-
-
-def parse(argv):
-    parser = experiment.argument_parser(
-        __doc__,
-        epochs=8,
-        per_replica_batch_size=64,
-        base_learning_rate=1e-3,
-        rule="sqrt",
-        smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
-    )
-    add = parser.add_argument
-    add("--steps-per-loop", type=int, default=1, help="steps per compiled call (default: 1)")
-    add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
-    add("--processes", type=experiment.positive_integer, default=1, help="how many (default: 1)")
-    add("--process", type=experiment.count, default=0, help="index of this process (default: 0)")
-    return parser.parse_args(argv)
+    from kdpkit import batches, cluster, corpora, schedules, sharding, training
 
 
 def build_model(shape, classes):
     """Build the guide's convnet; images are uint8 until on the device."""
-    layers = keras.layers
     # With Keras' momentum of 0.99 the initial statistics would outlast a small dataset.
     normalized = {"scale": False, "momentum": 0.9}
     return keras.Sequential(
@@ -77,86 +69,56 @@ def build_model(shape, classes):
 
 def join_others(args):
     """Join the other processes, if the flags or the environment describe any."""
-    if not args.coordinator and cluster.source():
+    first, count, index = args.coordinator, args.processes, args.process
+    if not first and cluster.source():
         here = cluster.ClusterConfig.from_environment()
-        args.coordinator = here.coordinator
-        args.processes, args.process = here.process_count, here.process_index
-    if args.processes > 1 and not args.coordinator:
-        raise experiment.InputError(
-            "Several processes need the address of the first one. Received: "
-            f"--processes {args.processes}. Pass --coordinator, such as localhost:9876."
-        )
-    if args.coordinator:
-        sharding.join_processes(
-            args.coordinator, process_count=args.processes, process_index=args.process
-        )
+        first, count, index = here.coordinator, here.process_count, here.process_index
+    if count > 1 and not first:
+        raise errors.InputError("--processes needs --coordinator, such as localhost:9876.")
+    if first:
+        sharding.join_processes(first, process_count=count, process_index=index)
 
 
 def main(argv=None):
-    args = parse(argv)
+    args = parser.parse_args(argv)
     join_others(args)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
-    print(experiment.describe(strategy))
     plan = experiment.plan_from(args, strategy)
+    count, index = jax.process_count(), jax.process_index()
 
     splits = corpora.load_images(args.data)
-    images, labels = splits.train
-    print(f"{len(images):,} images to train on")
-    settings = {
-        "global_batch_size": plan.global_batch_size,
-        "process_count": jax.process_count(),
-        "process_index": jax.process_index(),
-    }
+    print(f"{len(splits.train.images):,} images to train on")
+    here = {"process_count": count, "process_index": index}
+    here["global_batch_size"] = plan.global_batch_size
     # Several processes need shards of one size; they may also go on as one.
-    alone = jax.process_count() == 1 and args.global_batch_size is None
+    keep = count == 1 and args.global_batch_size is None
     train = batches.ArrayBatches(
-        (images, labels),
+        tuple(splits.train),
         seed=args.seed,
-        remainder="keep" if alone else "drop",
+        remainder="keep" if keep else "drop",
         steps_per_epoch=args.steps_per_epoch,
-        **settings,
+        **here,
     )
-    test = batches.ArrayBatches(
-        tuple(splits.test), remainder="keep" if alone else "pad", mode="eval", **settings
-    )
+    padded = "keep" if keep else "pad"
+    test = batches.ArrayBatches(tuple(splits.test), remainder=padded, mode="eval", **here)
 
-    schedule = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)
+    rate = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)
+    model = build_model(splits.train.images.shape[1:], splits.classes)
     loop = training.TrainingLoop(
-        build_model(images.shape[1:], splits.classes),
-        optimizer=keras.optimizers.Adam(schedule),
+        model,
+        optimizer=keras.optimizers.Adam(rate),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
     )
-    is_first = jax.process_index() == 0
-    watching = callbacks.training_callbacks(
-        args.log_dir if is_first else None,
-        global_batch_size=plan.global_batch_size,
-        replicas=strategy.num_replicas_in_sync,
-        hyperparameters={"plan": plan, "epochs": args.epochs},
-    )
-    train, watching = experiment.resuming(args.resume, train, watching)
-    with experiment.saving_on_interrupt(loop.model, args.log_dir) as stop:
-        history = loop.fit(
-            train,
-            test,
-            epochs=args.epochs,
-            callbacks=[*watching, stop],
-            verbose="auto" if is_first else 0,
-        )
-    results = experiment.results_of(
-        loop.model,
-        history,
-        strategy=strategy,
-        global_batch_size=plan.global_batch_size,
-        test=loop.evaluate(test, verbose=0),
-    )
+    with experiment.recording(args, model, strategy, plan) as record:
+        loop.fit(record.resumed(train), test, epochs=args.epochs, callbacks=record.callbacks)
+    results = record.results(test=loop.evaluate(test, verbose=0))
     if args.log_dir:
-        experiment.save_model(loop.model, args.log_dir / "model.keras")
-    if is_first:
-        experiment.write_results(args.results, results)
+        experiment.save_model(model, args.log_dir / "model.keras")
+    if index == 0:
         print(f"Test: {results['test']}")
     return results
 

@@ -21,35 +21,21 @@ process. recipes/README.md has measured results.
 
 from kdpkit import experiment
 
-with experiment.quick_imports():
+SETTINGS = {"epochs": 8, "per_replica_batch_size": 64, "base_learning_rate": 1e-3, "rule": "sqrt"}
+parser = experiment.argument_parser(__doc__, strategy="multi_worker", **SETTINGS)
+links = "sum gradients over the network or between GPUs"
+parser.add_argument("--communication", choices=["auto", "ring", "nccl"], default="auto", help=links)
+
+with experiment.program(parser, __name__):
     import keras
     import tensorflow as tf
+    from keras import layers
 
     from kdpkit import callbacks, corpora, pipelines, schedules, strategies, training
 
 
-def parse(argv):
-    parser = experiment.argument_parser(
-        __doc__,
-        epochs=8,
-        per_replica_batch_size=64,
-        base_learning_rate=1e-3,
-        rule="sqrt",
-        smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
-    )
-    parser.set_defaults(strategy="multi_worker")
-    parser.add_argument(
-        "--communication",
-        choices=["auto", "ring", "nccl"],
-        default="auto",
-        help="sum gradients over the network or between GPUs (default: auto)",
-    )
-    return parser.parse_args(argv)
-
-
 def build_model(shape, classes):
     """Build a convolution and two dense layers; images are uint8 until on the device."""
-    layers = keras.layers
     return keras.Sequential(
         [
             keras.Input(shape, dtype="uint8"),
@@ -66,59 +52,41 @@ def build_model(shape, classes):
 
 
 def main(argv=None):
-    args = parse(argv)
+    args = parser.parse_args(argv)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
-    if strategies.is_chief():
-        print(experiment.describe(strategy))
     plan = experiment.plan_from(args, strategy)
+    size = plan.global_batch_size
 
     splits = corpora.load_images(args.data)
     images, labels = splits.train
-    batches = {
-        "global_batch_size": plan.global_batch_size,
-        "replicas": strategy.num_replicas_in_sync,
-    }
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices((images, labels)),
         pipelines.PipelineConfig(seed=args.seed, remainder="keep"),
         steps_per_epoch=args.steps_per_epoch,
-        **batches,
+        global_batch_size=size,
     )
-    test = pipelines.eval_pipeline(
-        tf.data.Dataset.from_tensor_slices(tuple(splits.test)), remainder="keep", **batches
-    )
+    held_out = tf.data.Dataset.from_tensor_slices(tuple(splits.test))
+    test = pipelines.eval_pipeline(held_out, remainder="keep", global_batch_size=size)
 
-    schedule = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)
+    rate = schedules.warmup_cosine(plan.learning_rate, total_steps=len(train) * args.epochs)
     with strategy.scope():
         model = training.replica_exact(build_model(images.shape[1:], splits.classes))
         model.compile(
-            optimizer=keras.optimizers.Adam(schedule),
+            optimizer=keras.optimizers.Adam(rate),
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
-    watching = callbacks.training_callbacks(
-        args.log_dir, hyperparameters={"plan": plan, "epochs": args.epochs}, **batches
-    )
-    if args.log_dir:
-        watching.append(callbacks.ModelCheckpoint(args.log_dir / "model.keras"))
-    train, watching = experiment.resuming(args.resume, train, watching)
-    with experiment.saving_on_interrupt(model, args.log_dir) as stop:
-        history = model.fit(
-            train,
+    saving = [callbacks.ModelCheckpoint(args.log_dir / "model.keras")] if args.log_dir else []
+    with experiment.recording(args, model, strategy, plan, also=saving) as record:
+        model.fit(
+            record.resumed(train),
             validation_data=test,
             epochs=args.epochs,
-            callbacks=[*watching, stop],
+            callbacks=record.callbacks,
             shuffle=False,  # the pipeline shuffles
         )
-    results = experiment.results_of(
-        model,
-        history,
-        strategy=strategy,
-        global_batch_size=plan.global_batch_size,
-        test=model.evaluate(test, return_dict=True),
-    )
-    experiment.write_results(args.results, results)
+    results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
     if strategies.is_chief():
         print(f"Test: {results['test']}")
     return results

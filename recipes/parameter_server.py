@@ -4,40 +4,33 @@
 
 All processes run this program. Parameter servers keep the weights; workers take batches, each at
 its own pace, and update the weights without waiting for each other; the chief hands out the
-batches, evaluates, saves and prints. A killed worker can be restarted, as `kdpkit launch
---max-restarts 3` does; with `--resume DIRECTORY` the run also continues after any other failure.
-The chief reads the data, so every image is trained on once an epoch; with `--shards` each worker
-reads its own shard. `--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist"
-(downloaded), or a directory with IDX files. recipes/README.md has measured results.
+batches, evaluates, saves and prints. A single worker trains what one device trains; with several
+the order of the updates differs from run to run. A killed worker can be restarted, as `kdpkit
+launch --max-restarts 3` does; with `--resume DIRECTORY` the run also continues after any other
+failure. The chief reads the data, so every image is trained on once an epoch; with `--shards` each
+worker reads its own shard. `--data` takes "builtin" (scikit-learn's digits), "mnist" or
+"fashion_mnist" (downloaded), or a directory with IDX files. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment
 
-with experiment.quick_imports():
+parser = experiment.argument_parser(
+    __doc__,
+    strategy="parameter_server",
+    epochs=30,
+    per_replica_batch_size=64,
+    base_learning_rate=2e-3,
+)
+parser.add_argument("--shards", action="store_true", help="each worker reads its own shard")
+calls = "steps of all workers between calls of the callbacks, such as 16 per worker"
+parser.add_argument("--steps-per-loop", type=experiment.positive_integer, default=1, help=calls)
+
+with experiment.program(parser, __name__):
     import keras
     import tensorflow as tf
+    from keras import layers
 
     from kdpkit import callbacks, corpora, pipelines, schedules, strategies, training
-
-
-def parse(argv):
-    parser = experiment.argument_parser(
-        __doc__,
-        epochs=30,
-        per_replica_batch_size=64,
-        base_learning_rate=2e-3,
-        smoke={"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8},
-    )
-    parser.set_defaults(strategy="parameter_server")
-    parser.add_argument("--shards", action="store_true", help="each worker reads its own shard")
-    parser.add_argument(
-        "--steps-per-loop",
-        type=experiment.positive_integer,
-        default=1,
-        metavar="STEPS",
-        help="steps of all workers between calls of the callbacks (default: 16 per worker)",
-    )
-    return parser.parse_args(argv)
 
 
 def build_model(shape, classes):
@@ -45,13 +38,13 @@ def build_model(shape, classes):
     return keras.Sequential(
         [
             keras.Input(shape, dtype="uint8"),
-            keras.layers.Rescaling(1 / 255),
-            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
-            keras.layers.MaxPooling2D(),
-            keras.layers.Conv2D(64, 3, padding="same", activation="relu"),
-            keras.layers.MaxPooling2D(),
-            keras.layers.Flatten(),
-            keras.layers.Dense(classes, activation="softmax"),
+            layers.Rescaling(1 / 255),
+            layers.Conv2D(32, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Conv2D(64, 3, padding="same", activation="relu"),
+            layers.MaxPooling2D(),
+            layers.Flatten(),
+            layers.Dense(classes, activation="softmax"),
         ]
     )
 
@@ -69,68 +62,52 @@ def shards_of(split, *, batch_size, seed):
 
 def main(argv=None):
     strategies.serve_if_server()  # does not return on workers and parameter servers
-    args = parse(argv)
+    args = parser.parse_args(argv)
     keras.utils.set_random_seed(args.seed)
     strategy = experiment.strategy_from(args)
-    print(experiment.describe(strategy))
     plan = experiment.plan_from(args, strategy)
+    size = plan.global_batch_size
 
     splits = corpora.load_images(args.data)
     images, labels = splits.train
     print(f"{len(images):,} images to train on")
-    batches = {
-        "global_batch_size": plan.global_batch_size,
-        "replicas": strategy.num_replicas_in_sync,
-    }
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices((images, labels)),
         pipelines.PipelineConfig(seed=args.seed, remainder="keep"),
         steps_per_epoch=args.steps_per_epoch,
-        **batches,
+        global_batch_size=size,
     )
-    test = pipelines.eval_pipeline(
-        tf.data.Dataset.from_tensor_slices(tuple(splits.test)), remainder="keep", **batches
-    )
+    held_out = tf.data.Dataset.from_tensor_slices(tuple(splits.test))
+    test = pipelines.eval_pipeline(held_out, remainder="keep", global_batch_size=size)
     steps = len(train)
+    if args.shards:
+        train = shards_of(splits.train, batch_size=size, seed=args.seed)
 
     with strategy.scope():
         model = build_model(images.shape[1:], splits.classes)
+    rate = schedules.warmup_cosine(
+        plan.learning_rate, total_steps=steps * args.epochs, warmup_steps=steps // 2
+    )
     loop = training.TrainingLoop(
         model,
-        optimizer=keras.optimizers.Adam(
-            schedules.warmup_cosine(
-                plan.learning_rate, total_steps=steps * args.epochs, warmup_steps=steps // 2
-            )
-        ),
+        optimizer=keras.optimizers.Adam(rate),
         loss=keras.losses.SparseCategoricalCrossentropy(),
         metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
     )
-    watching = callbacks.training_callbacks(
-        args.log_dir, hyperparameters={"plan": plan, "epochs": args.epochs}, **batches
-    )
+    saving = []
     if args.log_dir:
-        watching.append(callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras"))
-    if args.shards:
-        train = shards_of(splits.train, batch_size=plan.global_batch_size, seed=args.seed)
-    train, watching = experiment.resuming(args.resume, train, watching)
-    with experiment.saving_on_interrupt(model, args.log_dir) as stop:
-        history = loop.fit(
-            train,
+        saving = [callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras")]
+    with experiment.recording(args, model, strategy, plan, also=saving) as record:
+        loop.fit(
+            record.resumed(train),
             test,
             epochs=args.epochs,
             steps_per_epoch=steps if args.shards else None,
-            callbacks=[*watching, stop],
+            callbacks=record.callbacks,
         )
-    results = experiment.results_of(
-        model,
-        history,
-        strategy=strategy,
-        global_batch_size=plan.global_batch_size,
-        test=loop.evaluate(test),
-    )
-    experiment.write_results(args.results, results)
+    results = record.results(test=loop.evaluate(test, verbose=0))
     print(f"Test: {results['test']}")
     return results
 

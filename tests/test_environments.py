@@ -1,6 +1,5 @@
 """What must hold in other environments: the JAX backend, and a Python without TensorFlow."""
 
-import json
 import os
 import pathlib
 import subprocess
@@ -47,6 +46,7 @@ ON_JAX = {
         "tests/training/test_users_arrays.py",
     ],
     "elastic": ["tests/test_elastic.py"],
+    "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
     "resumed": [
         "tests/callbacks/test_resume.py",
         "tests/training/test_programs_resume.py",
@@ -96,55 +96,6 @@ def test_what_serves_both_backends_passes_on_jax(files, request):
     # What is slow and not about JAX alone is the same again.
     which = ["--exhaustive"] if all_of_them else ["--all", "-m", "not slow or jax"]
     run([sys.executable, "-m", "pytest", "-n", "0", *which, *files], KERAS_BACKEND="jax")
-
-
-@pytest.mark.slow
-def test_ctrl_c_on_jax_leaves_the_weights_complete():
-    interrupt = ["tests/_internal/test_interrupt.py", "--all", "-m", "jax"]
-    run([sys.executable, "-m", "pytest", "-n", "0", *interrupt], KERAS_BACKEND="jax")
-
-
-@pytest.mark.slow
-def test_the_recipe_for_images_trains_on_jax(tmp_path):
-    flags = ["--smoke", "--strategy", "mirrored", "--replicas", "2", "--results"]
-    recipe = [sys.executable, "recipes/cnn_fit.py", *flags, tmp_path / "results.json"]
-    run(recipe, KERAS_BACKEND="jax")
-    results = json.loads((tmp_path / "results.json").read_text())
-    assert results["strategy"] == "DataParallel: 2 replicas on cpu:0, cpu:1"
-    assert results["steps"] > 0
-    assert np.isfinite(results["test"]["loss"])
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_the_recipe_for_text_trains_on_jax_with_two_replicas_what_one_device_trains(tmp_path):
-    words = ["replicas", "train", "exactly", "what", "one", "device", "would", "train", "on", "it"]
-    lines = (" ".join(words[i % 10 :] + words * 3) for i in range(300))
-    (tmp_path / "corpus.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    results = {}
-    for replicas, rows in ((1, "8"), (2, "4")):
-        flags = {
-            "--replicas": replicas,
-            "--per-replica-batch-size": rows,
-            "--base-learning-rate": 1e-3 * 2 / replicas,
-            "--data": tmp_path / "corpus.txt",
-            "--vocabulary-size": 60,
-            "--rule": "linear",
-            "--sequence-length": 16,
-            "--epochs": 6,  # of one step each, so that the history holds every loss
-            "--steps-per-epoch": 1,
-            "--cache-dir": tmp_path / "cache",
-            "--results": tmp_path / f"{replicas}.json",
-        }
-        recipe = [sys.executable, "recipes/bert_mlm.py"]
-        run([*recipe, *(part for flag in flags.items() for part in flag)], KERAS_BACKEND="jax")
-        results[replicas] = json.loads((tmp_path / f"{replicas}.json").read_text())
-    one, two = results[1], results[2]
-    assert two["strategy"] == "DataParallel: 2 replicas on cpu:0, cpu:1"
-    assert one["history"]["loss"][-1] < one["history"]["loss"][0]
-    for name in ("loss", "masked_accuracy", "val_loss", "val_masked_accuracy"):
-        assert two["history"][name] == pytest.approx(one["history"][name], rel=1e-4)
-    assert two["test"] == pytest.approx(one["test"], rel=1e-4)
 
 
 WITHOUT_TENSORFLOW = """

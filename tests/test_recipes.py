@@ -1,111 +1,142 @@
 """The recipes run as their users run them, on small data."""
 
 import contextlib
+import importlib
 import itertools
 import json
 import os
-import re
+import pathlib
+import resource
 import signal
 import subprocess
 import sys
-import warnings
-from pathlib import Path
 
 import keras
-import keras_hub
 import numpy as np
 import pytest
 
-from kdpkit import callbacks, schedules
-from recipes import bert_mlm, cnn_fit, multi_worker
+from kdpkit import callbacks, errors, schedules
+from recipes import bert_mlm, cnn_custom_loop, cnn_fit, lm
+from tests.test_corpora import idx
 
-ROOT = Path(bert_mlm.__file__).parents[1]
+ROOT = pathlib.Path(bert_mlm.__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 ON_ONE = ("--strategy", "one", "--replicas", "1")
-AS_ONE = (*ON_ONE, "--per-replica-batch-size", "8", "--base-learning-rate", "2e-4")
 ON_TWO = ("--strategy", "mirrored", "--replicas", "2")
 WORDS = ["replicas", "train", "exactly", "what", "one", "device", "would", "train", "on", "data"]
+STEPS = 20
+# The same global batch on any number of replicas, of which three do not divide it.
+EXACT = ("--per-replica-batch-size", "4", "--global-batch-size", "8", "--epochs", "1")
+EXACT += ("--steps-per-epoch", str(STEPS))
+FLAGS = {
+    "bert_mlm": ("--vocabulary-size", "60", "--sequence-length", "16", "--jit", "off"),
+    "lm": ("--vocabulary-size", "60", "--sequence-length", "16", "--layers", "1", "--jit", "off"),
+    "cnn_custom_loop": ("--label-smoothing", "0.1", "--steps-per-loop", "1"),
+}
+AS_WELL = {"lm": ("--remat", "--accumulation", "2"), "cnn_custom_loop": ("--accumulation", "2")}
 
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory):
     """A text file of lines long enough to train on."""
     random = np.random.default_rng(0)
-    lines = (" ".join(random.choice(WORDS, 30)) for _ in range(300))
+    sentences = (" ".join(random.choice(WORDS, 9)).capitalize() + "." for _ in itertools.count())
+    lines = (" ".join(itertools.islice(sentences, 3)) for _ in range(300))
     file = tmp_path_factory.mktemp("text") / "corpus.txt"
     file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return file
 
 
 @pytest.fixture(scope="module")
-def bert(text, tmp_path_factory):
-    """Run the BERT recipe on two replicas, small; return what it returns."""
+def images(tmp_path_factory):
+    """A directory of 200 small images, of which the last batch is uneven."""
+    directory = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for split, count in (("train", 203), ("t10k", 19)):
+        pictures = random.integers(0, 256, (count, 12, 12)).astype("uint8")
+        (directory / f"{split}-images-idx3-ubyte").write_bytes(idx(pictures))
+        labels = (pictures.mean(axis=(1, 2)) > 127).astype("uint8")
+        (directory / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels))
+    return directory
+
+
+@pytest.fixture(scope="module")
+def train(text, images, tmp_path_factory):
+    """Run a recipe in this process, small; return what it returns."""
     cache = tmp_path_factory.mktemp("cache")
 
-    def run(*flags):
-        return bert_mlm.main(
-            [
-                *(*ON_TWO, "--data", str(text)),
-                *("--per-replica-batch-size", "4", "--sequence-length", "16", "--epochs", "2"),
-                *("--vocabulary-size", "60", "--cache-dir", str(cache)),
-                *("--steps-per-epoch", "5", "--warmup-steps", "2", "--jit", "off"),
-                *("--base-learning-rate", "1e-4", "--rule", "linear"),
-                *map(str, flags),
-            ]
-        )
+    def run(name, *flags):
+        data = text if name in ("bert_mlm", "lm") else images
+        usual = ("--data", data, "--cache-dir", cache, *FLAGS.get(name, ()))
+        recipe = importlib.import_module(f"recipes.{name}")
+        return recipe.main([*map(str, usual), *map(str, flags)])
 
     return run
 
 
-@pytest.fixture(scope="module")
-def trained(bert, tmp_path_factory):
-    """Return a directory with all that a run writes, and what it returned."""
-    directory = tmp_path_factory.mktemp("bert")
-    files = ("--log-dir", directory / "logs", "--results", directory / "results.json")
-    return directory, bert(*files)
+@contextlib.contextmanager
+def watching(callback):
+    """Add a callback to those of every recipe."""
+    usual = callbacks.training_callbacks
+    with pytest.MonkeyPatch.context() as patch:
+        more = lambda *given, **settings: [*usual(*given, **settings), callback]  # noqa: E731
+        patch.setattr(callbacks, "training_callbacks", more)
+        yield
+
+
+def losses_equal_one_devices(train, name):
+    def losses(*flags):
+        means = [0.0]  # of the steps so far
+        noting = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda _, logs: means.append(float(logs["loss"]))
+        )
+        with watching(noting):
+            train(name, *EXACT, *flags)
+        return np.diff(np.arange(STEPS + 1) * means)
+
+    one = losses(*ON_ONE)
+    assert len(set(one)) == STEPS
+    for replicas in ("2", "3"):
+        many = ("--strategy", "mirrored", "--replicas", replicas, *AS_WELL.get(name, ()))
+        np.testing.assert_allclose(losses(*many), one, rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_the_rates_of_bert_fall_as_the_schedule_sets(trained):
-    _, results = trained
-    schedule = schedules.warmup_polynomial(2e-4, total_steps=10, warmup_steps=2)
-    expected = [float(schedule(step)) for step in (4, 9)]
-    assert results["learning_rates"] == pytest.approx(expected, rel=1e-6)
-    assert results["steps"] == 10
-    assert results["global_batch_size"] == 8
-    assert results["replicas"] == 2
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("name", ["bert_mlm", "cnn_custom_loop", "cnn_fit", "lm", "multi_worker"])
+def test_two_and_three_replicas_have_the_losses_of_one_device(train, name):
+    losses_equal_one_devices(train, name)
 
 
 @pytest.mark.slow
-def test_the_results_file_holds_what_main_returns(trained):
-    directory, results = trained
-    assert json.loads((directory / "results.json").read_text()) == results
-    assert set(results) == {
-        *("history", "test", "learning_rates", "examples_per_second", "tokens_per_second"),
-        *("replicas", "strategy", "global_batch_size", "steps", "schedule", "versions"),
-    }
-    assert set(results["test"]) == {"loss", "masked_accuracy"}
-    assert {"val_loss", "val_masked_accuracy"} < set(results["history"])
-
-
-@pytest.fixture(scope="module")
-def on_one_device(bert):
-    """Return what the same training on one device returned."""
-    return bert(*AS_ONE)
+@pytest.mark.jax
+@pytest.mark.parametrize("name", ["bert_mlm", "cnn_fit", "cnn_jax", "lm"])
+def test_on_jax_two_and_three_replicas_have_the_losses_of_one_device(train, name):
+    losses_equal_one_devices(train, name)
 
 
 @pytest.mark.slow
-def test_two_replicas_train_what_one_device_trains(trained, on_one_device):
-    (_, two), one = trained, on_one_device
-    assert two["history"]["loss"] != pytest.approx(one["history"]["loss"][::-1], rel=1e-3)
-    assert two["history"]["loss"] == pytest.approx(one["history"]["loss"], rel=1e-5)
+@pytest.mark.tensorflow
+def test_a_single_worker_of_a_parameter_server_has_the_losses_of_one_device(
+    train, images, tmp_path
+):
+    flags = (*EXACT[:4], "--epochs", "3")
+    one = train("parameter_server", *ON_ONE, *flags)["history"]["loss"]
+    results = tmp_path / "results.json"
+    launched = ["-m", "kdpkit", "launch", "--workers", "1", "--parameter-servers", "1", "--"]
+    recipe = [sys.executable, "recipes/parameter_server.py", "--data", images, *flags]
+    command = [sys.executable, *launched, *recipe, "--results", results]
+    subprocess.run(command, cwd=ROOT, check=True, timeout=500, capture_output=True)
+    assert json.loads(results.read_text())["history"]["loss"] == pytest.approx(one, rel=1e-5)
 
 
 @pytest.mark.slow
+@pytest.mark.tensorflow
 def test_a_run_shows_what_it_does_and_nothing_else(text, tmp_path):
-    program = [sys.executable, bert_mlm.__file__, *ON_TWO, "--smoke", "--vocabulary-size", "60"]
-    flags = ["--data", text, "--sequence-length", "16", "--cache-dir", tmp_path, "--epochs", "1"]
+    program = [sys.executable, bert_mlm.__file__, *ON_TWO, *FLAGS["bert_mlm"], "--smoke"]
+    files = ["--cache-dir", tmp_path, "--log-dir", tmp_path, "--results", tmp_path / "r.json"]
     done = subprocess.run(
-        [*program, *flags],
+        [*program, "--data", text, *files],
         capture_output=True,
         text=True,
         check=True,
@@ -114,139 +145,164 @@ def test_a_run_shows_what_it_does_and_nothing_else(text, tmp_path):
     )
     lines = done.stdout.splitlines()
     assert lines[0].startswith("MirroredStrategy: 2 replicas")
-    training = lines[lines.index(next(line for line in lines if "Compiling" in line)) :]
-    assert max(map(len, training)) <= 100
-    assert training[-1].endswith(tuple(f"it was: {word}" for word in WORDS))
-    assert "kdpkit: " not in done.stderr
-    assert not re.search(r"oneDNN custom|cudart|cuInit|absl::Init", done.stderr)
+    (start,) = (number for number, line in enumerate(lines) if "with a word left out" in line)
+    for sentence, guesses in zip(lines[start + 1 :: 2], lines[start + 2 :: 2], strict=True):
+        word = guesses.partition("; it was: ")[2]
+        assert word in WORDS
+        assert sentence.count("____") == 1
+        assert sentence.strip().replace("____", word) in text.read_text()
+        assert sentence.endswith(".")
+    assert len(lines) == start + 1 + 2 * 4
+    for noise in ("oneDNN custom", "cudart", "cuInit", "absl::Init", "kdpkit: "):
+        assert noise not in done.stderr
+    results = json.loads((tmp_path / "r.json").read_text())
+    assert {"val_loss", "val_masked_accuracy", "learning_rate"} < set(results["history"])
+    assert set(results["test"]) == {"loss", "masked_accuracy"}
+    assert (tmp_path / "model.keras").exists()
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
-def test_the_published_hyperparameters_have_a_flag():
-    args = bert_mlm.parse(["--published", "--epochs", "4"])
-    assert (args.vocabulary_size, args.sequence_length, args.warmup_steps) == (8000, 128, 0)
-    assert (args.per_replica_batch_size, args.base_learning_rate, args.rule) == (32, 1e-4, "linear")
-    assert args.clip_norm is None
-    assert args.epochs == 4
+FLAGS_FIRST = """
+import os, runpy, sys
+name, *flags = sys.argv[1:]
+sys.argv = [name, *flags]
+try:
+    runpy.run_path(name, run_name="__main__")
+except SystemExit as stop:
+    print("code", stop.code)
+print({"tensorflow", "jax", "keras", "keras_hub", "numpy"} & set(sys.modules))
+"""
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--epochz", "3"]])
+@pytest.mark.parametrize("name", NAMES)
+def test_flags_are_read_before_a_framework_is_loaded(name, flags):
+    code, loaded = subprocess.run(
+        [sys.executable, "-c", FLAGS_FIRST, f"recipes/{name}.py", *flags],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    ).stdout.splitlines()[-2:]
+    assert code == ("code 0" if flags == ["--help"] else "code 2")
+    assert loaded == "set()"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_fits_on_a_few_screens(name):
+    assert len((ROOT / "recipes" / f"{name}.py").read_text().splitlines()) <= 130
+
+
+# A full disk
 
 
 @pytest.mark.slow
-def test_training_writes_tensorboard_files_and_the_model(trained):
-    directory, _ = trained
-    assert list((directory / "logs").rglob("events.out.tfevents.*"))
-    assert isinstance(loaded(directory / "logs" / "model.keras"), keras_hub.models.BertMaskedLM)
-
-
-saves_without_tokenizer = pytest.mark.needs(
-    **{"keras-hub": "0.32"}, reason="KerasHub saves no model without its preprocessor"
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("name", "epochs"),
+    [("cnn_fit", 2), ("cnn_custom_loop", 1)],  # the one saves each epoch
 )
-
-
-def preset_that_knows(word, directory, *, with_tokenizer=False):
-    """Save a preset whose model predicts `word` everywhere, before any training."""
-    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "other", word]
-    backbone = keras_hub.models.BertBackbone(
-        vocabulary_size=len(vocabulary), num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=8
+def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(name, epochs, images, tmp_path):
+    flags = [*ON_ONE, "--smoke", "--data", images, "--results", tmp_path / "results.json"]
+    limit = 1 << 16  # bytes of a file: less than of a model
+    done = subprocess.run(
+        [sys.executable, f"recipes/{name}.py", *flags, "--log-dir", tmp_path / "logs"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)),
     )
-    tokenizer = keras_hub.models.BertTokenizer(vocabulary, lowercase=True)
-    preprocessor = keras_hub.models.BertMaskedLMPreprocessor(tokenizer) if with_tokenizer else None
-    model = keras_hub.models.BertMaskedLM(backbone, preprocessor=preprocessor)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"{name}.py: No space is left (")
+    assert "Traceback" not in done.stderr
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert len(results["history"]["loss"]) == epochs
+    assert bool(results["test"]) == (epochs == 2)
+    assert not list(tmp_path.rglob("*.keras"))
+
+
+# Stopped and resumed
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_after_sigterm_one_device_goes_on_for_two(train, tmp_path):
+    flags = ("--smoke", "--global-batch-size", "16", "--resume")
+    undisturbed = train("multi_worker", *ON_TWO, *flags, tmp_path / "undisturbed")
+    steps = itertools.count(1)
+    stopping = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_: next(steps) == 5 and signal.raise_signal(signal.SIGTERM)
+    )
+    with watching(stopping), pytest.raises(SystemExit, match="42"):
+        train("multi_worker", *ON_TWO, *flags, tmp_path / "stopped")
+    resumed = train("multi_worker", *ON_ONE, *flags, tmp_path / "stopped")
+    assert (resumed["replicas"], resumed["global_batch_size"]) == (1, 16)
+    for name in ("loss", "learning_rate"):
+        assert resumed["history"][name] == pytest.approx(undisturbed["history"][name], rel=1e-4)
+
+
+# Single recipes
+
+
+@pytest.mark.slow
+def test_a_saved_preset_is_what_training_begins_with(train, tmp_path):
+    from keras_hub import models
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "other", "known"]
+    backbone = models.BertBackbone(len(vocabulary), 1, 2, hidden_dim=8, intermediate_dim=8)
+    tokenizer = models.BertTokenizer(vocabulary, lowercase=True)
+    model = models.BertMaskedLM(backbone, models.BertMaskedLMPreprocessor(tokenizer))
     bias = next(weight for weight in model.weights if weight.shape == (len(vocabulary),))
-    bias.assign([0.0] * (len(vocabulary) - 1) + [50.0])
-    model.save_to_preset(str(directory))
-    return tokenizer
-
-
-@pytest.fixture
-def on_a_preset(bert, tmp_path):
-    """Run the BERT recipe for a step on one device, on text of the one word that presets know."""
-    text = tmp_path / "known.txt"
-    text.write_text(("known " * 40 + "\n") * 60)
-
-    def run(*flags):
-        one_step = ("--epochs", "1", "--steps-per-epoch", "1", "--warmup-steps", "0")
-        preset = ("--preset", tmp_path / "preset")
-        return bert(
-            *ON_ONE, "--data", text, "--base-learning-rate", "1e-9", *one_step, *preset, *flags
-        )
-
-    return run
-
-
-@pytest.mark.slow
-def test_a_saved_preset_is_what_training_begins_with(on_a_preset, tmp_path):
-    preset_that_knows("known", tmp_path / "preset", with_tokenizer=True)
-    assert on_a_preset()["test"]["masked_accuracy"] == 1.0
-
-
-@saves_without_tokenizer
-@pytest.mark.slow
-def test_a_preset_without_a_tokenizer_takes_a_vocabulary_of_its_size(on_a_preset, tmp_path):
-    vocabulary = tmp_path / "vocabulary.txt"
-    tokenizer = preset_that_knows("known", tmp_path / "preset")
-    with pytest.raises(ValueError, match=r"preset .* for BertTokenizer is incomplete.*own flag"):
-        on_a_preset()
-    vocabulary.write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\n")
-    with pytest.raises(ValueError, match="vocabulary.*5.*7"):
-        on_a_preset("--vocabulary", vocabulary)
-    vocabulary.write_text("\n".join(tokenizer.get_vocabulary()))
-    assert on_a_preset("--vocabulary", vocabulary)["test"]["masked_accuracy"] == 1.0
+    bias.assign([0.0] * (len(vocabulary) - 1) + [50.0])  # it predicts the last word everywhere
+    model.save_to_preset(str(tmp_path / "preset"))
+    (tmp_path / "known.txt").write_text(("known " * 40 + "\n") * 60)
+    flags = ("--data", tmp_path / "known.txt", "--preset", tmp_path / "preset")
+    still = ("--smoke", "--base-learning-rate", "1e-9")
+    assert train("bert_mlm", *ON_ONE, *still, *flags)["test"]["masked_accuracy"] == 1.0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--preset", "bert_enormous"], "preset 'bert_enormous' .* cannot be loaded .*Unknown"),
-        (["--vocabulary", "none.txt"], "There is no such file: none.txt"),
         (["--data", "nowhere"], "nowhere"),
         (["--steps-per-epoch", "999"], "more batches than the data"),
-        (["--sequence-length", "2"], "`length` must be an integer of at least 3"),
         (["--warmup-steps", "99"], "warmup_steps"),
     ],
 )
-def test_bad_flags_get_one_sentence(bert, flags, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        bert(*flags)
+def test_bad_settings_get_one_sentence(train, flags, sentence):
+    with pytest.raises(errors.InputError, match=sentence):
+        train("bert_mlm", *ON_ONE, "--smoke", *flags)
 
 
 @pytest.mark.slow
-def test_a_corpus_of_short_lines_alone_raises(bert, tmp_path):
+def test_a_corpus_of_short_lines_alone_raises(train, tmp_path):
     (tmp_path / "short.txt").write_text("too short\n" * 100)
-    with pytest.raises(ValueError, match="No example is left.*lines over 100 bytes"):
-        bert("--data", str(tmp_path / "short.txt"))
+    with pytest.raises(errors.InputError, match="No example is left"):
+        train("bert_mlm", *ON_ONE, "--smoke", "--data", tmp_path / "short.txt")
 
 
 @pytest.mark.slow
-def test_a_preset_without_a_network_is_one_sentence(bert, monkeypatch):
-    for variable in ("HTTPS_PROXY", "HTTP_PROXY"):
-        monkeypatch.setenv(variable, "http://127.0.0.1:9")
-    with pytest.raises(ValueError, match="'bert_tiny_en_uncased' for BertTok.* be downloaded"):
-        bert("--preset", "bert_tiny_en_uncased")
-
-
-def loaded(path):
-    """Load a model; Keras warns that it does not restore a KerasHub model's optimizer."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return keras.models.load_model(path)
-
-
-@pytest.mark.slow
-def test_the_cnn_learns_the_digits_on_two_replicas(tmp_path):
-    results = cnn_fit.main([*ON_TWO, "--epochs", "8", "--results", str(tmp_path / "cnn.json")])
+@pytest.mark.tensorflow
+def test_the_cnn_learns_the_digits_on_two_replicas_at_the_rates_of_its_schedule():
+    results = cnn_fit.main([*ON_TWO, "--epochs", "8"])
     assert results["test"]["accuracy"] > 0.93
     schedule = schedules.warmup_cosine(3e-3 * 2**0.5, total_steps=results["steps"])
     per_epoch = results["steps"] // 8
     expected = [float(schedule(per_epoch * epoch - 1)) for epoch in range(1, 9)]
-    assert results["learning_rates"] == pytest.approx(expected, rel=1e-5, abs=1e-9)
-    assert json.loads((tmp_path / "cnn.json").read_text()) == results
+    assert results["history"]["learning_rate"] == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
 @pytest.mark.slow
-def test_the_cnn_trains_from_tfrecords_written_once_and_names_a_damaged_one(tmp_path):
+def test_the_cnn_trains_from_tfrecords_written_once_and_names_a_damaged_one(train, tmp_path):
     def losses():
-        flags = (*ON_ONE, "--smoke", "--epochs", "1", "--tfrecords", str(tmp_path))
-        return cnn_fit.main(flags)["history"]["loss"]
+        flags = (*ON_ONE, "--smoke", "--epochs", "1", "--tfrecords", tmp_path)
+        return train("cnn_fit", *flags)["history"]["loss"]
 
     first = losses()
     written = {file: file.stat().st_mtime_ns for file in tmp_path.iterdir()}
@@ -271,56 +327,45 @@ def test_images_move_within_their_frame_and_keep_their_ink():
     assert rows == columns == {6, 7, 8, 9, 10}
 
 
-@pytest.fixture
-def sent_in_training(monkeypatch):
-    """Return a context in which this process gets a signal after some steps of a recipe."""
-    usual = callbacks.training_callbacks
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_the_custom_loop_learns_the_digits_and_saves_and_draws(tmp_path):
+    flags = ["--epochs", "5", "--label-smoothing", "0.1", "--base-learning-rate", "3e-3"]
+    results = cnn_custom_loop.main([*ON_TWO, *flags, "--log-dir", str(tmp_path)])
+    assert results["test"]["accuracy"] > 0.9
+    assert results["steps"] == 5 * 12  # 1,442 images in batches of 128, the last one of 34
+    assert results["history"]["val_loss"][-1] == pytest.approx(results["test"]["loss"])
+    saved = {path.name for path in tmp_path.glob("*.keras")}
+    assert saved == {f"epoch-0{epoch}.keras" for epoch in range(1, 6)}
+    for name in ("samples", "curves"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
-    @contextlib.contextmanager
-    def sent(number, step):
-        steps = itertools.count(1)
-        sending = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda *_, **__: next(steps) == step and signal.raise_signal(number)
-        )
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                callbacks,
-                "training_callbacks",
-                lambda *given, **settings: [*usual(*given, **settings), sending],
-            )
-            yield
 
-    return sent
+def test_smoothed_labels_count_in_training_only():
+    model = cnn_custom_loop.build_model((8, 8, 1), 3)
+    loss = keras.losses.SparseCategoricalCrossentropy()
+    loop = cnn_custom_loop.Smoothed(model, optimizer="sgd", loss=loss)
+    loop.label_smoothing = 0.25
+    x, y = np.zeros((2, 8, 8, 1), "uint8"), np.array([0, 2])
+    for training in (False, True):
+        keras.utils.set_random_seed(0)
+        losses, predictions = loop.per_example_loss(x, y, training=training)
+        smoothing = 0.25 if training else 0.0
+        targets = np.eye(3)[y] * (1 - smoothing) + smoothing / 3
+        expected = -(targets * np.log(predictions)).sum(axis=1)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+
+
+def test_variables_that_are_to_be_cut_on_tensorflow_get_one_sentence():
+    if keras.backend.backend() == "tensorflow":
+        with pytest.raises(errors.InputError, match="on JAX alone.*shard='weights'.*KERAS_BACKEND"):
+            lm.main(["--shard", "weights"])
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_what_was_learned(sent_in_training, tmp_path, capsys):
-    with sent_in_training(signal.SIGINT, 3), pytest.raises(KeyboardInterrupt):
-        cnn_fit.main([*ON_TWO, "--smoke", "--log-dir", str(tmp_path)])
-    assert "interrupted.keras" in capsys.readouterr().out
-    model = keras.models.load_model(tmp_path / "interrupted.keras")
-    assert int(model.optimizer.iterations) == 3
-
-
-@pytest.mark.slow
-def test_after_sigterm_one_device_goes_on_for_two(sent_in_training, tmp_path):
-    flags = ("--smoke", "--epochs", "2", "--global-batch-size", "16", "--resume")
-    undisturbed = multi_worker.main([*ON_TWO, *flags, str(tmp_path / "undisturbed")])
-    with sent_in_training(signal.SIGTERM, 5), pytest.raises(SystemExit, match="42"):
-        multi_worker.main([*ON_TWO, *flags, str(tmp_path / "stopped")])
-    resumed = multi_worker.main([*ON_ONE, *flags, str(tmp_path / "stopped")])
-    assert (resumed["replicas"], resumed["global_batch_size"]) == (1, 16)
-    for name in ("loss", "learning_rate"):
-        assert resumed["history"][name] == pytest.approx(undisturbed["history"][name], rel=1e-4)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.slow
-def test_after_sigterm_the_same_command_goes_on(bert, on_one_device, sent_in_training, tmp_path):
-    with sent_in_training(signal.SIGTERM, 7), pytest.raises(SystemExit, match="42"):
-        bert(*AS_ONE, "--resume", tmp_path)
-    resumed = bert(*AS_ONE, "--resume", tmp_path)
-    assert resumed["steps"] == on_one_device["steps"] == 10
-    assert resumed["test"] == pytest.approx(on_one_device["test"], rel=1e-5)
-    for name in ("loss", "val_loss", "masked_accuracy", "learning_rate"):
-        assert resumed["history"][name] == pytest.approx(on_one_device["history"][name], rel=1e-5)
+def test_lora_trains_its_matrices_and_the_biases_next_to_them(tmp_path):
+    flags = ["--lora", "2", "--layers", "1", "--vocabulary-size", "60"]
+    args = lm.parser.parse_args([*flags, "--cache-dir", str(tmp_path)])
+    _, model = lm.build_model(args, [" ".join(WORDS)] * 5)
+    names = {variable.name.partition("_")[0] for variable in model.trainable_variables}
+    assert names == {"lora", "bias"}  # KerasHub leaves the biases of the same layers

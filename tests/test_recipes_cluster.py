@@ -192,7 +192,7 @@ def test_the_manifests_run_a_recipe_with_flags_that_it_has(words, tmp_path):
 
     python, recipe, *flags = words
     assert (python, recipe) == ("python", "recipes/multi_worker.py")
-    multi_worker.parse([flag.replace("/state", str(tmp_path)) for flag in flags])
+    multi_worker.parser.parse_args([flag.replace("/state", str(tmp_path)) for flag in flags])
 
 
 def test_every_directive_of_the_batch_script_is_explained():

@@ -275,3 +275,24 @@ def _system(url: str) -> Any:
             remedy="For Google's storage run `pip install 'kdpkit[storage]'` (fsspec and gcsfs), "
             "for others fsspec and its package (s3fs for s3://); or check the spelling.",
         )
+
+
+def make_writable(directory: AnyPath) -> None:
+    """Make a directory if need be, and write a file there that is gone again: before a long run.
+
+    Raises:
+        FileInputError: It cannot be made or written.
+    """
+    if isinstance(directory, RemotePath):
+        directory.try_writing()
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            return
+    except OSError as error:
+        checks.fail_for_file(
+            f"The directory cannot be made and written ({error.strerror})",
+            directory,
+            remedy="Choose a directory, not a file, where you may write.",
+        )

@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from kdpkit._internal import checks, processes, storage, writable
+from kdpkit._internal import checks, processes, storage
 from kdpkit.callbacks import _hyperparameters
 from kdpkit.callbacks._devices import is_reading
 from kdpkit.callbacks._learning_rate import (
@@ -96,7 +96,7 @@ class TensorBoard(AppliedRateCallback):
         self._drawings = _drawings(self._run_dir, drawn_by_keras)
         self._mirror: Mirror | None = None
         if _is_writer():
-            writable.make(path)  # now, so errors are raised before data are prepared
+            storage.make_writable(path)  # now, so errors are raised before data are prepared
             self._mirror = Mirror(path) if isinstance(path, storage.RemotePath) else None
         else:
             self._drawings = keras.callbacks.Callback()

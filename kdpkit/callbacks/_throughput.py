@@ -37,8 +37,7 @@ class Throughput(keras.callbacks.Callback):
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
 
     Raises:
-        ValueError: A size that is not positive, a batch that the replicas do not divide, or tokens
-            without a batch size.
+        ValueError: A size that is not positive, or tokens without a batch size.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -65,7 +64,7 @@ class Throughput(keras.callbacks.Callback):
         self.global_batch_size = global_batch_size
         self.tokens_per_example = tokens_per_example
         if global_batch_size is not None:
-            self.global_batch_size, _ = checks.global_batch(global_batch_size, replicas)
+            self.global_batch_size = checks.integer("global_batch_size", global_batch_size)
         if tokens_per_example is not None:
             self.tokens_per_example = checks.number(
                 "tokens_per_example", tokens_per_example, above=0

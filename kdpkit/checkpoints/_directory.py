@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import array_files, atomic_files, checks, storage
-from kdpkit.checkpoints import _background
+from kdpkit._internal import atomic_files, checks, storage
+from kdpkit.checkpoints import _array_files, _background
 
 try:
     import fcntl
@@ -115,7 +115,7 @@ class CheckpointDirectory:
         arrays = {name: np.asarray(value) for name, value in state.arrays.items()}
         with atomic_files.replacing(path) as temporary:
             header = {"format": _FORMAT, **position, "notes": state.notes}
-            array_files.write(temporary, header, arrays)
+            _array_files.write(temporary, header, arrays)
         paths = [other for other in self.paths() if other.is_file()]
         at = paths.index(path)
         of_killed_processes = self.directory.glob(".state-*.npz")
@@ -169,7 +169,7 @@ class CheckpointDirectory:
         for path in paths:
             try:
                 return _read(path)
-            except (array_files.DamagedError, OSError) as error:
+            except (_array_files.DamagedError, OSError) as error:
                 warnings.warn(
                     f"The training state {path} is damaged or cannot be read ({error}), and "
                     "skipped.",
@@ -252,12 +252,12 @@ def _position(path: storage.AnyPath) -> Position | None:
 
 def _read(path: storage.AnyPath) -> TrainingState:
     with atomic_files.fetched(path) as local:
-        header, arrays = array_files.read(local)
+        header, arrays = _array_files.read(local)
     if not header.keys() >= {"format", "epoch", "step", "notes"}:
-        raise array_files.DamagedError("it is another kind of file")
+        raise _array_files.DamagedError("it is another kind of file")
     numbers = header["format"], header["epoch"], header["step"]
     if {*map(type, numbers)} != {int} or not isinstance(header["notes"], dict):
-        raise array_files.DamagedError("its header has values of other types")
+        raise _array_files.DamagedError("its header has values of other types")
     if header["format"] != _FORMAT:
         checks.fail(
             "A training state was written by another version of kdpkit. Resume it with that "
@@ -267,5 +267,5 @@ def _read(path: storage.AnyPath) -> TrainingState:
         )
     position = Position(header["epoch"], header["step"])
     if _position(path) != position:
-        raise array_files.DamagedError("its name has another epoch or step")
+        raise _array_files.DamagedError("its name has another epoch or step")
     return TrainingState(position=position, arrays=arrays, notes=header["notes"])

@@ -1,69 +1,59 @@
-"""What the recipes share: flags, strategy, cached data, progress, Ctrl-C and results.
+"""What the recipes share: flags, the strategy, Ctrl-C, and a file of results.
 
 A recipe looks like this:
 
+    parser = experiment.argument_parser(
+        __doc__, epochs=5, per_replica_batch_size=32, base_learning_rate=1e-4, smoke={"epochs": 1}
+    )
+
+    with experiment.program(parser, __name__):
+        import keras  # once the flags are valid
+
     def main(argv=None):
-        parser = experiment.argument_parser(__doc__, epochs=5, per_replica_batch_size=32,
-                                            base_learning_rate=1e-4, smoke={"epochs": 1})
         args = parser.parse_args(argv)
         strategy = experiment.strategy_from(args)
-        data = experiment.prepared("tokens", build, key=..., cache_dir=args.cache_dir)
+        plan = experiment.plan_from(args, strategy)
         ...
-        with experiment.saving_on_interrupt(model, args.log_dir) as stop:
-            history = model.fit(..., callbacks=[..., stop])
-        results = experiment.results_of(model, history, strategy=strategy, ...)
-        experiment.write_results(args.results, results)
-        return results
+        with experiment.recording(args, model, strategy, plan) as record:
+            model.fit(..., callbacks=[record, ...])
+        return record.results(test=model.evaluate(..., return_dict=True))
 
     if __name__ == "__main__":
         experiment.run(main)
 """
 
-from kdpkit._internal.atomic_files import fetched as reading
+from typing import TYPE_CHECKING
+
+from kdpkit._internal import lazy_names
 from kdpkit._internal.atomic_files import replacing as writing
-from kdpkit._internal.prepared_data import prepared
-from kdpkit._internal.presets import from_preset
-from kdpkit._internal.result_figures import plot_results
 from kdpkit._internal.storage import path
-from kdpkit.errors import InputError
+from kdpkit.experiment._files import learned_vocabulary, save_model, versions
 from kdpkit.experiment._flags import argument_parser, count, positive_integer, positive_number
 from kdpkit.experiment._precision import PRECISIONS, set_precision
-from kdpkit.experiment._program import (
-    collect,
-    quick_imports,
-    resuming,
-    run,
-    saving_on_interrupt,
-    track,
-)
-from kdpkit.experiment._results import results_of, save_model, versions, write_results
+from kdpkit.experiment._program import program, run
 from kdpkit.experiment._strategy import describe, plan_from, strategy_from
+
+if TYPE_CHECKING:
+    from kdpkit.experiment._recorder import recording
+else:  # it loads Keras
+    __getattr__, _ = lazy_names(__name__, {"recording": "_recorder"})
 
 __all__ = [
     "PRECISIONS",
-    "InputError",
     "argument_parser",
-    "collect",
     "count",
     "describe",
-    "from_preset",
+    "learned_vocabulary",
     "path",
     "plan_from",
-    "plot_results",
     "positive_integer",
     "positive_number",
-    "prepared",
-    "quick_imports",
-    "reading",
-    "results_of",
-    "resuming",
+    "program",
+    "recording",
     "run",
     "save_model",
-    "saving_on_interrupt",
     "set_precision",
     "strategy_from",
-    "track",
     "versions",
-    "write_results",
     "writing",
 ]

@@ -1,16 +1,12 @@
 """The numbers that a model computes with: chosen by what the devices are fast at."""
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Any, TypeAlias
 
 from kdpkit._internal import checks
-
-if TYPE_CHECKING:
-    import jax
 
 Capability: TypeAlias = tuple[int, ...] | None  # that CUDA reports of a GPU, None for TPUs
 
 PRECISIONS = ("auto", "float32", "mixed_bfloat16", "mixed_float16")
-_BFLOAT16, _FLOAT16 = (8, 0), (7, 0)  # CUDA compute capabilities that multiply matrices of these
 
 
 def set_precision(wanted: str = "auto") -> str:
@@ -49,15 +45,13 @@ def fastest(accelerators: list[tuple[str, Capability]]) -> tuple[str, str]:
 
     >>> fastest([("GPU:0", (9, 0)), ("GPU:1", (7, 5))])
     ('mixed_float16', 'GPU:1')
-    >>> fastest([("TPU:0", None)])
-    ('mixed_bfloat16', 'TPU:0')
     """
     if not accelerators:
         return "float32", ""
     device, capability = min(accelerators, key=lambda pair: pair[1] or (99, 0))
-    if capability is None or capability >= _BFLOAT16:
+    if capability is None or capability >= (8, 0):
         return "mixed_bfloat16", device
-    return ("mixed_float16" if capability >= _FLOAT16 else "float32"), device
+    return ("mixed_float16" if capability >= (7, 0) else "float32"), device
 
 
 def _accelerators() -> list[tuple[str, Capability]]:
@@ -67,11 +61,8 @@ def _accelerators() -> list[tuple[str, Capability]]:
     if keras.backend.backend() == "jax":
         import jax
 
-        return [
-            (f"{device.platform.upper()}:{device.id}", _capability_of(device))
-            for device in jax.devices()
-            if device.platform != "cpu"
-        ]
+        devices = [device for device in jax.devices() if device.platform != "cpu"]
+        return [(f"{each.platform.upper()}:{each.id}", _capability(each)) for each in devices]
     import tensorflow as tf
 
     details = map(tf.config.experimental.get_device_details, tf.config.list_physical_devices("GPU"))
@@ -79,7 +70,7 @@ def _accelerators() -> list[tuple[str, Capability]]:
     return gpus or [(f"TPU:{i}", None) for i, _ in enumerate(tf.config.list_logical_devices("TPU"))]
 
 
-def _capability_of(device: "jax.Device") -> Capability:
+def _capability(device: Any) -> Capability:
     if device.platform == "tpu":
         return None
     try:

@@ -5,29 +5,14 @@ import contextlib
 import os
 import re
 import subprocess
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, TypeAlias
 
 import kdpkit
 from kdpkit import errors, scaling
 from kdpkit._internal import checks, machine
 from kdpkit.experiment import _framework_messages
 
-if TYPE_CHECKING:
-    import tensorflow as tf
-
-    from kdpkit import sharding
-
-
-class Strategy(Protocol):
-    """The common interface of `tf.distribute` strategies and `kdpkit.sharding.DataParallel`."""
-
-    @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of synchronous replicas."""
-
-    def scope(self) -> AbstractContextManager:
-        """Return a context manager in which to build a model for this strategy."""
+Strategy: TypeAlias = Any  # one of `tf.distribute`, or `kdpkit.sharding.DataParallel`
 
 
 def strategy_from(args: argparse.Namespace) -> Strategy:
@@ -36,33 +21,28 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
     `--replicas N` above 1 mirrors over N devices. If there are fewer, the CPU, or on TensorFlow the
     memory of a single GPU, is first split into N logical devices, which must happen before the
     framework's runtime starts. Without `--replicas` the strategy uses the devices found by
-    `kdpkit.strategies.select_strategy`, on JAX all devices. `auto` prints its choice and the
-    reason.
+    `kdpkit.strategies.select_strategy`, on JAX all devices. The first process prints the strategy;
+    `auto` prints its choice and the reason, too.
 
     A recipe's flag `--communication` is passed to `select_strategy`, `--shard` to `DataParallel`.
 
     Raises:
         ValueError: The backend, this machine or the cluster does not support the strategy.
     """
+    import keras
+
+    from kdpkit._internal import processes
+
     kind, replicas = args.strategy, args.replicas
     if kind == "one" and replicas not in (None, 1):
-        checks.fail(
-            "The strategy 'one' trains a single replica.",
-            replicas=replicas,
-            remedy="Use `--strategy mirrored`.",
-        )
-    shard = getattr(args, "shard", "none")
-    if _backend() == "jax":
-        return _data_parallel(kind, replicas, shard)
-    if shard != "none":
-        checks.fail(
-            "Variables are cut over the devices on JAX alone; on TensorFlow replicas have all of "
-            "them.",
-            shard=shard,
-            remedy="Run with KERAS_BACKEND=jax, or leave `--shard` out.",
-        )
-    _find_devices()
-    return _tensorflow_strategy(kind, replicas, getattr(args, "communication", "auto"))
+        remedy = "Use `--strategy mirrored`."
+        checks.fail("The strategy 'one' trains one replica.", replicas=replicas, remedy=remedy)
+    backends = {"tensorflow": _tensorflow_strategy, "jax": _data_parallel}
+    backend = checks.one_of("KERAS_BACKEND", keras.backend.backend(), backends)
+    strategy = backends[backend](kind, replicas, args)
+    if processes.index() == 0:
+        print(describe(strategy))
+    return strategy
 
 
 def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan:
@@ -74,19 +54,19 @@ def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan
     Raises:
         ValueError: `--per-replica-batch-size` does not divide the global batch.
     """
-    replicas = strategy.num_replicas_in_sync
+    replicas, size = strategy.num_replicas_in_sync, args.per_replica_batch_size
     if args.global_batch_size is not None:
-        replicas, rest = divmod(args.global_batch_size, args.per_replica_batch_size)
+        replicas, rest = divmod(args.global_batch_size, size)
         if rest or not replicas:
             checks.fail(
                 "`--global-batch-size` must be a multiple of `--per-replica-batch-size`, to which "
                 "the base learning rate belongs.",
                 global_batch_size=args.global_batch_size,
-                per_replica_batch_size=args.per_replica_batch_size,
+                per_replica_batch_size=size,
             )
     return scaling.ScalePlan(
         replicas=replicas,
-        per_replica_batch_size=args.per_replica_batch_size,
+        per_replica_batch_size=size,
         base_learning_rate=args.base_learning_rate,
         rule=args.rule,
     )
@@ -94,44 +74,36 @@ def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan
 
 def describe(strategy: Strategy) -> str:
     """Describe a TensorFlow or JAX strategy in one line."""
-    return kdpkit.strategies.describe(strategy) if _backend() == "tensorflow" else str(strategy)
-
-
-def _backend() -> str:
     import keras
 
-    return str(checks.one_of("KERAS_BACKEND", keras.backend.backend(), ("tensorflow", "jax")))
+    on_jax = keras.backend.backend() == "jax"
+    return str(strategy) if on_jax else kdpkit.strategies.describe(strategy)
 
 
-def _find_devices() -> None:
-    """Have TensorFlow look for GPUs, which it says much about where there are none."""
+def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
     import tensorflow as tf
 
-    with _framework_messages.hidden():
-        tf.config.list_physical_devices()
-
-
-def _tensorflow_strategy(
-    kind: str, replicas: int | None, communication: str
-) -> "tf.distribute.Strategy":
     from kdpkit import strategies
 
+    if getattr(args, "shard", "none") != "none":
+        remedy = "Run with KERAS_BACKEND=jax, or leave `--shard` out."
+        checks.fail("Variables are cut on JAX alone.", shard=args.shard, remedy=remedy)
+    with _framework_messages.hidden():  # TensorFlow looks for GPUs
+        tf.config.list_physical_devices()
     if replicas is None:
+        communication = getattr(args, "communication", "auto")
         return strategies.select_strategy(kind, communication=communication)
     if kind == "auto":
         kind = "mirrored" if replicas > 1 else "one"
+    if kind in ("multi_worker", "parameter_server", "tpu"):
+        problem = f"The strategy {kind!r} gets its replicas from the cluster."
+        checks.fail(problem, replicas=replicas, remedy="Leave `--replicas` out.")
     if kind == "mirrored":
         _split_for(replicas)
-    elif kind in ("multi_worker", "parameter_server", "tpu"):
-        checks.fail(
-            f"The strategy {kind!r} gets its replicas from the cluster.",
-            replicas=replicas,
-            remedy="Leave `--replicas` out.",
-        )
     return strategies.select_strategy(kind, devices=replicas)
 
 
-def _data_parallel(kind: str, replicas: int | None, shard: Any) -> "sharding.DataParallel":
+def _data_parallel(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
     import jax
     import keras
 
@@ -139,10 +111,10 @@ def _data_parallel(kind: str, replicas: int | None, shard: Any) -> "sharding.Dat
     from kdpkit.cluster import _joining
 
     if kind not in ("auto", "one", "mirrored", "tpu"):
-        checks.fail(
-            f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores.",
-            backend="jax",
+        problem = (
+            f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores."
         )
+        checks.fail(problem, backend="jax")
     replicas = 1 if kind == "one" else replicas
     asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     if replicas and not asked:
@@ -155,7 +127,7 @@ def _data_parallel(kind: str, replicas: int | None, shard: Any) -> "sharding.Dat
         sharding.tpu_devices()  # raises if there are none
     if kind == "auto" and not replicas:
         print(f"Strategy: {sharding.describe_choice()}")
-    distribution = sharding.DataParallel(replicas, shard=shard)
+    distribution = sharding.DataParallel(replicas, shard=getattr(args, "shard", "none"))
     keras.distribution.set_distribution(distribution)
     return distribution
 

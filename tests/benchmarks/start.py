@@ -21,7 +21,6 @@ def rows(args):
         command = [sys.executable, "-u", RECIPE, "--strategy", "one", "--epochs", "1"]
         command += ["--steps-per-epoch", "1", "--cache-dir", cache]
         command += ["--data", args.text] if args.text else []
-        command += ["--vocabulary", args.vocabulary] if args.vocabulary else []
         contestants = {  # the first round, which counts for nothing, fills the cache
             "recipe": lambda: first_step([*map(str, command)]),
             "imports": lambda: seconds_of(lambda: subprocess.run(IMPORTS, check=True)),

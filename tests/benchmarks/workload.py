@@ -8,7 +8,7 @@ import keras_hub
 import numpy as np
 import tensorflow as tf
 
-from kdpkit import corpora, experiment, pipelines, training
+from kdpkit import corpora, pipelines, training
 
 MIN_BYTES = 100
 BATCH = 32  # lines of the published recipe, full rows of ours
@@ -86,7 +86,7 @@ def rows(args):
     pack = pipelines.pack_tokens(LENGTH, **dict(zip(("start", "end", "pad"), ids, strict=True)))
     text = tf.data.Dataset.from_tensor_slices(lines(args.text))
     packed = text.apply(pipelines.tokenize(tokens)).apply(pack)
-    return experiment.collect(packed, "Tokenizing")
+    return np.stack(list(packed.as_numpy_iterator()))
 
 
 def packed(args, array, steps=None, replicas=1, batch=BATCH):

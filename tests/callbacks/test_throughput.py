@@ -136,7 +136,6 @@ def test_the_speed_so_far_stands_in_the_progress_line(capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"global_batch_size": 10, "replicas": 4}, "multiple of `replicas`.* 8 and 12"),
         ({"tokens_per_example": 9}, "need the number of examples.*Pass `global_batch_size`"),
         ({"global_batch_size": 2, "tokens_per_example": 0}, "`tokens_per_example` must be above 0"),
     ],

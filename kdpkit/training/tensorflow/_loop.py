@@ -220,6 +220,8 @@ class TensorFlowSteps(Steps):
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many training steps; return how many there were, and loss and metrics."""
+        if self._trial and self._trial.is_new:
+            self._say("XLA: the first steps run with and without it, to find out which is faster.")
         start = time.perf_counter()
         with _explaining_xla() if self.jit else contextlib.nullcontext():
             done, logs = self._run(self._train_with[self.jit], iterator, steps)

@@ -27,6 +27,11 @@ class XlaTrial:
         self._seconds = {False: 0.0, True: 0.0}
         self._is_compiled = {False: False, True: False}
 
+    @property
+    def is_new(self) -> bool:
+        """Whether no call was recorded."""
+        return not any(self._is_compiled.values())
+
     def record(self, *, steps: int, seconds: float) -> None:
         """Note how long a call took that ran as `jit` says, and choose how the next one runs."""
         if not steps or self.verdict:
