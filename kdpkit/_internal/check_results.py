@@ -3,7 +3,8 @@
 import dataclasses
 import itertools
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeAlias, TypeVar
 
 from kdpkit._internal import checks
 
@@ -48,6 +49,28 @@ class Finding:
                 wrapped(f"Remedy: {self.remedy}", indent=4),
             ]
         )
+
+
+K = TypeVar("K")
+W = TypeVar("W")
+Rule: TypeAlias = Callable[[K], Iterable[tuple[str, W, str, str]]]  # level, where, problem, remedy
+
+
+def found(
+    rules: Mapping[str, Rule[K, W]], known: K, where: Callable[[W], str] = str
+) -> tuple[Finding, ...]:
+    """Return what rules find, in order.
+
+    Args:
+        rules: By name, functions from what is known to levels, positions, problems and remedies.
+        known: What is known of a program.
+        where: Returns the name of a position.
+    """
+    return in_order(
+        Finding(name, level, where(position), problem, remedy)
+        for name, rule in rules.items()
+        for level, position, problem, remedy in rule(known)
+    )
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

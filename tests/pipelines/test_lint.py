@@ -376,8 +376,9 @@ def test_looking_costs_no_element():
 
 
 def test_a_finding_names_the_stage_as_it_was_written():
+    line = decode.__code__.co_firstlineno
     (finding,) = lint(untuned(numbers().map(decode).batch(20).prefetch(AUTOTUNE)))
-    assert finding.where == "map(decode), stage 2 of 4"
+    assert finding.where == f"map(decode), stage 2 of 4, line {line} of test_lint.py"
 
 
 @pytest.mark.parametrize(
