@@ -19,10 +19,10 @@ from kdpkit import __version__, errors
 from kdpkit._internal import worker_output
 
 _COMMANDS = {  # name: module
-    "doctor": "diagnostics._doctor.command",
-    "env": "diagnostics._env.command",
+    "doctor": "diagnostics._doctor",
+    "env": "diagnostics._env",
     "launch": "_internal.commands.launch",
-    "plan": "diagnostics._plan.command",
+    "plan": "diagnostics._plan",
     "recipe": "_internal.commands.recipe",
 }
 

@@ -53,7 +53,6 @@ INTERNAL = {
     "require_keras": PURE,
     "result_figures": frozenset({"numpy"}),
     "shards": KERAS | {"jax"},
-    "shuffle_buffer": PURE,
     "signal_handlers": PURE,
     "storage": PURE,
     "tpu_connection": TENSORFLOW,

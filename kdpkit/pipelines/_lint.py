@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 import tensorflow as tf
 
-from kdpkit._internal import check_results, checks, shuffle_buffer
+from kdpkit._internal import check_results, checks
 from kdpkit._internal.check_results import Finding
 from kdpkit.pipelines._counting import require_dataset
 from kdpkit.pipelines._stages import READING, Stage, before, line, paths
@@ -245,7 +245,7 @@ def _small_shuffle(pipeline: _Pipeline) -> _Found:
         if buffer is None or is_of_batches:
             continue
         batch = _first(after, *_BATCHES)
-        fault = shuffle_buffer.fault(
+        fault = check_results.small_buffer(
             buffer,
             examples=shuffle.inputs[0].cardinality,
             batch_size=batch.setting("batch_size") if batch else None,

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kdpkit import training
-from kdpkit.diagnostics import _target
+from kdpkit.diagnostics._doctor import target as _target
 
 MODEL = """
 import keras, numpy as np, sys
@@ -22,7 +22,7 @@ def build():
 
 def asked_by(target, arguments=()):
     """Return what a target asks `fit` for."""
-    return _target.checked(target, arguments, lambda training: training)
+    return _target.checked(target, arguments, lambda program: program)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_what_the_check_raises_is_raised(script):
 def test_the_check_can_use_fit_itself(script):
     path = script("build().fit(x, y, batch_size=32)")
     model = _target.checked(
-        path, [], lambda training: training.model.fit(*training.dataset[:2], verbose=0).model
+        path, [], lambda program: program.model.fit(*program.dataset[:2], verbose=0).model
     )
     assert int(model.optimizer.iterations) == 2
 

@@ -1,46 +1,56 @@
-"""What a TPU needs, checked on any machine."""
+"""`check_input` and `check_tpu`: what rules find in a program."""
 
 import dataclasses
-from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 
 from kdpkit._internal import check_results, checks
-from kdpkit.diagnostics import _batch, _report, _training_step
-from kdpkit.diagnostics._tpu import callback_costs, data_rules
-
-_UNCHECKED_STEP = check_results.Finding(
-    "unchecked-step",
-    "note",
-    "train step",
-    "It was not compiled, as these data cannot reach it, or were not checked.",
-    "Fix the data first, and check again.",
-)
-_UNCHECKED_DATA = check_results.Finding(
-    "unchecked-data",
-    "note",
-    "train",
-    "It is a Python generator, which yields each batch once: a check would use one up.",
-    "Use a dataset that can be iterated again, such as a `keras.utils.PyDataset` or a "
-    "`tf.data.Dataset`; generators feed a TPU one batch after the other.",
-)
-_TENSORFLOW = check_results.Finding(
-    "tensorflow",
-    "note",
-    "backend",
-    "Keras 3 trains on TPUs through JAX; its `fit` under TensorFlow's `TPUStrategy` is not "
-    "proven, and the training step is not checked for it.",
-    "Set KERAS_BACKEND=jax, and check again. `tf.data` pipelines keep working.",
-)
+from kdpkit.diagnostics._doctor import batches, tpu_rules, training_step
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuReport(_report.Report):
+class InputReport:
+    """What `check_input` found.
+
+    Attributes:
+        findings: Each has a rule, level, where, problem and remedy; the worst first.
+        checked: What was checked: `"train"`, `"validation"`.
+    """
+
+    findings: tuple[check_results.Finding, ...]
+    checked: tuple[str, ...]
+
+    _reservation: ClassVar[str] = ""  # of a report that found nothing
+
+    @property
+    def clean(self) -> bool:
+        """Whether there are notes at most."""
+        return check_results.are_notes(self.findings)
+
+    def __str__(self) -> str:
+        """Return lines of at most 80 columns."""
+        count = sum(finding.level != "note" for finding in self.findings)
+        result = f"{count} finding{'s' * (count > 1)}" if count else "Nothing found"
+        reservation = "" if count else self._reservation
+        head = f"{result} (looked at: {', '.join(self.checked)}){reservation}."
+        return "\n\n".join([head, *map(str, self.findings)])
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as plain values, for JSON."""
+        return {
+            "clean": self.clean,
+            "checked": list(self.checked),
+            "findings": check_results.as_dicts(self.findings),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class TpuReport(InputReport):
     """What `check_tpu` found.
 
     Attributes:
-        findings: See `Finding`: rule, level, where, problem, remedy; the worst first.
+        findings: Each has a rule, level, where, problem and remedy; the worst first.
         checked: What was checked: some of `"data"`, `"step"`, `"callbacks"`.
         replicas: Cores that share a batch.
         backend: Keras' backend.
@@ -55,6 +65,59 @@ class TpuReport(_report.Report):
         """Return the report as plain values, for JSON."""
         of_tpu = {"proven_on_tpu": False, "backend": self.backend, "replicas": self.replicas}
         return of_tpu | super().to_dict()
+
+
+def check_input(
+    dataset: Any,
+    *,
+    validation_data: Any = None,
+    model: Any = None,
+    workers: int = 1,
+    epochs: int | None = None,
+    steps_per_epoch: int | None = None,
+) -> InputReport:
+    """Find mistakes in the `tf.data` pipelines of a training, without running them.
+
+    Each is read by `kdpkit.pipelines.lint`, which has the rules: the training data with all of
+    them, the validation data without those about order and length. Data of other kinds are not
+    checked.
+
+    Args:
+        dataset: What `fit` trains on.
+        validation_data: What it validates on.
+        model: The model; its strategy has the number of replicas that share a batch.
+        workers: Processes that divide the data between them.
+        epochs: Those of `fit`; None where it is not known.
+        steps_per_epoch: That of `fit`; None is the complete dataset.
+
+    Raises:
+        ValueError: None of it is a `tf.data.Dataset`; a count below one.
+    """
+    given = {"train": dataset, "validation": validation_data}
+    read = {name: data for name, data in given.items() if batches.is_tf_dataset(data)}
+    if not read:
+        checks.fail(
+            "There is no `tf.data` pipeline to check.",
+            dataset=type(dataset).__name__,
+            remedy="`kdpkit doctor --tpu` checks arrays and `PyDataset` too.",
+        )
+    from kdpkit import pipelines  # TensorFlow is there
+
+    strategy = getattr(model, "distribute_strategy", None)
+    settings: dict[str, Any] = {
+        "replicas": getattr(strategy, "num_replicas_in_sync", 1),
+        "workers": workers,
+        "epochs": epochs,
+        "steps_per_epoch": steps_per_epoch,
+    }
+    found = [
+        dataclasses.replace(finding, where=f"{name}: {finding.where}")
+        for name, data in read.items()
+        for finding in pipelines.lint(data, training=name == "train", **settings)
+        # `replica_exact` copies arrays from Python.
+        if not (finding.rule == "overwritten-arrays" and training_step.is_exact(model))
+    ]
+    return InputReport(check_results.in_order(found), tuple(read))
 
 
 def check_tpu(
@@ -100,81 +163,7 @@ def check_tpu(
     >>> report = check_tpu(batches.ArrayBatches((x, y.astype("int64")), global_batch_size=60))
     >>> sorted(finding.rule for finding in report.findings if finding.level != "note")
     ['64-bit', 'uneven-batch']
-    >>> good = batches.ArrayBatches((x, y), global_batch_size=64)
-    >>> model = testing.tiny_classifier(features=8)
-    >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-    >>> report = check_tpu(good, model=model)
-    >>> report.clean, report.checked[0]
-    (True, 'data')
     """
-    replicas = checks.integer("replicas", replicas)
-    backend = _backend()
-    has_callbacks = callbacks is not None and callbacks not in ((), [])
-    if dataset is None and model is None and not has_callbacks and validation_data is None:
-        checks.fail("There is nothing to check: pass a dataset, a model or callbacks.")
-    if model is not None:
-        _training_step.check_model(model)
-    sizes = (batch_size, batch_size if validation_batch_size is None else validation_batch_size)
-    train = _batches(dataset, sizes[0], "dataset")
-    held_out = _batches(validation_data, sizes[1], "validation_data")
-    takes_uneven = _takes_uneven(model)
-    found = [
-        *_of_data(dataset, train, replicas, takes_uneven, "train"),
-        *_of_data(validation_data, held_out, replicas, takes_uneven, "validation"),
-    ]
-    checked = ["data"] if train else ["validation data"] if held_out else []
-    if model is not None:
-        if train is None or not _is_computable(train):
-            found.append(_UNCHECKED_STEP)
-        elif backend == "jax":
-            from kdpkit.diagnostics._tpu import training_step_jax
-
-            found += training_step_jax.findings(model, dataset, train.first)
-            checked.append("step")
-    if has_callbacks:
-        found += callback_costs.findings(callbacks)
-        checked.append("callbacks")
-    if not checked:
-        checks.fail(
-            "Nothing can be checked: a generator yields each batch once, and a step needs data.",
-            remedy="Use a dataset of another kind, such as a `tf.data.Dataset`.",
-        )
-    if backend == "tensorflow":
-        found.append(_TENSORFLOW)
-    return TpuReport(
-        check_results.in_order(found), tuple(checked), replicas=replicas, backend=backend
-    )
-
-
-def _batches(dataset: Any, batch_size: int | None, name: str) -> _batch.Batches | None:
-    """Return the batches of a dataset; None of a generator, which is left alone."""
-    if dataset is None or _batch.is_generator(dataset):
-        return None
-    return _batch.batches_of(dataset, batch_size, name=name)
-
-
-def _of_data(
-    dataset: Any, batches: _batch.Batches | None, replicas: int, takes_uneven: bool, what: str
-) -> Iterator[check_results.Finding]:
-    if batches is not None:
-        yield from data_rules.findings_on_batches(
-            batches, replicas=replicas, takes_uneven=takes_uneven, what=what
-        )
-    elif dataset is not None:
-        yield dataclasses.replace(_UNCHECKED_DATA, where=what)
-    if _batch.is_tf_dataset(dataset):
-        from kdpkit import pipelines  # TensorFlow is there
-
-        for finding in pipelines.lint(dataset, training=False):
-            if finding.rule == "python":
-                yield dataclasses.replace(finding, where=f"{what}: {finding.where}")
-
-
-def _is_computable(batches: _batch.Batches) -> bool:
-    return all(part.is_dense and part.dtype != "string" for part in batches.parts)
-
-
-def _backend() -> str:
     backend = str(keras.backend.backend())
     if backend not in ("tensorflow", "jax"):
         checks.fail(
@@ -182,11 +171,24 @@ def _backend() -> str:
             backend=backend,
             remedy="Run with KERAS_BACKEND=jax or KERAS_BACKEND=tensorflow.",
         )
-    return backend
-
-
-def _takes_uneven(trainer: Any) -> bool:
-    """Return whether training takes batches of any size, as `kdpkit.training` on JAX does."""
-    if trainer is None or keras.backend.backend() != "jax":
-        return False
-    return _training_step.is_exact(trainer) or _training_step.is_loop(trainer)
+    program = tpu_rules.TpuProgram(
+        dataset=dataset,
+        model=model,
+        replicas=checks.integer("replicas", replicas),
+        callbacks=callbacks,
+        validation_data=validation_data,
+        batch_size=batch_size,
+        validation_batch_size=validation_batch_size,
+    )
+    given = (dataset, model, validation_data)
+    if all(one is None for one in given) and not program.has_callbacks:
+        checks.fail("There is nothing to check: pass a dataset, a model or callbacks.")
+    if model is not None:
+        training_step.check_model(model)
+    if not program.checked:
+        checks.fail(
+            "Nothing can be checked: a generator yields each batch once, and a step needs data.",
+            remedy="Use a dataset of another kind, such as a `tf.data.Dataset`.",
+        )
+    found = check_results.in_order(one for rule in tpu_rules.RULES for one in rule(program))
+    return TpuReport(found, program.checked, replicas=program.replicas, backend=backend)
