@@ -99,37 +99,30 @@ def check_speed(
             remedy="Measure one of them alone, with its part of the batch.",
         )
     first = batches.batches_of(dataset, batch_size).first
-    with contextlib.ExitStack() as undisturbed:
-        undisturbed.enter_context(batches.random_numbers_kept())
-        undisturbed.enter_context(_failing_in_a_sentence())
-        trainer = _Trainer(model, first, batch_size)
-        undisturbed.enter_context(_unchanged(trainer.model))
-        stage = None
-        if batches.is_tf_dataset(dataset):
-            from kdpkit.pipelines import _measure  # TensorFlow is there
-
-            undisturbed.enter_context(_measure.undisturbed(dataset))
-            stage = _measure.measure(dataset, seconds=seconds / 4).slowest
-        each = seconds / (2 * _ROUNDS)
-        rounds = [
-            [trainer.seconds_per_step(data, each) for data in (dataset, trainer.held)]
-            for _ in range(_ROUNDS)
-        ]
-        real, held = map(min, zip(*rounds, strict=True))
-        return SpeedReport(real, max(0.0, 1 - held / real), stage)
-
-
-@contextlib.contextmanager
-def _failing_in_a_sentence() -> Iterator[None]:
-    """Turn an error of the training into an `InputError`."""
     try:
-        yield
+        with contextlib.ExitStack() as undisturbed:
+            undisturbed.enter_context(batches.random_numbers_kept())
+            _build(model, first)
+            undisturbed.enter_context(_unchanged(training_step.model_of(model)))
+            stage = None
+            if batches.is_tf_dataset(dataset):
+                from kdpkit.pipelines import _measure  # TensorFlow is there
+
+                undisturbed.enter_context(_measure.undisturbed(dataset))
+                stage = _measure.measure(dataset, seconds=seconds / 4).slowest
+            each, held = seconds / (2 * _ROUNDS), _held(first)
+            rounds = [
+                [_seconds_per_step(model, data, batch_size, each) for data in (dataset, held)]
+                for _ in range(_ROUNDS)
+            ]
+            real, ideal = map(min, zip(*rounds, strict=True))
     except errors.InputError:
         raise
     except Exception as error:  # training runs the user's code, which may raise anything
         raise errors.InputError(
             f"The training fails, so it has no speed: {_text.reason_of(error)}"
         ) from error
+    return SpeedReport(real, max(0.0, 1 - ideal / real), stage)
 
 
 @contextlib.contextmanager
@@ -186,51 +179,44 @@ class _Clock(keras.callbacks.Callback):
         return (ended - started) / (last - first)
 
 
-class _Trainer:
-    """A model or a loop, all of whose variables are there, that trains for a moment."""
+def _build(trainer: Any, first: Any) -> None:
+    """Make all variables of a model or a loop, so that they can be restored."""
+    if training_step.is_loop(trainer):
+        steps: Any = trainer._steps
+        steps.build(steps.open(_held(first), "dataset", steps=1), training=True)
+        return
+    training_step.build(trainer, first)
+    if trainer.optimizer is not None and not trainer.optimizer.built:  # as `fit` may do later
+        strategy = getattr(trainer, "distribute_strategy", None)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            trainer.optimizer.build(trainer.trainable_variables)
 
-    def __init__(self, trainer: Any, first: Any, batch_size: int | None) -> None:
-        self.model = training_step.model_of(trainer)
-        self.held = _held(first)
-        self._trainer = trainer
-        self._is_loop = training_step.is_loop(trainer)
-        self._strategy = getattr(self.model, "distribute_strategy", None)
-        self._batch_size = batch_size
-        if self._is_loop:
-            steps = trainer._steps
-            steps.build(steps.open(self.held, "dataset", steps=1), training=True)
-            return
-        training_step.build(self.model, first)
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:  # `fit` may do so in its first step
-            with self._strategy.scope() if self._strategy else contextlib.nullcontext():
-                optimizer.build(self.model.trainable_variables)
 
-    def seconds_per_step(self, data: Any, seconds: float) -> float:
-        """Train, and return the mean time of a step."""
-        clock = _Clock(seconds)
-        arguments = _endless(data, self._batch_size)
-        if self._is_loop:
-            arguments["train"] = arguments.pop("x")
-        elif batches.is_tf_dataset(data):
-            arguments["shuffle"] = False  # Keras cannot, and would warn
-        fit = self._trainer.fit if self._is_loop else training_step.fit_of(self.model)
-        with training_step.history_kept(self.model), self._arrays_kept():
-            fit(**arguments, callbacks=[clock], verbose=0)
-        # Its iterator would read on into the next run. And if a thread of tf.data collects it
-        # later, it may wait there for its own end.
-        del arguments
-        gc.collect()
-        return clock.seconds_per_step
-
-    def _arrays_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Keep plain Keras on several replicas from writing into arrays of the user's."""
-        replicas = getattr(self._strategy, "num_replicas_in_sync", 1)
-        if replicas == 1 or self._is_loop or training_step.is_exact(self.model):
-            return contextlib.nullcontext()
+def _seconds_per_step(trainer: Any, data: Any, batch_size: int | None, seconds: float) -> float:
+    """Train for a moment, and return the mean time of a step."""
+    model, clock = training_step.model_of(trainer), _Clock(seconds)
+    arguments = _endless(data, batch_size)
+    is_loop = training_step.is_loop(trainer)
+    if is_loop:
+        arguments["train"] = arguments.pop("x")
+    elif batches.is_tf_dataset(data):
+        arguments["shuffle"] = False  # Keras cannot, and would warn
+    fit = trainer.fit if is_loop else training_step.fit_of(model)
+    strategy = getattr(model, "distribute_strategy", None)
+    kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    is_plain = not (is_loop or training_step.is_exact(model))
+    if is_plain and getattr(strategy, "num_replicas_in_sync", 1) > 1:
+        # Plain Keras on several replicas writes into arrays of the user's.
         from kdpkit._internal.private_copies import private_batches  # TensorFlow is there
 
-        return private_batches(self._strategy)
+        kept = private_batches(strategy)
+    with training_step.history_kept(model), kept:
+        fit(**arguments, callbacks=[clock], verbose=0)
+    # Its iterator would read on into the next run. And if a thread of tf.data collects it later,
+    # it may wait there for its own end.
+    del arguments
+    gc.collect()
+    return clock.seconds_per_step
 
 
 def _endless(data: Any, batch_size: int | None) -> dict[str, Any]:
