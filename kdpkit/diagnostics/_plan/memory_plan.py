@@ -23,13 +23,11 @@ from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
 from kdpkit.training import TrainingLoop
 
 _SHARDS = ("none", "optimizer", "weights")  # what sends least first
-_HALF = "mixed_bfloat16"
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 _PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 _COLUMNS = 100
 _WHY_NOT_EQUAL = (
-    "micro-batches have statistics (BatchNormalization) or random numbers of their own; bfloat16 "
-    "computes in half precision, and is estimated."
+    "micro-batches have statistics (BatchNormalization) or random numbers of their own."
 )
 _MOST_MICRO_BATCHES = 64  # each makes the program longer
 # Their outputs are what other operations made, or constants.
@@ -46,7 +44,6 @@ class MemoryUse:
         shard: As in `kdpkit.sharding.DataParallel`.
         accumulation: Micro-batches, as in `kdpkit.training.TrainingLoop`.
         remat: As in `kdpkit.training.TrainingLoop`.
-        dtype_policy: `"mixed_bfloat16"` where the plan changes it; None keeps the model's.
         equal: Whether it trains the same up to rounding as without any of these settings.
         weights: Weights, and what else the model and its metrics keep.
         gradients: Those of the weights, by their shapes.
@@ -61,7 +58,6 @@ class MemoryUse:
     shard: str
     accumulation: int
     remat: bool
-    dtype_policy: str | None
     equal: bool
     weights: int
     gradients: int
@@ -79,7 +75,6 @@ class MemoryUse:
         """Return the settings in a few words."""
         words = [self.shard, *([f"K={self.accumulation}"] if self.accumulation > 1 else [])]
         words += ["remat"] if self.remat else []
-        words += [self.dtype_policy.removeprefix("mixed_")] if self.dtype_policy else []
         return " ".join(words)
 
 
@@ -89,7 +84,7 @@ class MemoryPlan:
 
     Attributes:
         uses: See `MemoryUse`. Where none fits without `remat` and `accumulation`, also those with
-            as few micro-batches as fit, or the most; and in `mixed_bfloat16` those that then fit.
+            as few micro-batches as fit, or the most.
         memory: Bytes that each device has.
         replicas: Devices that share a batch.
         global_batch_size: Examples of a batch.
@@ -186,9 +181,8 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     from the shapes of all that a forward pass computes; what XLA and cuDNN use besides is unknown.
 
     Args:
-        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`. It is
-            called once more for `mixed_bfloat16`, if the model is float32. On JAX it is traced,
-            unless it looks at values.
+        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`. On JAX
+            it is traced, unless it looks at values.
         memory: Bytes that each device has for the training, or a text such as `"16GiB"`.
         replicas: Devices that share a global batch.
 
@@ -209,18 +203,8 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     if not callable(make):
         checks.fail("`make` must be a function.", make=type(make).__name__)
     step = _step_of(make)
-    uses = [*_uses(step, replicas, limit)]
-    too_large = any(use.total > limit for use in uses)
-    share = _share_in_half_precision(make, step) if too_large else 1.0
-    halved = (
-        dataclasses.replace(
-            use, dtype_policy=_HALF, equal=False, activations=round(use.activations * share)
-        )
-        for use in uses
-        if use.total > limit
-    )
-    uses += [use for use in halved if use.total <= limit]
-    return MemoryPlan(tuple(uses), limit, replicas, step.global_batch_size, tuple(step.estimates))
+    uses = tuple(_uses(step, replicas, limit))
+    return MemoryPlan(uses, limit, replicas, step.global_batch_size, tuple(step.estimates))
 
 
 def _step_of(make: Make) -> Any:
@@ -244,21 +228,6 @@ def _step_of(make: Make) -> Any:
     return _StepOnTensorFlow(made)
 
 
-def _share_in_half_precision(make: Make, step: Any) -> float:
-    """Return what is left of the activations in `mixed_bfloat16`; 1 if the model is not float32.
-
-    It is not compiled: XLA computes it on CPUs in float32, with more memory than without.
-    """
-    policy = keras.config.dtype_policy()
-    if policy.name != "float32":
-        return 1.0
-    keras.config.set_dtype_policy(_HALF)
-    try:
-        return _step_of(make).kept(1, remat=False) / max(step.kept(1, remat=False), 1)
-    finally:
-        keras.config.set_dtype_policy(policy)
-
-
 def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
     """Yield what each way needs; with micro-batches only if it takes them or `remat` to fit."""
     shards = _SHARDS if replicas > 1 and step.can_shard else _SHARDS[:1]
@@ -267,7 +236,7 @@ def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
     def use(shard: str, remat: bool, accumulation: int = 1) -> MemoryUse:
         need = step.need(replicas, shard=shard, accumulation=accumulation, remat=remat)
         is_same = accumulation == 1 or step.micro_batches_are_exact
-        return MemoryUse(shard, accumulation, remat, dtype_policy=None, equal=is_same, **need)
+        return MemoryUse(shard, accumulation, remat, equal=is_same, **need)
 
     uncut = [use(shard, remat) for shard, remat in ways]
     yield from uncut
@@ -298,8 +267,6 @@ def _micro_batches(step: Any, replicas: int) -> list[int]:
 
 
 def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
-    if use.dtype_policy:
-        yield f'keras.config.set_dtype_policy("{use.dtype_policy}")  # before the model is made'
     if replicas > 1 and keras.backend.backend() == "jax":
         strategy = f'kdpkit.sharding.DataParallel({replicas}, shard="{use.shard}")'
         yield f"keras.distribution.set_distribution({strategy})"
