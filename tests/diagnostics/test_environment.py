@@ -82,61 +82,50 @@ def test_the_tightest_limit_of_the_groups_around_a_process_counts(
 # GPUs.
 
 
-class Nvml(types.ModuleType):
-    """What `pynvml` gives on a machine with one GPU and a part of another."""
+class NvmlError(Exception):
+    """As NVML's."""
 
-    class NVMLError(Exception):
-        """As NVML's."""
 
-    def __init__(self, *, fails=False):
-        super().__init__("pynvml")
-        self.fails = fails
-        self.is_open = False
+def nvml(*, fails=False):
+    """Return what `pynvml` has on a machine with one GPU and a part of another."""
+    opened = []
 
-    def nvmlInit(self):  # noqa: N802 NVML's names
-        if self.fails:
-            raise self.NVMLError("Driver Not Loaded")
-        self.is_open = True
+    def init():
+        if fails:
+            raise NvmlError("Driver Not Loaded")
+        opened.append(True)
 
-    def nvmlShutdown(self):  # noqa: N802
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self):  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        assert self.is_open
-        return index
-
-    def nvmlSystemGetDriverVersion(self):  # noqa: N802
-        return "570.86.15"
-
-    def nvmlSystemGetCudaDriverVersion_v2(self):  # noqa: N802
-        return 12080
-
-    def nvmlDeviceGetName(self, handle):  # noqa: N802
-        return f"GPU {handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+    def memory(handle):
         if handle:
-            raise self.NVMLError("Insufficient Permissions")
+            raise NvmlError("Insufficient Permissions")
         return types.SimpleNamespace(total=80 * 2**30)
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle):  # noqa: N802
-        return (9, handle)
+    return types.SimpleNamespace(
+        opened=opened,
+        NVMLError=NvmlError,
+        nvmlInit=init,
+        nvmlShutdown=opened.clear,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlSystemGetDriverVersion=lambda: "570.86.15",
+        nvmlSystemGetCudaDriverVersion_v2=lambda: 12080,
+        nvmlDeviceGetName="GPU {}".format,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (9, handle),
+    )
 
 
 def test_gpus_are_read_through_nvml_and_what_one_does_not_tell_is_left_out(monkeypatch):
-    nvml = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    library = nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
     seen = machine.look()
     assert seen.gpus == (machine.Gpu("GPU 0", 80.0, "9.0"), machine.Gpu("GPU 1", None, "9.1"))
     assert (seen.gpu_driver, seen.cuda_of_driver) == ("570.86.15", "12.8")
-    assert not nvml.is_open
+    assert not library.opened
 
 
 def test_without_a_driver_or_its_package_there_are_no_gpus(monkeypatch):
-    for module in (Nvml(fails=True), None):
+    for module in (nvml(fails=True), None):
         monkeypatch.setitem(sys.modules, "pynvml", module)  # None: not installed
         assert machine.look().gpus == ()
 
