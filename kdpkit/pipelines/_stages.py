@@ -92,7 +92,7 @@ class Function:
         """Where the user defined it, such as `"line 12 of train.py"`; empty if unknown."""
         function = self.call and inspect.unwrap(self.call)
         code = getattr(function, "__code__", None)
-        if code is None or function.__module__.partition(".")[0] in _LIBRARIES:
+        if code is None or str(function.__module__).partition(".")[0] in _LIBRARIES:
             return ""
         return f"line {code.co_firstlineno} of {Path(code.co_filename).name}"
 
