@@ -19,10 +19,10 @@ from kdpkit import __version__, errors
 from kdpkit.launch import _output
 
 _COMMANDS = {  # name: module
-    "doctor": "diagnostics._doctor.command",
-    "env": "diagnostics._env.command",
+    "doctor": "diagnostics._doctor",
+    "env": "diagnostics._env",
     "launch": "launch._command",
-    "plan": "diagnostics._plan.command",
+    "plan": "diagnostics._plan",
     "recipe": "_internal.commands.recipe",
 }
 

@@ -124,7 +124,7 @@ def test_a_recipe_is_clean_for_a_tpu(text, tmp_path, capfd):
         (["--tpu", "a.py", "b.py"], "target='b.py', tpu='a.py'"),
         (["--measure", "--tpu", "a.py"], "Write `kdpkit doctor --measure train.py`."),
         (["train.py", "--seconds", "3"], "`--seconds` is about `--measure`."),
-        (["kdpkit:__version__", "--measure"], "A step's time needs a model"),
+        (["kdpkit:__version__", "--measure"], "`model` must be a Keras model"),
         (["train.py", "--workers", "0"], "`workers`"),
         (["kdpkit:__version__"], "There is no `tf.data` pipeline to check."),
         (["--tpu", "nowhere.py"], "There is no such file: nowhere.py"),
@@ -246,7 +246,7 @@ def test_a_script_is_measured_at_its_fit_and_the_report_alone_is_on_stdout(tmp_p
     assert cli.main(["doctor", "--measure", str(path), "--seconds", "1", "--json"]) == 1
     found = capfd.readouterr()
     report = json.loads(found.out)
-    assert report["step_seconds"] > 0.05
+    assert report["step_seconds"] > 0.9 * 0.05  # the end of the first may be noted late
     assert report["waiting_share"] > 0.5
     assert "before the fit" in found.err
     assert "goes on after" not in found.err

@@ -86,27 +86,26 @@ class DeviceMonitor(keras.callbacks.Callback):
             if not callable(source):
                 checks.fail("`sources` must be functions of no argument.", source=source)
         self._sampler: _Sampler | None = None
-        self._names: dict[str, float] = {}  # names logged so far, each with NaN
-        self._executions = 0
-        self._has_warned = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the sources, and start the thread."""
         self.on_train_end()  # of an earlier training that failed
-        self._names, self._executions, self._has_warned = {}, 0, False
+        self._names: dict[str, float] = {}  # names logged so far, each with NaN
+        self._executions, self._has_warned = 0, False
         sources = [*_sources()] if self.sources is None else self.sources
         self._sampler = _Sampler(sources, self.interval_seconds)
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Start counting."""
         if self._sampler:
-            self._sampler.begin()
+            self._sampler.count(again=True)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Discard the first execution, which compiled the step."""
-        self._executions += 1
-        if self._sampler and self._executions == 2:
-            self._sampler.begin()
+        if self._sampler:
+            self._executions += 1
+            if self._executions == 2:
+                self._sampler.count(again=True)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Exclude validation."""
@@ -116,25 +115,24 @@ class DeviceMonitor(keras.callbacks.Callback):
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
         """Count again."""
         if self._sampler:
-            self._sampler.resume()
+            self._sampler.count()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log the epoch's readings, and warn about GPUs that wait."""
         if self._sampler is None:
             return
         self._sampler.pause()
-        summary, failures = self._sampler.summary, self._sampler.failures
+        values, failures = self._sampler.values(), self._sampler.failures
         while failures:
             _warn(failures.pop(0))
-        values = summary.values()
         # Earlier names stay, so History has a number for every epoch.
         self._names |= dict.fromkeys(values, math.nan)
         if logs is not None and processes.index() == 0:
             logs |= self._names | values
-        found = {name: re.fullmatch(r"gpu_(\d+)_utilization", name) for name in values}
-        busy = {int(match[1]): values[name] for name, match in found.items() if match}
-        problem = starving(busy) if summary.readings >= _ENOUGH else ""
-        if problem and self._executions > 1 and not self._has_warned:
+        found = {re.fullmatch(r"gpu_(\d+)_utilization", name): name for name in values}
+        problem = starving({int(match[1]): values[name] for match, name in found.items() if match})
+        is_certain = self._sampler.readings >= _ENOUGH and self._executions > 1
+        if problem and is_certain and not self._has_warned:
             self._has_warned = True
             _warn(f"Epoch {epoch + 1}: {problem}")
 
@@ -190,45 +188,34 @@ def _warn(sentence: str) -> None:
     warnings.warn(here + sentence, stacklevel=3)
 
 
-class Summary:
-    """The mean of each reading over time, or the peak for memory and temperature.
+Sums = dict[str, tuple[float, float, float]]  # of each reading: peak, sum over seconds, seconds
 
-    >>> summary = Summary()
-    >>> summary.add({"gpu_0_utilization": 90.0, "gpu_0_memory_gib": 4.0}, seconds=3.0)
-    >>> summary.add({"gpu_0_utilization": 50.0, "gpu_0_memory_gib": 2.0}, seconds=1.0)
-    >>> summary.values()
-    {'gpu_0_utilization': 80.0, 'gpu_0_memory_gib': 4.0}
-    """
 
-    def __init__(self) -> None:
-        self.readings = 0
-        self._added: dict[str, tuple[float, float, float]] = {}  # peak, sum, seconds
+def add(sums: Sums, values: Mapping[str, float], seconds: float) -> None:
+    """Add readings that stand for some seconds."""
+    for name, value in values.items():
+        peak, total, of = sums.get(name, (value, 0.0, 0.0))
+        sums[name] = max(peak, value), total + value * seconds, of + seconds
 
-    def add(self, values: Mapping[str, float], *, seconds: float) -> None:
-        """Add readings, weighted by seconds."""
-        self.readings += 1
-        for name, value in values.items():
-            peak, total, of = self._added.get(name, (value, 0.0, 0.0))
-            seconds = max(seconds, 1e-6)  # at least the clock's resolution
-            self._added[name] = max(peak, value), total + value * seconds, of + seconds
 
-    def values(self) -> dict[str, float]:
-        """Return the mean or peak of each name."""
-        return {
-            name: peak if name.endswith(_PEAKS) else total / seconds
-            for name, (peak, total, seconds) in self._added.items()
-        }
+def values_of(sums: Sums) -> dict[str, float]:
+    """Return the mean of each reading over time, or the peak of memory and temperature."""
+    return {
+        name: peak if name.endswith(_PEAKS) else total / seconds
+        for name, (peak, total, seconds) in sums.items()
+    }
 
 
 class _Sampler:
     """Reads sources in a thread, until `end` or the end of the program.
 
-    One that raises is not called again; `failures` has a sentence about it.
+    A source that raises is not called again; `failures` has a sentence about it.
     """
 
     def __init__(self, sources: Iterable[Source], interval_seconds: float) -> None:
-        self.summary = Summary()
         self.failures: list[str] = []
+        self.readings = 0
+        self._sums: Sums = {}
         self._sources = [*sources]
         self._interval = interval_seconds
         self._since: float | None = None  # time of the previous reading; None while paused
@@ -237,23 +224,23 @@ class _Sampler:
         self._thread = threading.Thread(target=self._run, name="kdpkit devices", daemon=True)
         self._thread.start()
 
-    def begin(self) -> None:
-        """Discard earlier readings, and count from now on."""
+    def count(self, *, again: bool = False) -> None:
+        """Count from now on; `again` discards earlier readings."""
         with self._lock:
-            self.summary = Summary()
-        self.resume()
-
-    def resume(self) -> None:
-        """Count from now on."""
-        with self._lock:
+            if again:
+                self.readings, self._sums = 0, {}
             self._read()  # sources that report the time since the last reading start here
             self._since = time.perf_counter()
 
     def pause(self) -> None:
-        """Count up to now, then stop until `resume`."""
+        """Count up to now, then stop."""
         with self._lock:
-            self._count()
+            self._add()
             self._since = None
+
+    def values(self) -> dict[str, float]:
+        """Return the mean of each reading over time, or the peak of memory and temperature."""
+        return values_of(self._sums)
 
     def end(self) -> None:
         """End the thread."""
@@ -263,14 +250,16 @@ class _Sampler:
     def _run(self) -> None:
         while not self._has_ended.wait(self._interval):
             with self._lock:
-                self._count()
+                self._add()
 
-    def _count(self) -> None:
+    def _add(self) -> None:
         """Read, for the time since the previous reading."""
-        if self._since is not None:
-            values, now = self._read(), time.perf_counter()
-            self.summary.add(values, seconds=now - self._since)
-            self._since = now
+        if self._since is None:
+            return
+        values, now = self._read(), time.perf_counter()
+        seconds = max(now - self._since, 1e-6)  # the clock's resolution
+        self.readings, self._since = self.readings + 1, now
+        add(self._sums, values, seconds)
 
     def _read(self) -> dict[str, float]:
         values: dict[str, float] = {}
@@ -337,12 +326,11 @@ def _nvml(gpus: Iterable[int]) -> Source:
         name = names.get(gpu, str(gpu))
         find, by_index = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByIndex
         handles[gpu] = by_index(int(name)) if name.isdecimal() else find(name)
+    celsius = nvml.NVML_TEMPERATURE_GPU
     reads: dict[str, Callable[[Any], float]] = {
         "utilization": lambda gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu,
         "memory_gib": lambda gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used / _GIB,
-        "temperature_celsius": lambda gpu: nvml.nvmlDeviceGetTemperature(
-            gpu, nvml.NVML_TEMPERATURE_GPU
-        ),
+        "temperature_celsius": lambda gpu: nvml.nvmlDeviceGetTemperature(gpu, celsius),
         "power_watts": lambda gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
     }
 

@@ -13,26 +13,25 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
-    from kdpkit.diagnostics._doctor.input_checks import InputReport, check_input
+    from kdpkit.diagnostics._doctor.reports import InputReport, TpuReport, check_input, check_tpu
     from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
     from kdpkit.diagnostics._env.environment import Environment, environment
     from kdpkit.diagnostics._env.strategy_trials import StrategyTrial
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
-    from kdpkit.diagnostics._tpu.check import TpuReport, check_tpu
 
 _HOMES = {
     "Environment": "_env.environment",
-    "InputReport": "_doctor.input_checks",
+    "InputReport": "_doctor.reports",
     "MemoryPlan": "_plan.memory_plan",
     "MemoryUse": "_plan.memory_plan",
     "SpeedReport": "_doctor.speed",
     "StrategyTrial": "_env.strategy_trials",
-    "TpuReport": "_tpu.check",
+    "TpuReport": "_doctor.reports",
     "TrainingPlan": "_plan.training_plan",
-    "check_input": "_doctor.input_checks",
+    "check_input": "_doctor.reports",
     "check_speed": "_doctor.speed",
-    "check_tpu": "_tpu.check",
+    "check_tpu": "_doctor.reports",
     "environment": "_env.environment",
     "plan": "_plan.training_plan",
     "plan_memory": "_plan.memory_plan",

@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.pipelines import _structure
+from kdpkit.pipelines._stages import Stage, paths
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:
@@ -49,10 +49,9 @@ def cardinality(dataset: tf.data.Dataset) -> int | None:
 
 def require_no_repeat(dataset: tf.data.Dataset) -> None:
     """Raise for a `repeat` in a source: together with `fit(epochs=N)` it multiplies the data."""
-    stages = _structure.paths(_structure.end_of(dataset))
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY or any(
-        stage.kind == "repeat" for stage, _ in stages
-    ):
+    end = Stage(dataset)
+    repeats = any(stage.kind == "repeat" for stage, _ in paths(end))
+    if end.cardinality == tf.data.INFINITE_CARDINALITY or repeats:
         _raise_endless("`source` repeats its examples")
 
 

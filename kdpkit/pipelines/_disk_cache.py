@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from kdpkit import errors
 from kdpkit._internal import atomic_files, storage
-from kdpkit.pipelines import _structure
+from kdpkit.pipelines._stages import PYTHON, STORED, Stage, paths
 
 _MANIFEST = "manifest.json"
 _PREFIX = "examples"
@@ -46,10 +46,9 @@ def cached_on_disk(dataset: tf.data.Dataset, directory: str | os.PathLike[str]) 
 
 def _warn_of_unknown(dataset: tf.data.Dataset, target: storage.AnyPath) -> None:
     """Warn that the cache of an earlier pipeline is used, which may have been different."""
-    stages = _structure.paths(_structure.end_of(dataset))
-    functions = [function for stage, _ in stages for function in stage.functions]
-    unknown = ["Python functions"] * any(one.calls_python for one in functions)
-    unknown += ["variables or lookup tables"] * any(one.looks_up for one in functions)
+    stages = [stage for stage, _ in paths(Stage(dataset))]
+    unknown = ["Python functions"] * any(stage.runs(PYTHON) for stage in stages)
+    unknown += ["variables or lookup tables"] * any(stage.runs(STORED) for stage in stages)
     if unknown:
         warnings.warn(
             f"The examples come from the cache in {target}. Its pipeline has "

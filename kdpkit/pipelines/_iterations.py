@@ -2,23 +2,27 @@
 
 `shuffle(seed=...)` draws another order each time that an iterator of the same object is started,
 for whatever reason, and nothing outside can set that count. So the stages after the sources and
-caches are made again for each epoch, where each `shuffle` starts to count from 0, and draws
-once for every epoch before.
+caches are made again for each epoch, with the order that each `shuffle` has drawn by then.
 """
 
-import collections
+import dataclasses
+import inspect
 import math
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit._internal.private_copies import with_private_batches
-from kdpkit.pipelines import _structure
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
-from kdpkit.pipelines._structure import Stage
-from kdpkit.pipelines._tracing import rewriting
+from kdpkit.pipelines._stages import ASSIGNING, Stage, before
+from kdpkit.pipelines._tracing import as_written, rewriting
+
+# Arguments that stages do not keep, or that let threads change the order.
+_ARGUMENTS = {"deterministic": True, "sloppy": False, "row_splits_dtype": tf.int64}
+_PHILOX = 1  # the algorithm of tf.data's random numbers
 
 
 def replayed(dataset: tf.data.Dataset) -> TrainDataset:
@@ -32,19 +36,26 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     """
     dataset = with_private_batches(dataset)
     batches = int(dataset.cardinality())
-    stages = [*_stages(_structure.end_of(dataset))]
+    end = Stage(dataset)
+    stages = [*_all(end)]
     _require_an_order(stages)
     if batches == tf.data.UNKNOWN_CARDINALITY:
         checks.fail(
             "The number of batches is unknown, which tells one epoch from the next.",
-            last_stage=stages[0].label,
+            last_stage=next(stage for stage in stages if not stage.is_hidden).label,
             remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, which "
             "`kdpkit.pipelines.count_batches` can count, or `.repeat()` if the dataset never ends.",
         )
-    draws, traced = _draws_in_an_iteration(dataset), rewriting()
+    optimized = dataset.options().experimental_optimization
+    is_plain = False in (
+        optimized.apply_default_optimizations,
+        optimized.shuffle_and_repeat_fusion,
+        optimized.noop_elimination,
+    )
+    replay = _Replay(rewriting(), is_optimized=not is_plain)
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
-        return _Iteration(epoch, draws, traced).rest(dataset, skipped).enumerate(skipped)
+        return replay.of(end, (_Level(epoch),), skipped).enumerate(skipped)
 
     counter = EpochCounter(batches=batches)
     options = tf.data.Options().merge(dataset.options())
@@ -59,68 +70,74 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     )
 
 
-def _stages(end: Stage) -> Iterator[Stage]:
-    """Yield all stages, with those that choose between datasets."""
-    for stage, _ in _structure.paths(end):
-        yield stage
-        if (selector := stage.argument("selector_input")) is not None:
-            yield from _stages(_structure.end_of(selector))
+def _all(end: Stage) -> Iterator[Stage]:
+    """Yield all stages, hidden ones too, with those that choose between datasets."""
+    yield end
+    for stage in end.inputs:
+        yield from _all(stage)
+    if (selector := end.argument("selector_input")) is not None:
+        yield from _all(Stage(selector))
 
 
 def _seeds(stage: Stage) -> list[Any]:
     return [stage.setting("seed"), stage.setting("seed2")]
 
 
+# What another program's run cannot repeat: of which stages, why, and what to do instead.
+_REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
+    (
+        lambda stage: stage.kind in ("shuffle", "random") and _seeds(stage) == [0, 0],
+        "has another order in each run of the program",
+        "Pass `seed=...`.",
+    ),
+    (
+        lambda stage: stage.kind == "random" and bool(stage.argument("rerandomize")),
+        "counts its iterators",
+        "Leave out `rerandomize_each_iteration=True`.",
+    ),
+    (
+        lambda stage: stage.kind == "distribute",
+        "has the order in which services answer",
+        "Prepare the examples here, or fill a cache on disk once and read that.",
+    ),
+    (
+        lambda stage: stage.kind == "train_pipeline",
+        "keeps its own position, and is tracked without further stages",
+        "Pass further stages to `train_pipeline` as `prepare` or `augment`.",
+    ),
+    (
+        lambda stage: stage.keeps and any(one.shuffles for one in before(stage)),
+        "keeps the order of whichever iterator was the first to fill it",
+        "Move `shuffle` after it, or shuffle with `reshuffle_each_iteration=False`.",
+    ),
+    (
+        lambda stage: any(one.draws or one.has_unseeded_order for one in stage.functions),
+        "draws random numbers that a resumed run cannot draw again",
+        "Draw with `tf.random.stateless_*` from seeds in the data, as of "
+        "`tf.data.Dataset.random(seed)`, in a layer of the model, or in "
+        "`train_pipeline(augment=...)`.",
+    ),
+    (
+        lambda stage: stage.runs(ASSIGNING),
+        "changes a variable, whose value a resumed run does not have",
+        "Use `Dataset.scan`, whose state is that of an iterator.",
+    ),
+    (
+        lambda stage: any(one.captures_datasets for one in stage.functions),
+        "uses a dataset from outside of its function, whose order is not known here",
+        "Make that dataset in the function.",
+    ),
+)
+
+
 def _require_an_order(stages: list[Stage]) -> None:
-    """Raise for a stage that another program's run cannot repeat."""
+    uses = Counter(id(stage.dataset) for stage in stages if stage.reshuffles)
     for stage in stages:
-        if stage.kind in ("shuffle", "random") and _seeds(stage) == [0, 0]:
-            _reject(stage, "has another order in each run of the program", "Pass `seed=...`.")
-        if stage.kind == "random" and stage.argument("rerandomize"):
-            _reject(stage, "counts its iterators", "Leave out `rerandomize_each_iteration=True`.")
-        if stage.kind == "distribute":
-            _reject(
-                stage,
-                "has the order in which services answer",
-                "Prepare the examples here, or fill a cache on disk once and read that.",
-            )
-        if stage.kind == "train_pipeline":
-            checks.fail(
-                "What `train_pipeline` returned is tracked as it is, without further stages.",
-                dataset=stages[0].label,
-                remedy="Pass further stages to `train_pipeline` as `prepare` or `augment`.",
-            )
-        if stage.keeps and any(before.shuffles for before in _structure.before(stage)):
-            _reject(
-                stage,
-                "keeps the order of whichever iterator was the first to fill it",
-                "Move `shuffle` after it, or shuffle with `reshuffle_each_iteration=False`.",
-            )
-        _require_pure_functions(stage)
-
-
-def _require_pure_functions(stage: Stage) -> None:
-    for function in stage.functions:
-        if function.draws or function.has_unseeded_order:
-            _reject(
-                stage,
-                "draws random numbers that a resumed run cannot draw again",
-                "Draw with `tf.random.stateless_*` from seeds in the data, as of "
-                "`tf.data.Dataset.random(seed)`, in a layer of the model, or in "
-                "`train_pipeline(augment=...)`.",
-            )
-        if function.assigns:
-            _reject(
-                stage,
-                "changes a variable, whose value a resumed run does not have",
-                "Use `Dataset.scan`, whose state is that of an iterator.",
-            )
-        if function.captures_datasets:
-            _reject(
-                stage,
-                "uses a dataset from outside of its function, whose order is not known here",
-                "Make that dataset in the function.",
-            )
+        if uses[id(stage.dataset)] > 1:
+            _reject(stage, "is read at several positions", "Make a `shuffle` for each of them.")
+        for is_met, problem, remedy in _REJECTED:
+            if is_met(stage):
+                _reject(stage, problem, remedy)
 
 
 def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
@@ -131,170 +148,220 @@ def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
     )
 
 
-class _Iteration:
-    """One iteration of a dataset, as the graph of an epoch.
+# What is made again.
+
+
+@dataclasses.dataclass(frozen=True)
+class _Level:
+    """Which iteration of a dataset it is, of those that a `repeat` or the epochs start.
+
+    Attributes:
+        index: Its number, from 0.
+        count: How many there are in an iteration of the `repeat`.
+        is_started_again: Whether the dataset is started once more at the end.
+    """
+
+    index: tf.Tensor
+    count: int = 0
+    is_started_again: bool = False
+
+
+_Levels: TypeAlias = tuple[_Level, ...]  # the epochs first
+
+
+class _Replay:
+    """Iterations of stages, made again.
 
     Args:
-        epoch: Its number, from 0.
-        draws: How many orders an iteration draws, by the `id` of the shuffled dataset.
         traced: Returns a user's function as it is to be traced.
+        is_optimized: Whether TensorFlow fuses stages.
     """
 
     def __init__(
-        self,
-        epoch: tf.Tensor,
-        draws: Mapping[int, int],
-        traced: Callable[[Callable[..., Any]], Callable[..., Any]],
+        self, traced: Callable[[Callable[..., Any]], Callable[..., Any]], *, is_optimized: bool
     ) -> None:
-        self._epoch = epoch
-        self._draws = draws
         self._traced = traced
-        self._drawn: list[tf.data.Dataset] = []  # empty, and reading them draws earlier orders
-        self._made: dict[tuple[int, int], tuple[Any, tf.data.Dataset]] = {}
+        self._is_optimized = is_optimized
 
-    def rest(self, dataset: tf.data.Dataset, skip: tf.Tensor) -> tf.data.Dataset:
-        """Return what is left of this iteration after some elements."""
-        rest = self.of(dataset, skip)
-        nothing = rest.take(0)
-        for drawn in self._drawn:
-            rest = drawn.flat_map(lambda *_: nothing).concatenate(rest)
-        return rest
+    def of(
+        self,
+        stage: Stage,
+        levels: _Levels,
+        skip: tf.Tensor | None = None,
+        asked: float | None = math.inf,
+    ) -> tf.data.Dataset:
+        """Return an iteration of a stage.
 
-    def of(self, dataset: tf.data.Dataset, skip: tf.Tensor | None = None) -> tf.data.Dataset:
-        """Return a dataset in this iteration, after some elements. Each is made once."""
-        key = id(dataset), id(skip)
-        if key not in self._made:
-            self._made[key] = skip, self._make(dataset, skip)
-        return self._made[key][1]
+        Args:
+            stage: The stage.
+            levels: Which iteration.
+            skip: Elements to skip.
+            asked: See `_asked_before`.
+        """
+        if not stage.inputs:
+            return _after(stage.dataset, skip)
+        if stage.kind == "cache":
+            return _after(_as_it_is(stage), skip)
+        if stage.kind == "repeat" and any(one.reshuffles for one in _all(stage)):
+            return _after(self._repeated(stage, levels, asked), skip)
+        asked = _asked_before(stage, asked)
+        if stage.kind == "shuffle":
+            inner = self.of(stage.inputs[0], _started_late(levels), asked=asked)
+            return _after(_shuffled(stage, inner, levels), skip)
+        if stage.kind == "assert_cardinality" and skip is not None:
+            left = tf.data.experimental.assert_cardinality(stage.dataset.cardinality() - skip)
+            return self.of(stage.inputs[0], levels, skip, asked).apply(left)
+        sooner = _skipped_before(stage, skip)
 
-    def _make(self, dataset: tf.data.Dataset, skip: tf.Tensor | None) -> tf.data.Dataset:
-        kind = _structure.kind_of(dataset)
-        if not dataset._inputs():
-            return _after(dataset, skip)
-        if kind == "cache":
-            return _after(_as_it_is(dataset), skip)
-        if kind == "shuffle":
-            return _after(self._shuffled(dataset), skip)
-        if kind == "assert_cardinality" and skip is not None:
-            left = tf.data.experimental.assert_cardinality(dataset.cardinality() - skip)
-            return self.of(dataset._inputs()[0], skip).apply(left)
-        sooner = _skipped_before(dataset, kind, skip)
-        made = _structure.remade(dataset, lambda one: self.of(one, sooner), self._traced)
+        def other(one: tf.data.Dataset) -> tf.data.Dataset:
+            is_late = stage.kind == "concatenate" and one is not stage.inputs[0].dataset
+            return self.of(Stage(one), _started_late(levels) if is_late else levels, sooner, asked)
+
+        made = self._remade(stage, other)
         if made is None:
-            return _after(_as_it_is(dataset), skip)
+            return _after(_as_it_is(stage), skip)
         return made if sooner is not None else _after(made, skip)
 
-    def _shuffled(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Shuffle with the seeds of the dataset, and note how to draw the orders before."""
-        tf.random.set_seed(_static(dataset, "seed"))  # of this graph, the first of two seeds
-        shuffled = self.of(dataset._inputs()[0]).shuffle(
-            _static(dataset, "buffer_size"),
-            seed=_static(dataset, "seed2"),
-            reshuffle_each_iteration=_reshuffles(dataset),
-        )
-        if _reshuffles(dataset):
-            # An iterator of this one starts both, which draws an order, and reads the empty one.
-            first = tf.data.Dataset.from_tensors(tf.constant(0, tf.int64))
-            unread = tf.data.Dataset.choose_from_datasets([shuffled.take(0), shuffled], first)
-            drawn = tf.data.Dataset.range(self._epoch * self._draws[id(dataset)])
-            self._drawn.append(drawn.flat_map(lambda _: unread))
-        return shuffled
+    def _repeated(self, stage: Stage, levels: _Levels, asked: float | None) -> tf.data.Dataset:
+        """Return the iterations of the input that one of a `repeat` starts, one after the other."""
+        count = stage.setting("count")
+        starts = tf.data.Dataset.counter() if count < 0 else tf.data.Dataset.range(count)
+        level = _level(stage, asked, self._is_optimized)
+
+        @as_written
+        def start(index: tf.Tensor) -> tf.data.Dataset:
+            return self.of(stage.inputs[0], (*levels, dataclasses.replace(level, index=index)))
+
+        return starts.flat_map(start)
+
+    def _remade(
+        self, stage: Stage, other: Callable[[tf.data.Dataset], tf.data.Dataset]
+    ) -> tf.data.Dataset | None:
+        """Return a stage on other inputs, with its threads in order; None if that is not known."""
+        dataset = stage.dataset
+        if stage.kind == "options":
+            return other(stage.inputs[0].dataset)
+
+        def again(value: Any) -> Any:
+            if isinstance(value, tf.data.Dataset):
+                return other(value)
+            if not isinstance(value, tf.Tensor):
+                return self._traced(value._func) if hasattr(value, "_func") else value
+            known = tf.get_static_value(value)
+            if known is None or value.dtype not in (tf.bool, tf.int64):
+                return value
+            return known if known.shape else known.item()
+
+        arguments = {}
+        for name, parameter in inspect.signature(type(dataset)).parameters.items():
+            kept = "_input_dataset" if name == "dataset" else f"_{name}"
+            value = _ARGUMENTS.get(name, getattr(dataset, kept, parameter.default))
+            if value is parameter.empty:
+                return None
+            is_data = name in ("padding_values", "initial_state")  # whose type counts
+            arguments[name] = value if is_data else tf.nest.map_structure(again, value)
+        made = type(dataset)(**arguments)
+        return made if made.element_spec == dataset.element_spec else None
 
 
 def _after(dataset: tf.data.Dataset, skip: tf.Tensor | None) -> tf.data.Dataset:
     return dataset if skip is None else dataset.skip(skip)
 
 
-def _skipped_before(dataset: tf.data.Dataset, kind: str, skip: tf.Tensor | None) -> Any:
+def _as_it_is(stage: Stage) -> tf.data.Dataset:
+    """Return the dataset of a stage that cannot be made again, and need not be."""
+    for one in _all(stage):
+        # An `interleave` does not keep `deterministic`.
+        is_interleave = "ParallelInterleave" in type(one.dataset).__name__
+        if one.reshuffles or is_interleave or one.argument("deterministic") == "false":
+            _reject(
+                stage,
+                "cannot be made again, after a `shuffle` or with threads",
+                "Put `shuffle` after it, read without `num_parallel_calls` or after it, or use "
+                "`kdpkit.pipelines.train_pipeline`.",
+            )
+    return stage.dataset
+
+
+def _skipped_before(stage: Stage, skip: tf.Tensor | None) -> Any:
     """Return how many elements its inputs can skip instead; None if it has to skip itself."""
     if skip is None:
         return None
-    if kind in ("batch", "padded_batch"):
-        return skip * _static(dataset, "batch_size")
-    is_pure = not any(function.is_stateful for function in _structure.functions_of(dataset))
-    return skip if kind in ("map", "zip", "prefetch", "options") and is_pure else None
+    if stage.kind in ("batch", "padded_batch"):
+        return skip * stage.setting("batch_size")
+    is_pure = not any(function.is_stateful for function in stage.functions)
+    return skip if stage.kind in ("map", "zip", "prefetch", "options") and is_pure else None
 
 
-def _as_it_is(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Return a dataset whose last stage cannot be made again, and need not be."""
-    if any(_may_be_disordered(one) or _reshuffles(one) for one in _all(dataset)):
-        checks.fail(
-            "Training cannot continue on this dataset where it stopped: this stage cannot be made "
-            "again, after a `shuffle` or with threads.",
-            stage=_structure.kind_of(dataset),
-            remedy="Put `shuffle` after it, read without `num_parallel_calls` or after it, or use "
-            "`kdpkit.pipelines.train_pipeline`.",
+def _started_late(levels: _Levels) -> _Levels:
+    """Return the levels of what is not started together with its consumer."""
+    return tuple(dataclasses.replace(level, is_started_again=False) for level in levels)
+
+
+def _shuffled(stage: Stage, inner: tf.data.Dataset, levels: _Levels) -> tf.data.Dataset:
+    """Shuffle in the order that one of the iterations of a `shuffle` has.
+
+    Each iteration takes the next two numbers of a generator as its seeds (`RandomSeedGenerator` in
+    tensorflow/core/data/random_seed_generator of TensorFlow 2.20 and 2.21); here they are computed
+    at their position.
+    """
+    seed, seed2 = (tf.constant(value, tf.int64) for value in _seeds(stage))
+    if stage.reshuffles:
+        number, starts = tf.constant(0, tf.int64), 1
+        for level in reversed(levels):
+            number += level.index * starts
+            starts = level.count * starts + level.is_started_again
+        block = tf.raw_ops.StatelessRandomUniformFullIntV2(
+            shape=[2, 2],
+            key=tf.cast([seed], tf.uint64),
+            counter=tf.cast(tf.stack([number // 2, seed2]), tf.uint64),
+            alg=_PHILOX,
+            dtype=tf.uint32,
         )
-    return dataset
+        seed, seed2 = tf.unstack(tf.cast(block, tf.int64)[number % 2])
+    variant = tf.raw_ops.ShuffleDatasetV3(
+        input_dataset=tf.data.experimental.to_variant(inner),
+        buffer_size=tf.constant(stage.setting("buffer_size"), tf.int64),
+        seed=seed,
+        seed2=seed2,
+        seed_generator=tf.raw_ops.DummySeedGenerator(),
+        reshuffle_each_iteration=False,
+        **inner._flat_structure,
+    )
+    return tf.data.experimental.from_variant(variant, inner.element_spec)
 
 
-def _all(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    yield dataset
-    for one in dataset._inputs():
-        yield from _all(one)
-
-
-def _reshuffles(dataset: tf.data.Dataset) -> bool:
-    is_shuffle = _structure.kind_of(dataset) == "shuffle"
-    return is_shuffle and _static(dataset, "reshuffle_each_iteration") is not False
-
-
-def _may_be_disordered(dataset: tf.data.Dataset) -> bool:
-    """Return whether threads may change its order; `interleave` does not keep what it was told."""
-    is_interleave = "ParallelInterleave" in type(dataset).__name__
-    return is_interleave or getattr(dataset, "_deterministic", None) == "false"
-
-
-def _draws_in_an_iteration(dataset: tf.data.Dataset) -> Mapping[int, int]:
-    """Count how often an iteration of a dataset starts an iterator of each one before it."""
-    draws: collections.Counter[int] = collections.Counter()
-
-    def count(one: tf.data.Dataset, times: int, asked: float | None) -> None:
-        draws[id(one)] += times
-        if _structure.kind_of(one) == "repeat":
-            times *= _repeats(one, asked)
-        asked = _asked_before(one, asked)
-        for before in one._inputs():
-            count(before, times, asked)
-
-    count(dataset, 1, math.inf)
-    return draws
-
-
-def _asked_before(dataset: tf.data.Dataset, asked: float | None) -> float | None:
+def _asked_before(stage: Stage, asked: float | None) -> float | None:
     """Return how many elements a stage asks of its input.
 
     Infinity is all of them. None is a number that depends on the elements, or on how far threads
     read ahead, as those of any `map`: TensorFlow calls it in parallel by itself.
     """
-    kind = _structure.kind_of(dataset)
-    if kind == "take" and asked is not None and (count := _static(dataset, "count")) >= 0:
+    if stage.kind == "take" and asked is not None and (count := stage.setting("count")) >= 0:
         return min(asked, count)
-    if kind == "repeat" or asked in (None, math.inf):
-        return math.inf if kind == "repeat" else asked  # see `_repeats`
-    if kind in ("batch", "padded_batch"):
-        return asked * _static(dataset, "batch_size")
-    return asked if kind in ("enumerate", "options", "assert_cardinality") else None
+    if stage.kind == "repeat" or asked in (None, math.inf):
+        return math.inf if stage.kind == "repeat" else asked  # see `_level`
+    if stage.kind in ("batch", "padded_batch"):
+        return asked * stage.setting("batch_size")
+    return asked if stage.kind in ("enumerate", "options", "assert_cardinality") else None
 
 
-def _repeats(dataset: tf.data.Dataset, asked: float | None) -> int:
+def _level(stage: Stage, asked: float | None, is_optimized: bool) -> _Level:
     """Return how often a `repeat` starts its input, if these elements are asked of it."""
-    count, (repeated,) = _static(dataset, "count"), dataset._inputs()
-    most = math.inf if count < 0 else count
-    length = int(repeated.cardinality())
-    if asked == math.inf or not any(map(_reshuffles, _all(repeated))):
-        return 1 if count < 0 else count  # one that never ends has one iteration
-    if asked is None or length <= 0:
-        checks.fail(
-            "Training cannot continue on this dataset where it stopped: how often `repeat` starts "
-            "`shuffle` again in an epoch depends on what is read ahead of `take`.",
-            stage=f"repeat({count})",
-            remedy="Put `take` right after `batch` or `repeat`, or track the dataset without "
-            "`take`, and call `fit` with `steps_per_epoch`.",
+    count, length = stage.setting("count"), stage.inputs[0].cardinality
+    # TensorFlow fuses it with a `shuffle`, and drops it where the count is 1.
+    is_fused = is_optimized and (count == 1 or stage.inputs[0].kind == "shuffle")
+    nothing = tf.constant(0, tf.int64)
+    if asked == math.inf:  # one that never ends has one iteration
+        return _Level(nothing, 1 if count < 0 else count, count > 0 and not is_fused)
+    if asked is None or length is None or length <= 0:
+        _reject(
+            stage,
+            "starts `shuffle` again in an epoch, how often depends on what is read ahead of `take`",
+            "Put `take` right after `batch` or `repeat`, or track the dataset without `take`, and "
+            "call `fit` with `steps_per_epoch`.",
         )
-    return int(min(most, math.ceil(asked / length)))
-
-
-def _static(dataset: tf.data.Dataset, name: str) -> Any:
-    value = getattr(dataset, f"_{name}")
-    return tf.get_static_value(value) if tf.is_tensor(value) else value
+    times = math.ceil(asked / length)
+    if count < 0 or times <= count:
+        return _Level(nothing, times)
+    return _Level(nothing, count, not is_fused)

@@ -1,21 +1,24 @@
 """Mistakes in a `tf.data` pipeline that can be read from its stages, without running it."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+import itertools
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 import tensorflow as tf
 
-from kdpkit._internal import checks, shuffle_buffer
-from kdpkit._internal.check_results import Finding, in_order
-from kdpkit.pipelines import _structure
+from kdpkit._internal import check_results, checks
+from kdpkit._internal.check_results import Finding
 from kdpkit.pipelines._counting import require_dataset
-from kdpkit.pipelines._structure import Stage
+from kdpkit.pipelines._stages import READING, Stage, before, line, paths
 
-_BATCHES = frozenset({"batch", "padded_batch", "ragged_batch", "rebatch", "group_by_window"})
-_OPENS = frozenset({"flat_map", "interleave", "unbatch", "group_by_window", "window"})
+_CACHES = ("cache", "snapshot")
+_COPYING = ("batch", "padded_batch")
+_BATCHES = (*_COPYING, "ragged_batch", "rebatch", "group_by_window")
+_OPENS = ("flat_map", "interleave", "unbatch", "group_by_window", "window")
+_AHEAD = ("prefetch", "distribute", "train_pipeline")
 _SHORT_PART = 0.25  # of a batch
-_ONCE = "; the cache after it makes it do so once."
+_Policy = tf.data.experimental.AutoShardPolicy
 
 
 def lint(
@@ -68,28 +71,20 @@ def lint(
         Remedy: Move `shuffle` after it: `.cache(...).shuffle(...)`.
     """
     require_dataset("dataset", dataset)
-    end = _structure.end_of(dataset)
+    end = Stage(dataset)
     pipeline = _Pipeline(
         dataset,
-        _structure.line(end),
-        tuple(_structure.paths(end)),
+        line(end),
+        tuple(paths(end)),
         replicas=checks.integer("replicas", replicas),
         workers=checks.integer("workers", workers),
-        epochs=_count("epochs", epochs),
-        steps=_count("steps_per_epoch", steps_per_epoch),
+        epochs=None if epochs is None else checks.integer("epochs", epochs),
+        steps=None
+        if steps_per_epoch is None
+        else checks.integer("steps_per_epoch", steps_per_epoch),
     )
     rules = {**_RULES, **_TRAINING_RULES} if training else _RULES
-    return [
-        *in_order(
-            Finding(name, level, pipeline.where(stage), problem, remedy)
-            for name, rule in rules.items()
-            for level, stage, problem, remedy in rule(pipeline)
-        )
-    ]
-
-
-def _count(name: str, value: int | None) -> int | None:
-    return None if value is None else checks.integer(name, value)
+    return [*check_results.found(rules, pipeline, pipeline.where)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,25 +110,32 @@ class _Pipeline:
     steps: int | None
 
     @property
-    def caches(self) -> list[tuple[Stage, tuple[Stage, ...]]]:
-        """Stages that keep what they are given, with those that follow."""
-        return [(stage, after) for stage, after in self.stages if stage.keeps]
-
-    @property
     def length(self) -> int | None:
         """Elements of the dataset: None if TensorFlow does not know, infinity as -1."""
-        return self.line[-1].cardinality
+        return Stage(self.dataset).cardinality
 
     @property
-    def shard_policy(self) -> tf.data.experimental.AutoShardPolicy:
+    def policy(self) -> tf.data.experimental.AutoShardPolicy:
         """How the workers divide it."""
         return self.dataset.options().experimental_distribute.auto_shard_policy
 
+    @property
+    def sources(self) -> list[Stage]:
+        """The stages that read no files and have no inputs."""
+        sources = [stage for stage, _ in self.stages if not stage.inputs]
+        return [stage for stage in sources if not stage.kind.endswith("Dataset")]
+
+    def of(self, *kinds: str) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
+        """Yield the stages of some kinds, with those that follow."""
+        return ((stage, after) for stage, after in self.stages if stage.kind in kinds)
+
     def where(self, stage: Stage) -> str:
-        """Name a stage, and its position where it has one."""
-        if stage not in self.line:
-            return stage.label
-        return f"{stage.label}, stage {self.line.index(stage) + 1} of {len(self.line)}"
+        """Name a stage, its position, and where its function is in the user's source."""
+        position = ""
+        if stage in self.line:
+            position = f", stage {self.line.index(stage) + 1} of {len(self.line)}"
+        place = stage.functions[0].place if stage.functions else ""
+        return stage.label + position + (place and f", {place}")
 
     def following(self, stage: Stage) -> tuple[Stage, ...]:
         """Return the stages of the line that follow one of it."""
@@ -148,146 +150,129 @@ class _Pipeline:
         return bool(applies and options.autotune.enabled is not False)
 
 
-_Fault: TypeAlias = tuple[str, Stage, str, str]  # level, stage, problem, remedy
-_Rule: TypeAlias = Callable[[_Pipeline], Iterator[_Fault]]
+_Found: TypeAlias = Iterator[tuple[str, Stage, str, str]]  # level, stage, problem, remedy
+_Rule: TypeAlias = Callable[[_Pipeline], _Found]
 _RULES: dict[str, _Rule] = {}
 _TRAINING_RULES: dict[str, _Rule] = {}
 
 
 def _rule(name: str, *, training: bool = False) -> Callable[[_Rule], _Rule]:
-    """Keep a rule under its name, among those for training alone or among those for all data."""
-
-    def keep(rule: _Rule) -> _Rule:
-        (_TRAINING_RULES if training else _RULES)[name] = rule
-        return rule
-
-    return keep
+    """Keep a rule under its name, among those for training only or among those for all data."""
+    return lambda rule: (_TRAINING_RULES if training else _RULES).setdefault(name, rule)
 
 
-def _first(kind: str, stages: tuple[Stage, ...]) -> Stage | None:
-    return next((stage for stage in stages if stage.kind == kind), None)
+def _first(stages: Iterable[Stage], *kinds: str) -> Stage | None:
+    return next((stage for stage in stages if stage.kind in kinds), None)
 
 
 # What a cache keeps.
 
 
 @_rule("shuffle-before-cache", training=True)
-def _shuffle_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
-    for cache, after in pipeline.caches:
-        shuffle = next((stage for stage in _structure.before(cache) if stage.shuffles), None)
+def _shuffle_before_cache(pipeline: _Pipeline) -> _Found:
+    for cache, after in pipeline.of(*_CACHES):
+        shuffle = next((stage for stage in before(cache) if stage.shuffles), None)
         if shuffle is not None and not any(stage.shuffles for stage in after):
-            yield (
-                "wrong",
-                cache,
+            problem = (
                 f"The cache keeps the order that `{shuffle.label}` drew in the first epoch, so "
-                "every epoch has the same.",
-                f"Move `shuffle` after it: `.{cache.kind}(...).shuffle(...)`.",
+                "every epoch has the same."
             )
+            remedy = f"Move `shuffle` after it: `.{cache.kind}(...).shuffle(...)`."
+            yield "wrong", cache, problem, remedy
 
 
 @_rule("random-before-cache", training=True)
-def _random_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
-    for cache, _ in pipeline.caches:
-        for stage in _structure.before(cache):
+def _random_before_cache(pipeline: _Pipeline) -> _Found:
+    remedy = "Move this stage after the cache, and leave before it what is the same each time."
+    for cache, _ in pipeline.of(*_CACHES):
+        for stage in before(cache):
             if any(function.draws for function in stage.functions):
-                yield (
-                    "wrong",
-                    stage,
+                problem = (
                     f"It draws at random, and `{cache.label}` after it keeps what it drew in the "
-                    "first epoch: every epoch has the same.",
-                    "Move this stage after the cache, and leave before it what is the same each "
-                    "time.",
+                    "first epoch: every epoch has the same."
                 )
+                yield "wrong", stage, problem, remedy
 
 
 @_rule("repeat-before-cache")
-def _repeat_before_cache(pipeline: _Pipeline) -> Iterator[_Fault]:
-    remedy = "Put `repeat` after the cache."
-    for cache, _ in pipeline.caches:
-        repeat = _first("repeat", _structure.line(cache))
+def _repeat_before_cache(pipeline: _Pipeline) -> _Found:
+    for cache, _ in pipeline.of(*_CACHES):
+        repeat = _first(line(cache), "repeat")
+        level, problem = "slow", ""
         if cache.inputs and cache.inputs[0].cardinality == tf.data.INFINITE_CARDINALITY:
-            yield (
-                "wrong",
-                cache,
+            level = "wrong"
+            problem = (
                 "What comes before the cache never ends, so the cache is never complete: it grows "
-                "until memory or disk is full, and nothing is read from it.",
-                remedy,
+                "until memory or disk is full, and nothing is read from it."
             )
         elif repeat is not None and repeat.setting("count") != 1:
             problem = f"It keeps every example as often as `{repeat.label}` gives it."
-            yield "slow", cache, problem, remedy
+        if problem:
+            yield level, cache, problem, "Put `repeat` after the cache."
 
 
 # How examples are mixed.
 
 
 @_rule("batch-before-shuffle", training=True)
-def _batch_before_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
-    batches = [stage for stage in pipeline.line if stage.kind in _BATCHES]
-    following = pipeline.following(batches[-1]) if batches else ()
-    shuffle = _first("shuffle", following)
-    if shuffle is None or any(stage.kind in _OPENS for stage in following):
+def _batch_before_shuffle(pipeline: _Pipeline) -> _Found:
+    batch = _first(reversed(pipeline.line), *_BATCHES)
+    following = pipeline.following(batch) if batch else ()
+    shuffle = _first(following, "shuffle")
+    if batch is None or shuffle is None or _first(following, *_OPENS):
         return
-    batch = batches[-1]
-    is_mixed = any(stage.kind == "shuffle" or stage.shuffles for stage in _structure.before(batch))
+    is_mixed = any(stage.kind == "shuffle" or stage.shuffles for stage in before(batch))
     if is_mixed and any(stage.keeps for stage in following[: following.index(shuffle)]):
-        yield (
-            "note",
-            shuffle,
+        problem = (
             "The cache before it holds batches, so every epoch has the same batches, in another "
-            "order.",
-            "Cache examples: `.cache().shuffle(...).batch(...)`.",
+            "order."
         )
+        yield "note", shuffle, problem, "Cache examples: `.cache().shuffle(...).batch(...)`."
     elif not is_mixed and batch.kind != "group_by_window":
-        yield (
-            "wrong",
-            shuffle,
+        problem = (
             f"It shuffles batches, as it comes after `{batch.label}`: the examples of a batch are "
-            "neighbors in the source, and the same in every epoch.",
-            f"Put `.shuffle(...)` before `.{batch.kind}(...)`, with a buffer counted in examples.",
+            "neighbors in the source, and the same in every epoch."
         )
+        buffer = f"`.shuffle(...)` before `.{batch.kind}(...)`, with a buffer counted in examples"
+        yield "wrong", shuffle, problem, f"Put {buffer}."
 
 
 @_rule("small-shuffle", training=True)
-def _small_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
-    for shuffle, after in pipeline.stages:
-        buffer = shuffle.setting("buffer_size") if shuffle.kind == "shuffle" else None
-        is_of_examples = not (
-            any(stage.kind in _OPENS for stage in after)
-            or any(stage.kind in {*_BATCHES, "shuffle"} for stage in _structure.before(shuffle))
-        )
-        if buffer is None or not is_of_examples:
+def _small_shuffle(pipeline: _Pipeline) -> _Found:
+    for shuffle, after in pipeline.of("shuffle"):
+        buffer = shuffle.setting("buffer_size")
+        is_of_batches = _first(after, *_OPENS) or _first(before(shuffle), *_BATCHES, "shuffle")
+        if buffer is None or is_of_batches:
             continue
-        examples = shuffle.inputs[0].cardinality if shuffle.inputs else None
-        sizes = (stage.setting("batch_size") for stage in after if stage.kind in _BATCHES)
-        fault = shuffle_buffer.fault(buffer, examples=examples, batch_size=next(sizes, None))
+        batch = _first(after, *_BATCHES)
+        fault = check_results.small_buffer(
+            buffer,
+            examples=shuffle.inputs[0].cardinality,
+            batch_size=batch.setting("batch_size") if batch else None,
+        )
         if fault:
             level, problem, remedy = fault
             yield level, shuffle, problem, remedy
 
 
 @_rule("repeat-before-batch", training=True)
-def _repeat_before_batch(pipeline: _Pipeline) -> Iterator[_Fault]:
+def _repeat_before_batch(pipeline: _Pipeline) -> _Found:
     for repeat in pipeline.line:
-        following = pipeline.following(repeat)
-        mixing = next((one for one in following if one.kind in {*_BATCHES, "shuffle"}), None)
+        mixing = _first(pipeline.following(repeat), *_BATCHES, "shuffle")
         if repeat.kind == "repeat" and mixing is not None and repeat.setting("count") != 1:
-            yield (
-                "note",
-                repeat,
+            problem = (
                 f"`{mixing.label}` after it mixes the end of one pass with the beginning of the "
-                "next: an example may come twice before another comes once.",
-                f"If each epoch is to have every example once, move `repeat` after "
-                f"`{mixing.kind}`.",
+                "next: an example may come twice before another comes once."
             )
+            remedy = "If each epoch is to have every example once, move `repeat` after "
+            yield "note", repeat, problem, f"{remedy}`{mixing.kind}`."
 
 
 @_rule("split-after-shuffle")
-def _split_after_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
-    for split, _ in pipeline.stages:
-        before = [*_structure.before(split)] if split.kind in ("skip", "take") else []
-        shuffle = next((one for one in before if one.kind == "shuffle" and one.shuffles), None)
-        if shuffle is None or any(one.keeps or one.kind == "repeat" for one in before):
+def _split_after_shuffle(pipeline: _Pipeline) -> _Found:
+    for split, _ in pipeline.of("skip", "take"):
+        shuffle = next((one for one in before(split) if one.reshuffles), None)
+        if shuffle is None or any(one.keeps or one.kind == "repeat" for one in before(split)):
             continue
         yield (
             "wrong" if split.kind == "skip" else "note",
@@ -304,42 +289,40 @@ def _split_after_shuffle(pipeline: _Pipeline) -> Iterator[_Fault]:
 
 
 @_rule("repeat", training=True)
-def _repeat(pipeline: _Pipeline) -> Iterator[_Fault]:
+def _repeat(pipeline: _Pipeline) -> _Found:
     repeats = [stage for stage in pipeline.line if stage.kind == "repeat"]
     if pipeline.steps is not None:
         return
     if pipeline.length == tf.data.INFINITE_CARDINALITY:
-        stage = repeats[-1] if repeats else pipeline.line[0]
-        remedy = (
-            "Pass `steps_per_epoch` to `fit`, or leave out `repeat()`: `fit(epochs=...)` begins "
-            "again by itself."
-        )
-        if pipeline.epochs is None:
-            yield "note", stage, "It never ends, so `fit` needs `steps_per_epoch`.", remedy
-        else:
+        level, problem = "note", "It never ends, so `fit` needs `steps_per_epoch`."
+        if pipeline.epochs is not None:
+            level = "wrong"
             problem = (
                 "It never ends, and `fit` has no `steps_per_epoch`: the first epoch does not end "
                 "either."
             )
-            yield "wrong", stage, problem, remedy
+        remedy = (
+            "Pass `steps_per_epoch` to `fit`, or leave out `repeat()`: `fit(epochs=...)` begins "
+            "again by itself."
+        )
+        yield level, [pipeline.line[0], *repeats][-1], problem, remedy
     for stage in repeats:
         count = stage.setting("count")
         if count is None or count <= 1 or pipeline.epochs == 1:
             continue
-        is_cut = any(one.kind in ("take", "take_while") for one in pipeline.following(stage))
+        is_cut = _first(pipeline.following(stage), "take", "take_while")
         epochs = None if is_cut else pipeline.epochs
         times = f"{count} * N" if epochs is None else f"{count} * {epochs} = {count * epochs}"
-        yield (
-            "note" if epochs is None else "wrong",
-            stage,
+        problem = (
             f"One iteration gives the data {count} times, and `fit(epochs={epochs or 'N'})` "
-            f"{times} times.",
-            "Leave out `repeat`, and let `epochs` count the passes.",
+            f"{times} times."
         )
+        remedy = "Leave out `repeat`, and let `epochs` count the passes."
+        yield "note" if epochs is None else "wrong", stage, problem, remedy
 
 
 @_rule("runs-out", training=True)
-def _runs_out(pipeline: _Pipeline) -> Iterator[_Fault]:
+def _runs_out(pipeline: _Pipeline) -> _Found:
     batches, steps, epochs = pipeline.length, pipeline.steps, pipeline.epochs
     if steps is None or batches is None or batches <= 0:
         return
@@ -347,27 +330,23 @@ def _runs_out(pipeline: _Pipeline) -> Iterator[_Fault]:
     if complete == 0:
         problem = f"An epoch is to have {steps} steps, and ends after {batches}"
     elif left and epochs is not None and epochs > complete:
-        problem = (
-            f"{epochs} epochs of {steps} steps are to be trained, but epoch {complete + 1} ends "
-            f"after {left}"
-        )
+        asked = f"{epochs} epochs of {steps} steps are to be trained"
+        problem = f"{asked}, but epoch {complete + 1} ends after {left}"
     else:
         return
-    yield (
-        "wrong",
-        pipeline.line[-1],
-        f"{problem}: the dataset has no more, so a schedule made for all steps does not reach its "
-        "end.",
-        "Write `.repeat()` last, or leave out `steps_per_epoch`.",
-    )
+    effect = "the dataset has no more, so a schedule made for all steps does not reach its end."
+    remedy = "Write `.repeat()` last, or leave out `steps_per_epoch`."
+    yield "wrong", pipeline.line[-1], f"{problem}: {effect}", remedy
 
 
 @_rule("unknown-length", training=True)
-def _unknown_length(pipeline: _Pipeline) -> Iterator[_Fault]:
+def _unknown_length(pipeline: _Pipeline) -> _Found:
     if pipeline.length is None and pipeline.steps is None:
+        following = reversed(pipeline.line)
+        *_, first = itertools.takewhile(lambda stage: stage.cardinality is None, following)
         yield (
             "note",
-            next(stage for stage in pipeline.line if stage.cardinality is None),
+            first,
             "TensorFlow does not know how many elements it gives, so `fit` shows no progress in "
             "the first epoch, and a schedule cannot know its steps.",
             "If you need them: `steps = kdpkit.pipelines.count_batches(dataset)`, once, and "
@@ -376,9 +355,9 @@ def _unknown_length(pipeline: _Pipeline) -> Iterator[_Fault]:
 
 
 @_rule("short-batch", training=True)
-def _short_batch(pipeline: _Pipeline) -> Iterator[_Fault]:
-    batch = next((stage for stage in reversed(pipeline.line) if stage.kind in _BATCHES), None)
-    if batch is None or batch.kind not in ("batch", "padded_batch") or not batch.inputs:
+def _short_batch(pipeline: _Pipeline) -> _Found:
+    batch = _first(reversed(pipeline.line), *_BATCHES)
+    if batch is None or batch.kind not in _COPYING or not batch.inputs:
         return
     size, examples = batch.setting("batch_size"), batch.inputs[0].cardinality
     if not size or not examples or examples < 0 or batch.setting("drop_remainder") is not False:
@@ -387,49 +366,43 @@ def _short_batch(pipeline: _Pipeline) -> Iterator[_Fault]:
     if last and (pipeline.replicas > 1 or last <= _SHORT_PART * size):
         is_uneven = last % pipeline.replicas
         uneven = f", split unevenly over {pipeline.replicas} replicas" if is_uneven else ""
-        yield (
-            "note",
-            batch,
+        problem = (
             f"The last batch has {last} of {size} examples{uneven}; it weighs as much in the "
-            "training as a full one, and XLA compiles for its shape too.",
-            "Use `drop_remainder=True` for training, or `kdpkit.pipelines.pad_to_global_batch`.",
+            "training as a full one, and XLA compiles for its shape too."
         )
+        remedy = (
+            "Use `drop_remainder=True` for training, or `kdpkit.pipelines.pad_to_global_batch`."
+        )
+        yield "note", batch, problem, remedy
 
 
-# What makes training wait.
+# What makes training wait. Where a cache after it makes it happen once, it is a note.
 
 
-def _is_python(stage: Stage) -> bool:
-    return stage.kind == "from_generator" or any(one.calls_python for one in stage.functions)
-
-
-def _augments_in_python(stage: Stage) -> bool:
-    end = _structure.end_of(stage.made_by._epochs)
-    return any(_is_python(one) for one, _ in _structure.paths(end))
+def _waiting(stage: Stage, after: tuple[Stage, ...], problem: str, remedy: str) -> _Found:
+    is_once = any(one.keeps for one in after)
+    end = "; the cache after it makes it do so once." if is_once else "."
+    yield "note" if is_once else "slow", stage, problem + end, remedy
 
 
 @_rule("python")
-def _python(pipeline: _Pipeline) -> Iterator[_Fault]:
+def _python(pipeline: _Pipeline) -> _Found:
+    problem = "It calls Python, one call at a time, which also holds up the training step's own "
+    remedy = (
+        "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), or cache "
+        "its result."
+    )
     for stage, after in pipeline.stages:
-        augments = stage.kind == "train_pipeline" and _augments_in_python(stage)
-        if augments or _is_python(stage):
-            once = any(one.keeps for one in after)
-            yield (
-                "note" if once else "slow",
-                stage,
-                "It calls Python, one call at a time, which also holds up the training step's own "
-                f"Python{_ONCE if once else '.'}",
-                "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), "
-                "or cache its result.",
-            )
+        inner = paths(Stage(stage.dataset._epochs)) if stage.kind == "train_pipeline" else ()
+        if stage.calls_python or any(one.calls_python for one, _ in inner):
+            yield from _waiting(stage, after, f"{problem}Python", remedy)
 
 
 @_rule("overwritten-arrays")
-def _overwritten_arrays(pipeline: _Pipeline) -> Iterator[_Fault]:
+def _overwritten_arrays(pipeline: _Pipeline) -> _Found:
     """Look for batches that are still arrays of Python's when replicas split them."""
     for stage, after in pipeline.stages:
-        is_copied = any(one.kind in ("batch", "padded_batch") for one in after)
-        if pipeline.replicas > 1 and _is_python(stage) and not is_copied:
+        if pipeline.replicas > 1 and stage.calls_python and not _first(after, *_COPYING):
             yield (
                 "wrong",
                 stage,
@@ -442,55 +415,47 @@ def _overwritten_arrays(pipeline: _Pipeline) -> Iterator[_Fault]:
 
 
 @_rule("serial-map")
-def _serial_map(pipeline: _Pipeline) -> Iterator[_Fault]:
-    fixes = pipeline.is_fixed_by("map_parallelization")
-    for stage, after in pipeline.stages:
-        is_work = stage.kind == "map" and any(not one.is_cheap for one in stage.functions)
-        if stage.is_parallel or not is_work:
+def _serial_map(pipeline: _Pipeline) -> _Found:
+    problem = "It makes one element after the other, on one core"
+    remedy = "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`."
+    for stage, after in pipeline.of("map"):
+        is_stateful = any(one.is_stateful for one in stage.functions[:1])
+        is_fixed = pipeline.is_fixed_by("map_parallelization") and not is_stateful
+        if stage.is_parallel or not stage.has_work:
             continue
-        once = any(one.keeps for one in after)
-        is_fixed = fixes and not stage.functions[0].is_stateful
-        because = "; TensorFlow makes it parallel by itself, while its autotune is on."
-        because = _ONCE if once else because if is_fixed else "."
-        yield (
-            "note" if once or is_fixed else "slow",
-            stage,
-            f"It makes one element after the other, on one core{because}",
-            "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`.",
-        )
+        if is_fixed and not any(one.keeps for one in after):
+            by_itself = "; TensorFlow makes it parallel by itself, while its autotune is on."
+            yield "note", stage, problem + by_itself, remedy
+        else:
+            yield from _waiting(stage, after, problem, remedy)
 
 
 @_rule("serial-interleave")
-def _serial_interleave(pipeline: _Pipeline) -> Iterator[_Fault]:
-    for stage, after in pipeline.stages:
-        is_reading = any(function.reads_files for function in stage.functions)
-        if stage.kind == "interleave" and is_reading and not stage.is_parallel:
-            once = any(one.keeps for one in after)
-            yield (
-                "note" if once else "slow",
-                stage,
-                "It reads one file at a time, in the thread that waits for the data"
-                f"{_ONCE if once else '.'}",
-                "Write `.interleave(..., num_parallel_calls=tf.data.AUTOTUNE)`, or use "
-                "`kdpkit.pipelines.interleave_files`.",
-            )
+def _serial_interleave(pipeline: _Pipeline) -> _Found:
+    problem = "It reads one file at a time, in the thread that waits for the data"
+    remedy = (
+        "Write `.interleave(..., num_parallel_calls=tf.data.AUTOTUNE)`, or use "
+        "`kdpkit.pipelines.interleave_files`."
+    )
+    for stage, after in pipeline.of("interleave"):
+        if stage.runs(READING) and not stage.is_parallel:
+            yield from _waiting(stage, after, problem, remedy)
 
 
 @_rule("no-prefetch")
-def _no_prefetch(pipeline: _Pipeline) -> Iterator[_Fault]:
+def _no_prefetch(pipeline: _Pipeline) -> _Found:
     """Look for work that begins when the training asks for its result."""
-    late: list[Stage] = []  # the last one first
-    ahead = None
-    for stage in reversed(pipeline.line):
-        if stage.is_parallel or stage.kind in ("prefetch", "distribute", "train_pipeline"):
-            ahead = stage
-            break
-        late.append(stage)
+
+    def is_late(stage: Stage) -> bool:
+        return not stage.is_parallel and stage.kind not in _AHEAD
+
+    late = [*itertools.takewhile(is_late, reversed(pipeline.line))]  # the last one first
     working = [stage for stage in late if not _is_light(stage)]
-    if not working or (ahead is None and not any(stage.has_work for stage in pipeline.line)):
+    has_work = len(late) < len(pipeline.line) or any(stage.has_work for stage in late)
+    if not working or not has_work:
         return
     is_fixed = pipeline.is_fixed_by("inject_prefetch")
-    early = _first("prefetch", pipeline.line[::-1])
+    early = _first(reversed(pipeline.line), "prefetch")
     position = f"`{early.label}` comes before" if early else "There is no `prefetch` after"
     fixed = "; TensorFlow adds one by itself, while its autotune is on" if is_fixed else ""
     yield (
@@ -511,52 +476,37 @@ def _is_light(stage: Stage) -> bool:
 
 # What several workers cannot divide.
 
-_DIVIDE = (
-    "Let each worker keep its shard of the examples: "
-    "`.apply(kdpkit.pipelines.auto_shard('data'))`; or write as many files as there are workers, "
-    "or more."
-)
-
 
 @_rule("file-shards")
-def _file_shards(pipeline: _Pipeline) -> Iterator[_Fault]:
-    by_file = pipeline.shard_policy == tf.data.experimental.AutoShardPolicy.FILE
-    may_be = pipeline.shard_policy == tf.data.experimental.AutoShardPolicy.AUTO
-    if not by_file and not (may_be and pipeline.workers > 1):
+def _file_shards(pipeline: _Pipeline) -> _Found:
+    by_file = pipeline.policy == _Policy.FILE
+    if not by_file and not (pipeline.policy == _Policy.AUTO and pipeline.workers > 1):
         return
     workers = max(pipeline.workers, 2)
-    is_read = False
-    for stage, _ in pipeline.stages:
-        files = stage.files
-        is_read = is_read or files is not None
-        if files is not None and files < workers:
+    files = {stage: stage.files for stage, _ in pipeline.stages if stage.files is not None}
+    remedy = (
+        "Let each worker keep its shard of the examples: "
+        "`.apply(kdpkit.pipelines.auto_shard('data'))`; or write as many files as there are "
+        "workers, or more."
+    )
+    for stage, count in files.items():
+        if count < workers:
             problem = (
-                f"It reads {files} file{'s' * (files > 1)}, which {workers} workers cannot divide: "
+                f"It reads {count} file{'s' * (count > 1)}, which {workers} workers cannot divide: "
                 "a worker without a file has no data."
             )
-            yield "error", stage, problem, _DIVIDE
-    for stage in _sources(pipeline) if by_file and not is_read else ():
+            yield "error", stage, problem, remedy
+    for stage in pipeline.sources if by_file and not files else ():
         problem = "It reads no files, and the workers' policy is to divide files."
-        yield "error", stage, problem, _DIVIDE
+        yield "error", stage, problem, remedy
 
 
 @_rule("python-shards")
-def _python_shards(pipeline: _Pipeline) -> Iterator[_Fault]:
-    may_be = pipeline.shard_policy == tf.data.experimental.AutoShardPolicy.AUTO
+def _python_shards(pipeline: _Pipeline) -> _Found:
     is_read = any(stage.files for stage, _ in pipeline.stages)
-    if may_be and pipeline.workers > 1 and not is_read:
-        for stage in _sources(pipeline):
-            if stage.kind == "from_generator":
-                yield (
-                    "slow",
-                    stage,
-                    f"Each of {pipeline.workers} workers runs all of the generator and keeps its "
-                    "shard.",
-                    "Write TFRecord files, one or more for each worker.",
-                )
-
-
-def _sources(pipeline: _Pipeline) -> list[Stage]:
-    """Return what gives elements, where it is not files that they are read from."""
-    sources = [stage for stage, _ in pipeline.stages if not stage.inputs]
-    return [stage for stage in sources if not stage.kind.endswith("Dataset")]
+    if pipeline.policy == _Policy.AUTO and pipeline.workers > 1 and not is_read:
+        workers = f"Each of {pipeline.workers} workers"
+        for stage, _ in pipeline.of("from_generator"):
+            problem = f"{workers} runs all of the generator and keeps its shard."
+            remedy = "Write TFRecord files, one or more for each worker."
+            yield "slow", stage, problem, remedy

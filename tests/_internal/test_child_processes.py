@@ -11,7 +11,7 @@ import time
 import pytest
 
 from kdpkit._internal import child_processes
-from kdpkit.diagnostics import _child_program
+from kdpkit.diagnostics._env import child_program
 from tests.processes import wait_for_file
 
 pytestmark = [
@@ -70,9 +70,9 @@ def test_a_program_whose_end_is_interrupted_is_ended_all_the_same(monkeypatch, t
     (tmp_path / "hangs.py").write_text(
         "import pathlib, time; pathlib.Path(__file__).with_name('began').touch(); time.sleep(600)"
     )
-    monkeypatch.setattr(_child_program.Program, "end", interrupted)
+    monkeypatch.setattr(child_program.Program, "end", interrupted)
     paths = {"PYTHONPATH": str(tmp_path)}
-    with pytest.raises(KeyboardInterrupt), _child_program.started(["hangs"], paths) as program:
+    with pytest.raises(KeyboardInterrupt), child_program.started(["hangs"], paths) as program:
         wait_for_file(tmp_path / "began")
     assert program.child.exit_code != 0
     assert not child_processes.marked(os.environ[child_processes.MARK])

@@ -22,7 +22,7 @@ import sys
 import tempfile
 
 from kdpkit import experiment
-from kdpkit.diagnostics import _machine
+from kdpkit.diagnostics._env import machine as machines
 from tests.benchmarks.paired import row_of, table
 
 NAMES = (
@@ -126,7 +126,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 def machine():
     """Return what the figures were measured on."""
-    found = _machine.look()
+    found = machines.look()
     return f"{found.cores} cores of {found.cpu}"
 
 

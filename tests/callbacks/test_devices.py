@@ -62,11 +62,11 @@ def threads():
 
 @given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 100)), min_size=1))
 def test_a_reading_counts_as_often_as_the_seconds_it_stands_for(readings):
-    summary = _devices.Summary()
+    sums = {}
     for seconds, value in readings:
-        summary.add({"power_watts": value, "memory_gib": value}, seconds=seconds)
+        _devices.add(sums, {"power_watts": value, "memory_gib": value}, seconds)
     each_second = [value for seconds, value in readings for _ in range(seconds)]
-    assert summary.values() == {
+    assert _devices.values_of(sums) == {
         "power_watts": pytest.approx(np.mean(each_second)),
         "memory_gib": max(each_second),
     }

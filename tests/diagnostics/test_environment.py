@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit import diagnostics
-from kdpkit.diagnostics import _machine, _packages, _redaction
-from kdpkit.diagnostics._env import environment, settings
+from kdpkit._internal import check_results
+from kdpkit.diagnostics._env import child_program, environment, machine, packages, rules
 
-MACHINE = _machine.Machine(
+MACHINE = machine.Machine(
     cpu="a processor",
     cores=8,
     cores_present=8,
@@ -29,12 +29,22 @@ MACHINE = _machine.Machine(
 )
 WITH_A_GPU = dataclasses.replace(
     MACHINE,
-    gpus=(_machine.Gpu("a GPU", 80.0, "9.0"),),
+    gpus=(machine.Gpu("a GPU", 80.0, "9.0"),),
     gpu_driver="580.1",
     cuda_of_driver="13.0",
 )
-TENSORFLOW = environment.Framework("tensorflow", "2.21.0", {"CPU": 1}, is_built_with_cuda=True)
-JAX = environment.Framework("jax", "0.10.2", {"CPU": 1})
+
+
+def found(variables, hardware=None, frameworks=()):
+    """Return what the rules find on a machine with these variables, besides packages."""
+    known = rules.Known(variables, hardware or MACHINE, frameworks)
+    of_packages = {"old-version", "untested-version", "two-tensorflows"}
+    kept = {name: rule for name, rule in rules.RULES.items() if name not in of_packages}
+    return check_results.found(kept, known)
+
+
+TENSORFLOW = rules.Framework("tensorflow", "2.21.0", {"CPU": 1}, is_built_with_cuda=True)
+JAX = rules.Framework("jax", "0.10.2", {"CPU": 1})
 
 
 # The container's limits.
@@ -64,75 +74,64 @@ def test_the_tightest_limit_of_the_groups_around_a_process_counts(
     membership = tmp_path / "membership"
     if group is not None:
         membership.write_text(f"0::{group}\n")
-    monkeypatch.setattr(_machine, "_GROUP_FILE", membership)
-    monkeypatch.setattr(_machine, "_GROUPS", tmp_path)
-    assert (_machine.cores_limit(), _machine.memory_bytes() == 1024) == limits
+    monkeypatch.setattr(machine, "_GROUP_FILE", membership)
+    monkeypatch.setattr(machine, "_GROUPS", tmp_path)
+    assert (machine.cores_limit(), machine.memory_bytes() == 1024) == limits
 
 
 # GPUs.
 
 
-class Nvml(types.ModuleType):
-    """What `pynvml` gives on a machine with one GPU and a part of another."""
+class NvmlError(Exception):
+    """As NVML's."""
 
-    class NVMLError(Exception):
-        """As NVML's."""
 
-    def __init__(self, *, fails=False):
-        super().__init__("pynvml")
-        self.fails = fails
-        self.is_open = False
+def nvml(*, fails=False):
+    """Return what `pynvml` has on a machine with one GPU and a part of another."""
+    opened = []
 
-    def nvmlInit(self):  # noqa: N802 NVML's names
-        if self.fails:
-            raise self.NVMLError("Driver Not Loaded")
-        self.is_open = True
+    def init():
+        if fails:
+            raise NvmlError("Driver Not Loaded")
+        opened.append(True)
 
-    def nvmlShutdown(self):  # noqa: N802
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self):  # noqa: N802
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):  # noqa: N802
-        assert self.is_open
-        return index
-
-    def nvmlSystemGetDriverVersion(self):  # noqa: N802
-        return "570.86.15"
-
-    def nvmlSystemGetCudaDriverVersion_v2(self):  # noqa: N802
-        return 12080
-
-    def nvmlDeviceGetName(self, handle):  # noqa: N802
-        return f"GPU {handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle):  # noqa: N802
+    def memory(handle):
         if handle:
-            raise self.NVMLError("Insufficient Permissions")
+            raise NvmlError("Insufficient Permissions")
         return types.SimpleNamespace(total=80 * 2**30)
 
-    def nvmlDeviceGetCudaComputeCapability(self, handle):  # noqa: N802
-        return (9, handle)
+    return types.SimpleNamespace(
+        opened=opened,
+        NVMLError=NvmlError,
+        nvmlInit=init,
+        nvmlShutdown=opened.clear,
+        nvmlDeviceGetCount=lambda: 2,
+        nvmlDeviceGetHandleByIndex=int,
+        nvmlSystemGetDriverVersion=lambda: "570.86.15",
+        nvmlSystemGetCudaDriverVersion_v2=lambda: 12080,
+        nvmlDeviceGetName="GPU {}".format,
+        nvmlDeviceGetMemoryInfo=memory,
+        nvmlDeviceGetCudaComputeCapability=lambda handle: (9, handle),
+    )
 
 
 def test_gpus_are_read_through_nvml_and_what_one_does_not_tell_is_left_out(monkeypatch):
-    nvml = Nvml()
-    monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    machine = _machine.look()
-    assert machine.gpus == (_machine.Gpu("GPU 0", 80.0, "9.0"), _machine.Gpu("GPU 1", None, "9.1"))
-    assert (machine.gpu_driver, machine.cuda_of_driver) == ("570.86.15", "12.8")
-    assert not nvml.is_open
+    library = nvml()
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    seen = machine.look()
+    assert seen.gpus == (machine.Gpu("GPU 0", 80.0, "9.0"), machine.Gpu("GPU 1", None, "9.1"))
+    assert (seen.gpu_driver, seen.cuda_of_driver) == ("570.86.15", "12.8")
+    assert not library.opened
 
 
 def test_without_a_driver_or_its_package_there_are_no_gpus(monkeypatch):
-    for module in (Nvml(fails=True), None):
+    for module in (nvml(fails=True), None):
         monkeypatch.setitem(sys.modules, "pynvml", module)  # None: not installed
-        assert _machine.look().gpus == ()
+        assert machine.look().gpus == ()
 
 
 @pytest.mark.parametrize(
-    ("tensorflow", "jax", "found"),
+    ("tensorflow", "jax", "expected"),
     [
         ({"CPU": 1, "GPU": 1}, {"GPU": 1}, {}),
         ({"CPU": 1}, {"GPU": 1}, {"tensorflow": "does not find CUDA's libraries"}),
@@ -140,24 +139,20 @@ def test_without_a_driver_or_its_package_there_are_no_gpus(monkeypatch):
         (None, None, {}),  # not asked
     ],
 )
-def test_a_gpu_that_a_framework_does_not_use_is_a_finding(monkeypatch, tensorflow, jax, found):
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.delenv("JAX_PLATFORMS", raising=False)
+def test_a_gpu_that_a_framework_does_not_use_is_a_finding(tensorflow, jax, expected):
     frameworks = (
         dataclasses.replace(TENSORFLOW, devices=tensorflow),
         dataclasses.replace(JAX, devices=jax),
     )
-    findings = {f.where: f.problem for f in environment._of_gpus(WITH_A_GPU, *frameworks)}
-    assert findings.keys() == found.keys()
-    assert all(part in findings[where] for where, part in found.items())
-    assert not [*environment._of_gpus(MACHINE, *frameworks)]
+    problems = {f.where: f.problem for f in found({}, WITH_A_GPU, frameworks)}
+    assert problems.keys() == expected.keys()
+    assert all(part in problems[where] for where, part in expected.items())
+    assert found({}, MACHINE, frameworks) == ()
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])
-def test_gpus_that_are_hidden_are_not_missed(monkeypatch, hidden):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-    assert not [*environment._of_gpus(WITH_A_GPU, TENSORFLOW, JAX)]
-    (finding,) = settings.findings(os.environ, WITH_A_GPU)
+def test_gpus_that_are_hidden_are_not_missed(hidden):
+    (finding,) = found({"CUDA_VISIBLE_DEVICES": hidden}, WITH_A_GPU, (TENSORFLOW, JAX))
     assert (finding.rule, finding.level) == ("hidden-gpus", "note")
 
 
@@ -173,10 +168,6 @@ def installed(directory, name, version, *requirements):
     (of_package / "METADATA").write_text("\n".join(lines) + "\n")
 
 
-def rules(findings):
-    return [(finding.rule, finding.where) for finding in findings]
-
-
 @pytest.fixture
 def planted(tmp_path, monkeypatch):
     """Return a directory whose packages go before all others."""
@@ -185,8 +176,8 @@ def planted(tmp_path, monkeypatch):
 
 
 def test_two_distributions_of_tensorflow_are_found(planted):
-    installed(planted, "tensorflow-cpu", _packages.version("tensorflow"))
-    assert ("two-tensorflows", "tensorflow") in rules(_packages.findings())
+    installed(planted, "tensorflow-cpu", packages.version("tensorflow"))
+    assert [finding[1] for finding in rules._two_tensorflows(None)] == ["tensorflow"]
 
 
 @pytest.mark.parametrize(
@@ -196,7 +187,8 @@ def test_a_version_with_which_kdpkit_does_not_work_is_found_with_the_command_tha
     planted, version, rule
 ):
     installed(planted, "keras", version)
-    (finding,) = [finding for finding in _packages.findings() if finding.where == "keras"]
+    known = rules.Known({}, MACHINE)
+    (finding,) = (f for f in check_results.found(rules.RULES, known) if f.where == "keras")
     assert (finding.rule, finding.level) == (rule, "error")
     assert version in finding.problem
     assert finding.remedy == 'Run `python -m pip install "keras<3.16,>=3.13.2"`.'
@@ -207,7 +199,7 @@ def test_a_version_with_which_kdpkit_does_not_work_is_found_with_the_command_tha
 SECRETS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=6, max_size=12).map("s3cr3t".__add__)
 
 
-@given(st.sampled_from(sorted(settings._NAMES)), SECRETS, st.data())
+@given(st.sampled_from(sorted(environment._NAMES)), SECRETS, st.data())
 def test_no_value_is_shown_but_numbers_and_known_words(name, secret, data):
     forms = [
         "{}",
@@ -222,7 +214,7 @@ def test_no_value_is_shown_but_numbers_and_known_words(name, secret, data):
         "1\n{}",
     ]
     value = data.draw(st.sampled_from(forms)).format(secret)
-    assert secret not in json.dumps(settings.shown({name: value}))
+    assert secret not in json.dumps(environment.shown_settings({name: value}))
 
 
 @pytest.mark.parametrize(
@@ -230,11 +222,11 @@ def test_no_value_is_shown_but_numbers_and_known_words(name, secret, data):
     [("0,2", "0,2"), ("", "empty"), ("--xla_x=2 -x", "--xla_x=2 (not shown)")],
 )
 def test_what_is_harmless_is_shown(value, shown):
-    assert settings.shown({"XLA_FLAGS": value}) == {"XLA_FLAGS": shown}
+    assert environment.shown_settings({"XLA_FLAGS": value}) == {"XLA_FLAGS": shown}
 
 
 @pytest.mark.parametrize(
-    ("variables", "machine", "found"),
+    ("variables", "limits", "expected"),
     [
         ({}, {}, []),
         ({"OMP_NUM_THREADS": "8"}, {}, []),
@@ -257,9 +249,9 @@ def test_what_is_harmless_is_shown(value, shown):
         ),
     ],
 )
-def test_threads_that_hang_jax_or_exceed_the_cores_are_found(variables, machine, found):
-    findings = settings.findings(variables, dataclasses.replace(MACHINE, **machine))
-    assert [(finding.rule, finding.level) for finding in findings] == found
+def test_threads_that_hang_jax_or_exceed_the_cores_are_found(variables, limits, expected):
+    findings = found(variables, dataclasses.replace(MACHINE, **limits))
+    assert [(finding.rule, finding.level) for finding in findings] == expected
 
 
 # Frameworks that do not start, as real processes.
@@ -287,12 +279,12 @@ def test_a_framework_that_raises_or_never_answers_is_a_finding(frameworks, monke
         tensorflow=f"raise ImportError('no {home}/lib/libx.so of pl4nted-s3cret')",
         jax="import time; time.sleep(600)",
     )
-    found = diagnostics.environment(timeout_seconds=10)
-    problems = {f.where: f.problem for f in found.findings if f.rule == "does-not-start"}
+    reported = diagnostics.environment(timeout_seconds=10)
+    problems = {f.where: f.problem for f in reported.findings if f.rule == "does-not-start"}
     assert problems["tensorflow"].endswith("does not start: ImportError: no libx.so of ...")
     assert "within 10 s" in problems["jax"]
-    assert str(found).count("does not start") == 4
-    assert not found.clean
+    assert str(reported).count("does not start") == 4
+    assert not reported.clean
 
 
 # The report.
@@ -302,23 +294,23 @@ def test_directories_names_and_secrets_are_left_out(monkeypatch):
     monkeypatch.setenv("SOME_TOKEN", "t0ken-of-mine")
     monkeypatch.setattr(pathlib.Path, "home", lambda: pathlib.Path("/users/ann b"))
     text = "/opt/a/lib.so: t0ken-of-mine, C:\\Users\\ann\\x.dll, ~/ann/y and /users/ann b/z or/not"
-    assert _redaction.without(text) == "lib.so: ..., x.dll, y and z or/not"
-    assert _redaction.without("grpc://HOST:8470, 1/R, `python -m x`") == (
+    assert child_program.without_secrets(text) == "lib.so: ..., x.dll, y and z or/not"
+    assert child_program.without_secrets("grpc://HOST:8470, 1/R, `python -m x`") == (
         "grpc://HOST:8470, 1/R, `python -m x`"
     )
 
 
 def test_the_report_reads_in_80_columns_and_is_plain_json(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1000000")
-    found = diagnostics.environment(start_frameworks=False)
-    text = str(dataclasses.replace(found, machine=WITH_A_GPU))
+    reported = diagnostics.environment(start_frameworks=False)
+    text = str(dataclasses.replace(reported, machine=WITH_A_GPU))
     assert max(map(len, text.splitlines())) <= 80
     assert re.search("^  OMP_NUM_THREADS +1000000$", text, re.MULTILINE)
     assert "a GPU, 80.0 GiB, compute capability 9.0" in text
-    plain = json.loads(json.dumps(found.to_dict()))
+    plain = json.loads(json.dumps(reported.to_dict()))
     assert plain["clean"] is False
     assert plain["findings"][0]["rule"] == "many-threads"
-    assert plain["machine"]["cores"] == found.machine.cores
+    assert plain["machine"]["cores"] == reported.machine.cores
 
 
 def test_a_limit_that_is_not_positive_raises():

@@ -41,7 +41,6 @@ plans = st.builds(
     warmup_steps=st.integers(0, 60),
     remainder=st.sampled_from(training_plan.REMAINDERS),
     shuffle_buffer=st.integers(0, 6000),
-    bytes_per_example=st.one_of(st.none(), st.integers(1, 10**9)),
 )
 
 
@@ -197,11 +196,7 @@ def test_a_real_pipeline_gives_the_batches_of_the_plan(remainder, examples):
         ({"warmup_steps": 1875, "shape": "cosine"}, {("long-warmup", "error")}),
         ({"warmup_steps": 1874, "shape": "cosine"}, set()),
         ({"warmup_steps": 1875}, {("long-warmup", "wrong")}),
-        (
-            {"warmup_steps": 100, "shape": "stable-decay", "decay_steps": 1776},
-            {("long-decay", "error")},
-        ),
-        ({"warmup_steps": 100, "shape": "stable-decay", "decay_steps": 1775}, set()),
+        ({"warmup_steps": 1874, "shape": "stable-decay"}, set()),
         ({"accumulation": 1876, "rule": "none"}, {("no-update", "wrong")}),
         ({"examples": 60_000, "per_replica_batch_size": 3000}, set()),
         ({"examples": 63_157, "per_replica_batch_size": 60_000}, set()),  # 4.999 %
@@ -252,36 +247,13 @@ def test_findings_contain_the_numbers(changes, sentence):
         ({"remainder": "wrap"}, "`remainder`.*'wrap'"),
         ({"warmup_steps": 5, "warmup_epochs": 1}, "in steps or in epochs.*warmup_epochs=1"),
         ({"warmup_epochs": -0.5}, "`warmup_epochs`.*-0.5"),
-        ({"decay_steps": 10, "shape": "cosine"}, "is for the shape 'stable-decay'.*decay_steps=10"),
         ({"end_learning_rate": 0.2, "shape": "cosine"}, "at most 0.1.*=0.2"),
         ({"end_learning_rate": 0.05}, "A constant rate ends where it began"),
-        ({"power": 2.0, "shape": "linear"}, "`power` is for the shape 'polynomial'"),
     ],
 )
 def test_bad_arguments_get_one_sentence(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         plan(**changes)
-
-
-def test_a_figure_holds_the_rates_and_milestones(tmp_path):
-    pytest.importorskip("matplotlib")
-    made = plan(shape="cosine", warmup_steps=100)
-    axes = made.plot(tmp_path / "rate.png")
-    (line,) = axes.lines
-    np.testing.assert_allclose(line.get_ydata(), schedules.preview(made.schedule(), 1875))
-    assert line.get_markevery() == [0, 100, 937, 1874]
-    assert (tmp_path / "rate.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_several_runs_are_drawn_over_the_same_epochs():
-    pyplot = pytest.importorskip("matplotlib.pyplot")
-    runs = [plan(replicas=replicas, shape="linear", epochs=4) for replicas in (1, 8)]
-    axes = training_plan.plot(runs)
-    ends = [line.get_xdata()[-1] for line in axes.lines]
-    assert ends == pytest.approx([4 - 1 / 1875, 4 - 1 / 234])
-    assert axes.get_xlabel() == "epoch"
-    assert axes.get_xlim()[1] < 5
-    pyplot.close(axes.figure)
 
 
 def test_a_constant_rate_loads_no_framework():

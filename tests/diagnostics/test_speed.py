@@ -146,9 +146,9 @@ def test_the_report_is_read_in_80_columns_and_as_plain_values():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"model": None}, "A step's time needs a model"),
+        ({"model": None}, "`model` must be a Keras model"),
         ({"model": testing.tiny_classifier()}, "`model` is not compiled"),
-        ({"dataset": (x for x in [X])}, "A generator yields each batch once"),
+        ({"dataset": (x for x in [X])}, "`dataset` must be a"),
         ({"seconds": 0}, "`seconds` must be above 0"),
         ({"dataset": (X[:, :3], Y)}, "The training fails, so it has no speed"),
     ],

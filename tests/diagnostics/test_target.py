@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kdpkit import training
-from kdpkit.diagnostics import _target
+from kdpkit.diagnostics._doctor import target as _target
 
 MODEL = """
 import keras, numpy as np, sys
@@ -22,7 +22,7 @@ def build():
 
 def asked_by(target, arguments=()):
     """Return what a target asks `fit` for."""
-    return _target.checked(target, arguments, lambda training: training)
+    return _target.checked(target, arguments, lambda program: program)
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_what_the_check_raises_is_raised(script):
 def test_the_check_can_use_fit_itself(script):
     path = script("build().fit(x, y, batch_size=32)")
     model = _target.checked(
-        path, [], lambda training: training.model.fit(*training.dataset[:2], verbose=0).model
+        path, [], lambda program: program.model.fit(*program.dataset[:2], verbose=0).model
     )
     assert int(model.optimizer.iterations) == 2
 
@@ -180,21 +180,6 @@ def test_a_dataset_or_a_function_that_gives_one_is_found_by_name(script, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("text", "sentence"),
-    [
-        ("build()", "ended without a `fit`.*(dataset, model)"),
-        ("1 / 0", "failed before its `fit`: ZeroDivisionError: division by zero"),
-        ("sys.exit('no data')", "ended before its `fit`: SystemExit: no data"),
-        ("raise ValueError('first\\nsecond')", "ValueError: first$"),
-        ("sys.exit()", "ended without a `fit`"),
-    ],
-)
-def test_a_script_that_gets_to_no_fit_is_one_sentence(text, sentence, script):
-    with pytest.raises(ValueError, match=sentence):
-        asked_by(script(text))
-
-
-@pytest.mark.parametrize(
     "text",
     [
         "build().fit(x, y)\ndata = x\n",
@@ -217,22 +202,25 @@ def test_a_module_gets_no_arguments_of_the_command(script, monkeypatch):
     assert sys.argv == ["kdpkit", "doctor", "--tpu", "data.py:x"]
 
 
-def test_a_module_that_exits_is_one_sentence(script):
-    path = script("sys.exit(0)", "data.py")
-    with pytest.raises(ValueError, match="data.py:x` fails: SystemExit: 0"):
-        asked_by(f"{path}:x")
-
-
 @pytest.mark.parametrize(
-    ("target", "arguments", "sentence"),
+    ("text", "target", "arguments", "sentence"),
     [
-        ("nowhere.py:data", [], "There is no such file: nowhere.py"),
-        ("train", [], "must be a Python script, or `module:name`"),
-        ("no_such_module:data", [], "fails: ModuleNotFoundError"),
-        ("kdpkit.scaling:data", [], "`kdpkit.scaling` has no `data`"),
-        ("kdpkit.scaling:split_batch", ["--flag"], "those of a script"),
+        ("build()", "train.py", [], "ended without a `fit`.*(dataset, model)"),
+        ("1 / 0", "train.py", [], "failed before its `fit`: ZeroDivisionError: division by zero"),
+        ("sys.exit('no data')", "train.py", [], "ended before its `fit`: SystemExit: no data"),
+        ("raise ValueError('first\\nsecond')", "train.py", [], "ValueError: first$"),
+        ("sys.exit()", "train.py", [], "ended without a `fit`"),
+        ("sys.exit(0)", "train.py:x", [], "train.py:x` fails: SystemExit: 0"),
+        ("", "nowhere.py:data", [], "There is no such file: nowhere.py"),
+        ("", "train", [], "must be a Python script, or `module:name`"),
+        ("", "no_such_module:data", [], "fails: ModuleNotFoundError"),
+        ("", "kdpkit.scaling:data", [], "`kdpkit.scaling` has no `data`"),
+        ("", "kdpkit.scaling:split_batch", ["--flag"], "those of a script"),
     ],
 )
-def test_a_target_that_names_nothing_is_one_sentence(target, arguments, sentence):
+def test_a_target_that_gets_nowhere_is_one_sentence(
+    text, target, arguments, sentence, script, monkeypatch
+):
+    monkeypatch.chdir(script(text).rpartition("/")[0])
     with pytest.raises(ValueError, match=sentence):
         asked_by(target, arguments)

@@ -9,7 +9,7 @@ import pytest
 
 from kdpkit import callbacks, testing
 from kdpkit.diagnostics import check_tpu
-from kdpkit.diagnostics._tpu.callback_costs import makes_keras_wait
+from kdpkit.diagnostics._doctor.tpu_rules import makes_keras_wait
 
 ON_JAX = keras.backend.backend() == "jax"
 

@@ -178,32 +178,6 @@ def test_one_file_for_several_workers_is_found(reader, lines):
     assert "file-shards" in faults(opened, workers=2)
 
 
-def test_a_generator_that_one_worker_runs_is_not_found():
-    assert "python-shards" not in faults(generator().batch(2))
-
-
-def test_what_runs_once_or_is_fixed_by_tensorflow_is_a_note():
-    assert ("python", "note") in found(numbers().map(by_python, AUTOTUNE).cache().batch(20))
-    assert ("python", "note") in found(generator().cache().shuffle(200).batch(20))
-    assert ("serial-map", "note") in found(numbers().map(decode).batch(20).prefetch(2))
-    assert ("no-prefetch", "note") in found(numbers().map(decode, AUTOTUNE).cache().batch(20))
-    options = tf.data.Options()
-    options.experimental_optimization.inject_prefetch = False
-    late = numbers().map(decode, AUTOTUNE).cache().batch(20).with_options(options)
-    assert ("no-prefetch", "slow") in found(late)
-
-
-def test_a_split_of_examples_in_a_fixed_order_is_right():
-    fixed = numbers().shuffle(200, seed=1, reshuffle_each_iteration=False)
-    for data in (fixed, numbers().shuffle(200, seed=1).cache(), numbers()):
-        for training in (True, False):
-            assert "split-after-shuffle" not in dict(found(data.skip(80), training=training))
-    some = numbers().shuffle(200).take(80).batch(20)
-    assert dict(found(some))["split-after-shuffle"] == "note"  # held out may be other files
-    steps = numbers().shuffle(200).repeat().batch(20).take(8)
-    assert "split-after-shuffle" not in dict(found(steps))
-
-
 @pytest.mark.usefixtures("tuned")
 def test_what_tensorflow_is_expected_to_fix_it_fixes():
     """The rules assume it; here its own optimizer is asked which transformation follows."""
@@ -221,50 +195,118 @@ def test_what_tensorflow_is_expected_to_fix_it_fixes():
         runs_as(["Map", "Prefetch"], lambda ds: ds.map(noisy), tuned=False)
 
 
-def test_notes_on_epochs_lengths_and_rests():
-    endless = numbers().shuffle(200).repeat().batch(20).prefetch(1)
-    assert found(endless) == {("repeat", "note"), ("repeat-before-batch", "note")}
-    assert found(numbers().shuffle(200).batch(20).repeat().prefetch(1)) == {("repeat", "note")}
-    thrice = numbers().shuffle(200).batch(20).repeat(3).prefetch(1)
-    (finding,) = lint(thrice)
+def without(optimization):
+    options = tf.data.Options()
+    setattr(options.experimental_optimization, optimization, False)
+    return options
+
+
+ENDLESS = lambda: numbers().shuffle(200).batch(20).repeat().prefetch(1)  # noqa: E731
+THRICE = lambda: numbers().shuffle(200).batch(20).repeat(3).prefetch(1)  # noqa: E731
+FILTERED = lambda: numbers().filter(lambda n: n > 3).batch(20).prefetch(1)  # noqa: E731
+FIXED = lambda: numbers().shuffle(200).batch(30).cache().prefetch(1)  # noqa: E731
+#: All that is found of pipelines; of some faults what else they have is no matter.
+CASES = [
+    # What runs once, or is fixed by TensorFlow, is a note.
+    (lambda: numbers().map(by_python, AUTOTUNE).cache().prefetch(1), {}, {("python", "note")}),
+    (lambda: generator().cache().prefetch(1), {"training": False}, {("python", "note")}),
+    (lambda: numbers().map(decode).batch(20).prefetch(2), {}, {("serial-map", "note")}),
+    (lambda: numbers().map(decode, AUTOTUNE).cache().batch(20), {}, {("no-prefetch", "note")}),
+    (
+        lambda: (
+            numbers()
+            .map(decode, AUTOTUNE)
+            .cache()
+            .batch(20)
+            .with_options(without("inject_prefetch"))
+        ),
+        {},
+        {("no-prefetch", "slow")},
+    ),
+    # A split of examples in a fixed order is right.
+    *(
+        (lambda make=make: make(numbers()).skip(80), {"training": False}, set())
+        for make in (
+            lambda data: data.shuffle(200, seed=1, reshuffle_each_iteration=False),
+            lambda data: data.shuffle(200, seed=1).cache(),
+            lambda data: data,
+        )
+    ),
+    # Held out may be other files.
+    (
+        lambda: numbers().shuffle(200).take(80).batch(20).prefetch(1),
+        {},
+        {("split-after-shuffle", "note")},
+    ),
+    # Epochs and lengths.
+    (ENDLESS, {}, {("repeat", "note")}),
+    (ENDLESS, {"epochs": 3}, {("repeat", "wrong")}),
+    (ENDLESS, {"epochs": 3, "steps_per_epoch": 10}, set()),
+    (ENDLESS, {"steps_per_epoch": 10}, set()),
+    (
+        lambda: numbers().shuffle(200).repeat().batch(20).prefetch(1),
+        {},
+        {("repeat", "note"), ("repeat-before-batch", "note")},
+    ),
+    (THRICE, {}, {("repeat", "note")}),
+    (THRICE, {"epochs": 1}, set()),
+    (THRICE, {"epochs": 4}, {("repeat", "wrong")}),
+    (THRICE, {"epochs": 3, "steps_per_epoch": 10}, set()),  # a pass each
+    (FILTERED, {"epochs": 2}, {("unknown-length", "note")}),
+    (FILTERED, {"epochs": 2, "steps_per_epoch": 3}, set()),
+    (FILTERED, {"training": False}, set()),
+    (lambda: numbers(201).batch(20).prefetch(1), {}, {("short-batch", "note")}),
+    (lambda: numbers(210).batch(20).prefetch(1), {}, set()),
+    (lambda: numbers(210).batch(20).prefetch(1), {"replicas": 4}, {("short-batch", "note")}),
+    (lambda: numbers(201).batch(20, drop_remainder=True).prefetch(1), {"replicas": 4}, set()),
+    # A buffer relative to the data.
+    (lambda: numbers(60_000).shuffle(100).batch(20), {}, {("small-shuffle", "note")}),
+    (lambda: numbers(60_000).shuffle(1024).batch(64, drop_remainder=True), {}, set()),
+    (lambda: numbers(16).shuffle(16).batch(64, drop_remainder=True), {}, set()),
+    (
+        lambda: numbers().filter(lambda n: n > 3).shuffle(-2).batch(64).prefetch(1),  # all of it
+        {},
+        {("unknown-length", "note")},
+    ),
+    # Batches that a cache keeps.
+    (
+        lambda: numbers().shuffle(200).batch(20).cache().shuffle(10).prefetch(1),
+        {},
+        {("batch-before-shuffle", "note")},
+    ),
+    (lambda: numbers().shuffle(200).batch(20).shuffle(10).prefetch(1), {}, set()),
+    # Validation data need no new order.
+    (FIXED, {}, {("shuffle-before-cache", "wrong")}),
+    (FIXED, {"training": False}, set()),
+    (
+        lambda: numbers().map(by_python, AUTOTUNE),
+        {"training": False},
+        {("python", "slow")},
+    ),
+    (
+        lambda: numbers().repeat().cache(),
+        {"training": False},
+        {("repeat-before-cache", "wrong")},
+    ),
+    (lambda: generator().batch(2).prefetch(1), {"training": False}, {("python", "slow")}),
+]
+
+
+@pytest.mark.parametrize(("make", "settings", "expected"), CASES)
+def test_all_that_is_found_is(make, settings, expected):
+    assert found(make(), **settings) == expected
+
+
+def test_a_finding_counts_what_it_is_about():
+    (finding,) = lint(THRICE())
     assert (finding.rule, finding.where) == ("repeat", "repeat(3), stage 4 of 5")
     assert "`fit(epochs=N)` 3 * N times" in finding.problem
-    (finding,) = lint(numbers().filter(lambda n: n > 3).batch(20).prefetch(1))
-    assert (finding.rule, finding.level) == ("unknown-length", "note")
-    assert "filter" in finding.where
-    (finding,) = lint(numbers(201).batch(20).prefetch(1))
-    assert (finding.rule, finding.level) == ("short-batch", "note")
-    assert "1 of 20 examples" in finding.problem
-    ten = numbers(210).batch(20).prefetch(1)
-    assert found(ten) == set()
-    assert found(ten, replicas=4) == {("short-batch", "note")}
-    assert found(numbers(201).batch(20, drop_remainder=True).prefetch(1), replicas=4) == set()
-
-
-def test_endless_data_are_right_with_steps_and_wrong_without():
-    endless = numbers().shuffle(200).batch(20).repeat().prefetch(1)
-    assert found(endless, epochs=3, steps_per_epoch=10) == set()
-    assert found(endless, steps_per_epoch=10) == set()
-    (finding,) = lint(endless, epochs=3)
-    assert (finding.rule, finding.level) == ("repeat", "wrong")
+    assert "`fit(epochs=4)` 3 * 4 = 12 times" in lint(THRICE(), epochs=4)[0].problem
+    (finding,) = lint(ENDLESS(), epochs=3)
     assert finding.where == "repeat(), stage 4 of 5"
     assert "the first epoch does not end" in finding.problem
-
-
-def test_repeated_data_are_right_in_one_epoch_and_wrong_in_several():
-    thrice = numbers().shuffle(200).batch(20).repeat(3).prefetch(1)
-    assert found(thrice, epochs=1) == set()
-    (finding,) = lint(thrice, epochs=4)
-    assert (finding.rule, finding.level) == ("repeat", "wrong")
-    assert "`fit(epochs=4)` 3 * 4 = 12 times" in finding.problem
-    assert found(thrice, epochs=3, steps_per_epoch=10) == set()  # a pass each
-    assert faults(numbers().batch(20).repeat(3).take(10).prefetch(1), epochs=4) == set()
-
-
-def test_a_length_that_fit_gets_is_no_note():
-    filtered = numbers().filter(lambda n: n > 3).batch(20).prefetch(1)
-    assert found(filtered, epochs=2) == {("unknown-length", "note")}
-    assert found(filtered, epochs=2, steps_per_epoch=3) == set()
+    assert "1 of 20 examples" in lint(numbers(201).batch(20).prefetch(1))[0].problem
+    assert "filter" in lint(FILTERED())[0].where
 
 
 def steps_of_epochs(batches, *, epochs, steps_per_epoch):
@@ -307,29 +349,6 @@ def test_keras_counts_steps_so(epochs, steps_per_epoch):
             **asked,
         )
     assert counts == steps_of_epochs(10, **asked)
-
-
-def test_a_small_buffer_is_found_relative_to_the_data():
-    assert found(numbers(60_000).shuffle(100).batch(20)) == {("small-shuffle", "note")}
-    assert found(numbers(60_000).shuffle(1024).batch(64, drop_remainder=True)) == set()
-    assert found(numbers(16).shuffle(16).batch(64, drop_remainder=True)) == set()
-    unknown = numbers().filter(lambda n: n > 3)
-    assert faults(unknown.shuffle(unknown.cardinality()).batch(64)) == set()  # all of it
-
-
-def test_batches_that_a_cache_keeps_are_a_note():
-    kept = numbers().shuffle(200).batch(20).cache().shuffle(10).prefetch(1)
-    assert found(kept) == {("batch-before-shuffle", "note")}
-    assert found(numbers().shuffle(200).batch(20).shuffle(10).prefetch(1)) == set()
-
-
-def test_validation_data_need_no_new_order_or_length():
-    fixed = numbers().shuffle(200).batch(30).cache().prefetch(1)
-    assert faults(fixed) == {"shuffle-before-cache"}
-    assert found(fixed, training=False) == set()
-    assert found(numbers().filter(lambda n: n > 3).prefetch(1), training=False) == set()
-    assert faults(numbers().map(by_python, AUTOTUNE), training=False) == {"python"}
-    assert faults(numbers().repeat().cache(), training=False) == {"repeat-before-cache"}
 
 
 @pytest.mark.slow
@@ -376,8 +395,9 @@ def test_looking_costs_no_element():
 
 
 def test_a_finding_names_the_stage_as_it_was_written():
+    line = decode.__code__.co_firstlineno
     (finding,) = lint(untuned(numbers().map(decode).batch(20).prefetch(AUTOTUNE)))
-    assert finding.where == "map(decode), stage 2 of 4"
+    assert finding.where == f"map(decode), stage 2 of 4, line {line} of test_lint.py"
 
 
 @pytest.mark.parametrize(

@@ -76,18 +76,15 @@ def test_work_on_batches_is_divided_by_their_examples():
 def test_a_cache_is_paid_for_once():
     kept = Dataset.range(10).map(slow).cache().batch(4).prefetch(1)
     report = measure(untuned(kept), seconds=5.0)
-    sleeping, cache = cost_of(report, "map"), cost_of(report, "cache")
-    assert sleeping.microseconds_per_example >= MICROSECONDS
-    assert sleeping.later_microseconds_per_example == 0
-    assert cache.later_microseconds_per_example < MICROSECONDS
+    assert cost_of(report, "map").microseconds_per_example >= MICROSECONDS
     assert report.slowest == "map(slow)"
+    assert report.examples_per_second > 1 / SLEEP  # read from the cache
 
 
-def test_a_cache_that_is_not_filled_in_time_has_no_later_cost(tmp_path):
+def test_a_cache_that_is_not_filled_in_time_leaves_no_lock(tmp_path):
     kept = Dataset.range(4000).map(slow).cache(str(tmp_path / "cache")).batch(4)
-    report = measure(untuned(kept), seconds=1.0)
-    assert {cost.later_microseconds_per_example for cost in report.stages} == {None}
-    assert measure(untuned(kept), seconds=0.5).examples > 0  # no lock is left behind
+    assert measure(untuned(kept), seconds=1.0).examples < 4000
+    assert measure(untuned(kept), seconds=0.5).examples > 0
 
 
 def test_what_waits_for_a_large_buffer_is_left_out():
@@ -167,13 +164,9 @@ def test_the_report_is_a_table_of_80_columns_and_plain_values():
     lines = str(report).splitlines()
     assert max(map(len, lines)) <= 80
     assert lines[0].endswith(f"the first after {report.first_batch_seconds:.2f} s")
-    assert [line.split()[0] for line in lines[3:]] == [
-        "range",
-        "map(a_function_whose_name_is_lo...",
-        "cache",
-        "shuffle(9)",
-        "batch(4)",
-        "prefetch(AUTOTUNE)",
+    assert [line.split()[0] for line in lines[4:]] == [
+        "map(a_function_whose_name_is_longer_than_a_co...",
+        *("cache", "shuffle(9)", "batch(4)", "prefetch(AUTOTUNE)"),
     ]
     assert "slowest" in lines[4]
     read = json.loads(json.dumps(report.to_dict()))

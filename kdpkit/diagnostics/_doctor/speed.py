@@ -13,7 +13,8 @@ import keras
 from kdpkit import checkpoints, errors
 from kdpkit._internal import checks, processes
 from kdpkit._internal.check_results import wrapped
-from kdpkit.diagnostics import _batch, _text, _training_step
+from kdpkit.diagnostics import _text
+from kdpkit.diagnostics._doctor import batches, training_step
 
 _WARM_UP = 2  # executions, after which everything is compiled and buffers have begun to fill
 _LEAST = 3  # executions that are timed, however long they take
@@ -88,66 +89,40 @@ def check_speed(
     (True, True, 0)
     """
     seconds = checks.number("seconds", seconds, above=0)
-    _check(dataset, model)
-    first = _batch.batches_of(dataset, batch_size).first
-    with contextlib.ExitStack() as undisturbed:
-        undisturbed.enter_context(_batch.random_numbers_kept())
-        undisturbed.enter_context(_failing_in_a_sentence())
-        trainer = _Trainer(model, first, batch_size)
-        undisturbed.enter_context(_unchanged(trainer.model))
-        stage = None
-        if _batch.is_tf_dataset(dataset):
-            from kdpkit.pipelines import _measure  # TensorFlow is there
-
-            undisturbed.enter_context(_measure.undisturbed(dataset))
-            stage = _measure.measure(dataset, seconds=seconds / 4).slowest
-        each = seconds / (2 * _ROUNDS)
-        rounds = [
-            [trainer.seconds_per_step(data, each) for data in (dataset, trainer.held)]
-            for _ in range(_ROUNDS)
-        ]
-        real, held = map(min, zip(*rounds, strict=True))
-        return SpeedReport(real, max(0.0, 1 - held / real), stage)
-
-
-def _check(dataset: Any, model: Any) -> None:
-    if model is None:
-        checks.fail(
-            "A step's time needs a model that trains on the dataset.",
-            model=model,
-            remedy="Pass a compiled model or a `TrainingLoop`; `kdpkit.pipelines.measure` times a "
-            "`tf.data` pipeline alone.",
-        )
-    _training_step.check_model(model)
-    if _batch.is_generator(dataset):
-        checks.fail(
-            "A generator yields each batch once, so it cannot be measured and then trained on.",
-            dataset=type(dataset).__name__,
-            remedy="Use a dataset that can be iterated again: a `keras.utils.PyDataset` or "
-            "a `tf.data.Dataset`.",
-        )
-    strategy = getattr(_training_step.model_of(model), "distribute_strategy", None)
-    is_served = type(strategy).__name__.startswith("ParameterServer")
-    if is_served or processes.count() > 1:
+    training_step.check_model(model)
+    strategy = getattr(training_step.model_of(model), "distribute_strategy", None)
+    if type(strategy).__name__.startswith("ParameterServer") or processes.count() > 1:
         checks.fail(
             "The speed of one process is measured, on one device or several.",
             strategy=type(strategy).__name__,
             processes=processes.count(),
             remedy="Measure one of them alone, with its part of the batch.",
         )
-
-
-@contextlib.contextmanager
-def _failing_in_a_sentence() -> Iterator[None]:
-    """Turn an error of the training into an `InputError`."""
+    first = batches.batches_of(dataset, batch_size).first
     try:
-        yield
+        with contextlib.ExitStack() as undisturbed:
+            undisturbed.enter_context(batches.random_numbers_kept())
+            _build(model, first)
+            undisturbed.enter_context(_unchanged(training_step.model_of(model)))
+            stage = None
+            if batches.is_tf_dataset(dataset):
+                from kdpkit.pipelines import _measure  # TensorFlow is there
+
+                undisturbed.enter_context(_measure.undisturbed(dataset))
+                stage = _measure.measure(dataset, seconds=seconds / 4).slowest
+            each, held = seconds / (2 * _ROUNDS), _held(first)
+            rounds = [
+                [_seconds_per_step(model, data, batch_size, each) for data in (dataset, held)]
+                for _ in range(_ROUNDS)
+            ]
+            real, ideal = map(min, zip(*rounds, strict=True))
     except errors.InputError:
         raise
     except Exception as error:  # training runs the user's code, which may raise anything
         raise errors.InputError(
             f"The training fails, so it has no speed: {_text.reason_of(error)}"
         ) from error
+    return SpeedReport(real, max(0.0, 1 - ideal / real), stage)
 
 
 @contextlib.contextmanager
@@ -204,63 +179,56 @@ class _Clock(keras.callbacks.Callback):
         return (ended - started) / (last - first)
 
 
-class _Trainer:
-    """A model or a loop, all of whose variables are there, that trains for a moment."""
+def _build(trainer: Any, first: Any) -> None:
+    """Make all variables of a model or a loop, so that they can be restored."""
+    if training_step.is_loop(trainer):
+        steps: Any = trainer._steps
+        steps.build(steps.open(_held(first), "dataset", steps=1), training=True)
+        return
+    training_step.build(trainer, first)
+    if trainer.optimizer is not None and not trainer.optimizer.built:  # as `fit` may do later
+        strategy = getattr(trainer, "distribute_strategy", None)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            trainer.optimizer.build(trainer.trainable_variables)
 
-    def __init__(self, trainer: Any, first: Any, batch_size: int | None) -> None:
-        self.model = _training_step.model_of(trainer)
-        self.held = _held(first)
-        self._trainer = trainer
-        self._is_loop = _training_step.is_loop(trainer)
-        self._strategy = getattr(self.model, "distribute_strategy", None)
-        self._batch_size = batch_size
-        if self._is_loop:
-            steps = trainer._steps
-            steps.build(steps.open(self.held, "dataset", steps=1), training=True)
-            return
-        _training_step.build(self.model, first)
-        optimizer = self.model.optimizer
-        if optimizer is not None and not optimizer.built:  # `fit` may do so in its first step
-            with self._strategy.scope() if self._strategy else contextlib.nullcontext():
-                optimizer.build(self.model.trainable_variables)
 
-    def seconds_per_step(self, data: Any, seconds: float) -> float:
-        """Train, and return the mean time of a step."""
-        clock = _Clock(seconds)
-        arguments = _endless(data, self._batch_size)
-        if self._is_loop:
-            arguments["train"] = arguments.pop("x")
-        elif _batch.is_tf_dataset(data):
-            arguments["shuffle"] = False  # Keras cannot, and would warn
-        fit = self._trainer.fit if self._is_loop else _training_step.fit_of(self.model)
-        with _training_step.history_kept(self.model), self._arrays_kept():
-            fit(**arguments, callbacks=[clock], verbose=0)
-        # Its iterator would read on into the next run. And if a thread of tf.data collects it
-        # later, it may wait there for its own end.
-        del arguments
-        gc.collect()
-        return clock.seconds_per_step
-
-    def _arrays_kept(self) -> contextlib.AbstractContextManager[None]:
-        """Keep plain Keras on several replicas from writing into arrays of the user's."""
-        replicas = getattr(self._strategy, "num_replicas_in_sync", 1)
-        if replicas == 1 or self._is_loop or _training_step.is_exact(self.model):
-            return contextlib.nullcontext()
+def _seconds_per_step(trainer: Any, data: Any, batch_size: int | None, seconds: float) -> float:
+    """Train for a moment, and return the mean time of a step."""
+    model, clock = training_step.model_of(trainer), _Clock(seconds)
+    arguments = _endless(data, batch_size)
+    is_loop = training_step.is_loop(trainer)
+    if is_loop:
+        arguments["train"] = arguments.pop("x")
+    elif batches.is_tf_dataset(data):
+        arguments["shuffle"] = False  # Keras cannot, and would warn
+    fit = trainer.fit if is_loop else training_step.fit_of(model)
+    strategy = getattr(model, "distribute_strategy", None)
+    kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    is_plain = not (is_loop or training_step.is_exact(model))
+    if is_plain and getattr(strategy, "num_replicas_in_sync", 1) > 1:
+        # Plain Keras on several replicas writes into arrays of the user's.
         from kdpkit._internal.private_copies import private_batches  # TensorFlow is there
 
-        return private_batches(self._strategy)
+        kept = private_batches(strategy)
+    with training_step.history_kept(model), kept:
+        fit(**arguments, callbacks=[clock], verbose=0)
+    # Its iterator would read on into the next run. And if a thread of tf.data collects it later,
+    # it may wait there for its own end.
+    del arguments
+    gc.collect()
+    return clock.seconds_per_step
 
 
 def _endless(data: Any, batch_size: int | None) -> dict[str, Any]:
     """Return the arguments with which `fit` does not end by itself."""
-    if _batch.is_tf_dataset(data):
+    if batches.is_tf_dataset(data):
         return {"x": data.repeat(), "epochs": 1, "steps_per_epoch": _ENDLESS}
-    if _batch.are_arrays(data):
+    if batches.are_arrays(data):
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         parts = {"x": x, "y": y, "sample_weight": sample_weight}
         return {**parts, "batch_size": batch_size, "epochs": _ENDLESS}
     if isinstance(data, keras.utils.PyDataset):
-        data = copy.copy(_batch.untracked(data))  # a copy counts its epochs
+        data = copy.copy(batches.untracked(data))  # a copy counts its epochs
     return {"x": data, "epochs": _ENDLESS}
 
 
@@ -280,7 +248,7 @@ def _held(first: Any) -> Any:
     """Return a dataset of one batch in memory, with no other work to do."""
     batch = keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(first))
     if keras.backend.backend() == "jax":
-        return _SameBatch(_batch.as_arrays(batch))
+        return _SameBatch(batches.as_arrays(batch))
     import tensorflow as tf
 
     from kdpkit._internal.dataset_tuning import untuned

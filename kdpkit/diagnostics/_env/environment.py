@@ -5,50 +5,36 @@ import dataclasses
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kdpkit._internal import check_results, checks
 from kdpkit._internal.check_results import Finding
-from kdpkit.diagnostics import _child_program, _machine, _packages
-from kdpkit.diagnostics._env import settings, strategy_trials
+from kdpkit.diagnostics._env import child_program, machine, packages, rules, strategy_trials
+from kdpkit.diagnostics._env.machine import Machine
 
-_CHILD = "kdpkit.diagnostics._env.framework_child"
+# Variables that choose threads and devices. Only what is known to be harmless is shown of their
+# values, numbers and the usual words; the rest may be a path or a secret.
+_NAMES = (
+    "TF_NUM_INTRAOP_THREADS",
+    "TF_NUM_INTEROP_THREADS",
+    "TF_GPU_THREAD_MODE",
+    "TF_ENABLE_ONEDNN_OPTS",
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+    "TF_XLA_FLAGS",
+    "XLA_FLAGS",
+    "XLA_PYTHON_CLIENT_PREALLOCATE",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION",
+    "JAX_PLATFORMS",
+    "JAX_ENABLE_X64",
+    "PJRT_NPROC",
+    "OMP_NUM_THREADS",
+    "CUDA_VISIBLE_DEVICES",
+)
+_VALUE = r"(-?\d+(\.\d+)?|true|false|on|off|cpu|gpu|cuda|rocm|tpu|gpu_private|gpu_shared|global)"
+_HARMLESS = re.compile(rf"(--(xla|tf)_\w+=)?{_VALUE}(,{_VALUE})*", re.IGNORECASE)
 # Asking must not take the memory of a GPU that somebody trains on.
 _WHEN_ASKED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Framework:
-    """What TensorFlow or JAX reported.
-
-    Attributes:
-        name: `"tensorflow"` or `"jax"`.
-        version: None if it is not installed.
-        devices: By kind, `{"CPU": 1, "GPU": 2}`; None if it was not asked, or does not start.
-        is_built_with_cuda: As TensorFlow reports; None for JAX.
-        problem: Why it does not start.
-    """
-
-    name: str
-    version: str | None
-    devices: dict[str, int] | None = None
-    is_built_with_cuda: bool | None = None
-    problem: str | None = None
-
-    def __str__(self) -> str:
-        """Return its devices in a line, or why it has none."""
-        if self.version is None:
-            return f"not installed. {_packages.install_hint(self.name)}"
-        if self.problem:
-            return f"does not start: {self.problem}"
-        if self.devices is None:
-            return "not started"
-        return ", ".join(f"{kind}: {count}" for kind, count in self.devices.items())
-
-    def has(self, *kinds: str) -> bool:
-        """Return whether it has a device of one of the kinds."""
-        return any(kind in (self.devices or {}) for kind in kinds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +58,8 @@ class Environment:
     versions: dict[str, str | None]
     backend: str
     backend_source: str
-    machine: _machine.Machine
-    frameworks: tuple[Framework, ...]
+    machine: Machine
+    frameworks: tuple[rules.Framework, ...]
     settings: dict[str, str]
     findings: tuple[Finding, ...]
     strategies: tuple[strategy_trials.StrategyTrial, ...] = ()
@@ -93,7 +79,7 @@ class Environment:
         sections = {
             "Machine": self._of_machine(),
             "Versions": self._of_versions(),
-            "Devices": ((_packages.TITLES[each.name], str(each)) for each in self.frameworks),
+            "Devices": ((packages.TITLES[each.name], str(each)) for each in self.frameworks),
             "Settings": self.settings.items() or [("none is set", "")],
         }
         if self.strategies:
@@ -174,39 +160,39 @@ def environment(
             start_frameworks=start_frameworks,
             try_strategies=try_strategies,
         )
-    machine = _machine.look()
-    frameworks = tuple(Framework(name, _packages.version(name)) for name in _packages.TITLES)
+    hardware = machine.look()
+    frameworks = tuple(rules.Framework(name, packages.version(name)) for name in packages.TITLES)
     if start_frameworks:
         frameworks = _started(frameworks, timeout_seconds)
     devices = {each.name: each.devices for each in frameworks if each.devices}
     trials = try_strategies and strategy_trials.run_all(devices, timeout_seconds, on_start)
-    backend, source = _packages.keras_backend()
-    found = [
-        *_packages.findings(),
-        *settings.findings(os.environ, machine),
-        *_of_backend(backend, source),
-        *_of_frameworks(frameworks),
-        *_of_gpus(machine, *frameworks),
-    ]
+    backend, source = packages.keras_backend()
+    known = rules.Known(os.environ, hardware, frameworks, backend, source)
     return Environment(
         system=f"{platform.system()}, {platform.machine()}",
-        versions=_packages.versions(),
+        versions=packages.versions(),
         backend=backend,
         backend_source=source,
-        machine=machine,
+        machine=hardware,
         frameworks=frameworks,
-        settings=settings.shown(os.environ),
-        findings=check_results.in_order(found),
+        settings=shown_settings(os.environ),
+        findings=check_results.found(rules.RULES, known),
         strategies=trials or (),
     )
 
 
-def _started(frameworks: tuple[Framework, ...], timeout_seconds: float) -> tuple[Framework, ...]:
+def _started(
+    frameworks: tuple[rules.Framework, ...], timeout_seconds: float
+) -> tuple[rules.Framework, ...]:
     """Start those that are installed at the same time, and ask them for their devices."""
     with contextlib.ExitStack() as running:
         programs = [
             each.version
-            and running.enter_context(_child_program.started([_CHILD, each.name], _WHEN_ASKED))
+            and running.enter_context(
+                child_program.started(
+                    [strategy_trials.CHILD, f"devices-of-{each.name}"], _WHEN_ASKED
+                )
+            )
             for each in frameworks
         ]
         return tuple(
@@ -215,8 +201,8 @@ def _started(frameworks: tuple[Framework, ...], timeout_seconds: float) -> tuple
         )
 
 
-def _answered(framework: Framework, outcome: _child_program.Outcome) -> Framework:
-    if outcome.result != _child_program.WORKS:
+def _answered(framework: rules.Framework, outcome: child_program.Outcome) -> rules.Framework:
+    if outcome.result != child_program.WORKS:
         return dataclasses.replace(framework, problem=outcome.reason)
     (found,) = outcome.reports
     return dataclasses.replace(
@@ -224,55 +210,18 @@ def _answered(framework: Framework, outcome: _child_program.Outcome) -> Framewor
     )
 
 
-def _of_backend(backend: str, source: str) -> Iterator[Finding]:
-    if backend not in _packages.TITLES:
-        problem = f"kdpkit does not train on this backend of Keras (chosen by {source})."
-        remedy = "Set KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax."
-    elif not _packages.version(backend):
-        problem = f"It is Keras' backend (chosen by {source}), and is not installed."
-        (other,) = {*_packages.TITLES} - {backend}
-        instead = f" Or set KERAS_BACKEND={other}." if _packages.version(other) else ""
-        remedy = f"{_packages.install_hint(backend)}{instead}"
-    else:
-        return
-    yield Finding("backend", "error", backend, problem, remedy)
+def shown_settings(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that are set, with as much of their values as may be shown.
+
+    >>> shown_settings({"OMP_NUM_THREADS": "2", "XLA_FLAGS": "--xla_dump_to=/home/a", "HOME": "/"})
+    {'XLA_FLAGS': '(not shown)', 'OMP_NUM_THREADS': '2'}
+    """
+    return {name: _value(environ[name]) for name in _NAMES if name in environ}
 
 
-def _of_frameworks(frameworks: tuple[Framework, ...]) -> Iterator[Finding]:
-    for framework in frameworks:
-        if framework.problem:
-            title = _packages.TITLES[framework.name]
-            yield Finding(
-                "does-not-start",
-                "error",
-                framework.name,
-                f"{title} {framework.version} does not start: {framework.problem}",
-                f'Run `python -c "import {framework.name}"` to see the complete error.',
-            )
-
-
-def _of_gpus(machine: _machine.Machine, tensorflow: Framework, jax: Framework) -> Iterator[Finding]:
-    if not machine.gpus or settings.hides_gpus(os.environ):
-        return
-    if tensorflow.devices is not None and not tensorflow.has("GPU"):
-        problem = (
-            "There is a GPU, and TensorFlow does not find CUDA's libraries, or not its own."
-            if tensorflow.is_built_with_cuda
-            else "There is a GPU, and this TensorFlow was built without CUDA."
-        )
-        yield _unused_gpu(problem, f"tensorflow[and-cuda]=={tensorflow.version}")
-    platforms = os.environ.get("JAX_PLATFORMS", "")
-    is_wanted = not platforms or re.search("gpu|cuda", platforms)
-    if is_wanted and jax.devices is not None and not jax.has("GPU", "CUDA"):
-        extra = "cuda13" if (machine.cuda_of_driver or "").startswith("13") else "cuda12"
-        problem = "There is a GPU, and JAX was installed for the CPU alone, or cannot start it."
-        yield _unused_gpu(problem, f"jax[{extra}]=={jax.version}")
-
-
-def _unused_gpu(problem: str, requirement: str) -> Finding:
-    where = requirement.partition("[")[0]
-    remedy = f"Run `{_packages.install_command(requirement)}`."
-    return Finding("unused-gpu", "slow", where, problem, remedy)
+def _value(value: str) -> str:
+    words = [word if _HARMLESS.fullmatch(word) else "(not shown)" for word in value.split()]
+    return " ".join(words) or "empty"
 
 
 def _row(row: tuple[str, str]) -> str:

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from kdpkit._internal import garbage_collection, machine
-from kdpkit.diagnostics import _child_program
-from kdpkit.diagnostics._child_program import CANNOT, WORKS
+from kdpkit.diagnostics._env import child_program
+from kdpkit.diagnostics._env.child_program import CANNOT, WORKS
 
-_CHILD = "kdpkit.diagnostics._env.strategy_trials"
+CHILD = "kdpkit.diagnostics._env.strategy_trials"
 _ALWAYS = {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # what is compared is float32
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a GPU may be somebody else's, too
@@ -69,7 +69,7 @@ def run_all(
     trials = []
     for name, words, variables in _programs(devices):
         on_start(name)
-        with _child_program.started(words, variables | _ALWAYS) as program:
+        with child_program.started(words, variables | _ALWAYS) as program:
             found = program.wait(timeout_seconds)
         text = found.reports[0]["text"] if found.reports else found.reason
         trial = StrategyTrial(name, found.result, text)
@@ -86,21 +86,21 @@ def _programs(
     """Iterate over names of strategies, with the module that tries each and its variables."""
     if "tensorflow" in devices:
         gpus = devices["tensorflow"].get("GPU", 0)
-        yield "numbers", [_CHILD, "numbers"], {}
-        yield "one", [_CHILD, "one"], {}
-        yield "mirrored", [_CHILD, "mirrored"], {} if gpus > 1 else _CPU_ONLY
+        yield "numbers", [CHILD, "numbers"], {}
+        yield "one", [CHILD, "one"], {}
+        yield "mirrored", [CHILD, "mirrored"], {} if gpus > 1 else _CPU_ONLY
         yield _launched("multi_worker", gpus // 2, "--workers", "2")
         servers = ("--workers", "1", "--parameter-servers", "1")
         yield _launched("parameter_server", min(gpus, 1), *servers)
         if machine.address(None) is not None:
-            yield "tpu", [_CHILD, "tpu"], {}
+            yield "tpu", [CHILD, "tpu"], {}
     if "jax" in devices:
-        yield "jax", [_CHILD, "jax"], {}
+        yield "jax", [CHILD, "jax"], {}
 
 
 def _launched(name: str, gpus: int, *flags: str) -> tuple[str, list[str], dict[str, str]]:
     each = ("--gpus-per-worker", str(gpus)) if gpus else ()
-    child = (sys.executable, "-m", _CHILD, name)
+    child = (sys.executable, "-m", CHILD, name)
     return name, ["kdpkit", "launch", *flags, *each, "--", *child], {} if gpus else _CPU_ONLY
 
 
@@ -242,14 +242,33 @@ def _compare_random_numbers(device: str, name: str, dtype: Any) -> None:
             )
 
 
-def _try(name: str) -> dict[str, str]:
+def _devices_of_tensorflow() -> dict[str, Any]:
+    import tensorflow as tf
+
+    kinds = [device.device_type for device in tf.config.list_physical_devices()]
+    devices = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
+    return {"devices": devices, "is_built_with_cuda": tf.test.is_built_with_cuda()}
+
+
+def _devices_of_jax() -> dict[str, Any]:
+    import jax
+
+    return {"devices": {jax.default_backend().upper(): jax.device_count()}}
+
+
+def _try(name: str) -> dict[str, Any]:
     os.environ["KERAS_BACKEND"] = "jax" if name == "jax" else "tensorflow"
-    others = {"jax": _trained_on_jax, "numbers": _numbers}
+    others = {
+        "jax": _trained_on_jax,
+        "numbers": _numbers,
+        "devices-of-tensorflow": _devices_of_tensorflow,
+        "devices-of-jax": _devices_of_jax,
+    }
     return others[name]() if name in others else _trained_on_tensorflow(name)
 
 
 if __name__ == "__main__":
     with garbage_collection.uncollected():  # it imports the frameworks, and is over soon
-        exit_code = _child_program.report(functools.partial(_try, sys.argv[1]))
-    if exit_code:
+        exit_code = child_program.report(functools.partial(_try, sys.argv[1]))
+    if exit_code or sys.argv[1].startswith("devices"):
         os._exit(exit_code)  # without waiting for other processes, which would not end

@@ -1,1 +1,105 @@
-"""`kdpkit plan`: the numbers of a run on several replicas, worked out before it starts."""
+"""`kdpkit plan`: the numbers of a run on several replicas, or its memory."""
+
+import argparse
+import dataclasses
+
+from kdpkit._internal import checks, machine
+from kdpkit.diagnostics import _require_keras
+
+HELP = "work out batches, steps, learning rates or memory of a run on several replicas"
+_REQUIRED = ("examples", "per_replica_batch_size", "base_learning_rate")
+
+EXAMPLE = """\
+One column for each number of replicas, then what is wrong with the plan and how
+to fix it:
+
+    kdpkit plan --examples 60000 --per-replica-batch-size 32 \\
+        --base-learning-rate 0.1 --replicas 1 2 4 8 --epochs 5 --optimizer sgd \\
+        --warmup-epochs 1 --shape cosine
+
+With --memory: what each device needs, and which lines make it fit. TARGET is a
+function that returns (dataset, model), or a dataset and a TrainingLoop:
+
+    KERAS_BACKEND=jax kdpkit plan --memory 16GiB train.py:make --replicas 8
+
+Exit code 0: nothing found, or only notes, or something fits; 1: findings, or
+nothing fits; 2: no such plan is possible."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the run: its data, its batches, its learning rate."""
+    parser.usage = (
+        "kdpkit plan --examples N --per-replica-batch-size N\n"
+        "                   --base-learning-rate RATE [--replicas R ...] [flags]\n"
+        "       kdpkit plan --memory LIMIT TARGET [--replicas R]"
+    )
+    add = parser.add_argument
+    add(
+        "--memory",
+        nargs=2,
+        metavar=("LIMIT", "TARGET"),
+        help="how `file.py:name` or `module:name` fits devices of this memory, such as 16GiB",
+    )
+    add("--examples", type=int, metavar="N", help="training examples")
+    size = "examples that one replica takes from each batch"
+    add("--per-replica-batch-size", type=int, metavar="N", help=size)
+    add("--base-learning-rate", type=float, metavar="RATE", help="the rate for one replica")
+    add("--replicas", type=int, nargs="+", default=[1], metavar="R", help="one number or several")
+    add("--rule", default="linear", help="linear, sqrt or none (default: %(default)s)")
+    add("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
+    add("--accumulation", type=int, default=1, metavar="K", help="batches that make one update")
+    add = parser.add_argument_group("learning rate").add_argument
+    add("--shape", default="constant", help="constant, cosine, linear, stable-decay")
+    add("--warmup-steps", type=int, metavar="N", help="steps of linear warmup")
+    add("--warmup-epochs", type=float, metavar="N", help="the same in epochs, also parts of one")
+    add("--end-learning-rate", type=float, default=0.0, metavar="RATE", help="after a decay")
+    add("--optimizer", help="sgd, or adam for Adam and its variants")
+    for name, default in (("--beta-1", 0.9), ("--beta-2", 0.999), ("--epsilon", 1e-7)):
+        add(name, type=float, default=default, help="Adam's on one replica (default: %(default)s)")
+    add = parser.add_argument_group("data").add_argument
+    add("--remainder", default="drop", help="the last batch: drop, pad, keep (default: drop)")
+    add("--shuffle-buffer", type=int, default=10_000, metavar="N", help="(default: %(default)s)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the plans; return 0 if they are clean, else 1."""
+    if args.memory:
+        return _run_memory(args)
+    if missing := [name for name in _REQUIRED if getattr(args, name) is None]:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
+        checks.fail(f"`kdpkit plan` needs {flags}, or --memory. See `kdpkit plan --help`.")
+    from kdpkit.diagnostics import _text
+    from kdpkit.diagnostics._plan import plan_text, training_plan
+
+    names = {field.name for field in dataclasses.fields(training_plan.TrainingPlan)}
+    settings = {name: value for name, value in vars(args).items() if name in names}
+    counts = sorted({*args.replicas})
+    plans = [training_plan.plan(**settings | {"replicas": count}) for count in counts]
+    if args.shape != "constant" or plans[0].warmup_steps:
+        _require_keras.require()
+    _text.show(plan_text.Plans(plans), as_json=args.json)
+    return 0 if all(plan.clean for plan in plans) else 1
+
+
+def _run_memory(args: argparse.Namespace) -> int:
+    """Print what each device needs; return 0 if it fits in some way, else 1."""
+    memory, target = args.memory
+    if len(args.replicas) > 1 or ":" not in target:
+        checks.fail(
+            "Memory is planned for one function, and one number of replicas.",
+            target=target,
+            replicas=args.replicas,
+            remedy="Write `kdpkit plan --memory 16GiB train.py:make --replicas 8`.",
+        )
+    (replicas,) = args.replicas
+    machine.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
+    from kdpkit.diagnostics import _text
+    from kdpkit.diagnostics._doctor import target as targets
+
+    with targets.named(target, makes=lambda _: False) as make:
+        _require_keras.require()
+        from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
+
+        plan = diagnostics.plan_memory(make, memory=memory, replicas=replicas)
+    _text.show(plan, as_json=args.json)
+    return 0 if plan.chosen else 1

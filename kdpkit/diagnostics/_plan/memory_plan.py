@@ -3,32 +3,35 @@
 Which ways there are is decided here; bytes come from the backend.
 """
 
-import bisect
 import dataclasses
 import functools
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
+from keras.src.backend import compute_output_spec
 
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
+from kdpkit.batches import rows_of
 from kdpkit.diagnostics import _text
-from kdpkit.diagnostics._training_step import check_model, is_loop
+from kdpkit.diagnostics._doctor import batches
+from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
 from kdpkit.training import TrainingLoop
 
 _SHARDS = ("none", "optimizer", "weights")  # what sends least first
-_HALF = "mixed_bfloat16"
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT]i?)B")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 _PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 _COLUMNS = 100
 _WHY_NOT_EQUAL = (
-    "micro-batches have statistics (BatchNormalization) or random numbers of their own; bfloat16 "
-    "computes in half precision, and is estimated."
+    "micro-batches have statistics (BatchNormalization) or random numbers of their own."
 )
 _MOST_MICRO_BATCHES = 64  # each makes the program longer
+# Their outputs are what other operations made, or constants.
+_WITHOUT_MEMORY = ("Const", "Identity", "Placeholder", "ReadVariableOp", "Reshape", "StopGradient")
 
 Make = Callable[[], tuple[Any, Any]]
 
@@ -41,7 +44,6 @@ class MemoryUse:
         shard: As in `kdpkit.sharding.DataParallel`.
         accumulation: Micro-batches, as in `kdpkit.training.TrainingLoop`.
         remat: As in `kdpkit.training.TrainingLoop`.
-        dtype_policy: `"mixed_bfloat16"` where the plan changes it; None keeps the model's.
         equal: Whether it trains the same up to rounding as without any of these settings.
         weights: Weights, and what else the model and its metrics keep.
         gradients: Those of the weights, by their shapes.
@@ -56,7 +58,6 @@ class MemoryUse:
     shard: str
     accumulation: int
     remat: bool
-    dtype_policy: str | None
     equal: bool
     weights: int
     gradients: int
@@ -74,7 +75,6 @@ class MemoryUse:
         """Return the settings in a few words."""
         words = [self.shard, *([f"K={self.accumulation}"] if self.accumulation > 1 else [])]
         words += ["remat"] if self.remat else []
-        words += [self.dtype_policy.removeprefix("mixed_")] if self.dtype_policy else []
         return " ".join(words)
 
 
@@ -84,7 +84,7 @@ class MemoryPlan:
 
     Attributes:
         uses: See `MemoryUse`. Where none fits without `remat` and `accumulation`, also those with
-            as few micro-batches as fit, or the most; and in `mixed_bfloat16` those that then fit.
+            as few micro-batches as fit, or the most.
         memory: Bytes that each device has.
         replicas: Devices that share a batch.
         global_batch_size: Examples of a batch.
@@ -156,9 +156,8 @@ class MemoryPlan:
     def _row(self, use: MemoryUse) -> tuple[str, ...]:
         parts = [_mebibytes(getattr(use, part)) for part in (*_PARTS, "total")]
         more = self.extra_computation(use)
-        extra = "-" if more is None else f"{more:+.0%}"
         fits = ("yes" if use.total <= self.memory else "no") + "*" * (not use.equal)
-        return (str(use), *parts, fits, extra)
+        return (str(use), *parts, fits, "-" if more is None else f"{more:+.0%}")
 
     def _result(self) -> str:
         if self.chosen is None:
@@ -168,8 +167,7 @@ class MemoryPlan:
                 f"{_mebibytes(least.total)} MiB, with {least}: use devices with more memory, more "
                 "of them, or a smaller batch or model."
             )
-        star = "" if self.chosen.equal else " (*)"
-        head = f"The cheapest that fits: {self.chosen}{star}."
+        head = f"The cheapest that fits: {self.chosen}{'' if self.chosen.equal else ' (*)'}."
         return "\n".join([head, "", *(f"    {line}" for line in self.lines)]).rstrip()
 
 
@@ -183,9 +181,8 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     from the shapes of all that a forward pass computes; what XLA and cuDNN use besides is unknown.
 
     Args:
-        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`. It is
-            called once more for `mixed_bfloat16`, if the model is float32. On JAX it is traced,
-            unless it looks at values.
+        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`. On JAX
+            it is traced, unless it looks at values.
         memory: Bytes that each device has for the training, or a text such as `"16GiB"`.
         replicas: Devices that share a global batch.
 
@@ -206,117 +203,70 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     if not callable(make):
         checks.fail("`make` must be a function.", make=type(make).__name__)
     step = _step_of(make)
-    uses = [*_uses(step, replicas, limit)]
-    too_large = any(use.total > limit for use in uses)
-    share = _share_in_half_precision(make, step) if too_large else 1.0
-    halved = (
-        dataclasses.replace(
-            use, dtype_policy=_HALF, equal=False, activations=round(use.activations * share)
-        )
-        for use in uses
-        if use.total > limit
-    )
-    uses += [use for use in halved if use.total <= limit]
-    return MemoryPlan(tuple(uses), limit, replicas, step.global_batch_size, tuple(step.estimates))
+    uses = tuple(_uses(step, replicas, limit))
+    return MemoryPlan(uses, limit, replicas, step.global_batch_size, tuple(step.estimates))
 
 
 def _step_of(make: Make) -> Any:
     def made() -> tuple[Any, TrainingLoop]:
-        return _as_loop(make())
+        given = make()
+        if not isinstance(given, tuple) or len(given) != 2:
+            checks.fail(
+                "`make` must return a dataset and a compiled model or a `TrainingLoop`.",
+                returned=type(given).__name__,
+            )
+        dataset, trainer = given
+        check_model(trainer)
+        if not is_loop(trainer):
+            trainer = TrainingLoop(trainer, **versions.compile_settings(trainer))
+        return dataset, trainer
 
     if keras.backend.backend() == "jax":
         from kdpkit.training.jax import _memory
 
         return _memory.StepMemory(made)
-    from kdpkit.diagnostics._plan import memory_tensorflow
-
-    return memory_tensorflow.StepMemory(made)
-
-
-def _as_loop(made: Any) -> tuple[Any, TrainingLoop]:
-    if not isinstance(made, tuple) or len(made) != 2:
-        checks.fail(
-            "`make` must return a dataset and a compiled model or a `TrainingLoop`.",
-            returned=type(made).__name__,
-        )
-    dataset, trainer = made
-    check_model(trainer)
-    if not is_loop(trainer):
-        trainer = TrainingLoop(trainer, **versions.compile_settings(trainer))
-    return dataset, trainer
-
-
-def _share_in_half_precision(make: Make, step: Any) -> float:
-    """Return what is left of the activations in `mixed_bfloat16`; 1 if the model is not float32.
-
-    It is not compiled: XLA computes it on CPUs in float32, with more memory than without.
-    """
-    policy = keras.config.dtype_policy()
-    if policy.name != "float32":
-        return 1.0
-    keras.config.set_dtype_policy(_HALF)
-    try:
-        return _step_of(make).kept(1, remat=False) / max(step.kept(1, remat=False), 1)
-    finally:
-        keras.config.set_dtype_policy(policy)
+    return _StepOnTensorFlow(made)
 
 
 def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
     """Yield what each way needs; with micro-batches only if it takes them or `remat` to fit."""
     shards = _SHARDS if replicas > 1 and step.can_shard else _SHARDS[:1]
-    remats = (False, True) if step.can_remat else (False,)
-    ways = [
-        functools.partial(_use, step, replicas, shard, remat)
-        for shard, remat in itertools.product(shards, remats)
-    ]
-    uncut = [use_of(1) for use_of in ways]
+    ways = [*itertools.product(shards, (False, True) if step.can_remat else (False,))]
+
+    def use(shard: str, remat: bool, accumulation: int = 1) -> MemoryUse:
+        need = step.need(replicas, shard=shard, accumulation=accumulation, remat=remat)
+        is_same = accumulation == 1 or step.micro_batches_are_exact
+        return MemoryUse(shard, accumulation, remat, equal=is_same, **need)
+
+    uncut = [use(shard, remat) for shard, remat in ways]
     yield from uncut
-    counts = _micro_batches(step, replicas)
-    if len(counts) == 1 or any(use.total <= memory and not use.remat for use in uncut):
+    if any(one.total <= memory and not one.remat for one in uncut):
         return
-    for use_of, first in zip(ways, uncut, strict=True):
-        if first.total > memory:
-            use = _accumulated(use_of, counts, memory)
-            yield dataclasses.replace(use, operations=first.operations)  # XLA counts a loop once
-
-
-def _use(step: Any, replicas: int, shard: str, remat: bool, accumulation: int) -> MemoryUse:
-    need = step.need(replicas, shard=shard, accumulation=accumulation, remat=remat)
-    is_same = accumulation == 1 or step.micro_batches_are_exact
-    return MemoryUse(shard, accumulation, remat, dtype_policy=None, equal=is_same, **need)
-
-
-def _accumulated(use_of: Callable[[int], MemoryUse], counts: list[int], memory: int) -> MemoryUse:
-    """Return what is needed with as few micro-batches as fit, or with the most."""
-    uses = {counts[-1]: use_of(counts[-1])}
-
-    def fits(accumulation: int) -> bool:
-        uses[accumulation] = use_of(accumulation)
-        return uses[accumulation].total <= memory
-
-    if uses[counts[-1]].total > memory:
-        return uses[counts[-1]]
-    return uses[counts[bisect.bisect(counts, False, lo=1, hi=len(counts) - 1, key=fits)]]
+    counts = _micro_batches(step, replicas)
+    for (shard, remat), first in zip(ways, uncut, strict=True):
+        if counts and first.total > memory:
+            tried = (use(shard, remat, count) for count in counts)  # as few as fit, or the most
+            last = next(
+                one for one in tried if one.total <= memory or one.accumulation == counts[-1]
+            )
+            yield dataclasses.replace(last, operations=first.operations)  # XLA counts a loop once
 
 
 def _micro_batches(step: Any, replicas: int) -> list[int]:
     """Return numbers that cut a replica's examples evenly, each at least twice the one before."""
     examples, rest = divmod(step.global_batch_size, replicas)
     counts = [1]
-    most = 1 if rest else min(examples, _MOST_MICRO_BATCHES)
-    for count in range(2, most + 1):
+    for count in range(2, 1 if rest else min(examples, _MOST_MICRO_BATCHES) + 1):
         if examples % count == 0 and count >= 2 * counts[-1]:
             counts.append(count)
     try:
         step.kept(counts[-1], remat=False)
     except errors.InputError:
-        return [1]  # the loss compares examples, and no batch of it is cut
-    return counts
+        return []  # the loss compares examples, and no batch of it is cut
+    return counts[1:]
 
 
 def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
-    if use.dtype_policy:
-        yield f'keras.config.set_dtype_policy("{use.dtype_policy}")  # before the model is made'
     if replicas > 1 and keras.backend.backend() == "jax":
         strategy = f'kdpkit.sharding.DataParallel({replicas}, shard="{use.shard}")'
         yield f"keras.distribution.set_distribution({strategy})"
@@ -327,25 +277,93 @@ def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
 
 
 def _bytes_of(memory: int | str) -> int:
-    """Read a size.
-
-    >>> _bytes_of("16GiB"), _bytes_of("1.5 MB"), _bytes_of(1024)
-    (17179869184, 1500000, 1024)
-    """
-    match = _SIZE.fullmatch(memory) if isinstance(memory, str) else None
-    if match:
-        number, unit = match.groups()
-        base = 1024 if unit.endswith("i") else 1000
-        memory = int(float(number) * base ** (1 + "KMGT".index(unit[0])))
-    if isinstance(memory, str):
+    if not isinstance(memory, str):
+        return checks.integer("memory", memory)
+    match = _SIZE.fullmatch(memory)
+    if match is None:
         checks.fail(
             "`memory` must be the bytes of a device.",
             memory=memory,
             remedy="Write it as '16GiB', '80GB' or '512MiB'.",
         )
-    return checks.integer("memory", memory)
+    number, unit, is_binary = match.groups()
+    base = 1024 if is_binary else 1000
+    return checks.integer("memory", int(float(number) * base ** (1 + "KMGT".index(unit))))
 
 
 def _mebibytes(size: int) -> str:
     number = size / 2**20
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
+
+
+class _StepOnTensorFlow:
+    """What a step needs on TensorFlow, as far as shapes show it; a replica has all variables.
+
+    Args:
+        make: Returns a dataset and a `TrainingLoop`.
+    """
+
+    can_shard = can_remat = False
+    estimates = ("activations", "temporaries")
+
+    def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
+        dataset, self._loop = make()
+        self._batch = batches.batches_of(dataset).first
+        self.global_batch_size = rows_of(self._batch)
+        model = self._loop.model
+        if not model.built:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(self._specs(self.global_batch_size))
+            compute_output_spec(functools.partial(model, training=False), x)
+        model.optimizer.build(model.trainable_variables)
+
+    @property
+    def micro_batches_are_exact(self) -> bool:
+        """Whether no layer looks at several examples; random numbers are those of one batch."""
+        layers = self._loop.model._flatten_layers()
+        return not any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
+
+    def need(self, replicas: int, *, shard: str, accumulation: int, remat: bool) -> dict[str, Any]:
+        """Return bytes on one replica."""
+        del shard
+        model = self._loop.model
+        gradients = _bytes_held(model.trainable_variables)
+        return {
+            "weights": _bytes_held(model.variables),
+            "gradients": gradients,
+            "optimizer": _bytes_held(model.optimizer.variables),
+            "activations": self.kept(accumulation, remat=remat) // replicas,
+            "temporaries": gradients if accumulation > 1 else 0,  # of a micro-batch
+            "operations": None,
+        }
+
+    def _specs(self, examples: int) -> Any:
+        import tensorflow as tf
+
+        return keras.tree.map_structure(
+            lambda part: tf.TensorSpec((examples, *part.shape[1:]), part.dtype), self._batch
+        )
+
+    def kept(self, accumulation: int, *, remat: bool) -> int:
+        """Return the bytes of all that a forward pass computes, as if nothing were freed."""
+        import tensorflow as tf
+
+        del remat
+        self._loop.loss.in_micro_batches = accumulation > 1
+        examples = math.ceil(self.global_batch_size / accumulation)
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(self._specs(examples))
+        forward = tf.function(
+            functools.partial(self._loop.per_example_loss, training=True), autograph=False
+        )
+        computed = (
+            tensor
+            for operation in forward.get_concrete_function(x, y).graph.get_operations()
+            if operation.type not in _WITHOUT_MEMORY
+            for tensor in operation.outputs
+        )
+        return sum((t.shape.num_elements() or 0) * t.dtype.size for t in computed)
+
+
+def _bytes_held(variables: list[keras.Variable]) -> int:
+    import tensorflow as tf
+
+    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)

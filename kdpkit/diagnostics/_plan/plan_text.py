@@ -32,56 +32,51 @@ class Plans:
 
 
 def _heading(plan: "TrainingPlan") -> str:
-    scale = plan.scale
     settings = [
         f"{plan.examples:,} examples",
         f"{plan.epochs:,} epoch{'s' * (plan.epochs > 1)}",
-        f"{scale.per_replica_batch_size:,} examples per replica",
-        f"base rate {scale.base_learning_rate:g}",
-        f"rule {scale.rule}",
-        f"shape {plan.shape}",
-        f"remainder {plan.remainder}",
-        *([f"{scale.accumulation:,} batches per update"] if scale.accumulation > 1 else []),
+        f"{plan.per_replica_batch_size:,} examples per replica",
+        f"base rate {plan.base_learning_rate:g}",
+        f"rule {plan.rule}, shape {plan.shape}, remainder {plan.remainder}",
+        *([f"{plan.accumulation:,} batches per update"] if plan.accumulation > 1 else []),
         *([f"optimizer {plan.optimizer}"] if plan.optimizer else []),
     ]
     return check_results.wrapped(", ".join(settings))
 
 
 def _table(plans: "Sequence[TrainingPlan]") -> str:
-    columns = [dict(_numbers(plan)) for plan in plans]
+    columns = [_numbers(plan) for plan in plans]
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in names]
     return _text.table(rows)
 
 
-def _numbers(plan: "TrainingPlan") -> Iterator[tuple[str, str]]:
-    scale = plan.scale
-    yield "replicas", f"{scale.replicas:,}"
-    yield "global batch", f"{scale.global_batch_size:,}"
-    if scale.accumulation > 1:
-        yield "examples per update", f"{scale.effective_batch_size:,}"
-    yield "steps per epoch", f"{plan.steps_per_epoch:,}"
-    yield "padded per epoch", f"{plan.padded:,}"
-    yield "left out per epoch", f"{plan.left_out:,}"
+def _numbers(plan: "TrainingPlan") -> dict[str, str]:
+    scale, adam = plan.scale, plan.adam
     least, most = min(plan.last_batch), max(plan.last_batch)
-    yield "last batch, of a replica", f"{most:,}" if least == most else f"{least:,}-{most:,}"
-    yield "steps", f"{plan.total_steps:,}"
-    yield "updates", f"{plan.updates:,}"
-    if plan.warmup_steps:
-        yield "warmup steps", f"{plan.warmup_steps:,}"
-    yield "shuffle buffer", f"{plan.buffered_examples:,}"
-    if plan.shuffle_buffer_bytes is not None:
-        yield "  its memory", f"{plan.shuffle_buffer_bytes / 2**20:,.3g} MiB"
-    yield "factor of the batch", f"{scale.factor:,}"
-    yield "scaled rate", f"{scale.learning_rate:.4g}"
+    found: dict[str, str | int] = {
+        "replicas": plan.replicas,
+        "global batch": scale.global_batch_size,
+        **({"examples per update": scale.effective_batch_size} if plan.accumulation > 1 else {}),
+        "steps per epoch": plan.steps_per_epoch,
+        "padded per epoch": plan.padded,
+        "left out per epoch": plan.left_out,
+        "last batch, of a replica": most if least == most else f"{least:,}-{most:,}",
+        "steps": plan.total_steps,
+        "updates": plan.updates,
+        **({"warmup steps": plan.warmup_steps} if plan.warmup_steps else {}),
+        "shuffle buffer": plan.buffered_examples,
+        "factor of the batch": scale.factor,
+        "scaled rate": f"{scale.learning_rate:.4g}",
+    }
     for milestone in plan.milestones:
         if milestone.step:
-            yield f"  {milestone.event}: step", f"{milestone.step:,}"
-        yield f"  {milestone.event}: rate", f"{milestone.learning_rate:.4g}"
-    if plan.adam:
-        yield "Adam: beta_1", f"{plan.adam.beta_1:.6g}"
-        yield "Adam: beta_2", f"{plan.adam.beta_2:.6g}"
-        yield "Adam: epsilon", f"{plan.adam.epsilon:.4g}"
+            found[f"  {milestone.event}: step"] = milestone.step
+        found[f"  {milestone.event}: rate"] = f"{milestone.learning_rate:.4g}"
+    if adam:
+        found |= {"Adam: beta_1": f"{adam.beta_1:.6g}", "Adam: beta_2": f"{adam.beta_2:.6g}"}
+        found["Adam: epsilon"] = f"{adam.epsilon:.4g}"
+    return {name: f"{n:,}" if isinstance(n, int) else n for name, n in found.items()}
 
 
 def _found(plans: "Sequence[TrainingPlan]") -> Iterator[check_results.Finding]:
@@ -89,8 +84,7 @@ def _found(plans: "Sequence[TrainingPlan]") -> Iterator[check_results.Finding]:
     alike: dict[tuple[str, str], list[tuple[int, check_results.Finding]]] = {}
     for plan in plans:
         for finding in plan.findings:
-            of_kind = alike.setdefault((finding.rule, finding.level), [])
-            of_kind.append((plan.scale.replicas, finding))
+            alike.setdefault((finding.rule, finding.level), []).append((plan.replicas, finding))
     replicas = {found[-1][1]: [str(count) for count, _ in found] for found in alike.values()}
     for finding in check_results.in_order(replicas):
         where = f"{finding.where} (replicas: {', '.join(replicas[finding])})"

@@ -16,8 +16,9 @@ from jax import export
 
 from kdpkit import errors
 from kdpkit._internal.check_results import Finding
-from kdpkit.diagnostics import _batch, _text, _training_step
-from kdpkit.diagnostics._training_step import Trainable
+from kdpkit.diagnostics import _text
+from kdpkit.diagnostics._doctor import batches, training_step
+from kdpkit.diagnostics._doctor.training_step import Trainable
 
 _CALLBACKS = ("pure_callback", "io_callback", "debug_callback", "debug_print", "callback")
 _UNKNOWN_PRIMITIVE = re.compile(r"primitive '([\w-]+)'")
@@ -34,7 +35,7 @@ def findings(trainer: Trainable, dataset: Any, first: Any) -> Iterator[Finding]:
         dataset: What it trains on.
         first: A batch.
     """
-    model = _training_step.model_of(trainer)
+    model = training_step.model_of(trainer)
     if model.run_eagerly:
         yield Finding(
             "eager-step",
@@ -44,7 +45,7 @@ def findings(trainer: Trainable, dataset: Any, first: Any) -> Iterator[Finding]:
             "one most of the time.",
             "Compile it with `run_eagerly=False`.",
         )
-    first = _batch.as_arrays(first)
+    first = batches.as_arrays(first)
     batch = jax.tree.map(_spec, first)
     try:
         with _full_tracebacks():
@@ -80,13 +81,13 @@ def _spec(array: Any) -> jax.ShapeDtypeStruct:
 
 def _step_of(trainer: Trainable, dataset: Any, first: Any) -> tuple[Callable, Any]:
     """Return the function of a step, and the shapes and types of the variables that it takes."""
-    if _training_step.is_loop(trainer):
+    if training_step.is_loop(trainer):
         steps: Any = trainer._steps
         feed = steps.open(dataset, "dataset", steps=1)  # which may be endless
         steps.build(feed, training=True)
         return steps._train_step, jax.tree.map(_spec, steps._variables.read())
-    model = _training_step.model_of(trainer)
-    _training_step.build(model, first)
+    model = training_step.model_of(trainer)
+    training_step.build(model, first)
     variables = (
         model.trainable_variables,
         model.non_trainable_variables,

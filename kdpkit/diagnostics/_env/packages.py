@@ -1,17 +1,13 @@
 """Which packages are installed and in which versions, read from their metadata, not imported."""
 
 import importlib.metadata
-import importlib.util
 import json
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from packaging.requirements import Requirement
-
-from kdpkit._internal.check_results import Finding
 
 TITLES = {"tensorflow": "TensorFlow", "jax": "JAX"}  # of the backends, as they write themselves
 _OTHER_BACKENDS = ("torch", "numpy", "openvino")
@@ -30,7 +26,7 @@ _TENSORFLOWS = (
 
 def versions() -> dict[str, str | None]:
     """Return the version of Python and of each package that matters; None where it is missing."""
-    names = [*_MAIN, *sorted({*_wanted()} - {*_MAIN}), *_installed_tensorflows()]
+    names = [*_MAIN, *sorted({*wanted()} - {*_MAIN}), *installed_tensorflows()]
     return {"python": platform.python_version()} | {name: version(name) for name in names}
 
 
@@ -67,41 +63,11 @@ def install_command(requirement: str) -> str:
 
 def install_hint(package: str) -> str:
     """Return a sentence that says how to install a package in the version that kdpkit wants."""
-    return f"Run `{install_command(_wanted().get(package, package))}`."
+    return f"Run `{install_command(wanted().get(package, package))}`."
 
 
-def missing(backend: str) -> str:
-    """Return a sentence on a backend that is not installed; empty if it is."""
-    if importlib.util.find_spec(backend) is not None:
-        return ""
-    return f"{TITLES[backend]} is not installed. {install_hint(backend)}"
-
-
-def findings() -> Iterator[Finding]:
-    """Find versions with which kdpkit does not work, and several TensorFlows in one place."""
-    for package, text in _wanted().items():
-        installed, supported = version(package), Requirement(text).specifier
-        if installed and not supported.contains(installed, prereleases=True):
-            newer = [bound for bound in supported if bound.operator == "<"]
-            is_newer = any(not bound.contains(installed) for bound in newer)
-            yield Finding(
-                "untested-version" if is_newer else "old-version",
-                "error",
-                package,
-                f"Version {installed} is installed, and kdpkit works with {text}.",
-                f"Run `{install_command(text)}`.",
-            )
-    if len(installed_ones := _installed_tensorflows()) > 1:
-        yield Finding(
-            "two-tensorflows",
-            "error",
-            "tensorflow",
-            f"Several distributions overwrite each other's files: {', '.join(installed_ones)}.",
-            "Uninstall all of them, then install one.",
-        )
-
-
-def _installed_tensorflows() -> tuple[str, ...]:
+def installed_tensorflows() -> tuple[str, ...]:
+    """Return the distributions that bring the package `tensorflow`."""
     return tuple(name for name in _TENSORFLOWS if _version(name))
 
 
@@ -112,7 +78,7 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _wanted() -> dict[str, str]:
+def wanted() -> dict[str, str]:
     """Return what kdpkit and its extras for users ask for; nothing if it is not installed."""
     if not _version("kdpkit"):
         return {}

@@ -1,4 +1,4 @@
-"""The stages of a dataset, as the user wrote them.
+"""The stages of a dataset: the one reader for `lint`, `measure`, `count_batches` and `Resume`.
 
 This file uses private parts of tf.data: the names of its dataset classes, their attributes,
 `_inputs()` and `_functions()`, which are the same in TensorFlow 2.20 and 2.21. Unlike a serialized
@@ -11,6 +11,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
@@ -18,10 +19,11 @@ from tensorflow.python.framework import op_def_registry
 
 from kdpkit.pipelines._epochs import TrainDataset
 
-# Names of operations, as regular expressions.
-_PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
-_STORED = r"LookupTable.*|ReadVariableOp|ResourceGather(Nd)?"
-_READING = r"(TFRecord|TextLine|FixedLengthRecord|CSV)Dataset(V2)?"
+# Names of operations, as regular expressions: what `Function.runs` takes.
+PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
+STORED = r"LookupTable.*|ReadVariableOp|ResourceGather(Nd)?"  # a Keras layer's, for example
+ASSIGNING = "Assign.*"
+READING = r"(TFRecord|TextLine|FixedLengthRecord|CSV)Dataset(V2)?"
 # Stateful ones: they draw again whenever they run.
 _RANDOM = (
     r"Random(?!Index).*|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox.*"
@@ -56,13 +58,12 @@ _TRANSPARENT = frozenset(
 )
 # The first of the two inputs of a dataset's operation that are its seeds.
 _SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
-# Arguments that stages do not keep, or that let threads change the order.
-_ARGUMENTS = {"deterministic": True, "sloppy": False, "row_splits_dtype": tf.int64}
 _NAMED_BY = {
     **dict.fromkeys(("shuffle", "prefetch"), "buffer_size"),
     **dict.fromkeys(("batch", "padded_batch"), "batch_size"),
     **dict.fromkeys(("repeat", "take", "skip"), "count"),
 }
+_LIBRARIES = ("kdpkit", "keras", "tensorflow")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,18 +71,39 @@ class Function:
     """A function that a stage calls.
 
     Attributes:
-        name: Its name in Python.
-        ops: The names of its operations, including those in nested datasets and functions.
         call: The function that the user passed; None if unknown.
+        ops: The names of its operations, including those in nested datasets and functions.
         captures_datasets: Whether it uses datasets that were made outside of it.
         has_unseeded_order: Whether it makes a dataset of random order without a seed.
     """
 
-    name: str
-    ops: frozenset[str]
     call: Callable[..., Any] | None
+    ops: frozenset[str]
     captures_datasets: bool
     has_unseeded_order: bool
+
+    @property
+    def name(self) -> str:
+        """Its name in Python."""
+        return str(getattr(self.call, "__name__", "")).strip("<>")
+
+    @property
+    def place(self) -> str:
+        """Where the user defined it, such as `"line 12 of train.py"`; empty if unknown."""
+        function = self.call and inspect.unwrap(self.call)
+        code = getattr(function, "__code__", None)
+        if code is None or str(function.__module__).partition(".")[0] in _LIBRARIES:
+            return ""
+        return f"line {code.co_firstlineno} of {Path(code.co_filename).name}"
+
+    def runs(self, operations: str) -> bool:
+        """Return whether it has an operation whose name matches."""
+        return any(re.fullmatch(operations, op) for op in self.ops)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws new random numbers each time, as augmentation and Keras layers do."""
+        return self.runs(_RANDOM) or (self.runs("StatelessRandom.*") and self.runs(ASSIGNING))
 
     @property
     def is_stateful(self) -> bool:
@@ -89,72 +111,66 @@ class Function:
         return any(map(_is_stateful, self.ops))
 
     @property
-    def calls_python(self) -> bool:
-        """Whether it holds a `py_function`, a `numpy_function` or a generator."""
-        return self._has(_PYTHON)
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether it reads a variable or a lookup table, such as a Keras layer's."""
-        return self._has(_STORED)
-
-    @property
-    def draws(self) -> bool:
-        """Whether it draws new random numbers each time, as augmentation and Keras layers do."""
-        moves_a_seed = self._has("StatelessRandom.*") and self._has("Assign.*")
-        return self._has(_RANDOM) or moves_a_seed
-
-    @property
-    def assigns(self) -> bool:
-        """Whether it changes a variable, such as a counter."""
-        return self._has("Assign.*")
-
-    @property
-    def reads_files(self) -> bool:
-        """Whether it opens record or text files as a dataset."""
-        return self._has(_READING)
-
-    @property
     def is_cheap(self) -> bool:
         """Whether it only moves and compares numbers, too little work for a thread."""
         return self.ops <= _CHEAP_OPS
 
-    def _has(self, pattern: str) -> bool:
-        return any(re.fullmatch(pattern, op) for op in self.ops)
-
 
 def _is_stateful(op: str) -> bool:
-    """Return whether tf.data considers an operation stateful, so its calls keep their order."""
     if op in ("Assert", "StatefulPartitionedCall", "If", "While") or "Dataset" in op:
         return False  # decided by the operations of the inner functions
     definition = op_def_registry.get(op)
     return definition is not None and definition.is_stateful
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
 class Stage:
     """One stage of a pipeline.
 
-    Attributes:
-        dataset: Its output, including options and an asserted cardinality.
-        made_by: The dataset object of the stage.
-        kind: The method or class that created it, such as `"map"` or `"TFRecordDataset"`.
-        inputs: The stages that it takes elements from.
+    Args:
+        dataset: The dataset of the stage, for which nothing is run.
+        is_hidden: Whether the user did not write the stage, or it only has options; `line`, `paths`
+            and `before` leave it out.
     """
 
-    dataset: tf.data.Dataset
-    made_by: tf.data.Dataset
-    kind: str
-    inputs: tuple["Stage", ...]
+    def __init__(self, dataset: tf.data.Dataset, *, is_hidden: bool = False) -> None:
+        self.dataset = dataset
+        self.is_hidden = is_hidden or self.kind in _TRANSPARENT
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """The method or class that created it, such as `"map"` or `"TFRecordDataset"`."""
+        if isinstance(self.dataset, TrainDataset):
+            return "train_pipeline"
+        kind = _kind_of(self.dataset)
+        makes_generator = any("GeneratorDataset" in one.ops for one in self.functions)
+        return "from_generator" if kind == "flat_map" and makes_generator else kind
+
+    @functools.cached_property
+    def inputs(self) -> tuple["Stage", ...]:
+        """The stages that it takes elements from, of a choice between datasets all but the chooser.
+
+        A file's reader that has the names in memory is a source, and so is a generator.
+        """
+        if isinstance(self.dataset, TrainDataset):  # its graph hides its source
+            return (Stage(self.dataset.examples),)
+        inputs = getattr(self.dataset, "_data_inputs", None) or self.dataset._inputs()
+        kinds = [_kind_of(one) for one in inputs]
+        if self.kind == "from_generator" or (
+            self.kind == "TFRecordDataset" and kinds == ["from_tensor_slices"]
+        ):
+            return ()
+        # `unbatch`, `rebatch` and `snapshot` add a map of their own.
+        is_hidden = self.kind == "restructured" and kinds == ["map"]
+        return tuple(Stage(one, is_hidden=is_hidden) for one in inputs)
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
         """The functions that it calls."""
-        return tuple(functions_of(self.made_by))
+        return tuple(map(_function, self.dataset._functions()))
 
     def argument(self, name: str) -> Any:
         """Return an argument as stored in the dataset; None if unknown."""
-        return getattr(self.made_by, f"_{name}", None)
+        return getattr(self.dataset, f"_{name}", None)
 
     def setting(self, name: str) -> Any:
         """Return an argument as a Python value; None if unknown."""
@@ -167,13 +183,23 @@ class Stage:
     @functools.cached_property
     def cardinality(self) -> int | None:
         """The number of its elements: None if unknown, -1 if infinite."""
-        count = int(self.dataset.cardinality())
+        with tf.init_scope():  # a graph would not compute it
+            count = int(self.dataset.cardinality())
         return None if count == tf.data.UNKNOWN_CARDINALITY else count
+
+    def runs(self, operations: str) -> bool:
+        """Return whether a function that it calls has an operation whose name matches."""
+        return any(function.runs(operations) for function in self.functions)
+
+    @property
+    def calls_python(self) -> bool:
+        """Whether its elements come from Python."""
+        return self.kind == "from_generator" or self.runs(PYTHON)
 
     @property
     def is_parallel(self) -> bool:
         """Whether its own threads produce elements ahead of time."""
-        return "Parallel" in type(self.made_by).__name__
+        return "Parallel" in type(self.dataset).__name__
 
     @property
     def keeps(self) -> bool:
@@ -181,12 +207,15 @@ class Stage:
         return self.kind in ("cache", "snapshot")
 
     @property
+    def reshuffles(self) -> bool:
+        """Whether it is a `shuffle` that has a new order in each iteration."""
+        return self.kind == "shuffle" and self.setting("reshuffle_each_iteration") is not False
+
+    @property
     def shuffles(self) -> bool:
-        """Whether it, or a dataset inside it, has a new order each epoch."""
-        if self.kind == "shuffle":
-            return self.setting("reshuffle_each_iteration") is not False
-        within = (op for function in self.functions for op in function.ops)
-        return self.kind == "train_pipeline" or any("ShuffleDataset" in op for op in within)
+        """Whether it, or a dataset inside it, has a new order in each epoch."""
+        within = self.kind != "shuffle" and self.runs(".*ShuffleDataset.*")
+        return self.reshuffles or within or self.kind == "train_pipeline"
 
     @property
     def has_work(self) -> bool:
@@ -211,15 +240,10 @@ class Stage:
         names = None
         if self.kind in ("TextLineDataset", "TFRecordDataset", "FixedLengthRecordDataset"):
             names = self.argument("filenames")
-        elif len(self.inputs) == 1 and any(one.reads_files for one in self.functions):
+        elif len(self.inputs) == 1 and self.runs(READING):
             names = self.inputs[0].dataset
         count = int(names.cardinality()) if isinstance(names, tf.data.Dataset) else 0
         return count if count > 0 else None
-
-
-def end_of(dataset: tf.data.Dataset) -> Stage:
-    """Return the last stage of a dataset, which refers to all stages before it."""
-    return _stage(dataset, {})
 
 
 def line(end: Stage) -> tuple[Stage, ...]:
@@ -227,7 +251,7 @@ def line(end: Stage) -> tuple[Stage, ...]:
     stages = [end]
     while len(stages[-1].inputs) == 1:
         stages += stages[-1].inputs
-    return tuple(reversed(stages))
+    return tuple(stage for stage in reversed(stages) if not stage.is_hidden)
 
 
 def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
@@ -236,100 +260,35 @@ def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
     seen: set[int] = set()
     while waiting:
         stage, after = waiting.pop(0)
-        if id(stage) not in seen:
-            seen.add(id(stage))
-            yield stage, after
-            waiting += [(before, (stage, *after)) for before in stage.inputs]
+        if id(stage.dataset) not in seen:
+            seen.add(id(stage.dataset))
+            if not stage.is_hidden:
+                yield stage, after
+                after = (stage, *after)
+            waiting += [(before, after) for before in stage.inputs]
 
 
 def before(stage: Stage) -> Iterator[Stage]:
     """Yield all stages before a stage."""
-    return (one for one, after in paths(stage) if after)
+    return (one for each in stage.inputs for one, _ in paths(each))
 
 
-def remade(
-    dataset: tf.data.Dataset,
-    other: Callable[[tf.data.Dataset], tf.data.Dataset],
-    traced: Callable[[Callable[..., Any]], Callable[..., Any]],
-) -> tf.data.Dataset | None:
-    """Return the last stage of a dataset on other inputs, with its threads in order.
-
-    Args:
-        dataset: A dataset whose stage keeps its arguments as attributes, as most do.
-        other: Returns what takes the place of an input.
-        traced: Returns a user's function as it is to be traced.
-
-    Returns:
-        The stage, or None where its arguments are not known.
-    """
-    if kind_of(dataset) == "options":
-        return other(dataset._inputs()[0])
-
-    def again(value: Any) -> Any:
-        if isinstance(value, tf.data.Dataset):
-            return other(value)
-        if not isinstance(value, tf.Tensor):
-            return traced(value._func) if hasattr(value, "_func") else value
-        known = tf.get_static_value(value)
-        if known is None or value.dtype not in (tf.bool, tf.int64):
-            return value
-        return known if known.shape else known.item()
-
-    arguments = {}
-    for name, parameter in inspect.signature(type(dataset)).parameters.items():
-        kept = "_input_dataset" if name == "dataset" else f"_{name}"
-        value = _ARGUMENTS.get(name, getattr(dataset, kept, parameter.default))
-        if value is parameter.empty:
-            return None
-        is_data = name in ("padding_values", "initial_state")  # whose type counts
-        arguments[name] = value if is_data else tf.nest.map_structure(again, value)
-    made = type(dataset)(**arguments)
-    return made if made.element_spec == dataset.element_spec else None
-
-
-def _stage(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
-    if id(dataset) not in known:
-        known[id(dataset)] = _read(dataset, known)
-    return known[id(dataset)]
-
-
-def _read(dataset: tf.data.Dataset, known: dict[int, Stage]) -> Stage:
-    if isinstance(dataset, TrainDataset):  # its graph hides its source
-        return Stage(dataset, dataset, "train_pipeline", (_stage(dataset.examples, known),))
-    kind = kind_of(dataset)
-    # The inputs of a choice between datasets, without the selector.
-    inputs = getattr(dataset, "_data_inputs", None) or dataset._inputs()
-    if kind in _TRANSPARENT and len(inputs) == 1:
-        if kind == "restructured" and kind_of(inputs[0]) == "map":
-            inputs = inputs[0]._inputs()  # `unbatch`, `rebatch` and `snapshot` add their own map
-        return dataclasses.replace(_stage(inputs[0], known), dataset=dataset)
-    if kind == "flat_map" and any("GeneratorDataset" in one.ops for one in functions_of(dataset)):
-        kind, inputs = "from_generator", ()
-    if kind == "TFRecordDataset" and [kind_of(one) for one in inputs] == ["from_tensor_slices"]:
-        inputs = ()  # only the names of its files
-    return Stage(dataset, dataset, kind, tuple(_stage(one, known) for one in inputs))
-
-
-def kind_of(dataset: tf.data.Dataset) -> str:
+def _kind_of(dataset: tf.data.Dataset) -> str:
     """Return `"take_while"` for `_TakeWhileDataset`, `"map"` for `_ParallelMapDataset`."""
     name = re.sub(r"^_|Parallel|(Dataset|V\d)+$", "", type(dataset).__name__)
     words = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
     return _KINDS.get(words, words)
 
 
-def functions_of(dataset: tf.data.Dataset) -> Iterator[Function]:
-    """Yield the functions that the last stage of a dataset calls."""
-    for wrapper in dataset._functions():
-        graph = wrapper.function.graph.as_graph_def()
-        bodies = [graph.node, *(function.node_def for function in graph.library.function)]
-        call = getattr(wrapper, "_func", None)
-        yield Function(
-            getattr(call, "__name__", "").strip("<>"),
-            frozenset(node.op for body in bodies for node in body),
-            call,
-            any(tensor.dtype == tf.variant for tensor in wrapper.function.captured_inputs),
-            any(map(_has_unseeded_order, bodies)),
-        )
+def _function(wrapper: Any) -> Function:
+    graph = wrapper.function.graph.as_graph_def()
+    bodies = [graph.node, *(function.node_def for function in graph.library.function)]
+    return Function(
+        getattr(wrapper, "_func", None),
+        frozenset(node.op for body in bodies for node in body),
+        any(tensor.dtype == tf.variant for tensor in wrapper.function.captured_inputs),
+        any(map(_has_unseeded_order, bodies)),
+    )
 
 
 def _has_unseeded_order(nodes: Any) -> bool:

@@ -6,25 +6,33 @@ them in child processes, each of which ends with `report`.
 
 import contextlib
 import dataclasses
+import getpass
 import json
 import os
+import re
 import signal
+import socket
 import sys
 import threading
 import time
 import traceback
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from kdpkit import cluster, errors
 from kdpkit._internal import child_processes
-from kdpkit.diagnostics import _redaction, _text
+from kdpkit.diagnostics import _text
 
 WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
 _SIGN = "kdpkit-report "  # begins the line in which a process reports
 _GRACE_SECONDS = 5.0  # between SIGTERM and SIGKILL
 _KERNEL_SECONDS = 10.0  # for a process that was killed to be gone
+_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
+_SHORTEST = 4  # of what is searched for: "root" is a user, and "a" a letter
+_PART = r"[^\s/\\'\":;,()]+"
+_DIRECTORIES = re.compile(rf"(?<![\w./\\])(?:~|[A-Za-z]:)?(?:[/\\]{_PART})+[/\\](?={_PART})|~[/\\]")
 
 
 def report(work: Callable[[], dict[str, Any]]) -> int:
@@ -66,7 +74,7 @@ def outcome(exit_code: int | None, seconds: float, stdout: str, stderr: str) -> 
     for result in (CANNOT, FAILED):
         for found in reports:
             if found["result"] == result:
-                return Outcome(result, seconds, _redaction.without(found["reason"]))
+                return Outcome(result, seconds, without_secrets(found["reason"]))
     if exit_code is None:
         reason = f"It did not end within {seconds:.0f} s. Allow it longer with --timeout."
         return Outcome(TIMED_OUT, seconds, reason)
@@ -77,7 +85,7 @@ def outcome(exit_code: int | None, seconds: float, stdout: str, stderr: str) -> 
 
 def _ending(exit_code: int, stderr: str) -> str:
     lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-    last = f": {_redaction.without(lines[-1]).rstrip('.')}" if lines else ""
+    last = f": {without_secrets(lines[-1]).rstrip('.')}" if lines else ""
     if exit_code > 128 and exit_code - 128 in set(signal.Signals):
         return f"It was ended by {signal.Signals(exit_code - 128).name}{last}."
     return f"It ended with exit code {exit_code}{last}."
@@ -147,3 +155,33 @@ def started(words: Sequence[str], variables: Mapping[str, str]) -> Iterator[Prog
 def _environment(variables: Mapping[str, str]) -> dict[str, str]:
     kept = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
     return kept | {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"} | dict(variables)
+
+
+# Reports are pasted into issues.
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without directories, names of machine and user, and values of secrets.
+
+    >>> without_secrets("No such file: /home/ann/data/x.txt")
+    'No such file: x.txt'
+    """
+    home = str(Path.home())
+    if len(home) >= _SHORTEST:
+        text = text.replace(home, "~")
+    text = _DIRECTORIES.sub("", text)
+    secrets = [value for name, value in os.environ.items() if _SECRET.search(name)]
+    for value in sorted(secrets, key=len, reverse=True):
+        if len(value) >= _SHORTEST:
+            text = text.replace(value, "...")
+    for name in (socket.gethostname(), _user()):
+        if len(name) >= _SHORTEST:
+            text = re.sub(rf"\b{re.escape(name)}\b", "...", text)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError):  # in a container that does not know its user
+        return ""

@@ -23,7 +23,6 @@ from kdpkit._internal import checks
 from kdpkit.batches import ArrayBatches, rows_of
 from kdpkit.diagnostics import _text
 
-Shape = tuple[int | None, ...]
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _LOADERS = ("MapDataset", "IterDataset", "DataLoader")  # of Grain and PyTorch, which `fit` takes
 _SHOWN = 4  # names in a sentence
@@ -42,7 +41,7 @@ class Part:
     """
 
     name: str
-    shape: Shape | None
+    shape: tuple[int | None, ...] | None
     dtype: str
     is_dense: bool = True
 
@@ -77,15 +76,18 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
         ValueError: It is none of these, is empty, or raises before its first batch.
     """
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
-    with random_numbers_kept(), _naming(name):
-        if is_tf_dataset(dataset):
-            specs = [*_named(dataset.element_spec)]
-            first = _first(iter(dataset), dataset)
-            parts = tuple(_part_of_spec(name, spec) for name, spec in specs)
-            return Batches(parts, first, _examples(first, parts))
-        first, last, looked_at = _ends(dataset, size)
-        parts = _parts(first, last)
-        return Batches(parts, first, _examples(first, parts), looked_at)
+    try:
+        with random_numbers_kept():
+            first, last, looked_at = _ends(dataset, size)
+            if is_tf_dataset(dataset):
+                specs = _named(dataset.element_spec)
+                parts = tuple(_part_of_spec(part, spec) for part, spec in specs)
+            else:
+                parts = _parts(dict(_named(first)), dict(_named(last)))
+            return Batches(parts, first, _examples(first, parts), looked_at)
+    except errors.InputError as error:
+        text = str(error).replace("`dataset`", f"`{name}`").replace("dataset=", f"{name}=")
+        raise errors.InputError(text) from error
 
 
 def is_generator(value: Any) -> bool:
@@ -138,25 +140,18 @@ def random_numbers_kept() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-@contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
-    """Name the argument in errors about `dataset`."""
-    try:
-        yield
-    except errors.InputError as error:
-        if name == "dataset":
-            raise
-        text = str(error).replace("`dataset`", f"`{name}`").replace("dataset=", f"{name}=")
-        raise errors.InputError(text) from error
-
-
 def _ends(dataset: Any, size: int) -> tuple[Any, Any, str | None]:
     """Return the first batch, the last one where it can be had, and which these are."""
     if isinstance(dataset, keras.utils.PyDataset):
         return _ends_of_py_dataset(copy.copy(untracked(dataset)))  # which may count what is taken
-    if _is_loader(dataset):
+    # A Grain dataset or a PyTorch `DataLoader`, without loading these.
+    is_loader = any(
+        parent.__name__ in _LOADERS and parent.__module__.split(".")[0] in ("grain", "torch")
+        for parent in type(dataset).__mro__
+    )
+    if is_loader or is_tf_dataset(dataset):
         first = _first(iter(dataset), dataset)
-        return first, first, "the first batch"
+        return first, first, "the first batch" if is_loader else None
     if not any(hasattr(p, "shape") and hasattr(p, "dtype") for p in keras.tree.flatten(dataset)):
         checks.fail(
             "`dataset` must be a `tf.data.Dataset`, a `keras.utils.PyDataset` such as "
@@ -182,16 +177,8 @@ def _ends_of_py_dataset(dataset: keras.utils.PyDataset) -> tuple[Any, Any, str |
         return first, first, "the first batch"
     last = first if count == 1 else _first(map(dataset.__getitem__, [count - 1]), dataset)
     is_uniform = isinstance(dataset, ArrayBatches) and dataset.augment is None
-    all_are_known = is_uniform or count <= 2
-    return first, last, None if all_are_known else f"the first and the last of {count} batches"
-
-
-def _is_loader(value: Any) -> bool:
-    """Return whether it is a Grain dataset or a PyTorch `DataLoader`, without loading these."""
-    return any(
-        parent.__name__ in _LOADERS and parent.__module__.split(".")[0] in ("grain", "torch")
-        for parent in type(value).__mro__
-    )
+    is_seen = is_uniform or count <= 2
+    return first, last, None if is_seen else f"the first and the last of {count} batches"
 
 
 def _first(batches: Iterator[Any], dataset: Any) -> Any:
@@ -214,9 +201,8 @@ def _part_of_spec(name: str, spec: Any) -> Part:
     return Part(name, shape, dtype, is_dense=type(spec).__name__ == "TensorSpec")
 
 
-def _parts(first: Any, last: Any) -> tuple[Part, ...]:
+def _parts(arrays: dict[str, Any], others: dict[str, Any]) -> tuple[Part, ...]:
     """Describe all batches by the first and the last one."""
-    arrays, others = dict(_named(first)), dict(_named(last))
     if [*arrays] != [*others]:
         checks.fail(
             "`dataset` has batches of different parts.",

@@ -1,1 +1,0 @@
-"""`kdpkit doctor --tpu`: what a TPU does not support, or does slowly."""

@@ -1,0 +1,95 @@
+"""Every iteration of a dataset, made again from any of its batches, is TensorFlow's own."""
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from kdpkit.pipelines._iterations import replayed
+
+Dataset = tf.data.Dataset
+EPOCHS = 3
+
+
+def shuffled(buffer=4, seed=3, **settings):
+    return Dataset.range(10).shuffle(buffer, seed=seed, **settings)
+
+
+def numbers(index):
+    return Dataset.range(index, index + 3)
+
+
+def known(count):
+    return tf.data.experimental.assert_cardinality(count)
+
+
+def unoptimized():
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    return options
+
+
+def of_two_sources():
+    two = [shuffled(10, 1), Dataset.range(10, 20).shuffle(10, seed=2)]
+    return Dataset.sample_from_datasets(two, weights=[0.5, 0.5], seed=3).apply(known(20))
+
+
+DATASETS = {
+    "shuffle": lambda: shuffled(10).batch(2),
+    "negative seed": lambda: shuffled(seed=-3).map(lambda n: n * 2).batch(4).prefetch(1),
+    "fixed order": lambda: shuffled(reshuffle_each_iteration=False).shuffle(3, seed=1).batch(2),
+    "zip": lambda: (
+        Dataset.zip((shuffled(seed=2**40), shuffled(3).repeat(2))).shuffle(5, seed=9).batch(3)
+    ),
+    "choice": of_two_sources,
+    "concatenated": lambda: shuffled().batch(2).concatenate(shuffled(4).batch(2)).repeat(2),
+    "interleaved": lambda: (
+        (shuffled().interleave(numbers, cycle_length=2, num_parallel_calls=2).batch(3))
+        .apply(known(10))
+        .repeat(2)
+    ),
+    "shuffle of shuffles": lambda: shuffled().shuffle(3, seed=1).batch(2).repeat(2),
+    "within a function": lambda: (
+        (
+            Dataset.range(4)
+            .flat_map(lambda _: Dataset.range(5).shuffle(5, seed=3))
+            .shuffle(3, seed=2)
+        )
+        .batch(3)
+        .apply(known(7))
+    ),
+    # A `repeat` starts its input once more at its end, unless TensorFlow fuses it.
+    "fused repeat": lambda: shuffled().repeat(2).shuffle(3, seed=1).repeat(2).batch(2),
+    "repeat": lambda: shuffled().batch(2).repeat(3),
+    "one repeat": lambda: shuffled().batch(2).repeat(1),
+    "repeats": lambda: shuffled().batch(2).repeat(3).repeat(2).shuffle(3, seed=2).repeat(2),
+    "repeat of options": lambda: shuffled().with_options(tf.data.Options()).repeat(2).batch(3),
+    "not optimized": lambda: shuffled().repeat(2).batch(3).repeat(1).with_options(unoptimized()),
+    # An epoch of fixed steps.
+    **{
+        f"{take} of {repeats} repeats": lambda take=take, repeats=repeats: (
+            shuffled(10).batch(3).repeat(repeats).take(take)
+        )
+        for take, repeats in ((7, -1), (8, -1), (8, 2), (9, 2), (8, 3))
+    },
+    "fused and taken": lambda: shuffled().repeat().batch(3).take(7),
+}
+
+
+def elements(dataset):
+    return [np.asarray(element).tolist() for element in dataset]
+
+
+@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
+def test_each_epoch_is_tensorflows_from_any_of_its_batches(make):
+    plain = make()
+    epochs = [elements(plain) for _ in range(EPOCHS)]
+    tracked = replayed(make()).tracked()
+    assert [elements(tracked) for _ in range(EPOCHS)] == epochs
+    tracked.epoch_counter.move(EPOCHS - 1, 2)
+    assert elements(tracked) == epochs[-1][2:]
+
+
+def test_one_shuffle_at_two_positions_raises():
+    both = shuffled()
+    with pytest.raises(ValueError, match="`shuffle.4.` is read at several positions"):
+        replayed(Dataset.zip((both, both)))
