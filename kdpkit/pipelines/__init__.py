@@ -27,7 +27,10 @@ from kdpkit.pipelines._transforms import (
     batch_for,
     cache,
     chain,
+    filter_by,
     longer_than,
+    prefetch,
+    shuffle,
 )
 
 __all__ = [
@@ -43,6 +46,7 @@ __all__ = [
     "count_batches",
     "eval_pipeline",
     "example_parser",
+    "filter_by",
     "interleave_files",
     "learn_vocabulary",
     "lint",
@@ -52,7 +56,9 @@ __all__ = [
     "normalize_weights",
     "pack_tokens",
     "pad_to_global_batch",
+    "prefetch",
     "read_vocabulary",
+    "shuffle",
     "text_lines",
     "tfrecords",
     "tokenize",

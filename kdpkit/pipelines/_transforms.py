@@ -22,7 +22,7 @@ _POLICIES = {
 def chain(*transforms: Transform) -> Transform:
     """Combine stages into one, applied from left to right.
 
-    >>> stage = chain(cache(), batch_for(2))
+    >>> stage = chain(shuffle(4, seed=1), batch_for(2))
     >>> tf.data.Dataset.range(4).apply(stage).element_spec.shape
     TensorShape([2])
     """
@@ -35,11 +35,23 @@ def chain(*transforms: Transform) -> Transform:
     return apply
 
 
+def filter_by(predicate: Callable[..., Any]) -> Transform:
+    """Keep the examples for which `predicate` is true.
+
+    The length of the result is unknown to TensorFlow; use `count_batches`.
+
+    >>> even = tf.data.Dataset.range(6).apply(filter_by(lambda number: number % 2 == 0))
+    >>> [int(number) for number in even]
+    [0, 2, 4]
+    """
+    return lambda dataset: dataset.filter(predicate)
+
+
 def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., tf.Tensor]:
     """Return a predicate for texts longer than `length`.
 
-    Use it with `train_pipeline(keep=...)` or `Dataset.filter`, if the first part of an example is
-    the text, or with `Dataset.apply`.
+    Use it with `train_pipeline(keep=...)`, `filter_by` or `Dataset.filter`, if the first part of an
+    example is the text, or with `Dataset.apply`.
 
     Args:
         length: Texts of this length or shorter are removed.
@@ -87,6 +99,26 @@ def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     return lambda dataset: _disk_cache.cached_on_disk(dataset, where)
 
 
+def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
+    """Shuffle within a buffer, in a new order each time the dataset is iterated.
+
+    The order is the same for any number of replicas, but `fit` starts more iterators under a
+    strategy than on one device, and each draws an order. `train_pipeline` counts epochs instead.
+
+    Args:
+        buffer_size: Examples to draw from; use the dataset's size to shuffle uniformly.
+        seed: Fixes the sequence of orders.
+
+    >>> numbers = tf.data.Dataset.range(5).apply(shuffle(5, seed=3))
+    >>> first, second = ([int(number) for number in numbers] for _ in range(2))
+    >>> first != second, sorted(first) == sorted(second)
+    (True, True)
+    """
+    buffer_size = checks.integer("buffer_size", buffer_size)
+    seed = checks.integer("seed", seed, minimum=0)
+    return lambda dataset: dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
+
+
 def batch_for(
     global_batch_size: int, *, replicas: int = 1, drop_remainder: bool = True
 ) -> Transform:
@@ -116,6 +148,17 @@ def batch_for(
         return dataset.batch(global_batch_size, drop_remainder=drop_remainder)
 
     return apply
+
+
+def prefetch(batches: int = tf.data.AUTOTUNE) -> Transform:
+    """Prepare the next batches during training on the current one.
+
+    >>> tf.data.Dataset.range(3).apply(prefetch(2)).cardinality().numpy()
+    np.int64(3)
+    """
+    if batches != tf.data.AUTOTUNE:
+        batches = checks.integer("batches", batches)
+    return lambda dataset: dataset.prefetch(batches)
 
 
 def auto_shard(policy: str = "data") -> Transform:

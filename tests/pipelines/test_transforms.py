@@ -32,6 +32,7 @@ def test_longer_than_counts_bytes_or_characters(texts, length, unit):
     longer = pipelines.longer_than(length, unit=unit)
     assert values(lines.filter(longer)) == kept
     assert values(lines.apply(longer)) == kept
+    assert values(lines.apply(pipelines.filter_by(longer))) == kept
 
 
 def test_longer_than_looks_at_the_text_of_a_labelled_example():
@@ -54,6 +55,16 @@ def test_a_cached_dataset_reads_its_source_once():
     assert reads == [0, 1, 2, 3]
 
 
+def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_seed():
+    def orders(seed):
+        stages = pipelines.chain(pipelines.cache(), pipelines.shuffle(50, seed=seed))
+        shuffled = tf.data.Dataset.range(50).apply(stages)
+        return [tuple(values(shuffled)) for _ in range(2)]
+
+    assert orders(1) == orders(1)
+    assert len({*orders(1), *orders(2)}) == 4
+
+
 @pytest.mark.parametrize("policy", ["data", "file", "off"])
 def test_auto_shard_sets_the_policy(policy):
     dataset = tf.data.Dataset.range(3).apply(pipelines.auto_shard(policy))
@@ -71,6 +82,8 @@ def test_batches_keep_a_smaller_last_one_when_asked():
     [
         (lambda: pipelines.longer_than(-1), "`length` must be a non-negative.*length=-1"),
         (lambda: pipelines.longer_than(1, unit="WORD"), "`unit` must be one of 'BYTE'"),
+        (lambda: pipelines.shuffle(0), "`buffer_size` must be a positive.*buffer_size=0"),
+        (lambda: pipelines.prefetch(0), "`batches` must be a positive"),
         (lambda: pipelines.auto_shard("files"), "`policy` must be one of 'data', 'file', 'off'"),
         (lambda: pipelines.batch_for(6, replicas=4), "nearest sizes that work are 4 and 8"),
     ],
