@@ -23,7 +23,7 @@ _COMMANDS = {  # name: module
     "env": "diagnostics._env",
     "launch": "launch._command",
     "plan": "diagnostics._plan",
-    "recipe": "_internal.commands.recipe",
+    "recipe": "experiment._command",
 }
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of `kdpkit ... >file` on a full disk

@@ -20,7 +20,7 @@ from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, Polyno
 
 from kdpkit import scaling
 from kdpkit._internal import checks
-from kdpkit._internal.pyplot import pyplot_for, saved
+from kdpkit._pyplot import pyplot_for, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -38,7 +38,7 @@ import pytest
 import tensorflow as tf
 
 from kdpkit import testing
-from kdpkit._internal import child_processes, dataset_tuning
+from kdpkit._internal import child_processes, datasets
 from tests import processes
 
 testing.use_logical_cpus(8)
@@ -66,7 +66,7 @@ hypothesis.settings.load_profile("kdpkit")
 
 def _iterate_untuned(dataset):
     asked = dataset.options().autotune.enabled
-    return _iterate(dataset_tuning.untuned(dataset) if asked is None else dataset)
+    return _iterate(datasets.untuned(dataset) if asked is None else dataset)
 
 
 # Keras' own `fit` has its datasets tuned, and may wait a minute for the end of that.

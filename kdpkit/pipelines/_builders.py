@@ -8,7 +8,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit._internal.dataset_tuning import untuned
+from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines import _transforms
 from kdpkit.pipelines._counting import count_batches, require_dataset, require_no_repeat
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset

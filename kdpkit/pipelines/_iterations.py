@@ -15,7 +15,7 @@ from typing import Any, NoReturn, TypeAlias
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit._internal.private_copies import with_private_batches
+from kdpkit._internal.datasets import with_private_batches
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
 from kdpkit.pipelines._stages import ASSIGNING, Stage, before
 from kdpkit.pipelines._tracing import as_written, rewriting

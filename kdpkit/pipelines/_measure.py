@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit._internal.dataset_tuning import untuned
+from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines._counting import require_dataset
 from kdpkit.pipelines._epochs import TrainDataset
 from kdpkit.pipelines._stages import Stage, line, paths

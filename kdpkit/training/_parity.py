@@ -12,8 +12,7 @@ import tensorflow as tf
 from kdpkit import strategies
 from kdpkit._internal import checks, optimizers
 from kdpkit._internal.checks import first_line
-from kdpkit._internal.dataset_tuning import untuned
-from kdpkit._internal.private_copies import with_private_batches
+from kdpkit._internal.datasets import untuned, with_private_batches
 from kdpkit.training._rounding import FLOAT32_EPSILON, nudge_weights
 
 _TOLERANCE = 1e-5  # of the largest change of any weight: float32 rounds about here

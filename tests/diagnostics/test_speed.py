@@ -43,7 +43,7 @@ class Reading(keras.utils.PyDataset):
 
 def test_slow_input_is_waited_for_and_the_step_takes_as_long():
     report = check_speed(Reading(0.2), model=small(), seconds=0.1)
-    assert report.step_seconds >= 0.2
+    assert report.step_seconds >= 0.19  # the first timed step may be noted a little late
     assert report.waiting_share > 0.5
     assert not report.clean
 
@@ -62,7 +62,7 @@ def test_a_long_step_on_arrays_in_memory_waits_for_nothing():
 def test_the_slowest_stage_of_a_pipeline_is_named():
     import tensorflow as tf
 
-    from kdpkit._internal.dataset_tuning import untuned
+    from kdpkit._internal.datasets import untuned
 
     def decode(x, y):
         image = tf.ones((128, 128)) * x[0]

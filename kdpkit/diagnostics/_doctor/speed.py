@@ -207,7 +207,7 @@ def _seconds_per_step(trainer: Any, data: Any, batch_size: int | None, seconds: 
     is_plain = not (is_loop or training_step.is_exact(model))
     if is_plain and getattr(strategy, "num_replicas_in_sync", 1) > 1:
         # Plain Keras on several replicas writes into arrays of the user's.
-        from kdpkit._internal.private_copies import private_batches  # TensorFlow is there
+        from kdpkit._internal.datasets import private_batches  # TensorFlow is there
 
         kept = private_batches(strategy)
     with training_step.history_kept(model), kept:
@@ -251,6 +251,6 @@ def _held(first: Any) -> Any:
         return _SameBatch(batches.as_arrays(batch))
     import tensorflow as tf
 
-    from kdpkit._internal.dataset_tuning import untuned
+    from kdpkit._internal.datasets import untuned
 
     return untuned(tf.data.Dataset.from_tensors(batch).repeat())

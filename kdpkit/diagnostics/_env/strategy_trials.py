@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from kdpkit._internal import garbage_collection, machine
+from kdpkit._internal import machine
 from kdpkit.diagnostics._env import child_program
 from kdpkit.diagnostics._env.child_program import CANNOT, WORKS
 
@@ -268,7 +268,6 @@ def _try(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    with garbage_collection.uncollected():  # it imports the frameworks, and is over soon
-        exit_code = child_program.report(functools.partial(_try, sys.argv[1]))
+    exit_code = child_program.report(functools.partial(_try, sys.argv[1]))
     if exit_code or sys.argv[1].startswith("devices"):
         os._exit(exit_code)  # without waiting for other processes, which would not end

@@ -7,6 +7,7 @@ which then clips, accumulates, averages and checks the global gradient.
 
 import contextlib
 import functools
+import gc
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
 
 from kdpkit import errors
-from kdpkit._internal import checks, garbage_collection, processes, versions
-from kdpkit._internal.dataset_tuning import untuned
+from kdpkit._internal import checks, processes, versions
+from kdpkit._internal.datasets import untuned
 from kdpkit.training._feed import Feed
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES, trace_metrics
@@ -270,7 +271,7 @@ class TensorFlowSteps(Steps):
         with contextlib.nullcontext() if fresh_keys else keys():
             is_traced = function.experimental_get_tracing_count() > 0
             if not is_traced and not tf.config.functions_run_eagerly():
-                with garbage_collection.uncollected():
+                with _uncollected():
                     function.get_concrete_function(iterator, tf.constant(steps))
             done, logs = function(iterator, tf.constant(steps))
         _workers.reject_differences()
@@ -547,3 +548,15 @@ def _shape(spec: tf.TypeSpec) -> tuple[int | None, ...] | None:
 
 def _placeholders_of(spec: Any) -> Any:
     return _placeholders.placeholders(_workers.specs_of(spec), PLACEHOLDER_EXAMPLES)
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """Have Python collect no garbage while a step is traced, which makes many objects that stay."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

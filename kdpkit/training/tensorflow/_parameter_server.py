@@ -22,7 +22,7 @@ from keras.src.backend.common.masking import set_keras_mask
 
 from kdpkit import errors
 from kdpkit._internal import checks, processes
-from kdpkit._internal.private_copies import with_private_batches
+from kdpkit._internal.datasets import with_private_batches
 from kdpkit.strategies import _parameter_servers
 from kdpkit.training._feed import Feed
 from kdpkit.training._remat import rematerialised

@@ -29,7 +29,7 @@ from tensorflow.python.ops import gen_logging_ops, gen_lookup_ops, gen_nn_ops, g
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from kdpkit._internal import checks, versions
-from kdpkit._internal.dataset_tuning import untuned
+from kdpkit._internal.datasets import untuned
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _global_batch,

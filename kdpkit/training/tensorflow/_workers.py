@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit._internal import checks, processes
-from kdpkit._internal.private_copies import joining, with_private_batches
+from kdpkit._internal.datasets import joining, with_private_batches
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 _HASHES = 1 << 20  # few enough that the sum of the squares of 1000 fits in 60 bits

@@ -1,4 +1,4 @@
-"""Copies of batches that lie in arrays of the user's, so that nothing is written into these.
+"""Datasets of tf.data without its tuning thread, and without memory of the user's arrays.
 
 TensorFlow takes the arrays of a Python generator without a copy if they begin at a multiple of 64
 bytes, and it computes in place in memory that nobody else uses. A slice of such an array it takes,
@@ -101,3 +101,15 @@ def _ops(function: Any) -> Iterator[str]:
     graph = function.function.graph.as_graph_def()
     yield from (node.op for node in graph.node)
     yield from (node.op for inner in graph.library.function for node in inner.node_def)
+
+
+def untuned(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Fix the parallelism of maps at one call per core, in place of tuning it.
+
+    Dropping an iterator waits for TensorFlow's tuning thread, which can miss its wake-up call and
+    sleep on for up to a minute: training then stalls between two epochs.
+    """
+    # Not reported, and no small program shows it: docs/upstream/README.md
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return dataset.with_options(options)
