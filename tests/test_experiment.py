@@ -282,9 +282,10 @@ def test_models_and_figures_are_written_complete(remote):
 
 
 def test_a_vocabulary_is_learned_once_for_the_same_lines(tmp_path, capsys):
-    lines = ["replicas train what one device trains"] * 3
+    lines = ["replicas\u2009train \u00a0what one device trains"] * 3
     words = experiment.learned_vocabulary(lines, 40, tmp_path)
     assert words == pipelines.learn_vocabulary(lines, 40)
+    assert any(word != word.strip() for word in words)  # which a text file would not keep
     assert experiment.learned_vocabulary(lines, 40, tmp_path) == words
     (file,) = tmp_path.iterdir()
     assert capsys.readouterr().out == f"Vocabulary: read from {file}.\n"

@@ -88,7 +88,7 @@ def losses_equal_one_devices(train, name):
     def losses(*flags):
         means = [0.0]  # of the steps so far
         noting = keras.callbacks.LambdaCallback(
-            on_train_batch_end=lambda _, logs: means.append(float(logs["loss"]))
+            on_train_batch_end=lambda _, logs=None: means.append(float(logs["loss"]))
         )
         with watching(noting):
             train(name, *EXACT, *flags)
@@ -236,7 +236,7 @@ def test_after_sigterm_one_device_goes_on_for_two(train, tmp_path):
     undisturbed = train("multi_worker", *ON_TWO, *flags, tmp_path / "undisturbed")
     steps = itertools.count(1)
     stopping = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_: next(steps) == 5 and signal.raise_signal(signal.SIGTERM)
+        on_train_batch_end=lambda *_, **__: next(steps) == 5 and signal.raise_signal(signal.SIGTERM)
     )
     with watching(stopping), pytest.raises(SystemExit, match="42"):
         train("multi_worker", *ON_TWO, *flags, tmp_path / "stopped")

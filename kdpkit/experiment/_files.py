@@ -30,7 +30,7 @@ def learned_vocabulary(
 ) -> list[str]:
     """Learn a WordPiece vocabulary (`kdpkit.pipelines.learn_vocabulary`), once for the same lines.
 
-    It is kept in `cache_dir` as text. Where that cannot be written, a line reports it.
+    It is kept in `cache_dir`, as JSON. Where that cannot be written, a line reports it.
     """
     import keras_hub
 
@@ -38,14 +38,14 @@ def learned_vocabulary(
 
     key = json.dumps([kdpkit.__version__, keras_hub.__version__, size, *lines])
     digest = hashlib.sha256(key.encode()).hexdigest()
-    path = storage.path(cache_dir) / f"vocabulary-{size}-{digest[:16]}.txt"
+    path = storage.path(cache_dir) / f"vocabulary-{size}-{digest[:16]}.json"
     if path.exists():
         print(f"Vocabulary: read from {path}.")
-        return pipelines.read_vocabulary(path)
+        return list(json.loads(path.read_text(encoding="utf-8")))
     tokens = pipelines.learn_vocabulary(lines, size)
     try:
         with atomic_files.replacing(path) as temporary:
-            temporary.write_text("\n".join(tokens) + "\n", encoding="utf-8")
+            temporary.write_text(json.dumps(tokens), encoding="utf-8")
     except OSError as error:
         print(f"Vocabulary: not kept, as {path} cannot be written ({error.strerror}).")
     return tokens
