@@ -20,7 +20,7 @@ A recipe is one readable script or notebook. Copy it, run it, change it:
 They need `pip install "kdpkit[recipes]"`, and cnn_jax needs
 `pip install "kdpkit[jax]" scikit-learn`."""
 
-_PACKAGE = Path(__file__).parents[2]
+_PACKAGE = Path(__file__).parents[1]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

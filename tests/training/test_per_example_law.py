@@ -64,6 +64,32 @@ def _until_each_is_small(self, x):  # noqa: ARG001
     return tf.while_loop(lambda i, _: i < 5, lambda i, v: (i + 1, halve(v)), (0, x))[1]
 
 
+def _mixed_by_chance(self, x):
+    is_mixed = keras.random.uniform((), seed=self.seeds) < 0.3
+    return ops.where(is_mixed, (x + ops.flip(x, axis=0)) / 2, x)
+
+
+def _scaled_as_images(_, x):
+    return ops.cond(ops.min(x) >= 0, lambda: x / ops.max(x), lambda: x)
+
+
+def _in_groups_of_six(_, x):
+    def centered():
+        groups = tf.reshape(x, (-1, 6, 5, 4))
+        return tf.reshape(groups - tf.reduce_mean(groups, 1, keepdims=True), tf.shape(x))
+
+    return tf.cond(tf.shape(x)[0] % 6 == 0, centered, lambda: x)
+
+
+def _squeezed(_, x):
+    return tf.cond(tf.shape(x)[0] == 1, lambda: 2 * x, lambda: x)
+
+
+def _ranked_beside_masked(_, x):
+    ranks = tf.cast(tf.argsort(tf.argsort(x, axis=0), axis=0), x.dtype)
+    return ops.concatenate([ranks, ops.full_like(x, -1e9)], axis=-1)
+
+
 def _with_gradient(gradient):
     @tf.custom_gradient
     def identity(x):
@@ -150,7 +176,12 @@ BREAKS = {
     ),
     "the first example is special": (_special, CHANGES_OUTPUTS),
     "the first is special, with noise": (_drawn_special, CHANGES_OUTPUTS),
-    "noise with the examples behind": (_drawn_by_time, CHANGES_OUTPUTS),
+    "noise with the examples behind": (_drawn_by_time, "draws numbers that the examples share"),
+    "mixed by chance": (_mixed_by_chance, "draws numbers that the examples share"),
+    "scaled as images": (_scaled_as_images, CHANGES_GRADIENTS),
+    "groups of six": (_in_groups_of_six, CHANGES_OUTPUTS),
+    "another branch for one": (_squeezed, CHANGES_OUTPUTS),
+    "ranked beside what is masked": (_ranked_beside_masked, CHANGES_OUTPUTS),
     "a capacity": (_experts, CHANGES_OUTPUTS),
     "mixed by a weight that is zero": (
         lambda self, x: x + self.weight * ops.mean(x, axis=0),
@@ -206,7 +237,6 @@ KEEPS = {
     "noise for each example": lambda self, x: (
         x + keras.random.normal(ops.shape(x), seed=self.seeds)
     ),
-    "the same noise for all": lambda self, x: x + keras.random.normal((5, 4), seed=self.seeds),
     "noise without a seed": lambda _, x: x + keras.random.normal(ops.shape(x)),
     "dropout": lambda self, x: keras.random.dropout(x, 0.5, seed=self.seeds),
     "scaled by a weight that is zero": lambda self, x: x + self.weight * x,

@@ -1,4 +1,6 @@
-"""Programs that a reader wrote to fool `replica_exact`: one device's weights, or a sentence."""
+"""Programs that readers wrote to fool `replica_exact`: one device's weights, or a sentence."""
+
+import functools
 
 import keras
 import numpy as np
@@ -178,7 +180,76 @@ class OwnVariables(OwnStep):
         return 1.0 + ops.convert_to_tensor(self.count) / self.steps.assign_add(1.0)
 
 
+class Scale(layers.Layer):
+    """Has a weight from its first call on."""
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), initializer="ones")
+
+    def call(self, x):
+        return x * self.scale
+
+
+class BuiltInTheStep(keras.Model):
+    """Takes an argument that Keras cannot make up, so that the first step builds its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense, self.scaling = layers.Dense(3), Scale()
+        self.compile(keras.optimizers.SGD(0.1))
+
+    def call(self, x, temperature):
+        return self.scaling(self.dense(x)) * temperature
+
+    def train_step(self, data):
+        x, labels = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(losses_of(labels, self(x, 1.0 + tf.reduce_mean(x))))
+        self.optimizer.apply(
+            tape.gradient(loss, self.trainable_variables), self.trainable_variables
+        )
+        return {"variables": len(self.trainable_variables), "loss": loss}
+
+
+@functools.wraps(keras.losses.sparse_categorical_crossentropy)
+def hardest(labels, logits):
+    losses = losses_of(labels, logits)
+    return ops.where(losses >= ops.mean(losses), losses, 0.0)
+
+
+class Modes(layers.Layer):
+    def call(self, x, mode):
+        return ops.where(ops.equal(mode, 1), x - ops.mean(x, axis=0), x)
+
+
+class ModesOfConstants(OwnStep):
+    modes = Modes()
+
+    def call(self, x):
+        return self.dense(self.modes(x, tf.constant(0)) + self.modes(x, tf.constant(1)))
+
+
+class ModeOfTheStep(OwnStep):
+    modes = Modes()
+
+    def call(self, x):
+        mode = tf.cast(tf.reduce_mean(x) < 10.0, tf.int32)
+        return self.dense(self.modes(x, mode))
+
+
+class CentersMoments(layers.BatchNormalization):
+    """Normalizes by moments of its own."""
+
+    def _moments(self, inputs, mask):  # noqa: ARG002  # Keras' signature
+        return ops.max(inputs, axis=0), ops.ones(inputs.shape[1:])
+
+
 EQUAL = {
+    "layers that the step builds": BuiltInTheStep,
+    "a loss that is called as Keras'": lambda: stack(loss=hardest),
+    "a layer in two modes of constants": ModesOfConstants,
+    "a layer in a mode of the step": ModeOfTheStep,
+    "moments of its own": lambda: stack(CentersMoments()),
     "numbers that a function of NumPy draws": CallingNumPy,
     "numbers that a function of Python draws": CallingPython,
     "variables of the model": OwnVariables,
@@ -264,6 +335,24 @@ class OutsideVariable(OwnStep):
         return 1.0 / OUTSIDE.assign_add(1.0)
 
 
+class SlicedVariable(OwnStep):
+    def scale(self, x):  # noqa: ARG002
+        return 1.0 / tf.reduce_sum(OUTSIDE_TWO[0].assign(2.0))
+
+
+OUTSIDE_TWO = tf.Variable([1.0, 1.0])
+
+
+class WithQueue(OwnStep):
+    def __init__(self):
+        super().__init__()
+        self.queue = tf.queue.FIFOQueue(100, [tf.float32], [[]])
+
+    def scale(self, x):
+        self.queue.enqueue(tf.reduce_mean(x))
+        return self.queue.dequeue()
+
+
 class WithNumPy(OwnStep):
     def scale(self, x):  # noqa: ARG002
         return float(np.random.beta(0.4, 0.4))
@@ -280,6 +369,8 @@ class WithGradients(OwnStep):
         (WithIterator, r"iterator of its own.*`tf.data.Dataset.zip"),
         (WithGenerator, r"`tf.random.Generator`.*keras.random.SeedGenerator"),
         (WithTable, r"inserts into a lookup table.*add_weight"),
+        (SlicedVariable, r"outside the strategy's scope.*`with strategy.scope\(\):`"),
+        (WithQueue, r"uses a queue.*into the dataset"),
         (SummedVariable, r"adds up what the replicas assign.*`aggregation='mean'`"),
         (OutsideVariable, r"outside the strategy's scope.*`with strategy.scope\(\):`"),
         (WithNumPy, r"`numpy.random` while it is traced.*keras.random.SeedGenerator"),

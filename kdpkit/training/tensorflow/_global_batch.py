@@ -76,16 +76,16 @@ class Division:
             return self._declared[id(layer)]
         if is_of_a_library(layer):
             return not has_too_few_axes(layer, args, kwargs)
+        if tf.executing_eagerly():  # its code may do something else in each step
+            return False
         if type(layer) in _COMPOSED:
             return self._traces_again and self._is_divided_as_one(layer)
         return self._broken_law(layer, args, kwargs) is None
 
     def _is_divided_as_one(self, model: keras.layers.Layer) -> bool:
         operations = [op for of in model._flatten_layers() for op in getattr(of, "operations", ())]
-        return (
-            not tf.executing_eagerly()
-            and all(model is not of for of in self.mixing)
-            and all(isinstance(operation, keras.layers.Layer) for operation in operations)
+        return all(model is not of for of in self.mixing) and all(
+            isinstance(operation, keras.layers.Layer) for operation in operations
         )
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
@@ -147,10 +147,10 @@ def _signature(args: Any, kwargs: Any) -> Any:
     """Return what a layer's code may depend on: shapes, types, other arguments, and the mode."""
 
     def of(leaf: Any) -> str:
-        is_tensor = tf.is_tensor(leaf)
-        return (
-            f"{leaf.shape} {leaf.dtype} {get_keras_mask(leaf) is None}" if is_tensor else str(leaf)
-        )
+        if not tf.is_tensor(leaf):
+            return str(leaf)
+        known = tf.get_static_value(leaf)
+        return f"{leaf.shape} {leaf.dtype} {get_keras_mask(leaf) is None} {known}"
 
     context = global_state.get_global_attribute("current_call_ctx")
     parts = tf.nest.map_structure(of, (args, kwargs))
@@ -475,7 +475,7 @@ def gradient_of_variable(step: ReplicaStep, variable: Any, gradient: Any) -> Any
         return given
     values, indices = (step.merge(concatenated, of) for of in (gradient.values, gradient.indices))
     given = tf.IndexedSlices(values / step.replicas, indices, gradient.dense_shape)
-    step.know_addend(given.values, gradient)
+    step.know_addend((given.values, given.indices), gradient)
     return given
 
 
@@ -485,7 +485,7 @@ def share_of_gradient(step: ReplicaStep, gradient: tf.Tensor | tf.IndexedSlices)
     One that the step has not changed is what a tape gave each replica: added up once, not twice.
     """
     is_sparse = isinstance(gradient, tf.IndexedSlices)
-    own = step.addend_of(gradient.values if is_sparse else gradient)
+    own = step.addend_of((gradient.values, gradient.indices) if is_sparse else gradient)
     if own is not None or not is_sparse:
         return divided_by(gradient if own is None else own, step.replicas)
     values, indices = gradient.values, gradient.indices

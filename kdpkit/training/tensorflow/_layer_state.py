@@ -24,6 +24,12 @@ def reject_states_of_examples(model: keras.Model) -> None:
             )
 
 
+# What a layer that is built in the step has from then on.
+_LISTS_OF_KERAS = frozenset(
+    ("_trainable_variables", "_non_trainable_variables", "_layers", "_metrics", "_seed_generators")
+)
+
+
 def keep_tensors_apart(model: keras.Model) -> None:
     """Keep what this replica's step leaves on layers apart: `add_loss`, and tensors in attributes.
 
@@ -43,7 +49,8 @@ def keep_tensors_apart(model: keras.Model) -> None:
             (attributes, name, value, _content(value))
             for attributes, of_library in shared
             for name, value in attributes.items()
-            if name == "_losses" or (not of_library and _holds_tensors(value))
+            if name == "_losses"
+            or (not of_library and name not in _LISTS_OF_KERAS and _holds_tensors(value))
         ]
         merged = merge_call(function, args, kwargs)
         for attributes, name, value, content in kept:

@@ -45,7 +45,11 @@ def attach_to_optimizer(
     """
     # keras-team/keras#20582, and docs/upstream/: keras_clips_each_replica.md
     optimizer._distribution_strategy = strategy  # it may have been made outside the scope
-    for variable in optimizer.variables:
+    held = [value for value in vars(optimizer).values() if isinstance(value, tf.Variable)]
+    generators = [v for v in vars(optimizer).values() if isinstance(v, keras.random.SeedGenerator)]
+    for variable in held:
+        _reject_outside(optimizer, variable, strategy)
+    for variable in [*optimizer.variables, *(generator.state for generator in generators)]:
         _move_into_scope(optimizer, variable, strategy)
     patch = _OptimizerPatch(optimizer, strategy)
     if "apply" in vars(optimizer):
@@ -60,6 +64,18 @@ def attach_to_optimizer(
         # Keras' own checks one replica: docs/upstream/keras_checks_overflow_on_one_replica.md
         optimizer._tf_apply = optimizer._common_apply
     return patch
+
+
+def _reject_outside(
+    optimizer: keras.optimizers.Optimizer, variable: tf.Variable, strategy: tf.distribute.Strategy
+) -> None:
+    if not strategy.extended.variable_created_in_scope(variable):
+        checks.fail(
+            "The optimizer has a `tf.Variable` that was made outside the strategy's scope.",
+            optimizer=optimizer.name,
+            variable=variable.name,
+            remedy="Make the optimizer inside `with strategy.scope():`, as the model.",
+        )
 
 
 def _move_into_scope(

@@ -25,7 +25,13 @@ from tensorflow.python.distribute import distribute_lib
 from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import random_seed
-from tensorflow.python.ops import gen_logging_ops, gen_lookup_ops, gen_nn_ops, gen_script_ops
+from tensorflow.python.ops import (
+    gen_data_flow_ops,
+    gen_logging_ops,
+    gen_lookup_ops,
+    gen_nn_ops,
+    gen_script_ops,
+)
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from kdpkit._internal import checks, versions
@@ -206,6 +212,10 @@ _draws_from_a_generator = _rejecting(
     "The step draws from a `tf.random.Generator`, whose state moves on",
     "Draw with `keras.random` and a `keras.random.SeedGenerator`.",
 )
+_takes_from_a_queue = _rejecting(
+    "The step uses a queue",
+    "Put what it holds into the dataset, or into a variable.",
+)
 _inserts = _rejecting(
     "The step inserts into a lookup table",
     "Keep the numbers in a variable: `self.add_weight(..., trainable=False)`.",
@@ -310,6 +320,16 @@ for _name, _number in (("__float__", float), ("__int__", int)):
         setattr(DistributedVariable, _name, lambda of, number=_number: number(of.read_value()))
 
 
+_SCATTERING = ("add", "sub", "update", "max", "min", "mul", "div")
+_ASSIGNING = {
+    MirroredVariable: [],
+    ResourceVariable: [
+        *(f"scatter_{name}" for name in _SCATTERING),
+        *(f"scatter_nd_{name}" for name in ("add", "sub", "update")),
+        "_strided_slice_assign",
+    ],
+}
+
 # Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585. Checked with Keras 3.15 and
 # TensorFlow 2.21.
 _TABLE = (
@@ -333,19 +353,26 @@ _TABLE = (
     Patch(tf.GradientTape, "gradient", _gradient),
     Patch(tf.GradientTape, "jacobian", _jacobian),
     Patch(tf.GradientTape, "batch_jacobian", _jacobian),
-    Patch(tf, "gradients", _walks_the_graph),
+    *(Patch(owner, "gradients", _walks_the_graph) for owner in (tf, tf.compat.v1)),
     Patch(gen_logging_ops, "print_v2", _print),
     *(Patch(OwnedIterator, name, _takes_batches) for name in ("__next__", "get_next")),
     *(
         Patch(tf.random.Generator, name, _draws_from_a_generator)
-        for name in ("uniform", "normal", "truncated_normal", "binomial", "make_seeds", "split")
+        for name in (
+            *("uniform", "uniform_full_int", "normal", "truncated_normal", "binomial"),
+            *("make_seeds", "split", "skip", "reset"),
+        )
     ),
     Patch(gen_lookup_ops, "lookup_table_insert_v2", _inserts),
+    *(
+        Patch(gen_data_flow_ops, name, _takes_from_a_queue)
+        for name in ("queue_enqueue_v2", "queue_dequeue_v2", "queue_dequeue_many_v2")
+    ),
     *(Patch(gen_script_ops, name, _calls_python) for name in ("py_func", "eager_py_func")),
     *(
         Patch(owner, name, _assigns)
         for owner in (ResourceVariable, MirroredVariable)
-        for name in ("assign", "assign_add", "assign_sub")
+        for name in ("assign", "assign_add", "assign_sub", *_ASSIGNING[owner])
     ),
     Patch(Function, "__call__", _inlined),
     # Statistics of the global batch, and optimizers that get its gradients once.

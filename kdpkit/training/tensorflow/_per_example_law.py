@@ -41,6 +41,7 @@ _EXAMPLES = 4
 _WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
 _SECONDS = 300.0  # for one call: a loop may never end on a huge value
 _HUGE = 1e30
+_INFINITE = 1e6
 
 # Tried in this order until the layer computes finite numbers: lengths of unknown axes, values.
 _LENGTHS = (6, 32, 128)
@@ -66,6 +67,8 @@ _ORDERS = (
     ([2, 0, 3, 1], "in another order"),
     ([0, 0, 0, 0], "when all are alike"),
     ([3, 3, 3, 3], "when all are alike"),
+    ([*range(_EXAMPLES), 0, 1], "when there are more"),
+    ([*range(_EXAMPLES)] * 3, "when there are more"),
     ([*range(_EXAMPLES)] * 3 + [3, 3, 3, 3], "when there are more"),
     ([*range(_EXAMPLES)] * 64, "when there are many"),
 )
@@ -130,7 +133,7 @@ class _Positions(ReplicaStep):
         self.num_global_examples = tf.constant(_EXAMPLES)
         self.share, self.share_in_loss, self.is_part = tf.constant(1.0), True, True
         self.own = self.divides = self.rejects = self._graph = None
-        self.gathered, self.assigned = False, []
+        self.gathered, self.drew_for_all, self.assigned = False, False, []
 
 
 class _Results(NamedTuple):
@@ -159,6 +162,9 @@ class _Trial:
             raise _BrokenError("is called on no tensor with examples")
         self.given = given
         self.has_examples = [bool(t.shape.rank) and t.shape[0] == sizes[0] for t in given.values()]
+        for tensor, has_examples in zip(given.values(), self.has_examples, strict=True):
+            if not has_examples and tf.get_static_value(tensor) is None:
+                raise _BrokenError("is called on a number that may be any, beside the examples")
         self.variables = _variables(layer)
         self.seeds = _seeds(layer)
         self.draws = False
@@ -168,6 +174,7 @@ class _Trial:
         self.reject_effects()
         self.values, self.base = self.made_up()
         self.try_all("")
+        self.try_other_values()
         for scale in (1.0, 0.1) if self.variables else ():
             draw = np.random.default_rng(1)
             for variable in self.variables:
@@ -177,6 +184,17 @@ class _Trial:
             if _is_finite(self.base):
                 self.try_all(", if its variables have other values")
                 break
+
+    def try_other_values(self) -> None:
+        """Compare parts and another order for values of other kinds: none is negative, say."""
+        usual = self.values, self.base
+        for kind in _VALUES:
+            self.values = self.values_of(kind, self.length)
+            with contextlib.suppress(tf.errors.OpError):
+                self.base = self.results(self.values)
+                if _is_finite(self.base):
+                    self.try_parts(_EXAMPLES // 2, f", of {kind}")
+        self.values, self.base = usual
 
     def traced(self) -> Any:
         specs = [
@@ -212,9 +230,11 @@ class _Trial:
             if is_float
         ]
         variables = [variable for variable in self.variables if variable.trainable]
-        with tf.GradientTape() as tape, running(_Positions(start, tf.size(weights))):
+        with tf.GradientTape() as tape, running(_Positions(start, tf.size(weights))) as step:
             tape.watch(inputs)
             outputs = self.outputs(args, kwargs)
+            if step.drew_for_all:
+                raise _BrokenError("draws numbers that the examples share")
         targets = [output for output in outputs if output.dtype.is_floating]
         gradients = [None] * len([*inputs, *variables])
         if targets:
@@ -293,6 +313,7 @@ class _Trial:
                 if any(len(output) == 0 or len(output) % _EXAMPLES for output in base.outputs):
                     raise _BrokenError("returns something without the examples along axis 0")
                 if _is_finite(base):
+                    self.length = length
                     return values, base
         raise _BrokenError(f"cannot be tried on made-up examples ({problem})")
 
@@ -349,14 +370,18 @@ class _Trial:
                     same = [position for position in same if order[position] == position]
                 found, examples = self.taken(order), [order[position] for position in same]
                 self.compare(found, len(order), examples, same, f"{why}{when}")
-        half = _EXAMPLES // 2
-        both = [*range(half)], [*range(half, _EXAMPLES)]
-        halves = [self.taken(of) for of in both]
-        for of, found in zip(both, halves, strict=True):
-            self.compare(found, half, of, [*range(half)], f"when there are fewer{when}")
+        for size in (1, 2):
+            self.try_parts(size, when)
+
+    def try_parts(self, size: int, when: str) -> None:
+        """Call the layer on the first examples, and on the rest."""
+        both = [*range(size)], [*range(size, _EXAMPLES)]
+        parts = [self.taken(of) for of in both]
+        for of, found in zip(both, parts, strict=True):
+            self.compare(found, len(of), of, [*range(len(of))], f"when there are fewer{when}")
         # Of some variables it is zero, and its rounding that of the others: attention's key bias.
         largest = max((_largest(of) for of in self.base.shared), default=0.0) / 100
-        for one, other, total in zip(*(of.shared for of in [*halves, self.base]), strict=True):
+        for one, other, total in zip(*(of.shared for of in [*parts, self.base]), strict=True):
             if not _agree(one + other, total, self.rounding(is_same_size=False), largest):
                 raise _BrokenError(f"has a gradient that is no sum over the examples{when}")
 
@@ -393,18 +418,22 @@ class _Trial:
         types = [tf.as_dtype(part.compute_dtype) for part in _layers(self.layer)]
         units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
         unit = max(units.get(kind, 2.0**-23) for kind in types)
-        return 16 * unit if is_same_size else max(32 * unit, 1e-3)
+        if is_same_size:
+            return 2 * unit if unit > 1e-4 else 16 * unit
+        return max(32 * unit, 1e-3)
 
 
 def _agree(one: Any, other: Any, rounding: float, largest: float = 1e-3) -> bool:
     if one.dtype.kind not in "fc" or np.array_equal(one, other):
         return np.array_equal(one, other)
     atol = rounding * max(_largest(other), largest)
-    return np.allclose(one, other, rtol=0.0, atol=atol, equal_nan=True)
+    rtol = rounding if _largest(other) < np.max(np.abs(other), initial=0.0) else 0.0
+    return np.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _largest(values: Any) -> float:
-    return float(np.max(np.abs(values), initial=1e-3, where=np.isfinite(values)))
+    """Return the largest magnitude, but for those that stand for infinity in what is masked."""
+    return float(np.max(np.abs(values), initial=1e-3, where=np.abs(values) < _INFINITE))
 
 
 def _is_finite(results: _Results) -> bool:
@@ -497,7 +526,13 @@ def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
 
 
 def _batch_norms(layer: keras.layers.Layer) -> list[Any]:
-    return [of for of in _layers(layer) if isinstance(of, keras.layers.BatchNormalization)]
+    return [
+        of
+        for of in _layers(layer)
+        if isinstance(of, keras.layers.BatchNormalization)
+        and is_library(type(of).call.__module__)
+        and is_library(type(of)._moments.__module__)
+    ]
 
 
 def _statistics(layer: keras.layers.Layer) -> list[Any]:

@@ -93,7 +93,8 @@ def _normal(
 def _dropout(
     original: Callable, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
 ) -> Any:
-    if rate in (0.0, 1.0):
+    is_shared = noise_shape is not None and noise_shape[0] == 1  # by all examples
+    if rate in (0.0, 1.0) or is_shared:
         return original(inputs, rate, noise_shape, seed)
     inputs = tf.convert_to_tensor(inputs)
     own = _dims(inputs)
@@ -151,7 +152,9 @@ def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Part | None]:
     if step is None or not step.is_part:
         return step, [], None
     dims = _dims_of_shape(shape)
-    return step, dims, _part(step, dims) if dims else None
+    part = _part(step, dims) if dims else None
+    step.drew_for_all |= part is None
+    return step, dims, part
 
 
 def _part(step: ReplicaStep, dims: list[Any]) -> Part | None:
@@ -177,11 +180,20 @@ def _part(step: ReplicaStep, dims: list[Any]) -> Part | None:
     )
 
 
+_OF_ONE_NUMBER = (
+    *("Cast", "Identity", "Reshape", "Squeeze"),
+    *("AddV2", "Sub", "Mul", "FloorDiv", "Maximum", "Minimum"),
+)
+
+
 def _may_count_examples(dimension: Any) -> bool:
     """Recognize a dimension that some tensor has along another axis than its first."""
     op = dimension.op
-    while op.type in ("Cast", "Identity", "Reshape", "Squeeze"):
-        op = op.inputs[0].op
+    while op.type in _OF_ONE_NUMBER:  # also its sum with a constant, say
+        unknown = [number for number in op.inputs if tf.get_static_value(number) is None]
+        if len(unknown) != 1:
+            return True
+        op = unknown[0].op
     if op.type == "StridedSlice" and op.inputs[0].op.type == "Shape":
         begin = tf.get_static_value(op.inputs[1])
         return begin is None or not any(begin)

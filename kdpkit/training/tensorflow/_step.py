@@ -79,6 +79,7 @@ class ReplicaStep:
         self.is_part = self.replicas > 1  # of a batch
         self.share = _share(self.num_examples, self.num_global_examples)
         self.share_in_loss = share_in_loss
+        self.drew_for_all = False  # numbers that its examples share
         self.gathered = False  # whether a loss is being computed on the examples of all replicas
         self.is_divided = False  # whether it is that of a layer's part of the examples
         # Of a step on the global batch: that of the replica's examples, and the layers it divides.
@@ -257,6 +258,8 @@ def _set_python_random(of_python: Any, of_numpy: Any) -> None:
 
 
 def _key(tensor: Any) -> Any:
+    if isinstance(tensor, tuple):
+        return tuple(map(_key, tensor))
     is_symbolic = tf.is_symbolic_tensor(tensor)
     return (tensor.op.name, tensor.value_index) if is_symbolic else id(tensor)
 
@@ -285,7 +288,7 @@ def current_step() -> ReplicaStep | None:
 
 
 @contextlib.contextmanager
-def running(step: ReplicaStep | None) -> Iterator[ReplicaStep | None]:
+def running(step: Any) -> Iterator[Any]:
     """Make a step this thread's current one. Every replica is traced in a thread of its own."""
     previous = current_step()
     _running.step = step

@@ -1,5 +1,6 @@
 """Whose code a step runs: that of libraries alone, or some of the user's own."""
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,6 +135,10 @@ _ACTIVATIONS = frozenset(
 
 
 def _is_of_a_library(code: Any) -> bool:
+    # `functools.wraps` copies names: what is written by the user may have a library's.
+    written_in = getattr(code, "__globals__", {}).get("__name__", "builtins")
+    if not is_library(written_in) and written_in not in sys.stdlib_module_names:
+        return False
     module = str(getattr(code, "__module__", None) or type(code).__module__)
     if module.startswith(("tensorflow.", "keras.src.ops.")) and not isinstance(code, type):
         return getattr(code, "__name__", "") in _ACTIVATIONS
