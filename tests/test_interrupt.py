@@ -102,7 +102,7 @@ def assert_stops_after(steps, log_dir, press, build=compiled, **arguments):
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
-@pytest.mark.parametrize("build", [compiled, mirrored])
+@pytest.mark.parametrize("build", [compiled, pytest.param(mirrored, marks=pytest.mark.tensorflow)])
 def test_training_ends_with_the_current_step_and_is_saved(tmp_path, capfd, build):
     assert_stops_after(3, tmp_path, PressCtrlC("on_train_batch_end", 2), build)
     printed = capfd.readouterr()
@@ -114,6 +114,7 @@ def test_training_ends_with_the_current_step_and_is_saved(tmp_path, capfd, build
     )
 
 
+@pytest.mark.tensorflow
 def test_validation_ends_early_and_nobody_takes_it_for_complete(tmp_path):
     press = PressCtrlC("on_test_batch_end", 2)
     assert_stops_after(
@@ -220,7 +221,6 @@ def test_ctrl_c_ends_a_program_with_130_and_a_model_that_has_learned(tmp_path):
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         while not process.stdout.readline().startswith("Learning rate of epoch 1"):
