@@ -76,6 +76,9 @@ def test_xla_draws_the_same_for_any_number_of_replicas(width):
 
 
 DRAWINGS = {
+    "dropout of whole examples": lambda x: keras.random.dropout(
+        keras.ops.ones_like(x), 0.5, noise_shape=(keras.ops.shape(x)[0], 1), seed=11
+    ),
     "truncated_normal": of("truncated_normal", 5),
     "randint": of("randint", 5, minval=0, maxval=100),
     "gamma": of("gamma", 5, alpha=2.0),

@@ -93,8 +93,7 @@ def _normal(
 def _dropout(
     original: Callable, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
 ) -> Any:
-    is_shared = noise_shape is not None and noise_shape[0] == 1  # by all examples
-    if rate in (0.0, 1.0) or is_shared:
+    if rate in (0.0, 1.0):
         return original(inputs, rate, noise_shape, seed)
     inputs = tf.convert_to_tensor(inputs)
     own = _dims(inputs)
