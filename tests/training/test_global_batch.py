@@ -168,6 +168,12 @@ def test_only_layers_of_keras_are_divided_where_a_layer_looks_at_all_examples():
     assert _whose_code.is_of_a_library(keras.Sequential([layers.Dense(3)]))
 
 
+def test_slices_of_each_example_are_of_a_library_and_others_are_not():
+    x = keras.Input((4, 3))
+    assert _whose_code.is_of_a_library(keras.Model(x, layers.Dense(3)(x[:, 0])))
+    assert not _whose_code.is_of_a_library(keras.Model(x, layers.Dense(3)(x[1:, 0])))
+
+
 @pytest.mark.slow
 def test_a_model_that_is_loaded_again_trains_the_same(tmp_path):
     build = planted.BUILDERS["add_loss of a sum"]

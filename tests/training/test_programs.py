@@ -51,6 +51,8 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "weights assigned by hand",
     "pairs of the batch are ranked, gathered",
     "a variable that adds up the batch",
+    "KerasHub's CLIP",
+    "KerasHub's Mixtral",
 )
 MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
 REPLICAS = [2, *(pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 4, 8))]

@@ -26,7 +26,6 @@ import tensorflow as tf
 from keras.src.backend import get_stateless_scope
 from keras.src.backend.common import global_state
 from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.models.functional import Functional
 
 from kdpkit._internal import checks
 from kdpkit.training._remat import BlockScope
@@ -43,9 +42,13 @@ from kdpkit.training.tensorflow._step import (
     of_any_length,
     running,
 )
-from kdpkit.training.tensorflow._whose_code import has_too_few_axes, is_of_a_library
-
-_COMPOSED = (keras.Sequential, Functional)  # they have no code of their own, but their layers'
+from kdpkit.training.tensorflow._whose_code import (
+    has_too_few_axes,
+    is_composed,
+    is_library,
+    is_of_a_library,
+    takes_from_each_example,
+)
 
 
 class Division:
@@ -78,14 +81,15 @@ class Division:
             return not has_too_few_axes(layer, args, kwargs)
         if tf.executing_eagerly():  # its code may do something else in each step
             return False
-        if type(layer) in _COMPOSED:
+        if is_composed(layer):
             return self._traces_again and self._is_divided_as_one(layer)
         return self._broken_law(layer, args, kwargs) is None
 
     def _is_divided_as_one(self, model: keras.layers.Layer) -> bool:
         operations = [op for of in model._flatten_layers() for op in getattr(of, "operations", ())]
         return all(model is not of for of in self.mixing) and all(
-            isinstance(operation, keras.layers.Layer) for operation in operations
+            isinstance(operation, keras.layers.Layer) or takes_from_each_example(operation)
+            for operation in operations
         )
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
@@ -94,7 +98,7 @@ class Division:
             return False
         if self(layer, args, kwargs):
             return True
-        is_known = id(layer) in self._declared or type(layer) in _COMPOSED
+        is_known = id(layer) in self._declared or is_composed(layer)
         is_tried = not is_known and not is_of_a_library(layer)
         reason = (self._broken_law(layer, args, kwargs) if is_tried else None) or ""
         if reason.startswith(("changes", "has a gradient")):
@@ -106,7 +110,7 @@ class Division:
         return False
 
     def _broken_law(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
-        key = id(layer), _signature(args, kwargs)
+        key = _identity(layer), _signature(args, kwargs)
         if key not in self._tried:  # by the first replica, for all
             self._tried[key] = layer, broken_law(layer, args, kwargs)
         return self._tried[key][1]
@@ -130,7 +134,7 @@ class _AsOne(NamedTuple):
 
     def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer may be divided; False if that is a question to its layers."""
-        if type(layer) in _COMPOSED and not is_of_a_library(layer):
+        if is_composed(layer) and not is_of_a_library(layer):
             return False
         has_examples = _first_with_examples((args, kwargs)) is not None or is_of_a_library(layer)
         if not has_examples or not self.division(layer, args, kwargs):
@@ -141,6 +145,14 @@ class _AsOne(NamedTuple):
         """Have the step traced with each layer divided by itself."""
         self.division.mixing.append(self.model)
         raise TraceAgainError
+
+
+def _identity(layer: keras.layers.Layer) -> Any:
+    """Return what stands for a layer: a library's that are configured alike do the same."""
+    if is_library(type(layer).__module__):
+        with contextlib.suppress(NotImplementedError):  # it has no configuration
+            return type(layer), str({**layer.get_config(), "name": None})
+    return id(layer)
 
 
 def _signature(args: Any, kwargs: Any) -> Any:
@@ -226,7 +238,7 @@ def call_divided(
         return original(layer, *args, **kwargs)
     step.divided.update(id(variable) for variable in layer.variables)
     part = _part_for(step, first)
-    if type(layer) in _COMPOSED and not is_of_a_library(layer):
+    if is_composed(layer) and not is_of_a_library(layer):
         part.rejects = _AsOne(step.divides, layer)
     cut = functools.partial(_cut, step, part, False)
     args, kwargs = tf.nest.map_structure(cut, (args, kwargs))

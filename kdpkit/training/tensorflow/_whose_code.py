@@ -9,8 +9,13 @@ import tensorflow as tf
 from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
     BaseImagePreprocessingLayer,
 )
+from keras.src.models.functional import Functional
 
 _LIBRARIES = ("keras", "keras_hub", "keras_cv", "keras_rs", "tensorflow", "kdpkit", "builtins")
+
+# Layers of a model, which nobody tried beforehand. Some compare the examples: CLIP's head does, and
+# the balance of experts in Mixtral.
+_OF_ONE_MODEL = ("keras_hub.src.models.", "keras_cv.", "keras_rs.")
 
 
 def is_library(module: str) -> bool:
@@ -23,8 +28,33 @@ def is_all_of_libraries(model: keras.Model, kind: str) -> bool:
     if not is_of_a_library(model):
         return False
     return kind == "predict" or (
-        all(map(_is_loss_of_a_library, tf.nest.flatten(model.loss)))
+        _has_keras_step(model, kind)
+        and all(map(_is_loss_of_a_library, tf.nest.flatten(model.loss)))
         and all(map(is_metric_of_a_library, parts_of_metrics(model)))
+    )
+
+
+def _has_keras_step(model: keras.Model, kind: str) -> bool:
+    """Return whether a model trains as Keras does: a library's may have a loss of its own."""
+    parts = (getattr(type(model), name) for name in (f"{kind}_step", "compute_loss"))
+    return all(part.__module__.startswith(("keras.", "kdpkit.")) for part in parts)
+
+
+def is_composed(layer: keras.layers.Layer) -> bool:
+    """Return whether a model has no code of its own, but its layers'."""
+    kind = type(layer)
+    return kind in (keras.Sequential, Functional) or (
+        isinstance(layer, Functional)
+        and is_library(kind.__module__)
+        and kind.call is Functional.call
+    )
+
+
+def takes_from_each_example(operation: Any) -> bool:
+    """Return whether an operation of a model is `x[:, ...]`, as of BERT's first token."""
+    keys = [node.arguments.args[1:] for node in operation._inbound_nodes]
+    return type(operation).__name__ == "GetItem" and all(
+        isinstance(key, tuple) and key[0] == slice(None) for (key,) in keys
     )
 
 
@@ -33,11 +63,17 @@ def is_of_a_library(layer: keras.layers.Layer) -> bool:
     parts = _layers(layer)
     operations = [op for part in parts for op in getattr(part, "operations", ())]
     return (
-        all(map(_is_of_a_library, map(type, parts)))
-        and all(isinstance(part, keras.layers.Layer) for part in operations)
+        all(_is_of_a_library(type(part)) and not _is_of_one_model(part) for part in parts)
+        and all(
+            isinstance(op, keras.layers.Layer) or takes_from_each_example(op) for op in operations
+        )
         and not any(_may_compare_examples(part) for part in parts)
         and all(map(_is_of_a_library, _functions_in(parts)))
     )
+
+
+def _is_of_one_model(layer: keras.layers.Layer) -> bool:
+    return type(layer).__module__.startswith(_OF_ONE_MODEL) and not is_composed(layer)
 
 
 # Names, because not every version of Keras has all of them.
