@@ -76,6 +76,14 @@ def _mixtral():
     return model
 
 
+def _llama():
+    backbone = keras_hub.models.LlamaBackbone(20, 2, 2, 8, 16, num_key_value_heads=1)
+    model = keras_hub.models.LlamaCausalLM(backbone, preprocessor=None)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
 def _tokens():
     tokens = np.random.default_rng(0).integers(1, 20, size=(17, 7)).astype("int32")
     x = {"token_ids": tokens[:, :-1], "padding_mask": np.ones((17, 6), bool)}
@@ -113,5 +121,6 @@ PROGRAMS = [
     Program("KerasHub's CLIP", _clip, _pairs),
     Program("KerasHub's SigLIP", _siglip, _pairs),
     Program("KerasHub's Mixtral", _mixtral, _tokens),
+    Program("KerasHub's Llama", _llama, _tokens),
     Program("KerasHub's RetinaNet", _retinanet, _boxes),
 ]
