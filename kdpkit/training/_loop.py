@@ -67,7 +67,7 @@ class TrainingLoop:
         remat: Whether the backward pass computes the inner activations of blocks again, which need
             then not be kept. Blocks are the layers of the model that have layers of their own, such
             as those of a transformer; of models in the model, their blocks, or they themselves.
-            Weights and losses are the same: docs/how_to/cut_variables.md.
+            Weights and losses are the same: docs/how_to/shard_variables.md.
 
     Raises:
         ValueError: A count that is not positive; no loss; a model with a `train_step` or
