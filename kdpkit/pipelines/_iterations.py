@@ -2,12 +2,11 @@
 
 `shuffle(seed=...)` draws another order each time that an iterator of the same object is started,
 for whatever reason, and nothing outside can set that count. So the stages after the sources and
-caches are made again for each epoch, with the order that each `shuffle` has drawn by then.
+caches are made again for each epoch, with an order of each `shuffle` that follows from its seed,
+the epoch, and the passes of the `repeat`s after it.
 """
 
-import dataclasses
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeAlias
@@ -17,19 +16,21 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import with_private_batches
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
-from kdpkit.pipelines._stages import ASSIGNING, Stage, before
+from kdpkit.pipelines._stages import ASSIGNING, ORDERING, Stage, before
 from kdpkit.pipelines._tracing import as_written, rewriting
 
 # Arguments that stages do not keep, or that let threads change the order.
 _ARGUMENTS = {"deterministic": True, "sloppy": False, "row_splits_dtype": tf.int64}
 _PHILOX = 1  # the algorithm of tf.data's random numbers
+_MANY = 1 << 32  # passes of a `repeat` without end
 
 
 def replayed(dataset: tf.data.Dataset) -> TrainDataset:
-    """Return a dataset with the same epochs that can start at any batch of any of them.
+    """Return a dataset whose epochs can start at any batch of any of them.
 
-    The first iteration is that of a new program, also if this dataset was iterated before. Stages
-    with `deterministic=False` are in order.
+    Epoch E has the order of the dataset's E-th iteration in a new program, unless a `repeat(n)`
+    starts `shuffle` from behind other stages: then it has one of its own. Stages with
+    `deterministic=False` are in order.
 
     Raises:
         ValueError: The order depends on more than the program, or the length is unknown.
@@ -46,16 +47,10 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
             remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, which "
             "`kdpkit.pipelines.count_batches` can count, or `.repeat()` if the dataset never ends.",
         )
-    optimized = dataset.options().experimental_optimization
-    is_plain = False in (
-        optimized.apply_default_optimizations,
-        optimized.shuffle_and_repeat_fusion,
-        optimized.noop_elimination,
-    )
-    replay = _Replay(rewriting(), is_optimized=not is_plain)
+    traced = rewriting()
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
-        return replay.of(end, (_Level(epoch),), skipped).enumerate(skipped)
+        return _iteration(end, epoch, traced, skipped).enumerate(skipped)
 
     counter = EpochCounter(batches=batches)
     options = tf.data.Options().merge(dataset.options())
@@ -83,61 +78,56 @@ def _seeds(stage: Stage) -> list[Any]:
     return [stage.setting("seed"), stage.setting("seed2")]
 
 
-# What another program's run cannot repeat: of which stages, why, and what to do instead.
-_REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
-    (
-        lambda stage: stage.kind in ("shuffle", "random") and _seeds(stage) == [0, 0],
-        "has another order in each run of the program",
-        "Pass `seed=...`.",
-    ),
-    (
-        lambda stage: stage.kind == "random" and bool(stage.argument("rerandomize")),
-        "counts its iterators",
-        "Leave out `rerandomize_each_iteration=True`.",
-    ),
-    (
-        lambda stage: stage.kind == "distribute",
-        "has the order in which services answer",
-        "Prepare the examples here, or fill a cache on disk once and read that.",
-    ),
-    (
-        lambda stage: stage.kind == "train_pipeline",
-        "keeps its own position, and is tracked without further stages",
-        "Pass further stages to `train_pipeline` as `prepare` or `augment`.",
-    ),
-    (
-        lambda stage: stage.keeps and any(one.shuffles for one in before(stage)),
-        "keeps the order of whichever iterator was the first to fill it",
-        "Move `shuffle` after it, or shuffle with `reshuffle_each_iteration=False`.",
-    ),
-    (
-        lambda stage: any(one.draws or one.has_unseeded_order for one in stage.functions),
-        "draws random numbers that a resumed run cannot draw again",
-        "Draw with `tf.random.stateless_*` from seeds in the data, as of "
-        "`tf.data.Dataset.random(seed)`, in a layer of the model, or in "
-        "`train_pipeline(augment=...)`.",
-    ),
-    (
-        lambda stage: stage.runs(ASSIGNING),
-        "changes a variable, whose value a resumed run does not have",
-        "Use `Dataset.scan`, whose state is that of an iterator.",
-    ),
-    (
-        lambda stage: any(one.captures_datasets for one in stage.functions),
-        "uses a dataset from outside of its function, whose order is not known here",
-        "Make that dataset in the function.",
-    ),
-)
-
-
 def _require_an_order(stages: list[Stage]) -> None:
     uses = Counter(id(stage.dataset) for stage in stages if stage.reshuffles)
     for stage in stages:
         if uses[id(stage.dataset)] > 1:
             _reject(stage, "is read at several positions", "Make a `shuffle` for each of them.")
-        for is_met, problem, remedy in _REJECTED:
-            if is_met(stage):
-                _reject(stage, problem, remedy)
+        if (found := _not_reproducible(stage)) is not None:
+            _reject(stage, *found)
+
+
+def _not_reproducible(stage: Stage) -> tuple[str, str] | None:
+    """Return why another program's run cannot repeat a stage, and what to do instead."""
+    is_unseeded = stage.kind in ("shuffle", "random") and _seeds(stage) == [0, 0]
+    if is_unseeded or (stage.kind == "random" and stage.argument("rerandomize")):
+        return (
+            "has another order in each run of the program",
+            "Pass `seed=...`, and no `rerandomize_each_iteration`.",
+        )
+    if stage.kind == "distribute":
+        return (
+            "has the order in which services answer",
+            "Prepare the examples here, or fill a cache on disk once and read that.",
+        )
+    if stage.kind == "train_pipeline":
+        return (
+            "keeps its own position, and is tracked without further stages",
+            "Pass further stages to `train_pipeline` as `prepare` or `augment`.",
+        )
+    if stage.keeps and any(one.shuffles for one in before(stage)):
+        return (
+            "keeps the order of whichever iterator was the first to fill it",
+            "Move `shuffle` after it, or shuffle with `reshuffle_each_iteration=False`.",
+        )
+    if stage.runs(ORDERING) or any(one.captures_datasets for one in stage.functions):
+        return (
+            "shuffles in its function, or uses a dataset from outside of it",
+            "Shuffle outside of the function, and make the dataset in it.",
+        )
+    if any(one.draws for one in stage.functions):
+        return (
+            "draws random numbers that a resumed run cannot draw again",
+            "Draw with `tf.random.stateless_*` from seeds in the data, as of "
+            "`tf.data.Dataset.random(seed)`, in a layer of the model, or in "
+            "`train_pipeline(augment=...)`.",
+        )
+    if stage.runs(ASSIGNING):
+        return (
+            "changes a variable, whose value a resumed run does not have",
+            "Use `Dataset.scan`, whose state is that of an iterator.",
+        )
+    return None
 
 
 def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
@@ -150,118 +140,77 @@ def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
 
 # What is made again.
 
-
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    """Which iteration of a dataset it is, of those that a `repeat` or the epochs start.
-
-    Attributes:
-        index: Its number, from 0.
-        count: How many there are in an iteration of the `repeat`.
-        is_started_again: Whether the dataset is started once more at the end.
-    """
-
-    index: tf.Tensor
-    count: int = 0
-    is_started_again: bool = False
+_Tracing: TypeAlias = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-_Levels: TypeAlias = tuple[_Level, ...]  # the epochs first
-
-
-class _Replay:
-    """Iterations of stages, made again.
+def _iteration(
+    stage: Stage, number: tf.Tensor, traced: _Tracing, skip: tf.Tensor | None = None
+) -> tf.data.Dataset:
+    """Return an iteration of a stage.
 
     Args:
+        stage: The stage.
+        number: Which iteration: the epoch, or the pass of a `repeat`, counted over all epochs.
         traced: Returns a user's function as it is to be traced.
-        is_optimized: Whether TensorFlow fuses stages.
+        skip: Elements to skip.
     """
+    if not stage.inputs:
+        return _after(stage.dataset, skip)
+    if stage.kind == "cache":
+        return _after(_as_it_is(stage), skip)
+    if stage.kind == "repeat" and any(one.reshuffles for one in _all(stage)):
+        return _after(_repeated(stage, number, traced), skip)
+    if stage.kind == "shuffle":
+        inner = _iteration(stage.inputs[0], number, traced)
+        return _after(_shuffled(stage, inner, number), skip)
+    if stage.kind == "assert_cardinality" and skip is not None:
+        left = tf.data.experimental.assert_cardinality(stage.dataset.cardinality() - skip)
+        return _iteration(stage.inputs[0], number, traced, skip).apply(left)
+    sooner = _skipped_before(stage, skip)
+    made = _remade(stage, lambda one: _iteration(Stage(one), number, traced, sooner), traced)
+    if made is None:
+        return _after(_as_it_is(stage), skip)
+    return made if sooner is not None else _after(made, skip)
 
-    def __init__(
-        self, traced: Callable[[Callable[..., Any]], Callable[..., Any]], *, is_optimized: bool
-    ) -> None:
-        self._traced = traced
-        self._is_optimized = is_optimized
 
-    def of(
-        self,
-        stage: Stage,
-        levels: _Levels,
-        skip: tf.Tensor | None = None,
-        asked: float | None = math.inf,
-    ) -> tf.data.Dataset:
-        """Return an iteration of a stage.
+def _repeated(stage: Stage, number: tf.Tensor, traced: _Tracing) -> tf.data.Dataset:
+    """Return the passes over the input that one iteration of a `repeat` makes."""
+    count = stage.setting("count")
+    passes = tf.data.Dataset.counter() if count < 0 else tf.data.Dataset.range(count)
+    first = number * (_MANY if count < 0 else count)
+    return passes.flat_map(
+        as_written(lambda index: _iteration(stage.inputs[0], first + index, traced))
+    )
 
-        Args:
-            stage: The stage.
-            levels: Which iteration.
-            skip: Elements to skip.
-            asked: See `_asked_before`.
-        """
-        if not stage.inputs:
-            return _after(stage.dataset, skip)
-        if stage.kind == "cache":
-            return _after(_as_it_is(stage), skip)
-        if stage.kind == "repeat" and any(one.reshuffles for one in _all(stage)):
-            return _after(self._repeated(stage, levels, asked), skip)
-        asked = _asked_before(stage, asked)
-        if stage.kind == "shuffle":
-            inner = self.of(stage.inputs[0], _started_late(levels), asked=asked)
-            return _after(_shuffled(stage, inner, levels), skip)
-        if stage.kind == "assert_cardinality" and skip is not None:
-            left = tf.data.experimental.assert_cardinality(stage.dataset.cardinality() - skip)
-            return self.of(stage.inputs[0], levels, skip, asked).apply(left)
-        sooner = _skipped_before(stage, skip)
 
-        def other(one: tf.data.Dataset) -> tf.data.Dataset:
-            is_late = stage.kind == "concatenate" and one is not stage.inputs[0].dataset
-            return self.of(Stage(one), _started_late(levels) if is_late else levels, sooner, asked)
+def _remade(
+    stage: Stage, other: Callable[[tf.data.Dataset], tf.data.Dataset], traced: _Tracing
+) -> tf.data.Dataset | None:
+    """Return a stage on other inputs, with its threads in order; None if that is not known."""
+    dataset = stage.dataset
+    if stage.kind == "options":
+        return other(stage.inputs[0].dataset)
 
-        made = self._remade(stage, other)
-        if made is None:
-            return _after(_as_it_is(stage), skip)
-        return made if sooner is not None else _after(made, skip)
+    def again(value: Any) -> Any:
+        if isinstance(value, tf.data.Dataset):
+            return other(value)
+        if not isinstance(value, tf.Tensor):
+            return traced(value._func) if hasattr(value, "_func") else value
+        known = tf.get_static_value(value)
+        if known is None or value.dtype not in (tf.bool, tf.int64):
+            return value
+        return known if known.shape else known.item()
 
-    def _repeated(self, stage: Stage, levels: _Levels, asked: float | None) -> tf.data.Dataset:
-        """Return the iterations of the input that one of a `repeat` starts, one after the other."""
-        count = stage.setting("count")
-        starts = tf.data.Dataset.counter() if count < 0 else tf.data.Dataset.range(count)
-        level = _level(stage, asked, self._is_optimized)
-
-        @as_written
-        def start(index: tf.Tensor) -> tf.data.Dataset:
-            return self.of(stage.inputs[0], (*levels, dataclasses.replace(level, index=index)))
-
-        return starts.flat_map(start)
-
-    def _remade(
-        self, stage: Stage, other: Callable[[tf.data.Dataset], tf.data.Dataset]
-    ) -> tf.data.Dataset | None:
-        """Return a stage on other inputs, with its threads in order; None if that is not known."""
-        dataset = stage.dataset
-        if stage.kind == "options":
-            return other(stage.inputs[0].dataset)
-
-        def again(value: Any) -> Any:
-            if isinstance(value, tf.data.Dataset):
-                return other(value)
-            if not isinstance(value, tf.Tensor):
-                return self._traced(value._func) if hasattr(value, "_func") else value
-            known = tf.get_static_value(value)
-            if known is None or value.dtype not in (tf.bool, tf.int64):
-                return value
-            return known if known.shape else known.item()
-
-        arguments = {}
-        for name, parameter in inspect.signature(type(dataset)).parameters.items():
-            kept = "_input_dataset" if name == "dataset" else f"_{name}"
-            value = _ARGUMENTS.get(name, getattr(dataset, kept, parameter.default))
-            if value is parameter.empty:
-                return None
-            is_data = name in ("padding_values", "initial_state")  # whose type counts
-            arguments[name] = value if is_data else tf.nest.map_structure(again, value)
-        made = type(dataset)(**arguments)
-        return made if made.element_spec == dataset.element_spec else None
+    arguments = {}
+    for name, parameter in inspect.signature(type(dataset)).parameters.items():
+        kept = "_input_dataset" if name == "dataset" else f"_{name}"
+        value = _ARGUMENTS.get(name, getattr(dataset, kept, parameter.default))
+        if value is parameter.empty:
+            return None
+        is_data = name in ("padding_values", "initial_state")  # whose type counts
+        arguments[name] = value if is_data else tf.nest.map_structure(again, value)
+    made = type(dataset)(**arguments)
+    return made if made.element_spec == dataset.element_spec else None
 
 
 def _after(dataset: tf.data.Dataset, skip: tf.Tensor | None) -> tf.data.Dataset:
@@ -293,13 +242,8 @@ def _skipped_before(stage: Stage, skip: tf.Tensor | None) -> Any:
     return skip if stage.kind in ("map", "zip", "prefetch", "options") and is_pure else None
 
 
-def _started_late(levels: _Levels) -> _Levels:
-    """Return the levels of what is not started together with its consumer."""
-    return tuple(dataclasses.replace(level, is_started_again=False) for level in levels)
-
-
-def _shuffled(stage: Stage, inner: tf.data.Dataset, levels: _Levels) -> tf.data.Dataset:
-    """Shuffle in the order that one of the iterations of a `shuffle` has.
+def _shuffled(stage: Stage, inner: tf.data.Dataset, number: tf.Tensor) -> tf.data.Dataset:
+    """Shuffle in the order that an iteration of a `shuffle` has.
 
     Each iteration takes the next two numbers of a generator as its seeds (`RandomSeedGenerator` in
     tensorflow/core/data/random_seed_generator of TensorFlow 2.20 and 2.21); here they are computed
@@ -307,10 +251,6 @@ def _shuffled(stage: Stage, inner: tf.data.Dataset, levels: _Levels) -> tf.data.
     """
     seed, seed2 = (tf.constant(value, tf.int64) for value in _seeds(stage))
     if stage.reshuffles:
-        number, starts = tf.constant(0, tf.int64), 1
-        for level in reversed(levels):
-            number += level.index * starts
-            starts = level.count * starts + level.is_started_again
         block = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[2, 2],
             key=tf.cast([seed], tf.uint64),
@@ -329,39 +269,3 @@ def _shuffled(stage: Stage, inner: tf.data.Dataset, levels: _Levels) -> tf.data.
         **inner._flat_structure,
     )
     return tf.data.experimental.from_variant(variant, inner.element_spec)
-
-
-def _asked_before(stage: Stage, asked: float | None) -> float | None:
-    """Return how many elements a stage asks of its input.
-
-    Infinity is all of them. None is a number that depends on the elements, or on how far threads
-    read ahead, as those of any `map`: TensorFlow calls it in parallel by itself.
-    """
-    if stage.kind == "take" and asked is not None and (count := stage.setting("count")) >= 0:
-        return min(asked, count)
-    if stage.kind == "repeat" or asked in (None, math.inf):
-        return math.inf if stage.kind == "repeat" else asked  # see `_level`
-    if stage.kind in ("batch", "padded_batch"):
-        return asked * stage.setting("batch_size")
-    return asked if stage.kind in ("enumerate", "options", "assert_cardinality") else None
-
-
-def _level(stage: Stage, asked: float | None, is_optimized: bool) -> _Level:
-    """Return how often a `repeat` starts its input, if these elements are asked of it."""
-    count, length = stage.setting("count"), stage.inputs[0].cardinality
-    # TensorFlow fuses it with a `shuffle`, and drops it where the count is 1.
-    is_fused = is_optimized and (count == 1 or stage.inputs[0].kind == "shuffle")
-    nothing = tf.constant(0, tf.int64)
-    if asked == math.inf:  # one that never ends has one iteration
-        return _Level(nothing, 1 if count < 0 else count, count > 0 and not is_fused)
-    if asked is None or length is None or length <= 0:
-        _reject(
-            stage,
-            "starts `shuffle` again in an epoch, how often depends on what is read ahead of `take`",
-            "Put `take` right after `batch` or `repeat`, or track the dataset without `take`, and "
-            "call `fit` with `steps_per_epoch`.",
-        )
-    times = math.ceil(asked / length)
-    if count < 0 or times <= count:
-        return _Level(nothing, times)
-    return _Level(nothing, count, not is_fused)

@@ -23,6 +23,7 @@ from kdpkit.pipelines._epochs import TrainDataset
 PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
 STORED = r"LookupTable.*|ReadVariableOp|ResourceGather(Nd)?"  # a Keras layer's, for example
 ASSIGNING = "Assign.*"
+ORDERING = r".*ShuffleDataset.*|RandomDataset(V2)?"
 READING = r"(TFRecord|TextLine|FixedLengthRecord|CSV)Dataset(V2)?"
 # Stateful ones: they draw again whenever they run.
 _RANDOM = (
@@ -56,8 +57,6 @@ _KINDS = {
 _TRANSPARENT = frozenset(
     {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
 )
-# The first of the two inputs of a dataset's operation that are its seeds.
-_SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
 _NAMED_BY = {
     **dict.fromkeys(("shuffle", "prefetch"), "buffer_size"),
     **dict.fromkeys(("batch", "padded_batch"), "batch_size"),
@@ -74,13 +73,11 @@ class Function:
         call: The function that the user passed; None if unknown.
         ops: The names of its operations, including those in nested datasets and functions.
         captures_datasets: Whether it uses datasets that were made outside of it.
-        has_unseeded_order: Whether it makes a dataset of random order without a seed.
     """
 
     call: Callable[..., Any] | None
     ops: frozenset[str]
     captures_datasets: bool
-    has_unseeded_order: bool
 
     @property
     def name(self) -> str:
@@ -287,20 +284,4 @@ def _function(wrapper: Any) -> Function:
         getattr(wrapper, "_func", None),
         frozenset(node.op for body in bodies for node in body),
         any(tensor.dtype == tf.variant for tensor in wrapper.function.captured_inputs),
-        any(map(_has_unseeded_order, bodies)),
     )
-
-
-def _has_unseeded_order(nodes: Any) -> bool:
-    """Return whether a dataset that these operations make has the seeds (0, 0), which are none."""
-    zeros = {
-        node.name
-        for node in nodes
-        if node.op == "Const" and not tf.make_ndarray(node.attr["value"].tensor).any()
-    }
-    for node in nodes:
-        first = _SEEDS_OF.get(node.op)
-        names = [] if first is None else [one.partition(":")[0] for one in node.input[first:][:2]]
-        if names and zeros.issuperset(names):
-            return True
-    return False

@@ -5,7 +5,6 @@
 import datetime
 
 import keras
-import numpy as np
 import pytest
 from keras import layers
 
@@ -75,8 +74,6 @@ def test_bad_arguments_raise(tmp_path, make, sentence):
             "stage='cache'.*without `num_parallel_calls`",
         ),
         (lambda data, _: data.filter(lambda x: x > 3), "assert_cardinality"),
-        (lambda data, _: data.shuffle(9, seed=1).repeat().batch(2).prefetch(1).take(7), "`take`"),
-        (lambda data, _: data.shuffle(9, seed=1).repeat(3).map(lambda x: x).take(7), "`take`"),
         (lambda data, tf: data.flat_map(lambda _: tf.data.Dataset.range(3).shuffle(3)), "flat_map"),
     ],
 )
@@ -112,25 +109,6 @@ def test_a_tracked_pipeline_gives_what_it_gave_and_can_begin_anywhere(tmp_path):
     assert resume._dataset.first_batch()[0].numpy().tolist() == complete[1][1]
     resume._dataset.go_to(Position(1, 1))
     assert given(tracked)[:2] == [complete[1][1:], complete[2]]
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("batches_of_an_epoch", range(1, 9))
-@pytest.mark.parametrize("repeats", [3, None])
-@pytest.mark.parametrize("size", [3, 5])
-def test_an_epoch_of_fixed_steps_is_the_next_iteration_of_the_dataset(
-    tmp_path, batches_of_an_epoch, repeats, size
-):
-    import tensorflow as tf
-
-    def make():
-        shuffled = tf.data.Dataset.range(10).shuffle(10, seed=1)
-        return shuffled.repeat(repeats).batch(size).take(batches_of_an_epoch)
-
-    plain, tracked = make(), Resume(tmp_path).track(make())
-    for _ in range(3):
-        expected, found = (np.concatenate([*data.as_numpy_iterator()]) for data in (plain, tracked))
-        np.testing.assert_array_equal(found, expected)
 
 
 def test_another_dataset_than_the_tracked_one_raises(tmp_path):

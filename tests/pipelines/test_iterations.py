@@ -1,4 +1,4 @@
-"""Every iteration of a dataset, made again from any of its batches, is TensorFlow's own."""
+"""Every iteration of a dataset, made again, goes on from any of its batches."""
 
 import numpy as np
 import pytest
@@ -14,18 +14,8 @@ def shuffled(buffer=4, seed=3, **settings):
     return Dataset.range(10).shuffle(buffer, seed=seed, **settings)
 
 
-def numbers(index):
-    return Dataset.range(index, index + 3)
-
-
 def known(count):
     return tf.data.experimental.assert_cardinality(count)
-
-
-def unoptimized():
-    options = tf.data.Options()
-    options.experimental_optimization.apply_default_optimizations = False
-    return options
 
 
 def of_two_sources():
@@ -33,7 +23,14 @@ def of_two_sources():
     return Dataset.sample_from_datasets(two, weights=[0.5, 0.5], seed=3).apply(known(20))
 
 
-DATASETS = {
+def interleaved():
+    of_three = shuffled().interleave(
+        lambda index: Dataset.range(index, index + 3), cycle_length=2, num_parallel_calls=2
+    )
+    return of_three.batch(3).apply(known(10))
+
+
+AS_TENSORFLOW = {
     "shuffle": lambda: shuffled(10).batch(2),
     "negative seed": lambda: shuffled(seed=-3).map(lambda n: n * 2).batch(4).prefetch(1),
     "fixed order": lambda: shuffled(reshuffle_each_iteration=False).shuffle(3, seed=1).batch(2),
@@ -41,37 +38,15 @@ DATASETS = {
         Dataset.zip((shuffled(seed=2**40), shuffled(3).repeat(2))).shuffle(5, seed=9).batch(3)
     ),
     "choice": of_two_sources,
-    "concatenated": lambda: shuffled().batch(2).concatenate(shuffled(4).batch(2)).repeat(2),
-    "interleaved": lambda: (
-        (shuffled().interleave(numbers, cycle_length=2, num_parallel_calls=2).batch(3))
-        .apply(known(10))
-        .repeat(2)
-    ),
-    "shuffle of shuffles": lambda: shuffled().shuffle(3, seed=1).batch(2).repeat(2),
-    "within a function": lambda: (
-        (
-            Dataset.range(4)
-            .flat_map(lambda _: Dataset.range(5).shuffle(5, seed=3))
-            .shuffle(3, seed=2)
-        )
-        .batch(3)
-        .apply(known(7))
-    ),
-    # A `repeat` starts its input once more at its end, unless TensorFlow fuses it.
-    "fused repeat": lambda: shuffled().repeat(2).shuffle(3, seed=1).repeat(2).batch(2),
+    "interleaved": interleaved,
+    "shuffle of shuffles": lambda: shuffled().shuffle(3, seed=1).batch(2),
+    "fused repeat": lambda: shuffled().repeat(2).batch(2),
+}
+OWN_ORDER = {
     "repeat": lambda: shuffled().batch(2).repeat(3),
-    "one repeat": lambda: shuffled().batch(2).repeat(1),
     "repeats": lambda: shuffled().batch(2).repeat(3).repeat(2).shuffle(3, seed=2).repeat(2),
-    "repeat of options": lambda: shuffled().with_options(tf.data.Options()).repeat(2).batch(3),
-    "not optimized": lambda: shuffled().repeat(2).batch(3).repeat(1).with_options(unoptimized()),
-    # An epoch of fixed steps.
-    **{
-        f"{take} of {repeats} repeats": lambda take=take, repeats=repeats: (
-            shuffled(10).batch(3).repeat(repeats).take(take)
-        )
-        for take, repeats in ((7, -1), (8, -1), (8, 2), (9, 2), (8, 3))
-    },
-    "fused and taken": lambda: shuffled().repeat().batch(3).take(7),
+    "concatenated": lambda: shuffled().batch(2).concatenate(shuffled(4).batch(2)).repeat(2),
+    "steps of an endless one": lambda: shuffled(10).batch(3).repeat().take(7),
 }
 
 
@@ -79,17 +54,45 @@ def elements(dataset):
     return [np.asarray(element).tolist() for element in dataset]
 
 
-@pytest.mark.parametrize("make", DATASETS.values(), ids=DATASETS)
-def test_each_epoch_is_tensorflows_from_any_of_its_batches(make):
-    plain = make()
-    epochs = [elements(plain) for _ in range(EPOCHS)]
+@pytest.mark.parametrize("name", [*AS_TENSORFLOW, *OWN_ORDER])
+def test_each_epoch_has_an_order_of_its_own_and_goes_on_from_any_batch(name):
+    make = (AS_TENSORFLOW | OWN_ORDER)[name]
     tracked = replayed(make()).tracked()
-    assert [elements(tracked) for _ in range(EPOCHS)] == epochs
+    epochs = [elements(tracked) for _ in range(EPOCHS)]
+    plain = make()
+    of_tensorflow = [elements(plain) for _ in range(EPOCHS)]
+    if name in AS_TENSORFLOW:
+        assert epochs == of_tensorflow
+    else:
+        assert len({str(epoch) for epoch in epochs}) == EPOCHS
+        assert [sorted(map(len, epoch)) for epoch in epochs] == [
+            sorted(map(len, epoch)) for epoch in of_tensorflow
+        ]
     tracked.epoch_counter.move(EPOCHS - 1, 2)
     assert elements(tracked) == epochs[-1][2:]
 
 
-def test_one_shuffle_at_two_positions_raises():
-    both = shuffled()
-    with pytest.raises(ValueError, match="`shuffle.4.` is read at several positions"):
-        replayed(Dataset.zip((both, both)))
+def test_every_pass_of_a_repeat_has_every_example_in_an_order_of_its_own():
+    tracked = replayed(shuffled(10).batch(5).repeat(3)).tracked()
+    passes = [
+        tuple(number for batch in epoch[at : at + 2] for number in batch)
+        for epoch in (elements(tracked), elements(tracked))
+        for at in (0, 2, 4)
+    ]
+    assert len(set(passes)) == 6
+    assert all(sorted(one) == list(range(10)) for one in passes)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: Dataset.zip((shuffled(),) * 2), "`shuffle.4.` is read at several positions"),
+        (
+            lambda: Dataset.range(4).flat_map(lambda _: shuffled()).apply(known(40)),
+            "`flat_map.* shuffles in its function.*Shuffle outside",
+        ),
+    ],
+)
+def test_an_order_that_is_not_known_raises(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        replayed(make())
