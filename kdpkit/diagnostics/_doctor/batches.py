@@ -69,7 +69,7 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
     Args:
         dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset, a PyTorch
             `DataLoader`, or arrays.
-        batch_size: Of the batches that `fit` cuts arrays into; None as in Keras.
+        batch_size: Of the batches that `fit` splits arrays into; None as in Keras.
         name: Of the argument.
 
     Raises:
