@@ -39,6 +39,7 @@ def from_tfrecords(directory, images, labels):
     parse = pipelines.example_parser({"image": image, "label": label})
     files = sorted(directory.glob(f"{name}-*.tfrecord"))
     records = pipelines.tfrecords(files, parse)
+    records = records.apply(tf.data.experimental.assert_cardinality(len(images)))  # or raise
     return records.map(lambda example: (example["image"], example["label"]))
 
 

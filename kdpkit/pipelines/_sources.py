@@ -32,7 +32,8 @@ def tfrecords(
 
     Raises:
         ValueError: As `interleave_files`. A damaged record raises TensorFlow's `DataLossError` when
-            it is read; a file that a copy left incomplete may read as a shorter one.
+            it is read. A file that a copy left incomplete may read as a shorter one, which
+            `tf.data.experimental.assert_cardinality` notices.
     """
     files = _matching(pattern)
     kinds = ["GZIP" if _begins_as_gzip(file) else "" for file in files]

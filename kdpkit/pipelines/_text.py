@@ -117,7 +117,13 @@ def mask_tokens(tokenizer: Tokenizer, *, rate: float = 0.15) -> Callable[..., Ma
     @as_written
     def mask(tokens: tf.Tensor, seed: Sequence[int] | tf.Tensor | None = None) -> Masked:
         tokens = tokens if tf.is_tensor(tokens) else tf.convert_to_tensor(tokens)
-        _require_sequences(tokens)
+        if not tokens.shape[-1]:
+            checks.fail(
+                "Sequences to mask need one static length.",
+                shape=tokens.shape,
+                remedy="`pack_tokens` and `tokenize(sequence_length=...)` have one, and "
+                "`tf.ensure_shape(batch, [None, length])` sets it.",
+            )
         if tokens.shape.rank == 1:
             masked = mask(tokens[tf.newaxis], seed)
             return tf.nest.map_structure(lambda part: part[0], masked)
@@ -131,23 +137,6 @@ def mask_tokens(tokenizer: Tokenizer, *, rate: float = 0.15) -> Callable[..., Ma
         return features, labels, weights
 
     return mask
-
-
-def _require_sequences(tokens: tf.Tensor | tf.RaggedTensor) -> None:
-    """Raise unless `tokens` is one or several sequences of token ids of one length."""
-    if not tokens.dtype.is_integer or tokens.shape.rank not in (1, 2):
-        checks.fail(
-            "Sequences to mask are token ids, int32 [batch, length] or [length].",
-            shape=tokens.shape,
-            dtype=tokens.dtype.name,
-        )
-    if not tokens.shape[-1]:
-        checks.fail(
-            "Sequences to mask need one static length.",
-            shape=tokens.shape,
-            remedy="`pack_tokens` and `tokenize(sequence_length=...)` have one, and "
-            "`tf.ensure_shape(batch, [None, length])` sets it.",
-        )
 
 
 def _draws(tokens: tf.Tensor, count: int, seed: Sequence[int] | tf.Tensor | None) -> tf.Tensor:

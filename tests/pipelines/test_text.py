@@ -139,10 +139,6 @@ def tokenized(lines):
     ("make", "sentence"),
     [
         (lambda: pipelines.mask_tokens(TOKENIZER, rate=0), "`rate` must be above 0 and at most 1"),
-        (
-            lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4])),
-            "Sequences to mask are token ids",
-        ),
         (lambda: pipelines.mask_tokens(TOKENIZER)(tf.ragged.constant([[6], [6, 7]])), "one static"),
         (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
         (lambda: pipelines.tokenize(padding_tokenizer()), "a `sequence_length` of its own"),
