@@ -22,7 +22,7 @@ _REMAINDERS = ("drop", "pad", "keep")
 
 
 class ArrayBatches(keras.utils.PyDataset):
-    """Cuts arrays into global batches, in a new order each epoch.
+    """Splits arrays into global batches, in a new order each epoch.
 
     A batch depends only on the seed, the epoch and its position in the epoch: it is the same on any
     number of devices and processes, and the same again when a run is resumed. An epoch is over once
@@ -49,7 +49,9 @@ class ArrayBatches(keras.utils.PyDataset):
             ones of its order.
         process_count: Number of processes that train together, such as `jax.process_count()`.
         process_index: Index of this process, such as `jax.process_index()`.
-        initial_epoch: The first epoch.
+
+    Attributes:
+        epoch: The current epoch, from 0; set it to start at another.
 
     Raises:
         ValueError: Arrays of different lengths or without examples, more than three parts, fewer
@@ -76,7 +78,6 @@ class ArrayBatches(keras.utils.PyDataset):
         steps_per_epoch: int | None = None,
         process_count: int = 1,
         process_index: int = 0,
-        initial_epoch: int = 0,
     ) -> None:
         super().__init__()
         self.data = _as_batch(data)
@@ -84,17 +85,12 @@ class ArrayBatches(keras.utils.PyDataset):
         self.seed = seed if seed is None else checks.integer("seed", seed, minimum=0)
         self.remainder = checks.one_of("remainder", remainder, _REMAINDERS)
         self.mode = checks.one_of("mode", mode, ("train", "eval"))
-        if augment is not None and not callable(augment):
-            checks.fail(
-                "`augment` must be a function of a batch and a `numpy.random.Generator`.",
-                augment=augment,
-            )
         self.augment = augment
         self.process_count = checks.integer("process_count", process_count)
         self.process_index = checks.integer("process_index", process_index, minimum=0)
-        self.epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
+        self.epoch = 0
         self._is_given = False  # including its last batch
-        self._num_examples = rows_of(self.data)
+        self._num_examples = num_examples(self.data)
         self._check_processes()
         self.steps_per_epoch = self._length(steps_per_epoch)
 
@@ -146,8 +142,8 @@ class ArrayBatches(keras.utils.PyDataset):
         return part[self.process_index * count :][:count]
 
     def _length(self, wanted: int | None) -> int:
-        cut = math.floor if self.remainder == "drop" else math.ceil
-        available = cut(self._num_examples / self.global_batch_size)
+        rounded = math.floor if self.remainder == "drop" else math.ceil
+        available = rounded(self._num_examples / self.global_batch_size)
         if available == 0:
             checks.fail(
                 "The data has fewer examples than a batch, so nothing is left when the "
@@ -208,17 +204,17 @@ def pad_batch(batch: Batch, global_batch_size: int, *, mode: str = "train") -> B
     ([5.0, 6.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0])
     """
     batch = _as_batch(batch)
-    source, weights = scaling.padded_examples(rows_of(batch), global_batch_size, mode=mode)
+    source, weights = scaling.padded_examples(num_examples(batch), global_batch_size, mode=mode)
     return _weighted(_taken(batch, [*source]), weights)
 
 
-def rows_of(batch: Nest) -> int:
+def num_examples(batch: Nest) -> int:
     """Return the number of examples in a batch, the same in all its arrays.
 
     Raises:
         ValueError: They differ, or there are none.
 
-    >>> rows_of((np.zeros((3, 2)), {"label": np.zeros(3)}))
+    >>> num_examples((np.zeros((3, 2)), {"label": np.zeros(3)}))
     3
     """
     leaves = (leaf for leaf in keras.tree.flatten(batch) if leaf is not None)

@@ -27,9 +27,8 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import atomic_files, checks, storage
 
-_SHARE_HELD_OUT = 0.05  # of the lines or words, each for validation and for test
+_HELD_OUT = 0.05  # of the lines or words, each for validation and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-_SHINGLE_WORDS = 5
 _DOWNLOADED = ("mnist", "fashion_mnist")
 
 
@@ -68,9 +67,8 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
     The built-in text is the English documentation that ships with Python, about 300,000 words: each
     line is a paragraph of a docstring of the standard library, or of the reference that `help()`
     shows. The source is parsed, never imported. Interpreter sessions, tests and repeated paragraphs
-    are left out. About 90 % of the words train and 5 % each validate and test. All modules of a
-    directory go to one split, and held-out paragraphs that an earlier split nearly repeats (half of
-    their five-word sequences) are dropped. It depends on the Python version.
+    are left out. About 90 % of the words train and 5 % each validate and test; all modules of a
+    directory go to one split. It depends on the Python version.
 
     Args:
         data: `"builtin"`; a directory of WikiText, with `wiki.{train,valid,test}.tokens`; or a
@@ -94,7 +92,7 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
     lines = _lines(path)
     if len(lines) < 3:
         checks.fail_for_file(f"3 lines are needed that are not blank, not {len(lines)}", path)
-    held_out = max(1, round(_SHARE_HELD_OUT * len(lines)))
+    held_out = max(1, round(_HELD_OUT * len(lines)))
     train, rest = lines[: -2 * held_out], lines[-2 * held_out :]
     return TextSplits(train, rest[:held_out], rest[held_out:])
 
@@ -124,12 +122,12 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
 
 def _documentation_text() -> TextSplits:
     documents = _documents(Path(sysconfig.get_path("stdlib")))
-    train, validation, test = _held_apart(_split_documents(documents))
-    if not (validation and test):
+    splits = _split_documents(documents)
+    if not all(splits):
         problem = "This Python has too few source files to train on their documentation."
         remedy = "Pass a text file or a directory of WikiText files."
         checks.fail(problem, files=len(documents), remedy=remedy)
-    return TextSplits(train, validation, test)
+    return TextSplits(*splits)
 
 
 def _documents(root: Path) -> dict[str, list[str]]:
@@ -181,14 +179,14 @@ def _topic(node: ast.AST) -> str:
     return text if isinstance(text, str) and "\n" in text else ""
 
 
-def _split_documents(documents: dict[str, list[str]]) -> list[list[str]]:
+def _split_documents(documents: dict[str, list[str]]) -> list[tuple[str, ...]]:
     """Divide documents between train, validation and test, in an order derived from their names.
 
     Test and validation take documents until they have their fraction of the words; a document that
     would exceed it is for training.
     """
     words = {name: sum(len(line.split()) for line in lines) for name, lines in documents.items()}
-    quota = _SHARE_HELD_OUT * sum(words.values())
+    quota = _HELD_OUT * sum(words.values())
     taken = {"test": 0, "validation": 0}
     split_of = {}
     for name in sorted(documents, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -197,29 +195,9 @@ def _split_documents(documents: dict[str, list[str]]) -> list[list[str]]:
         if fits:
             taken[fits[0]] += words[name]
     return [
-        [line for name, lines in documents.items() if split_of[name] == split for line in lines]
+        tuple(line for name in documents if split_of[name] == split for line in documents[name])
         for split in ("train", "validation", "test")
     ]
-
-
-def _held_apart(splits: list[list[str]]) -> Iterator[tuple[str, ...]]:
-    """Drop from each split the lines that an earlier split nearly repeats."""
-    earlier: set[tuple[str, ...]] = set()
-    for lines in splits:
-        shingles = {line: _shingles(line) for line in lines}
-        kept = [line for line in lines if 2 * len(shingles[line] & earlier) < len(shingles[line])]
-        yield tuple(kept)
-        earlier.update(*(shingles[line] for line in kept))
-
-
-def _shingles(line: str) -> set[tuple[str, ...]]:
-    """Return the sequences of five words in a line, or all its words where they are fewer.
-
-    Digits and case are ignored, so "codec cp1250" repeats "codec cp1251".
-    """
-    words = re.findall(r"[^\W\d_]+", line.lower())
-    last = max(1, len(words) - _SHINGLE_WORDS + 1)
-    return {tuple(words[start : start + _SHINGLE_WORDS]) for start in range(last)}
 
 
 def _lines(path: storage.AnyPath) -> tuple[str, ...]:
@@ -245,7 +223,7 @@ def _content(path: storage.AnyPath) -> bytes:
     try:
         return gzip.decompress(content)
     except (EOFError, OSError, zlib.error) as error:
-        problem = f"The gzipped file is damaged or cut short ({error})"
+        problem = f"The gzipped file is damaged or incomplete ({error})"
         checks.fail_for_file(problem, path, remedy="Fetch it again.")
 
 

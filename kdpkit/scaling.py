@@ -5,16 +5,14 @@ Plain integers and floats, so every input pipeline and both backends follow the 
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from kdpkit._internal import checks
 
 RULES = ("linear", "sqrt", "none")
-REMAINDERS = ("balance", "drop", "pad", "wrap")
 
 
 def split_batch(size: int, replicas: int) -> tuple[int, ...]:
-    """Return the sizes of the shards that `tf.distribute` cuts a batch into.
+    """Return the sizes of the shards that `tf.distribute` splits a batch into.
 
     The replicas take `ceil(size / replicas)` examples each, in order, until none are left. The
     last ones may get fewer, or none:
@@ -44,56 +42,43 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
     return tuple(min(shard, max(0, size - index * shard)) for index in range(replicas))
 
 
-def shard_indices(
-    examples: int, shards: int, index: int, *, remainder: str = "balance"
-) -> Sequence[int]:
+def shard_indices(examples: int, shards: int, index: int, *, remainder: str = "balance") -> range:
     """Return the examples that one of several processes reads.
 
     Shards are contiguous and in order. Processes that train synchronously need equal shards
-    ("drop", "pad", "wrap"): with "balance" some run out of examples first.
+    (`"drop"`): with `"balance"` some run out of examples first.
 
     >>> [list(shard_indices(5, 2, index)) for index in range(2)]
     [[0, 1, 2], [3, 4]]
     >>> [list(shard_indices(5, 2, index, remainder="drop")) for index in range(2)]
     [[0, 1], [2, 3]]
-    >>> [list(shard_indices(5, 2, index, remainder="pad")) for index in range(2)]
-    [[0, 1, 2], [3, 4, 4]]
-    >>> [list(shard_indices(5, 2, index, remainder="wrap")) for index in range(2)]
-    [[0, 1, 2], [3, 4, 0]]
-
-    With fewer examples than shards, the last shards are empty with "balance" and all of them with
-    "drop"; with "pad" and "wrap" every shard has one example.
 
     Args:
         examples: Total number of examples.
         shards: Number of shards, usually the number of processes.
         index: The shard wanted, from 0 to `shards - 1`.
         remainder: `"balance"`: sizes differ by at most one, and the first shards are the larger
-            ones. `"drop"`: equal sizes, without the last `examples % shards` examples. `"pad"`:
-            equal sizes, repeating the last example. `"wrap"`: equal sizes, continuing from the
-            first example.
+            ones. `"drop"`: equal sizes, without the last `examples % shards` examples.
 
     Returns:
-        Example indices in reading order: a `range`, or a list if the shard is padded.
+        Example indices in reading order; with fewer examples than shards some are empty.
 
     Raises:
-        ValueError: A count or index out of range, an unknown `remainder`, or no example to pad
-            with.
+        ValueError: A count or index out of range, or an unknown `remainder`.
     """
     examples = checks.integer("examples", examples, minimum=0)
     shards = checks.integer("shards", shards)
     index = checks.integer("index", index, minimum=0)
-    checks.one_of("remainder", remainder, REMAINDERS)
+    checks.one_of("remainder", remainder, ("balance", "drop"))
     if index >= shards:
         checks.fail(
             "`index` must be less than `shards`; the first shard is 0.", index=index, shards=shards
         )
-    if remainder == "balance":
-        return _balanced_shard(examples, shards, index)
+    size, left = divmod(examples, shards)
     if remainder == "drop":
-        size = examples // shards
-        return range(index * size, (index + 1) * size)
-    return _filled_shard(examples, shards, index, remainder)
+        left = 0
+    start = index * size + min(index, left)
+    return range(start, start + size + (index < left))
 
 
 def padded_examples(
@@ -340,26 +325,6 @@ def scale_adam(
 
 def _ceil_divide(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
-
-
-def _balanced_shard(examples: int, shards: int, index: int) -> range:
-    size, larger = divmod(examples, shards)
-    start = index * size + min(index, larger)
-    return range(start, start + size + (index < larger))
-
-
-def _filled_shard(examples: int, shards: int, index: int, remainder: str) -> Sequence[int]:
-    if examples == 0:
-        checks.fail(
-            "There is no example to pad the shards with.", examples=examples, remainder=remainder
-        )
-    size = _ceil_divide(examples, shards)
-    wanted = range(index * size, (index + 1) * size)
-    if wanted.stop <= examples:
-        return wanted
-    if remainder == "pad":
-        return [min(position, examples - 1) for position in wanted]
-    return [position % examples for position in wanted]
 
 
 def _scaled_beta(name: str, beta: float, factor: float) -> float:

@@ -9,7 +9,6 @@ as from `kdpkit.scaling.ScalePlan.total_steps`.
 """
 
 import inspect
-import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -20,14 +19,13 @@ from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, Polyno
 
 from kdpkit import scaling
 from kdpkit._internal import checks
-from kdpkit._pyplot import pyplot_for, saved
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Rate: TypeAlias = LearningRateSchedule | float
 
-SHAPES = ("linear", "cosine", "sqrt", "exponential")
+SHAPES = ("linear", "cosine", "sqrt")
 
 
 class _Schedule(LearningRateSchedule):
@@ -180,8 +178,8 @@ class WarmupStableDecay(_Schedule):
     The rate is `peak * s / warmup_steps` at step `s < warmup_steps`, then `peak` up to and with
     step `total_steps - decay_steps`. From there, with `t` rising from 0 to 1 at step
     `total_steps`, it falls from `peak` to `end_learning_rate`, where it stays: along `1 - t`
-    ("linear"), `(1 + cos(pi t)) / 2` ("cosine"), `1 - sqrt(t)` ("sqrt"; Hägele et al. 2024,
-    arXiv:2405.18392) or `peak * (end_learning_rate / peak)**t` ("exponential").
+    ("linear"), `(1 + cos(pi t)) / 2` ("cosine") or `1 - sqrt(t)` ("sqrt"; Hägele et al. 2024,
+    arXiv:2405.18392).
 
     >>> schedule = WarmupStableDecay(1.0, total_steps=8, warmup_steps=2, decay_steps=4)
     >>> preview(schedule, 10).tolist()
@@ -193,11 +191,11 @@ class WarmupStableDecay(_Schedule):
         warmup_steps: Steps of linear warmup from 0; 0 starts at the peak.
         decay_steps: Steps of the decay.
         end_learning_rate: Rate from step `total_steps` on, at most `peak`.
-        shape: `"linear"`, `"cosine"`, `"sqrt"` or `"exponential"`.
+        shape: `"linear"`, `"cosine"` or `"sqrt"`.
 
     Raises:
-        ValueError: Steps that do not fit into `total_steps`, a rate out of range, an unknown
-            shape, or an exponential decay to 0.
+        ValueError: Steps that do not fit into `total_steps`, a rate out of range, or an unknown
+            shape.
     """
 
     def __init__(
@@ -225,30 +223,18 @@ class WarmupStableDecay(_Schedule):
                 remedy=f"They leave room from `total_steps={self.warmup_steps + self.decay_steps}`"
                 " on.",
             )
-        if self.shape == "exponential" and self.end_learning_rate == 0:
-            checks.fail(
-                "An exponential decay never reaches 0.",
-                end_learning_rate=self.end_learning_rate,
-                remedy=f"Pass a small `end_learning_rate` such as {self.peak / 100:g}, or another "
-                "shape.",
-            )
 
     def _rate_at(self, step: Any) -> Any:
         into_decay = ops.maximum(step - (self.total_steps - self.decay_steps), 0)
-        rate = self._decayed(ops.minimum(_float(into_decay) / self.decay_steps, 1))
-        warming = self.peak * _float(step) / max(self.warmup_steps, 1)
-        return ops.where(step < self.warmup_steps, warming, rate)
-
-    def _decayed(self, done: Any) -> Any:
-        """Return the rate after the fraction `done` of the decay, from 0 to 1."""
-        if self.shape == "exponential":
-            return self.peak * ops.power(self.end_learning_rate / self.peak, done)
+        done = ops.minimum(_float(into_decay) / self.decay_steps, 1)
         if self.shape == "cosine":
             left = (1 + ops.cos(np.pi * done)) / 2
         else:
             left = 1 - (ops.sqrt(done) if self.shape == "sqrt" else done)
         # In this form both ends are exact in float32.
-        return left * self.peak + (1 - left) * self.end_learning_rate
+        rate = left * self.peak + (1 - left) * self.end_learning_rate
+        warming = self.peak * _float(step) / max(self.warmup_steps, 1)
+        return ops.where(step < self.warmup_steps, warming, rate)
 
 
 @keras.saving.register_keras_serializable(package="kdpkit")
@@ -366,45 +352,35 @@ def preview(schedule: Rate, steps: int | Sequence[int]) -> np.ndarray:
         The rates, one float32 for each step.
 
     Raises:
-        ValueError: No schedule, no step, or a step that is no integer of at least 0.
+        ValueError: No schedule, or a step that is no integer of at least 0.
     """
     schedule = _schedule("schedule", schedule)
     return ops.convert_to_numpy(_rates(schedule, ops.convert_to_tensor(_step_numbers(steps))))
 
 
-def plot(
-    schedule: Rate,
-    steps: int | Sequence[int],
-    path: str | os.PathLike[str] | None = None,
-    *,
-    axes: "Axes | None" = None,
-) -> "Axes":
-    """Draw a schedule's rate over the steps.
+def plot(schedule: Rate, steps: int | Sequence[int], *, axes: "Axes | None" = None) -> "Axes":
+    """Draw a schedule's rate over the steps, with matplotlib.
+
+    A notebook shows the figure; elsewhere save it: `plot(schedule, 1000).figure.savefig(path)`.
 
     Args:
         schedule: A schedule, or a number for a constant rate.
-        steps: Number of steps, from step 0; or the steps to draw.
-        path: Image file to write, of a kind that its suffix names (.png, .svg, .pdf), also in
-            object storage, as `gs://bucket/rate.png`. None leaves the figure open in pyplot, as
-            notebooks show it.
+        steps: Number of steps, from step 0; or the steps themselves.
         axes: matplotlib `Axes` to draw into, to compare several schedules; None makes a figure.
 
     Returns:
         The matplotlib `Axes`, for titles and limits.
 
     Raises:
-        ValueError: As `preview`; or the image cannot be written to `path`.
-        ImportError: matplotlib is not installed.
+        ValueError: As `preview`.
     """
     rates = preview(schedule, steps)
-    pyplot = pyplot_for(path)
     if axes is None:
-        _, axes = pyplot.subplots(layout="constrained")
+        from matplotlib import pyplot  # an extra, which nothing else here needs
+
+        axes = pyplot.subplots(layout="constrained")[1]
     axes.plot(_step_numbers(steps), rates)
     axes.set(xlabel="step", ylabel="learning rate")
-    if path is not None:
-        figure: Any = axes.figure
-        saved(figure, path)
     return axes
 
 
@@ -440,24 +416,14 @@ def _steps_after_warmup(total_steps: int, warmup_steps: int) -> int:
 
 
 def _step_numbers(steps: int | Sequence[int]) -> np.ndarray:
-    if not isinstance(steps, Sequence | np.ndarray):
-        return np.arange(checks.integer("steps", steps))
-    numbers = [
-        checks.integer(f"steps[{index}]", step, minimum=0) for index, step in enumerate(steps)
-    ]
-    if not numbers:
-        checks.fail("`steps` holds no step.", steps=numbers)
-    return np.asarray(numbers)
+    if isinstance(steps, Sequence | np.ndarray):
+        return np.asarray([checks.integer("steps", step, minimum=0) for step in steps])
+    return np.arange(checks.integer("steps", steps))
 
 
 def _count(step: Any) -> Any:
-    """Return a step as the backend's widest integer (a fractional step stays a float).
-
-    Boundaries are subtracted from integers: float32 cannot represent every step beyond 2**24.
-    """
-    step = ops.convert_to_tensor(step)
-    fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
-    return step if fractional else ops.cast(step, "int")
+    """Return a step as the backend's widest integer: float32 does not have those beyond 2**24."""
+    return ops.cast(step, "int")
 
 
 def _float(step: Any) -> Any:

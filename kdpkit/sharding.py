@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kdpkit import errors
 from kdpkit._internal import checks, machine, shards
-from kdpkit.batches import pad_batch, rows_of
+from kdpkit.batches import num_examples
 from kdpkit.cluster._joining import join_processes
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "by_examples",
     "data_mesh",
     "describe_choice",
-    "describe_placement",
     "describe_variables",
     "gathered_on_read",
     "join_processes",
@@ -330,42 +329,28 @@ def by_examples(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
 
-def shard_batch(
-    batch: Any, mesh: Mesh, *, pad: str | None = None, global_batch_size: int | None = None
-) -> Any:
+def shard_batch(batch: Any, mesh: Mesh) -> Any:
     """Put a batch on the devices of a mesh, sharded along its examples.
 
+    `kdpkit.batches.pad_batch` pads a batch that the devices do not divide.
+
     Args:
-        batch: A nest of arrays with the same number of examples: inputs `x`, `(x, y)`, or `(x, y,
-            sample_weight)`.
+        batch: A nest of arrays with the same number of examples.
         mesh: From `data_mesh`.
-        pad: None raises if the devices do not divide the examples. `"train"` and `"eval"` repeat
-            the last example until they do, and weight the padding 0, as in
-            `kdpkit.scaling.padded_examples`; the result is then `(x, y, sample_weight)`. Padding is
-            not exact if examples interact, as in training with BatchNormalization.
-        global_batch_size: Number of examples to pad to, so every batch has the same shape; None
-            pads to the next multiple of the devices.
 
     Returns:
         The same nest of `jax.Array`s.
 
     Raises:
-        ValueError: The devices do not divide the examples (or `global_batch_size`), or parts of the
-            batch have different numbers of examples, or none.
+        ValueError: The devices do not divide the examples, or parts of the batch have different
+            numbers of examples, or none.
 
     >>> import numpy as np
-    >>> x, y, weight = shard_batch((np.arange(3.0), np.arange(3)), data_mesh(2), pad="eval")
-    >>> x.shape, [shard.data.shape for shard in x.addressable_shards], weight.tolist()
-    ((4,), [(2,), (2,)], [1.0, 1.0, 1.0, 0.0])
+    >>> x, y = shard_batch((np.arange(4.0), np.arange(4)), data_mesh(2))
+    >>> x.shape, [shard.data.shape for shard in x.addressable_shards]
+    ((4,), [(2,), (2,)])
     """
-    examples = rows_of(batch)
-    if pad is not None:
-        size = global_batch_size
-        if size is None:
-            size = -(-examples // mesh.size) * mesh.size
-        batch = pad_batch(batch, size, mode=pad)
-        examples = size
-    checks.global_batch(examples, mesh.size)
+    checks.global_batch(num_examples(batch), mesh.size)
     return jax.device_put(batch, by_examples(mesh))
 
 
@@ -374,14 +359,14 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
 
     A batch that the devices divide is sharded; any other is replicated.
     """
-    return _placed(batch, mesh, examples=rows_of(batch), sharded=by_examples(mesh))
+    return _placed(batch, mesh, examples=num_examples(batch), sharded=by_examples(mesh))
 
 
 def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
     """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
     sharded = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
-    return _placed(stacked, mesh, examples=rows_of(batches[0]), sharded=sharded)
+    return _placed(stacked, mesh, examples=num_examples(batches[0]), sharded=sharded)
 
 
 def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) -> Any:
@@ -410,30 +395,3 @@ def split_examples(batch: Any, mesh: Mesh) -> Any:
     """
     is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
     return jax.lax.with_sharding_constraint(batch, by_examples(mesh)) if is_traced else batch
-
-
-def describe_placement(batch: Any) -> str:
-    """Describe the placement of a batch: a line for each array, with each device's examples.
-
-    Args:
-        batch: A nest of `jax.Array`, as from `shard_batch`.
-
-    >>> import numpy as np
-    >>> print(describe_placement({"image": shard_batch(np.zeros((4, 8, 8)), data_mesh(2))}))
-    ['image'] float32 (4, 8, 8): cpu:0 examples 0-1, cpu:1 examples 2-3
-    """
-    leaves, _ = jax.tree.flatten_with_path(batch)
-    return "\n".join(_placement(jax.tree_util.keystr(path), array) for path, array in leaves)
-
-
-def _placement(name: str, array: jax.Array) -> str:
-    if not isinstance(array, jax.Array):
-        checks.fail("An array that is on no device has no placement.", array=type(array))
-    shown = []
-    for shard in sorted(array.addressable_shards, key=lambda shard: shard.device.id):
-        examples = ""
-        if array.ndim:
-            part = shard.index[0]
-            examples = f" examples {part.start or 0}-{(part.stop or len(array)) - 1}"
-        shown.append(f"{shard.device.platform}:{shard.device.id}{examples}")
-    return f"{name} {array.dtype} {array.shape}: {', '.join(shown)}".lstrip()

@@ -38,7 +38,8 @@ def from_tfrecords(directory, images, labels):
     image, label = tf.TensorSpec(images.shape[1:], "uint8"), tf.TensorSpec([], "int32")
     parse = pipelines.example_parser({"image": image, "label": label})
     files = sorted(directory.glob(f"{name}-*.tfrecord"))
-    records = pipelines.tfrecords(files, parse, validate=True)
+    records = pipelines.tfrecords(files, parse)
+    records = records.apply(tf.data.experimental.assert_cardinality(len(images)))  # or raise
     return records.map(lambda example: (example["image"], example["label"]))
 
 

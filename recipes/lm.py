@@ -5,8 +5,8 @@
 It is KerasHub's GPT-2, small and from scratch, or `--preset`, of which `--lora RANK` trains small
 matrices next to the frozen weights. What needs memory in larger models can be left out without
 changing what is trained: the logits of all positions are never held, `--remat` computes activations
-again in the backward pass, `--accumulation` cuts a batch into micro-batches, and on JAX, with
-KERAS_BACKEND=jax, `--shard` cuts the optimizer's variables or all. `--data` is as in bert_mlm.py.
+again in the backward pass, `--accumulation` splits a batch into micro-batches, and on JAX, with
+KERAS_BACKEND=jax, `--shard` shards the optimizer's variables or all. `--data` is as in bert_mlm.py.
 """
 
 from kdpkit import experiment
@@ -23,7 +23,7 @@ add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=64, help="tokens in a sequence")
 add("--remat", action="store_true", help="keep only the inputs of layers for the backward pass")
 add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches of a batch")
-add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX cuts")
+add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX shards")
 add("--jit", choices=("measure", "on", "off"), default="measure", help="compile steps with XLA")
 
 with experiment.program(parser, __name__):

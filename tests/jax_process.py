@@ -153,7 +153,7 @@ def trained(
 
 
 def values_of(variables):
-    return [shards.whole_on_host(v.value).tolist() for v in variables]
+    return [shards.gather_to_host(v.value).tolist() for v in variables]
 
 
 def sentence_of(**settings):

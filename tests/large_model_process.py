@@ -18,7 +18,7 @@ DIRECTORY = pathlib.Path(sys.argv[4])
 MEBIBYTES = int(sys.argv[5])
 LAYERS, WIDTH = 24, 2048
 os.environ["KERAS_BACKEND"] = "jax"
-os.environ["XLA_FLAGS"] = (  # as docs/how_to/cut_variables.md says
+os.environ["XLA_FLAGS"] = (  # as docs/how_to/shard_variables.md says
     "--xla_cpu_scheduler_type=CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED "
     "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
 )

@@ -2,29 +2,11 @@
 
 import bisect
 import functools
-import itertools
 import math
 
 from keras.optimizers.schedules import CosineDecay, PolynomialDecay
 
 from kdpkit import schedules
-
-
-def shards(examples, count, remainder):
-    """Deal the examples out as lists, one for each shard."""
-    everything = list(range(examples))
-    if remainder == "balance":
-        sizes = [len(everything[index::count]) for index in range(count)]
-        rest = iter(everything)
-        return [list(itertools.islice(rest, size)) for size in sizes]
-    if remainder == "drop":
-        while len(everything) % count:
-            everything.pop()
-    filling = itertools.repeat(examples - 1) if remainder == "pad" else itertools.count()
-    while len(everything) % count:
-        everything.append(next(filling) % examples)
-    size = len(everything) // count
-    return [everything[index * size : (index + 1) * size] for index in range(count)]
 
 
 @functools.singledispatch
@@ -87,7 +69,6 @@ def _(schedule: schedules.WarmupStableDecay, step):
         "linear": lambda: peak + (end - peak) * done,
         "cosine": lambda: end + (peak - end) * math.cos(math.pi / 2 * done) ** 2,
         "sqrt": lambda: peak + (end - peak) * math.sqrt(done),
-        "exponential": lambda: math.exp(math.log(peak) * (1 - done) + math.log(end) * done),
     }[schedule.shape]()
 
 

@@ -1,7 +1,6 @@
 import dataclasses
 import functools
 import itertools
-import math
 
 import keras
 import numpy as np
@@ -11,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import scaling, schedules, strategies
-from tests import generators, oracles
-
-counts = st.integers(0, 60)
+from tests import generators
 
 
 @functools.cache
@@ -21,8 +18,7 @@ def mirrored(replicas):
     return strategies.select_strategy("mirrored", devices=replicas)
 
 
-@pytest.mark.slow
-@settings(max_examples=40)
+@settings(max_examples=15)
 @given(st.integers(1, 40), st.integers(1, 20), generators.replica_counts)
 def test_batches_are_split_as_the_real_strategy_splits_them(examples, batch_size, replicas):
     strategy = mirrored(replicas)
@@ -36,46 +32,19 @@ def test_batches_are_split_as_the_real_strategy_splits_them(examples, batch_size
     assert read == list(range(examples))
 
 
-@given(st.integers(0, 10_000), st.integers(1, 64))
-def test_shards_sum_to_the_batch_and_never_grow(size, replicas):
-    shards = scaling.split_batch(size, replicas)
-    assert len(shards) == replicas
-    assert sum(shards) == size
-    assert list(shards) == sorted(shards, reverse=True)
-    assert shards[0] == math.ceil(size / replicas)
-
-
-@given(counts, st.integers(1, 12), st.sampled_from(scaling.REMAINDERS))
-def test_shards_are_those_dealt_out_by_hand(examples, shards, remainder):
-    if examples == 0 and remainder in ("pad", "wrap"):
-        with pytest.raises(ValueError, match="no example to pad.*examples=0"):
-            scaling.shard_indices(examples, shards, 0, remainder=remainder)
-        return
+@given(st.integers(0, 60), st.integers(1, 12), st.sampled_from(["balance", "drop"]))
+def test_shards_hold_every_example_once_in_order_but_for_what_is_dropped(
+    examples, shards, remainder
+):
     dealt = [
         list(scaling.shard_indices(examples, shards, index, remainder=remainder))
         for index in range(shards)
     ]
-    assert dealt == oracles.shards(examples, shards, remainder)
-
-
-@pytest.mark.parametrize(
-    ("remainder", "dealt"),
-    [
-        ("balance", [[0], [1], [], []]),
-        ("drop", [[], [], [], []]),
-        ("pad", [[0], [1], [1], [1]]),
-        ("wrap", [[0], [1], [0], [1]]),
-    ],
-)
-def test_two_examples_on_four_shards(remainder, dealt):
-    for index, expected in enumerate(dealt):
-        assert list(scaling.shard_indices(2, 4, index, remainder=remainder)) == expected
-
-
-def test_a_shard_without_filling_takes_no_memory():
-    for remainder in scaling.REMAINDERS:
-        shard = scaling.shard_indices(10**15 + 1, 4, 1, remainder=remainder)
-        assert isinstance(shard, range)
+    kept = examples if remainder == "balance" else examples // shards * shards
+    assert list(itertools.chain(*dealt)) == list(range(kept))
+    sizes = [len(shard) for shard in dealt]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= (remainder == "balance")
 
 
 @given(
@@ -160,25 +129,7 @@ def test_adam_by_hand_is_what_keras_takes():
     expected = {"learning_rate": 2e-3, "beta_1": 0.6, "beta_2": 0.996, "epsilon": 5e-9}
     assert dataclasses.asdict(scaled) == pytest.approx(expected)
     assert keras.optimizers.Adam(**dataclasses.asdict(scaled)).beta_1 == scaled.beta_1
-
-
-def test_adam_scales_down_again_to_where_it_was():
-    there = scaling.scale_adam(1e-3, factor=8)
-    back = scaling.scale_adam(
-        there.learning_rate,
-        factor=1 / 8,
-        beta_1=there.beta_1,
-        beta_2=there.beta_2,
-        epsilon=there.epsilon,
-    )
-    expected = {"learning_rate": 1e-3, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
-    assert dataclasses.asdict(back) == pytest.approx(expected)
-
-
-def test_the_largest_factor_leaves_no_momentum_and_the_next_raises():
     assert scaling.scale_adam(1e-3, factor=10).beta_1 == 0.0
-    with pytest.raises(ValueError, match=r"moves `beta_1` out.*factor=10.1.*at most 10\."):
-        scaling.scale_adam(1e-3, factor=10.1)
 
 
 def plan_with(**changes):
@@ -189,16 +140,11 @@ def plan_with(**changes):
 @pytest.mark.parametrize(
     ("call", "sentence"),
     [
-        (lambda: scaling.split_batch(4.0, 2), "`size`.*4.0"),
         (lambda: scaling.shard_indices(4, 2, 2), "`index` must be less than.*index=2, shards=2"),
         (lambda: scaling.shard_indices(4, 2, 1, remainder="keep"), "`remainder`.*'keep'"),
         (lambda: plan_with(replicas=0), "`replicas`.*0"),
-        (lambda: plan_with(base_learning_rate=0.0), "`base_learning_rate`.*0.0"),
         (lambda: plan_with(rule="cubic"), "`rule`.*'cubic'"),
-        (lambda: plan_with().total_steps(64, epochs=0), "`epochs`.*0"),
-        (lambda: scaling.scale_learning_rate(0.1, factor=0), "`factor`.*0"),
-        (lambda: scaling.scale_adam(1e-3, factor=-2), "`factor`.*-2"),
-        (lambda: scaling.scale_adam(1e-3, factor=2, beta_2=1.0), "`beta_2`.*1.0"),
+        (lambda: scaling.scale_adam(1e-3, factor=10.1), "moves `beta_1` out.*=10.1.*at most 10"),
     ],
 )
 def test_bad_arguments_get_one_sentence(call, sentence):

@@ -1,7 +1,6 @@
 """On both backends: tests/test_environments.py runs this file again on JAX."""
 
 import json
-import sys
 
 import keras
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis.errors import NoSuchExample
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
 from kdpkit import schedules
-from kdpkit._internal import storage
 from tests import generators, oracles
 
 # TensorFlow rounds an element by its position in the vector.
@@ -38,10 +36,6 @@ def test_the_laws_below_are_tried_with_every_schedule(kind):
         find(generators.learning_rate_schedules, lambda drawn: type(drawn) is kind)
     except NoSuchExample:
         pytest.fail(f"Add {kind.__name__} to `learning_rate_schedules` in tests/generators.py.")
-
-
-def test_there_are_schedules_to_try():
-    assert schedules.LinearWarmup in CLASSES
 
 
 @given(generators.learning_rate_schedules)
@@ -85,26 +79,13 @@ def test_warmup_meets_the_schedule_exactly_at_its_first_rate(schedule, warmup_st
     np.testing.assert_allclose(np.diff(rates[: warmup_steps + 1]), rise, rtol=1e-3, atol=1e-6)
 
 
-@quick
-@given(generators.warmup_stable_decays())
-def test_warmup_stable_decay_rises_stays_and_falls(schedule):
-    rates = schedules.preview(schedule, 80)
-    falls_from = schedule.total_steps - schedule.decay_steps
-    rising, flat = rates[: schedule.warmup_steps + 1], rates[schedule.warmup_steps : falls_from + 1]
-    falling = rates[falls_from:]
-    assert np.all(np.diff(rising) > 0)
-    assert np.all(flat == np.float32(schedule.peak))
-    assert np.all(np.diff(falling) <= 1e-7)
-    np.testing.assert_allclose(rates[schedule.total_steps :], schedule.end_learning_rate, 1e-6)
-
-
 @pytest.mark.parametrize(
     ("shape", "end", "expected"),
     [
         ("linear", 0.0, [0, 2, 4, 4, 3, 2, 1, 0, 0]),
         ("cosine", 0.0, [0, 2, 4, 4, 2 + 2**0.5, 2, 2 - 2**0.5, 0, 0]),
         ("sqrt", 0.0, [0, 2, 4, 4, 2, 4 - 8**0.5, 4 - 12**0.5, 0, 0]),
-        ("exponential", 0.25, [0, 2, 4, 4, 2, 1, 0.5, 0.25, 0.25]),
+        ("linear", 2.0, [0, 2, 4, 4, 3.5, 3, 2.5, 2, 2]),
     ],
 )
 def test_warmup_stable_decay_by_hand(shape, end, expected):
@@ -121,27 +102,14 @@ def test_noam_by_hand_peaks_at_the_end_of_its_warmup():
     assert rates.argmax() == 3
 
 
-@pytest.mark.parametrize("warmup_steps", [0, 2])
-def test_composed_decays_end_at_total_steps(warmup_steps):
-    arguments = {"total_steps": 6, "warmup_steps": warmup_steps, "end_learning_rate": 0.5}
-    for schedule in (
-        schedules.warmup_polynomial(1.0, **arguments),
-        schedules.warmup_polynomial(1.0, **arguments, power=0.5),
-        schedules.warmup_cosine(1.0, **arguments),
-    ):
-        rates = schedules.preview(schedule, 8)
-        assert rates[warmup_steps] == 1.0
-        assert rates[5] > 0.5
-        np.testing.assert_array_equal(rates[6:], 0.5)
-
-
 def test_composed_decays_by_hand():
     square = schedules.warmup_polynomial(1.0, total_steps=6, warmup_steps=2, power=2.0)
     expected = [0, 0.5, 1, 0.5625, 0.25, 0.0625, 0]
     np.testing.assert_allclose(schedules.preview(square, 7), expected)
     cosine = schedules.warmup_cosine(2.0, total_steps=6, warmup_steps=2, end_learning_rate=1.0)
-    expected = [0, 1, 2, 1.5 + 0.125**0.5, 1.5, 1.5 - 0.125**0.5, 1]
-    np.testing.assert_allclose(schedules.preview(cosine, 7), expected, rtol=1e-6)
+    expected = [0, 1, 2, 1.5 + 0.125**0.5, 1.5, 1.5 - 0.125**0.5, 1, 1]
+    np.testing.assert_allclose(schedules.preview(cosine, 8), expected, rtol=1e-6)
+    assert schedules.preview(schedules.warmup_cosine(2.0, total_steps=6), 1) == 2.0
 
 
 @quick
@@ -151,31 +119,6 @@ def test_counting_stays_exact_where_float32_cannot_represent_every_step(schedule
     rates = schedules.preview(far, range(boundary - 3, boundary + 60))
     assert np.all(rates[:3] == 7.0)
     np.testing.assert_allclose(rates[3:], schedules.preview(schedule, 60), rtol=ULPS)
-
-
-def test_a_late_decay_takes_its_own_steps():
-    schedule = schedules.WarmupStableDecay(
-        1.0, total_steps=2**30 + 5, warmup_steps=0, decay_steps=4
-    )
-    rates = schedules.preview(schedule, range(2**30, 2**30 + 6))
-    np.testing.assert_array_equal(rates, [1, 1, 0.75, 0.5, 0.25, 0])
-
-
-def test_a_wrapped_schedule_never_sees_a_negative_step():
-    seen = []
-
-    class Spy(LearningRateSchedule):
-        def __call__(self, step):
-            seen.append(int(step))
-            return 1.0
-
-    for schedule in (
-        schedules.LinearWarmup(Spy(), 5),
-        schedules.JoinedSchedule([Spy(), Spy()], [5]),
-    ):
-        for step in range(8):
-            schedule(step)
-    assert set(seen) == set(range(8))
 
 
 def test_previewing_takes_schedules_that_handle_one_step_at_a_time():
@@ -196,13 +139,14 @@ def test_previewing_takes_schedules_that_handle_one_step_at_a_time():
     np.testing.assert_allclose(schedules.preview(warmed, 5), [1, 0.5, 0, 0.5, 1])
 
 
-def test_previewing_raises_a_schedules_own_error():
-    class Broken(LearningRateSchedule):
-        def __call__(self, _):
-            raise RuntimeError("mine")
-
-    with pytest.raises(RuntimeError, match="mine"):
-        schedules.preview(Broken(), 3)
+def test_a_plot_holds_the_rates():
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need matplotlib")
+    axes = schedules.plot(schedules.warmup_polynomial(1.0, total_steps=4), 5)
+    assert pyplot.gcf() is axes.figure
+    np.testing.assert_allclose(axes.lines[0].get_xydata()[:, 1], [1, 0.75, 0.5, 0.25, 0])
+    assert schedules.plot(0.5, [2, 4, 8], axes=axes) is axes
+    np.testing.assert_array_equal(axes.lines[1].get_xydata()[:, 0], [2, 4, 8])
+    pyplot.close(axes.figure)
 
 
 def linear_model(optimizer):
@@ -240,40 +184,6 @@ def test_fit_applies_the_rates_and_a_saved_model_goes_on_with_them(tmp_path):
     np.testing.assert_allclose(restored.get_weights()[0].item(), -expected.sum(), rtol=1e-5)
 
 
-def test_from_config_leaves_the_config_as_it_was():
-    config = nested().get_config()
-    before = json.dumps(config)
-    schedules.JoinedSchedule.from_config(config)
-    assert json.dumps(config) == before
-
-
-def test_a_plot_is_written_and_holds_the_rates(remote):
-    pytest.importorskip("matplotlib", reason="plots need matplotlib")
-    schedule = schedules.warmup_polynomial(1.0, total_steps=4)
-    axes = schedules.plot(schedule, 5, f"{remote}/rates.png")
-    assert storage.path(f"{remote}/rates.png").read_bytes().startswith(b"\x89PNG")
-    np.testing.assert_allclose(axes.lines[0].get_xydata()[:, 1], [1, 0.75, 0.5, 0.25, 0])
-
-
-def test_a_plot_without_a_path_stays_open():
-    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need matplotlib")
-    axes = schedules.plot(0.5, [2, 4, 8])
-    assert pyplot.gcf() is axes.figure
-    np.testing.assert_array_equal(axes.lines[0].get_xydata()[:, 0], [2, 4, 8])
-    pyplot.close(axes.figure)
-
-
-def test_a_plot_without_matplotlib_names_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # Python's own way to hide a module
-    with pytest.raises(ImportError, match="Plots need matplotlib: pip install"):
-        schedules.plot(0.5, 3)
-
-
-def test_a_plot_into_a_missing_directory_raises(tmp_path):
-    with pytest.raises(OSError, match="directory does not exist: .*missing.rates.png"):
-        schedules.plot(0.5, 3, tmp_path / "missing" / "rates.png")
-
-
 def stable(**changes):
     arguments = {"total_steps": 10, "warmup_steps": 2, "decay_steps": 4, **changes}
     return schedules.WarmupStableDecay(arguments.pop("peak", 1.0), **arguments)
@@ -286,29 +196,19 @@ decay = PolynomialDecay(1.0, 10)
     ("make", "sentence"),
     [
         (lambda: schedules.LinearWarmup(decay, 0), "`warmup_steps`.*=0"),
-        (lambda: schedules.LinearWarmup(decay, 2, -1), "`initial_learning_rate`.*-1"),
         (lambda: schedules.LinearWarmup(lambda _: 0.1, 2), "`schedule` must be a keras.*number"),
-        (lambda: schedules.LinearWarmup(True, 2), "`schedule` must be a finite number.*=True"),
         (lambda: schedules.ScaledSchedule(decay, 0), "`factor`.*=0"),
-        (lambda: schedules.ScaledSchedule(decay, 2, "log"), "`rule`.*'log'"),
         (lambda: schedules.JoinedSchedule([], []), "one boundary between.*schedules=0"),
-        (lambda: schedules.JoinedSchedule([decay, None], [3]), r"`schedules\[1\]` must be a keras"),
-        (lambda: schedules.JoinedSchedule([decay, 1.0], [0]), r"`boundaries\[0\]`.*=0"),
         (lambda: schedules.JoinedSchedule([1.0, 2.0, 3.0], [4, 4]), "must increase.*4, 4"),
         (lambda: stable(decay_steps=9), "longer than.*=2, decay_steps=9.*=11"),
         (lambda: stable(peak=0.0), "`peak` must be above 0"),
-        (lambda: stable(end_learning_rate=2.0), "`end_learning_rate`.*=2.0"),
         (lambda: stable(shape="log"), "`shape`.*'log'"),
-        (lambda: stable(shape="exponential"), "never reaches 0"),
-        (lambda: schedules.NoamDecay(4, 4, 0.0), "`scale` must be above 0"),
         (
             lambda: schedules.warmup_polynomial(1.0, total_steps=4, warmup_steps=4),
             "no step.*total_steps=4, warmup_steps=4",
         ),
-        (lambda: schedules.warmup_polynomial(1.0, total_steps=4, power=0.0), "`power`"),
         (lambda: schedules.preview(decay, 0), "`steps`.*=0"),
-        (lambda: schedules.preview(decay, []), "`steps` holds no step"),
-        (lambda: schedules.preview(decay, [1, -1]), r"`steps\[1\]`.*-1"),
+        (lambda: schedules.preview(decay, [1, -1]), "`steps`.*-1"),
     ],
 )
 def test_bad_arguments_get_one_sentence(make, sentence):

@@ -51,7 +51,7 @@ def with_private_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 @contextlib.contextmanager
 def private_batches(strategy: tf.distribute.Strategy | None) -> Iterator[None]:
-    """Have Keras' own `fit` copy such batches too, before it cuts them for the replicas."""
+    """Have Keras' own `fit` copy such batches too, before it splits them over the replicas."""
     if strategy is None or _DISTRIBUTE in vars(strategy):
         yield
         return

@@ -152,7 +152,7 @@ def _of(distribution: object) -> Shards | None:
     return shards if isinstance(shards, Shards) else None
 
 
-def whole_on_host(value: jax.Array) -> np.ndarray:
+def gather_to_host(value: jax.Array) -> np.ndarray:
     """Return the value of an array of which other processes may hold parts.
 
     Then every process must ask for it, at the same point of the program.
@@ -172,7 +172,7 @@ class Gathered:
         return getattr(self._value, name)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
-        return np.array(whole_on_host(self._value), dtype, copy=copy)
+        return np.array(gather_to_host(self._value), dtype, copy=copy)
 
 
 def of(strategy: Any, mesh: Mesh) -> Shards:

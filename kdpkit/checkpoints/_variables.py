@@ -39,7 +39,7 @@ def _read(variable: keras.Variable) -> np.ndarray:
         if keras.backend.backend() == "jax":
             from kdpkit._internal import shards
 
-            return shards.whole_on_host(value)
+            return shards.gather_to_host(value)
         return np.asarray(value)
 
 

@@ -87,7 +87,7 @@ def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespa
 
     if getattr(args, "shard", "none") != "none":
         remedy = "Run with KERAS_BACKEND=jax, or leave `--shard` out."
-        checks.fail("Variables are cut on JAX alone.", shard=args.shard, remedy=remedy)
+        checks.fail("Variables are sharded on JAX alone.", shard=args.shard, remedy=remedy)
     with _framework_messages.hidden():  # TensorFlow looks for GPUs
         tf.config.list_physical_devices()
     if replicas is None:

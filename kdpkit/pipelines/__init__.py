@@ -15,12 +15,10 @@ from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
 from kdpkit.pipelines._sources import (
     example_parser,
     interleave_files,
-    text_lines,
     tfrecords,
-    validate_tfrecords,
     write_tfrecords,
 )
-from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, read_vocabulary, tokenize
+from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, tokenize
 from kdpkit.pipelines._transforms import (
     Transform,
     auto_shard,
@@ -57,12 +55,9 @@ __all__ = [
     "pack_tokens",
     "pad_to_global_batch",
     "prefetch",
-    "read_vocabulary",
     "shuffle",
-    "text_lines",
     "tfrecords",
     "tokenize",
     "train_pipeline",
-    "validate_tfrecords",
     "write_tfrecords",
 ]

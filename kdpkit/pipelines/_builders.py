@@ -13,7 +13,7 @@ from kdpkit.pipelines import _transforms
 from kdpkit.pipelines._counting import count_batches, require_dataset, require_no_repeat
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
 from kdpkit.pipelines._padding import pad_to_global_batch
-from kdpkit.pipelines._tracing import rewritten
+from kdpkit.pipelines._tracing import rewriting
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -23,8 +23,7 @@ class PipelineConfig:
     """How a pipeline keeps, shuffles and prepares its examples.
 
     Args:
-        cache: `"memory"`, the path of a directory such as `gs://bucket/cache` (see `cache`), or
-            None.
+        cache: `"memory"`, the path of a directory (see `cache`), or None.
         shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
         seed: Fixes the order and the augmentation of every epoch.
         prefetch: Batches prepared ahead.
@@ -58,8 +57,6 @@ def train_pipeline(
     prepare: Callable[..., Any] | None = None,
     augment: Callable[[Any, Any], Any] | None = None,
     steps_per_epoch: int | None = None,
-    initial_epoch: int = 0,
-    initial_step: int = 0,
 ) -> TrainDataset:
     """Build the training input: filter, prepare, cache, shuffle, batch, augment, prefetch.
 
@@ -80,15 +77,10 @@ def train_pipeline(
             epoch; draw with `tf.random.stateless_*`.
         steps_per_epoch: Batches in an epoch, the first ones of its order; None takes all. Do not
             use `fit(steps_per_epoch=...)`: it would cut epochs short where the data ends.
-        initial_epoch: The first epoch.
-        initial_step: Batches of that epoch that have been trained on. Train the rest of it in a
-            separate `fit` with `epochs=initial_epoch + 1` and `steps_per_epoch` set to the
-            remaining batches, because Keras uses the first epoch's length for every epoch.
 
     Returns:
-        A dataset of batches, of known length unless `initial_step` shortens the first epoch. If
-        `keep` or the source hides the length, the examples are counted: while the cache fills, or
-        with `cache=None` in an additional pass.
+        A dataset of batches, of known length. If `keep` or the source hides it, the examples are
+        counted: while the cache fills, or with `cache=None` in an additional pass.
 
     Raises:
         ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
@@ -99,17 +91,12 @@ def train_pipeline(
     >>> epochs[0] != epochs[1], sorted(epochs[0]) == sorted(epochs[1]) == list(range(8))
     (True, True)
     """
-    initial_epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
-    initial_step = checks.integer("initial_step", initial_step, minimum=0)
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
     examples = _examples(source, config, keep, prepare)
     batches = _epoch_length(count_batches(examples.apply(batched)), steps_per_epoch)
     buffer_size = min(config.shuffle_buffer, count_batches(examples))
-    skipped_epochs, first_step = divmod(initial_step, batches)
-    counter = EpochCounter(
-        batches=batches, initial_epoch=initial_epoch + skipped_epochs, initial_step=first_step
-    )
-    fresh = augment and rewritten(augment)
+    counter = EpochCounter(batches=batches)
+    fresh = augment and rewriting()(augment)
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
         seed = tf.random.fold_in(tf.constant([config.seed, 0], tf.int64), epoch)

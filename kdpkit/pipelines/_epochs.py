@@ -24,15 +24,13 @@ class EpochCounter:
 
     Args:
         batches: Batches in a complete epoch; -1 for a dataset that never ends.
-        initial_epoch: The first epoch.
-        initial_step: Batches of that epoch to skip.
     """
 
-    def __init__(self, *, batches: int, initial_epoch: int = 0, initial_step: int = 0) -> None:
+    def __init__(self, *, batches: int) -> None:
         self.batches = batches
         with tf.device("CPU:0"):
             self._table = tf.lookup.experimental.MutableHashTable(tf.string, tf.int64, -1)
-            self.move(initial_epoch, initial_step)
+            self.move(0, 0)
 
     def move(self, epoch: int, step: int) -> None:
         """Make the next iterator start at a step of an epoch."""
@@ -157,9 +155,7 @@ class TrainDataset(tf.data.Dataset):
         return [self._sized]
 
     def _with_length(self) -> tf.data.Dataset:
-        """Set the cardinality of a complete epoch, unless the first one is shorter."""
-        if self.epoch_counter.position()[1]:
-            return self._epochs
+        """Set the cardinality of a complete epoch."""
         length = tf.data.experimental.assert_cardinality(self.epoch_counter.batches)
         return self._epochs.apply(length)
 

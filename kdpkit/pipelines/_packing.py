@@ -13,7 +13,7 @@ _Tokens: TypeAlias = tf.Tensor | tf.RaggedTensor
 
 
 def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
-    """Concatenate documents, and cut them into full sequences.
+    """Concatenate documents, and split them into full sequences.
 
     A sequence is `start`, then `length - 2` tokens, then `end`; documents are separated by `end`
     (FULL-SENTENCES of RoBERTa, Liu et al. 2019). Every token occurs once, in order, and only the
@@ -61,8 +61,8 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
         sequence = tf.pad(body, [[0, length - tf.size(body)]], constant_values=pad)
         return tf.reshape(sequence, [1, length])[: tf.minimum(tf.size(left[:-1]), 1)]
 
-    def cut(left: tf.Tensor, item: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
-        """Cut full sequences, and leave at least one token, the last document's `end`."""
+    def split(left: tf.Tensor, item: tuple[tf.Tensor, tf.Tensor]) -> tuple[tf.Tensor, tf.Tensor]:
+        """Split off full sequences; leave at least one token, the last document's `end`."""
         added, is_end = item
         tokens = tf.concat([left, added], axis=0)
         full = tf.maximum(tf.size(tokens) - 1, 0) // room * room
@@ -78,7 +78,7 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
         nothing = tf.zeros([0], tf.int32)
         streams = documents.ragged_batch(_DOCUMENTS_AT_ONCE).map(closed, tf.data.AUTOTUNE)
         ended = streams.concatenate(tf.data.Dataset.from_tensors((nothing, True)))
-        return ended.scan(nothing, cut).unbatch()
+        return ended.scan(nothing, split).unbatch()
 
     return apply
 
@@ -121,9 +121,7 @@ def bucket_by_length(
         checks.fail("`boundaries` must be rising lengths, at least one.", boundaries=boundaries)
     size, _ = checks.global_batch(global_batch_size, replicas)
     longest = limits[-1]
-    problem = (
-        f"A sequence is longer than the last of `boundaries`, {longest}: cut it, or add a bucket."
-    )
+    problem = f"A sequence is longer than {longest}, the last of `boundaries`."
 
     def checked(sequence: _Tokens) -> tf.Tensor:
         dense = sequence.values if isinstance(sequence, tf.RaggedTensor) else sequence

@@ -1,14 +1,13 @@
 """Text: vocabularies, token sequences, and masks for masked language models."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 import keras_hub
 import tensorflow as tf
 
-from kdpkit._internal import atomic_files, checks
+from kdpkit._internal import checks
 from kdpkit.pipelines._tracing import as_written
 from kdpkit.pipelines._transforms import Transform
 
@@ -41,35 +40,6 @@ def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True)
     )
 
 
-def read_vocabulary(path: str | os.PathLike[str]) -> list[str]:
-    """Read a WordPiece vocabulary, one token per line; the line numbers are the token ids.
-
-    The file may be in object storage, such as `gs://bucket/vocabulary.txt`.
-
-    Raises:
-        ValueError: The file is missing, empty or not UTF-8, lacks a special token of BERT, or has a
-            token twice.
-    """
-    file = atomic_files.readable(path)
-    try:
-        lines = file.read_text(encoding="utf-8-sig").rstrip("\n").split("\n")
-    except UnicodeDecodeError:
-        checks.fail_for_file("The vocabulary is not UTF-8 text", file)
-    tokens = [line.rstrip() for line in lines]  # as keras_hub reads it
-    missing = [token for token in _SPECIAL if token not in tokens]
-    if missing:
-        checks.fail_for_file(
-            f"The vocabulary lacks the special token{'s' * (len(missing) > 1)} "
-            f"{', '.join(missing)}",
-            file,
-            remedy="Add a line for each, or let a vocabulary be learned from the corpus.",
-        )
-    if len(set(tokens)) < len(tokens):
-        twice = next(token for token in tokens if tokens.count(token) > 1)
-        checks.fail_for_file(f"The vocabulary has {twice!r} more than once", file)
-    return tokens
-
-
 def tokenize(tokenizer: Tokenizer, *, sequence_length: int | None = None) -> Transform:
     """Convert lines to token ids, many lines at a time.
 
@@ -90,7 +60,7 @@ def tokenize(tokenizer: Tokenizer, *, sequence_length: int | None = None) -> Tra
         checks.integer("sequence_length", sequence_length, minimum=3)
     if getattr(tokenizer, "sequence_length", None) is not None:
         checks.fail(
-            "The tokenizer has a `sequence_length` of its own, to which it pads and cuts lines.",
+            "The tokenizer has a `sequence_length` of its own, to which it pads lines.",
             sequence_length=tokenizer.sequence_length,
             remedy="Create it without, and pass the length to `tokenize`.",
         )
@@ -114,9 +84,7 @@ def tokenize(tokenizer: Tokenizer, *, sequence_length: int | None = None) -> Tra
     return apply
 
 
-def mask_tokens(
-    tokenizer: Tokenizer, *, rate: float = 0.15, slots: int | None = None
-) -> Callable[..., Masked]:
+def mask_tokens(tokenizer: Tokenizer, *, rate: float = 0.15) -> Callable[..., Masked]:
     """Return the masking of BERT (Devlin et al. 2019) as a function of tokens and a seed.
 
     In every sequence `ceil(rate * tokens)` ordinary tokens are to be predicted: 80 % of them are
@@ -127,7 +95,6 @@ def mask_tokens(
     Args:
         tokenizer: The keras_hub tokenizer of the tokens, for its special ids.
         rate: Fraction of the ordinary tokens to predict, between 0 and 1.
-        slots: Maximum number of predictions in a sequence; None is enough for a full one.
 
     Returns:
         A function `mask(tokens, seed)` from int32 `[batch, length]` (or `[length]`) and a seed of
@@ -146,18 +113,22 @@ def mask_tokens(
     (TensorShape([1, 2]), 1.0)
     """
     rate = checks.number("rate", rate, above=0, maximum=1)
-    if slots is not None:
-        slots = checks.integer("slots", slots)
 
     @as_written
     def mask(tokens: tf.Tensor, seed: Sequence[int] | tf.Tensor | None = None) -> Masked:
         tokens = tokens if tf.is_tensor(tokens) else tf.convert_to_tensor(tokens)
-        _require_sequences(tokens)
+        if not tokens.shape[-1]:
+            checks.fail(
+                "Sequences to mask need one static length.",
+                shape=tokens.shape,
+                remedy="`pack_tokens` and `tokenize(sequence_length=...)` have one, and "
+                "`tf.ensure_shape(batch, [None, length])` sets it.",
+            )
         if tokens.shape.rank == 1:
             masked = mask(tokens[tf.newaxis], seed)
             return tf.nest.map_structure(lambda part: part[0], masked)
         length = tokens.shape[-1]
-        room = min(slots or max(math.ceil(rate * (length - 2)), 1), length)
+        room = max(math.ceil(rate * (length - 2)), 1)  # for a full sequence
         draws = _draws(tokens, length + 2 * room, seed)
         features, labels, weights = _masked(tokens, draws, tokenizer, rate, room)
         if seed is not None:
@@ -166,23 +137,6 @@ def mask_tokens(
         return features, labels, weights
 
     return mask
-
-
-def _require_sequences(tokens: tf.Tensor | tf.RaggedTensor) -> None:
-    """Raise unless `tokens` is one or several sequences of token ids of one length."""
-    if not tokens.dtype.is_integer or tokens.shape.rank not in (1, 2):
-        checks.fail(
-            "Sequences to mask are token ids, int32 [batch, length] or [length].",
-            shape=tokens.shape,
-            dtype=tokens.dtype.name,
-        )
-    if not tokens.shape[-1]:
-        checks.fail(
-            "Sequences to mask need one static length.",
-            shape=tokens.shape,
-            remedy="`pack_tokens` and `tokenize(sequence_length=...)` have one, and "
-            "`tf.ensure_shape(batch, [None, length])` sets it.",
-        )
 
 
 def _draws(tokens: tf.Tensor, count: int, seed: Sequence[int] | tf.Tensor | None) -> tf.Tensor:
@@ -227,7 +181,7 @@ def _masked(
 
 
 def _sequences(tokens: tf.RaggedTensor, tokenizer: Tokenizer, length: int) -> tf.Tensor:
-    """Cut ragged lines into sequences of `length` ids with their special tokens and padding."""
+    """Split ragged lines into sequences of `length` ids with their special tokens and padding."""
     starts = tf.ragged.range(tokens.row_starts(), tokens.row_limits(), length - 2).flat_values
     splits = tf.concat([starts, [tf.size(tokens.flat_values, tf.int64)]], axis=0)
     body = tf.RaggedTensor.from_row_splits(tokens.flat_values, splits)

@@ -18,12 +18,10 @@ def as_written(function: F) -> F:
     return tf.autograph.experimental.do_not_convert(function)
 
 
-def rewritten(function: F) -> F:
-    """Trace a user's function with AutoGraph wherever it is called, as in `Dataset.map`."""
-    return rewriting()(function)
-
-
 def rewriting() -> Callable[[F], F]:
-    """Return what `rewritten` does where this is called, for functions that are met later."""
+    """Return what has users' functions traced with AutoGraph wherever they are called.
+
+    It is AutoGraph as it is where this is called, as `Dataset.map` has it.
+    """
     autograph = tf.__internal__.autograph
     return functools.partial(autograph.tf_convert, ctx=autograph.control_status_ctx())

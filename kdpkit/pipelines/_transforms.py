@@ -47,48 +47,35 @@ def filter_by(predicate: Callable[..., Any]) -> Transform:
     return lambda dataset: dataset.filter(predicate)
 
 
-def longer_than(length: int, *, unit: str = "BYTE") -> Callable[..., tf.Tensor]:
-    """Return a predicate for texts longer than `length`.
+def longer_than(length: int) -> Callable[..., tf.Tensor]:
+    """Return a predicate for texts of more than `length` bytes.
 
     Use it with `train_pipeline(keep=...)`, `filter_by` or `Dataset.filter`, if the first part of an
-    example is the text, or with `Dataset.apply`.
-
-    Args:
-        length: Texts of this length or shorter are removed.
-        unit: `"BYTE"` or `"UTF8_CHAR"`, as in `tf.strings.length`.
+    example is the text.
 
     >>> lines = tf.data.Dataset.from_tensor_slices(["one", "three"])
     >>> [line.numpy() for line in lines.filter(longer_than(3))]
     [b'three']
     """
     length = checks.integer("length", length, minimum=0)
-    checks.one_of("unit", unit, ("BYTE", "UTF8_CHAR"))
-
-    def is_longer(*example: Any) -> tf.Tensor | tf.data.Dataset:
-        if isinstance(example[0], tf.data.Dataset):
-            return example[0].filter(is_longer)
-        return tf.strings.length(example[0], unit=unit) > length
-
-    return is_longer
+    return lambda text, *_: tf.strings.length(text) > length
 
 
 def cache(where: str | os.PathLike[str] = "memory") -> Transform:
     """Cache the examples when they are first read, in memory or in a directory.
 
     Put it before `shuffle`; after it, every epoch would have the same order. On disk each pipeline
-    has its own directory in `where`, written atomically; a damaged or incomplete one is filled
-    again. The cache depends on the pipeline, not on the content of its files: pass another
-    directory when those change. It also does not depend on what Python functions compute or what
-    variables and lookup tables (as in Keras' preprocessing layers) contain; a warning reports such
-    pipelines. A pipeline with a generator may be cached again each time.
+    has its own directory in `where`, written atomically. The cache depends on the pipeline, not on
+    the content of its files: pass another directory when those change. It also does not depend on
+    what Python functions compute or what variables and lookup tables (as in Keras' preprocessing
+    layers) contain; a warning reports such pipelines. A pipeline with a generator may be cached
+    again each time.
 
     Args:
-        where: `"memory"`, or the path of a directory. For object storage, such as
-            `gs://bucket/cache`, the cache is filled on this machine's disk (`TMPDIR`) and then
-            uploaded.
+        where: `"memory"`, or the path of a directory of this machine.
 
     Raises:
-        ValueError: The directory cannot be written, or TensorFlow does not support its scheme.
+        ValueError: The directory cannot be written, or is in object storage.
 
     >>> numbers = tf.data.Dataset.range(3).apply(cache())
     >>> [int(number) for number in numbers]

@@ -55,7 +55,7 @@ class TrainingLoop:
             strategy of the model, or the distribution that is set in Keras.
         steps_per_loop: Optimizer steps for each call of the compiled function. Callbacks see the
             last step of each call.
-        accumulation: Micro-batches that each replica cuts its examples into, to need less memory.
+        accumulation: Micro-batches that each replica splits its examples into, to need less memory.
             The optimizer still makes one step, the same one, for each batch.
         jit: Whether XLA compiles the forward and backward pass of a replica, and the update; on JAX
             the complete step. None decides as `compile` does. `"measure"` tries both on TensorFlow,
@@ -67,7 +67,7 @@ class TrainingLoop:
         remat: Whether the backward pass computes the inner activations of blocks again, which need
             then not be kept. Blocks are the layers of the model that have layers of their own, such
             as those of a transformer; of models in the model, their blocks, or they themselves.
-            Weights and losses are the same: docs/how_to/cut_variables.md.
+            Weights and losses are the same: docs/how_to/shard_variables.md.
 
     Raises:
         ValueError: A count that is not positive; no loss; a model with a `train_step` or

@@ -30,7 +30,7 @@ def global_mean_loss(
     """Return this replica's part of the mean loss over the global batch.
 
     The parts of all replicas add up to the mean that one device would compute, and so do their
-    gradients, however unevenly the batch is cut: `sum(per_example * sample_weight) /
+    gradients, however unevenly the batch is split: `sum(per_example * sample_weight) /
     global_batch_size`. These are the semantics of `tf.nn.compute_average_loss`. Call it in the
     replicas, inside `strategy.run`, and sum the gradients; do not divide by the number of
     replicas again.

@@ -1,8 +1,5 @@
-import json
-
 import pytest
 
-from kdpkit._internal import check_results
 from kdpkit._internal.check_results import Finding
 
 LONG = Finding(
@@ -21,22 +18,6 @@ def test_a_finding_reads_well_at_80_columns_and_does_not_break_paths():
     assert all(len(line) <= 80 for line in lines if "/a/path" not in line)
     assert any("/a/path/that/is/longer/than/a/line" * 3 in line for line in lines)
     assert all(line.startswith("    ") for line in lines[1:])
-
-
-def test_findings_are_sorted_by_level_and_reported_once():
-    levels = ["note", "slow", "error", "slow", "wrong"]
-    found = [Finding("rule", level, "here", "Wrong.", "Fix it.") for level in levels]
-    assert [one.level for one in check_results.in_order(found)] == [
-        "error",
-        "wrong",
-        "slow",
-        "note",
-    ]
-
-
-def test_findings_as_json_hold_all_their_text():
-    (read,) = json.loads(json.dumps(check_results.as_dicts([LONG])))
-    assert Finding(**read) == LONG
 
 
 def test_an_unknown_level_raises():

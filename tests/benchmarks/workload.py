@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+from pathlib import Path
 
 import keras
 import keras_hub
@@ -29,7 +30,7 @@ def lines(path):
 def tokenizer(path, vocabulary):
     """Return BERT's tokenizer, with a vocabulary of its size."""
     if vocabulary:
-        pieces = pipelines.read_vocabulary(vocabulary)
+        pieces = Path(vocabulary).read_text(encoding="utf-8").splitlines()
     else:
         learned = pipelines.learn_vocabulary(lines(path), PIECES)
         pieces = learned + [f"[unused{number}]" for number in range(PIECES - len(learned))]

@@ -1,75 +1,48 @@
-import shutil
 import subprocess
 import sys
 
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kdpkit import pipelines
-from kdpkit._internal import atomic_files, storage
-
-OF_PYTHON = pytest.mark.filterwarnings("ignore:The examples come from the cache.*Python functions")
-
-
-def counted_source(reads):
-    """Ten numbers, with a note of each time one is really produced."""
-
-    def read(number):
-        reads.append(int(number))
-        return number
-
-    return tf.data.Dataset.range(10).map(
-        lambda number: tf.ensure_shape(tf.py_function(read, [number], tf.int64), [])
-    )
 
 
 def numbers(dataset):
     return [int(number) for number in dataset]
 
 
+PROGRAM = """
+import sys, tensorflow as tf
+from kdpkit import pipelines
+source = tf.data.Dataset.range(9).map(lambda number: number * 7)
+print([int(number) for number in source.apply(pipelines.cache(sys.argv[1]))])
+"""
+
+
 @pytest.mark.slow
-def test_a_second_program_reads_the_cache_and_not_the_source(tmp_path):
-    directory = tmp_path / "cache"
-    program = (
-        "import sys, tensorflow as tf\n"
-        "from kdpkit import pipelines\n"
-        "source = tf.data.Dataset.range(3).map(lambda n: tf.py_function("
-        "lambda n: print('read', int(n)) or n, [n], tf.int64))\n"
-        "print([int(n) for n in source.apply(pipelines.cache(sys.argv[1]))])\n"
-    )
-    printed = [
-        subprocess.run(
-            [sys.executable, "-c", program, directory],
+def test_a_second_program_reads_the_cache_of_the_first(tmp_path):
+    written = []
+    for _ in range(2):
+        printed = subprocess.run(
+            [sys.executable, "-c", PROGRAM, tmp_path],
             capture_output=True,
             text=True,
             timeout=300,
             check=True,
-        ).stdout.split("\n")
-        for _ in range(2)
-    ]
-    assert printed[0] == ["read 0", "read 1", "read 2", "[0, 1, 2]", ""]
-    assert printed[1][-2:] == ["[0, 1, 2]", ""]
+        ).stdout
+        assert printed.endswith("[0, 7, 14, 21, 28, 35, 42, 49, 56]\n")
+        written.append({file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")})
+    assert written[0] == written[1]
 
 
-@pytest.mark.slow
-@settings(max_examples=10)
-@given(data=st.data())
-def test_a_damaged_cache_is_filled_again(tmp_path_factory, data):
-    directory = tmp_path_factory.mktemp("damaged") / "cache"
-    source = tf.data.Dataset.range(100).map(lambda number: number * 7)
-    expected = numbers(source)
-    assert numbers(source.apply(pipelines.cache(directory))) == expected
-    file = data.draw(st.sampled_from(sorted(directory.glob("*/*"))))
+def test_a_damaged_cache_is_reported_by_tensorflow(tmp_path):
+    cached = tf.data.Dataset.range(100).apply(pipelines.cache(tmp_path))
+    (file,) = tmp_path.glob("*/*.data-*")
     content = bytearray(file.read_bytes())
-    position = data.draw(st.integers(0, len(content) - 1))
-    if data.draw(st.booleans()):
-        content[position] ^= data.draw(st.integers(1, 255))
-    else:
-        del content[position:]
+    content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert numbers(source.apply(pipelines.cache(directory))) == expected
+    with pytest.raises(tf.errors.DataLossError, match="hecksum"):
+        numbers(cached)
 
 
 def computed():
@@ -108,16 +81,6 @@ def test_an_interrupted_filling_leaves_nothing_behind(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["cache"]
 
 
-@OF_PYTHON
-def test_a_complete_cache_is_kept_when_its_directory_moves(tmp_path):
-    reads = []
-    source = counted_source(reads)
-    numbers(source.apply(pipelines.cache(tmp_path / "cache")))
-    shutil.move(tmp_path / "cache", tmp_path / "moved")
-    assert numbers(source.apply(pipelines.cache(tmp_path / "moved"))) == list(range(10))
-    assert len(reads) == 10
-
-
 def test_each_pipeline_has_a_cache_of_its_own_beside_other_files(tmp_path):
     (tmp_path / "thesis.txt").write_text("precious")
     for factor in (1, 2):
@@ -131,48 +94,5 @@ def test_a_directory_that_cannot_be_written_raises(tmp_path):
     file.write_text("x")
     with pytest.raises(ValueError, match="cache cannot be kept .*file"):
         tf.data.Dataset.range(3).apply(pipelines.cache(file))
-
-
-@OF_PYTHON
-@pytest.mark.parametrize("remote", ["file"], indirect=True)
-def test_a_cache_in_object_storage_is_filled_once_and_again_when_damaged(remote):
-    reads = []
-    source = counted_source(reads)
-    for _ in range(2):
-        assert numbers(source.apply(pipelines.cache(f"{remote}/cache"))) == list(range(10))
-    assert len(reads) == 10
-    directory = storage.path(f"{remote}/cache/kdpkit-{int(source.fingerprint()):016x}")
-    *examples, manifest = sorted(directory.iterdir())
-    assert manifest.name == "manifest.json"
-    assert len(examples) > 1
-    with atomic_files.replacing(examples[0]) as temporary:
-        temporary.write_bytes(examples[0].read_bytes()[:-1])
-    assert numbers(source.apply(pipelines.cache(f"{remote}/cache"))) == list(range(10))
-    assert len(reads) == 20
-
-
-def test_a_cache_without_its_manifest_is_not_taken_for_complete(tmp_path):
-    reads, where = [], f"file://{tmp_path}/cache"
-    source = counted_source(reads)
-    numbers(source.apply(pipelines.cache(where)))
-    (manifest,) = tmp_path.rglob("manifest.json")  # which a killed process would not have written
-    manifest.unlink()
-    numbers(source.apply(pipelines.cache(where)))
-    assert len(reads) == 20
-
-
-def test_two_processes_that_fill_a_cache_write_the_same_bytes(tmp_path):
-    source = tf.data.Dataset.range(100).map(lambda n: n * 3, num_parallel_calls=4)
-    for name in ("one", "other"):
-        numbers(source.apply(pipelines.cache(f"file://{tmp_path}/{name}")))
-    one, other = (
-        {file.name: file.read_bytes() for file in (tmp_path / name).rglob("*") if file.is_file()}
-        for name in ("one", "other")
-    )
-    assert one == other
-    assert one
-
-
-def test_a_cache_that_tensorflow_cannot_read_raises():
-    with pytest.raises(ValueError, match="does not know memory://.*path='memory://cache'.*ram://"):
-        tf.data.Dataset.range(3).apply(pipelines.cache("memory://cache"))
+    with pytest.raises(ValueError, match="directory of this machine.*cache='gs://bucket/cache'"):
+        tf.data.Dataset.range(3).apply(pipelines.cache("gs://bucket/cache"))

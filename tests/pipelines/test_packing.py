@@ -20,8 +20,7 @@ def packed(documents, length):
     return [sequence.numpy() for sequence in vectors(documents).apply(stage)]
 
 
-@pytest.mark.slow
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     documents=st.lists(st.lists(st.integers(5, 99), max_size=12), max_size=9),
     times=st.sampled_from([1, 60]),  # more than are packed at a time
@@ -52,8 +51,7 @@ def test_documents_of_one_known_length_are_packed_too():
     assert last.numpy().tolist() == [2, 7, 8, 3, 0]
 
 
-@pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     sequences=st.lists(
         st.lists(st.integers(1, 99), min_size=1, max_size=9), min_size=1, max_size=30
@@ -70,8 +68,9 @@ def test_buckets_hold_every_sequence_once_padded_to_the_first_that_fits(
     stage = pipelines.bucket_by_length(
         limits, global_batch_size=size, replicas=replicas, drop_remainder=False
     )
-    seen = []
+    seen, full = [], []
     for batch in vectors(sequences).apply(stage):
+        full += [batch.numpy().tolist()] * (batch.shape[0] == size)
         assert batch.shape[1] in limits
         assert batch.shape[0] <= size
         for sequence in batch.numpy():
@@ -79,17 +78,13 @@ def test_buckets_hold_every_sequence_once_padded_to_the_first_that_fits(
             assert len(sequence) == min(limit for limit in limits if limit >= len(ids))
             seen.append(ids)
     assert sorted(seen) == sorted(sequences)
-
-
-def test_short_buckets_are_left_out_unless_they_are_asked_for():
-    sequences = [[1], [1], [1], [2] * 4]
-    stage = pipelines.bucket_by_length([2, 4], global_batch_size=2)
-    assert [batch.shape for batch in vectors(sequences).apply(stage)] == [(2, 2)]
+    dropping = pipelines.bucket_by_length(limits, global_batch_size=size, replicas=replicas)
+    assert [batch.numpy().tolist() for batch in vectors(sequences).apply(dropping)] == full
 
 
 def test_a_sequence_that_fits_no_bucket_raises():
     batches = vectors([[1, 2, 3]]).apply(pipelines.bucket_by_length([2], global_batch_size=1))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="longer than the last of `bound"):
+    with pytest.raises(tf.errors.InvalidArgumentError, match="longer than 2, the last of `bound"):
         list(batches)
 
 
@@ -99,7 +94,6 @@ def test_a_sequence_that_fits_no_bucket_raises():
         (lambda: pipelines.pack_tokens(2, start=1, end=2, pad=0), "`length` must be.*length=2"),
         (lambda: pipelines.pack_tokens(8, start=-1, end=2, pad=0), "`start` must be.*start=-1"),
         (lambda: pipelines.bucket_by_length([], global_batch_size=2), "rising lengths"),
-        (lambda: pipelines.bucket_by_length(8, global_batch_size=2), "rising.*boundaries=8"),
         (lambda: pipelines.bucket_by_length([4, 2], global_batch_size=2), r"rising.*\[4, 2\]"),
         (
             lambda: pipelines.bucket_by_length([4], global_batch_size=3, replicas=2),
@@ -119,7 +113,7 @@ def test_bad_arguments_get_one_sentence(stage, sentence):
         pipelines.bucket_by_length([8], global_batch_size=2),
     ],
 )
-@pytest.mark.parametrize("examples", [tf.constant(["text"]), tf.ones([3, 2])])
-def test_what_is_not_token_ids_raises(stage, examples):
+def test_what_is_not_token_ids_raises(stage):
+    examples = tf.constant(["text"])
     with pytest.raises(ValueError, match="takes vectors of token ids.*tokenize"):
         tf.data.Dataset.from_tensor_slices(examples).apply(stage)

@@ -1,5 +1,3 @@
-import functools
-
 import keras
 import numpy as np
 import pytest
@@ -9,7 +7,6 @@ from hypothesis import strategies as st
 
 from kdpkit import strategies, testing
 from kdpkit.pipelines import normalize_weights, pad_to_global_batch
-from kdpkit.training import replica_exact
 
 
 def only(dataset):
@@ -31,8 +28,7 @@ def part(kind, examples):
     return tf.cast(tf.range(examples) % 2, tf.as_dtype(kind))
 
 
-@pytest.mark.slow
-@settings(max_examples=25)
+@settings(max_examples=20)
 @given(
     x=nests,
     y=nests,
@@ -44,20 +40,23 @@ def part(kind, examples):
 def test_any_nest_is_padded_and_its_real_examples_kept(x, y, examples, filling, mode, weighted):
     size = examples + filling
     x, y = (tf.nest.map_structure(lambda kind: part(kind, examples), nest) for nest in (x, y))
-    batch = (x, y, tf.range(1.0, examples + 1)) if weighted else (x, y)
+    weights = np.arange(1.0, 2 * examples + 1, dtype="float32").reshape(examples, 2)
+    batch = (x, y, weights) if weighted else (x, y)
     padded = only(tf.data.Dataset.from_tensors(batch).apply(pad_to_global_batch(size, mode=mode)))
     for before, after in zip(tf.nest.flatten((x, y)), tf.nest.flatten(padded[:2]), strict=True):
         dense = before.to_tensor() if isinstance(before, tf.RaggedTensor) else before
         assert after.shape[0] == size
-        np.testing.assert_array_equal(after[:examples], dense)
+        # The last example, not zeros, of which some layers make NaN.
+        rows = np.minimum(np.arange(size), examples - 1)
+        np.testing.assert_array_equal(after, dense.numpy()[rows])
     share = size / examples if mode == "train" else 1
-    given_weight = np.arange(1, examples + 1) if weighted else np.ones(examples)
-    expected = np.concatenate([given_weight * share, np.zeros(filling)])
+    given_weight = weights if weighted else np.ones(examples)
+    expected = np.concatenate([given_weight * share, np.zeros((filling, *given_weight.shape[1:]))])
     np.testing.assert_allclose(padded[2], expected, rtol=1e-6)
 
 
 @pytest.mark.slow
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(
     widths=st.dictionaries(st.sampled_from("abc"), st.integers(1, 3), min_size=1),
     examples=st.integers(1, 8),
@@ -88,48 +87,6 @@ def test_training_on_a_padded_batch_is_training_on_the_real_examples(
     plain = tf.data.Dataset.from_tensors(batch if weighted else batch[:2])
     padded = step(plain.apply(pad_to_global_batch(8)), replicas)
     np.testing.assert_allclose(padded, step(plain, 1), rtol=0, atol=1e-5)
-
-
-@functools.cache
-def evaluated_on(replicas):
-    """Compile a model on replicas, exact, with metrics of every kind."""
-    with strategies.select_strategy("mirrored", devices=replicas).scope():
-        model = keras.Sequential([testing.tiny_classifier(), keras.layers.Softmax()])
-        model.compile(
-            loss="categorical_crossentropy",
-            weighted_metrics=["accuracy", "auc", keras.metrics.F1Score(average="macro")],
-        )
-    return replica_exact(model)
-
-
-@pytest.mark.slow
-@settings(max_examples=3)
-@given(examples=st.integers(1, 20), size=st.sampled_from([4, 8]), replicas=st.sampled_from([2, 4]))
-def test_evaluation_sees_every_example_once_padded_or_not(examples, size, replicas):
-    x, y = testing.toy_classification(examples)
-    batches = tf.data.Dataset.from_tensor_slices((x, np.eye(3)[y])).batch(size)
-    padded = batches.apply(pad_to_global_batch(size, mode="eval"))
-    one, many = evaluated_on(1), evaluated_on(replicas)
-    expected = one.evaluate(batches, verbose=0, return_dict=True)
-    assert many.evaluate(batches, verbose=0, return_dict=True) == pytest.approx(expected, rel=1e-5)
-    weighted = many.evaluate(normalize_weights(padded), verbose=0, return_dict=True)
-    assert weighted == pytest.approx(expected, rel=1e-5)
-    np.testing.assert_allclose(many.predict(batches, verbose=0), one(x), rtol=1e-5)
-    np.testing.assert_allclose(many.predict(padded, verbose=0)[:examples], one(x), rtol=1e-5)
-
-
-def test_weights_of_any_rank_are_scaled_example_by_example():
-    weights = np.array([[1.0, 0.0], [0.5, 2.0]], "float32")
-    batch = tf.data.Dataset.from_tensors((np.zeros(2), np.zeros((2, 2)), weights))
-    _, _, padded = only(batch.apply(pad_to_global_batch(3)))
-    np.testing.assert_allclose(padded, [[1.5, 0], [0.75, 3.0], [0, 0]])
-
-
-def test_padding_repeats_the_last_example_so_that_no_nan_appears():
-    x = only(tf.data.Dataset.from_tensors(tf.constant([[3.0, 4.0]])).apply(pad_to_global_batch(2)))[
-        0
-    ]
-    assert np.isfinite(keras.ops.convert_to_numpy(x / tf.norm(x, axis=1, keepdims=True))).all()
 
 
 def test_a_batch_that_is_too_large_fails():

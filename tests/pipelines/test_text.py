@@ -15,8 +15,7 @@ PAD, UNK, CLS, SEP, MASK = range(5)
 lines = st.lists(st.lists(st.sampled_from(WORDS), max_size=15).map(" ".join), min_size=1)
 
 
-@pytest.mark.slow
-@settings(max_examples=10)
+@settings(max_examples=8)
 @given(lines=lines, length=st.integers(3, 9))
 def test_sequences_hold_every_token_of_every_line_in_order(lines, length):
     source = tf.data.Dataset.from_tensor_slices(lines)
@@ -35,12 +34,6 @@ def test_sequences_hold_every_token_of_every_line_in_order(lines, length):
     assert len(sequences) == sum(-(-len(line.split()) // (length - 2)) for line in lines)
 
 
-def test_without_a_length_each_line_gives_its_ids():
-    source = tf.data.Dataset.from_tensor_slices(["w1 w0", "w3"])
-    first, second = source.apply(pipelines.tokenize(TOKENIZER))
-    assert (first.numpy().tolist(), second.numpy().tolist()) == ([6, 5], [8])
-
-
 def some_sequences(count, length, seed=0):
     """Return sequences of random ordinary tokens, of random length, with their special tokens."""
     random = np.random.default_rng(seed)
@@ -51,7 +44,7 @@ def some_sequences(count, length, seed=0):
     return tf.constant(sequences)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     count=st.integers(1, 6),
     length=st.integers(3, 20),
@@ -60,7 +53,12 @@ def some_sequences(count, length, seed=0):
 )
 def test_masks_cover_the_asked_fraction_of_ordinary_tokens(count, length, rate, seed):
     tokens = some_sequences(count, length)
-    features, labels, weights = pipelines.mask_tokens(TOKENIZER, rate=rate)(tokens, seed)
+    mask = pipelines.mask_tokens(TOKENIZER, rate=rate)
+    features, labels, weights = mask(tokens, seed)
+    for one, again in zip(
+        tf.nest.flatten((features, weights)), tf.nest.flatten(mask(tokens, seed)[::2]), strict=True
+    ):
+        np.testing.assert_array_equal(one, again)
     originals, masked = tokens.numpy(), features["token_ids"].numpy()
     for index in range(count):
         chosen = weights[index].numpy() > 0
@@ -101,22 +99,6 @@ def test_a_first_token_without_cls_before_it_is_masked_too():
     assert (first == MASK).mean() == pytest.approx(0.8, abs=4 * 0.4 / np.sqrt(len(first)))
 
 
-@pytest.mark.parametrize("length", [1, 2])
-def test_the_shortest_sequences_have_a_position_to_predict(length):
-    _, labels, weights = pipelines.mask_tokens(TOKENIZER)(np.array([[6, 7][:length]]), (1, 2))
-    assert labels.numpy().item() in (6, 7)
-    assert weights.numpy() == 1
-
-
-def test_masks_are_new_for_every_seed_and_the_same_for_the_same():
-    mask, tokens = pipelines.mask_tokens(TOKENIZER, rate=0.5), some_sequences(4, 30)
-    first, again, other = (
-        mask(tokens, seed)[0]["token_ids"].numpy() for seed in [(1, 2), (1, 2), (1, 3)]
-    )
-    np.testing.assert_array_equal(first, again)
-    assert (first != other).any()
-
-
 def test_a_batch_without_a_token_to_predict_has_weight_zero():
     tokens = tf.constant([[CLS, SEP, PAD, PAD]] * 2)
     _, _, weights = pipelines.mask_tokens(TOKENIZER)(tokens, (0, 1))
@@ -133,12 +115,6 @@ def test_validation_masks_depend_on_the_sequence_alone():
     assert set(np.unique(together[2])) == {0.0, 1.0}
 
 
-def test_a_fixed_number_of_slots_caps_the_predictions():
-    _, labels, weights = pipelines.mask_tokens(TOKENIZER, rate=0.9, slots=3)(some_sequences(4, 30))
-    assert labels.shape == (4, 3)
-    assert weights.numpy().sum(axis=1).max() == 3
-
-
 def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
     text = ["the cat sat on the mat", "the dog sat on the log"] * 20
     vocabulary = pipelines.learn_vocabulary(text, 60)
@@ -146,30 +122,6 @@ def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
     assert len(vocabulary) <= 60
     tokenizer = keras_hub.models.BertTokenizer(vocabulary, lowercase=True)
     assert tokenizer.token_to_id("[UNK]") not in tokenizer(["The cat sat on a log."[:-1]])[0]
-
-
-def test_a_vocabulary_file_gives_ids_by_line(tmp_path):
-    file = tmp_path / "vocab.txt"
-    tokens = [*SPECIAL, "a", "##b", "x\x85y"]
-    file.write_text("\ufeff" + "\n".join(tokens) + "\n", encoding="utf-8")
-    assert pipelines.read_vocabulary(file) == tokens
-
-
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (b"", "The file is empty"),
-        (b"a\nb\n", r"lacks the special tokens \[PAD\], \[UNK\], \[CLS\], \[SEP\], \[MASK\].*voc"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n", r"lacks the special token \[MASK\]: .*voc"),
-        (b"[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nx\nx\n", "has 'x' more than once"),
-        (b"[PAD]\n\xff\n", "not UTF-8"),
-    ],
-)
-def test_a_bad_vocabulary_gets_one_sentence(tmp_path, content, sentence):
-    file = tmp_path / "voc"
-    file.write_bytes(content)
-    with pytest.raises(ValueError, match=sentence):
-        pipelines.read_vocabulary(file)
 
 
 LINES = tf.data.Dataset.from_tensor_slices(["one", "two"])
@@ -187,21 +139,10 @@ def tokenized(lines):
     ("make", "sentence"),
     [
         (lambda: pipelines.mask_tokens(TOKENIZER, rate=0), "`rate` must be above 0 and at most 1"),
-        (lambda: pipelines.mask_tokens(TOKENIZER, slots=0), "`slots` must be a positive"),
-        (
-            lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4])),
-            "Sequences to mask are token ids",
-        ),
-        (
-            lambda: pipelines.mask_tokens(TOKENIZER)(np.ones([1, 4, 1], int)),
-            "Sequences to mask are",
-        ),
         (lambda: pipelines.mask_tokens(TOKENIZER)(tf.ragged.constant([[6], [6, 7]])), "one static"),
         (lambda: pipelines.tokenize(TOKENIZER, sequence_length=2), "`sequence_length` must be"),
         (lambda: pipelines.tokenize(padding_tokenizer()), "a `sequence_length` of its own"),
         (lambda: tokenized(LINES.batch(2)), "lines of text one by one"),
-        (lambda: tokenized(tf.data.Dataset.zip(LINES, LINES)), "lines of text one by one"),
-        (lambda: pipelines.learn_vocabulary([], 100), "cannot be learned without text"),
         (lambda: pipelines.learn_vocabulary(["", " "], 100), "cannot be learned without text"),
         (lambda: pipelines.learn_vocabulary(["a"], 5), "`size` must be an integer of at least 6"),
     ],

@@ -133,8 +133,8 @@ class Resume(keras.callbacks.Callback):
           stages, or any other whose order is reproducible: with seeds and stateless random numbers.
           Epoch E is the E-th iteration of a new dataset, whoever else iterates it. Functions are
           traced again; stages with `deterministic=False` are in order.
-        - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: cut into batches of `global_batch_size`,
-          the last one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
+        - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: batches of `global_batch_size`, the last
+          one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
           `train_step` of the model's own gets `x` alone as `(x,)`.
         - A `keras.utils.PyDataset`: `on_epoch_end` is called once for every completed epoch, and
           its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set.

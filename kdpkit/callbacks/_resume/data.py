@@ -78,7 +78,7 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
         )
     if is_of_arrays != (global_batch_size is not None):
         checks.fail(
-            "Arrays are cut into batches of `global_batch_size`, and datasets have their own.",
+            "Arrays are split into batches of `global_batch_size`, and datasets have their own.",
             dataset=kind,
             global_batch_size=global_batch_size,
         )

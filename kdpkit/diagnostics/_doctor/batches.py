@@ -20,7 +20,7 @@ import numpy as np
 
 from kdpkit import errors
 from kdpkit._internal import checks
-from kdpkit.batches import ArrayBatches, rows_of
+from kdpkit.batches import ArrayBatches, num_examples
 from kdpkit.diagnostics import _text
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
@@ -69,7 +69,7 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
     Args:
         dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset, a PyTorch
             `DataLoader`, or arrays.
-        batch_size: Of the batches that `fit` cuts arrays into; None as in Keras.
+        batch_size: Of the batches that `fit` splits arrays into; None as in Keras.
         name: Of the argument.
 
     Raises:
@@ -114,7 +114,7 @@ def as_arrays(nest: Any, begin: int = 0, end: int | None = None) -> Any:
 
 def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
     """Cut arrays as Keras does for `validation_split`: the last examples are held out."""
-    first = math.floor(rows_of(arrays) * (1 - fraction))
+    first = math.floor(num_examples(arrays) * (1 - fraction))
     return as_arrays(arrays, 0, first), as_arrays(arrays, first)
 
 
@@ -158,7 +158,7 @@ def _ends(dataset: Any, size: int) -> tuple[Any, Any, str | None]:
             "`kdpkit.batches.ArrayBatches`, a Grain dataset, or arrays.",
             dataset=type(dataset).__name__,
         )
-    last = (rows_of(dataset) - 1) // size * size
+    last = (num_examples(dataset) - 1) // size * size
     return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size), None
 
 

@@ -151,7 +151,7 @@ def check_tpu(
         replicas: Cores that share a global batch; 8 on the usual TPU host.
         callbacks: Those of `fit`.
         validation_data: As `dataset`.
-        batch_size: Examples in the batches that `fit` cuts arrays into; None takes 32, as Keras.
+        batch_size: Examples in the batches that `fit` splits arrays into; None takes 32, as Keras.
         validation_batch_size: Those of `validation_data`; None takes `batch_size`.
 
     Raises:

@@ -74,7 +74,7 @@ def check_speed(
         dataset: What `fit` trains on: as for `check_tpu`, except generators.
         model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
             replicas, in one process.
-        batch_size: Examples in the batches that `fit` cuts arrays into; None takes 32, as Keras.
+        batch_size: Examples in the batches that `fit` splits arrays into; None takes 32, as Keras.
         seconds: About how long to measure, without compiling, and longer where steps take longer.
 
     Raises:

@@ -275,7 +275,7 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
 
 
 def _of_keras(model: Any, given: dict[str, Any]) -> Program:
-    from kdpkit.batches import rows_of  # these load Keras, as the script has
+    from kdpkit.batches import num_examples  # these load Keras, as the script has
     from kdpkit.diagnostics._doctor import batches
 
     data = given["x"], given["y"], given["sample_weight"]
@@ -284,7 +284,7 @@ def _of_keras(model: Any, given: dict[str, Any]) -> Program:
         if given["validation_split"] and held_out is None:
             data, held_out = batches.split(data, given["validation_split"])
         if batch_size is None and given["steps_per_epoch"]:
-            batch_size = math.ceil(rows_of(data) / given["steps_per_epoch"])  # as Keras does
+            batch_size = math.ceil(num_examples(data) / given["steps_per_epoch"])  # as Keras does
     names = ("validation_batch_size", "steps_per_epoch")
     return Program(
         data[0] if data[1] is None and data[2] is None else data,

@@ -16,7 +16,7 @@ from keras.src.backend import compute_output_spec
 
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
-from kdpkit.batches import rows_of
+from kdpkit.batches import num_examples
 from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._doctor import batches
 from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
@@ -309,7 +309,7 @@ class _StepOnTensorFlow:
     def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
         dataset, self._loop = make()
         self._batch = batches.batches_of(dataset).first
-        self.global_batch_size = rows_of(self._batch)
+        self.global_batch_size = num_examples(self._batch)
         model = self._loop.model
         if not model.built:
             x, _, _ = keras.utils.unpack_x_y_sample_weight(self._specs(self.global_batch_size))

@@ -46,7 +46,7 @@ class TrainingPlan:
     """Work out the numbers of a run on several replicas, and what is wrong with them.
 
     `plan` is another name of this class. Nothing is trained and no device is looked for. Batch
-    sizes and rates are those of `kdpkit.scaling.ScalePlan`, the last batch is cut as by
+    sizes and rates are those of `kdpkit.scaling.ScalePlan`, the last batch is split as by
     `kdpkit.scaling.split_batch`, and the schedule is one of `kdpkit.schedules`.
 
     >>> small = plan(

@@ -19,7 +19,7 @@ from keras.src.backend.jax import trainer as keras_trainer
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, versions
-from kdpkit.batches import rows_of
+from kdpkit.batches import num_examples
 from kdpkit.training.jax import _consistency_checks
 
 
@@ -100,7 +100,7 @@ def _gathering(step: Callable, mesh: Mesh) -> Callable:
     @functools.wraps(step)
     def gathered(state: Any, data: Any) -> Any:
         outputs, rest = step(state, data)
-        if rows_of(data) % mesh.size or jax.process_count() > 1:
+        if num_examples(data) % mesh.size or jax.process_count() > 1:
             outputs = jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
         return outputs, rest
 

@@ -22,7 +22,7 @@ from keras.src.backend import compute_output_spec
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
-from kdpkit.batches import rows_of
+from kdpkit.batches import num_examples
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import additional_loss, trace_metrics
 from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
@@ -198,7 +198,7 @@ class JaxSteps(Steps):
         sums, state = self._over_micro_batches(state, batch)
 
         def finish() -> tuple[list[jax.Array], Logs]:
-            factors = [1.0, *self._update_losses(sums, rows_of(batch))]
+            factors = [1.0, *self._update_losses(sums, num_examples(batch))]
             gradients = [
                 sum(part * factor for part, factor in zip(parts, factors, strict=True))
                 for parts in zip(*sums.gradients, strict=True)
@@ -216,8 +216,8 @@ class JaxSteps(Steps):
         batch = sharding.split_examples(batch, self.strategy)
 
         def run() -> Logs:
-            _, sums = self._forward(batch, rows_of(batch), training=False)
-            self._update_losses(sums, rows_of(batch))
+            _, sums = self._forward(batch, num_examples(batch), training=False)
+            self._update_losses(sums, num_examples(batch))
             return self._logs()
 
         logs, state = self._variables.run(state, run)
@@ -236,7 +236,7 @@ class JaxSteps(Steps):
     ) -> tuple[tuple[jax.Array, ...], Sums]:
         """Compute the losses of some examples: first those of a known divisor, then the others."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        share = rows_of(batch) / num_global_examples
+        share = num_examples(batch) / num_global_examples
         with rematerialised(self.loop, _checkpointed) if training else contextlib.nullcontext():
             losses, predictions = self.loop.per_example_loss(x, y, training=training)
         terms = self.loop.loss.terms(losses, predictions, sample_weight)
@@ -282,13 +282,13 @@ class JaxSteps(Steps):
 
     def _over_micro_batches(self, state: State, batch: Any) -> tuple[Sums, State]:
         """Add up the sums of micro-batches, of which every device has a part of each."""
-        num_examples = rows_of(batch)
-        count = min(self.loop.accumulation, num_examples)
+        size = num_examples(batch)
+        count = min(self.loop.accumulation, size)
 
         def differentiated(state: State, index: Any, part: Any) -> tuple[Sums, State]:
             # Each draws from the seeds that the batch would draw from.
             state = self._variables.with_seeds_of(before, state)
-            return self._differentiated(state, part, MicroBatch(index, count, num_examples))
+            return self._differentiated(state, part, MicroBatch(index, count, size))
 
         def add(carry: tuple[Sums, State], micro_batch: Any) -> tuple[tuple[Sums, State], None]:
             sums, state = carry
@@ -296,10 +296,10 @@ class JaxSteps(Steps):
             return (jax.tree.map(jnp.add, sums, more), state), None
 
         before = state
-        parts = [MicroBatch(i, count, num_examples) for i in range(count)]
+        parts = [MicroBatch(i, count, size) for i in range(count)]
         first, *others = (jax.tree.map(part.of, batch) for part in parts)
         carry = differentiated(state, 0, first)
-        if others and num_examples % (count * self.strategy.size) == 0:
+        if others and size % (count * self.strategy.size) == 0:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *others)
             return jax.lax.scan(add, carry, (jnp.arange(1, count), stacked))[0]
         for index, other in enumerate(others, 1):

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from kdpkit import sharding
 from kdpkit._internal import versions
-from kdpkit.batches import rows_of
+from kdpkit.batches import num_examples
 from kdpkit.training._remat import blocks_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
 from kdpkit.training.jax._state import State, Variables
@@ -57,7 +57,7 @@ class StepMemory:
 
     @property
     def global_batch_size(self) -> int:
-        return rows_of(self._batch)
+        return num_examples(self._batch)
 
     @property
     def can_remat(self) -> bool:
