@@ -60,7 +60,11 @@ def _prepare_streams() -> None:
 def _run(words: list[str]) -> int:
     split = words.index("--") if "--" in words else len(words)
     try:
-        args, unknown = _parser().parse_known_args(words[:split])
+        parser = _parser()
+        if not words:
+            parser.print_help()
+            return 0
+        args, unknown = parser.parse_known_args(words[:split])
         if unknown:
             _fail(f"kdpkit {args.command}", f"unrecognized arguments: {' '.join(unknown)}")
         args.rest = words[split + 1 :]

@@ -38,7 +38,8 @@ import pytest
 import tensorflow as tf
 
 from kdpkit import testing
-from kdpkit._internal import child_processes, datasets
+from kdpkit._internal import datasets
+from kdpkit.launch import _child_processes as child_processes
 from tests import processes
 
 testing.use_logical_cpus(8)

@@ -12,7 +12,7 @@ import threading
 import time
 
 import kdpkit
-from kdpkit._internal import child_processes
+from kdpkit.launch import _child_processes as child_processes
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 SOON = 240.0  # seconds, for what takes one where nothing else runs

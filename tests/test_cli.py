@@ -11,8 +11,6 @@ from kdpkit import cli
 
 COMMANDS = ("doctor", "env", "launch", "plan", "recipe")
 
-PLAN = ("--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1")
-
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_has_an_example_and_80_columns(capsys, monkeypatch, command):
@@ -24,9 +22,8 @@ def test_the_help_has_an_example_and_80_columns(capsys, monkeypatch, command):
     assert any(line.startswith(f"    kdpkit {command} ") for line in lines)
 
 
-def test_every_command_is_tested_here(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--help"])
+def test_without_a_command_the_help_is_printed_which_lists_them(capsys):
+    assert cli.main([]) == 0
     printed = capsys.readouterr().out
     listed = [line.split()[0] for line in printed.splitlines() if line.startswith("    ")]
     assert set(COMMANDS) <= set(listed)
@@ -40,19 +37,11 @@ def test_the_version_is_printed(capsys):
 
 
 @pytest.mark.parametrize("backend", ["mine", "torch"])
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["doctor", "data.py:numbers"],
-        ["plan", "--shape", "cosine", *PLAN],
-    ],
-    ids=lambda words: words[0],
-)
-def test_a_backend_that_cannot_be_imported_is_one_sentence(tmp_path, backend, words):
-    (tmp_path / "data.py").write_text("numbers = range(9)")
+def test_a_backend_that_cannot_be_imported_is_one_sentence(tmp_path, backend):
+    (tmp_path / "data.py").write_text("def numbers():\n    return range(9)\n")
     (tmp_path / "torch.py").write_text("raise ImportError('There is none.')")
     ended = subprocess.run(
-        [sys.executable, "-m", "kdpkit", *words],
+        [sys.executable, "-m", "kdpkit", "doctor", "data.py:numbers"],
         env=os.environ | {"KERAS_BACKEND": backend},
         cwd=tmp_path,
         capture_output=True,

@@ -1,7 +1,8 @@
-"""`kdpkit plan`: one plan or several, as a table, JSON or a figure."""
+"""`kdpkit plan`: one plan or several, as a table or JSON; and memory."""
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -21,47 +22,37 @@ def plan(*words):
 def test_several_replicas_are_columns_of_one_table(capsys):
     assert plan("--replicas", "8", "1", "2", "--optimizer", "sgd", "--epochs", "5") == 0
     output = capsys.readouterr()
-    rows = {line[:24].strip(): line[24:].split() for line in output.out.splitlines()}
+    cells = (re.split(r"\s\s+", line.strip()) for line in output.out.splitlines())
+    rows = {name: numbers for name, *numbers in cells}
     assert rows["replicas"] == ["1", "2", "8"]
     assert rows["global batch"] == ["32", "64", "256"]
     assert rows["steps per epoch"] == ["1,875", "937", "234"]
     assert rows["left out per epoch"] == ["0", "32", "96"]
-    assert rows["updates"] == ["9,375", "4,685", "1,170"]
+    assert rows["steps"] == ["9,375", "4,685", "1,170"]
     assert rows["scaled rate"] == ["0.1", "0.2", "0.8"]
     assert rows["last: step"] == ["9,374", "4,684", "1,169"]
-    assert max(map(len, output.out.splitlines())) <= 80
-    assert "\x1b" not in output.out
 
 
-def test_many_replicas_are_tables_below_each_other(capsys):
+def test_many_replicas_are_tables_below_each_other_and_a_finding_comes_once(capsys):
     counts = ["1", "2", "4", "8", "16", "32"]
-    plan("--replicas", *counts, "--rule", "none")
+    assert plan("--replicas", *counts, "--optimizer", "adam", "--warmup-epochs", "0.5") == 1
     output = capsys.readouterr().out
     heads = [line.split()[1:] for line in output.splitlines() if line.startswith("replicas")]
     assert heads == [counts[:4], counts[4:]]
-
-
-def test_a_finding_of_several_plans_is_reported_once_with_exit_code_1(capsys):
-    assert plan("--replicas", "1", "2", "4", "--optimizer", "adam") == 1
-    output = capsys.readouterr().out
     assert output.count("Remedy:") == 1
-    assert "wrong    linear-adam: rule (replicas: 2, 4)" in output
+    assert "wrong    linear-adam: rule (replicas: 2, 4, 8, 16, 32)" in output
 
 
-def test_json_has_every_plan(capsys):
-    words = ("--replicas", "4", "--rule", "sqrt", "--optimizer", "adam", "--json")
-    assert plan(*words, "--accumulation", "2", "--remainder", "pad") == 0
-    (made,) = json.loads(capsys.readouterr().out)["plans"]
-    assert (made["replicas"], made["global_batch_size"], made["effective_batch_size"]) == (
-        4,
-        128,
-        256,
-    )
-    assert (made["steps_per_epoch"], made["padded"], made["updates"]) == (469, 32, 234)
-    assert made["adam"]["beta_1"] == pytest.approx(0.2)
-    assert made["last_batch"] == [32] * 4
+def test_json_has_every_plan_in_a_few_lines_whatever_the_replicas(capsys):
+    words = ("--replicas", "1000", "--rule", "sqrt", "--optimizer", "adam", "--json")
+    assert plan(*words, "--epochs", "9") == 1
+    output = capsys.readouterr().out
+    assert output.count("\n") < 60
+    (made,) = json.loads(output)["plans"]
+    assert (made["replicas"], made["global_batch_size"]) == (1000, 32_000)
+    assert (made["steps_per_epoch"], made["total_steps"]) == (1, 9)
     assert [each["event"] for each in made["milestones"]] == ["first", "middle", "last"]
-    assert made["findings"] == []
+    assert [each["rule"] for each in made["findings"]] == ["dropped"]
 
 
 @pytest.mark.parametrize(
@@ -71,17 +62,9 @@ def test_json_has_every_plan(capsys):
             ([*RUN, *flags], sentence)
             for flags, sentence in [
                 (["--rule", "log"], "`rule` must be one of 'linear', 'sqrt', 'none'"),
-                (["--replicas", str(10**14)], "`replicas` must be at most 1e+06. Received: rep"),
-                (
-                    ["--base-learning-rate", "1e38", "--replicas", "64"],
-                    "`learning_rate` must be at most 3.40282e+38",
-                ),
+                (["--base-learning-rate", "1e308", "--replicas", "64"], "`learning_rate` must be"),
                 (["--epochs", "many"], "invalid int value: 'many'. See `kdpkit plan --help`"),
-                (["--warmup-steps", "5", "--warmup-epochs", "1"], "in steps or in epochs"),
-                # More steps than an optimizer counts.
-                (["--warmup-steps", "9" * 20], "warmup_steps="),
-                (["--warmup-epochs", "1e308"], "warmup_epochs="),
-                (["--epochs", "9" * 20, "--shape", "cosine"], "total_steps="),
+                (["--warmup-epochs", "1e308"], "`warmup_epochs` must be at least 0 and below 1"),
             ]
         ),
         ([], "needs --examples, --per-replica-batch-size, --base-learning-rate, or --memory"),
@@ -119,11 +102,10 @@ def test_nobody_who_reads_the_output_is_no_error():
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux alone has a disk that is full")
 def test_a_full_disk_is_one_sentence():
     with Path("/dev/full").open("w") as full:
-        assert into(full) == (
-            1,
-            "kdpkit: The output cannot be written (No space left on device). Make room, or send "
-            "it elsewhere.\n",
-        )
+        code, output = into(full)
+    assert code == 1
+    assert output.startswith("kdpkit: The output cannot be written (No space left on device).")
+    assert output.count("\n") == 1
 
 
 def test_without_a_stdout_nothing_fails():
@@ -149,27 +131,21 @@ def make():
 def test_memory_is_planned_for_replicas_that_are_not_there(tmp_path):
     (tmp_path / "train.py").write_text(MAKE)
     command = [sys.executable, "-m", "kdpkit", "plan", "--replicas", "4", "--memory"]
-    codes = {}
-    for memory in ("1GiB", "1KiB"):
-        ended = subprocess.run(
-            [*command, memory, "train.py:make", *(["--json"] * (memory == "1GiB"))],
-            cwd=tmp_path,
-            env={**os.environ, "KERAS_BACKEND": "jax"},
-            capture_output=True,
-            text=True,
-            timeout=250,
-            check=False,
-        )
-        codes[memory] = ended.returncode
-        if memory == "1GiB":
-            plan = json.loads(ended.stdout)
-            assert (plan["memory"], plan["replicas"], plan["global_batch_size"]) == (2**30, 4, 32)
-            assert plan["uses"][plan["chosen"]]["shard"] == "none"
-            assert len(plan["lines"]) == 1
-        else:
-            assert "Nothing fits" in ended.stdout
-            assert "made" in ended.stderr
-    assert codes == {"1GiB": 0, "1KiB": 1}
+    ended = subprocess.run(
+        [*command, "1GiB", "train.py:make", "--json"],
+        cwd=tmp_path,
+        env={**os.environ, "KERAS_BACKEND": "jax"},
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    plan = json.loads(ended.stdout)
+    assert (plan["memory"], plan["replicas"], plan["global_batch_size"]) == (2**30, 4, 32)
+    assert plan["uses"][plan["chosen"]]["shard"] == "none"
+    assert len(plan["lines"]) == 1
+    assert "made" in ended.stderr
 
 
 PARSED = """
@@ -182,12 +158,12 @@ print(*{{name.partition(".")[0] for name in sys.modules}})
 """
 
 
-def test_flags_are_parsed_without_a_framework():
+def test_flags_are_parsed_and_plans_are_made_without_a_framework():
     """Those of `doctor` and `env` too; wrong ones take no seconds until a framework is there."""
     words = [
+        [],
         *([name, "--help"] for name in ("plan", "doctor", "env")),
-        ["plan", *RUN],
-        ["plan", *RUN, "--shape", "cosine", "--rule", "log"],
+        ["plan", *RUN, "--epochs", "9", "--shape", "cosine", "--optimizer", "sgd"],
         ["plan", *RUN, "--shape", "round"],
         ["plan", "--memory", "1GiB", "train.py"],
         ["plan", "--nonsense"],

@@ -13,8 +13,8 @@ import tempfile
 import numpy as np
 import pytest
 
-from kdpkit._internal import child_processes
 from kdpkit.checkpoints import CheckpointDirectory, Position
+from kdpkit.launch import _child_processes as child_processes
 from tests.processes import ROOT, wait_for_file
 
 pytestmark = [

@@ -10,13 +10,11 @@ The private parts of tf.data that are read here are alike in TensorFlow 2.20 and
 that does not have them is copied.
 """
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
 
-_DISTRIBUTE = "experimental_distribute_dataset"  # what Keras asks of the strategy
 _PYTHON_OPS = frozenset({"PyFunc", "PyFuncStateless", "EagerPyFunc", "IteratorGetNext"})
 _COPYING = ("Batch", "ParallelBatch", "PaddedBatch")  # how the names of dataset classes begin
 # Sources whose memory is TensorFlow's, or in use as long as they are.
@@ -47,20 +45,6 @@ def with_private_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return tf.nest.map_structure(_copy, joined(parts), expand_composites=True)
 
     return dataset.map(tf.autograph.experimental.do_not_convert(copied))
-
-
-@contextlib.contextmanager
-def private_batches(strategy: tf.distribute.Strategy | None) -> Iterator[None]:
-    """Have Keras' own `fit` copy such batches too, before it splits them over the replicas."""
-    if strategy is None or _DISTRIBUTE in vars(strategy):
-        yield
-        return
-    stock = getattr(strategy, _DISTRIBUTE)
-    setattr(strategy, _DISTRIBUTE, lambda dataset: stock(with_private_batches(dataset)))
-    try:
-        yield
-    finally:
-        delattr(strategy, _DISTRIBUTE)
 
 
 def joining(spec: object) -> Callable[[tuple[Any, ...]], Any]:

@@ -13,21 +13,17 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
-    from kdpkit.diagnostics._doctor.reports import InputReport, TpuReport, check_input, check_tpu
+    from kdpkit.diagnostics._doctor.reports import Report, check_input, check_tpu
     from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
     from kdpkit.diagnostics._env.environment import Environment, environment
-    from kdpkit.diagnostics._env.strategy_trials import StrategyTrial
-    from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, MemoryUse, plan_memory
+    from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
 
 _HOMES = {
     "Environment": "_env.environment",
-    "InputReport": "_doctor.reports",
     "MemoryPlan": "_plan.memory_plan",
-    "MemoryUse": "_plan.memory_plan",
+    "Report": "_doctor.reports",
     "SpeedReport": "_doctor.speed",
-    "StrategyTrial": "_env.strategy_trials",
-    "TpuReport": "_doctor.reports",
     "TrainingPlan": "_plan.training_plan",
     "check_input": "_doctor.reports",
     "check_speed": "_doctor.speed",
@@ -39,12 +35,9 @@ _HOMES = {
 
 __all__ = [
     "Environment",
-    "InputReport",
     "MemoryPlan",
-    "MemoryUse",
+    "Report",
     "SpeedReport",
-    "StrategyTrial",
-    "TpuReport",
     "TrainingPlan",
     "check_input",
     "check_speed",

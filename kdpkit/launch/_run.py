@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TextIO
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, child_processes, signal_handlers
+from kdpkit._internal import checks, signal_handlers
+from kdpkit.launch import _child_processes as child_processes
 from kdpkit.launch import _output
 
 _LAUNCHER = "launch"  # the launcher's name in front of its own lines

@@ -18,6 +18,8 @@ _BATCHES = (*_COPYING, "ragged_batch", "rebatch", "group_by_window")
 _OPENS = ("flat_map", "interleave", "unbatch", "group_by_window", "window")
 _AHEAD = ("prefetch", "distribute", "train_pipeline")
 _SHORT_PART = 0.25  # of a batch
+_SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
+_SMALL_PART = 0.01
 _Policy = tf.data.experimental.AutoShardPolicy
 
 
@@ -43,24 +45,23 @@ def lint(
     - `split-after-shuffle`: `take` and `skip` that do not part the same examples in each epoch.
     - `repeat`, `runs-out`, `unknown-length`, `short-batch`: what an epoch is for `fit`.
     - `overwritten-arrays`: several replicas of plain Keras write into what Python gave.
-    - `python`, `serial-map`, `serial-interleave`, `no-prefetch`: what makes training wait. It is a
-      note where a cache makes it happen once, or TensorFlow's autotune fixes it by itself.
+    - `python`, `serial-map`, `serial-interleave`, `no-prefetch`: what makes training wait, unless a
+      cache makes it happen once, or TensorFlow's autotune fixes it by itself.
     - `file-shards`, `python-shards`: what several workers cannot divide.
 
-    What `train_pipeline` and `eval_pipeline` add is right. What you pass them is checked like all
-    else; of `augment` only whether it calls Python.
+    Of what you pass to `train_pipeline` as `augment`, only whether it calls Python is checked.
 
     Args:
         dataset: What is passed to `fit`; on several replicas, before it is distributed.
-        training: Whether it is for training. For validation only the rules about speed, caches and
-            workers count: nothing needs a new order there.
+        training: Whether it is for training. Validation needs no new order, and only the rules
+            about speed, caches, splits and workers count.
         replicas: Replicas that a batch is split over; with several a smaller last batch is a note.
         workers: Processes that divide the dataset between them (see `auto_shard`).
         epochs: As `fit` gets it. None if that is not known: what depends on it is a note.
         steps_per_epoch: As `fit` gets it; None is all of the dataset.
 
-    Returns:
-        The findings, the worst first.
+    Raises:
+        ValueError: `dataset` is not a `tf.data.Dataset`, or a count is below one.
 
     >>> images = tf.data.Dataset.range(1000).shuffle(1000).cache().batch(50).prefetch(2)
     >>> for finding in lint(images):
@@ -89,16 +90,10 @@ def lint(
 
 @dataclasses.dataclass(frozen=True)
 class _Pipeline:
-    """A dataset, and what is known of the `fit` that it is for.
+    """A dataset, its stages, and what is known of the `fit` that it is for.
 
-    Attributes:
-        dataset: The dataset.
-        line: Its stages, from where datasets come together to the end.
-        stages: All of them, with those that follow.
-        replicas: Replicas that a batch is split over.
-        workers: Processes that divide the dataset.
-        epochs: Epochs that are trained; None where the `fit` is not known.
-        steps: Batches of an epoch; None for all of the dataset.
+    `line` has the stages from where datasets come together to the end, `stages` all of them, with
+    those that follow.
     """
 
     dataset: tf.data.Dataset
@@ -119,12 +114,6 @@ class _Pipeline:
         """How the workers divide it."""
         return self.dataset.options().experimental_distribute.auto_shard_policy
 
-    @property
-    def sources(self) -> list[Stage]:
-        """The stages that read no files and have no inputs."""
-        sources = [stage for stage, _ in self.stages if not stage.inputs]
-        return [stage for stage in sources if not stage.kind.endswith("Dataset")]
-
     def of(self, *kinds: str) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
         """Yield the stages of some kinds, with those that follow."""
         return ((stage, after) for stage, after in self.stages if stage.kind in kinds)
@@ -141,13 +130,12 @@ class _Pipeline:
         """Return the stages of the line that follow one of it."""
         return self.line[self.line.index(stage) + 1 :]
 
-    def is_fixed_by(self, optimization: str) -> bool:
-        """Return whether TensorFlow applies one of its optimizations by itself."""
+    @property
+    def is_tuned(self) -> bool:
+        """Whether TensorFlow makes maps parallel, and adds a `prefetch`, by itself."""
         options = self.dataset.options()
-        asked = getattr(options.experimental_optimization, optimization)
         by_default = options.experimental_optimization.apply_default_optimizations
-        applies = asked if asked is not None else by_default is not False
-        return bool(applies and options.autotune.enabled is not False)
+        return by_default is not False and options.autotune.enabled is not False
 
 
 _Found: TypeAlias = Iterator[tuple[str, Stage, str, str]]  # level, stage, problem, remedy
@@ -222,13 +210,7 @@ def _batch_before_shuffle(pipeline: _Pipeline) -> _Found:
     if batch is None or shuffle is None or _first(following, *_OPENS):
         return
     is_mixed = any(stage.kind == "shuffle" or stage.shuffles for stage in before(batch))
-    if is_mixed and any(stage.keeps for stage in following[: following.index(shuffle)]):
-        problem = (
-            "The cache before it holds batches, so every epoch has the same batches, in another "
-            "order."
-        )
-        yield "note", shuffle, problem, "Cache examples: `.cache().shuffle(...).batch(...)`."
-    elif not is_mixed and batch.kind != "group_by_window":
+    if not is_mixed and batch.kind != "group_by_window":
         problem = (
             f"It shuffles batches, as it comes after `{batch.label}`: the examples of a batch are "
             "neighbors in the source, and the same in every epoch."
@@ -239,20 +221,26 @@ def _batch_before_shuffle(pipeline: _Pipeline) -> _Found:
 
 @_rule("small-shuffle", training=True)
 def _small_shuffle(pipeline: _Pipeline) -> _Found:
+    remedy = (
+        "Use a buffer of the size of the data, or of as many examples as memory allows; or shuffle "
+        "the data once beforehand."
+    )
     for shuffle, after in pipeline.of("shuffle"):
-        buffer = shuffle.setting("buffer_size")
+        buffer, examples = shuffle.setting("buffer_size"), shuffle.inputs[0].cardinality
         is_of_batches = _first(after, *_OPENS) or _first(before(shuffle), *_BATCHES, "shuffle")
-        if buffer is None or is_of_batches:
+        if is_of_batches or buffer is None or buffer < 0 or 0 <= (examples or -1) <= buffer:
             continue
         batch = _first(after, *_BATCHES)
-        fault = check_results.small_buffer(
-            buffer,
-            examples=shuffle.inputs[0].cardinality,
-            batch_size=batch.setting("batch_size") if batch else None,
-        )
-        if fault:
-            level, problem, remedy = fault
-            yield level, shuffle, problem, remedy
+        size = (batch.setting("batch_size") if batch else None) or 0
+        if buffer < size:
+            problem = f"fewer than a batch of {size:,}: neighbors stay together."
+            yield "wrong", shuffle, f"The buffer holds {buffer:,} examples, {problem}", remedy
+        elif examples is not None and buffer < min(_SMALL_BUFFER, _SMALL_PART * examples):
+            problem = (
+                f"The buffer holds {buffer:,} of {examples:,} examples: if the source is in an "
+                "order, such as one class after the other, it nearly stays in it."
+            )
+            yield "note", shuffle, problem, remedy
 
 
 @_rule("repeat-before-batch", training=True)
@@ -291,34 +279,28 @@ def _split_after_shuffle(pipeline: _Pipeline) -> _Found:
 @_rule("repeat", training=True)
 def _repeat(pipeline: _Pipeline) -> _Found:
     repeats = [stage for stage in pipeline.line if stage.kind == "repeat"]
+    is_known = pipeline.epochs is not None
     if pipeline.steps is not None:
         return
     if pipeline.length == tf.data.INFINITE_CARDINALITY:
-        level, problem = "note", "It never ends, so `fit` needs `steps_per_epoch`."
-        if pipeline.epochs is not None:
-            level = "wrong"
-            problem = (
-                "It never ends, and `fit` has no `steps_per_epoch`: the first epoch does not end "
-                "either."
-            )
+        problem = "It never ends, and without `steps_per_epoch` the first epoch does not either."
         remedy = (
             "Pass `steps_per_epoch` to `fit`, or leave out `repeat()`: `fit(epochs=...)` begins "
             "again by itself."
         )
-        yield level, [pipeline.line[0], *repeats][-1], problem, remedy
+        yield "wrong" if is_known else "note", [pipeline.line[0], *repeats][-1], problem, remedy
     for stage in repeats:
         count = stage.setting("count")
         if count is None or count <= 1 or pipeline.epochs == 1:
             continue
         is_cut = _first(pipeline.following(stage), "take", "take_while")
-        epochs = None if is_cut else pipeline.epochs
-        times = f"{count} * N" if epochs is None else f"{count} * {epochs} = {count * epochs}"
+        epochs = pipeline.epochs or "N"
         problem = (
-            f"One iteration gives the data {count} times, and `fit(epochs={epochs or 'N'})` "
-            f"{times} times."
+            f"One iteration gives the data {count} times, and `fit(epochs={epochs})` {count} * "
+            f"{epochs} times."
         )
         remedy = "Leave out `repeat`, and let `epochs` count the passes."
-        yield "note" if epochs is None else "wrong", stage, problem, remedy
+        yield "note" if is_cut or not is_known else "wrong", stage, problem, remedy
 
 
 @_rule("runs-out", training=True)
@@ -376,26 +358,25 @@ def _short_batch(pipeline: _Pipeline) -> _Found:
         yield "note", batch, problem, remedy
 
 
-# What makes training wait. Where a cache after it makes it happen once, it is a note.
+# What makes training wait, unless a cache after it makes it happen once.
 
 
-def _waiting(stage: Stage, after: tuple[Stage, ...], problem: str, remedy: str) -> _Found:
-    is_once = any(one.keeps for one in after)
-    end = "; the cache after it makes it do so once." if is_once else "."
-    yield "note" if is_once else "slow", stage, problem + end, remedy
+def _is_kept(after: tuple[Stage, ...]) -> bool:
+    return any(one.keeps for one in after)
 
 
 @_rule("python")
 def _python(pipeline: _Pipeline) -> _Found:
-    problem = "It calls Python, one call at a time, which also holds up the training step's own "
+    problem = "It calls Python, one call at a time, which also holds up the training step's own."
     remedy = (
         "Write it in TensorFlow operations, prepare the data beforehand (TFRecord files), or cache "
         "its result."
     )
     for stage, after in pipeline.stages:
         inner = paths(Stage(stage.dataset._epochs)) if stage.kind == "train_pipeline" else ()
-        if stage.calls_python or any(one.calls_python for one, _ in inner):
-            yield from _waiting(stage, after, f"{problem}Python", remedy)
+        calls = stage.calls_python or any(one.calls_python for one, _ in inner)
+        if calls and not _is_kept(after):
+            yield "slow", stage, problem, remedy
 
 
 @_rule("overwritten-arrays")
@@ -416,30 +397,25 @@ def _overwritten_arrays(pipeline: _Pipeline) -> _Found:
 
 @_rule("serial-map")
 def _serial_map(pipeline: _Pipeline) -> _Found:
-    problem = "It makes one element after the other, on one core"
+    problem = "It makes one element after the other, on one core."
     remedy = "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`."
     for stage, after in pipeline.of("map"):
         is_stateful = any(one.is_stateful for one in stage.functions[:1])
-        is_fixed = pipeline.is_fixed_by("map_parallelization") and not is_stateful
-        if stage.is_parallel or not stage.has_work:
-            continue
-        if is_fixed and not any(one.keeps for one in after):
-            by_itself = "; TensorFlow makes it parallel by itself, while its autotune is on."
-            yield "note", stage, problem + by_itself, remedy
-        else:
-            yield from _waiting(stage, after, problem, remedy)
+        is_fixed = pipeline.is_tuned and not is_stateful
+        if stage.has_work and not (stage.is_parallel or is_fixed or _is_kept(after)):
+            yield "slow", stage, problem, remedy
 
 
 @_rule("serial-interleave")
 def _serial_interleave(pipeline: _Pipeline) -> _Found:
-    problem = "It reads one file at a time, in the thread that waits for the data"
+    problem = "It reads one file at a time, in the thread that waits for the data."
     remedy = (
         "Write `.interleave(..., num_parallel_calls=tf.data.AUTOTUNE)`, or use "
         "`kdpkit.pipelines.interleave_files`."
     )
     for stage, after in pipeline.of("interleave"):
-        if stage.runs(READING) and not stage.is_parallel:
-            yield from _waiting(stage, after, problem, remedy)
+        if stage.runs(READING) and not (stage.is_parallel or _is_kept(after)):
+            yield "slow", stage, problem, remedy
 
 
 @_rule("no-prefetch")
@@ -452,19 +428,9 @@ def _no_prefetch(pipeline: _Pipeline) -> _Found:
     late = [*itertools.takewhile(is_late, reversed(pipeline.line))]  # the last one first
     working = [stage for stage in late if not _is_light(stage)]
     has_work = len(late) < len(pipeline.line) or any(stage.has_work for stage in late)
-    if not working or not has_work:
-        return
-    is_fixed = pipeline.is_fixed_by("inject_prefetch")
-    early = _first(reversed(pipeline.line), "prefetch")
-    position = f"`{early.label}` comes before" if early else "There is no `prefetch` after"
-    fixed = "; TensorFlow adds one by itself, while its autotune is on" if is_fixed else ""
-    yield (
-        "note" if is_fixed else "slow",
-        working[0],
-        f"{position} this stage, so its work begins when the training step before has ended"
-        f"{fixed}.",
-        "End the pipeline with `.prefetch(tf.data.AUTOTUNE)`.",
-    )
+    if working and has_work and not pipeline.is_tuned:
+        problem = "Its work begins when the training step before has ended."
+        yield "slow", working[0], problem, "End the pipeline with `.prefetch(tf.data.AUTOTUNE)`."
 
 
 def _is_light(stage: Stage) -> bool:
@@ -496,9 +462,9 @@ def _file_shards(pipeline: _Pipeline) -> _Found:
                 "a worker without a file has no data."
             )
             yield "error", stage, problem, remedy
-    for stage in pipeline.sources if by_file and not files else ():
+    if by_file and not files:
         problem = "It reads no files, and the workers' policy is to divide files."
-        yield "error", stage, problem, remedy
+        yield "error", pipeline.line[0], problem, remedy
 
 
 @_rule("python-shards")

@@ -22,7 +22,8 @@ import sys
 import tempfile
 
 from kdpkit import experiment
-from kdpkit.diagnostics._env import machine as machines
+from kdpkit._internal import machine as machines
+from kdpkit.diagnostics._env.environment import processor
 from tests.benchmarks.paired import row_of, table
 
 NAMES = (
@@ -126,8 +127,7 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
 
 def machine():
     """Return what the figures were measured on."""
-    found = machines.look()
-    return f"{found.cores} cores of {found.cpu}"
+    return f"{machines.cores()} cores of {processor()}"
 
 
 def markdown(report, rows):

@@ -21,8 +21,8 @@ import uuid
 import pytest
 
 from kdpkit import launch
-from kdpkit._internal import child_processes
 from kdpkit.cluster import _network
+from kdpkit.launch import _child_processes as child_processes
 
 ROOT = pathlib.Path(__file__).parents[2]
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux'")

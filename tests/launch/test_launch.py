@@ -13,7 +13,7 @@ import time
 import pytest
 
 from kdpkit import cli, cluster, launch
-from kdpkit._internal import child_processes
+from kdpkit.launch import _child_processes as child_processes
 from tests.processes import SOON, left_of
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("mark")]

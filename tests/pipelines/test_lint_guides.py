@@ -16,15 +16,14 @@ Dataset = tf.data.Dataset
 AUTOTUNE = tf.data.AUTOTUNE
 IMAGES = np.zeros((320, 8, 8, 3), "uint8")
 LABELS = np.arange(320, dtype="int32") % 10
-TEXTS = ["one sentence that is read", "and another"] * 160
 GUIDES = {}
 
 
-def guide(*notes, training=True):
+def guide(*notes):
     """Keep a pipeline under its name, with the notes it may have."""
 
     def keep(make):
-        GUIDES[make.__name__] = make, set(notes), training
+        GUIDES[make.__name__] = make, set(notes)
         return make
 
     return keep
@@ -40,8 +39,6 @@ def files(tmp_path_factory):
             image = tf.io.encode_jpeg(IMAGES[0]).numpy()
             (directory / "images" / label / f"{index}.jpg").write_bytes(image)
     for index in range(4):
-        (directory / f"{index}.txt").write_text("a line\nanother\n" * 50)
-        (directory / f"{index}.csv").write_text("age,fare,survived\n" + "20,3.5,1\n" * 50)
         with tf.io.TFRecordWriter(str(directory / f"{index}.tfrecord")) as records:
             for _ in range(50):
                 records.write(tf.train.Example().SerializeToString())
@@ -68,20 +65,9 @@ def parse(record):
 
 
 @guide()
-def small_arrays_in_memory(files):
-    return Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(1024).batch(64)
-
-
-@guide()
 def ready_made_data_normalized_and_cached(files):
     dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).map(to_float, AUTOTUNE)
     return dataset.cache().shuffle(320).batch(64).prefetch(AUTOTUNE)
-
-
-@guide(training=False)
-def ready_made_data_for_the_test(files):
-    dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).map(to_float, AUTOTUNE)
-    return dataset.batch(64).cache().prefetch(AUTOTUNE)
 
 
 @guide()
@@ -96,26 +82,6 @@ def augmentation_by_keras_layers_on_batches(files):
     dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(320).batch(64)
     augmented = dataset.map(lambda x, y: (layers(x, training=True), y), AUTOTUNE)
     return augmented.prefetch(AUTOTUNE)
-
-
-@guide()
-def augmentation_with_a_counter_for_seeds(files):
-    def flip(example, seed):
-        image = tf.image.stateless_random_flip_left_right(example[0], seed)
-        return image, example[1]
-
-    counter = Dataset.counter()
-    dataset = Dataset.from_tensor_slices((IMAGES, LABELS))
-    zipped = Dataset.zip((dataset, Dataset.zip((counter, counter))))
-    return zipped.shuffle(320).map(flip, AUTOTUNE).batch(64).prefetch(AUTOTUNE)
-
-
-@guide("batch-before-shuffle")
-def image_directory(files):
-    dataset = keras.utils.image_dataset_from_directory(
-        files / "images", image_size=(8, 8), batch_size=8, verbose=False
-    )
-    return dataset.cache().shuffle(1000).prefetch(AUTOTUNE)
 
 
 @guide()
@@ -136,55 +102,6 @@ def records_interleaved(files):
     return parsed.shuffle(128).batch(32, drop_remainder=True).prefetch(AUTOTUNE)
 
 
-@guide("unknown-length")
-def records_of_several_files(files):
-    names = [str(files / f"{index}.tfrecord") for index in range(4)]
-    options = tf.data.Options()
-    options.deterministic = False
-    records = tf.data.TFRecordDataset(names, num_parallel_reads=AUTOTUNE).with_options(options)
-    parsed = records.map(parse, num_parallel_calls=AUTOTUNE)
-    return parsed.shuffle(2048).prefetch(AUTOTUNE).batch(64).prefetch(AUTOTUNE)
-
-
-@guide("repeat")
-def table_with_epochs_counted_by_steps(files):
-    table = {"age": np.zeros(627), "fare": np.zeros(627)}
-    dataset = Dataset.from_tensor_slices((table, np.zeros(627)))
-    return dataset.shuffle(627).batch(32).repeat().prefetch(AUTOTUNE)
-
-
-@guide("unknown-length")
-def csv_lines(files):
-    names = [str(files / f"{index}.csv") for index in range(4)]
-    types = [tf.float32, tf.float32, tf.int32]
-    passengers = tf.data.experimental.CsvDataset(names, types, header=True)
-    labelled = passengers.map(lambda age, fare, label: (tf.stack([age, fare]), label), AUTOTUNE)
-    return labelled.cache().shuffle(500).batch(20).prefetch(1)
-
-
-@guide("unknown-length")
-def text_lines_filtered_and_vectorized(files):
-    vectorize = keras.layers.TextVectorization(output_sequence_length=8)
-    vectorize.adapt(TEXTS)
-    lines = tf.data.TextLineDataset([str(files / f"{index}.txt") for index in range(4)])
-    long = lines.filter(lambda line: tf.strings.length(line) > 6)
-    return long.cache().shuffle(256).batch(32).map(vectorize, AUTOTUNE).prefetch(AUTOTUNE)
-
-
-@guide("unknown-length")
-def translation_of_pairs(files):
-    vectorize = keras.layers.TextVectorization(output_sequence_length=9)
-    vectorize.adapt(TEXTS)
-
-    def format_pair(english, spanish):
-        target = vectorize(spanish)
-        return {"encoder": vectorize(english), "decoder": target[:, :-1]}, target[:, 1:]
-
-    dataset = Dataset.from_tensor_slices((TEXTS, TEXTS)).batch(64)
-    dataset = dataset.map(format_pair, num_parallel_calls=AUTOTUNE)
-    return dataset.unbatch().cache().shuffle(2048).batch(64).prefetch(16)
-
-
 @guide()
 def characters_cut_into_sequences(files):
     characters = Dataset.from_tensor_slices(np.arange(10_100) % 60)
@@ -201,7 +118,7 @@ def windows_of_a_series(files):
     return series.shuffle(400).map(lambda one: (one[:-1], one[-1])).batch(32).prefetch(1)
 
 
-@guide("no-prefetch")
+@guide()
 def series_by_keras(files):
     return keras.utils.timeseries_dataset_from_array(
         np.zeros((448, 2), "float32"), np.zeros(448, "float32"), 10, batch_size=32, shuffle=True
@@ -217,36 +134,9 @@ def two_sources_mixed_by_weights(files):
     return mixed.batch(32).prefetch(2)
 
 
-@guide()
-def distributed_with_a_global_batch(files):
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).shuffle(320)
-    return dataset.batch(64, drop_remainder=True).with_options(options)
-
-
-@guide("unknown-length")
-def lengths_in_buckets(files):
-    lengths = Dataset.from_tensor_slices([3, 7] * 160).shuffle(320)
-    dense = lengths.map(lambda length: tf.ones([length]), num_parallel_calls=AUTOTUNE)
-    buckets = dense.bucket_by_sequence_length(lambda line: tf.shape(line)[0], [5], [32, 32])
-    return buckets.prefetch(AUTOTUNE)
-
-
-@guide()
-def pairs_of_two_datasets(files):
-    images, labels = Dataset.from_tensor_slices(IMAGES), Dataset.from_tensor_slices(LABELS)
-    dataset = Dataset.zip((images, labels)).cache().shuffle(320)
-    return dataset.batch(32).map(augment_batch, num_parallel_calls=AUTOTUNE).prefetch(AUTOTUNE)
-
-
-def augment_batch(images, labels):
-    return tf.image.random_brightness(images, 0.1), labels
-
-
 @pytest.mark.parametrize("name", GUIDES)
 def test_a_correct_pipeline_gives_no_alarm(name, files):
-    make, notes, training = GUIDES[name]
-    found = lint(make(files), training=training)
+    make, notes = GUIDES[name]
+    found = lint(make(files))
     assert [str(finding) for finding in found if finding.level != "note"] == []
     assert {finding.rule for finding in found} == notes

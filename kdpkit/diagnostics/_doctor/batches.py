@@ -8,10 +8,8 @@ random numbers of Python and NumPy continue where they were. The exception is a
 import contextlib
 import copy
 import dataclasses
-import math
 import random
 import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -20,56 +18,48 @@ import numpy as np
 
 from kdpkit import errors
 from kdpkit._internal import checks
-from kdpkit.batches import ArrayBatches, num_examples
+from kdpkit.batches import num_examples
 from kdpkit.diagnostics import _text
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
+_BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
+_NAMES = ("x", "y", "sample_weight")
 _LOADERS = ("MapDataset", "IterDataset", "DataLoader")  # of Grain and PyTorch, which `fit` takes
-_SHOWN = 4  # names in a sentence
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One array of a batch.
+    """One array of all batches.
 
     Attributes:
         name: As in `x['token_ids']`.
-        shape: With None where batches differ, or nothing shows that they do not; None if even the
-            number of axes is open.
-        dtype: The name of its type; `"object"` for Python objects, such as lists.
+        shape: With None where batches may differ; None if even the number of axes is open.
+        dtype: The name of its type, or `"string"`, or `"object"` for other objects of Python.
         is_dense: Whether it is a plain array, neither ragged nor sparse.
     """
 
     name: str
     shape: tuple[int | None, ...] | None
     dtype: str
-    is_dense: bool = True
+    is_dense: bool
 
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """The batches of a dataset.
-
-    Attributes:
-        parts: The arrays of a batch.
-        first: The first batch, for whose shapes a step is compiled.
-        examples: Examples of the first batch.
-        looked_at: Which batches that was taken from; None where it holds for all.
-    """
+    """What the batches of a dataset are, and the first of them with its number of examples."""
 
     parts: tuple[Part, ...]
     first: Any
     examples: int
-    looked_at: str | None = None
 
 
 def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "dataset") -> Batches:
-    """Return what the batches of a dataset are.
+    """Look at the first batch of a dataset, and at what shows whether others differ.
 
     Args:
         dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset, a PyTorch
             `DataLoader`, or arrays.
-        batch_size: Of the batches that `fit` splits arrays into; None as in Keras.
+        batch_size: Of the batches that `fit` cuts arrays into; None as in Keras.
         name: Of the argument.
 
     Raises:
@@ -78,21 +68,61 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
     try:
         with random_numbers_kept():
-            first, last, looked_at = _ends(dataset, size)
-            if is_tf_dataset(dataset):
-                specs = _named(dataset.element_spec)
-                parts = tuple(_part_of_spec(part, spec) for part, spec in specs)
-            else:
-                parts = _parts(dict(_named(first)), dict(_named(last)))
-            return Batches(parts, first, _examples(first, parts), looked_at)
-    except errors.InputError as error:
-        text = str(error).replace("`dataset`", f"`{name}`").replace("dataset=", f"{name}=")
-        raise errors.InputError(text) from error
+            ends = _ends(dataset, size)
+    except Exception as error:  # reading and preparing examples may raise anything
+        raise errors.InputError(
+            f"`{name}` raises before its first batch: {_text.reason_of(error)}. Fix that first: "
+            "training would fail in the same way."
+        ) from error
+    received = {name: type(dataset).__name__}
+    if ends is None:
+        checks.fail(
+            f"`{name}` must be a `tf.data.Dataset`, a `keras.utils.PyDataset` such as "
+            "`kdpkit.batches.ArrayBatches`, a Grain dataset, or arrays; a generator yields each "
+            "batch once, and a check would use one up.",
+            **received,
+        )
+    first, other = (tuple(end) if isinstance(end, list) else end for end in ends)
+    if first is None:
+        checks.fail(f"`{name}` is empty: it has no batch.", **received)
+    leaves, others = _leaves(first), [leaf for _, leaf in _leaves(other)]
+    sizes = {(_shape(leaf) or ())[:1] for _, leaf in leaves}
+    is_known = not isinstance(first, tuple) or len(first) <= len(_NAMES)
+    if not is_known or len(sizes) != 1 or () in sizes or len(leaves) != len(others):
+        checks.fail(
+            f"`{name}` must have batches of arrays `x`, `(x, y)` or `(x, y, sample_weight)`, and "
+            "has single examples, lists, or other parts.",
+            **received,
+            remedy="Add `.batch(global_batch_size, drop_remainder=True)`, or make arrays with "
+            "`np.asarray`.",
+        )
+    parts = (_part(*leaf, other) for leaf, other in zip(leaves, others, strict=True))
+    ((examples,),) = sizes
+    return Batches(tuple(parts), first, int(examples or 0))
 
 
-def is_generator(value: Any) -> bool:
-    """Return whether it is a Python generator, which yields each batch once."""
-    return isinstance(value, types.GeneratorType)
+class _SameBatch(keras.utils.PyDataset):
+    def __init__(self, batch: Any) -> None:
+        super().__init__()
+        self._batch = batch
+
+    def __len__(self) -> int:
+        return _BATCHES_OF_SAME
+
+    def __getitem__(self, index: int) -> Any:
+        return self._batch
+
+
+def repeated(batch: Any) -> Any:
+    """Return a dataset of one batch in memory, again and again, with no other work to do."""
+    batch = keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(batch))
+    if keras.backend.backend() == "jax":
+        return _SameBatch(as_arrays(batch))
+    import tensorflow as tf
+
+    from kdpkit._internal.datasets import untuned
+
+    return untuned(tf.data.Dataset.from_tensors(batch).repeat())
 
 
 def are_arrays(data: Any) -> bool:
@@ -110,12 +140,6 @@ def as_arrays(nest: Any, begin: int = 0, end: int | None = None) -> Any:
     return keras.tree.map_structure(
         lambda part: part if part is None else np.asarray(part)[begin:end], nest
     )
-
-
-def split(arrays: Any, fraction: float) -> tuple[Any, Any]:
-    """Cut arrays as Keras does for `validation_split`: the last examples are held out."""
-    first = math.floor(num_examples(arrays) * (1 - fraction))
-    return as_arrays(arrays, 0, first), as_arrays(arrays, first)
 
 
 def is_tf_dataset(value: Any) -> bool:
@@ -140,126 +164,52 @@ def random_numbers_kept() -> Iterator[None]:
         np.random.set_state(states[1])
 
 
-def _ends(dataset: Any, size: int) -> tuple[Any, Any, str | None]:
-    """Return the first batch, the last one where it can be had, and which these are."""
+def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
+    """Return the first batch, None without one, and the last or the specification of all."""
     if isinstance(dataset, keras.utils.PyDataset):
-        return _ends_of_py_dataset(copy.copy(untracked(dataset)))  # which may count what is taken
+        own = copy.copy(untracked(dataset))  # which may count what is taken
+        count = own.num_batches
+        first = None if count == 0 else own[0]
+        return first, own[count - 1] if count and count > 1 else first
     # A Grain dataset or a PyTorch `DataLoader`, without loading these.
     is_loader = any(
         parent.__name__ in _LOADERS and parent.__module__.split(".")[0] in ("grain", "torch")
         for parent in type(dataset).__mro__
     )
     if is_loader or is_tf_dataset(dataset):
-        first = _first(iter(dataset), dataset)
-        return first, first, "the first batch" if is_loader else None
-    if not any(hasattr(p, "shape") and hasattr(p, "dtype") for p in keras.tree.flatten(dataset)):
-        checks.fail(
-            "`dataset` must be a `tf.data.Dataset`, a `keras.utils.PyDataset` such as "
-            "`kdpkit.batches.ArrayBatches`, a Grain dataset, or arrays.",
-            dataset=type(dataset).__name__,
-        )
+        first = next(iter(dataset), None)
+        return first, getattr(dataset, "element_spec", first)
+    if not are_arrays(dataset):
+        return None
     last = (num_examples(dataset) - 1) // size * size
-    return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size), None
+    return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
 
 
-def _ends_of_py_dataset(dataset: keras.utils.PyDataset) -> tuple[Any, Any, str | None]:
-    try:
-        count = dataset.num_batches
-    except NotImplementedError:  # raised by the property that a subclass without a length inherits
-        checks.fail(
-            "`dataset` does not report how many batches it has, and `fit` asks.",
-            dataset=type(dataset).__name__,
-            remedy="Define `__len__`, or the property `num_batches`, which is None if it is "
-            "endless.",
-        )
-    first = _first(map(dataset.__getitem__, range(1 if count is None else count)), dataset)
-    if count is None:
-        return first, first, "the first batch"
-    last = first if count == 1 else _first(map(dataset.__getitem__, [count - 1]), dataset)
-    is_uniform = isinstance(dataset, ArrayBatches) and dataset.augment is None
-    is_seen = is_uniform or count <= 2
-    return first, last, None if is_seen else f"the first and the last of {count} batches"
+def _leaves(batch: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the arrays of a batch, or their specifications, with their paths."""
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    return [
+        (path, leaf)
+        for path, leaf in keras.tree.flatten_with_path(batch)
+        if leaf is not None and type(leaf).__name__ != "NoneTensorSpec"  # of `tf.data`
+    ]
 
 
-def _first(batches: Iterator[Any], dataset: Any) -> Any:
-    try:
-        first = next(batches, None)
-    except Exception as error:  # reading and preparing examples may raise anything
-        raise errors.InputError(
-            f"`dataset` raises before its first batch: {_text.reason_of(error)}. Fix that first: "
-            "training would fail in the same way."
-        ) from error
-    if first is None:
-        checks.fail("`dataset` is empty: it has no batch.", dataset=type(dataset).__name__)
-    return tuple(first) if isinstance(first, list) else first
+def _shape(array: Any) -> tuple[int | None, ...] | None:
+    shape = array.shape if hasattr(array, "shape") else np.shape(array)
+    return None if getattr(shape, "rank", 0) is None else tuple(shape)  # of TensorFlow
 
 
-def _part_of_spec(name: str, spec: Any) -> Part:
-    shape = getattr(spec, "shape", None)
-    shape = None if shape is None or shape.rank is None else tuple(shape)
-    dtype = getattr(getattr(spec, "dtype", None), "name", type(spec).__name__)
-    return Part(name, shape, dtype, is_dense=type(spec).__name__ == "TensorSpec")
-
-
-def _parts(arrays: dict[str, Any], others: dict[str, Any]) -> tuple[Part, ...]:
-    """Describe all batches by the first and the last one."""
-    if [*arrays] != [*others]:
-        checks.fail(
-            "`dataset` has batches of different parts.",
-            first=[*arrays][:_SHOWN],
-            last=[*others][:_SHOWN],
-            remedy="All must have those of the first.",
-        )
-    numbers = [name for name, part in arrays.items() if not hasattr(part, "shape")]
-    if numbers:
-        checks.fail(
-            "`dataset` has lists of Python's numbers or other objects, and must have arrays.",
-            parts=[*numbers[:_SHOWN], *["..."] * (len(numbers) > _SHOWN)],
-            remedy="Make them with `np.asarray`.",
-        )
-    return tuple(_part_of(name, arrays[name], others[name]) for name in arrays)
-
-
-def _part_of(name: str, array: Any, other: Any) -> Part:
-    shape = None
-    if len(array.shape) == len(other.shape):
-        sizes = zip(array.shape, other.shape, strict=True)
-        shape = tuple(one if one == two else None for one, two in sizes)
-    if not hasattr(array, "__array__"):  # sparse, of TensorFlow or SciPy
-        return Part(name, shape, getattr(array.dtype, "name", ""), is_dense=False)
+def _part(path: tuple[Any, ...], array: Any, other: Any) -> Part:
+    """Describe a part of all batches by that of the first, and by another or its specification."""
+    name = _NAMES[path[0]] + "".join(f"[{key!r}]" for key in path[1:])
+    shape, others = _shape(array) or (), _shape(other)
+    common = None
+    if others is not None and len(shape) == len(others):
+        common = tuple(one if one == two else None for one, two in zip(shape, others, strict=True))
+    if hasattr(array, "shape") and not hasattr(array, "__array__"):  # ragged or sparse
+        return Part(name, common, getattr(array.dtype, "name", ""), is_dense=False)
     array = np.asarray(array)
     if array.dtype.kind == "O" and not any(isinstance(v, str | bytes) for v in array.flat):
-        return Part(name, shape, "object", is_dense=False)
-    return Part(name, shape, "string" if array.dtype.kind in "OSU" else array.dtype.name)
-
-
-def _examples(first: Any, parts: tuple[Part, ...]) -> int:
-    shapes = [tuple(part.shape) for _, part in _named(first) if hasattr(part, "dtype")]
-    sizes = {shape[0] if shape else 0 for shape in shapes}
-    if 0 in sizes or len(sizes) > 1:
-        checks.fail(
-            "`dataset` has single examples, and must have batches.",
-            shapes=[part.shape for part in parts],
-            remedy="Add `.batch(global_batch_size, drop_remainder=True)`.",
-        )
-    return int(next(iter(sizes), 0))
-
-
-def _named(batch: Any) -> Iterator[tuple[str, Any]]:
-    names = ("x", "y", "sample_weight")
-    if isinstance(batch, list | tuple) and not 1 <= len(batch) <= len(names):
-        checks.fail(
-            "`dataset` must have batches `x`, `(x, y)` or `(x, y, sample_weight)`.",
-            parts=len(batch),
-        )
-    for name, nest in zip(names, keras.utils.unpack_x_y_sample_weight(batch), strict=True):
-        yield from _leaves(name, nest)
-
-
-def _leaves(name: str, nest: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(nest, dict | list | tuple):
-        inner = nest.items() if isinstance(nest, dict) else enumerate(nest)
-        for key, part in inner:
-            yield from _leaves(f"{name}[{key!r}]", part)
-    elif nest is not None and type(nest).__name__ != "NoneTensorSpec":  # of `tf.data`
-        yield name, nest
+        return Part(name, common, "object", is_dense=False)
+    return Part(name, common, "string" if array.dtype.kind in "OSU" else array.dtype.name, True)

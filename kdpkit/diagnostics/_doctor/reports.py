@@ -1,7 +1,7 @@
 """`check_input` and `check_tpu`: what rules find in a program."""
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 
@@ -10,18 +10,16 @@ from kdpkit.diagnostics._doctor import batches, tpu_rules, training_step
 
 
 @dataclasses.dataclass(frozen=True)
-class InputReport:
-    """What `check_input` found.
+class Report:
+    """What `check_input` or `check_tpu` found.
 
     Attributes:
         findings: Each has a rule, level, where, problem and remedy; the worst first.
-        checked: What was checked: `"train"`, `"validation"`.
+        checked: What was checked: some of `"train"`, `"validation"`, `"step"`.
     """
 
     findings: tuple[check_results.Finding, ...]
     checked: tuple[str, ...]
-
-    _reservation: ClassVar[str] = ""  # of a report that found nothing
 
     @property
     def clean(self) -> bool:
@@ -32,8 +30,7 @@ class InputReport:
         """Return lines of at most 80 columns."""
         count = sum(finding.level != "note" for finding in self.findings)
         result = f"{count} finding{'s' * (count > 1)}" if count else "Nothing found"
-        reservation = "" if count else self._reservation
-        head = f"{result} (looked at: {', '.join(self.checked)}){reservation}."
+        head = f"{result} (looked at: {', '.join(self.checked)})."
         return "\n\n".join([head, *map(str, self.findings)])
 
     def to_dict(self) -> dict[str, Any]:
@@ -45,28 +42,6 @@ class InputReport:
         }
 
 
-@dataclasses.dataclass(frozen=True)
-class TpuReport(InputReport):
-    """What `check_tpu` found.
-
-    Attributes:
-        findings: Each has a rule, level, where, problem and remedy; the worst first.
-        checked: What was checked: some of `"data"`, `"step"`, `"callbacks"`.
-        replicas: Cores that share a batch.
-        backend: Keras' backend.
-    """
-
-    replicas: int
-    backend: str
-
-    _reservation = "; not proven on a TPU"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
-        of_tpu = {"proven_on_tpu": False, "backend": self.backend, "replicas": self.replicas}
-        return of_tpu | super().to_dict()
-
-
 def check_input(
     dataset: Any,
     *,
@@ -75,12 +50,11 @@ def check_input(
     workers: int = 1,
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
-) -> InputReport:
+) -> Report:
     """Find mistakes in the `tf.data` pipelines of a training, without running them.
 
-    Each is read by `kdpkit.pipelines.lint`, which has the rules: the training data with all of
-    them, the validation data without those about order and length. Data of other kinds are not
-    checked.
+    Each is read by `kdpkit.pipelines.lint`, which has the rules; those about order and length are
+    for the training data alone. Data of other kinds are not checked.
 
     Args:
         dataset: What `fit` trains on.
@@ -117,46 +91,39 @@ def check_input(
         # `replica_exact` copies arrays from Python.
         if not (finding.rule == "overwritten-arrays" and training_step.is_exact(model))
     ]
-    return InputReport(check_results.in_order(found), tuple(read))
+    return Report(check_results.in_order(found), tuple(read))
 
 
 def check_tpu(
-    dataset: Any = None,
+    dataset: Any,
     *,
     model: Any = None,
     replicas: int = 8,
-    callbacks: Any = (),
     validation_data: Any = None,
     batch_size: int | None = None,
     validation_batch_size: int | None = None,
-) -> TpuReport:
+) -> Report:
     """Find on this machine what would stop a TPU, or waste its time.
 
-    One batch is taken from the data (of a `PyDataset` the last one too), and the training step is
-    traced and compiled, but never run: no weight changes, and training goes on as if nothing had
-    been checked, except that a `Dataset.shuffle` that shuffles each iteration again has counted
-    one, and that a `fit` that shuffles arrays draws one order less. Findings are sizes that vary or
-    that the cores do not divide, types with which a TPU does not compute, Python in the pipeline or
-    in the step, operations that JAX cannot lower for TPUs, and callbacks that make Keras wait.
-
-    Keras trains on TPUs through JAX, so step and callbacks are checked on that backend alone. What
-    only a TPU can show remains open: its memory and its speed. What was not checked is a note.
+    The first batch of the data is looked at (of a `PyDataset` the last one too), and on JAX the
+    training step is traced and lowered for a TPU. Nothing is run: no weight changes, and training
+    goes on as if nothing had been checked, except that a `Dataset.shuffle` that shuffles each
+    iteration again has counted one. Findings are sizes that vary or that the cores do not divide,
+    types with which a TPU does not compute, Python in the step, and operations that JAX cannot
+    lower for TPUs. Memory and speed remain open.
 
     Args:
         dataset: What `fit` is to train on: a `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain
             dataset or a PyTorch `DataLoader` of global batches, or arrays `x`, `(x, y)` or `(x, y,
-            sample_weight)`. A Python generator is not checked, as it yields each batch once.
-        model: A compiled Keras model, or a `kdpkit.training.TrainingLoop`; on JAX it
-            is built if it is not.
+            sample_weight)`.
+        model: A compiled Keras model, or a `kdpkit.training.TrainingLoop`; it may be built here.
         replicas: Cores that share a global batch; 8 on the usual TPU host.
-        callbacks: Those of `fit`.
         validation_data: As `dataset`.
         batch_size: Examples in the batches that `fit` splits arrays into; None takes 32, as Keras.
         validation_batch_size: Those of `validation_data`; None takes `batch_size`.
 
     Raises:
-        ValueError: There is nothing to check, invalid or empty data, a model that is not compiled,
-            another backend.
+        ValueError: Invalid or empty data, a model that is not compiled, another backend.
 
     >>> from kdpkit import batches, testing
     >>> x, y = testing.toy_classification(64, features=8)
@@ -164,31 +131,24 @@ def check_tpu(
     >>> sorted(finding.rule for finding in report.findings if finding.level != "note")
     ['64-bit', 'uneven-batch']
     """
-    backend = str(keras.backend.backend())
+    backend = keras.backend.backend()
     if backend not in ("tensorflow", "jax"):
         checks.fail(
             "TPUs are checked for TensorFlow and for JAX.",
             backend=backend,
             remedy="Run with KERAS_BACKEND=jax or KERAS_BACKEND=tensorflow.",
         )
-    program = tpu_rules.TpuProgram(
-        dataset=dataset,
-        model=model,
-        replicas=checks.integer("replicas", replicas),
-        callbacks=callbacks,
-        validation_data=validation_data,
-        batch_size=batch_size,
-        validation_batch_size=validation_batch_size,
-    )
-    given = (dataset, model, validation_data)
-    if all(one is None for one in given) and not program.has_callbacks:
-        checks.fail("There is nothing to check: pass a dataset, a model or callbacks.")
+    replicas = checks.integer("replicas", replicas)
     if model is not None:
         training_step.check_model(model)
-    if not program.checked:
-        checks.fail(
-            "Nothing can be checked: a generator yields each batch once, and a step needs data.",
-            remedy="Use a dataset of another kind, such as a `tf.data.Dataset`.",
-        )
-    found = check_results.in_order(one for rule in tpu_rules.RULES for one in rule(program))
-    return TpuReport(found, program.checked, replicas=program.replicas, backend=backend)
+    data = {"train": batches.batches_of(dataset, batch_size)}
+    if validation_data is not None:
+        size = batch_size if validation_batch_size is None else validation_batch_size
+        data["validation"] = batches.batches_of(validation_data, size, name="validation_data")
+    program = tpu_rules.TpuProgram(data, model, replicas)
+    found = [*check_results.found(tpu_rules.RULES, program)]
+    if program.has_step:
+        from kdpkit.diagnostics._doctor import tpu_step_jax
+
+        found += tpu_step_jax.findings(model, data["train"].first)
+    return Report(check_results.in_order(found), (*data, *["step"] * program.has_step))

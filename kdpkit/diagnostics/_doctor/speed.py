@@ -20,7 +20,6 @@ _WARM_UP = 2  # executions, after which everything is compiled and buffers have 
 _LEAST = 3  # executions that are timed, however long they take
 _ROUNDS = 4  # of both runs; the fastest of each counts, as others were disturbed
 _ENDLESS = 10**9  # epochs, or steps: a clock ends them
-_BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
 _LARGE = 0.2  # of a step: waiting is then what to shorten
 
 
@@ -64,22 +63,21 @@ def check_speed(
 
     Real training is timed beside the same step on one batch held in memory; what it takes longer is
     waiting for input. Of a `tf.data` pipeline `kdpkit.pipelines.measure` finds the slowest stage.
-
-    Nothing is trained: weights, optimizer, metrics, random states of layers and `model.history` are
-    afterwards what they were, and the epoch of a `train_pipeline` or an `ArrayBatches` does not
-    move; but a model or an optimizer that was not built is built, `Dataset.shuffle` draws some
-    orders, and caches are filled.
+    Afterwards weights, optimizer, metrics and random states of layers are what they were, and the
+    epoch of a `train_pipeline` or an `ArrayBatches` has not moved; but a model that was not built
+    is built, `model.history` is that of the measurement, `Dataset.shuffle` has drawn some orders,
+    and caches are filled.
 
     Args:
-        dataset: What `fit` trains on: as for `check_tpu`, except generators.
+        dataset: What `fit` trains on: as for `check_tpu`.
         model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
             replicas, in one process.
         batch_size: Examples in the batches that `fit` splits arrays into; None takes 32, as Keras.
         seconds: About how long to measure, without compiling, and longer where steps take longer.
 
     Raises:
-        ValueError: No model or one that is not compiled, data that have no batch or are a
-            generator, several processes, parameter servers, or training that fails.
+        ValueError: No model or one that is not compiled, data that have no batch, several
+            processes, parameter servers, or training that fails.
 
     >>> from kdpkit import testing
     >>> model = testing.tiny_classifier()
@@ -91,18 +89,21 @@ def check_speed(
     seconds = checks.number("seconds", seconds, above=0)
     training_step.check_model(model)
     strategy = getattr(training_step.model_of(model), "distribute_strategy", None)
-    if type(strategy).__name__.startswith("ParameterServer") or processes.count() > 1:
+    is_stock = not (training_step.is_loop(model) or training_step.is_exact(model))
+    # Stock Keras on several replicas would write into the user's arrays.
+    is_split = is_stock and getattr(strategy, "num_replicas_in_sync", 1) > 1
+    if is_split or type(strategy).__name__.startswith("ParameterServer") or processes.count() > 1:
         checks.fail(
-            "The speed of one process is measured, on one device or several.",
+            "Speed is measured in one process, on several replicas with `kdpkit.training`.",
             strategy=type(strategy).__name__,
             processes=processes.count(),
-            remedy="Measure one of them alone, with its part of the batch.",
+            remedy="Use `replica_exact(model)`; of several processes measure one without the rest.",
         )
     first = batches.batches_of(dataset, batch_size).first
     try:
         with contextlib.ExitStack() as undisturbed:
             undisturbed.enter_context(batches.random_numbers_kept())
-            _build(model, first)
+            training_step.build(model, first)
             undisturbed.enter_context(_unchanged(training_step.model_of(model)))
             stage = None
             if batches.is_tf_dataset(dataset):
@@ -110,7 +111,7 @@ def check_speed(
 
                 undisturbed.enter_context(_measure.undisturbed(dataset))
                 stage = _measure.measure(dataset, seconds=seconds / 4).slowest
-            each, held = seconds / (2 * _ROUNDS), _held(first)
+            each, held = seconds / (2 * _ROUNDS), batches.repeated(first)
             rounds = [
                 [_seconds_per_step(model, data, batch_size, each) for data in (dataset, held)]
                 for _ in range(_ROUNDS)
@@ -135,12 +136,11 @@ def _unchanged(model: keras.Model) -> Iterator[None]:
         "metrics": model.metrics_variables,
     }
     values = checkpoints.values_of(variables)
-    stop_training = model.stop_training
     try:
         yield
     finally:
         checkpoints.assign(variables, values)
-        model.stop_training = stop_training
+        model.stop_training = False
 
 
 class _Clock(keras.callbacks.Callback):
@@ -179,78 +179,27 @@ class _Clock(keras.callbacks.Callback):
         return (ended - started) / (last - first)
 
 
-def _build(trainer: Any, first: Any) -> None:
-    """Make all variables of a model or a loop, so that they can be restored."""
-    if training_step.is_loop(trainer):
-        steps: Any = trainer._steps
-        steps.build(steps.open(_held(first), "dataset", steps=1), training=True)
-        return
-    training_step.build(trainer, first)
-    if trainer.optimizer is not None and not trainer.optimizer.built:  # as `fit` may do later
-        strategy = getattr(trainer, "distribute_strategy", None)
-        with strategy.scope() if strategy else contextlib.nullcontext():
-            trainer.optimizer.build(trainer.trainable_variables)
-
-
 def _seconds_per_step(trainer: Any, data: Any, batch_size: int | None, seconds: float) -> float:
     """Train for a moment, and return the mean time of a step."""
     model, clock = training_step.model_of(trainer), _Clock(seconds)
-    arguments = _endless(data, batch_size)
-    is_loop = training_step.is_loop(trainer)
-    if is_loop:
-        arguments["train"] = arguments.pop("x")
-    elif batches.is_tf_dataset(data):
-        arguments["shuffle"] = False  # Keras cannot, and would warn
-    fit = trainer.fit if is_loop else training_step.fit_of(model)
-    strategy = getattr(model, "distribute_strategy", None)
-    kept: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    is_plain = not (is_loop or training_step.is_exact(model))
-    if is_plain and getattr(strategy, "num_replicas_in_sync", 1) > 1:
-        # Plain Keras on several replicas writes into arrays of the user's.
-        from kdpkit._internal.datasets import private_batches  # TensorFlow is there
-
-        kept = private_batches(strategy)
-    with training_step.history_kept(model), kept:
-        fit(**arguments, callbacks=[clock], verbose=0)
+    arguments: dict[str, Any] = {"epochs": _ENDLESS, "callbacks": [clock], "verbose": 0}
+    if batches.is_tf_dataset(data):
+        data = data.repeat()
+        arguments |= {"epochs": 1, "steps_per_epoch": _ENDLESS}
+    elif batches.are_arrays(data):
+        names = ("x", "y", "sample_weight")
+        arguments |= zip(names, keras.utils.unpack_x_y_sample_weight(data), strict=True)
+        arguments["batch_size"], data = batch_size, arguments.pop("x")
+    elif isinstance(data, keras.utils.PyDataset):
+        data = copy.copy(batches.untracked(data))  # a copy counts its epochs
+    if training_step.is_loop(trainer):
+        trainer.fit(data, **arguments)
+    else:
+        # Keras cannot shuffle these, and would warn.
+        shuffle = {"shuffle": False} if batches.is_tf_dataset(data) else {}
+        training_step.fit_of(model)(data, **arguments, **shuffle)
     # Its iterator would read on into the next run. And if a thread of tf.data collects it later,
     # it may wait there for its own end.
-    del arguments
+    del data
     gc.collect()
     return clock.seconds_per_step
-
-
-def _endless(data: Any, batch_size: int | None) -> dict[str, Any]:
-    """Return the arguments with which `fit` does not end by itself."""
-    if batches.is_tf_dataset(data):
-        return {"x": data.repeat(), "epochs": 1, "steps_per_epoch": _ENDLESS}
-    if batches.are_arrays(data):
-        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
-        parts = {"x": x, "y": y, "sample_weight": sample_weight}
-        return {**parts, "batch_size": batch_size, "epochs": _ENDLESS}
-    if isinstance(data, keras.utils.PyDataset):
-        data = copy.copy(batches.untracked(data))  # a copy counts its epochs
-    return {"x": data, "epochs": _ENDLESS}
-
-
-class _SameBatch(keras.utils.PyDataset):
-    def __init__(self, batch: Any) -> None:
-        super().__init__()
-        self._batch = batch
-
-    def __len__(self) -> int:
-        return _BATCHES_OF_SAME
-
-    def __getitem__(self, index: int) -> Any:
-        return self._batch
-
-
-def _held(first: Any) -> Any:
-    """Return a dataset of one batch in memory, with no other work to do."""
-    batch = keras.utils.pack_x_y_sample_weight(*keras.utils.unpack_x_y_sample_weight(first))
-    if keras.backend.backend() == "jax":
-        return _SameBatch(batches.as_arrays(batch))
-    import tensorflow as tf
-
-    from kdpkit._internal.datasets import untuned
-
-    return untuned(tf.data.Dataset.from_tensors(batch).repeat())

@@ -2,12 +2,13 @@
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, TypeAlias, TypeGuard
 
 import keras
 
 from kdpkit._internal import checks, versions
+from kdpkit.diagnostics._doctor import batches
 from kdpkit.training import TrainingLoop
 
 Trainable: TypeAlias = keras.Model | TrainingLoop
@@ -45,33 +46,28 @@ def model_of(trainer: Trainable) -> keras.Model:
     return trainer.model if is_loop(trainer) else trainer
 
 
-def build(model: keras.Model, first: Any) -> None:
-    """Build model, optimizer and metrics as `fit` does before its first epoch, and train nothing.
-
-    It is Keras' `fit` that is called, on TensorFlow that of `replica_exact` if there is one: a
-    subclass may read its data in another way in its own, before it calls Keras', as KerasHub's
-    does, and on JAX `replica_exact` calls that one.
-    """
+def build(trainer: Trainable, first: Any) -> None:
+    """Make the variables of a model or a loop as training does at its start, and train nothing."""
+    if is_loop(trainer):
+        steps: Any = trainer._steps
+        steps.build(steps.open(batches.repeated(first), "dataset", steps=1), training=True)
+        return
+    model = model_of(trainer)
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first)
-    with history_kept(model):
-        versions.build_without_training(fit_of(model), model, x, y, sample_weight)
+    versions.build_without_training(fit_of(model), model, x, y, sample_weight)
+    if model.optimizer is not None and not model.optimizer.built:  # as `fit` may do later
+        strategy = getattr(model, "distribute_strategy", None)
+        with strategy.scope() if strategy else contextlib.nullcontext():
+            model.optimizer.build(model.trainable_variables)
 
 
 def fit_of(model: keras.Model) -> Callable:
-    """Return the `fit` that trains on batches as they are."""
+    """Return the `fit` that trains on batches as they are.
+
+    That is Keras' own, on TensorFlow that of `replica_exact` if there is one: a subclass may read
+    its data in another way before it calls Keras', as KerasHub's does, and on JAX `replica_exact`
+    calls that one.
+    """
     if is_exact(model) and keras.backend.backend() == "tensorflow":
         return model.fit
     return functools.partial(keras.Model.fit, model)
-
-
-@contextlib.contextmanager
-def history_kept(model: keras.Model) -> Iterator[None]:
-    """Leave `model.history` of an earlier `fit` as it is."""
-    before = vars(model).get("history")
-    try:
-        yield
-    finally:
-        if before is not None:
-            model.history = before
-        elif "history" in vars(model):
-            del model.history

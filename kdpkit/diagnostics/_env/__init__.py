@@ -1,8 +1,7 @@
 """`kdpkit env`: what this machine and its Python offer for training."""
 
 import argparse
-
-from kdpkit.diagnostics._env import progress
+import sys
 
 HELP = "versions, devices and settings of this machine, and what is wrong"
 
@@ -21,24 +20,12 @@ fails or takes too long."""
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `kdpkit.diagnostics.environment`."""
     add = parser.add_argument
-    add(
-        "--quick",
-        action="store_true",
-        help="start neither TensorFlow nor JAX, and do not count their devices",
-    )
-    add(
-        "--try",
-        action="store_true",
-        dest="try_strategies",
-        help="train two steps with every strategy, and compare them with one device's",
-    )
-    add(
-        "--timeout",
-        type=float,
-        default=120.0,
-        metavar="SECONDS",
-        help="for TensorFlow and JAX to answer, and for each strategy (default: %(default)s)",
-    )
+    quick = "start neither TensorFlow nor JAX, and do not count their devices"
+    add("--quick", action="store_true", help=quick)
+    trials = "train two steps with every strategy, and compare them with one device's"
+    add("--try", action="store_true", dest="try_strategies", help=trials)
+    timeout = "for TensorFlow and JAX to answer, and for each strategy (default: %(default)s)"
+    add("--timeout", type=float, default=120.0, metavar="SECONDS", help=timeout)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,12 +33,11 @@ def run(args: argparse.Namespace) -> int:
     from kdpkit import diagnostics
     from kdpkit.diagnostics import _text
 
-    with progress.reporting("Trying") as say:
-        found = diagnostics.environment(
-            start_frameworks=not args.quick,
-            try_strategies=args.try_strategies,
-            timeout_seconds=args.timeout,
-            on_start=say,
-        )
+    found = diagnostics.environment(
+        start_frameworks=not args.quick,
+        try_strategies=args.try_strategies,
+        timeout_seconds=args.timeout,
+        on_start=lambda name: print(f"Trying {name} ...", file=sys.stderr, flush=True),  # noqa: T201
+    )
     _text.show(found, as_json=args.json)
     return 0 if found.clean else 1

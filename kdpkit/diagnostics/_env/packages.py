@@ -9,31 +9,28 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-TITLES = {"tensorflow": "TensorFlow", "jax": "JAX"}  # of the backends, as they write themselves
+BACKENDS = ("tensorflow", "jax")  # on which kdpkit trains
 _OTHER_BACKENDS = ("torch", "numpy", "openvino")
-_MAIN = ("kdpkit", "numpy", "keras", "tensorflow", "tensorflow-text", "keras-hub", "jax", "jaxlib")
+_SHOWN = ("kdpkit", "numpy", "keras", "tensorflow", "tensorflow-text", "keras-hub", "jax", "jaxlib")
 _OWN_USE = ("test", "all")  # extras for kdpkit's own development
 # Distributions of another name that bring the package `tensorflow`.
-_TENSORFLOWS = (
-    "tensorflow",
-    "tensorflow-cpu",
-    "tensorflow-tpu",
-    "tensorflow-rocm",
-    "tensorflow-macos",
-    "tf-nightly",
-)
+_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
 
 
-def versions() -> dict[str, str | None]:
-    """Return the version of Python and of each package that matters; None where it is missing."""
-    names = [*_MAIN, *sorted({*wanted()} - {*_MAIN}), *installed_tensorflows()]
-    return {"python": platform.python_version()} | {name: version(name) for name in names}
+def versions() -> dict[str, str]:
+    """Return the version of Python and of each package that matters, where it is installed."""
+    found = {name: version(name) for name in _SHOWN}
+    return {"python": platform.python_version()} | {name: v for name, v in found.items() if v}
 
 
 def version(package: str) -> str | None:
     """Return the installed version, of TensorFlow that of any of its distributions."""
-    names = _TENSORFLOWS if package == "tensorflow" else (package,)
-    return next((found for name in names if (found := _version(name))), None)
+    for name in _TENSORFLOWS if package == "tensorflow" else (package,):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return None
 
 
 def keras_backend() -> tuple[str, str]:
@@ -48,39 +45,22 @@ def keras_backend() -> tuple[str, str]:
     chosen = {"KERAS_BACKEND": os.environ.get("KERAS_BACKEND"), "keras.json": in_file}
     for source, backend in chosen.items():
         if backend:
-            return (backend if backend in (*TITLES, *_OTHER_BACKENDS) else "unknown"), source
+            return (backend if backend in (*BACKENDS, *_OTHER_BACKENDS) else "unknown"), source
     return "tensorflow", "default"
 
 
-def install_command(requirement: str) -> str:
-    """Return the command that installs something, for any shell.
+def install_hint(requirement: str) -> str:
+    """Return a sentence with the command that installs a package, as kdpkit wants it.
 
-    >>> print(install_command("jax>=0.7.2"))
-    python -m pip install "jax>=0.7.2"
+    >>> install_hint("numpy==2.1")
+    'Run `python -m pip install "numpy==2.1"`.'
     """
-    return f'python -m pip install "{requirement}"'
-
-
-def install_hint(package: str) -> str:
-    """Return a sentence that says how to install a package in the version that kdpkit wants."""
-    return f"Run `{install_command(wanted().get(package, package))}`."
-
-
-def installed_tensorflows() -> tuple[str, ...]:
-    """Return the distributions that bring the package `tensorflow`."""
-    return tuple(name for name in _TENSORFLOWS if _version(name))
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
+    return f'Run `python -m pip install "{wanted().get(requirement, requirement)}"`.'
 
 
 def wanted() -> dict[str, str]:
     """Return what kdpkit and its extras for users ask for; nothing if it is not installed."""
-    if not _version("kdpkit"):
+    if not version("kdpkit"):
         return {}
     extras = importlib.metadata.metadata("kdpkit").get_all("Provides-Extra") or []
     names = ["", *(extra for extra in extras if extra not in _OWN_USE)]

@@ -17,8 +17,8 @@ to fix it:
         --base-learning-rate 0.1 --replicas 1 2 4 8 --epochs 5 --optimizer sgd \\
         --warmup-epochs 1 --shape cosine
 
-With --memory: what each device needs, and which lines make it fit. TARGET is a
-function that returns (dataset, model), or a dataset and a TrainingLoop:
+With --memory, on JAX: what each device needs, and which lines make it fit.
+TARGET is a function that returns a dataset, and a model or a TrainingLoop:
 
     KERAS_BACKEND=jax kdpkit plan --memory 16GiB train.py:make --replicas 8
 
@@ -47,18 +47,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--replicas", type=int, nargs="+", default=[1], metavar="R", help="one number or several")
     add("--rule", default="linear", help="linear, sqrt or none (default: %(default)s)")
     add("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
-    add("--accumulation", type=int, default=1, metavar="K", help="batches that make one update")
-    add = parser.add_argument_group("learning rate").add_argument
-    add("--shape", default="constant", help="constant, cosine, linear, stable-decay")
-    add("--warmup-steps", type=int, metavar="N", help="steps of linear warmup")
-    add("--warmup-epochs", type=float, metavar="N", help="the same in epochs, also parts of one")
-    add("--end-learning-rate", type=float, default=0.0, metavar="RATE", help="after a decay")
     add("--optimizer", help="sgd, or adam for Adam and its variants")
-    for name, default in (("--beta-1", 0.9), ("--beta-2", 0.999), ("--epsilon", 1e-7)):
-        add(name, type=float, default=default, help="Adam's on one replica (default: %(default)s)")
-    add = parser.add_argument_group("data").add_argument
-    add("--remainder", default="drop", help="the last batch: drop, pad, keep (default: drop)")
-    add("--shuffle-buffer", type=int, default=10_000, metavar="N", help="(default: %(default)s)")
+    add("--shape", default="constant", help="the rate: constant, or a cosine or linear decay to 0")
+    warmup = "epochs of linear warmup, also parts of one (default: %(default)s)"
+    add("--warmup-epochs", type=float, default=0.0, metavar="N", help=warmup)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -69,15 +61,13 @@ def run(args: argparse.Namespace) -> int:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         checks.fail(f"`kdpkit plan` needs {flags}, or --memory. See `kdpkit plan --help`.")
     from kdpkit.diagnostics import _text
-    from kdpkit.diagnostics._plan import plan_text, training_plan
+    from kdpkit.diagnostics._plan import training_plan
 
     names = {field.name for field in dataclasses.fields(training_plan.TrainingPlan)}
     settings = {name: value for name, value in vars(args).items() if name in names}
     counts = sorted({*args.replicas})
     plans = [training_plan.plan(**settings | {"replicas": count}) for count in counts]
-    if args.shape != "constant" or plans[0].warmup_steps:
-        _require_keras.require()
-    _text.show(plan_text.Plans(plans), as_json=args.json)
+    _text.show(training_plan.Plans(plans), as_json=args.json)
     return 0 if all(plan.clean for plan in plans) else 1
 
 
@@ -96,7 +86,7 @@ def _run_memory(args: argparse.Namespace) -> int:
     from kdpkit.diagnostics import _text
     from kdpkit.diagnostics._doctor import target as targets
 
-    with targets.named(target, makes=lambda _: False) as make:
+    with targets.named(target) as make:
         _require_keras.require()
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 

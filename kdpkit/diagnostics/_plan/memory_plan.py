@@ -1,37 +1,30 @@
 """How much memory a training needs on each device, and the cheapest way to make it fit.
 
-Which ways there are is decided here; bytes come from the backend.
+Which ways there are is decided here; bytes come from `kdpkit.training.jax._memory`.
 """
 
 import dataclasses
-import functools
 import itertools
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.backend import compute_output_spec
 
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
-from kdpkit.batches import num_examples
 from kdpkit.diagnostics import _text
-from kdpkit.diagnostics._doctor import batches
 from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
 from kdpkit.training import TrainingLoop
 
 _SHARDS = ("none", "optimizer", "weights")  # what sends least first
 _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 _PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
-_COLUMNS = 100
 _WHY_NOT_EQUAL = (
-    "micro-batches have statistics (BatchNormalization) or random numbers of their own."
+    "* does not train the same: micro-batches have statistics (BatchNormalization) or random "
+    "numbers of their own."
 )
 _MOST_MICRO_BATCHES = 64  # each makes the program longer
-# Their outputs are what other operations made, or constants.
-_WITHOUT_MEMORY = ("Const", "Identity", "Placeholder", "ReadVariableOp", "Reshape", "StopGradient")
 
 Make = Callable[[], tuple[Any, Any]]
 
@@ -51,8 +44,7 @@ class MemoryUse:
         activations: What the forward pass keeps for the backward pass, and the batches that the
             loop has on the devices.
         temporaries: What else a step holds at its peak.
-        operations: Floating-point operations of a step on each device, without accumulation; None
-            on TensorFlow, where nobody counts them.
+        operations: Floating-point operations of a step on each device, without accumulation.
     """
 
     shard: str
@@ -64,7 +56,7 @@ class MemoryUse:
     optimizer: int
     activations: int
     temporaries: int
-    operations: float | None
+    operations: float
 
     @property
     def total(self) -> int:
@@ -88,14 +80,12 @@ class MemoryPlan:
         memory: Bytes that each device has.
         replicas: Devices that share a batch.
         global_batch_size: Examples of a batch.
-        estimates: Parts that are not known on this backend, but estimated.
     """
 
     uses: tuple[MemoryUse, ...]
     memory: int
     replicas: int
     global_batch_size: int
-    estimates: tuple[str, ...]
 
     @property
     def chosen(self) -> MemoryUse | None:
@@ -103,15 +93,14 @@ class MemoryPlan:
         fitting = (use for use in self.uses if use.total <= self.memory)
         return min(fitting, key=self._cost, default=None)
 
-    def extra_computation(self, use: MemoryUse) -> float | None:
+    def extra_computation(self, use: MemoryUse) -> float:
         """Return how much more one computes than the same without `remat`, as a fraction."""
-        alike = (each for each in self.uses if each.shard == use.shard and not each.remat)
-        plain = next(alike).operations
-        return use.operations / plain - 1 if use.operations and plain else None
+        plain = next(each for each in self.uses if each.shard == use.shard and not each.remat)
+        return (use.operations - plain.operations) / max(plain.operations, 1.0)
 
     def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
         """Computation comes first, then what runs one after the other, then what is sent."""
-        extra = round(self.extra_computation(use) or 0, 1)  # less is no difference
+        extra = round(self.extra_computation(use), 1)  # less is no difference
         return not use.equal, extra, use.remat, use.accumulation, _SHARDS.index(use.shard)
 
     @property
@@ -145,19 +134,16 @@ class MemoryPlan:
             f"{self.global_batch_size:,} examples on {self.replicas:,} replica"
             f"{'s' * (self.replicas > 1)}, {_mebibytes(self.memory)} MiB on each. In MiB:"
         )
-        names = [f"{part}{' ~' * (part in self.estimates)}" for part in _PARTS]
-        heading = ("shard, K, remat", *names, "total", "fits", "extra")
-        table = _text.table([heading, *map(self._row, self.uses)], columns=_COLUMNS)
-        notes = ["~ is estimated from shapes."] if self.estimates else []
-        if not all(use.equal for use in self.uses):
-            notes.append("* does not train the same: " + _WHY_NOT_EQUAL)
-        return "\n\n".join([head, table, *map(check_results.wrapped, notes), self._result()])
+        heading = ("shard, K, remat", *_PARTS, "total", "fits", "extra")
+        table = _text.table([heading, *map(self._row, self.uses)])
+        is_marked = not all(use.equal for use in self.uses)
+        notes = [check_results.wrapped(_WHY_NOT_EQUAL)] if is_marked else []
+        return "\n\n".join([head, table, *notes, self._result()])
 
     def _row(self, use: MemoryUse) -> tuple[str, ...]:
         parts = [_mebibytes(getattr(use, part)) for part in (*_PARTS, "total")]
-        more = self.extra_computation(use)
         fits = ("yes" if use.total <= self.memory else "no") + "*" * (not use.equal)
-        return (str(use), *parts, fits, "-" if more is None else f"{more:+.0%}")
+        return (str(use), *parts, fits, f"{self.extra_computation(use):+.0%}")
 
     def _result(self) -> str:
         if self.chosen is None:
@@ -174,20 +160,20 @@ class MemoryPlan:
 def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPlan:
     """Work out what a training needs on each device, and the cheapest way to make it fit.
 
-    The global batch stays as it is. On JAX each way to train it is compiled, for as many devices as
-    asked for, and never run: variables are shapes, so that a model may be larger than this machine.
-    The bytes of variables are exact, the sum of the other parts is what the compiled program asks
-    for. On a CPU, logical devices stand for the real ones. On TensorFlow activations are estimated
-    from the shapes of all that a forward pass computes; what XLA and cuDNN use besides is unknown.
+    The global batch stays as it is. Each way to train it is compiled, for as many devices as asked
+    for, and never run: variables are shapes, so that a model may be larger than this machine. The
+    bytes of variables are exact, the sum of the other parts is what the compiled program asks for.
+    On a CPU, logical devices stand for the real ones. JAX alone reports these bytes.
 
     Args:
-        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`. On JAX
-            it is traced, unless it looks at values.
+        make: Returns a dataset of global batches and a compiled model or a `TrainingLoop`.
+            It is traced, unless it looks at values.
         memory: Bytes that each device has for the training, or a text such as `"16GiB"`.
         replicas: Devices that share a global batch.
 
     Raises:
-        ValueError: A size that cannot be read; more replicas than devices; no dataset and model.
+        ValueError: A size that cannot be read; more replicas than devices; no dataset and model;
+            another backend.
 
     >>> from kdpkit import batches, testing
     >>> def make():
@@ -195,42 +181,43 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     ...     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     ...     data = testing.toy_classification(64)
     ...     return batches.ArrayBatches(data, global_batch_size=32), model
-    >>> plan_memory(make, memory="1GiB").chosen.accumulation
-    1
+    >>> if keras.backend.backend() == "jax":
+    ...     assert plan_memory(make, memory="1GiB").chosen.accumulation == 1
     """
     limit = _bytes_of(memory)
     replicas = checks.integer("replicas", replicas)
     if not callable(make):
         checks.fail("`make` must be a function.", make=type(make).__name__)
-    step = _step_of(make)
-    uses = tuple(_uses(step, replicas, limit))
-    return MemoryPlan(uses, limit, replicas, step.global_batch_size, tuple(step.estimates))
+    backend = keras.backend.backend()
+    if backend != "jax":
+        checks.fail(
+            "Memory is planned on JAX, which reports what a compiled step needs.",
+            backend=backend,
+            remedy="Run with KERAS_BACKEND=jax.",
+        )
+    from kdpkit.training.jax._memory import StepMemory
+
+    step = StepMemory(lambda: _made(make))
+    return MemoryPlan(tuple(_uses(step, replicas, limit)), limit, replicas, step.global_batch_size)
 
 
-def _step_of(make: Make) -> Any:
-    def made() -> tuple[Any, TrainingLoop]:
-        given = make()
-        if not isinstance(given, tuple) or len(given) != 2:
-            checks.fail(
-                "`make` must return a dataset and a compiled model or a `TrainingLoop`.",
-                returned=type(given).__name__,
-            )
-        dataset, trainer = given
-        check_model(trainer)
-        if not is_loop(trainer):
-            trainer = TrainingLoop(trainer, **versions.compile_settings(trainer))
-        return dataset, trainer
-
-    if keras.backend.backend() == "jax":
-        from kdpkit.training.jax import _memory
-
-        return _memory.StepMemory(made)
-    return _StepOnTensorFlow(made)
+def _made(make: Make) -> tuple[Any, TrainingLoop]:
+    given = make()
+    if not isinstance(given, tuple) or len(given) != 2:
+        checks.fail(
+            "`make` must return a dataset and a compiled model or a `TrainingLoop`.",
+            returned=type(given).__name__,
+        )
+    dataset, trainer = given
+    check_model(trainer)
+    if not is_loop(trainer):
+        trainer = TrainingLoop(trainer, **versions.compile_settings(trainer))
+    return dataset, trainer
 
 
 def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
     """Yield what each way needs; with micro-batches only if it takes them or `remat` to fit."""
-    shards = _SHARDS if replicas > 1 and step.can_shard else _SHARDS[:1]
+    shards = _SHARDS if replicas > 1 else _SHARDS[:1]
     ways = [*itertools.product(shards, (False, True) if step.can_remat else (False,))]
 
     def use(shard: str, remat: bool, accumulation: int = 1) -> MemoryUse:
@@ -267,7 +254,7 @@ def _micro_batches(step: Any, replicas: int) -> list[int]:
 
 
 def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
-    if replicas > 1 and keras.backend.backend() == "jax":
+    if replicas > 1:
         strategy = f'kdpkit.sharding.DataParallel({replicas}, shard="{use.shard}")'
         yield f"keras.distribution.set_distribution({strategy})"
     settings = [f"accumulation={use.accumulation}"] if use.accumulation > 1 else []
@@ -294,76 +281,3 @@ def _bytes_of(memory: int | str) -> int:
 def _mebibytes(size: int) -> str:
     number = size / 2**20
     return f"{number:,.0f}" if number >= 100 else f"{number:.3g}"
-
-
-class _StepOnTensorFlow:
-    """What a step needs on TensorFlow, as far as shapes show it; a replica has all variables.
-
-    Args:
-        make: Returns a dataset and a `TrainingLoop`.
-    """
-
-    can_shard = can_remat = False
-    estimates = ("activations", "temporaries")
-
-    def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
-        dataset, self._loop = make()
-        self._batch = batches.batches_of(dataset).first
-        self.global_batch_size = num_examples(self._batch)
-        model = self._loop.model
-        if not model.built:
-            x, _, _ = keras.utils.unpack_x_y_sample_weight(self._specs(self.global_batch_size))
-            compute_output_spec(functools.partial(model, training=False), x)
-        model.optimizer.build(model.trainable_variables)
-
-    @property
-    def micro_batches_are_exact(self) -> bool:
-        """Whether no layer looks at several examples; random numbers are those of one batch."""
-        layers = self._loop.model._flatten_layers()
-        return not any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers)
-
-    def need(self, replicas: int, *, shard: str, accumulation: int, remat: bool) -> dict[str, Any]:
-        """Return bytes on one replica."""
-        del shard
-        model = self._loop.model
-        gradients = _bytes_held(model.trainable_variables)
-        return {
-            "weights": _bytes_held(model.variables),
-            "gradients": gradients,
-            "optimizer": _bytes_held(model.optimizer.variables),
-            "activations": self.kept(accumulation, remat=remat) // replicas,
-            "temporaries": gradients if accumulation > 1 else 0,  # of a micro-batch
-            "operations": None,
-        }
-
-    def _specs(self, examples: int) -> Any:
-        import tensorflow as tf
-
-        return keras.tree.map_structure(
-            lambda part: tf.TensorSpec((examples, *part.shape[1:]), part.dtype), self._batch
-        )
-
-    def kept(self, accumulation: int, *, remat: bool) -> int:
-        """Return the bytes of all that a forward pass computes, as if nothing were freed."""
-        import tensorflow as tf
-
-        del remat
-        self._loop.loss.in_micro_batches = accumulation > 1
-        examples = math.ceil(self.global_batch_size / accumulation)
-        x, y, _ = keras.utils.unpack_x_y_sample_weight(self._specs(examples))
-        forward = tf.function(
-            functools.partial(self._loop.per_example_loss, training=True), autograph=False
-        )
-        computed = (
-            tensor
-            for operation in forward.get_concrete_function(x, y).graph.get_operations()
-            if operation.type not in _WITHOUT_MEMORY
-            for tensor in operation.outputs
-        )
-        return sum((t.shape.num_elements() or 0) * t.dtype.size for t in computed)
-
-
-def _bytes_held(variables: list[keras.Variable]) -> int:
-    import tensorflow as tf
-
-    return sum(math.prod(v.shape) * tf.as_dtype(v.dtype).size for v in variables)

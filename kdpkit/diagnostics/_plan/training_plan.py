@@ -1,40 +1,26 @@
-"""The numbers of a run on several replicas, worked out before it starts."""
+"""The numbers of a run on several replicas, worked out before it starts, and as a table."""
 
 import dataclasses
 import functools
-from typing import TYPE_CHECKING, Any
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
-from kdpkit import errors, scaling
+from kdpkit import scaling
 from kdpkit._internal import check_results, checks
-from kdpkit.diagnostics._plan import plan_text, rules
+from kdpkit.diagnostics import _text
+from kdpkit.diagnostics._plan import rules
 
-if TYPE_CHECKING:
-    from keras.optimizers.schedules import LearningRateSchedule
-
-SHAPES = ("constant", "cosine", "linear", "stable-decay")
+SHAPES = ("constant", "cosine", "linear")
 OPTIMIZERS = ("sgd", "adam")
-REMAINDERS = ("drop", "pad", "keep")  # those of `pipelines.PipelineConfig`
 
-_OF_SCALE = ("global_batch_size", "effective_batch_size", "factor", "learning_rate")
-_NUMBERS = (
-    *("steps_per_epoch", "total_steps", "updates", "left_out", "padded", "last_batch"),
-    *("decay_steps", "buffered_examples", "adam_problem"),
-)
-_COUNTS = ("examples", "per_replica_batch_size", "epochs", "replicas", "accumulation")
-_MOST_STEPS = 2**31 - 1  # JAX counts an optimizer's steps in int32
-_MOST_REPLICAS = 1_000_000
-_MOST_RATE = (2 - 2**-23) * 2.0**127  # of float32
+_NUMBERS = ("steps_per_epoch", "left_out", "total_steps", "warmup_steps")
+_COLUMNS = 4  # plans that fit side by side
 
 
-@dataclasses.dataclass(frozen=True)
-class Milestone:
-    """A step of a run at which the learning rate changes its course, and the rate there.
-
-    Attributes:
-        step: As the optimizer counts them, from 0.
-        event: Such as `"first"` or `"end of warmup"`.
-        learning_rate: The float32 rate, in the fewest digits that identify it.
-    """
+class Milestone(NamedTuple):
+    """A step of a run, counted from 0, and the learning rate there."""
 
     step: int
     event: str
@@ -45,14 +31,14 @@ class Milestone:
 class TrainingPlan:
     """Work out the numbers of a run on several replicas, and what is wrong with them.
 
-    `plan` is another name of this class. Nothing is trained and no device is looked for. Batch
-    sizes and rates are those of `kdpkit.scaling.ScalePlan`, the last batch is split as by
-    `kdpkit.scaling.split_batch`, and the schedule is one of `kdpkit.schedules`.
+    `plan` is another name of this class. Nothing is trained, no device is looked for and no
+    framework is loaded. Batch sizes and rates are those of `kdpkit.scaling.ScalePlan`; Adam's betas
+    for the rule `"sqrt"` are those of `kdpkit.scaling.scale_adam`.
 
     >>> small = plan(
     ...     examples=60_000, per_replica_batch_size=32, base_learning_rate=0.1, replicas=8, epochs=5
     ... )
-    >>> small.scale.global_batch_size, small.steps_per_epoch, small.left_out, small.updates
+    >>> small.scale.global_batch_size, small.steps_per_epoch, small.left_out, small.total_steps
     (256, 234, 96, 1170)
     >>> small.milestones[-1]
     Milestone(step=1169, event='last', learning_rate=0.8)
@@ -60,27 +46,18 @@ class TrainingPlan:
     Args:
         examples: Number of training examples, all replicas together.
         per_replica_batch_size: Examples that one replica takes from each batch.
-        base_learning_rate: Rate for `per_replica_batch_size` examples per update.
-        epochs: Passes over the examples.
+        base_learning_rate: Rate for a batch of one replica.
+        epochs: Passes over the examples, without those that fill no batch.
         replicas: Number of replicas that train in step.
         rule: How the rate grows with the batch: `"linear"`, `"sqrt"` or `"none"`.
-        accumulation: Batches whose gradients make one update.
         optimizer: `"sgd"`, or `"adam"` for Adam and its variants. None leaves it open.
-        beta_1: Adam's at the batch of one replica.
-        beta_2: Adam's at the batch of one replica.
-        epsilon: Adam's at the batch of one replica.
-        shape: `"constant"`, `"cosine"`, `"linear"` or `"stable-decay"`: the rate after the warmup.
-            The last one is `kdpkit.schedules.WarmupStableDecay`, whose decay takes a fifth of the
-            run, in the range that Hägele et al. 2024 (arXiv:2405.18392) recommend.
-        warmup_steps: Steps (global batches) of linear warmup from 0.
-        warmup_epochs: The same in epochs, also parts of one; instead of `warmup_steps`.
-        end_learning_rate: Rate that a decay reaches.
-        remainder: `"drop"`, `"pad"` or `"keep"`, as in `kdpkit.pipelines.PipelineConfig`.
-        shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
+        shape: The rate after the warmup: `"constant"`, or a decay to 0 at the end of the run, as of
+            `kdpkit.schedules.warmup_cosine` (`"cosine"`) or `warmup_polynomial` (`"linear"`).
+        warmup_epochs: Epochs of linear warmup from 0, also parts of one.
 
     Raises:
-        ValueError: A number out of its range, or settings that exclude each other. What a longer
-            run, or fewer replicas, would fix is a finding.
+        ValueError: A number out of its range. What a longer run, or fewer replicas, would fix is a
+            finding.
     """
 
     examples: int
@@ -89,52 +66,17 @@ class TrainingPlan:
     epochs: int = 1
     replicas: int = 1
     rule: str = "linear"
-    accumulation: int = 1
     optimizer: str | None = None
-    beta_1: float = 0.9
-    beta_2: float = 0.999
-    epsilon: float = 1e-7
     shape: str = "constant"
-    warmup_steps: int | None = None
-    warmup_epochs: float | None = None
-    end_learning_rate: float = 0.0
-    remainder: str = "drop"
-    shuffle_buffer: int = 10_000
+    warmup_epochs: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in _COUNTS:
-            self._keep(name, checks.integer(name, getattr(self, name)))
-        self._keep(
-            "shuffle_buffer", checks.integer("shuffle_buffer", self.shuffle_buffer, minimum=0)
-        )
-        checks.number("replicas", self.replicas, maximum=_MOST_REPLICAS)  # each has a last batch
-        checks.number("learning_rate", self.scale.learning_rate, maximum=_MOST_RATE)
-        checks.one_of("remainder", self.remainder, REMAINDERS)
+        for name in ("examples", "epochs"):
+            checks.integer(name, getattr(self, name))
+        checks.number("learning_rate", self.scale.learning_rate)  # of many replicas, infinite
+        checks.number("warmup_epochs", self.warmup_epochs, minimum=0, below=self.epochs)
         checks.one_of("optimizer", self.optimizer, (None, *OPTIMIZERS))
         checks.one_of("shape", self.shape, SHAPES)
-        self._keep("warmup_steps", self._warmup())
-        if self.shape != "constant" or self.warmup_steps:
-            for name in ("warmup_steps", "total_steps"):  # rates of later ones would be wrong
-                checks.number(name, getattr(self, name), maximum=_MOST_STEPS)
-        self._adam(1)
-        end, shape = self.end_learning_rate, self.shape
-        checks.number("end_learning_rate", end, minimum=0, maximum=self.scale.learning_rate)
-        if end and shape == "constant":
-            checks.fail("A constant rate ends where it began.", shape=shape, end_learning_rate=end)
-
-    def _keep(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)
-
-    def _warmup(self) -> int:
-        steps, epochs = self.warmup_steps, self.warmup_epochs
-        if steps is not None and epochs is not None:
-            checks.fail(
-                "Set the warmup in steps or in epochs.", warmup_steps=steps, warmup_epochs=epochs
-            )
-        if epochs is None:
-            return checks.integer("warmup_steps", steps or 0, minimum=0)
-        epochs = checks.number("warmup_epochs", epochs, minimum=0, maximum=_MOST_STEPS)
-        return round(epochs * self.steps_per_epoch)
 
     @functools.cached_property
     def scale(self) -> scaling.ScalePlan:
@@ -144,13 +86,17 @@ class TrainingPlan:
             per_replica_batch_size=self.per_replica_batch_size,
             base_learning_rate=self.base_learning_rate,
             rule=self.rule,
-            accumulation=self.accumulation,
         )
 
     @property
     def steps_per_epoch(self) -> int:
         """Global batches in one epoch; 0 where there are too few examples for one."""
-        return (self.examples - self.left_out + self.padded + self._size - 1) // self._size
+        return self.examples // self.scale.global_batch_size
+
+    @property
+    def left_out(self) -> int:
+        """Examples of each epoch that are in no batch."""
+        return self.examples % self.scale.global_batch_size
 
     @property
     def total_steps(self) -> int:
@@ -158,119 +104,27 @@ class TrainingPlan:
         return self.epochs * self.steps_per_epoch
 
     @property
-    def updates(self) -> int:
-        """Updates of the weights in the run; 0 where it ends before the first."""
-        return self.total_steps // self.accumulation
+    def warmup_steps(self) -> int:
+        """Steps of the warmup, fewer than there are."""
+        return min(round(self.warmup_epochs * self.steps_per_epoch), max(self.total_steps - 1, 0))
+
+    def learning_rate(self, step: int) -> float:
+        """Return the rate of a step, which is 0 at the first of a warmup, and the peak after it."""
+        peak, warmup = self.scale.learning_rate, self.warmup_steps
+        if step < warmup:
+            return peak * step / warmup
+        done = (step - warmup) / max(self.total_steps - warmup, 1)
+        parts = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}
+        return peak * parts.get(self.shape, 1.0)
 
     @property
-    def left_out(self) -> int:
-        """Examples of each epoch that are in no batch."""
-        return self.examples % self._size if self.remainder == "drop" else 0
-
-    @property
-    def padded(self) -> int:
-        """Empty examples of each epoch that fill the last batch."""
-        return -self.examples % self._size if self.remainder == "pad" else 0
-
-    @property
-    def last_batch(self) -> tuple[int, ...]:
-        """Examples that each replica gets of an epoch's last batch, padding included."""
-        rest = self.examples % self._size if self.remainder == "keep" else 0
-        return scaling.split_batch((rest or self._size) * bool(self.steps_per_epoch), self.replicas)
-
-    @property
-    def _size(self) -> int:
-        return self.scale.global_batch_size
-
-    @property
-    def buffered_examples(self) -> int:
-        """Examples that the shuffle buffer holds: never more than there are."""
-        return min(self.shuffle_buffer, self.examples)
-
-    @property
-    def decay_steps(self) -> int:
-        """Steps of the decay; 0 without one."""
-        left = max(self.total_steps - (self.warmup_steps or 0), 0)
-        fifth = min(max(self.total_steps // 5, 1), left)
-        return {"constant": 0, "stable-decay": fifth}.get(self.shape, left)
-
-    @property
-    def adam(self) -> scaling.AdamScaling | None:
-        """Adam's settings for the batch of an update under the rule `"sqrt"`, where it has any."""
-        is_asked_for = self.rule == "sqrt" and self.optimizer != "sgd" and not self.adam_problem
-        return self._adam(self.scale.factor) if is_asked_for else None
-
-    @property
-    def adam_problem(self) -> str:
-        """Why the rule `"sqrt"` has no settings for Adam; else empty."""
-        if self.rule == "sqrt" and self.optimizer != "sgd":
-            try:
-                self._adam(self.scale.factor)
-            except errors.InputError as error:
-                return str(error)
-        return ""
-
-    def _adam(self, factor: int) -> scaling.AdamScaling:
-        betas = {"beta_1": self.beta_1, "beta_2": self.beta_2, "epsilon": self.epsilon}
-        return scaling.scale_adam(self.base_learning_rate, factor=factor, **betas)
-
-    @property
-    def has_schedule(self) -> bool:
-        """Whether there are enough steps for the warmup and the decay."""
-        return self.total_steps > 0 if self.shape == "constant" else self.decay_steps > 0
-
-    def schedule(self) -> "LearningRateSchedule | float":
-        """Return the learning rate of the run, for an optimizer: a Keras schedule, or a number.
-
-        Raises:
-            ValueError: The run has too few steps for it.
-        """
-        peak, warmup, total = self.scale.learning_rate, self.warmup_steps or 0, self.total_steps
-        if not self.has_schedule:
-            checks.fail(
-                "The run has too few steps for its schedule.",
-                total_steps=total,
-                warmup_steps=warmup,
-            )
-        if self.shape == "constant" and not warmup:
-            return peak
-        from kdpkit import schedules  # loads Keras
-
-        if self.shape == "constant":
-            return schedules.LinearWarmup(peak, warmup)
-        settings: dict[str, Any] = {"total_steps": total, "warmup_steps": warmup}
-        settings["end_learning_rate"] = self.end_learning_rate
-        if self.shape == "stable-decay":
-            return schedules.WarmupStableDecay(peak, **settings, decay_steps=self.decay_steps)
-        shapes = {"cosine": schedules.warmup_cosine, "linear": schedules.warmup_polynomial}
-        return shapes[self.shape](peak, **settings)
-
-    @functools.cached_property
     def milestones(self) -> tuple[Milestone, ...]:
-        """Rates at the first step, the middle and the last, and where warmup or peak end.
-
-        Empty where the run has too few steps. For a constant rate no framework is loaded.
-        """
-        if not self.has_schedule:
-            return ()
+        """Rates at the first step, the middle and the last, and where the warmup ends."""
         total, warmup = self.total_steps, self.warmup_steps
-        events = {"first": 0, **({"end of warmup": warmup} if warmup else {})}
-        if self.shape == "stable-decay":
-            events["decay begins"] = total - self.decay_steps
-        events |= {"middle": total // 2, "last": total - 1}
-        events = {
-            event: step for event, step in events.items() if step is not None and step < total
-        }
-        schedule = self.schedule()
-        rates = [schedule] * len(events)
-        if not isinstance(schedule, float):
-            from kdpkit import schedules  # loads Keras
-
-            found = schedules.preview(schedule, [*events.values()])
-            rates = [float(str(rate)) for rate in found]  # 0.001, not 0.00100000004
-        pairs = zip(events.items(), rates, strict=True)
-        milestones = [Milestone(step, event, rate) for (event, step), rate in pairs]
-        return tuple(sorted(milestones, key=lambda milestone: milestone.step))
+        events = {"first": 0, "middle": total // 2, "last": total - 1}
+        events |= {"end of warmup": warmup} if warmup else {}
+        steps = sorted((step, event) for event, step in events.items() if total)
+        return tuple(Milestone(step, event, self.learning_rate(step)) for step, event in steps)
 
     @property
     def findings(self) -> tuple[check_results.Finding, ...]:
@@ -284,19 +138,83 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns."""
-        return str(plan_text.Plans([self]))
+        return str(Plans([self]))
 
     def to_dict(self) -> dict[str, Any]:
         """Return settings and numbers as plain values, for JSON."""
         return {
             "clean": self.clean,
             **dataclasses.asdict(self),
-            **{name: getattr(self.scale, name) for name in _OF_SCALE},
+            "global_batch_size": self.scale.global_batch_size,
+            "learning_rate": self.scale.learning_rate,
             **{name: getattr(self, name) for name in _NUMBERS},
-            "adam": self.adam and dataclasses.asdict(self.adam),
-            "milestones": [*map(dataclasses.asdict, self.milestones)],
+            "milestones": [milestone._asdict() for milestone in self.milestones],
             "findings": check_results.as_dicts(self.findings),
         }
 
 
 plan = TrainingPlan
+
+
+@dataclasses.dataclass(frozen=True)
+class Plans:
+    """Plans that differ in their replicas; they print in lines of at most 80 columns."""
+
+    plans: Sequence[TrainingPlan]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return them as plain values, for JSON."""
+        return {"plans": [plan.to_dict() for plan in self.plans]}
+
+    def __str__(self) -> str:
+        """Return the settings, the table, and the findings."""
+        starts = range(0, len(self.plans), _COLUMNS)
+        tables = [_table(self.plans[start : start + _COLUMNS]) for start in starts]
+        return "\n\n".join([_heading(self.plans[0]), *tables, *map(str, self._found())])
+
+    def _found(self) -> Iterator[check_results.Finding]:
+        """Return each kind of finding once, as it is for the most replicas that have it."""
+        alike: dict[tuple[str, str], list[tuple[int, check_results.Finding]]] = {}
+        for plan in self.plans:
+            for finding in plan.findings:
+                alike.setdefault((finding.rule, finding.level), []).append((plan.replicas, finding))
+        replicas = {found[-1][1]: [str(count) for count, _ in found] for found in alike.values()}
+        for finding in check_results.in_order(replicas):
+            where = f"{finding.where} (replicas: {', '.join(replicas[finding])})"
+            yield finding if len(self.plans) == 1 else dataclasses.replace(finding, where=where)
+
+
+def _heading(plan: TrainingPlan) -> str:
+    settings = [
+        f"{plan.examples:,} examples",
+        f"{plan.epochs:,} epoch{'s' * (plan.epochs > 1)}",
+        f"{plan.per_replica_batch_size:,} examples per replica",
+        f"base rate {plan.base_learning_rate:g}",
+        f"rule {plan.rule}, shape {plan.shape}",
+        *([f"optimizer {plan.optimizer}"] if plan.optimizer else []),
+    ]
+    return check_results.wrapped(", ".join(settings))
+
+
+def _table(plans: Sequence[TrainingPlan]) -> str:
+    columns = [_numbers(plan) for plan in plans]
+    names = dict.fromkeys(itertools.chain.from_iterable(columns))
+    return _text.table([(name, *(column.get(name, "-") for column in columns)) for name in names])
+
+
+def _numbers(plan: TrainingPlan) -> dict[str, str]:
+    scale = plan.scale
+    found: dict[str, str | int] = {
+        "replicas": plan.replicas,
+        "global batch": scale.global_batch_size,
+        "steps per epoch": plan.steps_per_epoch,
+        "left out per epoch": plan.left_out,
+        "steps": plan.total_steps,
+        **({"warmup steps": plan.warmup_steps} if plan.warmup_steps else {}),
+        "scaled rate": f"{scale.learning_rate:.4g}",
+    }
+    for milestone in plan.milestones:
+        if milestone.step:
+            found[f"  {milestone.event}: step"] = milestone.step
+        found[f"  {milestone.event}: rate"] = f"{milestone.learning_rate:.4g}"
+    return {name: f"{n:,}" if isinstance(n, int) else n for name, n in found.items()}

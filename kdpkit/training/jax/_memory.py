@@ -38,9 +38,6 @@ class StepMemory:
         make: Returns a dataset and a `TrainingLoop`.
     """
 
-    can_shard = True
-    estimates = ()
-
     def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
         try:  # traced, the initializers of variables compute nothing
             jax.eval_shape(functools.partial(self._build, make))

@@ -10,9 +10,7 @@ import time
 
 import pytest
 
-from kdpkit._internal import child_processes
-from kdpkit.diagnostics._env import child_program
-from tests.processes import wait_for_file
+from kdpkit.launch import _child_processes as child_processes
 
 pytestmark = [
     pytest.mark.timeout(600),
@@ -61,18 +59,3 @@ def test_who_was_stopped_for_longer_than_the_grace_ends_what_is_left_all_the_sam
     child_processes.end_marked(MARK, grace_seconds=5.0)
     monkeypatch.undo()
     assert left.wait(timeout=10) == -signal.SIGKILL
-
-
-def test_a_program_whose_end_is_interrupted_is_ended_all_the_same(monkeypatch, tmp_path):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    (tmp_path / "hangs.py").write_text(
-        "import pathlib, time; pathlib.Path(__file__).with_name('began').touch(); time.sleep(600)"
-    )
-    monkeypatch.setattr(child_program.Program, "end", interrupted)
-    paths = {"PYTHONPATH": str(tmp_path)}
-    with pytest.raises(KeyboardInterrupt), child_program.started(["hangs"], paths) as program:
-        wait_for_file(tmp_path / "began")
-    assert program.child.exit_code != 0
-    assert not child_processes.marked(os.environ[child_processes.MARK])
