@@ -80,7 +80,7 @@ def test_every_strategy_trains_what_one_device_does(capsys, monkeypatch):
     assert trials["numbers"].startswith("random numbers by position are those of the CPU; float32 ")
     assert "2 replicas on" in trials["mirrored"]
     assert "each of 2 workers" in trials["multi_worker"]
-    assert "1 worker, 1 parameter server" in trials["parameter_server"]
+    assert "workers: 1, parameter servers: 1" in trials["parameter_server"]
 
 
 @pytest.mark.slow
