@@ -96,7 +96,7 @@ def test_padding_fills_up_to_the_devices_or_to_one_size():
     [
         ({"coordinator": "http://localhost:80"}, "`coordinator` must be the address and port"),
         ({"coordinator": None}, "`coordinator` must be the address and port"),
-        ({"process_index": 2}, "`process_index` must be less than `process_count`"),
+        ({"process_index": 2}, "one of the cluster's.*index=2, of_this_role=2"),
         ({"heartbeat_timeout_seconds": 0.5}, "`heartbeat_timeout_seconds` must be a positive"),
     ],
 )
