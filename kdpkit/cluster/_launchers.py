@@ -77,7 +77,7 @@ def _from_tf_config(environ: Environ) -> Arguments:
         config = json.loads(text)
     except json.JSONDecodeError as error:
         checks.fail(f"TF_CONFIG is not valid JSON ({error.msg}).", TF_CONFIG=text)
-    parts = config if isinstance(config, dict) else {}
+    parts: Any = config if isinstance(config, dict) else {}
     cluster, task = parts.get("cluster"), parts.get("task")
     has_task = isinstance(task, dict) and {"type", "index"} <= task.keys()
     if not isinstance(cluster, dict) or not has_task:
