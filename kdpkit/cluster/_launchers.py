@@ -90,7 +90,7 @@ def _from_tf_config(environ: Environ) -> Arguments:
     # A chief was called master in TensorFlow 1, and is in some clouds.
     renamed = {"master": "chief"}
     for given, addresses in cluster.items():
-        role = checks.one_of("role", renamed.get(given, given), listed)
+        role = checks.one_of("role", str(renamed.get(given, given)), listed)
         listed[role] += checks.strings(given, addresses)
     if len(listed["chief"]) > 1:
         checks.fail("TF_CONFIG may have at most one chief.", chief=listed["chief"])
