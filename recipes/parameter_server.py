@@ -5,11 +5,11 @@
 All processes run this program. Parameter servers keep the weights; workers take batches, each at
 its own pace, and update the weights without waiting for each other; the chief hands out the
 batches, evaluates, saves and prints. A single worker trains what one device trains; with several
-the order of the updates differs from run to run. A killed worker can be restarted, as `kdpkit
-launch --max-restarts 3` does; with `--resume DIRECTORY` the run also continues after any other
-failure. The chief reads the data, so every image is trained on once an epoch; with `--shards` each
-worker reads its own shard. `--data` takes "builtin" (scikit-learn's digits), "mnist" or
-"fashion_mnist" (downloaded), or a directory with IDX files. recipes/README.md has measured results.
+the order of the updates differs from run to run. The others go on without a killed worker, which
+can be started again at its address; with `--max-restarts 3` and `--resume DIRECTORY` the run
+continues after any failure. The chief reads the data, so every image is trained on once an epoch.
+`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
+directory with IDX files. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment
@@ -21,7 +21,6 @@ parser = experiment.argument_parser(
     per_replica_batch_size=64,
     base_learning_rate=2e-3,
 )
-parser.add_argument("--shards", action="store_true", help="each worker reads its own shard")
 calls = "steps of all workers between calls of the callbacks, such as 16 per worker"
 parser.add_argument("--steps-per-loop", type=experiment.positive_integer, default=1, help=calls)
 
@@ -49,17 +48,6 @@ def build_model(shape, classes):
     )
 
 
-def shards_of(split, *, batch_size, seed):
-    """Return a function that builds a worker's dataset: its shard, in its own order."""
-    images, labels = split
-
-    def of_worker(worker, workers):
-        shard = tf.data.Dataset.from_tensor_slices((images, labels)).shard(workers, worker)
-        return shard.shuffle(len(images) // workers + 1, seed=seed).batch(batch_size).prefetch(2)
-
-    return of_worker
-
-
 def main(argv=None):
     strategies.serve_if_server()  # does not return on workers and parameter servers
     args = parser.parse_args(argv)
@@ -80,8 +68,6 @@ def main(argv=None):
     held_out = tf.data.Dataset.from_tensor_slices(tuple(splits.test))
     test = pipelines.eval_pipeline(held_out, remainder="keep", global_batch_size=size)
     steps = len(train)
-    if args.shards:
-        train = shards_of(splits.train, batch_size=size, seed=args.seed)
 
     with strategy.scope():
         model = build_model(images.shape[1:], splits.classes)
@@ -104,7 +90,6 @@ def main(argv=None):
             record.resumed(train),
             test,
             epochs=args.epochs,
-            steps_per_epoch=steps if args.shards else None,
             callbacks=record.callbacks,
         )
     results = record.results(test=loop.evaluate(test, verbose=0))

@@ -345,10 +345,10 @@ def lived_by_children(program, leg, directory):
     command = [sys.executable, "-m", "tests.elastic_process", json.dumps(what)]
     # Restarts to spare: once in a while TensorFlow crashes while processes come together.
     spare = 3 if leg.end == LAST and not ON_JAX else 0
-    report = launch.launch(command, workers=leg.setting.processes, max_restarts=spare)
+    code = launch.launch(command, workers=leg.setting.processes, max_restarts=spare)
     ends = {LAST: [0], "SIGKILL": [0, 128 + signal.SIGKILL]}.get(leg.end, [0, errors.STOPPED])
     crashed = not ON_JAX and leg.setting.processes > 1 and leg.end != LAST
-    assert report.exit_code in ends or crashed, report
+    assert code in ends or crashed, code
     return json.loads(result.read_text()) if result.exists() else None
 
 

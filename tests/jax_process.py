@@ -50,7 +50,6 @@ def build():
 
 
 SEEDS = [0] * PROCESSES  # of the model in each process
-WEIGHTS = {"save_weights_only": True}
 
 
 class Slow(keras.callbacks.Callback):
@@ -122,7 +121,6 @@ def trained(
     seconds_a_step=0,
     fails_at=None,
     monitors=False,
-    directory=None,
     data=None,
     own_data=None,
     loop=None,
@@ -134,11 +132,6 @@ def trained(
     watching = [Slow(seconds_a_step, fails_at if INDEX else None)]
     if monitors:
         watching.append(callbacks.DeviceMonitor())
-    if directory:
-        watching.append(callbacks.ModelCheckpoint(f"{directory}/model.weights.h5", **WEIGHTS))
-        resume = callbacks.Resume(directory, save_freq=3)
-        train = resume.track(train)
-        watching.append(resume)
     train_by = {"loop": by_loop, "fit": by_fit}[by]
     model, history, evaluated, predicted = train_by(
         train, test, epochs=epochs, callbacks=watching, **(loop or {})
@@ -173,9 +166,6 @@ def main():
             process_index=INDEX,
             **SETTINGS.get("joining", {}),
         )
-    if SETTINGS.get("waits"):
-        print("joined", flush=True)
-        time.sleep(300)
     assert jax.device_count() == DEVICES
     for run in SETTINGS["runs"]:
         make = sentence_of if run.pop("raises", False) else trained

@@ -104,19 +104,11 @@ class Together:
         return [process.shown for process in self.running]
 
 
-def with_tf_config(*command, count=2, only=None, second=None):
-    """Start a Python program as the workers of a cluster, or only one of them.
-
-    Args:
-        command: Its words, after `python`.
-        count: The number of workers.
-        only: The index of the one to start.
-        second: The address of the second, if something else is to listen there.
-    """
-    addresses = [f"localhost:{free_port()}" for _ in range(count)]
-    addresses[1:2] = [second] if second else addresses[1:2]
+def with_tf_config(*command, addresses=None, only=(0, 1)):
+    """Start a Python program as the two workers of a cluster, or only some of them."""
+    addresses = addresses or [f"localhost:{free_port()}" for _ in range(2)]
     started = []
-    for index in range(count) if only is None else [only]:
+    for index in only:
         config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
         started.append(Process(sys.executable, *command, TF_CONFIG=json.dumps(config)))
     return Together(started)

@@ -82,7 +82,7 @@ def test_a_batch_that_the_devices_do_not_divide_raises():
     [
         ({"coordinator": "http://localhost:80"}, "`coordinator` must be the address and port"),
         ({"coordinator": None}, "`coordinator` must be the address and port"),
-        ({"process_index": 2}, "`process_index` must be less than `process_count`"),
+        ({"process_index": 2}, "one of the cluster's.*index=2, of_this_role=2"),
         ({"heartbeat_timeout_seconds": 0.5}, "`heartbeat_timeout_seconds` must be a positive"),
     ],
 )

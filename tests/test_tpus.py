@@ -116,12 +116,12 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
         check=True,
     ).stdout.splitlines()
     without, silent, unknown, local, portless, unnamed_tpu, nothing = printed
-    assert "server without a TPU answers" in without
-    assert "nothing that listens at the port" in silent
-    assert "name that does not resolve" in unknown
+    assert "TPUs not found" in without
+    assert "does not answer (Connection refused)" in silent
+    assert "The TPU's host does not answer" in unknown
     assert "this machine has no TPU chip" in local
     assert "address and port" in portless
-    assert "No TPU of this name was found" in unnamed_tpu
+    assert "TPU no-such-tpu could not be initialised" in unnamed_tpu
     assert "this machine has no TPU chip" in nothing
 
 
@@ -142,7 +142,7 @@ def test_auto_goes_to_the_tpu_that_the_environment_names(unnamed):
     from kdpkit import strategies
 
     unnamed.setenv("TPU_NAME", "grpc://localhost:1")
-    with pytest.raises(ValueError, match="nothing that listens.*'grpc://localhost:1'"):
+    with pytest.raises(ValueError, match="Connection refused.*'grpc://localhost:1'"):
         strategies.select_strategy("auto")
 
 

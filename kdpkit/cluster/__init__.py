@@ -16,6 +16,5 @@ Nothing here loads a framework.
 """
 
 from kdpkit.cluster._config import VARIABLES, ClusterConfig, source
-from kdpkit.cluster._launchers import ROLES
 
-__all__ = ["ROLES", "VARIABLES", "ClusterConfig", "source"]
+__all__ = ["VARIABLES", "ClusterConfig", "source"]

@@ -9,7 +9,7 @@ import contextlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import TracebackType
 
 import keras
@@ -66,18 +66,11 @@ def join_processes(
             remedy="Run with KERAS_BACKEND=jax.",
         )
     checks.address("coordinator", coordinator)
-    count = checks.integer("process_count", process_count)
-    this = checks.integer("process_index", process_index, minimum=0)
-    if this >= count:
-        checks.fail(
-            "`process_index` must be less than `process_count`; the first process is 0.",
-            process_index=this,
-            process_count=count,
-        )
+    here = ClusterConfig([coordinator], index=process_index, processes=process_count)
     heartbeat = checks.integer("heartbeat_timeout_seconds", heartbeat_timeout_seconds)
     start_timeout = checks.integer("start_timeout_seconds", start_timeout_seconds)
     versions.check_processes_are_supported()
-    _join(coordinator, count, this, heartbeat, start_timeout)
+    _join(coordinator, here.process_count, here.index, heartbeat, start_timeout)
 
 
 def _join(coordinator: str, count: int, this: int, heartbeat: int, start_timeout: int) -> None:
@@ -85,13 +78,15 @@ def _join(coordinator: str, count: int, this: int, heartbeat: int, start_timeout
 
     if jax.distributed.is_initialized():
         checks.fail("This process has joined others already.", coordinator=coordinator)
-    require_port(coordinator, is_own=this == 0)
+    if this == 0:
+        _network.require_port(coordinator)
     is_local = _network.are_loopback([coordinator])
     if is_local:
         versions.let_gloo_listen_at("localhost")
-    last_words = _LastWords(
+    last_words = LastWords(
         f"Process {this} of {count} waited {start_timeout} seconds for others that did not come to "
-        f"{coordinator}. Check that all were started, with one address that all can reach."
+        f"{coordinator}. Check that all were started, with one address that all can reach, and see "
+        "their output."
     )
     try:
         jax.distributed.initialize(
@@ -103,7 +98,7 @@ def _join(coordinator: str, count: int, this: int, heartbeat: int, start_timeout
             coordinator_bind_address=coordinator if is_local else None,
         )
     except RuntimeError as error:
-        last_words.cancel()
+        last_words.close()
         raise errors.InputError(
             f"Process {this} of {count} could not join the others at {coordinator} "
             f"({checks.first_line(error)}). Check that all were started, with one address, and "
@@ -114,7 +109,7 @@ def _join(coordinator: str, count: int, this: int, heartbeat: int, start_timeout
         f"Process {this} of {count} was ended from outside, or {other} is gone: its output has the "
         f"reason. {processes.GO_ON}"
     )
-    _leave_without_waiting_after_errors(last_words.cancel)
+    _leave_without_waiting_after_errors(last_words.close)
 
 
 def _leave_without_waiting_after_errors(before: Callable[[], None]) -> None:
@@ -131,20 +126,7 @@ def _leave_without_waiting_after_errors(before: Callable[[], None]) -> None:
     processes.explain_lost_process_at_exit()
 
 
-def require_port(first: str, *, is_own: bool) -> None:
-    """Raise if another program has the port of the first process, in this process or another."""
-    port = checks.address("address", first)[1]
-    reason = _network.port_problem(port) if is_own else None
-    if reason or (not is_own and _network.is_another_program(first)):
-        checks.fail(
-            f"The first process cannot listen at port {port}"
-            + (f" ({reason})." if reason else ", where another program does."),
-            address=first,
-            remedy="Set another port for all processes, or stop the program that has this one.",
-        )
-
-
-class _LastWords:
+class LastWords:
     """A sentence that is printed if this process ends in a way that lets it print nothing."""
 
     def __init__(self, sentence: str) -> None:
@@ -162,21 +144,11 @@ class _LastWords:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._input, sentence.encode() + b"\n")
 
-    def cancel(self) -> None:
+    def close(self) -> None:
         """Print nothing: this process ends in order."""
         self._watcher.kill()
         self._watcher.wait()
         os.close(self._input)
-
-
-@contextlib.contextmanager
-def last_words(sentence: str) -> Iterator[None]:
-    """Have a sentence printed if this process ends meanwhile with no chance to print it itself."""
-    words = _LastWords(sentence)
-    try:
-        yield
-    finally:
-        words.cancel()
 
 
 def require_joined(remedy: str) -> None:
@@ -188,14 +160,10 @@ def require_joined(remedy: str) -> None:
         remedy: How to join them.
     """
     launcher = _launchers.of(os.environ)
-    # Indices of Kubernetes may also be of other work than training.
-    if processes.count() > 1 or launcher is None or launcher.name == "Kubernetes":
+    if processes.count() > 1 or launcher is None:
         return
-    try:
-        here = ClusterConfig.from_environment()
-    except errors.InputError:  # as in a batch script, which is one process
-        return
-    if here.role in ("chief", "worker") and here.process_count > 1 and not here.parameter_servers:
+    here = ClusterConfig.from_environment()
+    if here.process_count > 1 and not here.parameter_servers:
         checks.fail(
             f"{launcher.name} started this process with others, and each would train a copy.",
             process=here.process_index,

@@ -1,7 +1,6 @@
 """What several processes print at once, line by line, each with its name."""
 
 import contextlib
-import math
 import os
 import re
 import sys
@@ -10,7 +9,6 @@ from collections.abc import Callable, Iterable
 from typing import TextIO
 
 _REDRAWN_SECONDS = 5.0  # between two lines of one progress bar
-_LONGEST = 1 << 16  # bytes that are kept for a line without an end
 
 
 class Lines:
@@ -19,39 +17,33 @@ class Lines:
     A progress bar, which begins its line again with `\r`, gives a line every few seconds and its
     last state:
 
-    >>> lines = Lines()
-    >>> lines.feed(b"one\n10%\r20%\r", now=0.0), lines.feed(b"40%\r50%\r", now=9.0)
+    >>> lines = Lines(now=0.0)
+    >>> lines.feed(b"one\n10%\r20%\r", now=1.0), lines.feed(b"40%\r50%\r", now=9.0)
     (['one'], ['50%'])
-    >>> lines.feed(b"60%\r100%\ntwo", now=10.0), lines.close()
+    >>> lines.feed(b"60%\r100%\ntwo", now=10.0), lines.feed(b"", now=10.0)
     (['100%'], ['two'])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self._rest = b""
-        self._shown_at = math.inf  # a state of the current bar; infinite without one
+        self._shown_at = now
 
     def feed(self, data: bytes, now: float) -> list[str]:
-        """Return the lines that end within these bytes, which came at `now` seconds."""
-        *ended, self._rest = re.split(rb"\r*\n", self._rest + data)
-        lines = [_last_state(text) for text in ended]
-        if ended:
-            self._shown_at = math.inf
+        """Return the lines that end within these bytes, which came at `now` seconds.
+
+        No bytes are the end: what is left is a line.
+        """
+        if not data and self._rest:
+            data = b"\n"
+        *lines, self._rest = re.split(rb"\r*\n", self._rest + data)
         states, _, begun = self._rest.rpartition(b"\r")
         if states:
-            state = _last_state(states)
-            self._rest = state + b"\r" + begun
-            self._shown_at = min(self._shown_at, now)
-            if now - self._shown_at >= _REDRAWN_SECONDS:
-                self._shown_at = now
-                lines.append(state)
-        if len(self._rest) > _LONGEST:
-            lines.append(self._rest)
-            self._rest = b""
-        return [line.decode(errors="replace") for line in lines]
-
-    def close(self) -> list[str]:
-        """Return what is left."""
-        return self.feed(b"\n", 0.0) if self._rest else []
+            self._rest = _last_state(states) + b"\r" + begun
+        if states and now - self._shown_at >= _REDRAWN_SECONDS:
+            lines.append(states)
+        if lines:
+            self._shown_at = now
+        return [_last_state(line).decode(errors="replace") for line in lines]
 
 
 def _last_state(text: bytes) -> bytes:
@@ -65,31 +57,22 @@ class Printer:
 
     Args:
         names: Of all who print; they are padded to one width.
-        on_gone: Called once when nobody reads the output any more.
-        stdout: The stream for what processes write to theirs; None is `sys.stdout`.
+        on_gone: Called when nobody reads the output any more.
     """
 
-    def __init__(
-        self, names: Iterable[str], *, on_gone: Callable[[], None], stdout: TextIO | None = None
-    ) -> None:
+    def __init__(self, names: Iterable[str], *, on_gone: Callable[[], None]) -> None:
         self._width = max(map(len, names))
         self._on_gone = on_gone
-        self._streams = {"stdout": stdout or sys.stdout, "stderr": sys.stderr}
         self._lock = threading.Lock()
 
     def line(self, name: str, text: str, to: str) -> None:
-        """Write one line of one process."""
+        """Write one line of one process to "stdout" or "stderr"."""
+        stream = getattr(sys, to)
         with self._lock:
-            stream = self._streams.get(to)
-            if stream is None:
-                return
-            line = f"{name:<{self._width}} | {text}\n"
-            encoding = getattr(stream, "encoding", None) or "utf-8"
             try:
-                stream.write(line.encode(encoding, "replace").decode(encoding))
+                stream.write(f"{name:<{self._width}} | {text}\n")
                 stream.flush()
             except BrokenPipeError:
-                del self._streams[to]
                 discard(stream)
                 self._on_gone()
 

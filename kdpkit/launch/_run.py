@@ -3,10 +3,8 @@
 Threads put events into a queue; one loop handles them.
 """
 
-import collections
 import contextlib
 import dataclasses
-import itertools
 import os
 import queue
 import shlex
@@ -14,10 +12,9 @@ import signal
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import TextIO
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, signal_handlers
+from kdpkit._internal import signal_handlers
 from kdpkit.launch import _child_processes as child_processes
 from kdpkit.launch import _output
 
@@ -25,81 +22,46 @@ _LAUNCHER = "launch"  # the launcher's name in front of its own lines
 _SETTLE_SECONDS = 2.0  # for the others to end on their own after the first failure
 _KILL_SECONDS = 10.0  # for the kernel to end a killed process
 _TICK_SECONDS = 0.2  # between checks of the time
-_KEPT_LINES = 20  # the last lines of each process
-_SHOWN_LINES = 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One process to start: its name, role in the cluster, command and environment variables."""
+    """One process to start; one that `serves` is ended when the others have ended."""
 
     name: str
-    config: cluster.ClusterConfig
     command: tuple[str, ...]
     variables: Mapping[str, str]  # in addition to the launcher's own
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """A process that failed: its name, its exit code as a shell gives it, and its last lines."""
-
-    name: str
-    exit_code: int
-    last_lines: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """How a run ended: the exit code, the number of restarts, and what failed, the cause first."""
-
-    exit_code: int
-    restarts: int
-    failures: tuple[Failure, ...]
+    serves: bool
 
 
 class _Process:
-    """A started task: its child process, its last lines, and whether it was asked to end."""
+    """A started task: its child process, and whether it was asked to end."""
 
     def __init__(
         self, task: Task, mark: str, show: Callable[..., None], on_end: Callable[..., None]
     ) -> None:
         self.task = task
         self.has_ended = self.is_signalled = False
-        lines = {name: _output.Lines() for name in ("stdout", "stderr")}
-        self._last: dict[str, collections.deque[str]] = {
-            name: collections.deque(maxlen=_KEPT_LINES) for name in lines
-        }
+        lines = {name: _output.Lines(time.monotonic()) for name in ("stdout", "stderr")}
 
         def on_bytes(data: bytes, stream: str) -> None:
-            ended = lines[stream].feed(data, time.monotonic()) if data else lines[stream].close()
-            for line in ended:
-                self._last[stream].append(line)
+            for line in lines[stream].feed(data, time.monotonic()):
                 show(task.name, line, stream)
 
         others = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
-        try:
-            self.child = child_processes.Child(
-                task.command,
-                {"PYTHONUNBUFFERED": "1"} | others | dict(task.variables),
-                mark=mark,
-                on_bytes=on_bytes,
-                on_end=lambda: on_end(self),
-            )
-        except OSError as error:
-            checks.fail(
-                f"The command cannot be started ({error.strerror}).", command=list(task.command)
-            )
+        self.child = child_processes.Child(
+            task.command,
+            {"PYTHONUNBUFFERED": "1"} | others | dict(task.variables),
+            mark=mark,
+            on_bytes=on_bytes,
+            on_end=lambda: on_end(self),
+        )
 
     def signal(self, number: int) -> None:
         """Ask it to end."""
         if not self.has_ended:
             self.is_signalled = True
             self.child.send(number)
-
-    def failure(self) -> Failure:
-        """How it failed, with its last lines of stderr, or else of stdout."""
-        lines = self._last["stderr"] or self._last["stdout"]
-        return Failure(self.task.name, self.child.exit_code, tuple(lines))
 
     def __str__(self) -> str:
         """How it failed, in words."""
@@ -116,24 +78,20 @@ class Run:
     make_tasks: Callable[[], tuple[Task, ...]]
     max_restarts: int
     grace_seconds: float
-    stdout: TextIO | None
     restarts: int = 0
     stop: int | None = None  # the signal that asked to end
     is_ending: bool = False
     running: list[_Process] = dataclasses.field(default_factory=list)
     failed: list[_Process] = dataclasses.field(default_factory=list)
 
-    def run(self) -> Report:
-        """Start all processes, restart them as needed, and return how the run ended."""
-        self._mark = f"{uuid.uuid4().hex}."
-        self._numbers = itertools.count()
+    def run(self) -> int:
+        """Start all processes, restart them as needed, and return the exit code."""
+        self._mark = f"{uuid.uuid4().hex};"
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         tasks = self.make_tasks()
         names = [task.name for task in tasks]
         self._printer = _output.Printer(
-            [_LAUNCHER, *names],
-            on_gone=lambda: self._note_signal(signal.SIGPIPE),
-            stdout=self.stdout,
+            [_LAUNCHER, *names], on_gone=lambda: self._note_signal(signal.SIGPIPE)
         )
         self._report(f"Starts {', '.join(names)}: {shlex.join(tasks[0].command)}")
         with (
@@ -143,18 +101,20 @@ class Run:
             try:
                 self._attempt(tasks)
                 while self._may_restart():
-                    self._report(f"All processes start again, on other ports ({self._restart()}).")
+                    self.restarts += 1
+                    count = f"restart {self.restarts} of {self.max_restarts}"
+                    self._report(f"All processes start again, on other ports ({count}).")
                     self._attempt(self.make_tasks())
             finally:
                 self._end_all()
                 self._guard.all_ended()
-        failures = tuple(process.failure() for process in self._by_cause())
-        return Report(self._exit_code(), self.restarts, failures)
+        return self._exit_code()
 
     def _attempt(self, tasks: Sequence[Task]) -> None:
         self.failed, self.running, self.is_ending = [], [], False
         for task in tasks:
-            self.running.append(self._start(task))
+            self.running.append(_Process(task, self._mark, self._printer.line, self._note_end))
+            self._guard.watch(self.running[-1].child)
         self._wait(lambda: bool(self.stop or self.failed) or _all_ended(self._heads()))
         self.is_ending = True
         if self.stop is None and self.failed:
@@ -166,19 +126,9 @@ class Run:
         if self.stop is None and self.failed:
             self._report_failure()
 
-    def _start(self, task: Task) -> _Process:
-        def on_end(process: _Process) -> None:
-            self._events.put(lambda: self._on_end(process))
-
-        mark = f"{self._mark}{next(self._numbers)};"
-        process = _Process(task, mark, self._printer.line, on_end)
-        self._guard.watch(process.child)
-        return process
-
     def _heads(self) -> list[_Process]:
         """Return the processes whose end is the end of the run: the chief, or else all workers."""
-        chief = [process for process in self.running if process.task.config.role == "chief"]
-        return chief or self.running
+        return [process for process in self.running if not process.task.serves]
 
     def _report(self, sentence: str) -> None:
         self._printer.line(_LAUNCHER, sentence, "stderr")
@@ -201,28 +151,17 @@ class Run:
 
         self._wait(is_over)
 
+    def _note_end(self, process: _Process) -> None:
+        self._events.put(lambda: self._on_end(process))
+
     def _on_end(self, process: _Process) -> None:
         process.has_ended = True
         self._guard.forget(process.child)
-        if process.child.exit_code == 0 or process.is_signalled:
-            return
-        config = process.task.config
-        serves_a_chief = config.role == "worker" and config.parameter_servers
-        may_restart = self.restarts < self.max_restarts and not (self.is_ending or self.failed)
-        if not (serves_a_chief and may_restart):
+        if process.child.exit_code and not process.is_signalled:
             self.failed.append(process)
-            return
-        self._report(f"{process}. It is started again, and the others go on ({self._restart()}).")
-        child_processes.end_marked(process.child.mark, grace_seconds=0)
-        # At its own address, which the chief knows.
-        self.running[self.running.index(process)] = self._start(process.task)
-
-    def _restart(self) -> str:
-        self.restarts += 1
-        return f"restart {self.restarts} of {self.max_restarts}"
 
     def _may_restart(self) -> bool:
-        has_failed = self.failed and self._by_cause()[0].child.exit_code != errors.STOPPED
+        has_failed = self.failed and self._cause().child.exit_code != errors.STOPPED
         return bool(has_failed and self.stop is None and self.restarts < self.max_restarts)
 
     def _note_signal(self, number: int, _frame: object = None) -> None:
@@ -254,33 +193,26 @@ class Run:
             self._mark, grace_seconds=self.grace_seconds, signalled_groups=signalled
         )
 
-    def _by_cause(self) -> list[_Process]:
-        """Return the failed processes, with the cause of the failure first."""
+    def _cause(self) -> _Process:
+        """Return the process that failed first, and not because it lost another."""
 
         def is_consequence(process: _Process) -> tuple[bool, float]:
             left_alone = process.child.exit_code == errors.LEFT_ALONE
             return left_alone, process.child.ended_at or 0.0
 
-        return sorted(self.failed, key=is_consequence)
+        return min(self.failed, key=is_consequence)
 
     def _report_failure(self) -> None:
-        cause, *_ = self._by_cause()
+        cause = self._cause()
         if cause.child.exit_code == errors.STOPPED:
             self._report(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
             return
-        sentence = str(cause)
-        if cause.child.exit_code == errors.LEFT_ALONE:
-            sentence += ", because it lost another process, and none failed on its own"
-        elif len(self.running) > 1:
-            sentence += ", before any other; the errors of the others follow from that"
-        lines = [line for line in cause.failure().last_lines if line.strip()][-_SHOWN_LINES:]
-        self._report(f"{sentence}. {'Its last lines:' if lines else 'It wrote nothing.'}")
-        for line in lines:
-            self._report(f"  {line}")
+        follow = ", before any other; the errors of the others follow from that"
+        self._report(f"{cause}{follow if len(self.running) > 1 else ''}.")
 
     def _exit_code(self) -> int:
         if self.stop is None:
-            return self._by_cause()[0].child.exit_code if self.failed else 0
+            return self._cause().child.exit_code if self.failed else 0
         codes = [process.child.exit_code for process in self._heads()]
         if self.stop == signal.SIGTERM and errors.STOPPED in codes:
             return errors.STOPPED

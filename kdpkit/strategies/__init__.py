@@ -44,8 +44,7 @@ def select_strategy(
             machine's or one named by the environment, else mirrors over the GPUs if there are
             several, else uses one device; it prints its choice and the reason in one line.
         devices: For `"mirrored"` a count of devices or device strings such as
-            `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no
-            GPU. For `"one"` a single device string.
+            `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no GPU.
         tpu: The TPU's name or address; see `connect_tpu`.
         communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the
             network, which works everywhere, `"nccl"` between GPUs, or `"auto"`.
@@ -76,7 +75,7 @@ def select_strategy(
         kind, why = _best_kind(tpu)
         print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice made for the user is reported
     if kind == "one":
-        return _one_device(devices)
+        return tf.distribute.get_strategy()
     if kind == "mirrored":
         return _mirrored(devices)
     if kind == "tpu":
@@ -86,9 +85,7 @@ def select_strategy(
     from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals, only for this strategy
 
     return _multi_worker.start(
-        _multi_worker.read(),
-        communication=communication,
-        start_timeout_seconds=start_timeout_seconds,
+        communication=communication, start_timeout_seconds=start_timeout_seconds
     )
 
 
@@ -100,8 +97,8 @@ def _check_kind(kind: str, devices: int | Sequence[str] | None, tpu: str | None)
             active=type(tf.distribute.get_strategy()).__name__,
             remedy="Choose the strategy first, then enter its scope.",
         )
-    if devices is not None and kind not in ("one", "mirrored"):
-        checks.fail("`devices` is only for 'one' and 'mirrored'.", kind=kind, devices=devices)
+    if devices is not None and kind != "mirrored" and (kind, devices) != ("one", 1):
+        checks.fail("Several `devices` are only for 'mirrored'.", kind=kind, devices=devices)
     if tpu is not None and kind not in ("auto", "tpu"):
         checks.fail("`tpu` is only for 'tpu' and 'auto'.", kind=kind, tpu=tpu)
 
@@ -145,7 +142,16 @@ def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -
     physical = tf.config.list_physical_devices(kind)
     if not physical:
         checks.fail(f"This machine has no {kind} that TensorFlow can use.", kind=kind)
-    _check_memory_limit(kind, count, memory_limit_mb)
+    needs_limit = kind == "GPU" and count > 1
+    if (needs_limit or kind == "CPU") and needs_limit != (memory_limit_mb is not None):
+        checks.fail(
+            "`memory_limit_mb`, the megabytes that each may use, is for GPUs, and several logical "
+            "ones need it.",
+            kind=kind,
+            count=count,
+            memory_limit_mb=memory_limit_mb,
+            remedy="Divide the GPU's free memory by `count`.",
+        )
     wanted = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_limit_mb)] * count
     names = [f"{kind}:{index}" for index in range(count)]
     if kind == "GPU" and memory_limit_mb is None:  # one, that stays as it is
@@ -203,19 +209,6 @@ def _best_kind(tpu: str | None) -> tuple[str, str]:
     return "one", f"one replica on {_default_device()}: {why}"
 
 
-def _one_device(devices: int | Sequence[str] | None) -> tf.distribute.Strategy:
-    if devices is None or devices == 1:
-        return tf.distribute.get_strategy()
-    names = [devices] if isinstance(devices, str) else devices
-    if isinstance(names, int) or len(names) != 1:
-        checks.fail(
-            "The strategy 'one' trains on a single device.",
-            devices=devices,
-            remedy="Use 'mirrored' for several.",
-        )
-    return tf.distribute.OneDeviceStrategy(_existing(names)[0])
-
-
 def _mirrored(devices: int | Sequence[str] | None) -> tf.distribute.Strategy:
     chosen = _existing(devices)
     shares_a_processor = any("CPU" in device for device in chosen) or len(
@@ -262,23 +255,6 @@ def _named(devices: Sequence[str], available: list[str]) -> list[str]:
             "more of one before TensorFlow starts.",
         )
     return names
-
-
-def _check_memory_limit(kind: str, count: int, memory_limit_mb: int | None) -> None:
-    if kind == "CPU" and memory_limit_mb is not None:
-        checks.fail(
-            "Memory limits are for GPUs; logical CPUs use the machine's memory.",
-            memory_limit_mb=memory_limit_mb,
-        )
-    if kind == "GPU" and count > 1 and memory_limit_mb is None:
-        checks.fail(
-            "Logical GPUs need `memory_limit_mb`, the megabytes that each may use.",
-            count=count,
-            memory_limit_mb=memory_limit_mb,
-            remedy="Divide the GPU's free memory by `count`.",
-        )
-    if memory_limit_mb is not None:
-        checks.integer("memory_limit_mb", memory_limit_mb)
 
 
 def _short(device: str) -> str:

@@ -9,16 +9,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 import tensorflow as tf
 
-from kdpkit import cluster, errors
+from kdpkit import cluster
 from kdpkit._internal import checks
 from kdpkit.cluster import _network
 
 _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
-_SILENT_SECONDS = 10.0  # in which processes start, usually
 _PATIENCE_SECONDS = 60.0  # with calls that TensorFlow cancels
 _PAUSE_SECONDS = 0.5  # between two of them
 
@@ -28,7 +27,7 @@ _PASSING = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.Abor
 _T = TypeVar("_T")
 
 
-def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
+def serve_if_server() -> None:
     """Serve a chief, if this process is a worker or a parameter server; else return.
 
     All processes of `ParameterServerStrategy` run one program, and call this before anything else:
@@ -41,47 +40,30 @@ def serve_if_server(config: cluster.ClusterConfig | None = None) -> None:
     serves until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever
     started it. It may be killed and started again at its address while the chief trains.
 
-    In a cluster without parameter servers, and without a cluster, it returns in every process.
-
-    Args:
-        config: The cluster and this process's role in it. None takes it from TF_CONFIG, which alone
-            names parameter servers. For SLURM, say, pass
-            `ClusterConfig.from_environment(parameter_servers=1)`, from which TF_CONFIG is set.
+    In a cluster without parameter servers, and without a cluster, it returns in every process; only
+    TF_CONFIG has parameter servers.
 
     Raises:
         ValueError: A cluster that cannot work, or an address at which nothing can be served.
     """
-    if config is None:
-        if cluster.source() != "TF_CONFIG":
-            return
-        config = cluster.ClusterConfig.from_environment()
-    if not config.parameter_servers:
+    if cluster.source() != "TF_CONFIG":
         return
-    os.environ["TF_CONFIG"] = config.to_tf_config()  # where `connect` looks
-    if config.role == "chief":
+    config = cluster.ClusterConfig.from_environment()
+    if not config.parameter_servers or config.role == "chief":
         return
     resolver = _checked(config)
-    if config.role == "evaluator":
-        checks.fail(
-            "With parameter servers the chief evaluates.",
-            role=config.role,
-            remedy="Leave evaluators out of the cluster.",
-        )
     settings = tf.compat.v1.ConfigProto()
     # Else a worker on few cores waits for itself: a step occupies a thread for each worker.
     threads = max(os.cpu_count() or 1, len(config.workers) + 1)
     settings.inter_op_parallelism_threads = threads
-    try:
-        server = tf.distribute.Server(
-            resolver.cluster_spec(),
-            job_name=config.role,
-            task_index=config.index,
-            protocol="grpc",
-            config=settings,
-        )
-    except tf.errors.OpError as error:
-        _raise_address(config, error)
-    _network.keep_local(config.address, [address for _, _, address in config.tasks])
+    server = tf.distribute.Server(
+        resolver.cluster_spec(),
+        job_name=config.role,
+        task_index=config.index,
+        protocol="grpc",
+        config=settings,
+    )
+    _network.keep_local(str(config.address), [address for _, _, address in config.tasks])
     sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
     sys.stdout.flush()
     if threading.current_thread() is threading.main_thread():
@@ -105,22 +87,24 @@ def connect() -> tf.distribute.ParameterServerStrategy:
             index=config.index,
             remedy="Call `kdpkit.strategies.serve_if_server()` first; it returns in the chief.",
         )
-    _wait_for_servers(config)
-    try:
-        strategy = tf.distribute.ParameterServerStrategy(resolver)
-    except tf.errors.UnknownError as error:
-        _raise_address(config, error)
-    _network.keep_local(config.address, [address for _, _, address in config.tasks])
+    others = {a: f"{role} {index}" for role, index, a in config.tasks if role != "chief"}
+    if problems := _network.problems([*others], _START_TIMEOUT_SECONDS):  # TensorFlow would hang
+        checks.fail(
+            f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
+            "not come.",
+            missing={others[address]: address for address in problems},
+            remedy="Check that all were started, with one TF_CONFIG, and that each begins "
+            "with `kdpkit.strategies.serve_if_server()`.",
+        )
+    strategy = tf.distribute.ParameterServerStrategy(resolver)
+    _network.keep_local(str(config.address), [address for _, _, address in config.tasks])
     return strategy
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
     """Describe in one line what serves a chief."""
     workers, servers = (len(addresses(strategy, role)) for role in ("worker", "ps"))
-    return (
-        f"ParameterServerStrategy: {workers} worker{'s' if workers != 1 else ''}, "
-        f"{servers} parameter server{'s' if servers != 1 else ''}"
-    )
+    return f"ParameterServerStrategy: workers: {workers}, parameter servers: {servers}"
 
 
 def addresses(strategy: tf.distribute.Strategy, role: str) -> list[str]:
@@ -164,51 +148,18 @@ def _checked(
     config: cluster.ClusterConfig,
 ) -> tf.distribute.cluster_resolver.TFConfigClusterResolver:
     """Check a cluster, and return how TensorFlow finds it."""
-    if not config.parameter_servers:
+    if not config.parameter_servers or config.chief is None:
         checks.fail(
-            "The cluster has no parameter server to keep the model.",
-            workers=list(config.workers),
-            remedy="List some under 'ps' in TF_CONFIG, as `kdpkit launch --parameter-servers 1` "
-            "does; elsewhere pass a cluster with some to `serve_if_server`. Or train with "
-            "'multi_worker'.",
+            "The cluster needs a chief, which sends the steps to its workers, and a parameter "
+            "server, which keeps the model.",
+            chief=config.chief,
+            workers=config.workers,
+            parameter_servers=config.parameter_servers,
+            remedy="List them under 'chief' and 'ps' in TF_CONFIG, as `kdpkit launch "
+            "--parameter-servers 1` does, or train with 'multi_worker'.",
         )
-    if config.chief is None:
-        checks.fail(
-            "The cluster has no chief to send the steps to its workers.",
-            workers=list(config.workers),
-            parameter_servers=list(config.parameter_servers),
-            remedy="List one under 'chief' in TF_CONFIG; it is a process of its own.",
-        )
-    config.validate()
-    _network.require_local([address for _, _, address in config.tasks])
+    _network.require_port(str(config.address))
     # Calls to a process that is gone then fail, where gRPC would wait for its return.
     os.environ.setdefault("GRPC_FAIL_FAST", "use_caller")
     os.environ["TF_CONFIG"] = config.to_tf_config()  # where TensorFlow looks
     return tf.distribute.cluster_resolver.TFConfigClusterResolver()
-
-
-def _raise_address(config: cluster.ClusterConfig, error: Exception) -> NoReturn:
-    port = checks.address("address", config.address)[1]
-    reason = _network.port_problem(port) or checks.first_line(error)
-    raise errors.InputError(
-        f"{config.role} {config.index} cannot serve at {config.address} ({reason}). Set another "
-        "port, or stop the program that has this one."
-    ) from error
-
-
-def _wait_for_servers(config: cluster.ClusterConfig) -> None:
-    """Wait until all listen, and print for whom; TensorFlow would hang silently."""
-    others = {a: f"{role} {i}" for role, i, a in config.tasks if role in ("worker", "ps")}
-    problems = _network.problems([*others], _SILENT_SECONDS)
-    if problems:
-        names = ", ".join(others[address] for address in problems)
-        sys.stderr.write(f"The chief waits for {names}.\n")
-        problems = _network.problems([*problems], _START_TIMEOUT_SECONDS - _SILENT_SECONDS)
-    if problems:
-        checks.fail(
-            f"The chief waited {_START_TIMEOUT_SECONDS:.0f} seconds for processes that did "
-            "not come.",
-            missing={others[address]: address for address in problems},
-            remedy="Check that all were started, with one TF_CONFIG, and that each begins "
-            "with `kdpkit.strategies.serve_if_server()`.",
-        )

@@ -1,7 +1,6 @@
 """TensorFlow's connection to a TPU, made once, and each way in which it can fail."""
 
 import warnings
-from urllib.error import URLError
 
 import tensorflow as tf
 
@@ -14,7 +13,7 @@ _connected: dict[str, tf.distribute.cluster_resolver.TPUClusterResolver] = {}
 
 
 def connect_tpu(
-    name: str | None = None, *, reconnect: bool = False
+    name: str | None = None,
 ) -> tf.distribute.cluster_resolver.TPUClusterResolver:
     """Connect to a TPU, initialise it, and return the resolver that `TPUStrategy` takes.
 
@@ -27,9 +26,6 @@ def connect_tpu(
         name: `"local"` for the TPU of this machine, as on a TPU virtual machine and on Colab; the
             name or the address (`"grpc://10.0.0.2:8470"`) of one on the network. None takes the
             one that TPU_NAME or COLAB_TPU_ADDR names, else the local one.
-        reconnect: Connect again after the TPU was lost (TensorFlow raises `UnavailableError`). What
-            lay on it is gone: make a new strategy, build the model again in its scope, and let
-            `kdpkit.callbacks.Resume` bring the state of training back.
 
     Raises:
         ValueError: There is no TPU, it does not answer, another process has it, or this TensorFlow
@@ -38,14 +34,12 @@ def connect_tpu(
     >>> connect_tpu("grpc://localhost:1")
     Traceback (most recent call last):
     ...
-    kdpkit.errors.InputError: The TPU's host has nothing that listens at the port. ...
+    kdpkit.errors.InputError: The TPU's host does not answer (Connection refused). ...
     """
-    if name is not None and not isinstance(name, str):
-        checks.fail("`name` must be a name or an address, as text.", name=name)
     address = machine.address(name)
     if address is None:
         checks.fail(machine.nowhere(), name=name)
-    if reconnect or address not in _connected:
+    if address not in _connected:
         _insist_that_it_can_be_reached(address)
         _connected[address] = _initialised(address)
         warnings.warn(
@@ -76,7 +70,7 @@ def _insist_that_it_can_be_reached(address: str) -> None:
         problem = _network.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
         if problem:
             checks.fail(
-                f"The TPU's host {problem}.",
+                f"The TPU's host does not answer ({problem}).",
                 name=address,
                 remedy="Check that the TPU runs, and its address.",
             )
@@ -88,26 +82,10 @@ def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResol
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
-        raise errors.InputError(_explained(error, address)) from error
+        raise errors.InputError(
+            machine.in_use(error)
+            or f"The TPU {address} could not be initialised ({checks.first_line(error)}). Pass its "
+            "address as grpc://HOST:8470, or 'local' on a TPU virtual machine, and check that a "
+            f"TPU build of TensorFlow {tf.__version__} runs there. Or: {machine.THROUGH_JAX}."
+        ) from error
     return resolver
-
-
-def _explained(error: Exception, address: str) -> str:
-    reason = checks.first_line(error)
-    if taken := machine.in_use(error):
-        return f"{taken} Received: name={address!r}."
-    if isinstance(error, URLError):
-        return (
-            f"No TPU of this name was found ({reason}). Received: name={address!r}. Pass its "
-            "address as grpc://HOST:8470, or 'local' on a TPU virtual machine."
-        )
-    if "TPUs not found" in str(error):
-        return (
-            f"A TensorFlow server without a TPU answers there. Received: name={address!r}. Check "
-            "the address, and that it runs a TPU build of TensorFlow of this version, "
-            f"{tf.__version__}."
-        )
-    return (
-        f"The TPU could not be initialised ({reason}). Received: name={address!r}. Restart it, or: "
-        f"{machine.THROUGH_JAX}."
-    )

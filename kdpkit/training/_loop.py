@@ -199,13 +199,7 @@ class TrainingLoop:
             train: A `tf.data.Dataset` of global batches `x`, `(x, y)` or `(x, y, sample_weight)`;
                 on JAX also a `keras.utils.PyDataset`, a Grain dataset or a PyTorch `DataLoader`.
                 Batches of any size are trained on exactly. Where a dataset's options do not say
-                whether tf.data tunes it, it does not. Under `ParameterServerStrategy` it may
-                be a function of a worker's index, a tensor, and the number of workers, which gives
-                the `tf.data.Dataset` that this worker reads on its own machine, over and over:
-                `lambda worker, workers: examples.shard(workers, worker).batch(size)`. Then an epoch
-                is `steps_per_epoch` steps of all workers together: a quick worker trains on more
-                of its examples than a slow one, each goes on in the next epoch where it was, and
-                one that was lost begins its dataset again.
+                whether tf.data tunes it, it does not.
             validation: A dataset to evaluate after each epoch; its logs begin with `val_`.
             epochs: The number of the epoch to end before.
             callbacks: Keras callbacks, called as by `keras.Model.fit`.

@@ -1,14 +1,12 @@
-"""Who listens, who can connect, and the addresses of all where one is known.
+"""Who listens, who can connect, and what processes exchange before they are connected.
 
 What a local launch opens is for this machine alone: nothing answers from another network.
 """
 
 import concurrent.futures
 import contextlib
-import itertools
 import json
 import os
-import pathlib
 import shutil
 import signal
 import socket
@@ -20,12 +18,9 @@ import uuid
 
 import pytest
 
-from kdpkit import launch
 from kdpkit.cluster import _network
 from kdpkit.launch import _child_processes as child_processes
-
-ROOT = pathlib.Path(__file__).parents[2]
-LINUX = pytest.mark.skipif(sys.platform != "linux", reason="the filter is Linux'")
+from tests.processes import Process, Together
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(400)]
 
@@ -43,17 +38,13 @@ with concurrent.futures.ThreadPoolExecutor(64) as pool:
     print(json.dumps([p for p, found in zip(ports, pool.map(answers, ports)) if found]))
 """
 
-JOINING = {
-    "multi_worker": """
-from kdpkit import strategies
-strategies.select_strategy("multi_worker")
-""",
-    "parameter_server": """
+# Both kinds of TensorFlow's servers, one after the other, and JAX's.
+ON_TENSORFLOW = """
 from kdpkit import strategies
 strategies.serve_if_server()
 strategies.select_strategy("parameter_server")
-""",
-    "jax": """
+"""
+ON_JAX = """
 from kdpkit import cluster, sharding
 from jax.experimental import multihost_utils
 here = cluster.ClusterConfig.from_environment()
@@ -61,8 +52,7 @@ sharding.join_processes(
     here.coordinator, process_count=here.process_count, process_index=here.process_index
 )
 multihost_utils.sync_global_devices("joined")
-""",
-}
+"""
 STAYING = "import time\nprint('joined', flush=True)\ntime.sleep(300)"
 
 
@@ -104,75 +94,39 @@ def elsewhere():
     run("ip", "netns", "delete", place.name)
 
 
-@contextlib.contextmanager
 def ordinary():
-    """Return the port of a server that is open to all, as a check of the check."""
-    with socket.create_server(("", 0)) as server:
-        yield server.getsockname()[1]
+    """Start a server that is open to all, as a check of the check."""
+    return socket.create_server(("", 0))
+
+
+def port_of(one):
+    return one.getsockname()[1]
 
 
 def ports_of(mark):
     """Return the ports at which the processes with a mark listen."""
     pids = {f"pid={pid}," for pid in child_processes.marked(mark)}
-    lines = run("ss", "-Htlnp").splitlines()
-    return sorted(
-        {
-            int(line.split()[3].rpartition(":")[2])
-            for line in lines
-            if any(pid in line for pid in pids)
-        }
-    )
+    lines = [line for line in run("ss", "-Htlnp").splitlines() if any(p in line for p in pids)]
+    return sorted({int(line.split()[3].rpartition(":")[2]) for line in lines})
 
 
-@contextlib.contextmanager
-def launched(kind, *flags, before=()):
-    """Launch two processes that join; yield when all have."""
-    program = JOINING[kind] + STAYING
-    words = [sys.executable, "-m", "kdpkit", "launch", "--workers", "2", *flags]
-    process = subprocess.Popen(
-        [*before, *words, "--", sys.executable, "-c", program],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"KERAS_BACKEND": "jax" if kind == "jax" else "tensorflow"},
-    )
-    try:
-        wanted = {"parameter_server": ["chief    | joined"]}.get(
-            kind, ["worker 0 | joined", "worker 1 | joined"]
-        )
-        for line in process.stdout:
-            wanted = [one for one in wanted if one != line.strip()]
-            if not wanted:
-                break
-        assert not wanted
-        yield
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.communicate(timeout=60)
-
-
-def test_only_what_comes_from_loopback_reaches_a_port_that_is_kept_local(elsewhere):
-    with ordinary() as kept, ordinary() as other:
-        _network.keep_local(f"localhost:{kept}", [f"localhost:{kept}"])
-        assert elsewhere.answering([kept, other]) == [other]
+@pytest.mark.parametrize("other", [[], ["10.0.0.7:9876"]])
+def test_only_this_machine_reaches_a_port_whose_cluster_is_local(elsewhere, other):
+    with ordinary() as kept, ordinary() as open_to_all:
+        ports = [port_of(kept), port_of(open_to_all)]
+        _network.keep_local(f"localhost:{ports[0]}", [f"localhost:{ports[0]}", *other])
+        assert elsewhere.answering(ports) == (ports if other else ports[1:])
         for host in ("localhost", "127.0.0.5"):
-            socket.create_connection((host, kept), 10).close()
+            socket.create_connection((host, ports[0]), 10).close()
 
 
-@LINUX
-@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
-def test_a_server_of_ipv6_answers_at_its_loopback_alone():
-    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as server:
-        port = server.getsockname()[1]
-        _network.keep_local(f"[::1]:{port}", [f"[::1]:{port}"])
-        for host in ("::1", "127.0.0.1"):
-            socket.create_connection((host, port), 10).close()
-
-
-def test_a_cluster_with_another_address_is_open_to_it(elsewhere):
-    with ordinary() as port:
-        _network.keep_local(f"localhost:{port}", [f"localhost:{port}", "10.0.0.7:9876"])
-        assert elsewhere.answering([port]) == [port]
+def test_a_server_that_is_kept_local_answers_at_every_loopback_address():
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    with socket.create_server(("", 0), family=family, dualstack_ipv6=both) as server:
+        _network.keep_local(f"localhost:{port_of(server)}", [f"[::1]:{port_of(server)}"])
+        for host in ("::1", "127.0.0.1") if both else ("127.0.0.1",):
+            socket.create_connection((host, port_of(server)), 10).close()
 
 
 def test_which_addresses_are_loopback():
@@ -182,28 +136,24 @@ def test_which_addresses_are_loopback():
 
 
 @pytest.mark.slow
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("kind", ["jax", "parameter_server", "multi_worker"])
-def test_nothing_of_a_local_launch_answers_elsewhere(elsewhere, mark, tmp_path, kind):
+def test_nothing_of_a_local_launch_answers_elsewhere(elsewhere, mark, tmp_path):
+    """Parameter servers, and JAX's coordinator with what sums, at the same time."""
     hosts = tmp_path / "hosts"  # a machine's name has another address, as on most
     hosts.write_text(f"127.0.0.1 localhost\n{elsewhere.address} {socket.gethostname()}\n")
     named = ["unshare", "--mount", "sh", "-c", f'mount --bind {hosts} /etc/hosts && exec "$@"', "-"]
-    flags = ["--parameter-servers", "1"] if kind == "parameter_server" else []
-    with launched(kind, *flags, before=named), ordinary() as other:
+    launch = [*named, sys.executable, "-m", "kdpkit", "launch", "--workers"]
+    program = ["--", sys.executable, "-c"]
+    servers = [*launch, "1", "--parameter-servers", "1", *program, ON_TENSORFLOW + STAYING]
+    on_jax = Process(*launch, "2", *program, ON_JAX + STAYING, KERAS_BACKEND="jax")
+    with Together([on_jax, Process(*servers)]) as started, ordinary() as other:
+        started[0].wait_for("| joined", count=2)
+        started[1].wait_for("| joined")
         ports = ports_of(mark)
-        assert len(ports) >= {"multi_worker": 2, "parameter_server": 4, "jax": 3}[kind]
-        assert elsewhere.answering([*ports, other]) == [other]
-
-
-def test_the_addresses_of_a_launch_show_where_it_listens():
-    local, everywhere = (
-        launch.tasks(["echo"], workers=2, listen=one) for one in ("loopback", "all")
-    )
-    for task in itertools.chain(local, everywhere):
-        addresses = [address for _, _, address in task.config.tasks]
-        assert _network.are_loopback(addresses) is (task in local)
-    with pytest.raises(ValueError, match="`listen` must be one of 'loopback', 'all'.*'public'"):
-        launch.tasks(["echo"], workers=2, listen="public")
+        assert len(ports) >= 3 + 3
+        assert elsewhere.answering([*ports, port_of(other)]) == [port_of(other)]
+        for launcher in started.running:
+            launcher.send(signal.SIGTERM)
+        started.end()
 
 
 # Others that listen, at once or soon.
@@ -211,54 +161,44 @@ def test_the_addresses_of_a_launch_show_where_it_listens():
 
 @pytest.fixture
 def silent():
-    """A socket with a port of its own, at which nothing listens yet."""
+    """Return a socket with a port of its own, at which nothing listens yet."""
     with socket.socket() as bound:
         bound.bind(("localhost", 0))
         yield bound
 
 
-def address_of(bound):
-    return f"localhost:{bound.getsockname()[1]}"
-
-
-def test_the_wait_ends_when_all_listen(silent):
-    address = address_of(silent)
-    assert _network.problem(address) == _network.NOTHING_LISTENS
-    thread = threading.Timer(0.5, silent.listen)
-    thread.start()
-    started = time.monotonic()
-    assert _network.problems([address], 100) == {}
-    thread.join()
-    assert time.monotonic() - started < 90  # not at the end of the time
-
-
-def test_those_who_do_not_come_are_named_and_what_is_accepted_is_not(silent):
+def test_the_wait_ends_when_all_listen_and_who_does_not_come_is_named(silent):
+    address = f"localhost:{port_of(silent)}"
     with socket.create_server(("localhost", 0)) as listening:
-        addresses = [address_of(listening), address_of(silent)]
-        problems = {address_of(silent): _network.NOTHING_LISTENS}
-        assert _network.problems(addresses, 0.5) == problems
-        assert _network.problems(addresses, 60, accepted=[_network.NOTHING_LISTENS]) == {}
-    assert _network.problem("no-such-host.invalid:1") is not None
+        addresses = [f"localhost:{port_of(listening)}", address]
+        assert [*_network.problems(addresses, 0.3)] == [address]
+        thread = threading.Timer(0.5, silent.listen)
+        thread.start()
+        started = time.monotonic()
+        assert _network.problems(addresses, 100) == {}
+        thread.join()
+        assert time.monotonic() - started < 90  # not at the end of the time
 
 
-# The addresses of all.
+# What all exchange.
 
 
 @pytest.fixture
-def first(silent):
+def first():
     """Return an address at which nothing listens."""
-    silent.close()
     with socket.socket() as free:
         free.bind(("localhost", 0))
-        return address_of(free)
+        return f"localhost:{port_of(free)}"
 
 
-def exchange(first, *indices, count, seconds=20.0):
+def exchange(first, *indices, count, seconds=20.0, known=()):
     """Return what each of some processes learns, or the error that it raises."""
 
     def learned(index):
+        address = dict(known).get(index)
+        settings = {"index": index, "count": count, "seconds": seconds}
         try:
-            return _network.exchange(first, index=index, count=count, seconds=seconds)
+            return _network.exchange(address, 1 + index, first, **settings)
         except ValueError as error:
             return str(error)
 
@@ -267,35 +207,38 @@ def exchange(first, *indices, count, seconds=20.0):
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
-def test_all_learn_the_same_addresses(order, first):
-    found = exchange(first, *order, count=4)
+def test_all_learn_the_same_and_an_address_that_is_known_stays(order, first):
+    found = exchange(first, *order, count=4, known={2: "gpu2:9876"}.items())
     assert found == [found[0]] * 4
-    assert found[0][0] == first
-    hosts, ports = zip(*(address.rsplit(":", 1) for address in found[0]), strict=True)
-    assert {*hosts[1:]} <= {"127.0.0.1", "[::1]"}
+    addresses, devices = zip(*found[0], strict=True)
+    assert (addresses[0], addresses[2], devices) == (first, "gpu2:9876", (1, 2, 3, 4))
+    hosts, ports = zip(*(address.rsplit(":", 1) for address in addresses), strict=True)
+    assert {hosts[1], hosts[3]} == {"127.0.0.1"}
     assert len({*ports}) == 4
 
 
 def test_other_programs_that_connect_take_no_part(first):
-    def disturb():
-        host, port = first.split(":")
-        assert _network.problems([first], 20) == {}
-        for sent in (b"GET / HTTP/1.1\r\n\r\n", b"[1, 3, 99]\n", b"[0, 2, 99]\n", b"[[]]\n"):
-            with socket.create_connection((host, int(port))) as connection:
-                connection.sendall(sent)
-
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waiting = threads.submit(exchange, first, 0, count=2)
-        threads.submit(disturb).result()
+        assert _network.problems([first], 20) == {}
+        messages = (
+            b"GET / HTTP/1.1\r\n\r\n",
+            b'[1, 3, "a:9", 1]\n',
+            b'[0, 2, "a:9", 1]\n',
+            b"[]\n",
+        )
+        for sent in messages:
+            with contextlib.closing(_network._connected(first, 0.0)) as connection:
+                connection.sendall(sent)
         assert exchange(first, 1, count=2) == waiting.result()
 
 
 def test_those_that_do_not_come_are_named(first):
     shown, _ = exchange(first, 0, 2, count=4, seconds=0.5)
-    assert "2 of 4 processes did not" in shown
-    assert "missing=[1, 3]" in shown
+    assert "did not meet at the address of the first" in shown
+    assert "processes [1, 3] are missing" in shown
     (shown,) = exchange(first, 1, count=2, seconds=0.2)
-    assert f"The first process, {first}, did not send" in shown
-    with socket.create_server(("", 0)) as used:
-        (shown,) = exchange(f"localhost:{used.getsockname()[1]}", 0, count=2)
-    assert "cannot connect to this one" in shown
+    assert "Connection refused" in shown
+    with ordinary() as used:
+        (shown,) = exchange(f"localhost:{port_of(used)}", 0, count=2)
+    assert "Address already in use" in shown

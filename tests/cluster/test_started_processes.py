@@ -1,4 +1,4 @@
-"""Programs under `mpirun`: two processes that train as one, or a sentence; never two copies."""
+"""Recipes under launchers: two processes that train as one, or a sentence; never two copies."""
 
 import importlib.util
 import json
@@ -7,10 +7,13 @@ import sys
 
 import pytest
 
-from tests.processes import SOON, Process, Together, free_port
+from tests.processes import SOON, Process, Together
 
-MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+STARTS = {
+    "kdpkit": [sys.executable, "-m", "kdpkit", "launch", "--workers", "2", "--", sys.executable],
+    "Open MPI": ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable],
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"],
+}
 
 pytestmark = [
     pytest.mark.slow,
@@ -20,22 +23,17 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=["Open MPI", "torchrun"])
-def launcher(request):
-    """Return the name of a launcher that is installed, and the words that start two processes."""
-    if request.param == "Open MPI" and not shutil.which("mpirun"):
-        pytest.skip("Open MPI is not installed (Debian: openmpi-bin)")
-    if request.param == "torchrun" and not importlib.util.find_spec("torch"):
-        pytest.skip("torchrun is not installed (pip install torch)")
-    return request.param, MPIRUN if request.param == "Open MPI" else TORCHRUN
-
-
-def run(*command, backend):
+def run(launcher, *command, backend):
     """Run a program in two processes; return its exit code and what it prints."""
-    with Together([Process(*command, KERAS_BACKEND=backend)]) as started:
+    if launcher == "Open MPI" and not shutil.which("mpirun"):
+        pytest.skip("Open MPI is not installed (Debian: openmpi-bin)")
+    if launcher == "torchrun" and not importlib.util.find_spec("torch"):
+        pytest.skip("torchrun is not installed (pip install torch)")
+    with Together([Process(*STARTS[launcher], *command, KERAS_BACKEND=backend)]) as started:
         return *started.end(SOON), *started.shown
 
 
+@pytest.mark.parametrize("launcher", STARTS)
 @pytest.mark.parametrize(
     ("recipe", "backend", "described"),
     [
@@ -44,41 +42,23 @@ def run(*command, backend):
     ],
 )
 def test_two_processes_train_as_one(launcher, recipe, backend, described, tmp_path):
-    _, start = launcher
-    flags = ["--smoke", "--log-dir", tmp_path / "logs", "--results", tmp_path / "results.json"]
-    code, shown = run(*start, f"recipes/{recipe}", *flags, backend=backend)
+    results, logs = tmp_path / "results.json", tmp_path / "logs"
+    flags = ["--smoke", "--log-dir", logs, "--results", results]
+    code, shown = run(launcher, f"recipes/{recipe}", *flags, backend=backend)
     assert code == 0, shown
     assert described in shown
-    assert (tmp_path / "results.json").exists()
+    assert shown.count("Test:") == 1
+    found = json.loads(results.read_text())
+    assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
+    assert [path.name for path in logs.glob("*.keras")] == ["model.keras"]
 
 
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_a_recipe_that_would_train_copies_raises(launcher, backend, tmp_path):
-    name, start = launcher
+@pytest.mark.parametrize("launcher", [*STARTS][1:])
+def test_a_recipe_that_would_train_copies_raises(launcher, tmp_path):
     flags = ["--smoke", "--log-dir", tmp_path / "logs"]
-    code, shown = run(*start, "recipes/cnn_fit.py", *flags, backend=backend)
-    assert code == {"Open MPI": 2, "torchrun": 1}[name], shown  # torchrun prints the exit code
-    assert f"{name} started this process with others" in shown
+    code, shown = run(launcher, "recipes/cnn_fit.py", *flags, backend="tensorflow")
+    assert code == {"Open MPI": 2, "torchrun": 1}[launcher], shown  # torchrun prints the exit code
+    assert f"{launcher} started this process with others" in shown
     assert "processes=2" in shown
     assert 'cnn_fit.py", line' not in shown  # no traceback, but for torchrun's own
     assert not any((tmp_path / "logs").rglob("*"))
-
-
-def test_processes_that_know_only_the_first_address_train_as_one(tmp_path):
-    known = {
-        "KERAS_BACKEND": "tensorflow",
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}",
-        "JAX_NUM_PROCESSES": "2",
-    }
-    results, logs = tmp_path / "results.json", tmp_path / "logs"
-    flags = ["--smoke", "--results", results, "--log-dir", logs]
-    command = [sys.executable, "recipes/multi_worker.py", *flags]
-    processes = (Process(*command, **known, JAX_PROCESS_ID=index) for index in "01")
-    with Together(processes) as started:
-        assert started.end(SOON) == [0, 0], started.shown
-    assert "CPU:0 of each of 2 workers" in started[0].shown
-    for line in ("Learning rate of epoch 2:", "Test:"):
-        assert [line in output for output in started.shown] == [True, False]
-    found = json.loads(results.read_text())
-    assert (found["replicas"], found["global_batch_size"], found["steps"]) == (2, 16, 8)
-    assert (logs / "model.keras").exists()

@@ -27,7 +27,7 @@ def test_every_strategy_trains_what_one_device_does(capsys, monkeypatch):
     assert code == int(not found["clean"])
     assert "2 replicas on" in trials["mirrored"][1]
     assert "each of 2 workers" in trials["multi_worker"][1]
-    assert "1 worker, 1 parameter server" in trials["parameter_server"][1]
+    assert "workers: 1, parameter servers: 1" in trials["parameter_server"][1]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 import keras
 import numpy as np
@@ -22,9 +22,7 @@ from keras.src.backend.common.masking import set_keras_mask
 
 from kdpkit import errors
 from kdpkit._internal import checks, processes
-from kdpkit._internal.datasets import with_private_batches
 from kdpkit.strategies import _parameter_servers
-from kdpkit.training._feed import Feed
 from kdpkit.training._remat import rematerialised
 from kdpkit.training.tensorflow import _keras_internals, _patches
 from kdpkit.training.tensorflow._gradients import (
@@ -33,7 +31,7 @@ from kdpkit.training.tensorflow._gradients import (
     forward_and_backward,
     over_micro_batches,
 )
-from kdpkit.training.tensorflow._loop import TensorFlowSteps, check_batched
+from kdpkit.training.tensorflow._loop import TensorFlowSteps
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep
 
@@ -72,46 +70,32 @@ class ParameterServerSteps(TensorFlowSteps):
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Report in one sentence that a parameter server is gone, or what a worker lacked.
+        """Report in one sentence that a parameter server is gone.
 
         Raises:
             ProcessLostError: A parameter server is gone, and its part of the model with it.
         """
+        tf.get_logger().addFilter(_shorten)
         try:
-            with _short_logs(), _patches.installed():
+            with _patches.installed():
                 yield
         except tf.errors.OpError as error:
             lost = _parameter_servers.lost_servers(self.strategy)
             unavailable = isinstance(error, tf.errors.UnavailableError | tf.errors.AbortedError)
             is_loss = lost or (unavailable and "/job:ps" in str(error))
-            if is_loss or _parameter_servers.is_of_a_new_server(error):
-                _give_up(lost, error)
-            if isinstance(error, tf.errors.OutOfRangeError):
-                raise errors.InputError(
-                    "The dataset that `train` made on a worker gave no batch. Give every worker "
-                    "some data, or use fewer workers."
-                ) from error
-            raise
+            if not is_loss and not _parameter_servers.is_of_a_new_server(error):
+                raise
+            named = f" ({', '.join(lost)})" if lost else ""
+            processes.leave_without_waiting(errors.LEFT_ALONE)
+            atexit.register(processes.leave)  # else TensorFlow takes leave of a server that is gone
+            raise errors.ProcessLostError(
+                f"A parameter server is gone{named}, and with it a part of the model. "
+                f"{processes.GO_ON}"
+            ) from error
+        finally:
+            tf.get_logger().removeFilter(_shorten)
 
     # Before the first step.
-
-    def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        """Check a dataset that the chief hands out, or let each worker make its own."""
-        if not callable(dataset):
-            return super().open(dataset, name, **steps)
-        ((argument, wanted),) = steps.items()
-        if name != "train" or wanted is None:
-            checks.fail(
-                f"`{name}` is a function that makes a dataset for each worker, of which only "
-                "`train` may be one, and with `steps_per_epoch`.",
-                **{argument: wanted},
-                remedy="Pass a `tf.data.Dataset`, or `steps_per_epoch`.",
-            )
-        wanted = checks.integer(argument, wanted)
-        batches = _BatchesOfWorkers(self._coordinator, dataset, self._workers)
-        check_batched(name, batches.element_spec)
-        self._build_model(batches.element_spec)
-        return Feed(name, batches, wanted=wanted, length=lambda: wanted)
 
     def _distributed(self, dataset: Any, name: str) -> Any:  # noqa: ARG002 a replica's own need none
         return dataset  # the chief reads it, and hands the batches out
@@ -187,7 +171,7 @@ class ParameterServerSteps(TensorFlowSteps):
         """Update the weights from a batch; give what it adds to loss and metrics."""
         # Outside the replica, where an optimizer may also overwrite weights by their averages.
         with self.scope(), rematerialised(self.loop, checkpointed):
-            parts, counts = self.strategy.run(self._train_and_count, args=(_taken(batch),))
+            parts, counts = self.strategy.run(self._train_and_count, args=(batch,))
             variables = self.model.trainable_variables
             gradients = [parts.get(index) for index in range(len(variables))]
             present = tf.nest.flatten([*parts.values()], expand_composites=True)
@@ -196,7 +180,7 @@ class ParameterServerSteps(TensorFlowSteps):
         return counts
 
     def _test_on_worker(self, batch: Any) -> Any:
-        return self.strategy.run(self._test_and_count, args=(_taken(batch),))
+        return self.strategy.run(self._test_and_count, args=(batch,))
 
     def _predict_on_worker(self, batch: Any) -> Any:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -261,9 +245,8 @@ class _ScheduledStep:
     def result(self) -> Any:
         """Wait for what it gives; where that fails, the next call hands it out again.
 
-        A worker may be lost between the end of a step and the way of its result to the chief. Then
-        `fetch` fails, whereas the coordinator, which fetches it too, has the step made once more.
-        And where one step fails in a way that the coordinator cannot explain, it drops the others.
+        `fetch` fails where a worker is lost after the step: the coordinator has it made once more,
+        or drops it, as all others where one fails in a way that it cannot explain.
         """
         if self._given is None:
             self.schedule()
@@ -277,61 +260,8 @@ class _ScheduledStep:
             raise
 
 
-class _BatchesOfWorkers:
-    """What each worker's own dataset gives, over and over.
-
-    Args:
-        coordinator: Makes them on the workers, and again on one that returns.
-        make: Makes a dataset from a worker's index and the number of workers.
-        workers: The number of workers.
-    """
-
-    def __init__(self, coordinator: Any, make: Callable[..., Any], workers: int) -> None:
-        def make_here() -> Any:
-            here = tf.distribute.coordinator.experimental_get_current_worker_index()
-            dataset = make(here, workers)
-            if not isinstance(dataset, tf.data.Dataset):
-                checks.fail(
-                    "`train` must make a `tf.data.Dataset` from a worker's index and the number "
-                    "of workers.",
-                    made=type(dataset).__name__,
-                )
-            return with_private_batches(dataset).repeat()
-
-        function = tf.function(make_here, autograph=False).get_concrete_function()
-        of_chief = [t for t, _ in function.graph.captures if t.dtype in (tf.variant, tf.resource)]
-        if of_chief:
-            checks.fail(
-                "`train` uses a dataset or a table that was made on the chief, where workers "
-                "cannot reach it. Make it inside the function.",
-                uses=[tensor.dtype.name for tensor in of_chief],
-            )
-        self._datasets = coordinator.create_per_worker_dataset(function)
-        self.element_spec = self._datasets.element_spec
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.repeat(iter(self._datasets))
-
-
-def _taken(batch: Any) -> Any:
-    """Return the batch that the chief handed out, or the next one of the worker's own dataset."""
-    return next(batch) if isinstance(batch, tf.data.Iterator) else batch
-
-
-@contextlib.contextmanager
-def _short_logs() -> Iterator[None]:
-    """Keep to a line what TensorFlow logs of a lost worker, and leave out what is raised anyway.
-
-    It writes the complete graph's traceback, four times for each step.
-    """
-    tf.get_logger().addFilter(_shorten)
-    try:
-        yield
-    finally:
-        tf.get_logger().removeFilter(_shorten)
-
-
 def _shorten(record: logging.LogRecord) -> bool:
+    """Keep to a line what TensorFlow logs of a lost worker, and leave out what is raised anyway."""
     if record.module != "cluster_coordinator":
         return True
     record.msg, record.args = record.getMessage().strip().partition("\n")[0], ()
@@ -341,24 +271,13 @@ def _shorten(record: logging.LogRecord) -> bool:
 
 def _reject_waiting_for_others(optimizer: keras.optimizers.Optimizer) -> None:
     """Reject what an optimizer decides from several updates, which here come in no order."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    scales = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if scales or optimizer.gradient_accumulation_steps:
         checks.fail(
-            "The scale of the loss depends on the updates before, and asynchronous workers make "
-            "theirs at any time. Train in bfloat16 or float32.",
+            "An optimizer can neither scale the loss nor collect the gradients of workers that "
+            "update at any time.",
             optimizer=type(optimizer).__name__,
-        )
-    if optimizer.gradient_accumulation_steps:
-        checks.fail(
-            "An optimizer cannot collect the gradients of workers that update at any time.",
             gradient_accumulation_steps=optimizer.gradient_accumulation_steps,
-            remedy="Use `TrainingLoop(accumulation=...)`, in which each worker collects its own.",
+            remedy="Train in bfloat16 or float32, and use `TrainingLoop(accumulation=...)`, in "
+            "which each worker collects its own.",
         )
-
-
-def _give_up(lost: list[str], error: Exception) -> NoReturn:
-    named = f" ({', '.join(lost)})" if lost else ""
-    processes.leave_without_waiting(errors.LEFT_ALONE)
-    atexit.register(processes.leave)  # else TensorFlow takes leave of a server that is gone
-    raise errors.ProcessLostError(
-        f"A parameter server is gone{named}, and with it a part of the model. {processes.GO_ON}"
-    ) from error
