@@ -70,7 +70,6 @@ def test_callbacks_with_hooks_at_the_end_of_a_batch_are_found(tmp_path):
         Old(),
         keras.callbacks.LambdaCallback(on_train_batch_end=lambda *_: None),
         keras.callbacks.ModelCheckpoint(str(tmp_path / "model.keras")),
-        callbacks.LearningRateLogger(every="batch"),
     ]
     for callback in waiting:
         assert slow(callback) == [f"callback {type(callback).__name__}"]
