@@ -85,21 +85,6 @@ def test_the_rate_is_right_when_the_number_of_steps_is_unknown(rate):
     assert history["learning_rate"] == pytest.approx(truth.epochs, rel=1e-4)
 
 
-@pytest.mark.parametrize("place", ["before", "after"])
-@pytest.mark.parametrize("kind", ["plateau", "scheduler"])
-def test_keras_own_rate_callbacks_stand_before_or_after(place, kind):
-    theirs = {
-        "plateau": keras.callbacks.ReduceLROnPlateau("loss", factor=0.5, patience=1, mode="max"),
-        "scheduler": keras.callbacks.LearningRateScheduler(lambda epoch: 0.5 ** (epoch + 1)),
-    }[kind]
-    ours, truth = LearningRateLogger(), Truth()
-    callbacks = [theirs, ours] if place == "before" else [ours, theirs]
-    model = falling_weight(keras.optimizers.SGD(0.5))
-    history = model.fit(**ones(2), epochs=4, callbacks=[*callbacks, truth]).history
-    assert len(set(truth.epochs)) > 1
-    assert history["learning_rate"] == pytest.approx(truth.epochs, rel=1e-5)
-
-
 def test_accumulation_reports_the_rate_at_the_batch_of_the_update():
     schedule = straight_decay()
     optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=4)

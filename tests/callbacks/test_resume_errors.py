@@ -10,7 +10,6 @@ from keras import layers
 
 from kdpkit import testing
 from kdpkit.callbacks import Resume
-from kdpkit.checkpoints import Position
 from tests.callbacks.resume_programs import (
     ON_JAX,
     STEPS,
@@ -91,23 +90,6 @@ def test_pipelines_are_tracked_as_they_are_and_once(tmp_path):
         resume.track(train.map(lambda x, y: (x, y)))
     with pytest.raises(ValueError, match="tracked already; pass the dataset itself"):
         resume.track(resume.track(train))
-
-
-@pytest.mark.tensorflow
-def test_a_tracked_pipeline_gives_what_it_gave_and_can_begin_anywhere(tmp_path):
-    def given(dataset):
-        return [[x.tolist() for x, _ in dataset.as_numpy_iterator()] for _ in range(3)]
-
-    complete = given(pipeline())
-    resume = Resume(tmp_path)
-    tracked = resume.track(pipeline())
-    assert given(tracked) == complete
-    assert int(tracked.map(lambda *batch: batch).cardinality()) == STEPS  # as `class_weight` maps
-    resume._dataset.go_to(Position(1, 1))
-    assert int(tracked.cardinality()) == STEPS - 1
-    assert resume._dataset.first_batch()[0].numpy().tolist() == complete[1][1]
-    resume._dataset.go_to(Position(1, 1))
-    assert given(tracked)[:2] == [complete[1][1:], complete[2]]
 
 
 def test_another_dataset_than_the_tracked_one_raises(tmp_path):

@@ -81,13 +81,6 @@ def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path):
         assert written == expected
 
 
-def test_a_second_fit_goes_on_and_its_epochs_are_written(tmp_path):
-    board = TensorBoard(tmp_path)
-    model = fit([board], epochs=1)
-    model.fit(**ones(5), initial_epoch=1, epochs=2, callbacks=[board])
-    assert scalars(tmp_path / "train")["epoch_learning_rate"] == pytest.approx({0: 0.96, 1: 0.91})
-
-
 @needs_tensorflow
 def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path):
     class Own(keras.Model):
