@@ -54,6 +54,10 @@ class RemotePath(pathlib.PurePosixPath):
         names = (self / pattern).ask("glob")
         return (self / posixpath.basename(name) for name in sorted(names))
 
+    def iterdir(self) -> Iterator[Self]:
+        """Return what is in the directory."""
+        return self.glob("*")
+
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Remove the file."""
         with contextlib.suppress(*[FileNotFoundError] * missing_ok):
