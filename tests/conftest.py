@@ -153,7 +153,7 @@ def _version(package):
 @pytest.fixture(params=["file", "memory"])
 def remote(request, tmp_path):
     """Return a directory with a scheme; `memory` begins with a bucket, as object storage does."""
-    place = tmp_path if request.param == "file" else f"/{tmp_path.name}-{uuid.uuid4()}"
+    place = tmp_path if request.param == "file" else f"{tmp_path.name}-{uuid.uuid4()}"
     return f"{request.param}://{place}"
 
 

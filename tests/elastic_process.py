@@ -15,10 +15,8 @@ SETTINGS = json.loads(sys.argv[1])
 DIRECTORY = pathlib.Path(SETTINGS["directory"])
 HERE = cluster.ClusterConfig.from_environment()
 LEG = SETTINGS["leg"]
-SETTING = LEG.pop("setting")
 
-testing.use_logical_cpus(SETTING["replicas"] // SETTING["processes"])
-
+testing.use_logical_cpus(LEG["replicas"] // LEG["processes"])
 
 from tests import elastic
 
@@ -34,7 +32,7 @@ def main():
         sharding.join_processes(
             HERE.coordinator, process_count=HERE.process_count, process_index=HERE.process_index
         )
-    leg = elastic.Leg(elastic.Setting(**SETTING), **LEG)
+    leg = elastic.Leg(**LEG)
     result = elastic.lived(SETTINGS["program"], leg, DIRECTORY, seconds_a_step=0.05)
     if HERE.process_index == 0:
         (DIRECTORY / "result.json").write_text(json.dumps(result))

@@ -1,10 +1,10 @@
 """States on disk are complete, and the newest complete one is found."""
 
-import functools
-import json
+import pathlib
+import random
 import resource
-import shutil
-import time
+import subprocess
+import sys
 import warnings
 
 import keras
@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
+import kdpkit
 from kdpkit import checkpoints, testing
-from kdpkit._internal import atomic_files
 from kdpkit.checkpoints import CheckpointDirectory, Position, TrainingState
-from tests import damaged_states
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 
 
 def state(epoch=0, step=0, **arrays):
@@ -58,44 +59,47 @@ def test_the_newest_are_kept_and_the_order_is_that_of_training(tmp_path):
     assert CheckpointDirectory(tmp_path).latest().position.epoch == 10
 
 
-def test_an_empty_or_missing_directory_has_no_state(tmp_path):
-    assert CheckpointDirectory(tmp_path).latest() is None
-    assert CheckpointDirectory(tmp_path / "none").latest() is None
-
-
 def content_of(found):
     """What a state has, with the types of its values."""
     arrays = {name: (a.dtype.name, a.shape, a.tobytes()) for name, a in found.arrays.items()}
     return repr((found.position, found.notes, sorted(arrays.items())))
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize(
-    "seeds", [range(40), pytest.param(range(40, 5_000), marks=pytest.mark.exhaustive)], ids=len
-)
-def test_no_damaged_state_is_read_as_another_or_ends_the_run(seeds, tmp_path):
-    """None takes long or fills the memory either; and the run saves further states."""
+def flipped(draw, content):
+    damaged = bytearray(content)
+    damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
+    return bytes(damaged)
+
+
+def cut(draw, content):
+    return content[: draw.randrange(len(content))]
+
+
+def torn(draw, content):
+    """What a crash leaves of blocks that were never written, or written twice."""
+    start, size = draw.randrange(len(content)), draw.choice([1, 16, 512])
+    stop = min(start + size, len(content))
+    source = draw.randrange(len(content))
+    other = (content * 2)[source : source + stop - start]
+    block = draw.choice([bytes(stop - start), other, draw.randbytes(stop - start)])
+    return content[:start] + block + content[stop:]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_damaged_state_is_read_as_another_or_ends_the_run(seed, tmp_path):
     weights = {"weight": np.arange(20.0), "bias": np.arange(3).astype(ml_dtypes.bfloat16)}
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    for seed in seeds:
-        directory = CheckpointDirectory(tmp_path / str(seed))
-        older, newest = state(0, 1, **weights), state(0, 2, **weights)
-        directory.save(older)
-        path = directory.save(newest)
-        kind = damaged_states.damage(seed, path, path.read_bytes())
-        began = time.monotonic()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = directory.latest()
-        assert time.monotonic() - began < 10, (seed, kind)
-        expected = older if caught else newest
-        assert content_of(found) == content_of(expected), (seed, kind)
-        assert all(f"{path.name} is damaged or cannot" in str(w.message) for w in caught)
-        directory.save(state(0, 3, **weights))
-        assert directory.latest().position.step == 3, (seed, kind)
-        shutil.rmtree(tmp_path / str(seed))
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < (1 << 28) / 1024, grown  # in KiB on Linux
+    directory, draw = CheckpointDirectory(tmp_path), random.Random(seed)
+    older, newest = state(0, 1, **weights), state(0, 2, **weights)
+    directory.save(older)
+    path = directory.save(newest)
+    path.write_bytes(draw.choice([flipped, flipped, cut, torn])(draw, path.read_bytes()))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = directory.latest()
+    assert content_of(found) == content_of(older if caught else newest)
+    assert all(f"{path.name} is damaged or cannot" in str(w.message) for w in caught)
+    directory.save(state(0, 3, **weights))
+    assert directory.latest().position.step == 3
 
 
 def test_where_all_are_damaged_nothing_starts_again_silently(tmp_path):
@@ -136,14 +140,29 @@ def test_a_full_disk_loses_nothing(tmp_path):
     assert len([*tmp_path.iterdir()]) == 1
 
 
-def test_a_format_of_later_versions_is_not_guessed_at(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
-    path = directory.save(state())
-    with np.load(path) as file:
-        header = json.loads(str(file["header"])) | {"format": 2}
-    np.savez(path, header=np.array(json.dumps(header)))
-    with pytest.raises(ValueError, match="another version of kdpkit.*format=2"):
-        directory.latest()
+ENDING = """
+import sys
+import numpy as np
+from kdpkit.checkpoints import CheckpointDirectory, Position, TrainingState
+
+arrays = {"weight": np.zeros(8_000_000)}
+for directory in sys.argv[1:]:
+    state = TrainingState(position=Position(0, 1), arrays=arrays)
+    CheckpointDirectory(directory).save_in_background(state)
+raise RuntimeError("training failed")
+"""
+
+
+def test_a_program_that_fails_ends_when_all_is_written_and_reports_what_is_not(tmp_path):
+    (tmp_path / "file").touch()
+    command = [sys.executable, "-c", ENDING, tmp_path / "states", tmp_path / "file" / "states"]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 1
+    assert "training failed" in ended.stderr
+    assert "could not be saved" in ended.stderr
+    assert CheckpointDirectory(tmp_path / "states").latest().position == Position(0, 1)
 
 
 def test_bad_directories_raise(tmp_path):
@@ -200,9 +219,7 @@ def assert_read_values_stay(model, data):
         fit()
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("jit_compile", [False, True])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd", "adafactor", "ftrl", "lion"])
+@pytest.mark.parametrize(("optimizer", "jit_compile"), [("adam", False), ("sgd", True)])
 def test_steps_do_not_change_values_that_were_read(optimizer, jit_compile):
     if optimizer == "sgd":
         optimizer = keras.optimizers.SGD(momentum=0.9, use_ema=True)
@@ -220,60 +237,15 @@ def test_steps_on_two_replicas_do_not_change_values_that_were_read():
 
 @pytest.mark.slow
 @pytest.mark.jax
-@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"])
-def test_steps_on_four_devices_do_not_change_values_that_were_read(shard):
+def test_steps_on_four_devices_do_not_change_values_that_were_read():
     from kdpkit import sharding
 
     before = keras.distribution.distribution()
-    keras.distribution.set_distribution(sharding.DataParallel(4, shard=shard))
+    keras.distribution.set_distribution(sharding.DataParallel(4, shard="weights"))
     try:
         assert_read_values_stay(*stepping("adam"))
     finally:
         keras.distribution.set_distribution(before)
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("by_xla", [False, True])
-@pytest.mark.parametrize("writes_in_place", [False, True])
-def test_no_operation_of_tensorflow_changes_values_that_were_read(by_xla, writes_in_place):
-    import tensorflow as tf
-
-    raw, one = tf.raw_ops, np.ones((5, 2), "float32")
-
-    def some(row):
-        return tf.IndexedSlices(tf.ones((1, 2)), [row])
-
-    def run(operation, variable):
-        operation(variable)
-
-    operations = [
-        lambda v: v.assign(2 * v),
-        lambda v: v.assign_add(one),
-        lambda v: v.assign_sub(one),
-        lambda v: v[1:3].assign(one[:2]),
-        lambda v: v.scatter_update(some(1)),
-        lambda v: v.scatter_add(some(2)),
-        lambda v: v.scatter_nd_update([[3]], one[:1]),
-        lambda v: raw.ResourceApplyGradientDescent(var=v.handle, alpha=0.1, delta=one),
-    ]
-    if not by_xla:  # which does not have these
-        operations += [
-            lambda v: v.scatter_max(some(3)),
-            lambda v: raw.ResourceSparseApplyAdagrad(
-                var=v.handle, accum=v.handle, lr=0.1, grad=one[:1], indices=[4]
-            ),
-        ]
-    for operation in operations:
-        variable = keras.Variable(np.full((5, 2), 0.5, "float32"))
-        if writes_in_place:  # from its first operation on rows on, TensorFlow copies when it reads
-            variable.value.scatter_add(some(0))
-        before = np.array(variable)
-        read = checkpoints.values_of({"one": [variable]})["one.0"]
-        write = tf.function(functools.partial(run, operation, variable.value), jit_compile=by_xla)
-        write()
-        write()
-        np.testing.assert_array_equal(read, before)
-        assert (np.array(variable) != read).any()
 
 
 @pytest.mark.parametrize(
@@ -282,7 +254,7 @@ def test_no_operation_of_tensorflow_changes_values_that_were_read(by_xla, writes
         (lambda: testing.tiny_classifier(classes=4), r"does not fit the model.*\(8, 4\).*\(8, 3\)"),
         (
             lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]),
-            "has 4 variables of the model.*has 2",
+            "does not fit the model: it has 4 variables, and here are 2",
         ),
     ],
 )
@@ -304,20 +276,3 @@ def test_states_in_object_storage_are_those_of_a_local_directory(remote):
     assert [path.name[-6:] for path in directory.paths()] == ["03.npz", "02.npz"]
     found = CheckpointDirectory(remote).latest()
     assert (found.position.step, found.arrays["weight"].tolist()) == (3, [3.0, 4.0, 5.0])
-
-
-def test_a_damaged_state_in_object_storage_is_skipped(remote):
-    directory = CheckpointDirectory(remote)
-    directory.save(state(0, 1))
-    path = directory.save(state(0, 2, weight=np.arange(1000.0)))
-    with atomic_files.replacing(path) as temporary:
-        temporary.write_bytes(path.read_bytes()[:500])
-    with pytest.warns(UserWarning, match="://.*state-000000-000000002.npz is damaged"):
-        assert directory.latest().position.step == 1
-
-
-def test_a_file_in_object_storage_is_no_directory(remote):
-    with atomic_files.replacing(f"{remote}/file") as temporary:
-        temporary.touch()
-    with pytest.raises(ValueError, match="A directory is needed, and this is a file: .*://.*file"):
-        CheckpointDirectory(f"{remote}/file")

@@ -1,56 +1,49 @@
 """A run goes on with any other number of replicas and processes, to the same weights.
 
-Schedules are drawn from a seed, which the name of a test and the note of its failure have.
 tests/test_environments.py runs this on JAX.
 """
 
 import pytest
 
 from tests import elastic
+from tests.elastic import ON_JAX, Leg
 
 pytestmark = [
     pytest.mark.timeout(600),
     pytest.mark.filterwarnings("ignore:Nothing is left to train"),
     pytest.mark.filterwarnings("ignore:A large variable stays complete"),
 ]
+CUT = {"shard": "weights"} if ON_JAX else {}
+SCHEDULES = {
+    "fit": [Leg(2, "SIGTERM", 4, **CUT), Leg(1, "error", 2, save_freq=1), Leg(3)],
+    "loop": [Leg(1, "request", 1, save_freq="epoch"), Leg(2, "error", 4, **CUT), Leg(1)],
+    "micro": [Leg(2, "SIGTERM", 2), Leg(1, "SIGTERM", 3, accumulation=2), Leg(2, **CUT)],
+}
 
 
 @pytest.fixture(autouse=True)
 def _small_variables_are_cut(monkeypatch):
-    if elastic.ON_JAX:
+    if ON_JAX:
         monkeypatch.setattr("kdpkit._internal.shards.SMALL", 1)
 
 
 @pytest.mark.parametrize(
-    "seed",
+    "program",
     [
-        pytest.param(0, marks=[] if elastic.ON_JAX else pytest.mark.slow),
-        *(pytest.param(s, marks=pytest.mark.slow) for s in range(1, len(elastic.PROGRAMS))),
+        pytest.param(name, marks=[] if ON_JAX and name == "fit" else pytest.mark.slow)
+        for name in SCHEDULES
     ],
 )
-def test_a_run_goes_on_with_one_replica_more_or_less(seed, tmp_path):
-    elastic.run(seed, tmp_path, most_legs=2, most_replicas=2)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(200))
-def test_a_run_goes_on_with_any_replicas(seed, tmp_path):
-    elastic.run(seed, tmp_path)
+def test_a_run_goes_on_with_other_replicas(program, tmp_path):
+    elastic.assert_ends_as_undisturbed(program, SCHEDULES[program], tmp_path)
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
-@pytest.mark.parametrize(
-    "seed", [0, *(pytest.param(s, marks=pytest.mark.exhaustive) for s in range(1, 20))]
-)
-def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(seed, tmp_path):
-    ends = ("SIGTERM", "request", "SIGKILL")
-    elastic.run(
-        seed,
-        tmp_path,
-        live=elastic.lived_by_children,
-        most_legs=4,
-        most_replicas=4,
-        processes=(1, 2),
-        ends=ends,
-    )
+def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(tmp_path):
+    legs = [
+        Leg(2, "SIGTERM", 2, processes=2, **CUT),
+        Leg(2, "SIGKILL", 0.3, save_freq=1),
+        Leg(4, processes=2),
+    ]
+    elastic.assert_ends_as_undisturbed("fit", legs, tmp_path, live=elastic.lived_by_children)

@@ -100,3 +100,24 @@ def readable_here(path: str | os.PathLike[str]) -> Path:
     if isinstance(file, storage.RemotePath):
         checks.fail_for_file("A file of this machine is needed", file, remedy="Copy it first.")
     return file
+
+
+def make_writable(directory: storage.AnyPath) -> None:
+    """Make a directory if need be, and write a file there that is gone again: before a long run.
+
+    Raises:
+        FileInputError: It cannot be made or written.
+    """
+    trial = directory / ".kdpkit-trial"
+    try:
+        with replacing(trial) as file:
+            file.touch()
+        trial.unlink(missing_ok=True)
+    except errors.InputError:
+        raise
+    except OSError as error:
+        checks.fail_for_file(
+            f"The directory cannot be made and written ({error.strerror})",
+            directory,
+            remedy="Choose a directory, not a file, where you may write.",
+        )

@@ -12,7 +12,7 @@ import keras
 
 from kdpkit.callbacks._checkpoint import ModelCheckpoint
 from kdpkit.callbacks._devices import DeviceMonitor
-from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR, applied_learning_rate
+from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR
 from kdpkit.callbacks._progress_line import ProgressLine
 from kdpkit.callbacks._resume import Resume
 from kdpkit.callbacks._tensorboard import TensorBoard
@@ -27,7 +27,6 @@ __all__ = [
     "Resume",
     "TensorBoard",
     "Throughput",
-    "applied_learning_rate",
     "training_callbacks",
 ]
 

@@ -3,8 +3,9 @@
 import contextlib
 import functools
 import os
-import posixpath
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -23,7 +24,7 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
     Arguments, file names and messages are Keras'. Works in `fit` on TensorFlow and JAX, under any
     strategy. With several processes all take part in saving, since each may hold parts of the
     model, and the first one's file is kept. For object storage, such as `gs://bucket/model.keras`,
-    the file is written to this machine's disk and then uploaded.
+    the file is written to a temporary directory, which messages name, and then uploaded.
 
     >>> import tempfile
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -68,35 +69,26 @@ class ModelCheckpoint(keras.callbacks.ModelCheckpoint):
 
     @contextlib.contextmanager
     def _hook(self) -> Iterator[None]:
-        given = self.filepath
-        self._in_hook = True
-        if storage.is_remote(given):
-            self.filepath = _RemoteName(given)
+        given, self._in_hook = self.filepath, True
         try:
-            yield
+            with _uploading(given) as self.filepath:
+                yield
         finally:
             self._in_hook, self.filepath = False, given
 
 
-class _RemoteName(str):
-    """The name of a remote file, which is formatted as its path.
-
-    Keras creates the file's directory through TensorFlow, and none if the name has no directory.
-    `atomic_files.replacing` creates it instead.
-    """
-
-    url: str
-
-    def __new__(cls, url: str) -> "_RemoteName":
-        name = super().__new__(cls, posixpath.basename(url))
-        name.url = url
-        return name
-
-    def format(self, *values: Any, **fields: Any) -> "_RemoteName":
-        return _RemoteName(self.url.format(*values, **fields))
-
-    def __format__(self, spec: str) -> str:
-        return format(self.url, spec)
+@contextlib.contextmanager
+def _uploading(filepath: str) -> Iterator[str]:
+    """Yield where Keras saves on this machine, and put what it saves there to object storage."""
+    if not storage.is_remote(filepath):
+        yield filepath
+        return
+    scheme, _, rest = filepath.partition("://")
+    with tempfile.TemporaryDirectory() as directory:
+        yield f"{directory}/{rest.lstrip('/')}"
+        for file in Path(directory).rglob("*"):
+            if file.is_file():
+                storage.RemotePath(f"{scheme}://", file.relative_to(directory)).upload(file)
 
 
 class _SavingAtomically:
@@ -129,8 +121,7 @@ def _readable(model: keras.Model) -> contextlib.AbstractContextManager[None]:
 @contextlib.contextmanager
 def _beside(filepath: str) -> Iterator[str]:
     """Yield a temporary path with the suffix of `filepath`, which tells Keras the format."""
-    path = getattr(filepath, "url", filepath)
-    with atomic_files.replacing_in_first_process(path) as temporary:
+    with atomic_files.replacing_in_first_process(filepath) as temporary:
         # `replacing` keeps one suffix, but Keras needs both for weights.
         ending = ".weights.h5" if filepath.endswith(".weights.h5") else temporary.suffix
         written = temporary.with_name(temporary.name + ending)

@@ -18,37 +18,6 @@ from keras.optimizers.schedules import LearningRateSchedule
 from kdpkit._internal import checks, optimizers, processes
 
 
-def applied_learning_rate(optimizer: Optimizer) -> float | None:
-    """Return the learning rate that the optimizer's last update used, or None before the first.
-
-    With a schedule the result is always exact: `schedule(i)` for the batch index i of the last
-    update. Batches that gradient accumulation only collects and steps that a `LossScaleOptimizer`
-    skips are not updates. A plain rate is the current value: read it before anything sets it for
-    the next step. Inside `fit`, `LearningRateLogger` does that, and corrects the extra batch that
-    TensorFlow counts when a dataset of unknown size ends. Every replica applies the same rate.
-
-    Args:
-        optimizer: A Keras optimizer, or a `LossScaleOptimizer` around one.
-
-    Raises:
-        ValueError: The optimizer is not a Keras optimizer.
-
-    >>> optimizer = keras.optimizers.SGD(
-    ...     keras.optimizers.schedules.PolynomialDecay(1.0, decay_steps=10)
-    ... )
-    >>> print(applied_learning_rate(optimizer))
-    None
-    >>> weight = keras.Variable(0.0)
-    >>> for _ in range(3):
-    ...     optimizer.apply([keras.ops.ones(())], [weight])
-    >>> print(f"applied {applied_learning_rate(optimizer):.1f}, next {optimizer.learning_rate:.1f}")
-    applied 0.8, next 0.7
-    """
-    inner = inner_optimizer(optimizer)
-    last = _last_update(inner, batches_counted(inner))
-    return None if last < 0 else _rate_at(_rate_of(inner), last)
-
-
 def is_keras_optimizer(optimizer: object) -> bool:
     """Return whether this is a Keras optimizer."""
     return isinstance(optimizer, Optimizer)
@@ -78,11 +47,9 @@ def batches_counted(optimizer: object) -> int:
 class AppliedRateCallback(keras.callbacks.Callback):
     """A callback that knows the rate of an epoch's last update.
 
-    Other callbacks may set a plain rate around epochs or batches, earlier or later in the list than
-    this one. So the rate is read when a batch begins: before the first batch of an epoch, and again
-    before those that may have its last update. That is exact unless a callback *later* in the list
-    sets the rate in `on_train_batch_begin`. A schedule only needs one reading. Reading copies two
-    numbers on the device and does not wait for them.
+    Other callbacks may set a plain rate around epochs, earlier or later in the list than this one.
+    So the rate is read when the first batch of an epoch begins, which copies two numbers on the
+    device and does not wait for them.
     """
 
     # On JAX Keras calls batch hooks in other threads unless a callback needs the model there. So
@@ -94,13 +61,8 @@ class AppliedRateCallback(keras.callbacks.Callback):
     def __init__(self) -> None:
         super().__init__()
         self._has_rate = False
-        self._looks: list[tuple[Any, Any]] = []  # the batch count and the rate before a batch
+        self._look: tuple[Any, Any] | None = None  # batches and rate before an epoch's first batch
         self._ended: deque[int] = deque(maxlen=64)  # batch counts at the last ends
-        self._reach = 1  # the last update is in the last `_reach` batches
-        self._previous_batch = 0
-        self._batches_at_once: int | None = (
-            None  # batches per call, known once a second call begins
-        )
         self._last_update = -1  # the batch index that the schedule got
         self._rate: float | None = None  # and the rate applied
 
@@ -115,58 +77,29 @@ class AppliedRateCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Discard the previous epoch."""
-        self._looks.clear()
+        self._look = None
         self._ended.clear()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Read the rate, if this batch may have the epoch's last update."""
-        if batch:
-            self._batches_at_once = batch - self._previous_batch
-        self._previous_batch = batch
-        if self._has_rate and self._should_look(batch):
-            self._look()
+        """Read the rate, if this is the epoch's first batch."""
+        if self._has_rate and self._look is None:
+            optimizer = inner_optimizer(self.model.optimizer)
+            self._look = keras.ops.copy(optimizer._iterations), _rate_of(optimizer)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the batch; on JAX Keras may call this in any thread and order."""
         self._ended.append(batch + 1)
 
-    def _should_look(self, batch: int) -> bool:
-        if not self._looks:
-            return True
-        _, rate = self._looks[0]
-        if _is_schedule(rate) or not self._is_near_the_end(batch):
-            return False
-        # On JAX `self.model` fetches the complete training state, unless another callback has done
-        # so since the last step. If none has, none can have set the rate.
-        return getattr(self._model, "_jax_state_synced", True)
-
-    def _is_near_the_end(self, batch: int) -> bool:
-        steps = (self.params or {}).get("steps")
-        return steps is None or steps - batch < (self._batches_at_once or 1) + self._reach
-
-    def _look(self) -> None:
-        optimizer = inner_optimizer(self.model.optimizer)
-        self._reach = _accumulation(optimizer)
-        counted = keras.ops.copy(optimizer._iterations)
-        self._looks.append((counted, _rate_of(optimizer)))
-        # The first reading is used if later ones are not valid. Keep `_reach` later ones, and one
-        # for the extra batch that Keras begins at the end of a dataset of unknown size.
-        del self._looks[1 : -(self._reach + 1)]
-
     def _applied_rate(self) -> float | None:
         """Return the rate of the last update; None before the first one of this training."""
-        if not self._looks:
+        if self._look is None:
             return self._rate
+        before, rate = self._look
         optimizer = inner_optimizer(self.model.optimizer)
         # One batch too many may have begun: docs/upstream/keras_begins_a_batch_too_many.md
-        counted = min(
-            batches_counted(optimizer), int(self._looks[0][0]) + max(self._ended, default=0)
-        )
+        counted = min(batches_counted(optimizer), int(before) + max(self._ended, default=0))
         last = _last_update(optimizer, counted)
         if last != self._last_update:
-            _, rate = next(
-                (look for look in reversed(self._looks) if int(look[0]) <= last), self._looks[0]
-            )
             self._last_update, self._rate = last, _rate_at(rate, last)
         return self._rate
 
@@ -180,17 +113,11 @@ class LearningRateLogger(AppliedRateCallback):
     and `ReduceLROnPlateau` use the same key. Works in `fit` on TensorFlow and JAX, under any
     strategy. Before the first update, with gradient accumulation, there is no such key.
 
-    A plain rate may be set by any callback in any epoch hook or `on_train_batch_end`; a callback
-    that sets it in `on_train_batch_begin` must come before this one.
-
-    Args:
-        every: `"epoch"` logs once per epoch, without a cost per batch (if Keras does not know the
-            number of steps, a plain rate is copied each batch). `"batch"` also logs each batch
-            (each execution under `steps_per_execution`), which reads the optimizer every time and
-            on JAX makes every step wait for the device.
+    A plain rate may be set by any callback in any epoch hook; one that is set inside an epoch is
+    logged as it was at the epoch's first batch. It costs nothing per batch.
 
     Raises:
-        ValueError: `every` is neither, or the model has no Keras optimizer.
+        ValueError: The model has no Keras optimizer.
 
     >>> schedule = keras.optimizers.schedules.PolynomialDecay(1.0, 4, end_learning_rate=0.0)
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -201,25 +128,8 @@ class LearningRateLogger(AppliedRateCallback):
     [0.75, 0.25]
     """
 
-    def __init__(self, every: str = "epoch") -> None:
-        super().__init__()
-        self.every = checks.one_of("every", every, ("batch", "epoch"))
-        self.async_safe = every == "epoch"
-
-    def _is_near_the_end(self, batch: int) -> bool:
-        return self.every == "batch" or super()._is_near_the_end(batch)
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate of the last update so far, if `every="batch"`."""
-        super().on_train_batch_end(batch, logs)
-        if self.every == "batch":
-            self._log(logs)
-
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log the rate of the epoch's last update."""
-        self._log(logs)
-
-    def _log(self, logs: dict[str, Any] | None) -> None:
         rate = self._applied_rate()
         if logs is not None and rate is not None:
             logs["learning_rate"] = rate
@@ -235,11 +145,9 @@ class PrintLR(AppliedRateCallback):
 
     Args:
         print_fn: Function that is called with each line, such as `logging.info`.
-        digits: Significant digits of the rate.
 
     Raises:
-        ValueError: `print_fn` cannot be called, `digits` is not positive, or the model has no
-            Keras optimizer.
+        ValueError: `print_fn` cannot be called, or the model has no Keras optimizer.
 
     >>> schedule = keras.optimizers.schedules.PolynomialDecay(1e-4, 6, end_learning_rate=0.0)
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -250,12 +158,11 @@ class PrintLR(AppliedRateCallback):
     Learning rate of epoch 2: 1.66667e-05 (step 6)
     """
 
-    def __init__(self, print_fn: Callable[[str], Any] = print, digits: int = 6) -> None:
+    def __init__(self, print_fn: Callable[[str], Any] = print) -> None:
         super().__init__()
         if not callable(print_fn):
             checks.fail("`print_fn` must be a function of one line of text.", print_fn=print_fn)
         self.print_fn = print_fn
-        self.digits = checks.integer("digits", digits)
         self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -269,7 +176,7 @@ class PrintLR(AppliedRateCallback):
         value = (
             "none, no update was applied yet"
             if rate is None
-            else f"{rate:.{self.digits}g} (step {self._last_update + 1})"
+            else f"{rate:.6g} (step {self._last_update + 1})"
         )
         self._line = f"Learning rate of epoch {epoch + 1}: {value}"
 

@@ -19,7 +19,7 @@ _INTERVAL_SECONDS = {True: 0.1, False: 30}  # between states of the line, in a t
 # What is left out: readings of devices, the rate that `PrintLR` prints, and all but one speed.
 _ELSEWHERE = re.compile(
     r"learning_rate|\w+_per_second(_per_replica)?"
-    r"|\w*(memory_gib|_utilization|_temperature_celsius|_power_watts)"
+    r"|\w*(memory_gib|_utilization)"
 )
 _SPEEDS = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
 

@@ -9,7 +9,6 @@ from typing import Any
 import keras
 
 from kdpkit._internal import checks
-from kdpkit.callbacks._learning_rate import batches_counted
 
 
 class Throughput(keras.callbacks.Callback):
@@ -26,7 +25,8 @@ class Throughput(keras.callbacks.Callback):
     - `tokens_per_second`: that times `tokens_per_example`.
 
     A short or padded last batch counts as a full one, so an epoch's figure is too high by less than
-    one batch. A first epoch with a single execution has no numbers. If a later batch has a new
+    one batch; of a dataset of unknown size, by less than an execution. A first epoch with a single
+    execution has no numbers. If a later batch has a new
     shape (such as a short last one), the epoch that compiles it appears slower. Waiting for input
     is part of the step: on TensorFlow and JAX, Keras takes the next batch where no callback can
     measure it.
@@ -81,7 +81,6 @@ class Throughput(keras.callbacks.Callback):
         # The last few executions: the batches done after each, and the time. With threads the order
         # may differ slightly.
         self._ends: deque[tuple[int, float]] = deque(maxlen=64)
-        self._batches_before = 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Expect that the first execution compiles."""
@@ -91,7 +90,6 @@ class Throughput(keras.callbacks.Callback):
         """Stop the clock until the first batch."""
         self._start = None
         self._ends.clear()
-        self._batches_before = batches_counted(self.model.optimizer)
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Start the clock, unless this execution compiles the step."""
@@ -112,9 +110,9 @@ class Throughput(keras.callbacks.Callback):
         if logs is None or self._start is None or not self._ends:
             return
         first, started = self._start
-        steps = self._batches_done() - first
+        done, finished = max(self._ends)
+        steps = batches_ended(done - 1, self.params) - first
         if steps > 0:
-            _, finished = max(self._ends)
             logs.update(self._speeds(steps, finished - started))
             if self.global_batch_size is not None and self.replicas > 1:
                 logs["examples_per_second_per_replica"] = (
@@ -130,15 +128,6 @@ class Throughput(keras.callbacks.Callback):
                     speeds["examples_per_second"] * self.tokens_per_example
                 )
         return speeds
-
-    def _batches_done(self) -> int:
-        """Return the epoch's number of batches; the last execution may have been shorter."""
-        *before, end = sorted(end for end, _ in self._ends)
-        if (self.params or {}).get("steps"):
-            return batches_ended(end - 1, self.params)
-        counted = batches_counted(self.model.optimizer) - self._batches_before
-        # The optimizer does not count what loss scaling skips.
-        return min(max(counted, before[-1] + 1 if before else 1), end)
 
 
 def batches_ended(batch: int, params: dict[str, Any] | None) -> int:

@@ -2,10 +2,9 @@
 
 import dataclasses
 import errno
+import fcntl
 import os
 import re
-import socket
-import uuid
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -16,14 +15,7 @@ from kdpkit import errors
 from kdpkit._internal import atomic_files, checks, storage
 from kdpkit.checkpoints import _array_files, _background
 
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
-
-_FORMAT = 1  # of the file; later formats that can read this one add to it
 _NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
-_MARK = f"{uuid.uuid4().hex} process {os.getpid()} on {socket.gethostname()}"  # in remote locks
 _held: dict[str, int] = {}  # descriptors of the locks of this process
 
 
@@ -114,9 +106,9 @@ class CheckpointDirectory:
         path = self.directory / "state-{epoch:06}-{step:09}.npz".format(**position)
         arrays = {name: np.asarray(value) for name, value in state.arrays.items()}
         with atomic_files.replacing(path) as temporary:
-            header = {"format": _FORMAT, **position, "notes": state.notes}
+            header = {**position, "notes": state.notes}
             _array_files.write(temporary, header, arrays)
-        paths = [other for other in self.paths() if other.is_file()]
+        paths = self.paths()
         at = paths.index(path)
         of_killed_processes = self.directory.glob(".state-*.npz")
         for old in [*paths[:at], *paths[at + self.keep :], *of_killed_processes]:
@@ -126,8 +118,8 @@ class CheckpointDirectory:
     def save_in_background(self, state: TrainingState) -> None:
         """Write a state while the program goes on, after those that it is writing already.
 
-        A state that cannot be written, and a directory that another run has acquired, are reported
-        by the next `wait`, `latest` or save: the first by a warning, the other by an error.
+        A state that cannot be written is reported by a warning of the next `wait`, `latest` or
+        save.
         """
         _background.start(self.directory, lambda: self._try_to_save(state))
 
@@ -138,21 +130,12 @@ class CheckpointDirectory:
     def _try_to_save(self, state: TrainingState) -> str | None:
         """Write a state; return a warning if it cannot be written."""
         try:
-            if not (other := self._taken_over_by()):
-                self.save(state)
+            self.save(state)
         except OSError as error:
             return (  # each failure has a text of its own, as Python shows equal warnings once
                 f"The training state of epoch {state.position.epoch}, step {state.position.step} "
                 f"could not be saved in {self.directory} ({error.strerror or error}). Training "
                 "continues; what was saved before is still there."
-            )
-        if other:
-            checks.fail(
-                "Another run, which began later, keeps its state in this directory, so this one "
-                "stops.",
-                directory=str(self.directory),
-                other=other,
-                remedy="Use a directory of its own for each run.",
             )
         return None
 
@@ -162,14 +145,14 @@ class CheckpointDirectory:
         A state that this process is still writing is waited for.
 
         Raises:
-            ValueError: All states are damaged, or one has another format.
+            ValueError: All states are damaged.
         """
         self.wait()
         paths = self.paths()
         for path in paths:
             try:
                 return _read(path)
-            except (_array_files.DamagedError, OSError) as error:
+            except Exception as error:  # damaged bytes raise many kinds
                 warnings.warn(
                     f"The training state {path} is damaged or cannot be read ({error}), and "
                     "skipped.",
@@ -187,19 +170,17 @@ class CheckpointDirectory:
     def acquire(self) -> None:
         """Make the directory, and take it for this process until `release`, or until it ends.
 
-        Where a file system has no locks every process gets it. Object storage has none either: the
-        last to acquire it has it, and `save_in_background` stops the others. A network's file
-        system may know of a lost machine a minute or two later.
+        Where a file system has no locks, as in object storage, every process gets it. A network's
+        file system may know of a lost machine a minute or two later.
 
         Raises:
             ValueError: Another process has it, or it cannot be used.
         """
         try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if isinstance(self._lock, storage.RemotePath):
-                with atomic_files.replacing(self._lock) as temporary:
-                    temporary.write_text(_MARK, encoding="utf-8")
+            if isinstance(self.directory, storage.RemotePath):
+                atomic_files.make_writable(self.directory)
                 return
+            self.directory.mkdir(parents=True, exist_ok=True)
             is_ours = _lock(os.path.realpath(self._lock))
         except errors.InputError:
             raise
@@ -219,20 +200,10 @@ class CheckpointDirectory:
         if (file := _held.pop(os.path.realpath(self._lock), None)) is not None:
             os.close(file)
 
-    def _taken_over_by(self) -> str | None:
-        """Return which process acquired a remote directory after this one, if any."""
-        if not isinstance(self._lock, storage.RemotePath):
-            return None
-        try:
-            mark = self._lock.read_text()
-        except FileNotFoundError:
-            return None
-        return None if mark == _MARK else mark.partition(" ")[2]
-
 
 def _lock(name: str) -> bool:
     """Lock a file unless another process has; the same process may do so twice."""
-    if fcntl is None or name in _held:
+    if name in _held:
         return True
     file = os.open(name, os.O_RDWR | os.O_CREAT)
     try:
@@ -253,19 +224,5 @@ def _position(path: storage.AnyPath) -> Position | None:
 def _read(path: storage.AnyPath) -> TrainingState:
     with atomic_files.fetched(path) as local:
         header, arrays = _array_files.read(local)
-    if not header.keys() >= {"format", "epoch", "step", "notes"}:
-        raise _array_files.DamagedError("it is another kind of file")
-    numbers = header["format"], header["epoch"], header["step"]
-    if {*map(type, numbers)} != {int} or not isinstance(header["notes"], dict):
-        raise _array_files.DamagedError("its header has values of other types")
-    if header["format"] != _FORMAT:
-        checks.fail(
-            "A training state was written by another version of kdpkit. Resume it with that "
-            "version.",
-            path=str(path),
-            format=header["format"],
-        )
     position = Position(header["epoch"], header["step"])
-    if _position(path) != position:
-        raise _array_files.DamagedError("its name has another epoch or step")
     return TrainingState(position=position, arrays=arrays, notes=header["notes"])

@@ -57,26 +57,19 @@ def assign(
     Raises:
         ValueError: The variables of a group differ from the saved ones in number or shape.
     """
-    wanted = _by_name(variables)
-    for group in variables:
-        present, saved = (
-            sum(n.startswith(f"{group}.") for n in names) for names in (wanted, arrays)
-        )
-        if saved != present:
+    for group, of_group in variables.items():
+        present = {f"{group}.{i}": tuple(variable.shape) for i, variable in enumerate(of_group)}
+        saved = {n: array.shape for n, array in arrays.items() if n.startswith(f"{group}.")}
+        if present != saved:
+            differs = next(n for n in present | saved if present.get(n) != saved.get(n))
             checks.fail(
-                f"The saved state has {saved} variables of the {group}, and the current one has "
-                f"{present}.",
+                f"The saved state does not fit the {group}: it has {len(saved)} variables, and "
+                f"here are {len(present)}.",
+                first_that_differs=differs,
+                shape=present.get(differs),
+                saved_shape=saved.get(differs),
                 remedy="Build and compile it as when it was saved, or use another directory.",
             )
-    for name, variable in wanted.items():
-        if tuple(variable.shape) != arrays[name].shape:
-            checks.fail(
-                f"The saved state does not fit the {name.partition('.')[0]}.",
-                variable=variable.path,
-                shape=tuple(variable.shape),
-                saved_shape=arrays[name].shape,
-                remedy="Build it as when it was saved, or use another directory.",
-            )
-    for name, variable in wanted.items():
+    for name, variable in _by_name(variables).items():
         with _scope_of(variable):
             variable.assign(arrays[name])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from kdpkit import errors, scaling
-from kdpkit._internal import storage
+from kdpkit._internal import atomic_files, storage
 
 _SMOKE = {"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8, "jit": "off"}
 
@@ -137,7 +137,7 @@ def _parsed(
 def _writable_directory(text: str) -> storage.AnyPath:
     try:
         directory = storage.path(text)
-        storage.make_writable(directory)
+        atomic_files.make_writable(directory)
     except errors.InputError as error:
         raise argparse.ArgumentTypeError(f"{error} Received: {text!r}") from error
     return directory

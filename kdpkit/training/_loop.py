@@ -131,7 +131,6 @@ class TrainingLoop:
         )
         self._steps: Steps = _steps_of_backend()(self, strategy, jit)
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
-        self._resumed_logs: dict[str, Any] = {}  # of an epoch that `Resume` continues at its end
         with self._steps.scope():
             # Not `model.compile`: a model may have one of its own, with other arguments.
             keras.Model.compile(
@@ -335,12 +334,6 @@ class TrainingLoop:
             )
 
     def _train_epoch(self, feed: Feed, callbacks: Any) -> dict[str, Any]:
-        if self._resumed_logs:
-            logs = {**self._resumed_logs}
-            self._resumed_logs.clear()
-            callbacks.on_train_batch_begin(0)
-            callbacks.on_train_batch_end(0, logs)
-            return logs
         return self._go_through(
             feed,
             self._steps.train,
@@ -402,8 +395,7 @@ class TrainingLoop:
             verbose=verbose,
             epochs=epochs,
             steps=feed.steps,
-            metrics=[*self._steps.means],  # these three for `Resume`
-            resumed_logs=self._resumed_logs,
+            metrics=[*self._steps.means],  # these two for `Resume`
             steps_at_once=self.steps_per_loop,
             **settings,
         )

@@ -29,7 +29,6 @@ class Truth(keras.callbacks.Callback):
 
     def __init__(self):
         super().__init__()
-        self.batches = []
         self.epochs = []
         self._rate = None
 
@@ -41,7 +40,6 @@ class Truth(keras.callbacks.Callback):
         if weight != self._weight:
             self._rate = self._weight - weight
         self._weight = weight
-        self.batches.append(self._rate)
 
     def on_epoch_end(self, epoch, logs=None):
         self.epochs.append(self._rate)

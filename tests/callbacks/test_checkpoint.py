@@ -1,7 +1,6 @@
 """What is under a checkpoint's name is complete; all else is as Keras' own callback does it."""
 
 import inspect
-import pathlib
 import signal
 import subprocess
 import sys
@@ -100,85 +99,19 @@ def test_a_process_killed_while_it_saves_leaves_complete_files(tmp_path):
         assert keras.models.load_model(tmp_path / "epoch-1.keras").optimizer.iterations == 3
 
 
-SETTINGS = [
-    ("epoch-{epoch:02d}-{val_loss:.4f}.keras", {}),
-    ("best.keras", {"save_best_only": True, "monitor": "loss"}),
-    ("a/{epoch}/b.weights.h5", {"save_weights_only": True}),
-    ("step-{epoch}-{batch}.keras", {"save_freq": 2}),
-    ("old.h5", {}),
-]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("name", "settings"), SETTINGS)
-def test_names_lines_and_choice_are_those_of_keras(tmp_path, capsys, name, settings):
-    printed, callbacks = [], []
-    for kind in (keras.callbacks.ModelCheckpoint, ModelCheckpoint):
-        keras.utils.set_random_seed(0)
-        callback = kind(tmp_path / kind.__module__ / name, verbose=1, **settings)
-        fit(watched(), callback, epochs=3)
-        printed.append(capsys.readouterr().out.replace(kind.__module__, ""))
-        callbacks.append(callback)
-    theirs, ours = callbacks
-    assert printed[1] == printed[0] != ""
-    assert ours.best == theirs.best
-    keras_files, our_files = (names(tmp_path / type(c).__module__) for c in callbacks)
-    assert our_files == keras_files != []
-
-
 def test_it_takes_the_arguments_of_keras_and_is_its_callback():
     assert issubclass(ModelCheckpoint, keras.callbacks.ModelCheckpoint)
     assert inspect.signature(ModelCheckpoint) == inspect.signature(keras.callbacks.ModelCheckpoint)
 
 
-def test_its_model_is_the_model(tmp_path):
-    seen = []
-
-    class Subclass(ModelCheckpoint):
-        def on_epoch_end(self, epoch, logs=None):
-            super().on_epoch_end(epoch, logs)
-            seen.append(self.model)
-
-    model, callback = watched(), Subclass(tmp_path / "model.keras")
-    fit(model, callback)
-    assert all(each is model for each in [*seen, callback.model])
-    assert len(seen) == 2
-
-
-def test_a_model_that_saves_in_its_own_way_is_asked_as_keras_asks(tmp_path):
-    asked = []
-
-    class OwnWay(keras.Sequential):
-        def save(self, filepath, overwrite=True):
-            asked.append((type(filepath), overwrite))
-            super().save(filepath, overwrite)
-
-    model = OwnWay([keras.Input((1,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    fit(model, ModelCheckpoint(tmp_path / "model.keras"), epochs=1)
-    assert asked == [(str, True)]
-    assert names(tmp_path) == ["model.keras"]
-
-
-def test_a_directory_of_the_files_name_is_reported(tmp_path):
-    (tmp_path / "model.keras").mkdir()
-    with pytest.raises(OSError, match=r"existing directory: .*model\.keras"):
-        fit(watched(), ModelCheckpoint(tmp_path / "model.keras"))
-    assert names(tmp_path) == ["model.keras"]
-
-
 @pytest.mark.parametrize(("name", "weights_only"), KINDS)
-def test_files_go_to_object_storage_under_the_name_and_lines_of_keras(
-    remote, capsys, name, weights_only
-):
+def test_files_go_to_object_storage(remote, name, weights_only):
     pattern = f"{remote}/{{epoch}}/{name}"
-    model, callback = watched(), ModelCheckpoint(pattern, save_weights_only=weights_only, verbose=1)
+    model, callback = watched(), ModelCheckpoint(pattern, save_weights_only=weights_only)
     fit(model, callback)
     assert callback.filepath == pattern
-    shown = capsys.readouterr().out
     for epoch in (1, 2):
-        assert f"Epoch {epoch}: saving model to {remote}/{epoch}/{name}" in shown
-        (path,) = storage.path(f"{remote}/{epoch}").iterdir()
+        (path,) = storage.path(f"{remote}/{epoch}").glob("*")
         assert path.name == name
     trained = model.get_weights()
     with atomic_files.fetched(f"{remote}/1/{name}") as file:
@@ -187,9 +120,3 @@ def test_files_go_to_object_storage_under_the_name_and_lines_of_keras(
     with atomic_files.fetched(path) as file:
         model.load_weights(file)
     np.testing.assert_array_equal(trained[0], model.get_weights()[0])
-
-
-def test_a_scheme_that_pathlib_has_cut_is_no_directory(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError, match="Pass it as text: 'gs://bucket/m.keras'"):
-        ModelCheckpoint(pathlib.Path("gs://bucket/m.keras"))

@@ -45,19 +45,16 @@ def test_the_epochs_steps_are_counted_exactly(monkeypatch, steps_per_execution, 
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize(("steps_per_execution", "executions"), [(1, 8), (3, 3)])
 @needs_tensorflow  # there a dataset can end more than once
-def test_the_steps_of_a_dataset_of_unknown_size_are_counted_exactly(
-    monkeypatch, steps_per_execution, executions
-):
+def test_the_steps_of_a_dataset_of_unknown_size_are_counted_exactly(monkeypatch):
     import tensorflow as tf
 
     x = np.ones((16, 1), "float32")
     data = tf.data.Dataset.from_tensor_slices((x, x)).batch(2).filter(lambda *_: True)
-    model = falling_weight("sgd", steps_per_execution=steps_per_execution)
+    model = falling_weight("sgd", steps_per_execution=1)
     callbacks = [Throughput(), Clock(monkeypatch)]
     history = model.fit(data, epochs=3, verbose=0, callbacks=callbacks).history
-    assert history["steps_per_second"][1:] == [8 / executions] * 2
+    assert history["steps_per_second"][1:] == [1.0] * 2
 
 
 def test_compilation_validation_and_the_time_between_epochs_are_left_out(monkeypatch):
@@ -106,31 +103,11 @@ def test_examples_tokens_and_replicas_are_multiples_of_the_steps():
     assert history["tokens_per_second"] == [pytest.approx(10 * steps)]
 
 
-@pytest.mark.slow
-@needs_tensorflow
-def test_replicas_split_the_measured_batch():
-    from kdpkit.strategies import select_strategy
-
-    with select_strategy("mirrored", devices=2).scope():
-        model = falling_weight("sgd", steps_per_execution=2)
-    history = model.fit(**ones(5, batch_size=4), epochs=2, callbacks=[Throughput(4)]).history
-    assert len(history["examples_per_second"]) == 2
-
-
 def test_a_first_epoch_of_one_execution_has_no_speed():
     model = falling_weight("sgd", steps_per_execution=4)
     history = model.fit(**ones(4), epochs=3, callbacks=[Throughput(2)]).history
     assert len(history["loss"]) == 3
     assert len(history["steps_per_second"]) == 2
-
-
-def test_the_speed_so_far_stands_in_the_progress_line(capsys):
-    falling_weight("sgd").fit(**{**ones(3), "verbose": 1}, callbacks=[Throughput(2)])
-    line = next(
-        line for line in capsys.readouterr().out.split("step - ")[1:] if "_per_second" in line
-    )
-    assert "steps_per_second" in line
-    assert "examples_per_second" in line
 
 
 @pytest.mark.parametrize(

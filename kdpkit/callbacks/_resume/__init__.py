@@ -3,7 +3,7 @@
 - `callback`: when a state is saved and restored
 - `model`, `callback_state`: what of the model and of other callbacks is in a state
 - `data`: datasets that can start at any batch
-- `stopping`, `signals`: SIGTERM, Ctrl-C and requests, in one process or several
+- `stopping`: SIGTERM, Ctrl-C and requests, in one process or several
 
 The states and their directory are in `kdpkit.checkpoints`.
 """

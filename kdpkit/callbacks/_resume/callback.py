@@ -12,11 +12,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import keras
-import numpy as np
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import checks, processes, versions
-from kdpkit.callbacks._resume import callback_state, data, last_step, model_state, stopping
+from kdpkit.callbacks._resume import callback_state, data, model_state, stopping
 from kdpkit.checkpoints import Position
 
 _OF_DATA = ("batches_in_an_epoch", "global_batch_size", "seed")  # may change between epochs
@@ -33,7 +32,6 @@ class _Call:
             model and data are as the program wants them.
         was_stopped: Whether a callback ended the run with this state.
         is_over: Whether nothing is left to train.
-        trainable: Which variables were trainable when training began.
         has_begun: Whether an epoch has.
     """
 
@@ -42,7 +40,6 @@ class _Call:
     was_left_here: bool = False
     was_stopped: bool = False
     is_over: bool = False
-    trainable: list[bool] = dataclasses.field(default_factory=list)
     has_begun: bool = False
 
 
@@ -59,17 +56,16 @@ class Resume(keras.callbacks.Callback):
     leaves the state before. A state that cannot be written is reported, by a warning, at the next
     of these points; training continues.
 
-    On SIGTERM, which clusters send to end a job, the current step or validation batch is finished,
-    the state is saved, and the program exits with code 42. Ctrl-C does the same but raises
+    On SIGTERM, which clusters send to end a job, the current step (or validation) is finished, the
+    state is saved, and the program exits with code 42. Ctrl-C does the same but raises
     `KeyboardInterrupt`; a second Ctrl-C ends the program at once. If one of several processes gets
     the signal, all stop before the same step (on JAX only for SIGTERM). The first process writes,
     and all must be able to read the directory. `request_stop()` does the same where no signal
     arrives, as off the main thread.
 
     Args:
-        directory: Directory of the states; a new run needs an empty one. Object storage
-            (`gs://bucket/run`) has no locks: the most recently started run owns the directory, and
-            an earlier one stops with an error instead of saving there again.
+        directory: Directory of the states, in object storage too (`gs://bucket/run`, which has no
+            locks); a new run needs an empty one.
         save_freq: `"epoch"`, or a number of batches.
         keep: Number of states to keep. A damaged one is skipped with a warning.
         callbacks: Callbacks passed to `fit` that have state: `EarlyStopping`, `ReduceLROnPlateau`,
@@ -90,9 +86,7 @@ class Resume(keras.callbacks.Callback):
     >>> history = model.fit(train, epochs=2, shuffle=False, callbacks=[resume], verbose=0)
     """
 
-    # On JAX Keras calls `on_train_batch_end` in other threads, so it need not wait for every step.
-    # That hook does not use the model; `on_train_batch_begin` is called as usual.
-    async_safe = True
+    async_safe = True  # on JAX nothing here makes Keras wait for a step that is not saved
 
     def __init__(
         self,
@@ -121,8 +115,8 @@ class Resume(keras.callbacks.Callback):
         # Of an epoch.
         self._first = 0  # batches that an earlier run trained
         self._at = Position(0, 0)  # where training is once its present step has ended
+        self._saved_at: Position | None = None
         self._unsaved = 0  # batches since the last save, of earlier epochs too
-        self._last_step = last_step.LastStep()
 
     def track(
         self, dataset: Any, *, global_batch_size: int | None = None, seed: int | None = 0
@@ -138,7 +132,7 @@ class Resume(keras.callbacks.Callback):
           `train_step` of the model's own gets `x` alone as `(x,)`.
         - A `keras.utils.PyDataset`: `on_epoch_end` is called once for every completed epoch, and
           its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set.
-        - A Grain dataset or `DataLoader`, in one process.
+        - A Grain `MapDataset` of batches, which may repeat.
 
         What never ends, or does not know its length, needs `fit(steps_per_epoch=...)`: an epoch
         continues where the last one stopped, and only its end is saved, on SIGTERM too. Except for
@@ -149,6 +143,7 @@ class Resume(keras.callbacks.Callback):
                 stage.
 
         >>> import tempfile
+        >>> import numpy as np
         >>> resume = Resume(tempfile.mkdtemp())
         >>> train = resume.track((np.zeros((6, 2)), np.zeros(6)), global_batch_size=4, seed=1)
         >>> len(train)
@@ -202,7 +197,7 @@ class Resume(keras.callbacks.Callback):
         return Position(0, epoch * math.ceil(self._length / at_once) * at_once + position.step)
 
     def _is_of_a_loop(self) -> bool:
-        return "resumed_logs" in self.params
+        return "steps_at_once" in self.params
 
     # Beginning.
 
@@ -231,17 +226,12 @@ class Resume(keras.callbacks.Callback):
 
     def _check_steps(self, dataset: data.Tracked) -> None:
         steps, length = self.params.get("steps"), dataset.full_length
-        if steps is length is None:
+        if (steps is None) if length is None else (steps not in (None, length)):
             checks.fail(
-                "The dataset never ends, or does not know its length.",
-                remedy="Pass the batches of an epoch to `fit` as `steps_per_epoch`.",
-            )
-        if None not in (steps, length) and steps != length:
-            checks.fail(
-                "`Resume` counts complete epochs of the dataset.",
+                "`Resume` counts complete epochs: pass `steps_per_epoch` to `fit` if the dataset "
+                "never ends or does not know its length, and only then.",
                 steps_per_epoch=steps,
                 batches_in_the_dataset=length,
-                remedy="Pass `steps_per_epoch` to the dataset and not to `fit`.",
             )
 
     def _call_after(self, state: checkpoints.TrainingState | None) -> _Call:
@@ -253,7 +243,7 @@ class Resume(keras.callbacks.Callback):
         ends = state.notes["ends"][len(self._ends) :][:1]
         end = next((end for end in ends if end["stopped"] or end["epoch"] >= epochs), None)
         was_left_here = self._left_at == position
-        was_stopped = state.notes["stopped"] and position.step == 0 and not was_left_here
+        was_stopped = state.notes["stopped"] and not was_left_here
         return _Call(
             state=state,
             end=end,
@@ -267,7 +257,6 @@ class Resume(keras.callbacks.Callback):
         if not call.was_left_here:
             self._check_setup(state, is_of_a_later_call=call.end is not None)
             self._of_model.build(state, self._data.first_batch)
-        call.trainable = self._of_model.trainable()
         if position.step == 0 or call.is_over:
             self._restore(state, call)
         self._epochs_ahead = state.notes["epochs_ahead"]
@@ -278,12 +267,18 @@ class Resume(keras.callbacks.Callback):
             return
         if call.is_over:
             self.model.stop_training = call.was_stopped
-            self._warn_of_the_end(position, was_stopped=call.was_stopped)
+            warnings.warn(
+                f"Nothing is left to train: the run in {self._checkpoints.directory} ended after "
+                f"{position.epoch} of {epochs} epochs. To train on, pass more `epochs`, or, if a "
+                "callback stopped it, call `fit` once more; for another run, use another "
+                "directory.",
+                stacklevel=3,
+            )
             if not call.was_stopped and position != Position(epochs, 0):
                 return
             self._left_at = position
         if not (call.was_left_here and self._data.counts_epochs):
-            self._go_to(state)
+            self._data.go_to(self._in_data(position))
         if not (call.is_over or call.was_left_here):
             self._report(position)
 
@@ -295,8 +290,7 @@ class Resume(keras.callbacks.Callback):
             is_needed = name == "callbacks" or not is_of_a_later_call
             if is_needed and saved[name] != value and (state.position.step or not is_of_data):
                 checks.fail(
-                    f"The saved state is of a run in which `{name.replace('_', ' ')}` differs"
-                    + (", and stopped inside an epoch." if is_of_data else "."),
+                    f"The saved state is of a run in which `{name.replace('_', ' ')}` differs.",
                     saved=saved[name],
                     **{name: value},
                     remedy="Continue with the saved setting, or use another directory.",
@@ -305,7 +299,7 @@ class Resume(keras.callbacks.Callback):
     def _setup(self) -> dict[str, Any]:
         """Return what must stay the same to continue a run."""
         return {
-            "optimizers": model_state.names_of(model_state.optimizers(self.model)),
+            "optimizers": [type(one).__name__ for one in model_state.optimizers(self.model)],
             "callbacks": [type(callback).__name__ for callback in self.callbacks],
             "batches_in_an_epoch": self._length,
             "global_batch_size": self._data.global_batch_size,
@@ -315,7 +309,7 @@ class Resume(keras.callbacks.Callback):
     def _restore(self, state: checkpoints.TrainingState, call: _Call) -> None:
         """Restore the model and callbacks."""
         if call.end:
-            self._of_model.restore_weights(state, call.end["seeds"])
+            self._of_model.restore_weights(state)
         elif not call.was_left_here:
             self._of_model.restore(state)
         for index, values in enumerate(state.notes["callbacks"]):
@@ -323,29 +317,6 @@ class Resume(keras.callbacks.Callback):
                 a for name, a in state.arrays.items() if name.startswith(f"callback.{index}.")
             ]
             callback_state.set_state(self.callbacks[index], values, weights)
-
-    def _warn_of_the_end(self, position: Position, *, was_stopped: bool) -> None:
-        directory, epochs = self._checkpoints.directory, self.params["epochs"]
-        warnings.warn(
-            f"Nothing is left to train: the state in {directory} is that of a run "
-            + (
-                f"that a callback stopped after {position.epoch} epochs. To train on, call `fit` "
-                "once more; "
-                if was_stopped
-                else f"that is over after {position.epoch} of {epochs} epochs. For more, pass more "
-                "`epochs`; "
-            )
-            + "for another run, use another directory.",
-            stacklevel=4,
-        )
-
-    def _go_to(self, state: checkpoints.TrainingState) -> None:
-        """Have the data start where a state was saved."""
-        at = state.position
-        if at.step and at.step == self._length:  # see `_return_last_step`
-            is_of_a_loop = self._is_of_a_loop()
-            at = Position(at.epoch + 1, 0) if is_of_a_loop else Position(at.epoch, at.step - 1)
-        self._data.go_to(self._in_data(at), state.notes["place"])
 
     def _report(self, position: Position) -> None:
         if processes.index() == 0 and self.params.get("verbose"):
@@ -357,7 +328,7 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begin to count; in the first epoch of a resumed run, restore the state."""
         call = self._this_call
-        self._first, self._left_at, self._last_step = 0, None, last_step.LastStep()
+        self._first, self._left_at, self._saved_at = 0, None, None
         if self._epochs_ahead is None:
             self._epochs_ahead = self._data.first_epoch - epoch
         if call.has_begun:
@@ -375,18 +346,12 @@ class Resume(keras.callbacks.Callback):
         step = state.position.step
         if step:  # only now, as a schedule has just changed the rate of this epoch again
             self._restore(state, call)
-        # A state of an epoch's end is older than what callbacks do when the next epoch begins.
-        if not call.was_left_here and (step or call.trainable != state.notes["trainable"]):
-            self._of_model.require_trainable(state.notes["trainable"])
-        if step == 0:
+            self._first = step
+            # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
+            self._catching.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="Your input ran out of data")
+        else:
             self._check_is_last(state)
-            return
-        self._first = step
-        # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
-        self._catching.enter_context(warnings.catch_warnings())
-        warnings.filterwarnings("ignore", message="Your input ran out of data")
-        if step == self._length:
-            self._return_last_step(state)
 
     def _check_is_last(self, state: checkpoints.TrainingState) -> None:
         """Raise if a callback was reset at the begin of training, after it had been restored."""
@@ -397,17 +362,6 @@ class Resume(keras.callbacks.Callback):
                     callback=type(callback).__name__,
                     remedy="Call `fit(callbacks=[..., resume])`.",
                 )
-
-    def _return_last_step(self, state: checkpoints.TrainingState) -> None:
-        """Continue after the last step of an epoch, which returns what it returned, once more."""
-        logs = state.notes["logs"]
-        self.model.stop_training = state.notes["stopped"]
-        self._first -= 1
-        self._last_step.is_returned = True
-        if self._is_of_a_loop():
-            self.params["resumed_logs"].update(logs)
-        else:
-            self._catching.enter_context(last_step.returning(self.model, logs))
 
     def _restore_history(self, call: _Call) -> checkpoints.TrainingState | None:
         """Restore History, which Keras has just reset; return the state, once."""
@@ -434,27 +388,17 @@ class Resume(keras.callbacks.Callback):
         if batch and not self._data.is_used():
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
         at_once = self.params.get("steps_at_once") or self.model.steps_per_execution
-        if not self._last_step.is_returned:
-            # Of what never ends Keras cannot train the rest of an epoch.
-            if self._data.full_length is not None:
-                self._save_inside_an_epoch(at)
-            self._unsaved += at_once
+        if self._data.full_length is not None:  # Keras cannot train the rest of what never ends
+            stops = self._is_to_stop()
+            if stops or self._unsaved >= self._most_unsaved:
+                self._save(at)
+            if stops:
+                self._leave()
+        self._unsaved += at_once
         self._at = Position(at.epoch, min(at.step + at_once, length))
 
-    def _save_inside_an_epoch(self, at: Position) -> None:
-        stops = self._is_to_stop()
-        if stops or self._unsaved >= self._most_unsaved:
-            self._save(at)
-        if stops:
-            self._leave()
-
-    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Keep the logs of an epoch's last step."""
-        if self._first + batch + 1 >= self._length:
-            self._last_step.ended(logs)
-
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Keep what a validation changes, such as the metrics, which Keras resets after this."""
+        """Save an epoch that was cut short, before Keras resets the metrics for its validation."""
         if self._call is None:  # `evaluate` has been given this callback
             return
         goes_on = self.params.get("validation_goes_on")  # of a `TrainingLoop`
@@ -465,24 +409,14 @@ class Resume(keras.callbacks.Callback):
                 "differ. Validate on a complete dataset, such as `validation.take(steps)`.",
                 stacklevel=2,
             )
-        if processes.count() == 1:
-            self._last_step.before_validation = self._of_model.values_that_validation_changes()
+        if self.model.stop_training:
+            self._save_inside_an_epoch()
 
-    def on_test_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Stop validation before this batch if the program is to stop.
-
-        Several processes finish the validation, and stop at the end of the epoch; so do runs on
-        what never ends, whose states are those of ends of epochs.
-        """
-        is_alone = self._call is not None and processes.count() == 1
-        if is_alone and self._data.full_length is not None and self._is_to_stop():
-            self.model.stop_evaluating = True
-
-    def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Exit after an interrupted validation, which the next run begins again."""
-        if self._stop.signal:
-            self._save(self._at, before_validation=self._last_step.before_validation)
-            self._leave()
+    def _save_inside_an_epoch(self) -> None:
+        """Save an epoch that a callback has ended before its last step, once."""
+        is_inside = self._at.step < self._length and self._data.full_length is not None
+        if is_inside and self._saved_at != self._at:
+            self._save(self._at)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Save the end of an epoch."""
@@ -494,8 +428,8 @@ class Resume(keras.callbacks.Callback):
             if stops or is_last or is_due:
                 self._left_at = Position(epoch + 1, 0)
                 self._save(self._left_at, logs)
-        elif self._data.full_length is not None:  # a callback has stopped training
-            self._save(self._at, before_validation=self._last_step.before_validation)
+        else:
+            self._save_inside_an_epoch()
         if stops:
             self._leave()
 
@@ -508,7 +442,6 @@ class Resume(keras.callbacks.Callback):
             or {
                 "epoch": 1 + max(self.model.history.epoch, default=-1),
                 "stopped": bool(self.model.stop_training),
-                "seeds": self._of_model.seeds(),
             }
         )
         self._wait()
@@ -517,44 +450,27 @@ class Resume(keras.callbacks.Callback):
 
     # Saving.
 
-    def _save(
-        self,
-        position: Position,
-        logs: dict[str, Any] | None = None,
-        before_validation: dict[str, np.ndarray] | None = None,
-    ) -> None:
-        """Save the state at a position.
-
-        Args:
-            position: Where to continue.
-            logs: The logs of an epoch that just ended.
-            before_validation: Values that a validation has changed since.
-        """
-        self._unsaved = 0
+    def _save(self, position: Position, logs: dict[str, Any] | None = None) -> None:
+        """Save the state at a position, with the logs of an epoch that just ended."""
+        self._unsaved, self._saved_at = 0, position
         self._checkpoints.wait()  # so that memory has one state at a time
         # In all processes, since some values are sums over processes.
-        arrays = self._of_model.values(with_metrics=position.step > 0) | (before_validation or {})
+        arrays = self._of_model.values(with_metrics=position.step > 0)
         if processes.index() > 0:
             return
         states = [callback_state.state_of(callback) for callback in self.callbacks]
         for index, (_, weights) in enumerate(states):
             arrays |= {f"callback.{index}.{i}": weight for i, weight in enumerate(weights)}
         history, epochs = self._history(position.epoch, logs)
-        is_trained = 0 < position.step == self._length
-        is_stopped = bool(self.model.stop_training) and (is_trained or position.step == 0)
-        place = None if is_trained else self._data.place(self._in_data(position).step)
         notes = {
             "setup": self._setup(),
-            "stopped": is_stopped,
+            "stopped": bool(self.model.stop_training) and position.step == 0,
             "history": history,
             "epochs": epochs,
             "callbacks": [values for values, _ in states],
-            "logs": callback_state.plain_all(self._last_step.logs()) if is_trained else None,
-            "place": place,
             "epochs_ahead": self._epochs_ahead,
             "ends": [*self._ends],
             "trained": self._of_model.trained(),
-            "trainable": self._of_model.trainable(),
         }
         state = checkpoints.TrainingState(position=position, arrays=arrays, notes=notes)
         self._checkpoints.save_in_background(state)

@@ -23,9 +23,7 @@ def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[n
         ValueError: Its kind is unknown, and it has no `get_state` and `set_state`.
     """
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
-        values = plain_all(callback.get_state())
-        _require_names(values, callback)
-        return values, []
+        return plain_all(callback.get_state()), []
     for kind, names in _LEARNED.items():
         if isinstance(callback, kind):
             values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
@@ -36,23 +34,6 @@ def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[n
         callback=type(callback).__name__,
         remedy="Add `get_state()` and `set_state(values)`, or leave it out.",
     )
-
-
-def _require_names(values: Any, callback: keras.callbacks.Callback) -> None:
-    """Raise for keys that a state, which is JSON, would return as strings."""
-    if isinstance(values, list | tuple):
-        for value in values:
-            _require_names(value, callback)
-    elif isinstance(values, dict):
-        for name, value in values.items():
-            if not isinstance(name, str):
-                checks.fail(
-                    "The keys in what `get_state` returns must be strings.",
-                    callback=type(callback).__name__,
-                    key=name,
-                    remedy="Convert them there, and back in `set_state`.",
-                )
-            _require_names(value, callback)
 
 
 def set_state(

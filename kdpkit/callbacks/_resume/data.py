@@ -1,11 +1,7 @@
 """Datasets that can start at any batch of any epoch."""
 
-# ruff: noqa: ARG002 not every kind needs all arguments
-
-import json
 import operator
 import sys
-import threading
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -18,7 +14,6 @@ if TYPE_CHECKING:
     from kdpkit.pipelines._epochs import TrainDataset
 
 _ENDLESS = 2**48  # batches: what repeats in Grain has `sys.maxsize` examples
-_MOST_STATES = 1000  # of iterators, for as many batches that are read ahead of training
 
 
 class Tracked:
@@ -52,14 +47,11 @@ class Tracked:
     def start(self) -> None:
         """Start where it was when tracked: Keras takes up to two batches to build a model."""
 
-    def go_to(self, position: Position, place: str | None = None) -> None:
-        """Start at a position, which had this place."""
+    def go_to(self, position: Position) -> None:
+        """Start at a position."""
 
     def begin_epoch(self, epoch: int) -> None:
         """Start at an epoch after the first, also if others have iterated the dataset since."""
-
-    def place(self, step: int) -> str | None:
-        """Return what a state has to have besides the position, which is in the present epoch."""
 
 
 def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) -> Tracked:
@@ -70,30 +62,27 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
     """
     kind = type(dataset).__name__
     is_of_arrays = isinstance(dataset, tuple | list | dict) or hasattr(dataset, "__array__")
-    if seed and not is_of_arrays:
+    if is_of_arrays != (global_batch_size is not None) or (seed and not is_of_arrays):
         checks.fail(
-            "`seed` fixes the order of arrays, and datasets have their own.",
-            dataset=kind,
-            seed=seed,
-        )
-    if is_of_arrays != (global_batch_size is not None):
-        checks.fail(
-            "Arrays are split into batches of `global_batch_size`, and datasets have their own.",
+            "Arrays are split into batches of `global_batch_size`, in an order that `seed` fixes; "
+            "datasets have their own.",
             dataset=kind,
             global_batch_size=global_batch_size,
+            seed=seed,
         )
     if is_of_arrays:
         dataset = _cut(dataset, global_batch_size, seed)
-    if isinstance(dataset, TrackedBatches | TrackedIterators) or hasattr(dataset, "is_tracked"):
+    if isinstance(dataset, TrackedBatches) or hasattr(dataset, "is_tracked"):
         checks.fail("This dataset is tracked already; pass the dataset itself.", dataset=kind)
     if hasattr(dataset, "total_batches_seen"):  # of `ImageDataGenerator`
         checks.fail(
-            "What `ImageDataGenerator` draws depends on how far Keras has read ahead, so that no "
-            "run can continue with it.",
+            "What `ImageDataGenerator` draws depends on how far Keras has read ahead.",
             dataset=kind,
             remedy="Use `keras.utils.image_dataset_from_directory` and augmentation layers in the "
             "model.",
         )
+    if _is_of("grain", "MapDataset", dataset):
+        dataset = _GrainBatches(dataset)
     if isinstance(dataset, keras.utils.PyDataset):
         return TrackedBatches(dataset)
     if hasattr(dataset, "epoch_counter"):
@@ -102,16 +91,12 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
         from kdpkit.pipelines import _iterations
 
         return TrackedPipeline(_iterations.replayed(dataset))
-    if _is_of("grain", "MapDataset", dataset):
-        return TrackedIterators(dataset, len(dataset) if len(dataset) < _ENDLESS else None)
-    if _is_of("grain", "IterDataset", dataset) or _is_of("grain", "DataLoader", dataset):
-        return TrackedIterators(dataset, None)
     return checks.fail(
         "`Resume` cannot start at any batch of this. It takes arrays, a `tf.data.Dataset`, a "
-        "`keras.utils.PyDataset`, what `kdpkit.pipelines.train_pipeline` returned, and datasets "
-        "and a `DataLoader` of Grain.",
+        "`keras.utils.PyDataset`, what `kdpkit.pipelines.train_pipeline` returned, and a "
+        "`MapDataset` of Grain.",
         dataset=kind,
-        remedy="`grain.MapDataset.source` takes the dataset of a PyTorch `DataLoader`.",
+        remedy="`grain.MapDataset.source` takes what has a length and an index.",
     )
 
 
@@ -154,7 +139,7 @@ class TrackedPipeline(Tracked):
     def start(self) -> None:
         self.go_to(self._start)
 
-    def go_to(self, position: Position, place: str | None = None) -> None:
+    def go_to(self, position: Position) -> None:
         self._counter.move(position.epoch, position.step)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -162,22 +147,7 @@ class TrackedPipeline(Tracked):
             self._counter.move(epoch, 0)
 
 
-class _Rest(Tracked, keras.utils.PyDataset):
-    """What is left of a dataset's epoch."""
-
-    _skipped = 0
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of batches left in the epoch; None if it never ends."""
-        return None if self.full_length is None else self.full_length - self._skipped
-
-    @property
-    def given(self) -> Any:
-        return self
-
-
-class TrackedBatches(_Rest):
+class TrackedBatches(Tracked, keras.utils.PyDataset):
     """A `PyDataset` that can start at any batch."""
 
     def __init__(self, dataset: Any) -> None:
@@ -187,6 +157,7 @@ class TrackedBatches(_Rest):
             max_queue_size=dataset.max_queue_size,
         )
         self._dataset = dataset
+        self._skipped = 0
         self.counts_epochs = not hasattr(dataset, "epoch")
         self.first_epoch = int(getattr(dataset, "epoch", 0))
         self._epoch: int | None = None  # that is trained on, once that is known
@@ -195,15 +166,27 @@ class TrackedBatches(_Rest):
         self.seed = getattr(dataset, "seed", None)
 
     @property
+    def given(self) -> Any:
+        return self
+
+    @property
     def full_length(self) -> int | None:  # type: ignore[override]
         return self._dataset.num_batches
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of batches left in the epoch; None if it never ends."""
+        return None if self.full_length is None else self.full_length - self._skipped
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
         if self.workers <= 1 and index not in (0, self._expected):
-            _reject_shuffling()
+            checks.fail(
+                "Keras shuffles the batches, in an order that a resumed run cannot restore.",
+                remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
+            )
         self._expected = index + 1
         self._was_used = True
         return self._dataset[index + self._skipped]
@@ -218,7 +201,7 @@ class TrackedBatches(_Rest):
         self._was_used = False
         self.begin_epoch(self.first_epoch)
 
-    def go_to(self, position: Position, place: str | None = None) -> None:
+    def go_to(self, position: Position) -> None:
         """Start at a position, after all that the dataset does between epochs."""
         changes = type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
         if self._epoch is None:
@@ -244,94 +227,36 @@ class TrackedBatches(_Rest):
         self._dataset.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        self._skipped = 0
+        if self.full_length is not None:  # else Keras counts on
+            self._skipped = 0
         self._dataset.on_epoch_end()
         if self._epoch is not None:  # it is not for validations to advance it
             self.begin_epoch(self._epoch)
 
 
-class TrackedIterators(_Rest):
-    """A dataset whose iterators can save where they are, as those of Grain.
+class _GrainBatches(keras.utils.PyDataset):
+    """The elements of a Grain `MapDataset`, by their index."""
 
-    It keeps the states of one iterator after each of the last batches, as Keras reads ahead of
-    training, and begins again at the first for each iterator that it starts.
-    """
+    epoch = 0  # every epoch has the same elements, or those after the last one's
 
-    def __init__(self, dataset: Any, length: int | None) -> None:
-        if processes.count() > 1:
-            checks.fail(
-                "With several processes each has a position of its own in a Grain dataset, and "
-                "`Resume` saves that of the first.",
-                processes=processes.count(),
-                remedy="Use arrays, `ArrayBatches` or a `tf.data` pipeline.",
-            )
+    def __init__(self, dataset: Any) -> None:
         super().__init__()
-        self.full_length = length
         self._dataset = dataset
-        self._reading = threading.Lock()
-        self._next = -1  # the batch that its iterator comes to
-        self._states: dict[int, str | None] = {}
-        self.start()
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    @property
+    def num_batches(self) -> int | None:
+        """The number of elements; None if they repeat."""
+        return len(self) if len(self) < _ENDLESS else None
 
     def __getitem__(self, index: int) -> Any:
-        with self._reading:
-            if index == 0 or index != self._next:
-                self._seek(index)
-            batch = self._read()
-            self._next = index + 1
-            self._states[self._next] = _state_of(self._iterator)
-            self._states.pop(self._next - _MOST_STATES, None)
-            self._was_used = True
-        return batch
-
-    def _seek(self, index: int) -> None:
-        if index not in self._states:
-            _reject_shuffling()
-        self._iterator = iter(self._dataset)
-        if state := self._states[index]:
-            given = json.loads(state)
-            self._iterator.set_state(given if isinstance(given, dict) else given.encode())
-
-    def _read(self) -> Any:
-        batch = next(self._iterator, None)
-        if batch is None and self.full_length is None:  # it ends, and is read again
-            self._iterator = iter(self._dataset)
-            batch = next(self._iterator, None)
+        batch = self._dataset[index]
         if batch is None:
             checks.fail(
-                "A Grain dataset has fewer batches than it says.",
-                batches=self.full_length,
-                remedy="Call `to_iter_dataset()` after `filter`, and `batch` after that.",
+                "A Grain dataset that is filtered has no batches at known positions.",
+                index=index,
+                remedy="Filter the source before `grain.MapDataset.source`.",
             )
         return batch
-
-    def first_batch(self) -> Any:
-        return next(iter(self._dataset))
-
-    def start(self) -> None:
-        self.go_to(Position(0, 0))
-
-    def place(self, step: int) -> str | None:
-        """Return the state of an iterator that comes to this step."""
-        return self._states[step - self._skipped] if step else None
-
-    def go_to(self, position: Position, place: str | None = None) -> None:
-        self._skipped, self._next = position.step, -1
-        self._states = {0: place}
-
-    def on_epoch_end(self) -> None:
-        if self.full_length is not None:
-            self.start()
-
-
-def _state_of(iterator: Any) -> str:
-    """Return an iterator's state as JSON, which a later step of the iterator does not change."""
-    state = iterator.get_state()
-    return json.dumps(state.decode() if isinstance(state, bytes) else state, default=int)
-
-
-def _reject_shuffling() -> None:
-    checks.fail(
-        "Keras shuffles the batches, in an order that a resumed run cannot restore.",
-        remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
-    )

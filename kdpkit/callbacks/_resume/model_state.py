@@ -1,14 +1,14 @@
 """What a training state has of a model: variables of layers, optimizers, metrics and seeds."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 
 from kdpkit import checkpoints
-from kdpkit._internal import checks, versions
+from kdpkit._internal import versions
 
 
 class ModelState:
@@ -46,17 +46,6 @@ class ModelState:
             del groups["metrics"]
         return checkpoints.values_of(groups)
 
-    def values_that_validation_changes(self) -> dict[str, np.ndarray]:
-        """Return the values of metrics, of seeds, and of what layers hold as attributes."""
-        groups = self._groups()
-        seeds = {
-            f"model.{index}": variable
-            for index, variable in enumerate(groups.pop("model"))
-            if variable.name == "seed_generator_state"
-        }
-        of_layers = checkpoints.values_of({"model": seeds.values()}).values()
-        return checkpoints.values_of(groups) | dict(zip(seeds, of_layers, strict=True))
-
     def trained(self) -> list[list[int]]:
         """Return which of the model's variables each optimizer trains; none until it is used.
 
@@ -67,23 +56,6 @@ class ModelState:
             [index.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
             for optimizer in optimizers(self._model)
         ]
-
-    def trainable(self) -> list[bool]:
-        """Return whether each of the model's variables is trainable."""
-        return [bool(variable.trainable) for variable in self._model.variables]
-
-    def require_trainable(self, saved: list[bool]) -> None:
-        """Raise if other variables are trainable than when a state was saved."""
-        for variable, was, now in zip(self._model.variables, saved, self.trainable(), strict=True):
-            if was != now:
-                checks.fail(
-                    "The saved state is of a run in which other variables were trainable.",
-                    variable=variable.path,
-                    saved=was,
-                    trainable=now,
-                    remedy="A callback that changes `trainable` in an epoch has to do so in all "
-                    "epochs from that one on, before `Resume` is called.",
-                )
 
     def build(self, state: checkpoints.TrainingState, batch: Callable[[], Any]) -> None:
         """Make the variables of a state that Keras makes in the first step.
@@ -134,25 +106,16 @@ class ModelState:
             del groups["seeds"]
         checkpoints.assign(groups, state.arrays)
 
-    def restore_weights(
-        self, state: checkpoints.TrainingState, seeds: Sequence[Sequence[int]]
-    ) -> None:
-        """Assign what a state of a later call of `fit` has of the model, and these `seeds`.
+    def restore_weights(self, state: checkpoints.TrainingState) -> None:
+        """Assign what a state of a later call of `fit` has of the model.
 
         Nothing of a model that is changed between the calls, as by low-rank weights.
         """
         shapes = {f"model.{i}": tuple(v.shape) for i, v in enumerate(self._model.variables)}
-        if shapes != {n: a.shape for n, a in state.arrays.items() if n.startswith("model.")}:
-            return
-        groups, arrays = self._groups(), dict(state.arrays)
-        arrays |= {f"seeds.{index}": np.array(seed, "uint32") for index, seed in enumerate(seeds)}
-        names = ["model", "attributes", *(["seeds"] if seeds else [])]
-        checkpoints.assign({name: groups[name] for name in names}, arrays)
-
-    def seeds(self) -> list[list[int]]:
-        """Return the state of `keras.random` without a seed; none if nothing has drawn there."""
-        values = checkpoints.values_of({"seeds": versions.global_seeds()}).values()
-        return [value.tolist() for value in values]
+        if shapes == {n: a.shape for n, a in state.arrays.items() if n.startswith("model.")}:
+            groups = self._groups()
+            groups = {name: groups[name] for name in ("model", "attributes")}
+            checkpoints.assign(groups, state.arrays)
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
@@ -171,11 +134,6 @@ def _parts(value: Any) -> Iterator[Any]:
             yield from _parts(part)
     else:
         yield value
-
-
-def names_of(optimizers: Iterable[keras.optimizers.Optimizer]) -> list[str]:
-    """Return the names of optimizers' classes."""
-    return [type(optimizer).__name__ for optimizer in optimizers]
 
 
 def strategy_of(model: keras.Model) -> Any:
