@@ -33,16 +33,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     atexit.register(shutil.rmtree, compiled, ignore_errors=True)
 
 import hypothesis
-import keras
 import pytest
-import tensorflow as tf
 
-from kdpkit import testing
-from kdpkit._internal import datasets
 from kdpkit.launch import _child_processes as child_processes
 from tests import processes
-
-testing.use_logical_cpus(8)
 
 # XLA as it compiles soonest, for JAX: tests are about what is computed, and each runs a few steps.
 # Older versions do not know these settings, and end the process.
@@ -65,16 +59,6 @@ hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, 
 hypothesis.settings.load_profile("kdpkit")
 
 
-def _iterate_untuned(dataset):
-    asked = dataset.options().autotune.enabled
-    return _iterate(datasets.untuned(dataset) if asked is None else dataset)
-
-
-# Keras' own `fit` has its datasets tuned, and may wait a minute for the end of that.
-_iterate = tf.data.Dataset.__iter__
-tf.data.Dataset.__iter__ = _iterate_untuned
-
-
 def pytest_ignore_collect(collection_path):
     """Leave out what imports JAX where there is none."""
     if collection_path.suffix == ".py" and importlib.util.find_spec("jax") is None:
@@ -83,10 +67,14 @@ def pytest_ignore_collect(collection_path):
 
 
 def pytest_configure(config):
-    """Have JAX compile quickly."""
+    """Have JAX compile quickly, and load the frameworks where tests run."""
     older = _older(reason="knows other settings of XLA", jax="0.10", tensorflow="2.21")
     if not (older or config.getoption("exhaustive")):
         os.environ["KDPKIT_TESTS_XLA_FLAGS"] = SOON_COMPILED
+    if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
+        from kdpkit import testing  # not in the process that hands tests out: it takes seconds
+
+        testing.use_logical_cpus(8)
 
 
 def pytest_collection_finish():
@@ -112,7 +100,7 @@ def pytest_collection_modifyitems(config, items):
         (deselected if unwanted else kept).append(item)
     config.hook.pytest_deselected(items=deselected)
     items[:] = kept
-    backend = keras.backend.backend()
+    backend = os.environ["KERAS_BACKEND"]
     for item in items:
         if item.get_closest_marker("jax") and backend != "jax":
             item.add_marker(pytest.mark.skip(reason="runs in tests/test_environments.py on JAX"))
@@ -168,12 +156,6 @@ def mark(monkeypatch):
     assert left == []
 
 
-@pytest.fixture
-def tuned(monkeypatch):
-    """Have TensorFlow tune all datasets, as it does outside of the tests."""
-    monkeypatch.setattr(tf.data.Dataset, "__iter__", _iterate)
-
-
 @pytest.fixture(autouse=True)
 def _signals_as_before():
     """Leave to the next test the handlers that there were: training that fails leaves some."""
@@ -186,5 +168,7 @@ def _signals_as_before():
 @pytest.fixture(autouse=True)
 def _fresh_keras_names():
     """Start every test with the same layer names and random seed."""
+    import keras
+
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)

@@ -162,7 +162,6 @@ def test_one_file_for_several_workers_is_found(reader, lines):
     assert "file-shards" in faults(opened, workers=2)
 
 
-@pytest.mark.usefixtures("tuned")
 def test_what_tensorflow_is_expected_to_fix_it_fixes():
     """The rules assume it; here its own optimizer is asked which transformation follows."""
     from tensorflow.python.data.experimental.ops import testing
