@@ -19,7 +19,6 @@ from tests.callbacks.resume_programs import (
     compiled,
     data_of_a_loop,
     fit,
-    loop,
     pipeline,
 )
 from tests.callbacks.test_resume import Stop
@@ -224,12 +223,11 @@ def test_a_callback_that_unfreezes_in_an_earlier_epoch_only_raises(tmp_path):
 # What a state cannot hold.
 
 
-@pytest.mark.parametrize("train", [fit, loop])
-def test_validation_that_continues_from_epoch_to_epoch_is_reported(tmp_path, train):
-    resume, name = Resume(tmp_path), "validation" if train is loop else "validation_data"
-    settings = {name: data_of_a_loop(), "validation_steps": 2, "epochs": 2}
+def test_validation_that_continues_from_epoch_to_epoch_is_reported(tmp_path):
+    resume = Resume(tmp_path)
+    settings = {"validation_data": data_of_a_loop(), "validation_steps": 2, "epochs": 2}
     with pytest.warns(UserWarning, match="validates on the batches after those of the epoch"):
-        train(compiled(), resume.track(data_of_a_loop()), resume, **settings)
+        fit(compiled(), resume.track(data_of_a_loop()), resume, **settings)
 
 
 class LogsATime(keras.callbacks.Callback):
