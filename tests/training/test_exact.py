@@ -29,24 +29,24 @@ QUICK = [
 OTHERS = [name for name in SETTINGS if name not in QUICK]
 # What the backends do differently; `python -m tests.training.exactness` measures all.
 TELLING_ON_JAX = [
-    "last batch of one example: replicas without examples",
-    "first batch no multiple of the replicas",
-    "BatchNormalization, replicas without examples",
-    "Dropout",
-    "global_clipnorm",
-    "gradient_accumulation_steps with a schedule and clipping",
-    "ema_overwrite_frequency",
-    "optimizer Muon",
     "mixed_float16, overflow on the last replica",
+    "last batch of one example: replicas without examples",
     "reduction='mean_with_sample_weight'",
     "a loss of the global batch (Dice)",
     "regularizers of weights, biases and activities",
     "several outputs with loss_weights",
     "sparse features",
     "Embedding(mask_zero=True) and LSTM, a loss for every token",
+    "validation, evaluate and predict, uneven",
+]
+TELLING_OF_FIT_ON_JAX = [
+    "first batch no multiple of the replicas",
+    "BatchNormalization, replicas without examples",
+    "Dropout",
+    "gradient_accumulation_steps with a schedule and clipping",
+    "ema_overwrite_frequency",
     "steps_per_execution=2",
     "Python generator",
-    "validation, evaluate and predict, uneven",
 ]
 X, Y = testing.toy_classification(9)
 
@@ -84,8 +84,11 @@ def test_replicas_train_what_one_device_trains(name):
 def cells():
     slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
     if ON_JAX:
-        columns = ["replica_exact on JAX", "TrainingLoop on JAX"]
-        return exactness.cells(TELLING_ON_JAX, columns, slow, pytest.mark.jax)
+        both = ["replica_exact on JAX", "TrainingLoop on JAX"]
+        return [
+            *exactness.cells(TELLING_ON_JAX, both, slow, pytest.mark.jax),
+            *exactness.cells(TELLING_OF_FIT_ON_JAX, both[:1], slow, pytest.mark.jax),
+        ]
     return [
         *exactness.cells(OTHERS, ["replica_exact"], slow),
         *exactness.cells(QUICK, ["TrainingLoop"], slow),
