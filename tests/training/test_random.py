@@ -115,9 +115,9 @@ def test_a_shape_without_examples_is_the_same_on_all_replicas():
     np.testing.assert_array_equal(drawn(3, draw, 6), np.repeat(one, 3, axis=0))
 
 
-def classifier(*random, **settings):
+def classifier(random, **settings):
     keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input((6,)), *random, layers.Flatten(), layers.Dense(3)])
+    model = keras.Sequential([keras.Input((6,)), *random(), layers.Flatten(), layers.Dense(3)])
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.SGD(0.5), loss, **settings)
     return model
@@ -139,8 +139,8 @@ def fitted(model):
 
 @pytest.mark.slow
 def test_random_layers_train_what_one_device_trains():
-    def build():
-        return classifier(
+    def random():
+        return [
             layers.Dropout(0.5),
             layers.GaussianNoise(0.3),
             layers.GaussianDropout(0.2),
@@ -152,11 +152,11 @@ def test_random_layers_train_what_one_device_trains():
             layers.RandomRotation(0.2),
             layers.Reshape((3, 2)),
             layers.LSTM(4, dropout=0.3, recurrent_dropout=0.3),
-        )
+        ]
 
-    one = fitted(build())
+    one = fitted(classifier(random))
     with strategies.select_strategy("mirrored", devices=3).scope():
-        model = replica_exact(build())
+        model = replica_exact(classifier(random))
     np.testing.assert_allclose(fitted(model), one, atol=3e-6)
 
 
@@ -164,7 +164,7 @@ def test_random_layers_train_what_one_device_trains():
 def test_under_xla_one_replica_draws_what_two_draw():
     def trained(replicas):
         with strategies.select_strategy("mirrored", devices=replicas).scope():
-            model = replica_exact(classifier(layers.Dropout(0.5), jit_compile=True))
+            model = replica_exact(classifier(lambda: [layers.Dropout(0.5)], jit_compile=True))
         return fitted(model)
 
     np.testing.assert_allclose(trained(1), trained(2), atol=3e-6)
