@@ -27,7 +27,6 @@ ON_JAX = {
     "callbacks": ["tests/callbacks"],
     "loop": [
         "tests/training/test_loop.py",
-        "tests/training/test_jax_guide.py",
         "tests/training/test_remat.py",
     ],
     "diagnostics": [
@@ -38,8 +37,7 @@ ON_JAX = {
         "tests/diagnostics/test_tpu_step_jax.py",
     ],
     "exact": [
-        "tests/training/test_exact_jax.py",
-        "tests/training/test_jax_inputs.py",
+        "tests/training/test_exact.py",
         "tests/training/test_shards_jax.py",
         "tests/training/test_users_arrays.py",
     ],
@@ -47,7 +45,6 @@ ON_JAX = {
     "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
     "resumed": [
         "tests/callbacks/test_resume.py",
-        "tests/training/test_programs_resume.py",
     ],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",

@@ -9,11 +9,7 @@ from kdpkit._internal import checks
 class Feed:
     """Iterates over a dataset in epochs: all of it, or some steps after those of the last epoch.
 
-    Args:
-        name: The argument that the dataset was given as, for messages.
-        batches: What an iterator is made from.
-        wanted: Batches in an epoch, which then begins where the last one stopped; None takes all.
-        length: Returns the batches of an epoch; None if that shows only at its end.
+    An epoch has `wanted` batches, or all, of which `length` returns the number if it is known.
     """
 
     def __init__(
@@ -27,13 +23,7 @@ class Feed:
         self._iterator: Any = None
         self._may_restart = False
 
-    @property
-    def goes_on(self) -> bool:
-        """Whether an epoch begins where the last one stopped."""
-        return self._wanted not in (None, self._length())
-
     def start_epoch(self) -> None:
-        """Begin an epoch."""
         self._may_restart = self._wanted is not None and self._iterator is not None
         if not self._may_restart:
             self._iterator = iter(self.batches)

@@ -189,7 +189,6 @@ class TrainingLoop:
         callbacks: Any = (),
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
-        validation_steps: int | None = None,
         verbose: Any = "auto",
     ) -> keras.callbacks.History:
         """Train, and validate after each epoch.
@@ -205,7 +204,6 @@ class TrainingLoop:
             initial_epoch: The epoch to begin with, from 0.
             steps_per_epoch: Batches in an epoch; None takes all of the dataset. With a
                 number, an epoch goes on where the last one stopped.
-            validation_steps: Batches of `validation` to evaluate; None takes all.
             verbose: As in `keras.Model.fit`.
 
         Returns:
@@ -217,26 +215,15 @@ class TrainingLoop:
         """
         epochs = checks.integer("epochs", epochs)
         initial_epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
-        if validation is None and validation_steps is not None:
-            checks.fail("There is no `validation` to take steps of.", steps=validation_steps)
         feed = self._steps.open(train, "train", steps_per_epoch=steps_per_epoch)
-        held_out = validation is not None and self._steps.open(
-            validation, "validation", validation_steps=validation_steps
-        )
+        held_out = validation is not None and self._steps.open(validation, "validation", take=None)
         self._steps.build(feed, training=True)
         self._reject_changes()
-        all_callbacks = self._callback_list(
-            callbacks,
-            verbose,
-            feed,
-            epochs,
-            add_history=True,
-            validation_goes_on=held_out and held_out.goes_on,
-        )
+        all_callbacks = self._callback_list(callbacks, verbose, feed, epochs, add_history=True)
         model, logs = self.model, {}
         model.stop_training = False
         all_callbacks.on_train_begin()
-        # BackupAndRestore tells through the model in which epoch training goes on.
+        # BackupAndRestore sets the epoch in which training goes on.
         for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
             self._steps.reset_metrics()
             all_callbacks.on_epoch_begin(epoch)
@@ -252,15 +239,11 @@ class TrainingLoop:
         return model.history
 
     @_guarded
-    def evaluate(
-        self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
-    ) -> dict[str, float]:
+    def evaluate(self, dataset: Any, *, verbose: Any = "auto") -> dict[str, float]:
         """Compute loss and metrics over all examples of a dataset, each once.
 
         Args:
             dataset: As `train` in `fit`; an uneven last batch is fine.
-            steps: Batches to evaluate; None takes all.
-            callbacks: Keras callbacks.
             verbose: As in `keras.Model.evaluate`.
 
         Returns:
@@ -270,20 +253,16 @@ class TrainingLoop:
         Raises:
             ValueError: As `fit`.
         """
-        feed = self._steps.open(dataset, "dataset", steps=steps)
+        feed = self._steps.open(dataset, "dataset", take=None)
         self._steps.build(feed, training=False)
-        return self._evaluate(feed, self._callback_list(callbacks, verbose, feed))
+        return self._evaluate(feed, self._callback_list((), verbose, feed))
 
     @_guarded
-    def predict(
-        self, dataset: Any, *, steps: int | None = None, callbacks: Any = (), verbose: Any = "auto"
-    ) -> Any:
+    def predict(self, dataset: Any, *, verbose: Any = "auto") -> Any:
         """Predict for every example of a dataset, in its order.
 
         Args:
             dataset: Batches as in `fit`; labels and weights are not looked at.
-            steps: Batches to predict; None takes all.
-            callbacks: Keras callbacks.
             verbose: As in `keras.Model.predict`.
 
         Returns:
@@ -293,24 +272,18 @@ class TrainingLoop:
         Raises:
             ValueError: As `fit`.
         """
-        feed = self._steps.open(dataset, "dataset", steps=steps)
-        all_callbacks = self._callback_list(callbacks, verbose, feed)
+        feed = self._steps.open(dataset, "dataset", take=None)
+        progress = self._callback_list((), verbose, feed)
         outputs: list[Any] = []
 
         def end(batch: int, of_call: list[Any]) -> None:
             outputs.extend(of_call)
-            all_callbacks.on_predict_batch_end(batch, {"outputs": of_call[-1]})
+            progress.on_predict_batch_end(batch)
 
-        self.model.stop_predicting = False
-        all_callbacks.on_predict_begin()
-        self._go_through(
-            feed,
-            self._steps.predict,
-            all_callbacks.on_predict_batch_begin,
-            end,
-            lambda: self.model.stop_predicting,
-        )
-        all_callbacks.on_predict_end()
+        progress.on_predict_begin()
+        begin = progress.on_predict_batch_begin
+        self._go_through(feed, self._steps.predict, begin, end, lambda: False)
+        progress.on_predict_end()
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
     def _reject_changes(self) -> None:
@@ -353,7 +326,8 @@ class TrainingLoop:
             callbacks.on_test_batch_end,
             lambda: self.model.stop_evaluating,
         )
-        logs = {name: _plain(value) for name, value in logs.items()}
+        arrays = {name: np.asarray(value) for name, value in logs.items()}
+        logs = {name: array if array.ndim else float(array) for name, array in arrays.items()}
         callbacks.on_test_end(logs)
         return logs
 
@@ -365,7 +339,7 @@ class TrainingLoop:
         end: Callable[[int, Any], None],
         is_stopped: Callable[[], bool],
     ) -> Any:
-        """Run an epoch's steps, many in a call, and give the result of the last call."""
+        """Run an epoch's steps, many in a call; return the result of the last call."""
         first, result = 0, None
         feed.start_epoch()
         while first != feed.steps:
@@ -399,12 +373,6 @@ class TrainingLoop:
             steps_at_once=self.steps_per_loop,
             **settings,
         )
-
-
-def _plain(value: Any) -> Any:
-    """Return a number as a Python float, and a metric of several numbers as an array."""
-    array = np.asarray(value)
-    return array if array.ndim else float(array)
 
 
 def _reject_own_step(model: Any) -> None:

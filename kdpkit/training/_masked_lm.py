@@ -19,7 +19,7 @@ class MaskedLMLoop(TrainingLoop):
     The model is trained, saved and used as it is. Only a step differs: it goes over the vocabulary
     in chunks, in place of holding a logit for each masked position and token of the vocabulary, and
     of a last `keras_hub.layers.TransformerEncoder` it computes what follows on the attention at the
-    masked positions alone. Loss and gradients are those of
+    masked positions only. Loss and gradients are those of
     `SparseCategoricalCrossentropy(from_logits=True)` on the complete model to rounding; under a
     mixed dtype policy logits are products of 16-bit numbers, summed and compared in float32.
     Metrics see the predicted tokens, not logits: `keras.metrics.Accuracy` is the masked accuracy.
@@ -30,7 +30,7 @@ class MaskedLMLoop(TrainingLoop):
     Args:
         model: A KerasHub masked language model, such as `keras_hub.models.BertMaskedLM`, without
             a preprocessor: `kdpkit.pipelines.mask_tokens` makes its data.
-        optimizer: As in `TrainingLoop`; so is what follows but for `chunk_size`.
+        optimizer: As in `TrainingLoop`; so is what follows, except for `chunk_size`.
         chunk_size: Tokens of the vocabulary whose logits are held at a time.
 
     Raises:

@@ -1,4 +1,4 @@
-"""KerasHub's masked language models, computed at the masked positions alone.
+"""KerasHub's masked language models, computed at the masked positions only.
 
 The one file that uses KerasHub's private parts, after it has checked that they are there.
 """
@@ -23,34 +23,25 @@ _PARTS_OF_LAYER = (
 
 
 def head_of(model: keras.Model) -> keras_hub.layers.MaskedLMHead:
-    """Return the head of a masked language model, if logits are its hidden state times embeddings.
-
-    Raises:
-        ValueError: There is no such head, or its logits go through another function.
-    """
+    """Return the head of a masked language model, if its logits are products with embeddings."""
     head: Any = getattr(model, "masked_lm_head", None)
     embedding = getattr(head, "token_embedding", None)
-    remedy = "Train it with `TrainingLoop`."
     if embedding is None or not _has(head, _PARTS_OF_HEAD):
         checks.fail(
             "`MaskedLMLoop` trains models with KerasHub's `MaskedLMHead` on their token embedding.",
             model=type(model).__name__,
-            remedy=remedy,
+            remedy="Train it with `TrainingLoop`.",
         )
-    if not getattr(embedding, "tie_weights", True):
-        checks.fail(
-            "The logits of this model are products with weights of their own, and not with its "
-            "token embedding.",
-            tie_weights=False,
-            remedy=remedy,
-        )
+    tie_weights = getattr(embedding, "tie_weights", True)
     soft_cap = getattr(embedding, "logit_soft_cap", None)
-    if head.activation not in (None, keras.activations.linear) or soft_cap is not None:
+    is_linear = head.activation in (None, keras.activations.linear)
+    if not (tie_weights and is_linear and soft_cap is None):
         checks.fail(
-            "The logits of this model go through a function that the loss does not know.",
+            "The logits of this model are not only products with its token embedding.",
+            tie_weights=tie_weights,
             activation=head.activation,
             logit_soft_cap=soft_cap,
-            remedy=remedy,
+            remedy="Train it with `TrainingLoop`.",
         )
     return head
 
@@ -64,7 +55,7 @@ def encoder_at_positions(backbone: keras_hub.models.Backbone) -> Callable[..., T
     """Return `encode(features, positions, *, training)`, the backbone's output at some positions.
 
     Where the backbone ends with a `keras_hub.layers.TransformerEncoder`, what follows on that
-    layer's attention is computed at these positions alone, because nothing there looks at another
+    layer's attention is computed at these positions only, because nothing there looks at another
     one. So outputs and gradients are those of the complete layer, to rounding; dropout draws other
     numbers. The attention itself is computed everywhere: with a dropout of a shape that no other
     layer has, XLA on CPUs would take twenty times as long.
@@ -86,25 +77,20 @@ def encoder_at_positions(backbone: keras_hub.models.Backbone) -> Callable[..., T
 def _last_layer(
     backbone: keras_hub.models.Backbone,
 ) -> keras_hub.layers.TransformerEncoder | None:
-    """Find the layer whose output is the backbone's, if it is one that is known."""
+    """Find the layer whose output is the backbone's, if it is known, and sees the padding only."""
     last = [*getattr(backbone, "transformer_layers", [None])][-1]
     known = (
         type(last) is keras_hub.layers.TransformerEncoder
         and _has(last, _PARTS_OF_LAYER)
+        and not last.normalize_first
         and _sequence(backbone.output) is last.output
         and "padding_mask" in backbone.input
-        and _sees_padding_alone(last, backbone.input["padding_mask"])
     )
-    return last if known else None
-
-
-def _sees_padding_alone(layer: keras.layers.Layer, padding_mask: keras.KerasTensor) -> bool:
-    """Return whether the backbone calls a layer once, with its padding mask alone."""
-    nodes = getattr(layer, "_inbound_nodes", ())
+    nodes = getattr(last, "_inbound_nodes", ()) if known else ()
     masks = [{k: v for k, v in n.arguments.kwargs.items() if v is not None} for n in nodes]
-    return [[*given] for given in masks] == [["padding_mask"]] and masks[0][
-        "padding_mask"
-    ] is padding_mask
+    sees_padding = [[*given] for given in masks] == [["padding_mask"]]
+    is_known = sees_padding and masks[0]["padding_mask"] is backbone.input["padding_mask"]
+    return last if is_known else None
 
 
 def _encoded_at(
@@ -117,19 +103,14 @@ def _encoded_at(
 ) -> Tensor:
     """Do what `TransformerEncoder.call` does, after the attention for some positions."""
     visible = ops.expand_dims(ops.cast(padding_mask, "bool"), 1)  # the same for every position
-    norm_first = layer.normalize_first
-    normed = layer._self_attention_layer_norm(states) if norm_first else states
     attended = layer._self_attention_layer(
-        query=normed, value=normed, attention_mask=visible, training=training
+        query=states, value=states, attention_mask=visible, training=training
     )
     attended = layer._self_attention_dropout(_at(attended, positions), training=training)
-    attended += _at(states, positions)
-    if not norm_first:
-        attended = layer._self_attention_layer_norm(attended)
-    given = layer._feedforward_layer_norm(attended) if norm_first else attended
-    given = layer._feedforward_output_dense(layer._feedforward_intermediate_dense(given))
+    attended = layer._self_attention_layer_norm(attended + _at(states, positions))
+    given = layer._feedforward_output_dense(layer._feedforward_intermediate_dense(attended))
     given = layer._feedforward_dropout(given, training=training) + attended
-    return given if norm_first else layer._feedforward_layer_norm(given)
+    return layer._feedforward_layer_norm(given)
 
 
 def _at(sequence: Tensor, positions: Tensor) -> Tensor:

@@ -31,21 +31,13 @@ PLACEHOLDER_EXAMPLES = 13
 
 @dataclasses.dataclass(frozen=True)
 class Term:
-    """The loss of one output: `total / divisor`, each summed over all examples.
+    """The loss of one output: `total / divisor`, each summed over all examples."""
 
-    Args:
-        name: The output; empty if there is one alone.
-        total: The losses of these examples, weighted and summed.
-        per_example_count: Losses of an example: its divisor in a plain mean.
-        counted: The divisor of these examples, where weights or masks decide it; else None.
-        is_sum: Whether there is no divisor.
-    """
-
-    name: str
-    total: Tensor
-    per_example_count: Tensor
-    counted: Tensor | None = None
-    is_sum: bool = False
+    name: str  # of the output; empty if there is only one
+    total: Tensor  # the losses of these examples, weighted and summed
+    per_example_count: Tensor  # losses of an example: its divisor in a plain mean
+    counted: Tensor | None = None  # the divisor, where weights or masks decide it
+    is_sum: bool = False  # without a divisor
 
     def plain_divisor(self, num_global_examples: Tensor | int) -> Tensor | int:
         """Return the divisor of the global batch without weights and masks."""
@@ -241,19 +233,10 @@ def additional_loss(losses: list[Tensor], share: Tensor | float) -> Tensor | flo
         value = ops.convert_to_tensor(loss)
         if not keras.backend.is_float_dtype(value.dtype):
             value = ops.cast(value, keras.config.floatx())
-        if len(value.shape) == 0:
-            value = _product(value, ops.cast(share, value.dtype))
+        if len(value.shape) == 0:  # of no examples, it is NaN
+            value = ops.where(share > 0, value * ops.cast(share, value.dtype), 0)
         total += ops.cast(ops.sum(value), keras.config.floatx())
     return total
-
-
-def _product(value: Tensor, share: Tensor) -> Tensor:
-    """Return `value * share`, and 0 for a share of 0: a mean over no examples is NaN."""
-    if keras.backend.backend() == "tensorflow":
-        import tensorflow as tf
-
-        return tf.math.multiply_no_nan(value, share)
-    return ops.where(share > 0, value * share, 0)
 
 
 def _term(
@@ -275,12 +258,13 @@ def _term(
     if reduction == "mean_with_sample_weight" and weights:
         counted = ops.sum(functools.reduce(ops.multiply, weights))
     elif mask is not None:
-        entries = ops.maximum(_float(ops.size(mask), losses), 1)
-        counted = ops.sum(_along(losses, mask)) * _float(ops.size(losses), losses) / entries
+        entries = ops.cast(ops.maximum(ops.size(mask), 1), losses.dtype)
+        losses_of_entry = ops.cast(ops.size(losses), losses.dtype) / entries
+        counted = ops.sum(_along(losses, mask)) * losses_of_entry
     return Term(
         name=name,
         total=ops.sum(functools.reduce(ops.multiply, [losses, *weights])),
-        per_example_count=_float(ops.prod(ops.shape(losses)[1:]), losses),
+        per_example_count=ops.cast(ops.prod(ops.shape(losses)[1:]), losses.dtype),
         counted=counted,
         is_sum=reduction == "sum",
     )
@@ -300,10 +284,6 @@ def _along(losses: Tensor, weight: Tensor) -> Tensor:
     if extra > 0:
         return ops.squeeze(weight, axis=tuple(range(-extra, 0)))
     return ops.expand_dims(weight, axis=tuple(range(len(weight.shape), len(losses.shape))))
-
-
-def _float(number: Tensor | int, losses: Tensor) -> Tensor:
-    return ops.cast(number, losses.dtype)
 
 
 def _only(nest: Nest) -> Any:

@@ -13,11 +13,12 @@ from kdpkit import strategies
 from kdpkit._internal import checks, optimizers
 from kdpkit._internal.checks import first_line
 from kdpkit._internal.datasets import untuned, with_private_batches
-from kdpkit.training._rounding import FLOAT32_EPSILON, nudge_weights
 
 _TOLERANCE = 1e-5  # of the largest change of any weight: float32 rounds about here
 _COMPARED = 4  # batches, the first ones
 _AMPLIFIED = 4.0  # times what rounding changes on one device is still called rounding
+_FLOAT32_EPSILON = 2.0**-23
+_EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
 _LOOSEST = 0.05  # of the largest gradient: a model that is random in itself proves nothing
 
 
@@ -47,21 +48,10 @@ class ParityReport:
     factor: float | None = None
     error: Exception | None = None
 
-    @property
-    def factor_name(self) -> str:
-        """The factor in terms of the replicas R: "1/R", "R", "3/R"; "" where it is none of them."""
-        of_replicas = (self.factor or 0.0) * self.replicas
-        count = round(of_replicas)
-        if count < 1 or abs(of_replicas - count) > 1e-3 * count:
-            return ""
-        return {self.replicas: "1", self.replicas**2: "R"}.get(count, f"{count}/R")
-
     def __str__(self) -> str:
-        """Report what was found."""
         if self.error is not None:
             text = dict.fromkeys([type(self.error).__name__, first_line(self.error)])
             return f"{self.replicas} replicas cannot train this: {': '.join(text)}."
-        factor = f"{self.factor or 0:.4g} ({self.factor_name})".removesuffix(" ()")
         off = ", ".join(f"{name} off by {by:.0e}" for name, by in self.logs.items())
         parts = {
             f"{self.replicas} replicas train what one device trains": self.batch is None,
@@ -72,7 +62,7 @@ class ParityReport:
             f"weights differ by {self.weights:.0e} of their change": True,
             "no more than by rounding": self.equal and self.weights > _TOLERANCE,
             f"gradients by {self.gradients or 0:.0e} of the largest": self.gradients is not None,
-            f"the step is {factor} times one device's": self.factor is not None,
+            f"the step is {self.factor or 0:.4g} times one device's": self.factor is not None,
         }
         return ", ".join(text for text, is_so in parts.items() if is_so) + "."
 
@@ -126,9 +116,16 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
         return run
 
     def nudge(model: keras.Model) -> None:
+        """Change every weight by about the rounding of the type that the model computes in."""
         if not model.built and type(model).call is not keras.Model.call:
             model(keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))[0])
-        nudge_weights(model)
+        types = {layer.compute_dtype for layer in model._flatten_layers()}
+        epsilon = max(_EPSILONS.get(dtype, _FLOAT32_EPSILON) for dtype in types)
+        random = np.random.default_rng(0)
+        for weight in model.trainable_weights:
+            value = np.asarray(weight.numpy())
+            size = epsilon * (float(_largest(value)) or 1.0)
+            weight.assign((value + size * random.standard_normal(value.shape)).astype(value.dtype))
 
     one = train(one_device)
     try:
@@ -219,7 +216,7 @@ class _Run(keras.callbacks.Callback):
         found, ends = [], np.cumsum([np.prod(v.shape, dtype=int) for v in self.variables])
         for mine, its, state in zip(self.changes(), other.changes(), self.states[1:], strict=True):
             # What is not trained has no gradient to judge it by: its own rounding is allowed for.
-            allowed = 4 * FLOAT32_EPSILON / _TOLERANCE * _largest(state[self.trained :])
+            allowed = 4 * _FLOAT32_EPSILON / _TOLERANCE * _largest(state[self.trained :])
             scale = np.full(mine.size, max(_largest(mine[self.trained :]), allowed))
             scale[: self.trained] = _largest(mine[: self.trained])
             by = _ratios(its - mine, scale)
@@ -233,7 +230,7 @@ class _Run(keras.callbacks.Callback):
             [_largest(of[: self.trained]) for of in run] for run in (self.states, self.changes())
         ]
         change = min(filter(None, sizes[1]))  # the first rate of a warmup is zero
-        return max(_TOLERANCE, _AMPLIFIED * FLOAT32_EPSILON * max(sizes[0]) / change)
+        return max(_TOLERANCE, _AMPLIFIED * _FLOAT32_EPSILON * max(sizes[0]) / change)
 
     def differences_of_logs(self, other: "_Run") -> dict[str, float]:
         """Return the largest relative differences of logs; what is NaN in both is the same."""

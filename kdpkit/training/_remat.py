@@ -22,26 +22,18 @@ if TYPE_CHECKING:
 
 
 class Result(NamedTuple):
-    """The tensors that a call of a block leaves.
+    """The tensors that a call of a block leaves."""
 
-    Args:
-        outputs: Those in its output, in the order of `keras.tree.flatten`.
-        masks: Their Keras masks.
-        losses: What was passed to `add_loss`, and activity regularizers.
-        assigned: The new values of variables.
-    """
-
-    outputs: list[Tensor]
-    masks: list[Tensor | None]
-    losses: list[Tensor]
-    assigned: list[Tensor]
+    outputs: list[Tensor]  # in the order of `keras.tree.flatten`
+    masks: list[Tensor | None]  # of the outputs
+    losses: list[Tensor]  # of `add_loss` and activity regularizers
+    assigned: list[Tensor]  # the new values of variables
 
 
 class BlockScope(keras.StatelessScope):
     """Keeps what is assigned in it to itself, and notes which variables are read.
 
-    Args:
-        values: Variables and the values that they are to have; others have their current ones.
+    Variables have the values given, or their current ones.
     """
 
     def __init__(self, values: Iterable[tuple[keras.Variable, Tensor]] = ()) -> None:
@@ -67,13 +59,7 @@ class BlockScope(keras.StatelessScope):
 
 
 class BlockCall:
-    """A call of a block, as a function of the tensors in its arguments.
-
-    Args:
-        block: The layer.
-        call: Its `call`.
-        arguments: The arguments and keyword arguments.
-    """
+    """A call of a block, as a function of the tensors in its arguments."""
 
     def __init__(self, block: keras.Layer, call: Callable, arguments: Any) -> None:
         self.block = block
@@ -119,12 +105,7 @@ def rematerialised(
 ) -> Iterator[None]:
     """Trace a training step in this, and the blocks of the model keep only their inputs, if asked.
 
-    Args:
-        loop: The loop.
-        checkpointed: Computes a block now, and again for its gradient, as the backend can.
-
-    Raises:
-        ValueError: The model has no blocks.
+    `checkpointed` computes a block now, and again for its gradient, as the backend can.
     """
     blocks = {id(block): block for block in blocks_of(loop.model) if loop.remat}.values()
     if loop.remat and not blocks:

@@ -26,7 +26,7 @@ from kdpkit import sharding, testing
 from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop
 from recipes import cnn_jax
-from tests.training.jax_guide import GuideLoop
+from tests.benchmarks.jax_guide import GuideLoop
 
 BATCH = 64
 STEPS_PER_LOOP = (1, 16)

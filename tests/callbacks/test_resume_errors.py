@@ -18,7 +18,6 @@ from tests.callbacks.resume_programs import (
     compiled,
     fit,
     in_batches,
-    loop,
     pipeline,
 )
 from tests.callbacks.test_resume import Stop
@@ -159,13 +158,12 @@ def test_data_that_cannot_go_back_raise(tmp_path):
 # What a state cannot hold.
 
 
-@pytest.mark.parametrize("train", [fit, loop])
-def test_validation_that_continues_from_epoch_to_epoch_is_reported(tmp_path, train):
-    resume, name = Resume(tmp_path), "validation" if train is loop else "validation_data"
-    held_out = batches() if ON_JAX else in_batches()
-    settings = {name: held_out, "validation_steps": 2, "epochs": 2}
+def test_validation_that_continues_from_epoch_to_epoch_is_reported(tmp_path):
+    held_out, train = (batches() if ON_JAX else in_batches() for _ in range(2))
+    resume = Resume(tmp_path)
+    settings = {"validation_data": held_out, "validation_steps": 2, "epochs": 2}
     with pytest.warns(UserWarning, match="validates on the batches after those of the epoch"):
-        train(compiled(), resume.track(batches() if ON_JAX else in_batches()), resume, **settings)
+        fit(compiled(), resume.track(train), resume, **settings)
 
 
 class LogsATime(keras.callbacks.Callback):

@@ -1,16 +1,23 @@
-import contextlib
+"""`replica_exact` beside stock Keras on one device.
+
+On both backends: tests/test_environments.py runs this file again on JAX.
+"""
+
 import functools
+import itertools
 import json
 import zipfile
 
+import jax
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdpkit import strategies, testing
-from kdpkit.training import replica_exact
+from kdpkit import batches, sharding, strategies, testing
+from kdpkit.training import TrainingLoop, replica_exact
 from tests.training import exactness
+from tests.training.exactness import ON_JAX
 
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
 QUICK = [
@@ -20,78 +27,115 @@ QUICK = [
     "bool and string features",
 ]
 OTHERS = [name for name in SETTINGS if name not in QUICK]
-
-
-def mirrored(replicas):
-    return strategies.select_strategy("mirrored", devices=replicas)
+# What the backends do differently; `python -m tests.training.exactness` measures all.
+TELLING_ON_JAX = [
+    "mixed_float16, overflow on the last replica",
+    "last batch of one example: replicas without examples",
+    "reduction='mean_with_sample_weight'",
+    "a loss of the global batch (Dice)",
+    "regularizers of weights, biases and activities",
+    "several outputs with loss_weights",
+    "sparse features",
+    "Embedding(mask_zero=True) and LSTM, a loss for every token",
+    "validation, evaluate and predict, uneven",
+]
+TELLING_OF_FIT_ON_JAX = [
+    "first batch no multiple of the replicas",
+    "BatchNormalization, replicas without examples",
+    "Dropout",
+    "gradient_accumulation_steps with a schedule and clipping",
+    "ema_overwrite_frequency",
+    "steps_per_execution=2",
+    "Python generator",
+]
+X, Y = testing.toy_classification(9)
 
 
 def cross_entropy():
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def compiled_on(strategy, make=testing.tiny_classifier, **arguments):
+def mirrored(replicas):
+    return strategies.select_strategy("mirrored", devices=replicas)
+
+
+def compiled_on(strategy, make=testing.tiny_classifier, optimizer="sgd", **arguments):
     with strategy.scope():
         model = make()
-        model.compile("sgd", cross_entropy(), **arguments)
+        model.compile(optimizer, cross_entropy(), **arguments)
     return model
 
 
-@functools.cache
-def data():
-    return testing.toy_classification(9)
+def assert_same_weights(model, other, tolerance=1e-6):
+    for one, its in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(one, its, atol=tolerance)
 
 
+# The table of exactness.
+
+
+@pytest.mark.tensorflow
 @pytest.mark.parametrize("name", QUICK)
 def test_replicas_train_what_one_device_trains(name):
     outcome = exactness.measure(SETTINGS[name], "replica_exact", 2, rows=exactness.UNEVEN)
     assert outcome.verdict == "equal", outcome
 
 
-@pytest.mark.slow
+def cells():
+    slow, exhaustive = pytest.mark.slow, pytest.mark.exhaustive
+    if ON_JAX:
+        both = ["replica_exact on JAX", "TrainingLoop on JAX"]
+        return [
+            *exactness.cells(TELLING_ON_JAX, both, slow, pytest.mark.jax),
+            *exactness.cells(TELLING_OF_FIT_ON_JAX, both[:1], slow, pytest.mark.jax),
+        ]
+    return [
+        *exactness.cells(OTHERS, ["replica_exact"], slow),
+        *exactness.cells(QUICK, ["TrainingLoop"], slow),
+        *exactness.cells(OTHERS, ["TrainingLoop"], exhaustive),
+    ]
+
+
 @pytest.mark.parametrize("replicas", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize(
-    ("name", "column"),
-    [
-        *exactness.cells(OTHERS, ["replica_exact"]),
-        *exactness.cells(QUICK, ["TrainingLoop"]),
-        *exactness.cells(QUICK, ["replica_exact"], pytest.mark.exhaustive),
-        *exactness.cells(OTHERS, ["TrainingLoop"], pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.parametrize(("name", "column"), cells())
 def test_every_setting_keeps_its_promise(name, column, replicas):
     outcome = exactness.measure(SETTINGS[name], column, replicas, rows=exactness.UNEVEN)
     assert outcome.verdict == SETTINGS[name].promise_in(column), outcome
 
 
+WRONG = ["uneven last batch", "global_clipnorm", "reduction='mean_with_sample_weight'"]
+CRASH = [
+    "first batch no multiple of the replicas",
+    "gradient_accumulation_steps",
+    "steps_per_execution=2",
+    "bool and string features",
+    "masked language model of KerasHub's guide",
+]
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("verdict", "names"),
+    ("column", "verdict", "names"),
     [
-        ("wrong", ["uneven last batch", "global_clipnorm", "reduction='mean_with_sample_weight'"]),
-        (
-            "crash",
-            [
-                "first batch no multiple of the replicas",
-                "gradient_accumulation_steps",
-                "steps_per_execution=2",
-                "bool and string features",
-                "train_step: adversaries with two optimizers",
-            ],
-        ),
+        ("stock Keras", "wrong", WRONG),
+        ("stock Keras", "crash", CRASH),
+        ("stock Keras on JAX", "crash", CRASH[:1]),
     ],
 )
-def test_keras_alone_fails_where_replica_exact_does_not(verdict, names):
-    outcomes = exactness.measure_apart("stock Keras", 2, names)
-    assert {name: outcome.verdict for name, outcome in outcomes.items()} == dict.fromkeys(
-        names, verdict
-    )
+def test_keras_alone_fails_where_replica_exact_does_not(column, verdict, names):
+    outcomes = exactness.measure_apart(column, 2, names)
+    found = {name: outcome.verdict for name, outcome in outcomes.items()}
+    assert found == dict.fromkeys(names, verdict)
 
 
+# The model, and when it is called.
+
+
+@pytest.mark.tensorflow
 def test_class_config_and_saved_file_stay_the_users(tmp_path):
     plain = compiled_on(mirrored(2))
-    keras.utils.clear_session(free_memory=False)  # names start anew
+    keras.utils.clear_session(free_memory=False)  # names start again
     exact = replica_exact(compiled_on(mirrored(2)))
     assert type(exact) is type(plain)
 
@@ -103,10 +147,11 @@ def test_class_config_and_saved_file_stay_the_users(tmp_path):
 
     assert saved_config(exact, "exact.keras") == saved_config(plain, "plain.keras")
     loaded = keras.models.load_model(tmp_path / "exact.keras")
-    np.testing.assert_array_equal(loaded(data()[0]), exact(data()[0]))
+    np.testing.assert_array_equal(loaded(X), exact(X))
     assert "train_step" not in vars(loaded)
 
 
+@pytest.mark.tensorflow
 def test_a_model_for_one_device_stays_untouched():
     model = testing.tiny_classifier()
     before = set(vars(model))
@@ -114,109 +159,72 @@ def test_a_model_for_one_device_stays_untouched():
     assert set(vars(model)) == before
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(keras.optimizers, "ScheduleFreeAdamW"), reason="this Keras does not have it"
-)
-def test_schedule_free_averages_start_from_the_weights_on_replicas_or_when_built_before():
-    """For one device Keras compiles a start from zeros, which it does not make step by step."""
-
-    def trained(*, replicas=None, built=False, **settings):
-        keras.utils.set_random_seed(0)
-        with mirrored(replicas).scope() if replicas else contextlib.nullcontext():
-            model = replica_exact(testing.tiny_classifier())
-            optimizer = keras.optimizers.ScheduleFreeAdamW(0.01)
-            model.compile(optimizer, cross_entropy(), **settings)
-        if built:
-            optimizer.build(model.trainable_variables)
-        model.fit(*data(), batch_size=4, epochs=2, shuffle=False, verbose=0)
-        return np.concatenate([weight.ravel() for weight in model.get_weights()])
-
-    by_steps = trained(run_eagerly=True)
-    assert abs(trained() - by_steps).max() > 0.1
-    for settings in ({"built": True}, {"replicas": 2}):
-        np.testing.assert_allclose(trained(**settings), by_steps, atol=1e-5)
-
-
 def test_calling_it_twice_changes_nothing_more():
-    model = replica_exact(compiled_on(mirrored(2)))
-    step = model.train_step
-    assert replica_exact(model) is model
-    assert model.train_step == step
+    building, training = exactness.scopes(2)
+    with training:
+        with building:
+            model = testing.tiny_classifier()
+        step = replica_exact(model).train_step
+        assert replica_exact(model) is model
+        assert model.train_step == step
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("in_scope", [False, True])
+@pytest.mark.tensorflow
 @pytest.mark.parametrize("compile_first", [False, True])
-def test_it_may_be_called_anywhere_and_the_model_compiled_anywhere(in_scope, compile_first):
-    def weights(replicas):
+def test_it_may_be_called_anywhere_and_the_model_compiled_anywhere_and_again(compile_first):
+    def trained(strategy):
         keras.utils.set_random_seed(0)
-        strategy = mirrored(replicas) if replicas > 1 else strategies.select_strategy("one")
         with strategy.scope():
             model = testing.tiny_classifier()
-        optimizer = keras.optimizers.Adam(0.01)
-
-        def compile_it():
-            model.compile(optimizer, cross_entropy(), metrics=["accuracy"])
-
-        steps = [compile_it, lambda: replica_exact(model)]
+        steps = [
+            lambda: model.compile("adam", cross_entropy(), metrics=["accuracy"]),
+            lambda: replica_exact(model),
+        ]
         for step in steps if compile_first else reversed(steps):
-            if in_scope:
-                with strategy.scope():
-                    step()
-            else:
-                step()
-        model.fit(*data(), batch_size=5, shuffle=False, verbose=0)
-        return model.get_weights()
+            step()
+        model.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
+        accumulating = keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)
+        model.compile(accumulating, cross_entropy())
+        model.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
+        return model
 
-    for one, two in zip(weights(1), weights(2), strict=True):
-        np.testing.assert_allclose(two, one, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_a_model_compiled_anew_stays_exact():
-    strategy = mirrored(2)
-    model = replica_exact(compiled_on(strategy))
-    model.fit(*data(), batch_size=5, verbose=0)
-    with strategy.scope():
-        model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), cross_entropy())
-    model.fit(*data(), batch_size=5, verbose=0)
-    assert int(model.optimizer.iterations) == 1
+    one, two = trained(strategies.select_strategy("one")), trained(mirrored(2))
+    assert_same_weights(two, one)
+    assert int(two.optimizer.iterations) == 1
 
 
 @pytest.mark.slow
+@pytest.mark.tensorflow
 def test_building_takes_no_batch_from_the_data():
     taken = []
 
-    def batches():
-        x, y = data()
+    def of_three():
         for start in range(0, 9, 3):
             taken.append(start)
-            yield x[start : start + 3], y[start : start + 3]
+            yield X[start : start + 3], Y[start : start + 3]
 
     spec = tf.TensorSpec((None, 4), tf.float32), tf.TensorSpec((None,), tf.int32)
-    dataset = tf.data.Dataset.from_generator(batches, output_signature=spec)
+    dataset = tf.data.Dataset.from_generator(of_three, output_signature=spec)
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(3))
     replica_exact(compiled_on(mirrored(2))).fit(dataset, epochs=2, verbose=0)
     assert taken == [0, 3, 6, 0, 3, 6]
 
 
-def with_batch_norm():
-    return keras.Sequential(
-        [keras.Input((4,)), keras.layers.BatchNormalization(name="norm"), keras.layers.Dense(3)]
-    )
+def with_batch_norm(*, synchronized=False):
+    norm = keras.layers.BatchNormalization(name="norm", synchronized=synchronized)
+    return keras.Sequential([keras.Input((4,)), norm, keras.layers.Dense(3)])
 
 
 @pytest.mark.slow
+@pytest.mark.tensorflow
 def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
     model = compiled_on(mirrored(4), with_batch_norm, metrics=["accuracy"])
     model = replica_exact(model, batch_norm="replica")
-    x, y = data()
     with pytest.warns(
         UserWarning, match=r"^[^\n]*\(norm\)[^\n]*batch_norm=\"global[^\n]*$"
     ) as seen:
-        model.fit(x, y, batch_size=8, epochs=2, verbose=0)  # the last batch leaves three without
+        model.fit(X, Y, batch_size=8, epochs=2, verbose=0)  # the last batch leaves three without
     assert len(seen) == 1
     assert all(np.isfinite(weight).all() for weight in model.get_weights())
     means = model.get_layer("norm").moving_mean.value
@@ -225,132 +233,24 @@ def test_local_batch_statistics_are_warned_about_and_never_nan(tmp_path):
     model.save(tmp_path / "model.keras")
     alone = keras.models.load_model(tmp_path / "model.keras")
     np.testing.assert_allclose(
-        model.evaluate(x, y, verbose=0), alone.evaluate(x, y, verbose=0), rtol=1e-5
+        model.evaluate(X, Y, verbose=0), alone.evaluate(X, Y, verbose=0), rtol=1e-5
     )
 
 
-@pytest.mark.sampled(1)
 @pytest.mark.slow
-@pytest.mark.parametrize("replicas", [2, 1, 4])
-def test_training_saved_on_four_replicas_goes_on_at_any_count(replicas, tmp_path):
-    def make():
-        with_norm = with_batch_norm()
-        with_norm.layers[0].synchronized = True
-        return with_norm
-
+@pytest.mark.tensorflow
+def test_training_saved_on_four_replicas_goes_on_at_any_count(tmp_path):
     def further(strategy):
         with strategy.scope():
-            model = keras.models.load_model(tmp_path / "saved.keras")
-        model = replica_exact(model)
-        model.fit(*data(), batch_size=5, shuffle=False, verbose=0)
-        return model.get_weights()
+            model = replica_exact(keras.models.load_model(tmp_path / "saved.keras"))
+        model.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
+        return model
 
-    with mirrored(4).scope():
-        model = make()
-        model.compile(keras.optimizers.Adam(0.01, clipnorm=0.1), cross_entropy())
-    replica_exact(model).fit(*data(), batch_size=5, shuffle=False, verbose=0)
+    make = functools.partial(with_batch_norm, synchronized=True)
+    model = compiled_on(mirrored(4), make, keras.optimizers.Adam(0.01, clipnorm=0.1))
+    replica_exact(model).fit(X, Y, batch_size=5, shuffle=False, verbose=0)
     model.save(tmp_path / "saved.keras")
-    strategy = mirrored(replicas) if replicas > 1 else strategies.select_strategy("one")
-    expected = further(strategies.select_strategy("one"))
-    for weight, wanted in zip(further(strategy), expected, strict=True):
-        np.testing.assert_allclose(weight, wanted, atol=1e-6)
-
-
-# Steps that do more themselves than Keras does.
-
-
-class Step(keras.Model):
-    """A model whose `train_step` leaves the update to its subclasses."""
-
-    def __init__(self):
-        super().__init__()
-        self.inner = testing.tiny_classifier()
-
-    def call(self, inputs):
-        return self.inner(inputs)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x=x, y=y, y_pred=self(x))
-        weights = self.trainable_weights
-        self.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
-
-
-class ByHand(Step):
-    def apply(self, gradients, weights):
-        for weight, gradient in zip(weights, gradients, strict=True):
-            weight.assign_sub(0.1 * gradient)
-
-
-class ByHiddenOptimizer(Step):
-    def __init__(self):
-        super().__init__()
-        hidden = keras.optimizers.SGD(0.1)
-        self.get_optimizer = lambda: hidden
-
-    def apply(self, gradients, weights):
-        self.get_optimizer().apply(gradients, weights)
-
-
-class WithItsOwnLoss(Step):
-    def compute_loss(self, x, y, y_pred, sample_weight=None):  # noqa: ARG002  # Keras' signature
-        return tf.reduce_sum(y_pred)
-
-    def apply(self, gradients, weights):
-        self.optimizer.apply(gradients, weights)
-
-
-@pytest.mark.parametrize("make", [ByHand, ByHiddenOptimizer, WithItsOwnLoss])
-def test_a_step_that_does_all_itself_trains_as_on_one_device(make):
-    def weights(strategy):
-        keras.utils.set_random_seed(0)
-        model = replica_exact(compiled_on(strategy, make))
-        model.fit(*data(), batch_size=5, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
-
-    expected = weights(strategies.select_strategy("one"))
-    for weight, wanted in zip(weights(mirrored(2)), expected, strict=True):
-        np.testing.assert_allclose(weight, wanted, atol=1e-6)
-
-
-def test_an_unbatched_dataset_raises():
-    model = replica_exact(compiled_on(mirrored(2)))
-    with pytest.raises(ValueError, match=r"single examples; batch it.*Received: element_spec="):
-        model.fit(tf.data.Dataset.from_tensor_slices(data()))
-
-
-def test_numbers_that_are_one_for_a_batch_get_a_sentence():
-    numbered = tf.data.Dataset.from_tensor_slices(data()).batch(4).enumerate()
-    model = replica_exact(compiled_on(mirrored(2)))
-    with pytest.raises(ValueError, match="single numbers beside batches.*Received: element_spec="):
-        model.fit(numbered)
-
-
-def test_a_model_that_compiles_its_own_steps_raises():
-    class Own(keras.Model):
-        def make_train_function(self, force=False):
-            raise NotImplementedError
-
-    with mirrored(2).scope(), pytest.raises(ValueError, match="make_train_function.*train_step"):
-        replica_exact(Own())
-
-
-def test_a_model_built_outside_the_scope_raises():
-    model, layer = testing.tiny_classifier(), keras.layers.Dense(2)
-    layer.build((None, 4))
-    with mirrored(2).scope():
-        with pytest.raises(ValueError, match=r"outside the strategy's scope.*Received: strategy="):
-            replica_exact(model)
-        mixed = keras.Sequential([keras.Input((4,)), layer])
-        with pytest.raises(ValueError, match=r"outside the strategy's scope.*variable='dense"):
-            replica_exact(mixed)
-
-
-def test_what_is_no_model_raises():
-    with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
-        replica_exact(3)
+    assert_same_weights(further(mirrored(2)), further(strategies.select_strategy("one")))
 
 
 class Lookahead(keras.optimizers.SGD):
@@ -380,11 +280,235 @@ def test_an_optimizer_that_assigns_in_build_is_built_before_training():
             model.compile(Lookahead(0.1), cross_entropy())
             if built:
                 model.optimizer.build(model.trainable_variables)
-        model.fit(*data(), batch_size=4, epochs=2, shuffle=False, verbose=0)
-        return model.get_weights()
+        model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+        return model
 
     with pytest.raises(ValueError, match=r"assigns variables in `build`.*slow.*optimizer\.build"):
         trained(mirrored(2), built=False)
-    expected = trained(strategies.select_strategy("one"))
-    for one, other in zip(expected, trained(mirrored(2)), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-6)
+    assert_same_weights(trained(mirrored(2)), trained(strategies.select_strategy("one")))
+
+
+# On JAX: what it takes, and what stays when something fails.
+
+SIZE, DEVICES = 4, 4  # 11 examples: a last batch of 3, which 4 devices do not divide
+MORE_X, MORE_Y = testing.toy_classification(11)
+
+
+def net():
+    keras.utils.set_random_seed(0)
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            layers.Dense(8, activation="tanh"),
+            layers.BatchNormalization(),
+            layers.Dropout(0.3),
+            layers.Dense(3),
+        ]
+    )
+    model.compile("sgd", cross_entropy())
+    return model
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of four examples, the last one of three."""
+
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return MORE_X[index * SIZE :][:SIZE], MORE_Y[index * SIZE :][:SIZE]
+
+
+def generator():
+    for index in itertools.count():
+        yield Batches()[index % 3]
+
+
+def arrays():
+    return batches.ArrayBatches((MORE_X, MORE_Y), global_batch_size=SIZE, remainder="keep")
+
+
+def grain_map():
+    grain = pytest.importorskip("grain")
+    return grain.MapDataset.source([*zip(MORE_X, MORE_Y, strict=True)]).batch(SIZE)
+
+
+def grain_iterator():
+    return grain_map().to_iter_dataset()
+
+
+def tf_data():
+    return tf.data.Dataset.from_tensor_slices((MORE_X, MORE_Y)).batch(SIZE)
+
+
+@functools.cache
+def on_one_device():
+    model = net()
+    model.fit(MORE_X, MORE_Y, batch_size=SIZE, epochs=2, shuffle=False, verbose=0)
+    return model
+
+
+def by_loop(data):
+    model = net()
+    mesh = sharding.data_mesh(DEVICES)
+    loop = TrainingLoop(model, optimizer="sgd", loss=model.loss, strategy=mesh, steps_per_loop=2)
+    loop.fit(data(), epochs=2, steps_per_epoch=3 if data is generator else None, verbose=0)
+    return model, loop.predict(Batches(), verbose=0)
+
+
+def by_fit(data):
+    with exactness.scopes(DEVICES)[1]:
+        model = replica_exact(net())
+        model.fit(data(), epochs=2, shuffle=False, verbose=0)
+        return model, model.predict(Batches(), verbose=0)
+
+
+@pytest.mark.jax
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras of Grain's
+@pytest.mark.parametrize(
+    ("data", "train"),
+    [
+        *((data, by_loop) for data in (generator, arrays, grain_map, grain_iterator, tf_data)),
+        (functools.partial(Batches, workers=2), by_loop),
+        (Batches, by_fit),
+        (grain_map, by_fit),
+    ],
+)
+def test_every_kind_of_input_trains_as_arrays_on_one_device(data, train):
+    model, predictions = train(data)
+    assert_same_weights(model, on_one_device())
+    expected = on_one_device().predict(MORE_X, batch_size=SIZE, verbose=0)
+    np.testing.assert_allclose(predictions, expected, atol=1e-5)
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("exact", [True, False], ids=["replica_exact", "Keras alone"])
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_weights_stay_when_evaluation_fails(method, exact):
+    wrong = np.ones((4, 7), "float32")
+    with exactness.scopes(2)[1]:
+        model = replica_exact(net()) if exact else net()
+        model.fit(X[:4], Y[:4], verbose=0)
+        before = model.get_weights()
+        with pytest.raises(ValueError, match="incompatible"):
+            getattr(model, method)(
+                *([wrong, Y[:4]] if method == "evaluate" else [wrong]), verbose=0
+            )
+        if exact:
+            for one, other in zip(model.get_weights(), before, strict=True):
+                np.testing.assert_array_equal(one, other)
+            model.fit(X, Y, verbose=0)
+        else:
+            assert model.weights[0]._value is None  # the reason for all this
+
+
+class Failing(Batches):
+    """Has two batches, then an error."""
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise OSError("the disk is gone")
+        return X[:4], Y[:4]
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("train", ["fit", "loop"])
+def test_an_error_in_the_data_leaves_what_was_learned(train):
+    with exactness.scopes(2)[1]:
+        model, expected = replica_exact(net()), replica_exact(net())
+        for _ in range(2):
+            expected.train_on_batch(X[:4], Y[:4])
+        fit = functools.partial(model.fit, shuffle=False)
+        if train == "loop":
+            loop = TrainingLoop(model, optimizer=model.optimizer, loss=model.loss)
+            fit = functools.partial(loop.fit, epochs=1)
+        with pytest.raises(OSError, match="the disk is gone"):
+            fit(Failing(), verbose=0)
+        assert_same_weights(model, expected)
+
+
+@pytest.mark.jax
+def test_callbacks_read_and_change_what_the_next_step_goes_on_from():
+    model = net()
+    seen = []
+
+    class Doubling(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 a method's arguments
+            seen.append(float(np.sum(model.weights[0])))  # the model itself, not `self.model`
+            model.weights[0].assign(2 * model.weights[0])
+            model.optimizer.learning_rate = 0.0
+
+    start = float(np.sum(model.weights[0]))
+    loop = TrainingLoop(model, optimizer="adam", loss=model.loss, strategy=sharding.data_mesh(2))
+    loop.fit(Batches(), epochs=1, callbacks=[Doubling()], verbose=0)
+    assert seen[0] != start
+    assert seen[1:] == pytest.approx([2 * seen[0], 4 * seen[0]])
+    for variable in model.variables[1:]:
+        assert variable.value.sharding.device_set == set(jax.devices()[:2])
+        assert variable.value.sharding.is_fully_replicated
+
+
+# Bad input.
+
+
+def test_what_is_no_model_raises():
+    with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
+        replica_exact(3)
+
+
+@pytest.mark.jax
+def test_a_model_of_another_distribution_raises():
+    model = net()
+    with exactness.scopes(2)[1], pytest.raises(ValueError, match="before the distribution"):
+        replica_exact(model)
+
+
+@pytest.mark.jax
+def test_text_raises():
+    class Words(Batches):
+        def __getitem__(self, index):
+            return np.array(["a", "b"]), Y[:2]
+
+    loop = TrainingLoop(net(), optimizer="sgd", loss="mse")
+    with pytest.raises(ValueError, match="gives text, and JAX has numbers alone"):
+        loop.fit(Words(), epochs=1)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("batched", "sentence"),
+    [
+        (lambda data: data, r"single examples; batch it.*Received: element_spec="),
+        (
+            lambda data: data.batch(4).enumerate(),
+            "single numbers beside batches.*Received: element_spec=",
+        ),
+    ],
+)
+def test_a_dataset_without_batches_raises(batched, sentence):
+    model = replica_exact(compiled_on(mirrored(2)))
+    with pytest.raises(ValueError, match=sentence):
+        model.fit(batched(tf.data.Dataset.from_tensor_slices((X, Y))))
+
+
+@pytest.mark.tensorflow
+def test_a_model_that_compiles_its_own_steps_raises():
+    class Own(keras.Model):
+        def make_train_function(self, force=False):
+            raise NotImplementedError
+
+    with mirrored(2).scope(), pytest.raises(ValueError, match="make_train_function.*train_step"):
+        replica_exact(Own())
+
+
+@pytest.mark.tensorflow
+def test_a_model_built_outside_the_scope_raises():
+    model, layer = testing.tiny_classifier(), keras.layers.Dense(2)
+    layer.build((None, 4))
+    with mirrored(2).scope():
+        with pytest.raises(ValueError, match=r"outside the strategy's scope.*Received: strategy="):
+            replica_exact(model)
+        mixed = keras.Sequential([keras.Input((4,)), layer])
+        with pytest.raises(ValueError, match=r"outside the strategy's scope.*variable='dense"):
+            replica_exact(mixed)

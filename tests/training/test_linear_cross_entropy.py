@@ -5,7 +5,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import ops
 
-from kdpkit import training
 from kdpkit.training import linear_cross_entropy
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -73,9 +72,8 @@ def test_losses_and_gradients_are_those_of_all_logits(positions, width, size, ch
     assert_close(*both(positions, width, size, chunk_size, seed=seed, jit=False), 1e-5)
 
 
-@pytest.mark.parametrize("scale", [1.0, 30.0])
-def test_they_are_so_under_xla_and_where_logits_are_far_apart(scale):
-    assert_close(*both(20, 16, 1000, 300, jit=True, scale=scale), 1e-5)
+def test_they_are_so_under_xla_and_where_logits_are_far_apart():
+    assert_close(*both(20, 16, 1000, 300, jit=True, scale=30.0), 1e-5)
 
 
 @pytest.mark.slow
@@ -93,8 +91,7 @@ def test_predictions_are_the_most_probable_tokens_and_shapes_stay():
     assert tuple(loss.losses.shape) == (2, 3)
 
 
-@pytest.mark.parametrize("jit", [False, True])
-def test_tokens_of_probability_zero_may_fill_a_chunk(jit):
+def test_tokens_of_probability_zero_may_fill_a_chunk():
     hidden, kernel = np.eye(3, 4, dtype="float32"), np.eye(9, 4, dtype="float32")
     bias = np.array([-np.inf] * 4 + [0.0] * 5, "float32")
     labels = np.array([4, 5, 8])
@@ -104,12 +101,12 @@ def test_tokens_of_probability_zero_may_fill_a_chunk(jit):
             linear_cross_entropy(*values[:2], labels, bias=values[2], chunk_size=chunk_size).losses
         )
 
-    chunked, complete = (gradients(losses(size), (hidden, kernel, bias), jit) for size in (3, 9))
+    chunked, complete = (gradients(losses(size), (hidden, kernel, bias), True) for size in (3, 9))
     np.testing.assert_allclose(complete[0], np.log(5.0), rtol=1e-6)
     assert_close(chunked, complete, 1e-6)
 
 
-@pytest.mark.parametrize("label", [-1, -100, 5])
+@pytest.mark.parametrize("label", [-1, 5])
 def test_labels_outside_of_the_vocabulary_are_never_trained_on(label):
     arguments = np.eye(2, 4, dtype="float32"), np.eye(5, 4, dtype="float32")
 
@@ -147,65 +144,10 @@ def test_a_step_needs_a_part_of_the_memory_of_all_logits():
 
 
 @pytest.mark.parametrize(
-    ("hidden", "kernel", "labels", "bias"),
-    [
-        ((2, 3), (5, 4), (2,), None),
-        ((2, 3), (5, 3), (2, 1), None),
-        ((2, 3), (5, 3, 1), (2,), None),
-        ((2, 3), (5, 3), (2,), (3,)),
-    ],
+    ("kernel", "labels", "bias"),
+    [((5, 4), (2,), None), ((5, 3), (2, 1), None), ((5, 3), (2,), (3,))],
 )
-def test_shapes_that_do_not_fit_get_one_sentence(hidden, kernel, labels, bias):
+def test_shapes_that_do_not_fit_get_one_sentence(kernel, labels, bias):
+    arguments = ops.ones((2, 3)), ops.ones(kernel), ops.zeros(labels, "int32")
     with pytest.raises(ValueError, match=r"`hidden` is \[..., width\].*Received: hidden=\(2, 3\)"):
-        linear_cross_entropy(
-            ops.ones(hidden),
-            ops.ones(kernel),
-            ops.zeros(labels, "int32"),
-            bias=None if bias is None else ops.ones(bias),
-        )
-
-
-class VocabularyLoop(training.TrainingLoop):
-    """The model computes the hidden states of logits; its embedding is the kernel."""
-
-    def per_example_loss(self, x, y, *, training):
-        hidden = self.model(x, training=training)
-        kernel = self.model.layers[0].embeddings
-        return linear_cross_entropy(hidden, kernel, y, chunk_size=7)
-
-
-def trained(replicas):
-    """Weights and accuracy of a small language model after an epoch of uneven batches."""
-    import tensorflow as tf
-
-    from kdpkit import strategies
-
-    random = np.random.default_rng(0)
-    tokens = random.integers(0, 30, (11, 6))
-    data = tf.data.Dataset.from_tensor_slices((tokens, np.roll(tokens, 1, 1))).batch(4)
-    keras.utils.set_random_seed(1)
-    strategy = strategies.select_strategy("mirrored", devices=replicas)
-    with strategy.scope():
-        model = keras.Sequential(
-            [keras.layers.Embedding(30, 8), keras.layers.Dense(8, activation="tanh")]
-        )
-        model.build((None, 6))
-    loop = VocabularyLoop(
-        model,
-        optimizer=keras.optimizers.SGD(1.0),
-        loss=None,
-        metrics=[keras.metrics.Accuracy()],
-        strategy=strategy,
-    )
-    history = loop.fit(data, epochs=2, verbose=0)
-    return model.get_weights(), history.history
-
-
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_replicas_train_with_it_what_one_device_trains():
-    (one, history), (three, histories) = trained(1), trained(3)
-    for alone, shared in zip(one, three, strict=True):
-        np.testing.assert_allclose(shared, alone, atol=1e-6)
-    for name, values in history.items():
-        assert histories[name] == pytest.approx(values, rel=1e-5)
+        linear_cross_entropy(*arguments, bias=None if bias is None else ops.ones(bias))

@@ -68,18 +68,6 @@ def test_a_program_trains_as_on_one_device(program, replicas):
     assert found.verdict == "equal", found
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
-@pytest.mark.parametrize("program", [pytest.param(p, id=p.name) for p in HERE])
-def test_half_precision_trains(program, policy):
-    with outcomes.policy(policy):
-        try:
-            outcomes.trained(program, None)
-        except Exception as error:  # what is no program in this precision
-            pytest.skip(f"{type(error).__name__} on one device")
-        outcomes.trained(program, 2)
-
-
 def test_the_programs_named_here_exist():
     assert {*MARKS} <= {program.name for program in ALL}
     assert len(ALL) >= 120

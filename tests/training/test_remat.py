@@ -6,8 +6,10 @@ import keras
 import keras_hub
 import numpy as np
 import pytest
+import tensorflow as tf
 from keras import layers
 
+from kdpkit.batches import ArrayBatches
 from tests.training.test_loop import ON_JAX, assert_same, batches, loop_on, trained
 
 VOCABULARY, LENGTH = 31, 8
@@ -48,12 +50,12 @@ class Residual(layers.Layer):
 
 
 @seeded
-def residual(width=6, blocks=2):
+def residual():
     inputs = keras.Input((4,))
-    x = layers.Dense(width)(inputs)
-    for _ in range(blocks):
+    x = layers.Dense(6)(inputs)
+    for _ in range(2):
         x = Residual(
-            layers.Dense(width, "gelu", activity_regularizer=keras.regularizers.L2(0.01)),
+            layers.Dense(6, "gelu", activity_regularizer=keras.regularizers.L2(0.01)),
             layers.Dropout(0.4),
             layers.BatchNormalization(momentum=0.8),
             penalty=0.1,
@@ -76,63 +78,36 @@ def nested():
 
 
 @seeded
-def masked():
-    return keras.Sequential(
-        [
-            keras.Input((LENGTH,), dtype="int32"),
-            keras.Sequential([layers.Embedding(VOCABULARY, 6, mask_zero=True), layers.Dense(6)]),
-            layers.LSTM(6, return_sequences=True),
-            Residual(layers.Dense(6), layers.Dropout(0.2)),
-            layers.Dense(VOCABULARY),
-        ]
-    )
-
-
-@seeded
-def transformer(kind="BertBackbone", lora=None, **settings):
+def gpt2():
     inputs = {
         name: keras.Input((LENGTH,), dtype="int32", name=name)
         for name in ("token_ids", "padding_mask")
     }
-    segments = {"segment_ids": keras.ops.zeros_like(inputs["token_ids"])}
-    backbone = getattr(keras_hub.models, kind)(
+    backbone = keras_hub.models.GPT2Backbone(
         vocabulary_size=VOCABULARY,
-        num_layers=2,
+        num_layers=1,
         num_heads=2,
         hidden_dim=8,
         intermediate_dim=16,
         max_sequence_length=LENGTH,
         dropout=0.2,
-        **settings,
     )
-    if kind == "BertBackbone":
-        backbone.get_layer("pooled_dense").trainable = False
-    if lora:
-        backbone.enable_lora(lora)
-    hidden = backbone(inputs | (segments if kind == "BertBackbone" else {}))
-    hidden = hidden["sequence_output"] if isinstance(hidden, dict) else hidden
-    return keras.Model(inputs, backbone.token_embedding(hidden, reverse=True))
+    return keras.Model(inputs, backbone.token_embedding(backbone(inputs), reverse=True))
 
 
-def tokens(size=4, *, features=False):
-    import tensorflow as tf
-
+def tokens(size=4):
     ids = np.random.default_rng(0).integers(1, VOCABULARY, (10, LENGTH)).astype("int32")
     lengths = np.random.default_rng(1).integers(2, LENGTH + 1, (10, 1))
     is_token = np.arange(LENGTH) < lengths
     ids = np.where(is_token, ids, 0)
-    x = {"token_ids": ids, "padding_mask": is_token.astype("int32")} if features else ids
+    x = {"token_ids": ids, "padding_mask": is_token.astype("int32")}
     return tf.data.Dataset.from_tensor_slices((x, ids)).batch(size)
 
 
-gpt2 = functools.partial(transformer, "GPT2Backbone")
 MODELS = {
     "residual": (residual, batches),
     "nested": (nested, batches),
-    "masked": (masked, tokens),
-    "bert": (transformer, functools.partial(tokens, features=True)),
-    "gpt2": (gpt2, functools.partial(tokens, features=True)),
-    "lora": (functools.partial(gpt2, lora=2), functools.partial(tokens, features=True)),
+    "gpt2": (gpt2, tokens),
 }
 
 
@@ -150,67 +125,28 @@ def both(name, replicas, size=5, tolerance=1e-6, **settings):
     return loop
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas):
-    both(name, replicas)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "replicas", "settings"),
     [
         pytest.param(
-            "bert", 2, {"accumulation": 2, "steps_per_loop": 2}, marks=pytest.mark.exhaustive
+            *("residual", 3, {"steps_per_loop": 2}), marks=[pytest.mark.jax] if ON_JAX else []
         ),
-        pytest.param("residual", 1, {"accumulation": 2}, marks=pytest.mark.exhaustive),
-        ("residual", 3, {"steps_per_loop": 2}),
-        pytest.param(
-            "gpt2", 2, {"jit": True, "steps_per_loop": 3}, id="xla", marks=pytest.mark.exhaustive
-        ),
-        *(
-            pytest.param(*values, marks=pytest.mark.exhaustive)
-            for values in [
-                ("residual", 1, {"jit": True}),
-                ("residual", 2, {}),
-                ("gpt2", 2, {}),
-            ]
-        ),
+        ("nested", 1, {"accumulation": 2}),
+        ("gpt2", 2, {"jit": True}),
     ],
 )
-def test_in_micro_batches_in_loops_and_under_xla_too(name, replicas, settings, capfd):
+def test_it_trains_what_a_loop_that_keeps_all_activations_trains(name, replicas, settings, capfd):
     both(name, replicas, **settings)
     assert "kdpkit: " not in capfd.readouterr().err
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("residual", marks=pytest.mark.exhaustive)])
-def test_in_mixed_precision_too(name):
-    build, data = MODELS[name]
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        (one, losses), (other, others) = (
-            trained(1, data(5), build=build, metrics=(), remat=remat, optimizer="sgd")
-            for remat in (False, True)
-        )
-    finally:
-        keras.config.set_dtype_policy("float32")
-    # TensorFlow and XLA compute some activations in float32 where nothing else needs them.
-    assert others["loss"] == pytest.approx(losses["loss"], rel=2e-3)
-    for ours, theirs in zip(other.model.get_weights(), one.model.get_weights(), strict=True):
-        assert ours.dtype == theirs.dtype
-        np.testing.assert_allclose(ours, theirs, atol=5e-3)
 
 
 def failing(x, training):  # noqa: ARG001  # the arguments of a layer
     raise RuntimeError("in the forward pass")
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_a_step_that_fails_leaves_the_model_as_it_was(replicas):
-    loop = loop_on(replicas, residual, remat=True, metrics=())
+def test_a_step_that_fails_leaves_the_model_as_it_was():
+    loop = loop_on(2, residual, remat=True, metrics=())
     block = loop.model.layers[-2]
     loop.evaluate(batches(), verbose=0)
     vars(block.parts[1])["call"] = failing
@@ -243,8 +179,7 @@ class Borrowing(layers.Layer):
         return self.dense(x) * noise + keras.ops.matmul(x, self.lender.kernel)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-def test_weights_of_other_layers_and_numbers_without_a_seed_are_found(replicas):
+def test_weights_of_other_layers_and_numbers_without_a_seed_are_found():
     @seeded
     def borrowing():
         inputs = keras.Input((4,))
@@ -254,22 +189,23 @@ def test_weights_of_other_layers_and_numbers_without_a_seed_are_found(replicas):
         return keras.Model(inputs, layers.Dense(3)(lender(blocks[1](blocks[0](lender(x))))))
 
     settings = {"build": borrowing, "metrics": (), "epochs": 2}
-    assert_same(trained(1, **settings), trained(replicas, remat=True, **settings))
+    assert_same(trained(1, **settings), trained(2, remat=True, **settings))
 
 
 @pytest.mark.jax
 def test_it_needs_a_part_of_the_memory():
     import jax
 
+    x = np.ones((512, 16), "float32")
+
     def deep():
         inner = [keras.Sequential([layers.Dense(512, "gelu"), layers.Dense(16)]) for _ in range(8)]
         return keras.Sequential([keras.Input((16,)), *inner])
 
     def activations(remat):
-        x = np.ones((512, 16), "float32")
         loop = loop_on(1, deep, loss="mse", remat=remat, metrics=())
-        steps = loop._steps
-        steps.build(steps.open(batches_of(x), "train", steps=None), training=True)
+        steps, data = loop._steps, ArrayBatches((x, x), global_batch_size=len(x))
+        steps.build(steps.open(data, "train", steps=None), training=True)
         lowered = jax.jit(steps._train_step).lower(steps._variables.read(), (x, x))
         # On CPUs XLA orders operations so that they run side by side, whatever that keeps.
         ordered = {"xla_cpu_scheduler_type": "CPU_SCHEDULER_TYPE_MEMORY_OPTIMIZED"}
@@ -278,9 +214,3 @@ def test_it_needs_a_part_of_the_memory():
 
     assert activations(remat=False) > 30  # four of each block
     assert activations(remat=True) < 16
-
-
-def batches_of(x):
-    import tensorflow as tf
-
-    return tf.data.Dataset.from_tensor_slices((x, x)).batch(len(x))

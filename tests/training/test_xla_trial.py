@@ -35,14 +35,3 @@ def test_one_slow_call_decides_nothing():
     for number in range(12):
         trial.record(steps=10, seconds=100.0 if number == 5 else 2.0 if trial.jit else 3.0)
     assert trial.verdict == "XLA: on, a step takes 200 ms with it and 300 ms without."
-
-
-def test_a_call_without_steps_and_calls_after_the_choice_change_nothing():
-    trial = XlaTrial()
-    trial.record(steps=0, seconds=1.0)
-    assert trial.jit is False
-    trial, _ = tried({False: 0.3, True: 0.2}, compiling=1.0)
-    verdict = trial.verdict
-    for _ in range(20):
-        trial.record(steps=1, seconds=100.0)
-    assert (trial.jit, trial.verdict) == (True, verdict)

@@ -401,8 +401,7 @@ class Resume(keras.callbacks.Callback):
         """Save an epoch that was cut short, before Keras resets the metrics for its validation."""
         if self._call is None:  # `evaluate` has been given this callback
             return
-        goes_on = self.params.get("validation_goes_on")  # of a `TrainingLoop`
-        if goes_on or versions.validates_on_the_next_batches(self.model):
+        if versions.validates_on_the_next_batches(self.model):
             warnings.warn(
                 "With `validation_steps` each epoch validates on the batches after those of the "
                 "epoch before; a resumed run begins at the first, so that its `val_` metrics "

@@ -18,13 +18,7 @@ from kdpkit._internal import processes
 def check_batches(name: str, length: int | None, first: Any) -> None:
     """Compare what this process trains on with the others; every process must call it.
 
-    Args:
-        name: The argument that the data were given as.
-        length: Batches in an epoch; None if nobody knows.
-        first: The first batch.
-
-    Raises:
-        ValueError: In all processes, if lengths or shapes differ, or two have the same examples.
+    It raises in all of them if lengths or shapes differ, or two have the same examples.
     """
     shapes = zlib.crc32(repr(shapes_of(first)).encode())
     processes.require_equal(

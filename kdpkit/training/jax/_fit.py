@@ -15,7 +15,6 @@ import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
 from keras.src.backend.jax import distribution_lib
-from keras.src.backend.jax import trainer as keras_trainer
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, versions
@@ -39,7 +38,6 @@ def attach(
         mesh = sharding.as_mesh(distribution)
         _check_place(model, mesh)
         _place_uneven_batches()
-        _let_parts_be_missing()
         model.train_step = _splitting(model.train_step, mesh)
         model.test_step = _splitting(model.test_step, mesh)
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
@@ -131,23 +129,6 @@ def _place_uneven_batches() -> None:
 
     distribute_data_input.kdpkit_wrapper = True  # type: ignore[attr-defined]
     distribution_lib.distribute_data_input = distribute_data_input
-
-
-def _let_parts_be_missing() -> None:
-    """Let Keras before 3.15 place the batch of `train_on_batch` that has no weights."""
-    # keras-team/keras#23003
-    original = keras_trainer._distribute_data
-    if versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
-        return
-
-    @functools.wraps(original)
-    def distribute_data(data: Any, layouts: Any = None) -> Any:
-        if layouts is not None:
-            return original(data, layouts)
-        return keras.tree.map_structure(lambda part: part if part is None else original(part), data)
-
-    distribute_data.kdpkit_wrapper = True  # type: ignore[attr-defined]
-    keras_trainer._distribute_data = distribute_data
 
 
 def _keeping_weights(model: keras.Model, method: Callable) -> Callable:

@@ -40,29 +40,16 @@ CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a bat
 
 
 class Sums(NamedTuple):
-    """What some examples add to the loss and its gradients; those of more examples are added.
+    """What some examples add to the loss and its gradients; those of more examples are added."""
 
-    Args:
-        losses: Of each output, over the divisor of the global batch without weights and masks.
-        real: Of each output whose divisor weights and masks decide: that divisor over the other.
-        additional: Regularizers and what `add_loss` added.
-        gradients: First of all that is complete, then of each loss in `real`.
-    """
-
-    losses: dict[str, jax.Array]
-    real: dict[str, jax.Array]
-    additional: jax.Array
-    gradients: Sequence[list[jax.Array]] = ()
+    losses: dict[str, jax.Array]  # over the global batch's divisor without weights and masks
+    real: dict[str, jax.Array]  # the divisor that weights and masks decide, over that one
+    additional: jax.Array  # regularizers and what `add_loss` added
+    gradients: Sequence[list[jax.Array]] = ()  # of all that is complete, then by loss in `real`
 
 
 class JaxSteps(Steps):
-    """Runs the steps of a loop on a mesh.
-
-    Args:
-        loop: The `TrainingLoop`.
-        strategy: A mesh or a `DataParallel`; None for the one set in Keras, or one device.
-        jit: Whether XLA compiles the steps; None asks the model, "measure" means True.
-    """
+    """Runs the steps of a loop on a mesh; `jit="measure"` means True."""
 
     is_jit_chosen = True
 
@@ -122,17 +109,15 @@ class JaxSteps(Steps):
         model = self.model
         if training and not model.optimizer.built:
             model.optimizer.build(model.trainable_variables)
-        sums = self.means
         layers = model._flatten_layers()
         self._variables.seeds = {
             id(seed.state) for layer in layers for seed in layer._seed_generators
         }
+        of_means = [variable for mean in self.means for variable in mean.variables]
         are_others = self._variables.choose(
             model.trainable_variables,
             model.optimizer.variables if model.optimizer else [],
-            model.non_trainable_variables
-            + model.metrics_variables
-            + [variable for of_steps in sums for variable in of_steps.variables],
+            model.non_trainable_variables + model.metrics_variables + of_means,
         )
         if are_others:
             self._functions.clear()
@@ -234,7 +219,7 @@ class JaxSteps(Steps):
     def _forward(
         self, batch: Any, num_global_examples: int, *, training: bool
     ) -> tuple[tuple[jax.Array, ...], Sums]:
-        """Compute the losses of some examples: first those of a known divisor, then the others."""
+        """Return the losses of some examples: first those of a known divisor, then the others."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
         share = num_examples(batch) / num_global_examples
         with rematerialised(self.loop, _checkpointed) if training else contextlib.nullcontext():

@@ -32,11 +32,7 @@ _FOR_REMAT = _FOR_MEMORY | {"xla_disable_hlo_passes": f"{_PASSES},cse"}
 
 
 class StepMemory:
-    """The step of a loop for any devices and settings; its variables are nothing but shapes.
-
-    Args:
-        make: Returns a dataset and a `TrainingLoop`.
-    """
+    """The step of a loop for any devices and settings; its variables are nothing but shapes."""
 
     def __init__(self, make: Callable[[], tuple[Any, Any]]) -> None:
         try:  # traced, the initializers of variables compute nothing

@@ -24,17 +24,11 @@ _DROPOUT = ["inputs", "rate", "noise_shape", "seed"]
 
 @dataclasses.dataclass(frozen=True)
 class MicroBatch:
-    """Every `count`-th example of a batch, so that every device has some of each micro-batch.
+    """Every `count`-th example of a batch, so that every device has some of each micro-batch."""
 
-    Args:
-        index: The first of them; in a loop of XLA a tensor.
-        count: How many micro-batches there are.
-        num_examples: How many examples the global batch has.
-    """
-
-    index: Any
-    count: int
-    num_examples: int
+    index: Any  # the first of them; in a loop of XLA a tensor
+    count: int  # of micro-batches
+    num_examples: int  # of the global batch
 
     @property
     def size(self) -> int:
@@ -69,11 +63,7 @@ def by_position(micro_batch: MicroBatch) -> Iterator[None]:
 
 
 def _install() -> None:
-    """Wrap Keras' random functions, once.
-
-    Raises:
-        ValueError: This Keras does not have them as Keras 3.13 to 3.15 have.
-    """
+    """Wrap Keras' random functions, once."""
     for name in (*_SHAPE_FIRST, "dropout"):
         original = getattr(keras_random, name, None)
         if hasattr(original, "kdpkit_wrapper"):

@@ -39,17 +39,13 @@ class _GatheringScope(keras.StatelessScope):
 
 
 class Variables:
-    """All variables of a loop; between the steps they always hold the state's arrays.
-
-    Attributes:
-        seeds: The `id` of the variables among the others that are states of random layers.
-    """
+    """All variables of a loop; between the steps they always hold the state's arrays."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
         self.groups: tuple[list[keras.Variable], ...] = ([], [], [])
         self._placed: dict[int, jax.Array] = {}
-        self.seeds: set[int] = set()
+        self.seeds: set[int] = set()  # the `id` of those that are states of random layers
 
     def choose(self, *groups: list[keras.Variable]) -> bool:
         """Set the variables of `State`; return whether they are others than before."""

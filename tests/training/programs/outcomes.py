@@ -6,13 +6,11 @@ import warnings
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from kdpkit.training import replica_exact
-from tests.training.exactness import Outcome
+from tests.training.exactness import ON_JAX, Outcome, scopes
 
 ROUNDING = 1e-12  # of float64, which Adam may enlarge by a few orders
-ON_JAX = keras.backend.backend() == "jax"
 
 
 def outcome(program, replicas):
@@ -67,14 +65,11 @@ def _on_one_device(program, epsilon, floatx):
     return trained(program, None, epsilon)
 
 
-def trained(program, replicas, epsilon=None, *, resume=None, callbacks=()):
-    """Train a program; without a number of replicas as its author does, by stock Keras.
-
-    With a `Resume`, it trains on what this tracks, and goes on where a run before was stopped.
-    """
+def trained(program, replicas, epsilon=None):
+    """Train a program; without a number of replicas as its author does, by stock Keras."""
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    building, training = _scopes(replicas)
+    building, training = scopes(replicas)
     with training:
         with building:
             model = program.build()
@@ -85,36 +80,9 @@ def trained(program, replicas, epsilon=None, *, resume=None, callbacks=()):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what is gathered, and Keras' own
             data = {"shuffle": False, "verbose": 0, "epochs": 2} | program.data()
-            if resume:
-                data = tracked(resume, **data)
-                callbacks = [*callbacks, resume]
-            callbacks = [*data.pop("callbacks", ()), *callbacks]
             before = model.get_weights() if model.built else []
-            logs = model.fit(**data, callbacks=callbacks).history
+            logs = model.fit(**data).history
         return before, model.get_weights(), logs
-
-
-def tracked(resume, *, x, batch_size=None, **settings):
-    """Return the arguments of `fit` with what is to be trained on tracked.
-
-    A step of the program's own gets `x` alone as it is from arrays and `tf.data`, and in a tuple
-    from a `PyDataset`, which tracked arrays are.
-    """
-    parts = [settings.pop(name) for name in ("y", "sample_weight") if name in settings]
-    if batch_size and not parts:
-        x, batch_size = tf.data.Dataset.from_tensor_slices(x).batch(batch_size), None
-    data = (x, *parts) if parts else x
-    return {"x": resume.track(data, global_batch_size=batch_size, seed=None), **settings}
-
-
-def _scopes(replicas):
-    nothing = contextlib.nullcontext()
-    if replicas is None:
-        return nothing, nothing
-    if ON_JAX:
-        devices = [f"cpu:{i}" for i in range(replicas)]
-        return nothing, keras.distribution.DataParallel(devices=devices).scope()
-    return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope(), nothing
 
 
 @contextlib.contextmanager

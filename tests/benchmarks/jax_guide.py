@@ -18,22 +18,17 @@ class GuideLoop:
         optimizer: Its optimizer, built.
         loss: A Keras loss.
         devices: Devices to train on.
-        as_published: Whether state is replicated as it stands there, which fails in Keras 3.15.
     """
 
-    def __init__(self, model, optimizer, loss, devices, *, as_published=False):
+    def __init__(self, model, optimizer, loss, devices):
         self.model, self.optimizer = model, optimizer
         grid = mesh_utils.create_device_mesh((len(devices),), devices)
         everywhere = NamedSharding(Mesh(grid, ("_",)), PartitionSpec())
         self.by_examples = NamedSharding(Mesh(grid, ("batch",)), PartitionSpec("batch"))
-        parts = (
-            model.trainable_variables,
-            model.non_trainable_variables,
-            optimizer.variables,
-        )
-        if not as_published:
-            parts = [[variable.value for variable in part] for part in parts]
-        self.state = tuple(jax.device_put(part, everywhere) for part in parts)
+        parts = (model.trainable_variables, model.non_trainable_variables, optimizer.variables)
+        # The guide puts the variables themselves there, which fails since JAX 0.8.
+        values = ([variable.value for variable in part] for part in parts)
+        self.state = tuple(jax.device_put(part, everywhere) for part in values)
 
         def compute_loss(trainable, non_trainable, x, y):
             predictions, updated = model.stateless_call(trainable, non_trainable, x, training=True)
