@@ -668,7 +668,9 @@ def test_impossible_settings_raise(settings, sentence):
 
 @pytest.mark.tensorflow
 def test_a_model_of_another_scope_raises():
-    with pytest.raises(ValueError, match="The model was not built in the scope.*Mirrored"):
+    with pytest.raises(
+        ValueError, match="The model was made outside the strategy's scope.*Mirrored"
+    ):
         TrainingLoop(
             testing.tiny_classifier(),
             optimizer="sgd",

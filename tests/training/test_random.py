@@ -209,9 +209,8 @@ def test_micro_batches_draw_what_the_batch_draws(replicas):
 # Examples of all replicas.
 
 
-@pytest.mark.parametrize("share_in_loss", [True, False])
 @pytest.mark.parametrize(("rows", "replicas"), [(7, 2), (5, 4), (1, 2)])
-def test_gathered_examples_have_the_gradients_of_one_device(rows, replicas, share_in_loss):
+def test_gathered_examples_have_the_gradients_of_one_device(rows, replicas):
     strategy = strategies.select_strategy("mirrored", devices=replicas)
     x = tf.random.stateless_normal((rows, 3), seed=[1, 2])
     sizes = scaling.split_batch(rows, replicas)
@@ -225,13 +224,12 @@ def test_gathered_examples_have_the_gradients_of_one_device(rows, replicas, shar
         context = tf.distribute.get_replica_context()
         index = int(tf.get_static_value(context.replica_id_in_sync_group))
         shard = x[starts[index] : starts[index] + sizes[index]]
-        with running(ReplicaStep(shard, share_in_loss=share_in_loss)) as step:
+        with running(ReplicaStep(shard)) as step:
             with tf.GradientTape() as tape:
                 tape.watch(kernel)
                 loss = loss_of(shard, kernel, gather_examples)
-                weighed = step.weigh(loss) if share_in_loss else loss
-            gradient = tape.gradient(weighed, kernel)
-            return loss, gradient if share_in_loss else step.weigh(gradient)
+                weighed = step.weigh(loss)
+            return loss, tape.gradient(weighed, kernel)
 
     kernel = tf.random.stateless_normal((3, 2), seed=[3, 4])
 

@@ -4,10 +4,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute.values import MirroredVariable
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow._collectives import sums_for_variables
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._step import ReplicaStep
 from kdpkit.training.tensorflow._whose_code import is_library
 
 
@@ -80,37 +81,11 @@ def _holds_tensors(value: Any) -> bool:
     return bool(tf.is_tensor(value))
 
 
-def attach(model: keras.Model, *, without: list[Any]) -> None:
-    """Note, from now on, which variables of a model's layers a step assigns.
-
-    Args:
-        model: The model.
-        without: Layers whose variables are equal on all replicas already.
-    """
-    for layer in model._flatten_layers():
-        if all(layer is not known for known in without):
-            for variable in layer._non_trainable_variables:
-                if keras.backend.is_float_dtype(variable.dtype):
-                    _note_assignments(variable)
-
-
-def _note_assignments(variable: Any) -> None:
-    if "assign" in vars(variable):
-        return
-    assign = variable.assign
-
-    def noting(value: Any) -> Any:
-        step = current_step()
-        # On the global batch all replicas assign the same.
-        if step is not None and step.own is None and not _holds(step.assigned, variable):
-            step.assigned.append(variable)
-        return assign(value)
-
-    variable.assign = noting
-
-
-def _holds(variables: list[Any], variable: Any) -> bool:
-    return any(variable is held for held in variables)
+def note(step: ReplicaStep, variable: Any) -> None:
+    """Note that a step on a replica's examples assigns a variable: a layer's, if it is mirrored."""
+    is_of_layer = isinstance(variable, MirroredVariable) and not variable.trainable
+    if step.replicas > 1 and is_of_layer and variable.dtype.is_floating:
+        step.assigned[id(variable)] = variable
 
 
 def average(step: ReplicaStep) -> None:
@@ -120,9 +95,9 @@ def average(step: ReplicaStep) -> None:
     its own NaN.
     """
     # docs/upstream/keras_layer_state_differs_by_replica.md
-    if not step.assigned:
+    variables = [of for key, of in step.assigned.items() if key not in step.equal]
+    if not variables:
         return
-    variables = [*step.assigned]
     weighed = [(step.own or step).weigh(tf.convert_to_tensor(variable)) for variable in variables]
     tf.distribute.get_replica_context().merge_call(
         lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
@@ -130,7 +105,6 @@ def average(step: ReplicaStep) -> None:
 
 
 def _assign_sums(strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]) -> None:
-    owners = [variable.value for variable in variables]
-    sums = sums_for_variables(strategy, values, owners)
-    for owner, total in zip(owners, sums, strict=True):
+    sums = sums_for_variables(strategy, values, variables)
+    for owner, total in zip(variables, sums, strict=True):
         strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)

@@ -45,7 +45,7 @@ def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: 
 
     A library's metric adds up over the replicas: each counts its part of what divided layers gave,
     and the first one alone what the step has computed on the global batch. The user's own may keep
-    anything, so all replicas count alike, and the first one's variables are read.
+    anything, so all replicas count alike, and the first one's variables are read (`_patches`).
     """
     is_of_library = is_metric_of_a_library(metric)
 
@@ -61,11 +61,11 @@ def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: 
                 with running(part):
                     return update(*args, **kwargs)
         elif is_global:
-            given = update(*args, **kwargs)
-            for variable in metric.variables:
-                variable.value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            return given
-        return update(*args, **kwargs) if _global_batch.is_first() else None
+            return update(*args, **kwargs)
+        if not _global_batch.is_first():
+            return None
+        with running(None):  # it adds up over the replicas, where others may have parts
+            return update(*args, **kwargs)
 
     update_state.kdpkit_counts = True  # type: ignore[attr-defined]  # marks what is wrapped
     return update_state
@@ -102,7 +102,7 @@ def _weighing(update: Callable) -> Callable:
         if step is not None and sample_weight is None:
             values = tf.convert_to_tensor(values)
             if values.shape.rank == 0:
-                values, sample_weight = step.if_examples(values), step.share
+                values, sample_weight = step.if_examples(values), step.share_as(tf.float32)
         elif step is not None and tf.convert_to_tensor(sample_weight).shape.rank == 0:
             values = step.if_examples(tf.reduce_mean(values))  # as Keras reduces them, but for NaN
         return update(values, sample_weight=sample_weight)

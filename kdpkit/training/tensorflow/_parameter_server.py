@@ -27,13 +27,14 @@ from kdpkit.strategies import _parameter_servers
 from kdpkit.training._feed import Feed
 from kdpkit.training._remat import rematerialised
 from kdpkit.training.tensorflow import _keras_internals, _patches
+from kdpkit.training.tensorflow._checks import check_batched
 from kdpkit.training.tensorflow._gradients import (
     combined,
     forward,
     forward_and_backward,
     over_micro_batches,
 )
-from kdpkit.training.tensorflow._loop import TensorFlowSteps, check_batched
+from kdpkit.training.tensorflow._loop import TensorFlowSteps
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep
 
@@ -109,7 +110,7 @@ class ParameterServerSteps(TensorFlowSteps):
             )
         wanted = checks.integer(argument, wanted)
         batches = _BatchesOfWorkers(self._coordinator, dataset, self._workers)
-        check_batched(name, batches.element_spec)
+        check_batched(name, batches.element_spec, is_one_length=True)
         self._build_model(batches.element_spec)
         return Feed(name, batches, wanted=wanted, length=lambda: wanted)
 
