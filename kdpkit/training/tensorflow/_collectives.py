@@ -1,12 +1,12 @@
 """What replicas compute together inside a step, with gradients: sums, and all their examples."""
 
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _keras_internals, _workers
+from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
@@ -37,20 +37,6 @@ def summed(step: ReplicaStep, *values: Any) -> list[Any]:
     """Return the sums of some tensors over the replicas."""
     totals = step.merge(sums, [*values])
     return with_gradient(totals, [*values], lambda *grads: step.merge(sums, [*grads]))
-
-
-def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
-    """Return outputs whose gradients flow to the inputs by a function of their own.
-
-    The outputs are computed before, and stay what they are: nothing that computes them depends on
-    the inputs for it, as it would by `tf.custom_gradient`.
-
-    Args:
-        outputs: A tensor or a list of them.
-        inputs: A tensor or a list of them.
-        gradient: Computes the gradients of the inputs from those of the outputs.
-    """
-    return _keras_internals.with_gradient(outputs, inputs, gradient)
 
 
 def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:

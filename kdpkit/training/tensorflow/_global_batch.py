@@ -31,7 +31,8 @@ from keras.src.models.functional import Functional
 from kdpkit._internal import checks
 from kdpkit.training._remat import BlockScope
 from kdpkit.training.tensorflow import _keras_internals
-from kdpkit.training.tensorflow._collectives import concatenated, sums, with_gradient
+from kdpkit.training.tensorflow._collectives import concatenated, sums
+from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._per_example_law import LEAVES, broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,

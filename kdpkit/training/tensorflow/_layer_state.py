@@ -1,5 +1,6 @@
 """What layers assign while they train, such as moving statistics: the same on all replicas."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
@@ -47,30 +48,46 @@ def keep_tensors_apart(model: keras.Model) -> None:
 
     def keeping(function: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = [
-            (attributes, name, value, _content(value))
+            (attributes, name, value)
             for attributes, of_library in shared
             for name, value in attributes.items()
             if name == "_losses"
             or (not of_library and name not in _LISTS_OF_KERAS and _holds_tensors(value))
         ]
+        put_back = noted(value for _, _, value in kept)
         merged = merge_call(function, args, kwargs)
-        for attributes, name, value, content in kept:
+        for attributes, name, value in kept:
             attributes[name] = value
-            if isinstance(value, list):
-                value[:] = content
-            elif isinstance(value, dict):
-                dict.clear(value)
-                dict.update(value, content)
+        put_back()
         return merged
 
     context.merge_call = keeping
 
 
-def _content(value: Any) -> Any:
-    """Return what is in a list or a dictionary, which the next replica changes in place."""
-    if isinstance(value, dict):
-        return {**value}
-    return [*value] if isinstance(value, list) else None
+# Python's own methods: those of Keras' containers track what is put into them.
+_CONTAINERS: tuple[tuple[type, Callable, Callable], ...] = (
+    (list, list.clear, list.extend),
+    (dict, dict.clear, dict.update),
+    (set, set.clear, set.update),
+)
+
+
+def noted(values: Iterable[Any]) -> Callable[[], None]:
+    """Note what is in containers among some values, and return what puts it back."""
+    plain = [getattr(of, "__wrapped__", getattr(of, "_storage", of)) for of in values]
+    contents = [
+        (clear, fill, of, kind(of))
+        for of in plain
+        for kind, clear, fill in _CONTAINERS
+        if issubclass(type(of), kind)
+    ]
+
+    def put_back() -> None:
+        for clear, fill, container, content in contents:
+            clear(container)
+            fill(container, content)
+
+    return put_back
 
 
 def _holds_tensors(value: Any) -> bool:

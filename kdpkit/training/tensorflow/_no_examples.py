@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._collectives import with_gradient
+from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import current_step
 
 # Operations, with the position and the name of what has the examples along its first axis, and the

@@ -34,6 +34,7 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import cancellation, context
 from tensorflow.python.framework import op_def_registry
 
+from kdpkit.training.tensorflow._layer_state import noted
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._whose_code import is_library
 
@@ -568,11 +569,6 @@ def _held(value: Any) -> Iterator[Any]:
             yield from _held(part)
 
 
-def _plain(container: Any) -> Any:
-    """Return the container in a wrapper of TensorFlow's, or itself."""
-    return getattr(container, "__wrapped__", getattr(container, "_storage", container))
-
-
 def _tensors_held(part: Any) -> dict[str, set[int]]:
     """Return which tensors a layer of the user's own holds: a library's has them for itself."""
     if is_library(type(part).__module__):
@@ -634,14 +630,6 @@ def _ending(function: Any) -> Iterator[Any]:
         timer.cancel()
 
 
-# Python's own methods: those of Keras' containers track what is put into them.
-_CONTAINERS: tuple[tuple[type, Callable, Callable], ...] = (
-    (list, list.clear, list.extend),
-    (dict, dict.clear, dict.update),
-    (set, set.clear, set.update),
-)
-
-
 @contextlib.contextmanager
 def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     """Put back what calls of a layer change, and let them neither print nor make variables."""
@@ -650,13 +638,7 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
     parts = _layers(layer)
     attributes = [(vars(part), {**vars(part)}) for part in parts]
-    held = [_plain(of) for _, before in attributes for of in _held(before)]
-    contents = [
-        (clear, fill, of, kind(of))
-        for of in held
-        for kind, clear, fill in _CONTAINERS
-        if issubclass(type(of), kind)
-    ]
+    put_back = noted(of for _, before in attributes for of in _held(before))
     drawn = random.getstate(), np.random.get_state()  # what the user's code uses
     variables = [v.value for v in layer.variables] + _variables(layer) + _seeds(layer)
     hidden = io.StringIO()
@@ -671,9 +653,7 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
             for now, before in attributes:
                 now.clear()
                 now.update(before)
-            for clear, fill, container, content in contents:
-                clear(container)
-                fill(container, content)
+            put_back()
             random.setstate(drawn[0])
             np.random.set_state(drawn[1])
 
