@@ -422,11 +422,12 @@ class _Trial:
         for name in ("outputs", "gradients"):
             for base, other in zip(getattr(self.base, name), getattr(found, name), strict=True):
                 is_shaped = other.shape == (len(base) * size // _EXAMPLES, *base.shape[1:])
-                if not is_shaped or not _agree(
-                    other.reshape(size, -1)[positions],
-                    base.reshape(_EXAMPLES, -1)[examples],
-                    rounding,
-                ):
+                if is_shaped:
+                    ours, theirs = other.reshape(size, -1), base.reshape(_EXAMPLES, -1)
+                    pairs = zip(positions, examples, strict=True)
+                    if all(np.array_equal(ours[at], theirs[of]) for at, of in pairs):
+                        continue  # without copies of what may be large
+                if not is_shaped or not _agree(ours[positions], theirs[examples], rounding):
                     raise _BrokenError(f"changes the {name} of examples {when}")
 
     def rounding(self, *, is_same_size: bool) -> float:
