@@ -80,12 +80,15 @@ def assert_per_example(layer: keras.layers.Layer, *inputs: object, training: boo
             "`assert_per_example` tries layers of TensorFlow; on JAX `replica_exact` divides none.",
             backend=keras.backend.backend(),
         )
+    from kdpkit.training.tensorflow._patches import installed
     from kdpkit.training.tensorflow._per_example_law import broken_law
 
     tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
     if not layer.built:
         layer(*tensors)
-    if (reason := broken_law(layer, tensors, {"training": training})) is not None:
+    with installed():
+        reason = broken_law(layer, tensors, {"training": training})
+    if reason is not None:
         raise AssertionError(
             f"The layer `{layer.name}` {reason}, so replicas that divide it over their examples "
             "would not compute what one device does."

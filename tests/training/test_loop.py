@@ -608,7 +608,9 @@ def test_what_is_no_strategy_or_was_built_outside_of_it_raises():
     with pytest.raises(ValueError, match="must be a Keras model"):
         TrainingLoop(lambda x: x, **settings)
     if not ON_JAX:
-        with pytest.raises(ValueError, match="The model was not built in the scope.*Mirrored"):
+        with pytest.raises(
+            ValueError, match="The model was made outside the strategy's scope.*Mirrored"
+        ):
             TrainingLoop(testing.tiny_classifier(), strategy=strategy_of(2), **settings)
         optimizer = keras.optimizers.Adam()
         optimizer.build(testing.tiny_classifier().trainable_variables)

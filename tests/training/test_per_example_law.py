@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from kdpkit.testing import assert_per_example
-from kdpkit.training.tensorflow import _per_example_law
+from kdpkit.training.tensorflow import _patches, _per_example_law
 from kdpkit.training.tensorflow._per_example_law import broken_law
 
 pytestmark = pytest.mark.tensorflow
@@ -106,6 +106,30 @@ def _keeping(self, x):
     return x
 
 
+FEATURES = []
+
+
+def _leaving(self, x):  # noqa: ARG001
+    FEATURES.append(x)
+    return x
+
+
+def _leaving_in_an_object(of):
+    return lambda _, x: setattr(of, "features", x) or x
+
+
+def _mixed_by_a_negative_weight(self, x):
+    return ops.where(self.weight < 0, x - ops.mean(x, axis=0), x)
+
+
+def _at_least(upstream):
+    return upstream * tf.maximum(1.0, 0.3 / (tf.norm(upstream) + 1e-6))
+
+
+class Holder:
+    """Has what others leave."""
+
+
 def _counting(self, x):
     self.count.assign_add(1.0)
     return x
@@ -160,6 +184,13 @@ BREAKS = {
     "its gradient is clipped by a norm": (
         _with_gradient(lambda upstream: tf.clip_by_norm(upstream, 0.5)),
         CHANGES_GRADIENTS,
+    ),
+    "its gradient has a least norm": (_with_gradient(_at_least), CHANGES_GRADIENTS),
+    "mixed by a negative weight": (_mixed_by_a_negative_weight, CHANGES_OUTPUTS),
+    "leaves a tensor in a list": (_leaving, "leaves a tensor outside of itself .`function"),
+    "leaves a tensor in an object": (
+        _leaving_in_an_object(Holder()),
+        "leaves a tensor outside of itself .`function",
     ),
     "a weight's gradient is clipped": (
         _gradient_of_weight(lambda of_each: tf.clip_by_value(tf.reduce_sum(of_each), -0.1, 0.1)),
@@ -255,7 +286,8 @@ def test_nothing_of_a_trial_is_seen_on_any_replica(capfd):
     def replica():
         with tf.GradientTape() as tape:
             outputs = layer(tf.constant(X), training=True)
-            reasons.append(broken_law(layer, (tf.constant(X),), {"training": True}))
+            with _patches.installed():
+                reasons.append(broken_law(layer, (tf.constant(X),), {"training": True}))
             loss = tf.reduce_sum(outputs)
         return tape.gradient(loss, layer.weight.value)
 
@@ -290,7 +322,8 @@ def test_a_block_of_attention_keeps_it_though_the_gradient_of_its_key_bias_is_ro
     block(x)
     for seed in range(3):
         keras.utils.set_random_seed(seed)
-        assert broken_law(block, (tf.constant(x),), {"training": True}) is None
+        with _patches.installed():
+            assert broken_law(block, (tf.constant(x),), {"training": True}) is None
 
 
 def test_a_model_is_tried_as_a_layer_and_masks_belong_to_examples():

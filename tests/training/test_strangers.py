@@ -1,6 +1,7 @@
 """Programs that readers wrote to fool `replica_exact`: one device's weights, or a sentence."""
 
 import functools
+import types
 
 import keras
 import numpy as np
@@ -204,7 +205,55 @@ def hardest(labels, logits):
     return ops.where(losses >= ops.mean(losses), losses, 0.0)
 
 
+class Tracking(OwnStep):
+    """Counts examples in a metric that a plain object has, and in a variable that adds up."""
+
+    def __init__(self):
+        super().__init__()
+        self.tracker = types.SimpleNamespace(seen=keras.metrics.Sum())
+        self.count = tf.Variable(
+            0.0,
+            trainable=False,
+            synchronization=tf.VariableSynchronization.ON_READ,
+            aggregation=tf.VariableAggregation.SUM,
+        )
+
+    def scale(self, x):
+        self.tracker.seen.update_state(tf.ones(tf.shape(x)[0]))
+        self.count.assign_add(tf.cast(tf.shape(x)[0], tf.float32))
+        return 1.0 + 0.01 * self.tracker.seen.result()
+
+
+def counted(model):
+    return [float(model.tracker.seen.result()), float(model.count.read_value())]
+
+
+class AddingUp(OwnStep):
+    """Adds up over the replicas, as loops of TensorFlow's guides do."""
+
+    def scale(self, x):
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.reduce_mean(x**2))
+
+
+class AtLeast(layers.Layer):
+    """Has gradients of a norm that is never small."""
+
+    def call(self, x):
+        @tf.custom_gradient
+        def bounded(x):
+            return tf.identity(x), lambda u: u * tf.maximum(1.0, 0.3 / (tf.norm(u) + 1e-6))
+
+        return bounded(x)
+
+
 EQUAL = {
+    "a metric of a plain object": Tracking,
+    "what replicas add up": AddingUp,
+    "gradients that are never small": lambda: stack(layers.Dense(8), AtLeast()),
+    "a metric that compares examples": lambda: stack(
+        loss="mse", metrics=[keras.losses.dice], units=1
+    ),
     "layers that the step builds": BuiltInTheStep,
     "an optimizer that is hidden": HiddenOptimizer,
     "a loss that is called as Keras'": lambda: stack(loss=hardest),
@@ -226,7 +275,7 @@ QUICK = ("a verdict of evaluate", "one layer in two modes", "an inner step")
 
 
 def fitted(model, name):
-    by_columns = "along the batch" in name
+    by_columns = "along the batch" in name or "compares" in name
     labels = X[:, :1] if by_columns else Y
     data = tf.data.Dataset.from_tensor_slices((X, labels)).batch(7)
     callbacks = [NextPhase()] if "phase" in name else []
@@ -234,6 +283,8 @@ def fitted(model, name):
     if "evaluate" in name:
         model.evaluate(data, verbose=0)
     history = model.fit(data, epochs=2, callbacks=callbacks, verbose=0).history
+    if isinstance(model, Tracking):
+        history["counted"] = counted(model)
     weights = [weight.ravel() for weight in model.get_weights()]
     return np.concatenate(weights), history
 
@@ -313,9 +364,21 @@ class WithGradients(OwnStep):
         return tf.reduce_sum(tf.gradients(tf.reduce_sum(self(x)), [self.dense.kernel.value])[0])
 
 
+FEATURES = []
+
+
+class Tap(layers.Layer):
+    """Leaves what it is called on in a list of this module."""
+
+    def call(self, x):
+        FEATURES.append(x)
+        return x + 0.0
+
+
 @pytest.mark.parametrize(
     ("build", "sentence"),
     [
+        (lambda: stack(Tap()), r"leaves a tensor outside of itself.*attribute of the layer"),
         (WithIterator, r"iterator of its own.*`tf.data.Dataset.zip"),
         (WithGenerator, r"`tf.random.Generator`.*keras.random.SeedGenerator"),
         (WithTable, r"inserts into a lookup table.*add_weight"),

@@ -42,6 +42,7 @@ def moments(original: Callable, layer: Any, inputs: Any, mask: Any) -> Any:
         return original(layer, inputs, mask)
     if step.batch_norm == REPLICA and not layer.synchronized:
         return original(layer, inputs, mask)
+    step.equal.update(id(variable.value) for variable in layer.non_trainable_variables)
     return _global_moments(step, inputs, mask, layer._reduction_axes)
 
 
@@ -58,8 +59,8 @@ def _global_moments(step: ReplicaStep, inputs: Any, mask: Any, axes: list[int]) 
         weights = tf.cast(tf.broadcast_to(tf.expand_dims(mask, -1), tf.shape(wide)), wide.dtype)
         total = tf.reduce_sum(tf.math.multiply_no_nan(wide, weights), axes)
         own_count = tf.reduce_sum(weights, axes)
-    (total,) = summed(step, total)
-    count = step.total(own_count) + (0.0 if mask is None else keras.config.epsilon())
+    total, count = summed(step, total, own_count)
+    count = tf.stop_gradient(count) + (0.0 if mask is None else keras.config.epsilon())
     mean = tf.math.divide_no_nan(total, count)
     reduced = {axis % wide.shape.rank for axis in axes}
     shape = [1 if axis in reduced else -1 for axis in range(wide.shape.rank)]

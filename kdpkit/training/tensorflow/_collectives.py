@@ -1,17 +1,12 @@
-"""What replicas compute together inside a step, with gradients: sums, and all their examples.
+"""What replicas compute together inside a step, with gradients: sums, and all their examples."""
 
-A loss counts with its replica's share of the examples. Where the share is put on the gradients
-last (a `train_step` of the user's own), what flows back from the losses of other replicas must
-count with theirs, and this replica's be taken off again.
-"""
-
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _keras_internals, _workers
+from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
 
@@ -32,8 +27,8 @@ def gathered(x: Any) -> Any:
     start = step.start * (count // tf.maximum(step.num_examples, 1))
 
     def gradient(upstream: Any) -> Any:
-        (own,) = _gradients_of_all(step, [upstream])
-        return own[start : start + count]
+        (of_all,) = step.merge(sums, [upstream])
+        return of_all[start : start + count]
 
     return with_gradient(step.merge(concatenated, x), x, gradient)
 
@@ -41,29 +36,7 @@ def gathered(x: Any) -> Any:
 def summed(step: ReplicaStep, *values: Any) -> list[Any]:
     """Return the sums of some tensors over the replicas."""
     totals = step.merge(sums, [*values])
-    return with_gradient(totals, [*values], lambda *grads: _gradients_of_all(step, grads))
-
-
-def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
-    """Return outputs whose gradients flow to the inputs by a function of their own.
-
-    The outputs are computed before, and stay what they are: nothing that computes them depends on
-    the inputs for it, as it would by `tf.custom_gradient`.
-
-    Args:
-        outputs: A tensor or a list of them.
-        inputs: A tensor or a list of them.
-        gradient: Computes the gradients of the inputs from those of the outputs.
-    """
-    return _keras_internals.with_gradient(outputs, inputs, gradient)
-
-
-def _gradients_of_all(step: ReplicaStep, upstreams: Any) -> list[Any]:
-    """Add up what the losses of all replicas say of values that all of them have."""
-    if step.share_in_loss:
-        return step.merge(sums, [*upstreams])
-    totals = step.merge(sums, [step.weigh(upstream) for upstream in upstreams])
-    return [total * tf.math.reciprocal_no_nan(step.share_as(total.dtype)) for total in totals]
+    return with_gradient(totals, [*values], lambda *grads: step.merge(sums, [*grads]))
 
 
 def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:

@@ -14,6 +14,7 @@ from kdpkit._internal import checks, held_variables, processes, versions
 from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
     _batch_norm,
+    _checks,
     _global_batch,
     _keras_internals,
     _layer_state,
@@ -27,8 +28,6 @@ from kdpkit.training.tensorflow import (
 )
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
-    TraceAgainError,
-    UndividedError,
     current_step,
     running,
 )
@@ -38,6 +37,7 @@ _STRATEGIES = (
     tf.distribute.MirroredStrategy,
     tf.distribute.MultiWorkerMirroredStrategy,
 )
+_KINDS = ("train", "test", "predict")
 
 
 def attach(
@@ -45,7 +45,7 @@ def attach(
 ) -> None:
     """Make a model exact under the strategy that it was built in; without one, leave it."""
     strategy = _strategy_of(model)
-    steps = _owner(model.train_step)
+    steps = getattr(model._maybe_symbolic_build, "__self__", None)
     if isinstance(steps, _ExactSteps):
         steps.batch_norm = batch_norm
         steps.declare(_declared(divided, undivided))
@@ -86,11 +86,7 @@ def _strategy_of(model: keras.Model) -> Any:
     """Return the strategy that the model and its variables live in; None for one device."""
     strategy = model._distribute_strategy
     if strategy is None and tf.distribute.has_strategy():
-        checks.fail(
-            "The model was built outside the strategy's scope, so it has one device only. Build "
-            "it inside `with strategy.scope():`.",
-            strategy=type(tf.distribute.get_strategy()).__name__,
-        )
+        _checks.reject_scope("model", tf.distribute.get_strategy())
     if strategy is None:
         return None
     if not isinstance(strategy, _STRATEGIES):
@@ -99,14 +95,7 @@ def _strategy_of(model: keras.Model) -> Any:
             "MultiWorkerMirroredStrategy, or `kdpkit.training.TrainingLoop`.",
             strategy=type(strategy).__name__,
         )
-    for variable in model.variables:
-        if not strategy.extended.variable_created_in_scope(variable.value):
-            checks.fail(
-                "A variable of the model was created outside the strategy's scope. Build all "
-                "layers inside `with strategy.scope():`.",
-                variable=variable.path,
-                strategy=type(strategy).__name__,
-            )
+    _checks.require_scope("model", model.variables, strategy)
     return strategy
 
 
@@ -137,40 +126,35 @@ class _ExactSteps:
         self.strategy = strategy
         self.batch_norm = batch_norm
         self.declare(declared)
-        self.undivided: set[str] = set()  # kinds of steps of which no layer can be divided
         self.is_own: dict[str, bool] = {}  # kinds of steps, in which some code is the user's
         self.is_own_step = {
-            kind: not _whose_code.is_library(getattr(model, f"{kind}_step").__module__)
-            for kind in ("train", "test", "predict")
+            kind: getattr(step, "__func__", None) is not getattr(keras.Model, f"{kind}_step")
+            for kind in _KINDS
+            if (step := getattr(model, f"{kind}_step"))
         }
-        stock = keras.Model.train_step
-        self.own_train_step = getattr(model.train_step, "__func__", None) is not stock
-        self.train_step_of_model = _keras_internals.inlined(model.train_step)
-        self.test_step_of_model = _keras_internals.inlined(model.test_step)
-        self.predict_step_of_model = _keras_internals.inlined(model.predict_step)
+        self.steps_of_model = {
+            kind: _keras_internals.inlined(getattr(model, f"{kind}_step")) for kind in _KINDS
+        }
         self.warned = False
 
     def declare(self, declared: Sequence[tuple[Any, bool]]) -> None:
         """Take what the user says of layers."""
         self.is_declared = bool(declared)
-        self.division = _global_batch.Division(declared, traces_again=True)
+        self.division = _global_batch.Division(declared)
 
     def attach(self) -> None:
         """Put the methods in place, and forget functions compiled from the model's own."""
         model = self.model
-        model.train_step = self.train_step
-        model.test_step = self.test_step
-        model.predict_step = self.predict_step
+        for kind in _KINDS:
+            setattr(model, f"{kind}_step", _of_kind(self.run_step, kind))
+            setattr(model, f"make_{kind}_function", _of_kind(self.make_function, kind))
+            setattr(model, f"{kind}_function", None)
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
             method = _distributing_examples(self.strategy)(_checking_data(getattr(model, name)))
             if _workers.spans_processes(self.strategy):
                 method = _with_other_processes(method)
             setattr(model, name, method)
-        model.make_train_function = lambda force=False: self.make_function("train", force)
-        model.make_test_function = lambda force=False: self.make_function("test", force)
-        model.make_predict_function = lambda force=False: self.make_function("predict", force)
-        model.train_function = model.test_function = model.predict_function = None
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build model, metrics and optimizer from the dataset's specification, before training.
@@ -190,14 +174,14 @@ class _ExactSteps:
             _keras_internals.move_global_seeds(self.strategy)
             self.move_loss_tracker()
             self.build_variables(data_batch)
-        if _workers.spans_processes(self.strategy):
-            self.check_metrics()
+        if _workers.spans_processes(self.strategy):  # else each would count its own examples
+            for metric in _whose_code.parts_of_metrics(model):
+                _checks.require_scope(f"metric `{metric.name}`", metric.variables, self.strategy)
         for metric in model.metrics:
             _metric_patches.attach_to_metric(metric, is_global=True)
         if several:
             versions.reject_sums_over_examples(model)
             model._aggregate_additional_loss = self.additional_loss
-            _layer_state.attach(model, without=self.global_batch_norms())
 
     def attach_optimizers(self) -> None:
         """Have the model's optimizers work on the gradients of the global batch."""
@@ -207,33 +191,16 @@ class _ExactSteps:
     def move_loss_tracker(self) -> None:
         """Have the loss counted in the scope, outside of which `compile` may have been called."""
         tracker = self.model._loss_tracker
-        if tracker is not None and not self.is_in_scope(tracker):
+        if tracker is not None and not _checks.is_in_scope(tracker.variables, self.strategy):
             # As in `compile`, it must not become one of the model's own metrics.
             object.__setattr__(self.model, "_loss_tracker", keras.metrics.Mean(name="loss"))
-
-    def check_metrics(self) -> None:
-        """Raise an error if a metric would count the examples of each process by itself."""
-        for metric in self.model.metrics:
-            for part in getattr(metric, "metrics", [metric]):
-                if not self.is_in_scope(part):
-                    checks.fail(
-                        "A metric was created outside the strategy's scope, so each process would "
-                        "count its own examples. Create it inside `with strategy.scope():`, or "
-                        "pass its name to `compile`.",
-                        metric=part.name,
-                    )
-
-    def is_in_scope(self, metric: keras.metrics.Metric) -> bool:
-        """Return whether a metric's variables are the strategy's."""
-        is_of_strategy = self.strategy.extended.variable_created_in_scope
-        return all(is_of_strategy(variable.value) for variable in metric.variables)
 
     def build_variables(self, data_batch: Any) -> None:
         """Build model, metrics and optimizer; a step of one's own may take its data otherwise."""
         model = self.model
         if type(model).call is keras.Model.call:  # only `train_step` uses its parts
             return
-        if self.own_train_step and any(held_variables.variables_in_attributes(model)):
+        if self.is_own_step["train"] and any(held_variables.variables_in_attributes(model)):
             return  # its optimizer may be built with these
         try:
             if any(map(_placeholders.is_ragged, keras.tree.flatten(data_batch))):
@@ -241,7 +208,7 @@ class _ExactSteps:
                 _placeholders.build_for_ragged(model, *data)
             model._symbolic_build(data_batch=data_batch)
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
-            if not self.own_train_step:  # else it takes its data otherwise, and builds them
+            if not self.is_own_step["train"]:  # else it takes its data otherwise, and builds them
                 _explain_fixed_size(error, data_batch)
                 raise
 
@@ -261,7 +228,7 @@ class _ExactSteps:
         is_of_examples = loss.shape.rank and step.counts_examples(loss)
         return step.quotient(total, 1) if is_of_examples else total
 
-    def make_function(self, kind: str, force: bool) -> None:
+    def make_function(self, kind: str, force: bool = False) -> None:  # Keras'
         """Compile a step as Keras does, and cut batches that would reach every replica uncut."""
         model, name = self.model, f"{kind}_function"
         if getattr(model, name) is not None and not force:
@@ -271,22 +238,19 @@ class _ExactSteps:
         self.attach_optimizers()
         compiled = self.compiled_step(kind)
 
-        def function(batches: Any) -> Any:
+        def compile_again() -> None:
             nonlocal compiled
+            compiled = self.compiled_step(kind)
+            setattr(model, name, function)
+
+        def function(batches: Any) -> Any:
             self.find_own_code(kind)
             batches = _split_global_batches(batches, self.strategy)
-            while True:
-                try:
-                    with self.keys_for_loops():
-                        logs = compiled(batches)
-                    break
-                except UndividedError as error:  # in tracing, before anything was computed
-                    if model.run_eagerly:
-                        raise
-                    if not isinstance(error, TraceAgainError):
-                        self.undivided.add(kind)
-                    compiled = self.compiled_step(kind)
-                    setattr(model, name, function)
+            with self.keys_for_loops():
+                if model.run_eagerly:
+                    logs = compiled(batches)
+                else:
+                    logs = self.division.traced(kind, lambda: compiled(batches), compile_again)
             _workers.reject_differences()
             return logs
 
@@ -324,42 +288,25 @@ class _ExactSteps:
 
     def step_of(self, data: Any, kind: str) -> ReplicaStep:
         """Return the step of a replica that has these examples."""
-        share_in_loss = not self.own_train_step or _optimizer_patches.scales_loss(
-            self.model.optimizer
-        )
         _layer_state.keep_tensors_apart(self.model)
-        step = ReplicaStep(data, share_in_loss=share_in_loss, batch_norm=self.batch_norm)
+        step = ReplicaStep(data, batch_norm=self.batch_norm)
         # Under XLA by position on one replica too: it draws other numbers for other shapes.
         step.is_part |= bool(self.model.jit_compile)
         if not self.is_own[kind]:
             return step
-        divides = None if kind in self.undivided else self.division
-        return _global_batch.step_on_global_batch(step, divides)
+        return _global_batch.step_on_global_batch(step, self.division, kind)
 
-    def train_step(self, data: Any) -> Any:
-        return self.run_train_step(self.step_of(data, "train"))
-
-    def test_step(self, data: Any) -> Any:
-        return self.run_test_step(self.step_of(data, "test"))
-
-    def predict_step(self, data: Any) -> Any:
-        return self.run_predict_step(self.step_of(data, "predict"))
-
-    def run_train_step(self, step: ReplicaStep) -> Any:
+    def run_step(self, kind: str, data: Any) -> Any:
+        """Run a replica's step: what Keras calls for the model's own."""
+        step = self.step_of(data, kind)
         with _patches.installed(), running(step), _rejecting_numpy_draws(step):
-            logs = self.train_step_of_model(step.data)
-            if step.replicas > 1:
+            given = self.steps_of_model[kind](step.data)
+            if kind == "predict":
+                return _global_batch.own_part(step, given)
+            if kind == "train" and step.replicas > 1:
                 self.warn_once(step.replicas)
                 _layer_state.average(step)
-            return step.global_values(logs)
-
-    def run_test_step(self, step: ReplicaStep) -> Any:
-        with _patches.installed(), running(step), _rejecting_numpy_draws(step):
-            return step.global_values(self.test_step_of_model(step.data))
-
-    def run_predict_step(self, step: ReplicaStep) -> Any:
-        with _patches.installed(), running(step):
-            return _global_batch.own_part(step, self.predict_step_of_model(step.data))
+            return step.global_values(given)
 
     def warn_once(self, replicas: int) -> None:
         if not self.warned:
@@ -369,8 +316,9 @@ class _ExactSteps:
                 _batch_norm.warn_of_local_statistics(layers, replicas)
 
 
-def _owner(method: Any) -> Any:
-    return getattr(method, "__self__", None)
+def _of_kind(method: Callable, kind: str) -> Callable:
+    """Return a method for one kind of steps: no `partial`, whose code would be nobody's."""
+    return lambda *args, **kwargs: method(kind, *args, **kwargs)
 
 
 def _checking_data(method: Callable) -> Callable:
@@ -379,37 +327,14 @@ def _checking_data(method: Callable) -> Callable:
     @functools.wraps(method)
     def checked(x: Any = None, *args: Any, **settings: Any) -> Any:
         steps = settings.get("steps_per_epoch", settings.get("steps"))
-        _check_dataset("steps_per_epoch", x, steps)
-        held_out, held_out_steps = (settings.get(f"validation_{of}") for of in ("data", "steps"))
-        _check_dataset("validation_steps", held_out, held_out_steps)
+        _checks.check_dataset("x", x, steps_per_epoch=steps)
+        steps = settings.get("validation_steps")
+        _checks.check_dataset(
+            "validation_data", settings.get("validation_data"), validation_steps=steps
+        )
         return method(x, *args, **settings)
 
     return checked
-
-
-def _check_dataset(name: str, dataset: Any, steps: Any) -> None:
-    if not isinstance(dataset, tf.data.Dataset):
-        return
-    unknown = tf.TensorShape(None)
-    shapes = [getattr(spec, "shape", unknown) for spec in tf.nest.flatten(dataset.element_spec)]
-    ranks = [shape.rank for shape in shapes]
-    if 0 in ranks and any(shape.rank and shape[0] is None for shape in shapes):
-        checks.fail(
-            "The dataset gives single numbers beside batches, and replicas get parts of batches.",
-            element_spec=dataset.element_spec,
-            remedy="Repeat what is one number for a batch for each of its examples.",
-        )
-    if 0 in ranks:
-        checks.fail(
-            "The dataset gives single examples; batch it with `.batch(...)` first.",
-            element_spec=dataset.element_spec,
-        )
-    if steps is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        checks.fail(
-            "The dataset is endless.",
-            **{name: steps},
-            remedy=f"Say with `{name}` how much to take.",
-        )
 
 
 def _with_other_processes(method: Callable) -> Callable:

@@ -19,7 +19,7 @@ import contextlib
 import copy
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
@@ -30,8 +30,9 @@ from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from kdpkit._internal import checks
 from kdpkit.training._remat import BlockScope
 from kdpkit.training.tensorflow import _keras_internals
-from kdpkit.training.tensorflow._collectives import concatenated, sums, with_gradient
-from kdpkit.training.tensorflow._per_example_law import broken_law
+from kdpkit.training.tensorflow._collectives import concatenated, sums
+from kdpkit.training.tensorflow._keras_internals import with_gradient
+from kdpkit.training.tensorflow._per_example_law import LEAVES, broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
     TraceAgainError,
@@ -50,6 +51,8 @@ from kdpkit.training.tensorflow._whose_code import (
     takes_from_each_example,
 )
 
+T = TypeVar("T")
+
 
 class Division:
     """Which layers are divided: those of libraries, and those that keep the law when it is tried.
@@ -59,19 +62,29 @@ class Division:
 
     Args:
         declared: What the user says of layers.
-        traces_again: Whether a step is traced again on `TraceAgainError`.
     """
 
-    def __init__(
-        self,
-        declared: Sequence[tuple[keras.layers.Layer, bool]] = (),
-        *,
-        traces_again: bool = False,
-    ) -> None:
+    def __init__(self, declared: Sequence[tuple[keras.layers.Layer, bool]] = ()) -> None:
         self._declared = {id(layer): is_divided for layer, is_divided in declared}
         self._tried: dict[Any, tuple[Any, str | None]] = {}
-        self._traces_again = traces_again
         self.mixing: list[keras.layers.Layer] = []  # models that have layers which are not divided
+        self.undivided: set[str] = set()  # kinds of steps of which no layer can be divided
+
+    def traced(self, kind: str, call: Callable[[], T], again: Callable[[], None]) -> T:
+        """Call what traces a step and runs it, until it is known what of the step is divided.
+
+        Args:
+            kind: The kind of the step.
+            call: Makes the call.
+            again: Is called before it is made again: nothing was computed yet.
+        """
+        while True:
+            try:
+                return call()
+            except UndividedError as error:
+                if not isinstance(error, TraceAgainError):
+                    self.undivided.add(kind)
+            again()
 
     def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether replicas compute their parts of what a layer is called on."""
@@ -82,7 +95,7 @@ class Division:
         if tf.executing_eagerly():  # its code may do something else in each step
             return False
         if is_composed(layer):
-            return self._traces_again and self._is_divided_as_one(layer)
+            return self._is_divided_as_one(layer)
         return self._broken_law(layer, args, kwargs) is None
 
     def _is_divided_as_one(self, model: keras.layers.Layer) -> bool:
@@ -94,12 +107,11 @@ class Division:
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""
-        if _first_with_examples((args, kwargs)) is None:
+        if _first_with_examples((args, kwargs)) is None or _is_asked_by_layers(layer):
             return False
         if self(layer, args, kwargs):
             return True
-        is_known = id(layer) in self._declared or is_composed(layer)
-        is_tried = not is_known and not is_of_a_library(layer)
+        is_tried = id(layer) not in self._declared and not is_of_a_library(layer)
         reason = (self._broken_law(layer, args, kwargs) if is_tried else None) or ""
         if reason.startswith(("changes", "has a gradient")):
             checks.fail(
@@ -113,7 +125,14 @@ class Division:
         key = _identity(layer), _signature(args, kwargs)
         if key not in self._tried:  # by the first replica, for all
             self._tried[key] = layer, broken_law(layer, args, kwargs)
-        return self._tried[key][1]
+        reason = self._tried[key][1]
+        if reason is not None and reason.startswith(LEAVES):
+            checks.fail(
+                f"The layer {reason}, where each replica would find what another has left.",
+                layer=layer.name,
+                remedy="Return it, or keep it in an attribute of the layer.",
+            )
+        return reason
 
     def forget(self) -> None:
         """Try layers again: their attributes may have changed."""
@@ -134,7 +153,7 @@ class _AsOne(NamedTuple):
 
     def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer may be divided; False if that is a question to its layers."""
-        if is_composed(layer) and not is_of_a_library(layer):
+        if _is_asked_by_layers(layer):
             return False
         has_examples = _first_with_examples((args, kwargs)) is not None or is_of_a_library(layer)
         if not has_examples or not self.division(layer, args, kwargs):
@@ -155,6 +174,11 @@ def _identity(layer: keras.layers.Layer) -> Any:
     return id(layer)
 
 
+def _is_asked_by_layers(layer: keras.layers.Layer) -> bool:
+    """Return whether what may be done with a model depends on each of its layers."""
+    return is_composed(layer) and not is_of_a_library(layer)
+
+
 def _signature(args: Any, kwargs: Any) -> Any:
     """Return what a layer's code may depend on: shapes, types, other arguments, and the mode."""
 
@@ -169,15 +193,16 @@ def _signature(args: Any, kwargs: Any) -> Any:
     return str(parts), str(getattr(context, "training", None))
 
 
-def step_on_global_batch(own: ReplicaStep, divides: Division | None) -> ReplicaStep:
+def step_on_global_batch(own: ReplicaStep, division: Division, kind: str) -> ReplicaStep:
     """Return the step of a replica as if it had the examples of all replicas.
 
     Args:
         own: The step of the replica's own examples.
-        divides: Knows whether the call of a layer is divided; None divides none.
+        division: Knows whether the call of a layer is divided.
+        kind: The kind of the step.
     """
     step = copy.copy(own)
-    step.own, step.divides = own, divides
+    step.own, step.divides = own, None if kind in division.undivided else division
     sizes = iter(own.sizes)
 
     def joined(leaf: Any) -> Any:
@@ -194,8 +219,7 @@ def step_on_global_batch(own: ReplicaStep, divides: Division | None) -> ReplicaS
     step.num_examples, step.start = own.num_global_examples, tf.constant(0)
     # Each of the replicas has them all.
     step.num_global_examples = own.num_global_examples * own.replicas
-    step.share = tf.constant(1.0 / own.replicas)
-    step.is_part, step.gathered = False, True
+    step.is_part = False
     return step
 
 
@@ -222,7 +246,7 @@ def call_divided(
     step = current_step()
     if step is None:
         return original(layer, *args, **kwargs)
-    if not step.gathered and step.replicas > 1 and has_too_few_axes(layer, args, kwargs):
+    if step.own is None and step.replicas > 1 and has_too_few_axes(layer, args, kwargs):
         _reject_few_axes(step, layer)
     if not layer.built and step.is_here():
         step.merge(lambda strategy: _build(strategy, layer, args, kwargs))
@@ -238,7 +262,7 @@ def call_divided(
         return original(layer, *args, **kwargs)
     step.divided.update(id(variable) for variable in layer.variables)
     part = _part_for(step, first)
-    if is_composed(layer) and not is_of_a_library(layer):
+    if _is_asked_by_layers(layer):
         part.rejects = _AsOne(step.divides, layer)
     cut = functools.partial(_cut, step, part, False)
     args, kwargs = tf.nest.map_structure(cut, (args, kwargs))
@@ -337,9 +361,7 @@ def _part(own: ReplicaStep, of_replicas: tf.Tensor) -> ReplicaStep:
     start = tf.reduce_sum(tf.where(tf.range(own.replicas) < own.shard, of_replicas, 0))
     part = own.of_examples(of_replicas[own.shard])
     part.start, part.num_global_examples = start, tf.reduce_sum(of_replicas)
-    part.share = part.share_as(tf.float32)
     part.is_divided = True
-    part.share_in_loss = True  # what flows back to it has the shares already
     return part
 
 
@@ -425,7 +447,6 @@ def _joined(step: ReplicaStep, part: ReplicaStep, output: tf.Tensor) -> Any:
     of_each = tf.where(part.num_examples > 0, rows // tf.maximum(part.num_examples, 1), 1)
     part = part.of_examples(rows)
     part.start, part.num_global_examples = part.start * of_each, part.num_global_examples * of_each
-    part.share = part.share_as(tf.float32)
     joined = join(step, part, output)
     if (mask := get_keras_mask(output)) is not None:
         set_keras_mask(joined, join(step, part, mask))

@@ -13,6 +13,7 @@ import tensorflow as tf
 from keras.src.backend.common.masking import get_keras_mask
 
 from kdpkit.training._objective import additional_loss
+from kdpkit.training.tensorflow import _workers
 from kdpkit.training.tensorflow._step import ReplicaStep, dense_if_unique, running
 
 T = TypeVar("T")  # `Sums`, or several things that add up
@@ -125,21 +126,9 @@ def _micro_batch(
     def cut(part: Any) -> Any:
         if part is None:
             return None
-        if isinstance(part, tf.SparseTensor):
-            rest = tf.cast(tf.shape(part)[1:], tf.int64)
-            first, size = (tf.cast(number, tf.int64) for number in (start, stop - start))
-            return tf.sparse.slice(
-                part,
-                tf.concat([[first], tf.zeros_like(rest)], 0),
-                tf.concat([[size], rest], 0),
-            )
-        micro_batch = part[start:stop]
-        known = part.shape[0]
-        if (
-            known is not None
-            and known % micro_batches == 0
-            and not isinstance(part, tf.RaggedTensor)
-        ):
+        micro_batch, known = _workers.sliced(part, start, stop), part.shape[0]
+        is_dense = isinstance(part, tf.Tensor)
+        if is_dense and known is not None and known % micro_batches == 0:
             micro_batch.set_shape([known // micro_batches, *part.shape[1:]])  # XLA compiles it once
         return micro_batch
 

@@ -60,6 +60,11 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     `tf.custom_gradient` would compute the inputs wherever the outputs are needed, follow the graph
     back in search of variables, and keep all of it for as long as the process lives
     (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md).
+
+    Args:
+        outputs: A tensor or a list of them.
+        inputs: A tensor or a list of them.
+        gradient: Computes the gradients of the inputs from those of the outputs.
     """
     with record.stop_recording():
         copies = tf.nest.map_structure(tf.identity, outputs)

@@ -1,13 +1,15 @@
 """What layers assign while they train, such as moving statistics: the same on all replicas."""
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import keras
 import tensorflow as tf
+from tensorflow.python.distribute.values import MirroredVariable
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow._collectives import sums_for_variables
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._step import ReplicaStep
 from kdpkit.training.tensorflow._whose_code import is_library
 
 
@@ -46,30 +48,46 @@ def keep_tensors_apart(model: keras.Model) -> None:
 
     def keeping(function: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = [
-            (attributes, name, value, _content(value))
+            (attributes, name, value)
             for attributes, of_library in shared
             for name, value in attributes.items()
             if name == "_losses"
             or (not of_library and name not in _LISTS_OF_KERAS and _holds_tensors(value))
         ]
+        put_back = noted(value for _, _, value in kept)
         merged = merge_call(function, args, kwargs)
-        for attributes, name, value, content in kept:
+        for attributes, name, value in kept:
             attributes[name] = value
-            if isinstance(value, list):
-                value[:] = content
-            elif isinstance(value, dict):
-                dict.clear(value)
-                dict.update(value, content)
+        put_back()
         return merged
 
     context.merge_call = keeping
 
 
-def _content(value: Any) -> Any:
-    """Return what is in a list or a dictionary, which the next replica changes in place."""
-    if isinstance(value, dict):
-        return {**value}
-    return [*value] if isinstance(value, list) else None
+# Python's own methods: those of Keras' containers track what is put into them.
+_CONTAINERS: tuple[tuple[type, Callable, Callable], ...] = (
+    (list, list.clear, list.extend),
+    (dict, dict.clear, dict.update),
+    (set, set.clear, set.update),
+)
+
+
+def noted(values: Iterable[Any]) -> Callable[[], None]:
+    """Note what is in containers among some values, and return what puts it back."""
+    plain = [getattr(of, "__wrapped__", getattr(of, "_storage", of)) for of in values]
+    contents = [
+        (clear, fill, of, kind(of))
+        for of in plain
+        for kind, clear, fill in _CONTAINERS
+        if issubclass(type(of), kind)
+    ]
+
+    def put_back() -> None:
+        for clear, fill, container, content in contents:
+            clear(container)
+            fill(container, content)
+
+    return put_back
 
 
 def _holds_tensors(value: Any) -> bool:
@@ -80,37 +98,11 @@ def _holds_tensors(value: Any) -> bool:
     return bool(tf.is_tensor(value))
 
 
-def attach(model: keras.Model, *, without: list[Any]) -> None:
-    """Note, from now on, which variables of a model's layers a step assigns.
-
-    Args:
-        model: The model.
-        without: Layers whose variables are equal on all replicas already.
-    """
-    for layer in model._flatten_layers():
-        if all(layer is not known for known in without):
-            for variable in layer._non_trainable_variables:
-                if keras.backend.is_float_dtype(variable.dtype):
-                    _note_assignments(variable)
-
-
-def _note_assignments(variable: Any) -> None:
-    if "assign" in vars(variable):
-        return
-    assign = variable.assign
-
-    def noting(value: Any) -> Any:
-        step = current_step()
-        # On the global batch all replicas assign the same.
-        if step is not None and step.own is None and not _holds(step.assigned, variable):
-            step.assigned.append(variable)
-        return assign(value)
-
-    variable.assign = noting
-
-
-def _holds(variables: list[Any], variable: Any) -> bool:
-    return any(variable is held for held in variables)
+def note(step: ReplicaStep, variable: Any) -> None:
+    """Note that a step on a replica's examples assigns a variable: a layer's, if it is mirrored."""
+    is_of_layer = isinstance(variable, MirroredVariable) and not variable.trainable
+    if step.replicas > 1 and is_of_layer and variable.dtype.is_floating:
+        step.assigned[id(variable)] = variable
 
 
 def average(step: ReplicaStep) -> None:
@@ -120,9 +112,9 @@ def average(step: ReplicaStep) -> None:
     its own NaN.
     """
     # docs/upstream/keras_layer_state_differs_by_replica.md
-    if not step.assigned:
+    variables = [of for key, of in step.assigned.items() if key not in step.equal]
+    if not variables:
         return
-    variables = [*step.assigned]
     weighed = [(step.own or step).weigh(tf.convert_to_tensor(variable)) for variable in variables]
     tf.distribute.get_replica_context().merge_call(
         lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
@@ -130,7 +122,6 @@ def average(step: ReplicaStep) -> None:
 
 
 def _assign_sums(strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]) -> None:
-    owners = [variable.value for variable in variables]
-    sums = sums_for_variables(strategy, values, owners)
-    for owner, total in zip(owners, sums, strict=True):
+    sums = sums_for_variables(strategy, values, variables)
+    for owner, total in zip(variables, sums, strict=True):
         strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)

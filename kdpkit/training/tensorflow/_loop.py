@@ -11,7 +11,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import numpy as np
@@ -28,6 +28,7 @@ from kdpkit.training._remat import rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
     _batch_norm,
+    _checks,
     _global_batch,
     _keras_internals,
     _layer_state,
@@ -39,6 +40,7 @@ from kdpkit.training.tensorflow import (
     _workers,
 )
 from kdpkit.training.tensorflow._batch_norm import GLOBAL, REPLICA
+from kdpkit.training.tensorflow._collectives import concatenated
 from kdpkit.training.tensorflow._gradients import (
     Sums,
     combined,
@@ -61,7 +63,7 @@ def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 class TensorFlowSteps(Steps):
-    """Runs the steps of a loop under its strategy.
+    """Runs the steps of a loop under its strategy, as `Steps` asks.
 
     Args:
         loop: The `TrainingLoop`.
@@ -93,14 +95,12 @@ class TensorFlowSteps(Steps):
 
     @property
     def jit(self) -> bool:
-        """Whether XLA compiles the replicas' part of the next training step."""
         if self._trial:
             return self._trial.jit
         return bool(self.model.jit_compile if self._jit is None else self._jit)
 
     @property
     def is_jit_chosen(self) -> bool:
-        """Whether that is settled: a trial may be under way."""
         return self._trial is None or bool(self._trial.verdict)
 
     @property
@@ -113,23 +113,19 @@ class TensorFlowSteps(Steps):
 
     @property
     def means(self) -> list[Any]:
-        """The metrics of the losses."""
         return [*self._means.values()]
 
     def scope(self) -> Any:
-        """Enter the strategy's scope."""
         return self.strategy.scope()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        """Enter what holds while the loop runs, and explains that another process is gone."""
         with processes.explain_lost_process(), _patches.installed():
             yield
 
     # Before the first step: the data, and all variables.
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        """Check a dataset, spread its batches over the replicas, and build the model for them."""
         ((argument, wanted),) = steps.items()
         if wanted is not None:
             wanted = checks.integer(argument, wanted)
@@ -139,17 +135,15 @@ class TensorFlowSteps(Steps):
                 f"{type(dataset).__name__}.",
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
-        check_batched(name, dataset.element_spec)
+        _checks.check_batched(name, dataset.element_spec, is_one_length=True)
+        _checks.check_dataset(name, dataset, **{argument: wanted})
         batches = dataset
         if isinstance(dataset, tf.data.Dataset):
             batches = self._distributed(_as_it_asks(dataset), f"`{name}`")
-            if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY and wanted is None:
-                checks.fail(f"`{name}` never ends; say with `{argument}` how much of it to take.")
         self._build_model(batches.element_spec)
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
     def _distributed(self, dataset: Any, name: str) -> Any:
-        """Spread a dataset's batches over the replicas."""
         return _workers.distribute(self.strategy, dataset, name)
 
     def _build_model(self, spec: Any) -> None:
@@ -160,8 +154,7 @@ class TensorFlowSteps(Steps):
             _placeholders.trace(functools.partial(self.model, training=False), x)
 
     def build(self, feed: Feed, *, training: bool) -> None:
-        """Make all variables now, in the scope: a compiled loop can make none."""
-        with self.scope():
+        with self.scope():  # in which a compiled loop can make no variables
             _keras_internals.move_global_seeds(self.strategy)
             if not self._is_built:
                 if self.strategy.num_replicas_in_sync > 1 or self.loop.accumulation > 1:
@@ -187,13 +180,12 @@ class TensorFlowSteps(Steps):
             optimizer.build(self.model.trainable_variables)
         # The two that an optimizer makes before it is built need no copies on the replicas.
         copied = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
-        _check_scope("optimizer", copied, self.strategy)
+        _checks.require_scope("optimizer", copied, self.strategy)
 
     def _prepare_layers(self) -> None:
         replicas = self.strategy.num_replicas_in_sync
         if replicas == 1:
             return
-        _layer_state.attach(self.model, without=[])
         may_meet = not self._may_jit and self.loop.accumulation == 1
         asked = self.loop.batch_norm
         for layer in _batch_norm.batch_norm_layers(self.model):
@@ -214,18 +206,16 @@ class TensorFlowSteps(Steps):
     # Many steps in a call.
 
     def reset_metrics(self) -> None:
-        """Begin an epoch or an evaluation."""
         self.model.reset_metrics()
         for mean in self._means.values():
             mean.reset_state()
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many training steps; return how many there were, and loss and metrics."""
         if self._trial and self._trial.is_new:
             self._say("XLA: the first steps run with and without it, to find out which is faster.")
         start = time.perf_counter()
         with _explaining_xla() if self.jit else contextlib.nullcontext():
-            done, logs = self._run(self._train_with[self.jit], iterator, steps)
+            done, logs = self._run("train", self._train_with[self.jit], iterator, steps)
         if self._trial and not self._trial.verdict:
             self._trial.record(steps=done, seconds=time.perf_counter() - start)
             self._say(self._trial.verdict)
@@ -246,34 +236,41 @@ class TensorFlowSteps(Steps):
             print(f"\n{verdict}", flush=True)  # noqa: T201 a choice that is made for somebody is said
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many evaluation steps; return how many there were, and loss and metrics."""
-        return self._run(self._test, iterator, steps)
+        return self._run("test", self._test, iterator, steps)
 
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
-        """Predict up to so many batches; return how many there were, and their predictions."""
         outputs: list[Any] = []
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             while len(outputs) < steps:
                 batch = next(iterator)
-                predictions = self._predict(batch)
+                predictions = self._traced("predict", functools.partial(self._predict, batch))
                 _workers.reject_differences()
                 outputs.append(keras.tree.map_structure(np.asarray, predictions))
         return len(outputs), outputs
 
     def finish_training(self) -> None:
-        """Set the weights to their averages, if the optimizer keeps such."""
         with self.scope():
             self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
 
-    def _run(self, function: Any, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
+    def _traced(self, kind: str, call: Callable[[], T]) -> T:
+        if tf.config.functions_run_eagerly():
+            return call()
+        return self._division.traced(kind, call, again=lambda: None)
+
+    def _run(
+        self, kind: str, function: Any, iterator: Any, steps: int
+    ) -> tuple[int, dict[str, Any]]:
         fresh_keys = self._spans_processes
         keys = _keras_internals.constant_collective_keys
         with contextlib.nullcontext() if fresh_keys else keys():
             is_traced = function.experimental_get_tracing_count() > 0
             if not is_traced and not tf.config.functions_run_eagerly():
+                trace = functools.partial(
+                    function.get_concrete_function, iterator, tf.constant(steps)
+                )
                 with _uncollected():
-                    function.get_concrete_function(iterator, tf.constant(steps))
-            done, logs = function(iterator, tf.constant(steps))
+                    self._traced(kind, trace)
+            done, logs = self._traced(kind, lambda: function(iterator, tf.constant(steps)))
         _workers.reject_differences()
         return int(done), logs
 
@@ -326,22 +323,15 @@ class TensorFlowSteps(Steps):
 
         Of an optimizer that was made outside of the scope, the first alone has the count of steps.
         """
-        kept = (v.value for v in self.model.optimizer.variables if v.name != "learning_rate")
-        return not self._spans_processes and all(
-            map(self.strategy.extended.variable_created_in_scope, kept)
-        )
+        kept = [v for v in self.model.optimizer.variables if v.name != "learning_rate"]
+        return not self._spans_processes and _checks.is_in_scope(kept, self.strategy)
 
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
 
     def _predict_step(self, batch: Any) -> Any:
         outputs = self.strategy.run(self._predict_replica, args=(batch,))
-        return keras.tree.map_structure(self._joined, outputs)
-
-    def _joined(self, output: Any) -> Any:
-        if self._spans_processes:
-            return _keras_internals.joined_over_processes(output, self.strategy)
-        return tf.concat(self.strategy.experimental_local_results(output), axis=0)
+        return keras.tree.map_structure(functools.partial(concatenated, self.strategy), outputs)
 
     # One replica's part of a step.
 
@@ -360,13 +350,12 @@ class TensorFlowSteps(Steps):
             step.rejects = self._division.reject
         if step.replicas == 1 or not may_meet or not is_own:
             return step
-        return _global_batch.step_on_global_batch(step, self._division)
+        return _global_batch.step_on_global_batch(step, self._division, kind)
 
     def _is_of_libraries(self, kind: str) -> bool:
-        if not _whose_code.is_all_of_libraries(self.model, kind):
-            return False
-        return kind == "predict" or _whose_code.is_library(
-            type(self.loop).per_example_loss.__module__
+        is_own_loss = not _whose_code.is_library(type(self.loop).per_example_loss.__module__)
+        return _whose_code.is_all_of_libraries(self.model, kind) and (
+            kind == "predict" or not is_own_loss
         )
 
     def _train_replica(self, batch: Any, jit: bool) -> dict[int, Any]:
@@ -472,7 +461,6 @@ class _SeedStates:
         self._states = [(seed.state, tf.identity(seed.state.value)) for seed in seeds.values()]
 
     def restore(self) -> None:
-        """Begin with them again."""
         for state, value in self._states:
             state.assign(value)
 
@@ -499,25 +487,10 @@ def _strategy_of(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
             "`strategy` must be a `tf.distribute` strategy, or None for the model's.",
             strategy=strategy,
         )
-    _check_scope("model", model.variables, strategy)
+    _checks.require_scope("model", model.variables, strategy)
     if not model.variables and model.distribute_strategy is not strategy:
-        _reject_scope("model", model.name, strategy)
+        _checks.reject_scope("model", strategy)
     return strategy
-
-
-def _check_scope(owner: str, variables: list[Any], strategy: tf.distribute.Strategy) -> None:
-    for variable in variables:
-        if not strategy.extended.variable_created_in_scope(variable.value):
-            _reject_scope(owner, variable.path, strategy)
-
-
-def _reject_scope(owner: str, built: str, strategy: tf.distribute.Strategy) -> NoReturn:
-    checks.fail(
-        f"The {owner} was not built in the scope of the strategy that is to train it.",
-        built=built,
-        strategy=type(strategy).__name__,
-        remedy="Build it inside `with strategy.scope():`, of this very strategy.",
-    )
 
 
 def _length_of(dataset: Any) -> int | None:
@@ -526,24 +499,6 @@ def _length_of(dataset: Any) -> int | None:
         return None
     length = int(dataset.cardinality())
     return length if length >= 0 else None
-
-
-def check_batched(name: str, spec: Any) -> None:
-    """Reject what is surely no batch: scalars, or tensors of different lengths."""
-    shapes = [shape for part in tf.nest.flatten(spec) if (shape := _shape(part)) is not None]
-    lengths = {shape[0] for shape in shapes if shape} - {None}
-    if () in shapes or len(lengths) > 1:
-        checks.fail(
-            f"`{name}` gives single examples, and must give batches.",
-            element_spec=spec,
-            remedy="Add `.batch(global_batch_size)`.",
-        )
-
-
-def _shape(spec: tf.TypeSpec) -> tuple[int | None, ...] | None:
-    replica = getattr(spec, "_value_specs", (spec,))[0]
-    shape = getattr(replica, "shape", None)
-    return None if shape is None or shape.rank is None else tuple(shape)
 
 
 def _placeholders_of(spec: Any) -> Any:

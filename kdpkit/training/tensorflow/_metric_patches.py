@@ -23,10 +23,9 @@ def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
         is_global: Whether every step that a metric of the user's own is called in is one on the
             global batch.
     """
-    weigh_single_numbers(metric)
     for part in getattr(metric, "metrics", [metric]):
         if not hasattr(part.update_state, "kdpkit_counts"):
-            part.update_state = _on_global_batch(part, part.update_state, is_global)
+            part.update_state = _on_global_batch(part, _weighing(part), is_global)
     if not is_global or "result" in vars(metric):
         return
     stock_result = metric.result
@@ -45,7 +44,7 @@ def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: 
 
     A library's metric adds up over the replicas: each counts its part of what divided layers gave,
     and the first one alone what the step has computed on the global batch. The user's own may keep
-    anything, so all replicas count alike, and the first one's variables are read.
+    anything, so all replicas count alike, and the first one's variables are read (`_patches`).
     """
     is_of_library = is_metric_of_a_library(metric)
 
@@ -61,11 +60,11 @@ def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: 
                 with running(part):
                     return update(*args, **kwargs)
         elif is_global:
-            given = update(*args, **kwargs)
-            for variable in metric.variables:
-                variable.value._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
-            return given
-        return update(*args, **kwargs) if _global_batch.is_first() else None
+            return update(*args, **kwargs)
+        if not _global_batch.is_first():
+            return None
+        with running(None):  # it adds up over the replicas, where others may have parts
+            return update(*args, **kwargs)
 
     update_state.kdpkit_counts = True  # type: ignore[attr-defined]  # marks what is wrapped
     return update_state
@@ -77,18 +76,15 @@ def _read(value: Any) -> Any:
     return tf.convert_to_tensor(value) if is_variable else value
 
 
-def weigh_single_numbers(metric: keras.metrics.Metric) -> None:
-    """Make a mean of numbers that stand for a global batch one of the replicas' shares of them.
+def _weighing(metric: keras.metrics.Metric) -> Callable:
+    """Return an update that takes of numbers for a global batch this replica's shares.
 
-    That is what a `train_step` logs, a layer tells, or a metric function gives that reduces.
+    Such are what a `train_step` logs, a layer tells, or a metric function gives that reduces.
     """
-    for part in getattr(metric, "metrics", [metric]):
-        if "update_state" in vars(part):
-            continue
-        if type(part) in (keras.metrics.Mean, keras.metrics.Sum):
-            part.update_state = _weighing(part.update_state)
-        elif isinstance(part, keras.metrics.MeanMetricWrapper):
-            part.update_state = _weighing_of_function(part)
+    if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
+        return _weighing_of_mean(metric.update_state)
+    is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
+    return _weighing_of_function(metric) if is_of_function else metric.update_state
 
 
 def _step_of_part() -> ReplicaStep | None:
@@ -96,13 +92,13 @@ def _step_of_part() -> ReplicaStep | None:
     return None if step is None or step.own is not None else step
 
 
-def _weighing(update: Callable) -> Callable:
+def _weighing_of_mean(update: Callable) -> Callable:
     def update_state(values: Any, sample_weight: Any = None) -> Any:
         step = _step_of_part()
         if step is not None and sample_weight is None:
             values = tf.convert_to_tensor(values)
             if values.shape.rank == 0:
-                values, sample_weight = step.if_examples(values), step.share
+                values, sample_weight = step.if_examples(values), step.share_as(tf.float32)
         elif step is not None and tf.convert_to_tensor(sample_weight).shape.rank == 0:
             values = step.if_examples(tf.reduce_mean(values))  # as Keras reduces them, but for NaN
         return update(values, sample_weight=sample_weight)

@@ -15,7 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._collectives import with_gradient
+from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import current_step
 
 # Operations, with the position and the name of what has the examples along its first axis, and the
@@ -30,7 +30,10 @@ OPERATIONS = {
     "conv3d_backprop_input_v2": (2, "out_backprop", "CPU, GPU"),
 }
 RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")  # `rnn` is a function, too
-OF_CUDNN = ("_cudnn_lstm", "_cudnn_gru")
+OF_CUDNN = {
+    "_cudnn_lstm": ("inputs", "initial_state_h", "initial_state_c"),
+    "_cudnn_gru": ("inputs", "initial_state"),
+}
 
 
 def guarded(
@@ -53,36 +56,33 @@ def guarded(
     return _without_one(num_examples, original(*in_order, **given))
 
 
-def guarded_rnn(devices: str, original: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a recurrent layer's function with one example, not masked, where there is none."""
+OF_CTC = ("target", "output", "target_length", "output_length", "mask_index")
+EXAMPLES_OF_CTC = ("output", "target", "target_length", "output_length")
+
+
+def guarded_function(
+    examples: tuple[str, ...], devices: str, original: Callable, /, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a recurrent layer's function, or the CTC loss, with one example where there is none.
+
+    Args:
+        examples: The arguments that have examples, the first of which is never None.
+        devices: Those that need an example.
+        original: The function.
+        args: What it is given.
+        kwargs: What it is given by name.
+    """
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    inputs, mask = given["inputs"], given["mask"]
-    if not _may_lack_examples(inputs, devices):
+    if not _may_lack_examples(given[examples[0]], devices):
         return original(*args, **kwargs)
-    num_examples = tf.shape(inputs)[0]
-    for name in given:
-        if name == "inputs" or name.startswith("initial_state"):
-            given[name] = _with_one(num_examples, given[name])
-    if mask is not None:
+    num_examples = tf.shape(given[examples[0]])[0]
+    for name in examples:
+        given[name] = _with_one(num_examples, given[name])
+    if (mask := given.get("mask")) is not None:  # of which nothing may be masked
         unmasked = functools.partial(tf.ones, [1, tf.shape(mask)[1]], mask.dtype)
         given["mask"] = tf.cond(num_examples > 0, lambda: mask, unmasked)
     outputs = original(**given)
     return tf.nest.map_structure(functools.partial(_without_one, num_examples), outputs)
-
-
-OF_CTC = ("target", "output", "target_length", "output_length", "mask_index")
-
-
-def guarded_ctc(original: Callable, /, *args: Any, **kwargs: Any) -> Any:
-    """Compute the CTC loss of one example where there is none."""
-    given = inspect.signature(original).bind(*args, **kwargs).arguments
-    output = given["output"]
-    if not _may_lack_examples(output, "CPU, GPU"):
-        return original(*args, **kwargs)
-    num_examples = tf.shape(output)[0]
-    for name in OF_CTC[:-1]:
-        given[name] = _with_one(num_examples, given[name])
-    return _without_one(num_examples, original(**given))
 
 
 def _may_lack_examples(tensor: Any, devices: str) -> bool:

@@ -12,9 +12,9 @@ import keras
 import tensorflow as tf
 
 from kdpkit._internal import checks, optimizers
-from kdpkit.training.tensorflow import _global_batch, _keras_internals, _whose_code
+from kdpkit.training.tensorflow import _checks, _global_batch, _keras_internals, _whose_code
 from kdpkit.training.tensorflow._collectives import sums_for_variables
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step, dense_if_unique
+from kdpkit.training.tensorflow._step import current_step, dense_if_unique
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -26,13 +26,6 @@ def optimizers_of(model: keras.Model) -> list[Any]:
             values = values if isinstance(value, dict | list | tuple) else [value]
             found |= {id(v): v for v in values if isinstance(v, keras.optimizers.Optimizer)}
     return [*found.values()]
-
-
-def scales_loss(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Return whether an optimizer expects gradients of a loss that its `scale_loss` scaled."""
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer) or bool(
-        getattr(optimizer, "loss_scale_factor", None)
-    )
 
 
 def attach_to_optimizer(
@@ -47,8 +40,7 @@ def attach_to_optimizer(
     optimizer._distribution_strategy = strategy  # it may have been made outside the scope
     held = [value for value in vars(optimizer).values() if isinstance(value, tf.Variable)]
     generators = [v for v in vars(optimizer).values() if isinstance(v, keras.random.SeedGenerator)]
-    for variable in held:
-        _reject_outside(optimizer, variable, strategy)
+    _checks.require_scope(f"optimizer `{optimizer.name}`", held, strategy)
     for variable in [*optimizer.variables, *(generator.state for generator in generators)]:
         _move_into_scope(optimizer, variable, strategy)
     patch = _OptimizerPatch(optimizer, strategy)
@@ -66,31 +58,15 @@ def attach_to_optimizer(
     return patch
 
 
-def _reject_outside(
-    optimizer: keras.optimizers.Optimizer, variable: tf.Variable, strategy: tf.distribute.Strategy
-) -> None:
-    if not strategy.extended.variable_created_in_scope(variable):
-        checks.fail(
-            "The optimizer has a `tf.Variable` that was made outside the strategy's scope.",
-            optimizer=optimizer.name,
-            variable=variable.name,
-            remedy="Make the optimizer inside `with strategy.scope():`, as the model.",
-        )
-
-
 def _move_into_scope(
     optimizer: keras.optimizers.Optimizer, variable: Any, strategy: tf.distribute.Strategy
 ) -> None:
     """Give every replica a copy of an optimizer's variable that was made outside the scope."""
-    if strategy.extended.variable_created_in_scope(variable.value):
+    if _checks.is_in_scope([variable], strategy):
         return
     if isinstance(variable.value, tf.distribute.DistributedValues):
-        checks.fail(
-            "The optimizer was not built in the scope of the strategy that is to train it.",
-            optimizer=optimizer.name,
-            variable=variable.path,
-            remedy="Make it again, for this strategy.",
-        )
+        name = f"optimizer `{optimizer.name}`"
+        _checks.reject_scope(name, strategy, variable=variable.path)
     with tf.init_scope(), strategy.scope():
         _keras_internals.move_into_scope(variable)
 
@@ -143,15 +119,11 @@ class _OptimizerPatch:
     def scale_loss(self, loss: Any) -> Any:
         step = current_step()
         scaled = self.kind.scale_loss(self.optimizer, loss)
-        if step is None or not self._carries_share(step):
+        if step is None or step.own is not None:
             return scaled
-        # Losses that nobody reduced: the gradient is that of their sum.
+        # From here on, since half precision overflows where one device's does only with the share.
+        # Of losses that nobody reduced the gradient is that of their sum.
         return step.weigh(scaled) if loss.shape.rank == 0 else step.if_examples(scaled)
-
-    def _carries_share(self, step: ReplicaStep) -> bool:
-        """Return whether the loss was multiplied by the share before the gradients were taken."""
-        # Half precision overflows where one device's does only if the share is there already.
-        return step.own is None and (step.share_in_loss or scales_loss(self.optimizer))
 
     def reduced(self, method: Callable, grads: Any, trainable_variables: Any) -> Any:
         """Call a method that applies gradients once, outside of the replicas, with their sums."""
@@ -165,22 +137,15 @@ class _OptimizerPatch:
             with (
                 _keras_internals.updates_without_merging(self.strategy),
                 _keras_internals.assigned_in_replicas(self.optimizer.variables),
-                _keras_internals.replaced(
-                    self.optimizer, "_all_reduce_sum_gradients", lambda gradients: gradients
-                ),
             ):
                 return method(self.optimizer, grads, trainable_variables)
         variables = None if trainable_variables is None else list(trainable_variables)
         grads = [None if grad is None else dense_if_unique(grad) for grad in grads]
-        weigh = self._weigher(step)
+        weigh = step.if_examples  # whose loss has the share: `scale_loss`
+        if step.own is not None:
+            weigh = functools.partial(_global_batch.share_of_gradient, step)
         weighed = [None if grad is None else weigh(grad) for grad in grads]
         return step.merge(lambda _, grads: self._apply_once(method, grads, variables), weighed)
-
-    def _weigher(self, step: ReplicaStep) -> Callable:
-        """Return what makes a replica's gradient its part of the global batch's."""
-        if step.own is not None:
-            return functools.partial(_global_batch.share_of_gradient, step)
-        return step.if_examples if self._carries_share(step) else step.weigh
 
     def _apply_once(self, method: Callable, grads: list[Any], variables: Any) -> None:
         if not self.optimizer.built:

@@ -9,20 +9,22 @@ import contextlib
 import functools
 import inspect
 import random
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import multi_device_iterator_ops
 from tensorflow.python.data.ops.iterator_ops import OwnedIterator
 from tensorflow.python.distribute import distribute_lib
-from tensorflow.python.distribute.values import DistributedVariable, MirroredVariable
+from tensorflow.python.distribute.values import (
+    DistributedVariable,
+    MirroredVariable,
+    SyncOnReadVariable,
+)
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import random_seed
 from tensorflow.python.ops import (
@@ -40,13 +42,13 @@ from kdpkit.training.tensorflow import (
     _batch_norm,
     _global_batch,
     _keras_internals,
+    _layer_state,
     _no_examples,
     _optimizer_patches,
     _random,
     _workers,
 )
-from kdpkit.training.tensorflow._collectives import gathered
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._step import current_step
 from kdpkit.training.tensorflow._whose_code import is_loss_of_a_library
 
 
@@ -77,13 +79,16 @@ def _reduce_loss(
     """Reduce losses by the divisor of the global batch, where Keras takes one replica's over R."""
     # docs/upstream/keras_divides_losses_by_replica.md
     step = current_step()
-    if step is None or reduction in (None, "none"):
+    if step is None or step.own is not None or reduction in (None, "none"):
         return original(values, sample_weight, mask, reduction, dtype)
     values = keras.ops.convert_to_tensor(values, dtype=dtype)
-    if step.gathered:
-        return original(values, sample_weight, mask, reduction, dtype)
     if values.shape.rank == 0 and step.replicas > 1:
-        raise _OneNumberError
+        checks.fail(
+            "A loss gives one number for all examples, and is computed from a replica's alone.",
+            replicas=step.replicas,
+            remedy="Compile the model with a function of your own that calls the loss: with `fit` "
+            "it gets the examples of all replicas.",
+        )
     total = keras.ops.sum(original(values, sample_weight, mask, "sum", dtype))
     size = tf.cast(tf.size(values), total.dtype)
     if reduction == "sum":
@@ -103,50 +108,15 @@ def _reduce_loss(
     return tf.math.divide_no_nan(total, size)
 
 
-class _OneNumberError(Exception):
-    """A loss gave one number for all examples of a replica."""
-
-
 def _call_loss(
     original: Callable, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
 ) -> Any:
-    """Compute a loss that gives one number for a batch on the examples of all replicas."""
+    """Compute a library's loss, in a step on the global batch, on the parts that replicas have."""
     step = current_step()
-    if step is not None and step.own is not None and is_loss_of_a_library(loss):
-        compute = functools.partial(original, loss)
-        return _global_batch.loss_of_parts(step, compute, y_true, y_pred, sample_weight)
-    if step is None or step.replicas == 1 or step.gathered:
+    if step is None or step.own is None or not is_loss_of_a_library(loss):
         return original(loss, y_true, y_pred, sample_weight)
-    return _loss_of_replicas(step, original, loss, y_true, y_pred, sample_weight)
-
-
-def _loss_of_replicas(
-    step: ReplicaStep, original: Callable, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any
-) -> Any:
-    if not isinstance(loss, keras.losses.Circle):  # which compares the examples, and gives several
-        with contextlib.suppress(_OneNumberError):
-            return original(loss, y_true, y_pred, sample_weight)
-    _tell_of_gathering(loss.name)
-    masks = keras.tree.map_structure(get_keras_mask, y_pred)
-    y_true, y_pred, sample_weight, masks = tf.nest.map_structure(
-        lambda part: None if part is None else gathered(part),
-        (y_true, y_pred, sample_weight, masks),
-    )
-    keras.tree.map_structure(set_keras_mask, y_pred, masks)
-    with step.on_all_examples():
-        return original(loss, y_true, y_pred, sample_weight)
-
-
-_told: set[str] = set()
-
-
-def _tell_of_gathering(name: str) -> None:
-    if name not in _told:
-        _told.add(name)
-        sys.stderr.write(
-            f"kdpkit: the loss `{name}` compares the examples of a batch, so every replica "
-            "computes it on the examples of all replicas.\n"
-        )
+    compute = functools.partial(original, loss)
+    return _global_batch.loss_of_parts(step, compute, y_true, y_pred, sample_weight)
 
 
 def _gradient(
@@ -241,11 +211,25 @@ def _calls_python(original: Callable, /, *args: Any, **kwargs: Any) -> Any:
     return _global_batch.computed_once(step, compute, inputs, given["Tout"])
 
 
-def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:
-    """Reject what a step would assign once for each replica, or add up over the replicas."""
+def _reduces(original: Callable, context: Any, *args: Any, **kwargs: Any) -> Any:
+    """Have what replicas add up, all of which have all of it, be what one device has."""
     step = current_step()
-    if step is not None and step.own is not None and not tf.distribute.in_cross_replica_context():
-        is_of_replicas = isinstance(variable, DistributedVariable)
+    if step is None or not (step.own or step.is_divided):
+        return original(context, *args, **kwargs)
+    given = inspect.signature(original).bind(context, *args, **kwargs).arguments
+    return given["value"]
+
+
+def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Note what layers assign; reject what is assigned once for each replica, or added up."""
+    step = current_step()
+    if step is None or tf.distribute.in_cross_replica_context():
+        return original(variable, *args, **kwargs)
+    is_of_replicas = isinstance(variable, DistributedVariable)
+    if step.own is None:
+        if is_of_replicas:
+            _layer_state.note(step, variable)
+    else:
         if not is_of_replicas and not hasattr(variable.handle, "_distributed_container"):
             checks.fail(
                 "The step assigns a variable that was made outside the strategy's scope, on each "
@@ -253,7 +237,10 @@ def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> An
                 variable=variable.name,
                 remedy="Make it inside `with strategy.scope():`, as the model.",
             )
-        if is_of_replicas and variable.aggregation == tf.VariableAggregation.SUM:
+        is_summed = is_of_replicas and variable.aggregation == tf.VariableAggregation.SUM
+        if is_summed and isinstance(variable, SyncOnReadVariable):  # a metric's: all have it all
+            variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        elif is_summed:
             checks.fail(
                 "The step assigns a variable that adds up what the replicas assign, and each of "
                 "them has the value for the global batch.",
@@ -323,6 +310,7 @@ for _name, _number in (("__float__", float), ("__int__", int)):
 _SCATTERING = ("add", "sub", "update", "max", "min", "mul", "div")
 _ASSIGNING = {
     MirroredVariable: [],
+    SyncOnReadVariable: [],
     ResourceVariable: [
         *(f"scatter_{name}" for name in _SCATTERING),
         *(f"scatter_nd_{name}" for name in ("add", "sub", "update")),
@@ -371,9 +359,10 @@ _TABLE = (
     *(Patch(gen_script_ops, name, _calls_python) for name in ("py_func", "eager_py_func")),
     *(
         Patch(owner, name, _assigns)
-        for owner in (ResourceVariable, MirroredVariable)
+        for owner in _ASSIGNING
         for name in ("assign", "assign_add", "assign_sub", *_ASSIGNING[owner])
     ),
+    *(Patch(tf.distribute.ReplicaContext, name, _reduces) for name in ("all_reduce", "all_gather")),
     Patch(Function, "__call__", _inlined),
     # Statistics of the global batch, and optimizers that get its gradients once.
     Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
@@ -385,10 +374,17 @@ _TABLE = (
         for name, which in _no_examples.OPERATIONS.items()
     ),
     *(
-        Patch(_no_examples.RNN, name, functools.partial(_no_examples.guarded_rnn, "GPU"))
-        for name in _no_examples.OF_CUDNN
+        Patch(
+            _no_examples.RNN, name, functools.partial(_no_examples.guarded_function, which, "GPU")
+        )
+        for name, which in _no_examples.OF_CUDNN.items()
     ),
-    Patch(keras_nn, "ctc_loss", _no_examples.guarded_ctc, _no_examples.OF_CTC),
+    Patch(
+        keras_nn,
+        "ctc_loss",
+        functools.partial(_no_examples.guarded_function, _no_examples.EXAMPLES_OF_CTC, "CPU, GPU"),
+        _no_examples.OF_CTC,
+    ),
     # Around the steps.
     Patch(multi_device_iterator_ops, "_create_device_dataset", _device_dataset),
 )

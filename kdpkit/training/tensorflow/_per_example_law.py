@@ -15,6 +15,7 @@ what replaces an example is NaN or huge.
 import concurrent.futures
 import contextlib
 import copy
+import inspect
 import io
 import random
 import re
@@ -33,15 +34,18 @@ from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.eager import cancellation, context
 from tensorflow.python.framework import op_def_registry
 
-from kdpkit.training.tensorflow import _random
+from kdpkit.training.tensorflow._layer_state import noted
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._whose_code import is_library
+
+LEAVES = "leaves a tensor outside of itself"  # in a list of its module, or in another object
 
 _EXAMPLES = 4
 _WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
 _SECONDS = 300.0  # for one call: a loop may never end on a huge value
 _HUGE = 1e30
 _INFINITE = 1e6
+_SMALL = 1e-4  # times these weights
 
 # Tried in this order until the layer computes finite numbers: lengths of unknown axes, values.
 _LENGTHS = (6, 32, 128)
@@ -72,7 +76,7 @@ _ORDERS = (
     ([*range(_EXAMPLES)] * 3 + [3, 3, 3, 3], "when there are more"),
     ([*range(_EXAMPLES)] * 64, "when there are many"),
 )
-_MOST_NUMBERS = 2**22  # of what the layer is called on, for many examples
+_MOST_INPUTS, _MOST_OUTPUTS = 2**22, 2**26  # numbers, for many examples
 _MAY_BE_INVALID = ("NaN", "huge", "huge and negative")  # for what looks positions up, say
 
 _ASSIGNING = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign", "ResourceApply")
@@ -86,8 +90,9 @@ _HARMLESS = re.compile(
 def broken_law(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
     """Return why a layer does not compute each example by itself; None if it does.
 
-    The layer is built. Its BatchNormalizations are taken to have the same statistics on all
-    replicas, as `replica_exact` makes them. Nothing of the trial is seen afterwards.
+    The layer is built, and `_patches` installed. Its BatchNormalizations are taken to have the same
+    statistics on all replicas, as `replica_exact` makes them. Nothing of the trial is seen
+    afterwards.
 
     Args:
         layer: A layer, or a model that is used as one.
@@ -130,10 +135,8 @@ class _Positions(ReplicaStep):
     def __init__(self, start: tf.Tensor, num_examples: tf.Tensor) -> None:
         self.strategy, self.replicas = tf.distribute.get_strategy(), 1
         self.num_examples, self.start = num_examples, start
-        self.num_global_examples = tf.constant(_EXAMPLES)
-        self.share, self.share_in_loss, self.is_part = tf.constant(1.0), True, True
-        self.own = self.divides = self.rejects = self._graph = None
-        self.gathered, self.drew_for_all, self.assigned = False, False, []
+        self.num_global_examples, self.is_part = tf.constant(_EXAMPLES), True
+        self._graph, self.equal = None, set()
 
 
 class _Results(NamedTuple):
@@ -168,6 +171,7 @@ class _Trial:
         self.variables = _variables(layer)
         self.seeds = _seeds(layer)
         self.draws = False
+        self.weights: Sequence[float] = _WEIGHTS
 
     def run(self) -> None:
         self.function = self.traced()
@@ -175,26 +179,32 @@ class _Trial:
         self.values, self.base = self.made_up()
         self.try_all("")
         self.try_other_values()
-        for scale in (1.0, 0.1) if self.variables else ():
-            draw = np.random.default_rng(1)
-            for variable in self.variables:
-                value = scale * _usual_values(draw, variable.shape)
-                variable.assign(tf.cast(value, variable.dtype))
-            self.base = self.results(self.values)
-            if _is_finite(self.base):
-                self.try_all(", if its variables have other values")
-                break
+        if self.has_other_variables(1.0) or self.has_other_variables(0.1):
+            self.try_all(", if its variables have other values")
+        if self.has_other_variables(-1.0) or self.has_other_variables(-0.1):
+            self.try_parts(_EXAMPLES // 2, ", if its weights are negative")
 
     def try_other_values(self) -> None:
-        """Compare parts and another order for values of other kinds: none is negative, say."""
-        usual = self.values, self.base
+        """Compare parts for values of other kinds: none is negative, say; and small gradients."""
+        usual = self.values, self.base, self.weights
+        self.weights = [_SMALL * weight for weight in _WEIGHTS]
         for kind in _VALUES:
             self.values = self.values_of(kind, self.length)
             with contextlib.suppress(tf.errors.OpError):
-                self.base = self.results(self.values)
+                self.base = self.results(self.values, self.weights)
                 if _is_finite(self.base):
                     self.try_parts(_EXAMPLES // 2, f", of {kind}")
-        self.values, self.base = usual
+        self.values, self.base, self.weights = usual
+
+    def has_other_variables(self, scale: float) -> bool:
+        """Give variables other values, and return whether what the layer gives is finite then."""
+        draw = np.random.default_rng(1)
+        for variable in self.variables:
+            value = _usual_values(draw, variable.shape)
+            value *= scale if variable.trainable else abs(scale)  # a variance, say
+            variable.assign(tf.cast(value, variable.dtype))
+        self.base = self.results(self.values)
+        return bool(self.variables) and _is_finite(self.base)
 
     def traced(self) -> Any:
         specs = [
@@ -204,8 +214,7 @@ class _Trial:
         inputs = [specs, tf.TensorSpec([None]), tf.TensorSpec([], tf.int32)]
         function = tf.function(self.compute, autograph=False)  # as Keras has steps
         try:
-            with _drawing_by_position():
-                return function.get_concrete_function(*inputs)
+            return function.get_concrete_function(*inputs)
         except _BrokenError:
             raise
         except Exception as error:  # of any kind: it is the user's code
@@ -253,6 +262,7 @@ class _Trial:
         """Call the layer, and return its tensors, if it leaves nothing behind in Python."""
         parts = _layers(self.layer)
         held = [_tensors_held(part) for part in parts]
+        outside = [_tensors_outside(part) for part in parts]
         losses = sum(len(part._losses) for part in parts)
         if (context := global_state.get_global_attribute("current_call_ctx")) is not None:
             context.entry_layer = None  # it knows whether the layer trains, and is used again
@@ -263,6 +273,9 @@ class _Trial:
             for name, tensors in _tensors_held(part).items():
                 if tensors - before.get(name, set()):
                     raise _BrokenError(f"keeps a tensor in an attribute, `{name}`")
+        for part, known in zip(parts, outside, strict=True):
+            if _tensors_outside(part) - known:
+                raise _BrokenError(f"{LEAVES} (`{part.name}`)")
         if not all(isinstance(output, tf.Tensor) for output in outputs):
             raise _BrokenError("returns something other than dense tensors")
         if not outputs or any(output.shape.rank == 0 for output in outputs):
@@ -361,10 +374,8 @@ class _Trial:
                 raise
             others = [example for example in range(_EXAMPLES) if example != at]
             self.compare(found, _EXAMPLES, others, others, f"when one is {kind}{when}")
-        for order, why in _ORDERS:
-            if not self.is_small(order):
-                continue
-            if not self.draws or len(order) == _EXAMPLES:  # numbers belong to positions
+        for order, why in ((self.within_limits(order), why) for order, why in _ORDERS):
+            if order and (not self.draws or len(order) == _EXAMPLES):  # numbers have positions
                 same = [*range(len(order))]
                 if self.draws:
                     same = [position for position in same if order[position] == position]
@@ -385,9 +396,14 @@ class _Trial:
             if not _agree(one + other, total, self.rounding(is_same_size=False), largest):
                 raise _BrokenError(f"has a gradient that is no sum over the examples{when}")
 
-    def is_small(self, order: list[int]) -> bool:
-        numbers = sum(int(tf.size(value)) for value in self.values) // _EXAMPLES
-        return len(order) <= 4 * _EXAMPLES or len(order) * numbers <= _MOST_NUMBERS
+    def within_limits(self, order: list[int]) -> list[int]:
+        """Return examples in an order, fewer if they give many numbers; none if these are many."""
+        if len(order) <= 4 * _EXAMPLES:
+            return order
+        inputs = sum(int(tf.size(value)) for value in self.values) // _EXAMPLES
+        outputs = max(sum(of.size for of in self.base.outputs), 1)
+        fewer = order[: max(_MOST_OUTPUTS // outputs, 4) * _EXAMPLES]
+        return fewer if len(order) * inputs <= _MOST_INPUTS else []
 
     def taken(self, order: list[int]) -> Any:
         """Call the layer on some of the examples."""
@@ -396,7 +412,7 @@ class _Trial:
             for value, has_examples in zip(self.values, self.has_examples, strict=True)
         ]
         start = order[0] if len(order) < _EXAMPLES else 0
-        return self.results(values, [_WEIGHTS[example] for example in order], start)
+        return self.results(values, [self.weights[example] for example in order], start)
 
     def compare(
         self, found: _Results, size: int, examples: list[int], positions: list[int], when: str
@@ -406,11 +422,12 @@ class _Trial:
         for name in ("outputs", "gradients"):
             for base, other in zip(getattr(self.base, name), getattr(found, name), strict=True):
                 is_shaped = other.shape == (len(base) * size // _EXAMPLES, *base.shape[1:])
-                if not is_shaped or not _agree(
-                    other.reshape(size, -1)[positions],
-                    base.reshape(_EXAMPLES, -1)[examples],
-                    rounding,
-                ):
+                if is_shaped:
+                    ours, theirs = other.reshape(size, -1), base.reshape(_EXAMPLES, -1)
+                    pairs = zip(positions, examples, strict=True)
+                    if all(np.array_equal(ours[at], theirs[of]) for at, of in pairs):
+                        continue  # without copies of what may be large
+                if not is_shaped or not _agree(ours[positions], theirs[examples], rounding):
                     raise _BrokenError(f"changes the {name} of examples {when}")
 
     def rounding(self, *, is_same_size: bool) -> float:
@@ -553,11 +570,6 @@ def _held(value: Any) -> Iterator[Any]:
             yield from _held(part)
 
 
-def _plain(container: Any) -> Any:
-    """Return the container in a wrapper of TensorFlow's, or itself."""
-    return getattr(container, "__wrapped__", getattr(container, "_storage", container))
-
-
 def _tensors_held(part: Any) -> dict[str, set[int]]:
     """Return which tensors a layer of the user's own holds: a library's has them for itself."""
     if is_library(type(part).__module__):
@@ -567,6 +579,22 @@ def _tensors_held(part: Any) -> dict[str, set[int]]:
         for name, value in vars(part).items()
         if name != "_losses"
     }
+
+
+def _tensors_outside(part: Any) -> set[int]:
+    """Return which tensors are in what a layer of the user's names in its module, or has around."""
+    kinds = [of for of in type(part).__mro__ if not is_library(of.__module__)]
+    held = [*vars(part).values()] if kinds else []
+    functions = [*held, *(of for kind in kinds for of in vars(kind).values())]
+    for function in map(inspect.unwrap, filter(inspect.isfunction, functions)):
+        if inspect.isfunction(function):
+            names = inspect.getclosurevars(function)
+            held += [*names.globals.values(), *names.nonlocals.values()]
+    objects = [of for of in _held(held) if not is_library(type(of).__module__)]
+    held = [vars(of) for of in objects if hasattr(of, "__dict__")] + [
+        of for of in held if isinstance(of, list | dict | set)
+    ]
+    return {id(tensor) for tensor in _held(held) if tf.is_tensor(tensor)}
 
 
 def _call_functions_as_they_are() -> None:
@@ -604,30 +632,6 @@ def _ending(function: Any) -> Iterator[Any]:
 
 
 @contextlib.contextmanager
-def _drawing_by_position() -> Iterator[None]:
-    """Let Keras' random functions draw by positions, if they do not do so already."""
-    with contextlib.ExitStack() as stack:
-        for owner, name, _, wrapper in _random.wrappers():
-            original = getattr(owner, name)
-            if not hasattr(original, "kdpkit_wrapper"):
-                stack.callback(setattr, owner, name, original)
-                setattr(owner, name, _by_position(original, wrapper))
-        yield
-
-
-def _by_position(original: Callable, wrapper: Callable) -> Callable:
-    return lambda *args, **kwargs: wrapper(original, *args, **kwargs)
-
-
-# Python's own methods: those of Keras' containers track what is put into them.
-_CONTAINERS: tuple[tuple[type, Callable, Callable], ...] = (
-    (list, list.clear, list.extend),
-    (dict, dict.clear, dict.update),
-    (set, set.clear, set.update),
-)
-
-
-@contextlib.contextmanager
 def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     """Put back what calls of a layer change, and let them neither print nor make variables."""
     if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
@@ -635,13 +639,7 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
     parts = _layers(layer)
     attributes = [(vars(part), {**vars(part)}) for part in parts]
-    held = [_plain(of) for _, before in attributes for of in _held(before)]
-    contents = [
-        (clear, fill, of, kind(of))
-        for of in held
-        for kind, clear, fill in _CONTAINERS
-        if issubclass(type(of), kind)
-    ]
+    put_back = noted(of for _, before in attributes for of in _held(before))
     drawn = random.getstate(), np.random.get_state()  # what the user's code uses
     variables = [v.value for v in layer.variables] + _variables(layer) + _seeds(layer)
     hidden = io.StringIO()
@@ -656,9 +654,7 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
             for now, before in attributes:
                 now.clear()
                 now.update(before)
-            for clear, fill, container, content in contents:
-                clear(container)
-                fill(container, content)
+            put_back()
             random.setstate(drawn[0])
             np.random.set_state(drawn[1])
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kdpkit.training._remat import BlockCall, BlockScope, Result
 from kdpkit.training.tensorflow import _keras_internals
-from kdpkit.training.tensorflow._collectives import with_gradient
+from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import current_step, running
 
 

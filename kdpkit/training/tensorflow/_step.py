@@ -53,14 +53,18 @@ class ReplicaStep:
     Args:
         data: The batch as this replica got it; its first tensor gives the examples. Over several
             processes a `Shard`, which is compared with what the others got.
-        share_in_loss: Whether the loss carries the share from `optimizer.scale_loss` on (Keras'
-            own step), so that the gradients do already, and need not be multiplied.
         batch_norm: Whether statistics are of the "global" batch or of a "replica".
     """
 
-    def __init__(
-        self, data: Any, *, share_in_loss: bool = True, batch_norm: str = "global"
-    ) -> None:
+    # Of a step on the global batch: that of the replica's examples, and the layers it divides.
+    own: "ReplicaStep | None" = None
+    divides: Any = None
+    # Of one on a replica's examples that some of the user's code sees: raises for its layers.
+    rejects: Any = None
+    is_divided = False  # whether it is that of a layer's part of the examples
+    drew_for_all = False  # numbers that its examples share
+
+    def __init__(self, data: Any, *, batch_norm: str = "global") -> None:
         drawn = _python_random()
         self.batch_norm = batch_norm
         context = tf.distribute.get_replica_context()
@@ -77,22 +81,13 @@ class ReplicaStep:
             self.num_global_examples = tf.reduce_sum(sizes)
             self.start = tf.reduce_sum(tf.where(tf.range(self.replicas) < self.shard, sizes, 0))
         self.is_part = self.replicas > 1  # of a batch
-        self.share = _share(self.num_examples, self.num_global_examples)
-        self.share_in_loss = share_in_loss
-        self.drew_for_all = False  # numbers that its examples share
-        self.gathered = False  # whether a loss is being computed on the examples of all replicas
-        self.is_divided = False  # whether it is that of a layer's part of the examples
-        # Of a step on the global batch: that of the replica's examples, and the layers it divides.
-        self.own: ReplicaStep | None = None
-        self.divides: Any = None
-        # Of one on a replica's examples that some of the user's code sees: raises for its layers.
-        self.rejects: Any = None
         self.examples = object()  # which these are: parts of others may have other sizes
         self.divided: set[int] = set()  # the variables of these layers, by identity
         self._parts: dict[Any, Part] = {}
         self._addends: dict[Any, Any] = {}
         self._graph = _graph()
-        self.assigned: list[Any] = []  # variables of layers
+        self.assigned: dict[int, Any] = {}  # variables of layers, by identity
+        self.equal: set[int] = set()  # those that all replicas assign the same
         _set_python_random(*drawn)
 
     def _sizes_of_shards(self, fingerprint: Any) -> list[Any]:
@@ -150,7 +145,8 @@ class ReplicaStep:
     def share_as(self, dtype: tf.DType) -> Any:
         """Return the share in a type, with all of its precision."""
         wide = dtype if dtype.size >= 4 else tf.float32
-        return tf.cast(_share(self.num_examples, self.num_global_examples, wide), dtype)
+        counts = (tf.cast(n, wide) for n in (self.num_examples, self.num_global_examples))
+        return tf.cast(tf.math.divide_no_nan(*counts), dtype)
 
     def if_examples(self, value: Any) -> Any:
         """Return the value, or zero on a replica without examples, which may have computed NaN."""
@@ -174,7 +170,6 @@ class ReplicaStep:
         part = copy.copy(self)
         part.num_examples, part.is_part = num_examples, True
         part.start = self.start + offset
-        part.share = _share(num_examples, self.num_global_examples)
         return part
 
     def know_addend(self, total: tf.Tensor, own: Any) -> None:
@@ -184,15 +179,6 @@ class ReplicaStep:
     def addend_of(self, total: Any) -> Any:
         """Return the gradient of this replica that went into a mean over them; None if unknown."""
         return self._addends.get(_key(total), (None,))[0]
-
-    @contextlib.contextmanager
-    def on_all_examples(self) -> Iterator[None]:
-        """Compute, meanwhile, on the examples of all replicas, as one device does."""
-        self.gathered = True
-        try:
-            yield
-        finally:
-            self.gathered = False
 
     def counts_examples(self, tensor: tf.Tensor) -> bool:
         """Return, while it is traced, whether a tensor has an entry for each example."""
@@ -274,12 +260,6 @@ def of_any_length(x: Any) -> Any:
     if not isinstance(x, tf.Tensor) or tf.executing_eagerly() or not x.shape.rank:
         return x
     return tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, *x.shape[1:]])
-
-
-def _share(
-    num_examples: tf.Tensor, num_global_examples: tf.Tensor, dtype: tf.DType = tf.float32
-) -> Any:
-    return tf.math.divide_no_nan(tf.cast(num_examples, dtype), tf.cast(num_global_examples, dtype))
 
 
 def current_step() -> ReplicaStep | None:

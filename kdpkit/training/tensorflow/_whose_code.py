@@ -29,7 +29,7 @@ def is_all_of_libraries(model: keras.Model, kind: str) -> bool:
         return False
     return kind == "predict" or (
         _has_keras_step(model, kind)
-        and all(map(_is_loss_of_a_library, tf.nest.flatten(model.loss)))
+        and all(map(is_loss_of_a_library, tf.nest.flatten(model.loss)))
         and all(map(is_metric_of_a_library, parts_of_metrics(model)))
     )
 
@@ -128,46 +128,9 @@ def _functions_in(layers: list[Any]) -> Iterator[Any]:
 
 
 # Operations that a layer may have as its activation, and that compute each number, or each last
-# axis, by itself. Others may normalize or add up a whole tensor.
-_ACTIVATIONS = frozenset(
-    (
-        "abs",
-        "celu",
-        "cos",
-        "elu",
-        "erf",
-        "exp",
-        "gelu",
-        "glu",
-        "hard_sigmoid",
-        "hard_silu",
-        "hard_swish",
-        "hard_tanh",
-        "identity",
-        "leaky_relu",
-        "linear",
-        "log",
-        "log_sigmoid",
-        "log_softmax",
-        "mish",
-        "relu",
-        "relu6",
-        "selu",
-        "sigmoid",
-        "silu",
-        "sin",
-        "softmax",
-        "softplus",
-        "softsign",
-        "sparse_plus",
-        "sparsemax",
-        "sqrt",
-        "square",
-        "squareplus",
-        "swish",
-        "tanh",
-    )
-)
+# axis, by itself: those named as Keras' activations, and these. Others may normalize, or add up.
+_ELEMENTWISE = ("abs", "cos", "erf", "exp", "hard_swish", "identity", "log", "sin", "sqrt")
+_ACTIVATIONS = frozenset((*vars(keras.activations), *_ELEMENTWISE, "square", "swish"))
 
 
 def _is_of_a_library(code: Any) -> bool:
@@ -181,24 +144,31 @@ def _is_of_a_library(code: Any) -> bool:
     return is_library(module)
 
 
-def _is_loss_of_a_library(loss: Any) -> bool:
-    """Return whether a loss, as `compile` takes it, is of a library, and its function too."""
+# Losses of libraries that compute with all examples together, as classes and as functions.
+_COMPARING_LOSSES = ("circle", "dice", "tversky", "sigliploss")
+
+
+def is_loss_of_a_library(loss: Any) -> bool:
+    """Return whether a loss is of a library, its function too, and computes each example by itself.
+
+    Args:
+        loss: A loss, a function or a name, as `compile` takes it.
+    """
     parts = (loss, type(loss), getattr(loss, "fn", None))
-    return _is_along_the_last_axis(loss) and all(
+    return not _compares_examples(loss) and all(
         _is_of_a_library(part) for part in parts if part is not None
     )
+
+
+def _compares_examples(loss: Any) -> bool:
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    return name.lower() in _COMPARING_LOSSES or not _is_along_the_last_axis(loss)
 
 
 def _is_along_the_last_axis(function: Any) -> bool:
     """Return whether a loss or a metric leaves the examples apart, whatever its `axis` is for."""
     given = getattr(function, "_fn_kwargs", {}).get("axis", getattr(function, "axis", -1))
     return given in (None, -1)
-
-
-def is_loss_of_a_library(loss: keras.losses.Loss) -> bool:
-    """Return whether a loss is of a library and gives a number for each example."""
-    name = type(loss).__name__
-    return name not in ("Circle", "Dice", "Tversky") and _is_loss_of_a_library(loss)
 
 
 def parts_of_metrics(model: keras.Model) -> list[Any]:
@@ -208,8 +178,13 @@ def parts_of_metrics(model: keras.Model) -> list[Any]:
 
 def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
     """Return whether a metric, and the function that it may have, are of a library."""
-    parts = (type(metric), getattr(metric, "_fn", type(metric)))
-    return _is_along_the_last_axis(metric) and all(map(_is_of_a_library, parts))
+    function = getattr(metric, "_fn", metric)
+    parts = (type(metric), function)
+    return (
+        not _compares_examples(function)
+        and _is_along_the_last_axis(metric)
+        and all(map(_is_of_a_library, parts))
+    )
 
 
 def _layers(layer: keras.layers.Layer) -> list[Any]:

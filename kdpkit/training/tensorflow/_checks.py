@@ -1,0 +1,77 @@
+"""What is checked before a model trains: the scope that it was made in, and its datasets."""
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import tensorflow as tf
+
+from kdpkit._internal import checks
+
+
+def require_scope(owner: str, variables: Iterable[Any], strategy: tf.distribute.Strategy) -> None:
+    """Raise unless variables were made in the scope of the strategy that trains them."""
+    for variable in variables:
+        if not is_in_scope([variable], strategy):
+            name = getattr(variable, "path", variable.name)  # a `tf.Variable` has no path
+            reject_scope(owner, strategy, variable=name)
+
+
+def is_in_scope(variables: Iterable[Any], strategy: tf.distribute.Strategy) -> bool:
+    """Return whether variables, of Keras or of TensorFlow, were made in a strategy's scope."""
+    values = (of if isinstance(of, tf.Variable) else of.value for of in variables)
+    return all(map(strategy.extended.variable_created_in_scope, values))
+
+
+def reject_scope(owner: str, strategy: Any, **made: Any) -> NoReturn:
+    """Raise for what another strategy was to train, or none."""
+    checks.fail(
+        f"The {owner} was made outside the strategy's scope.",
+        **made,
+        strategy=type(strategy).__name__,
+        remedy="Make it inside `with strategy.scope():`, of this very strategy.",
+    )
+
+
+def check_dataset(name: str, dataset: Any, **steps: int | None) -> None:
+    """Reject a dataset that gives single examples, or that never ends.
+
+    Args:
+        name: What messages call it.
+        dataset: Anything; only datasets of tf.data are checked.
+        steps: How many of its batches are wanted, by the argument that says so.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        return
+    check_batched(name, dataset.element_spec)
+    ((argument, wanted),) = steps.items()
+    if wanted is None and int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
+        checks.fail(f"`{name}` never ends; say with `{argument}` how much of it to take.")
+
+
+def check_batched(name: str, spec: Any, *, is_one_length: bool = False) -> None:
+    """Reject what is surely no batch: scalars, or tensors of different lengths.
+
+    Args:
+        name: What messages call the dataset.
+        spec: Specifies its elements, on one replica or on several.
+        is_one_length: Whether all parts of a batch must have as many examples.
+    """
+    shapes = [shape for part in tf.nest.flatten(spec) if (shape := _shape(part)) is not None]
+    lengths = {shape[0] for shape in shapes if shape}
+    if () in shapes and None in lengths:
+        checks.fail(
+            f"`{name}` gives single numbers beside batches, and replicas get parts of batches.",
+            element_spec=spec,
+            remedy="Repeat what is one number for a batch for each of its examples.",
+        )
+    if () in shapes or (is_one_length and len(lengths - {None}) > 1):
+        checks.fail(
+            f"`{name}` gives single examples; batch it with `.batch(global_batch_size)`.",
+            element_spec=spec,
+        )
+
+
+def _shape(spec: tf.TypeSpec) -> tuple[int | None, ...] | None:
+    replica = getattr(spec, "_value_specs", (spec,))[0]
+    shape = getattr(replica, "shape", None)
+    return None if shape is None or shape.rank is None else tuple(shape)
