@@ -3,6 +3,7 @@
 On both backends: tests/test_environments.py runs this file again on JAX.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -401,6 +402,29 @@ def test_weights_stay_when_evaluation_fails(method, exact):
             model.fit(X, Y, verbose=0)
         else:
             assert model.weights[0]._value is None  # the reason for all this
+
+
+@pytest.mark.jax
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_model_with_averaged_weights_goes_on_after_fit(devices):
+    """Stock Keras cannot: by hand its weights and averages get arrays of their own."""
+
+    def trained(devices):
+        keras.utils.set_random_seed(0)
+        with exactness.scopes(devices)[1] if devices else contextlib.nullcontext():
+            model = replica_exact(net()) if devices else net()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(0.1, use_ema=True), loss)
+            for _ in range(2):
+                model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
+                if not devices:
+                    for variable in model.optimizer.variables:
+                        variable.assign(jax.numpy.copy(variable.value))
+            model.train_on_batch(X, Y)
+            return *model.get_weights(), model.predict(X, verbose=0)
+
+    for one, many in zip(trained(None), trained(devices), strict=True):
+        np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
 
 
 class Failing(Batches):

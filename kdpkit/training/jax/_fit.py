@@ -138,13 +138,12 @@ def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
     @functools.wraps(method)
     def kept(*args: Any, **kwargs: Any) -> Any:
         _check_data(*args, **kwargs)
-        optimizer = [model.optimizer] if getattr(model, "optimizer", None) else []
-        variables = [v for owner in (model, *optimizer) for v in owner.variables]
-        variables += model.metrics_variables
-        before = [(variable, variable._value) for variable in variables]
+        before = [(variable, variable._value) for variable in _variables(model)]
         try:
             with processes.explain_lost_process():
-                return method(*args, **kwargs)
+                result = method(*args, **kwargs)
+            _separate_values(_variables(model))
+            return result
         except BaseException:
             model.jax_state_sync()  # as of the last step that was made
             for variable, value in before:  # and where there was none
@@ -153,6 +152,22 @@ def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
             raise
 
     return kept
+
+
+def _variables(model: keras.Model) -> list[keras.Variable]:
+    optimizer = [model.optimizer] if getattr(model, "optimizer", None) else []
+    owned = [variable for owner in (model, *optimizer) for variable in owner.variables]
+    return owned + model.metrics_variables
+
+
+def _separate_values(variables: Sequence[keras.Variable]) -> None:
+    """Copy a value that two variables have: XLA can take it from one of them only."""
+    # docs/upstream/keras_jax_ema_shares_arrays.md
+    seen: set[int] = set()
+    for variable in variables:
+        if variable._value is not None and id(variable._value) in seen:
+            variable._value = jax.numpy.copy(variable._value)
+        seen.add(id(variable._value))
 
 
 def _check_data(x: Any = None, *_: Any, **settings: Any) -> None:
