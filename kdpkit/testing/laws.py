@@ -375,13 +375,13 @@ def per_example(
 
     kinds = {keras.Layer: "layer", keras.Loss: "loss", object: "function"}
     kind = next(word for of, word in kinds.items() if isinstance(part, of))
-    function: Any = part.call if kind == "loss" else part
+    function: Any = getattr(part, "call", part) if kind == "loss" else part
 
     class CallsFunction(keras.Layer):
         def call(self, *args: Any) -> Any:
             return function(*args)
 
-    layer = part if kind == "layer" else CallsFunction()
+    layer: Any = part if kind == "layer" else CallsFunction()
     tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
     if not layer.built:
         layer(*tensors)
@@ -435,9 +435,10 @@ def continuous_schedule(
     at, before, earlier = (rates(steps - part) for part in (0.0, 2**-10, 2**-5))
     # Of a line the one is 1/32 of the other, of a root 1/6, and of a jump nearly as much.
     is_jump = np.abs(at - before) > np.abs(at - earlier) / 4 + 1e-5 * largest
-    for step in np.flatnonzero(is_jump):
+    if is_jump.any():
+        first = int(np.argmax(is_jump))
         raise AssertionError(
-            f"The rate jumps at step {steps[step]}, from {before[step]:.4g} to {at[step]:.4g}."
+            f"The rate jumps at step {steps[first]}, from {before[first]:.4g} to {at[first]:.4g}."
         )
 
 
