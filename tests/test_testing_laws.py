@@ -704,9 +704,9 @@ def test_there_are_forty_mistakes():
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize(("law", "mistake", "twin", "tries"), CASES)
 def test_a_mistake_is_found_with_few_examples_and_its_twin_passes(law, mistake, twin, tries):
-    start = time.perf_counter()
+    start = time.process_time()  # of all threads: what other processes do is no part of it
     with pytest.raises(AssertionError):
         law(mistake)()
-    assert time.perf_counter() - start < MOST_SECONDS
+    assert time.process_time() - start < MOST_SECONDS
     assert drawn[-1] <= MOST_EXAMPLES
     settings(max_examples=tries)(law(twin))()
