@@ -46,7 +46,7 @@ ALLOWED = {
     "checkpoints": (KERAS, set()),
     "callbacks": (KERAS, {"batches", "checkpoints", "scaling"}),
     "training": (TENSORFLOW | {"jax"}, {"batches", "scaling", "sharding", "strategies"}),
-    "testing": (KERAS, {"scaling"}),
+    "testing": (KERAS, {"scaling", "schedules"}),
     "experiment": (KERAS, {"callbacks", "scaling"}),
     "diagnostics": (
         TENSORFLOW | {"jax"},
@@ -181,7 +181,9 @@ def test_importing_kdpkit_loads_no_framework():
     assert not FRAMEWORKS & set(loaded.split())
 
 
-@pytest.mark.parametrize("part", ["scaling", "cluster", "launch", "cli"])
+@pytest.mark.parametrize(
+    "part", ["scaling", "cluster", "launch", "cli", "testing", "testing.pytest_plugin"]
+)
 def test_pure_parts_load_no_framework(part):
     loaded = run(f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})")
     assert not FRAMEWORKS & set(loaded.split())

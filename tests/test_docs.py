@@ -1,9 +1,10 @@
 """The README and the pages under `docs/`: their programs run, and their links lead somewhere.
 
 The ```python blocks of a page without a title are one program, in their order. A block whose title
-is a command with `python train.py` in it is a program of its own, which that command runs. A block
-whose title begins with "on " (`title="on a cluster"`) cannot run here, and is only compiled. A
-program that imports a package of the extra `trackers` is skipped where that is not installed.
+is a command with `python train.py` or `pytest test_NAME.py` in it is a program of its own, which
+that command runs; the title may end in "which fails: " and the message. A block whose title begins
+with "on " (`title="on a cluster"`) cannot run here, and is only compiled. A program that imports a
+package of the extra `trackers` is skipped where that is not installed.
 """
 
 import contextlib
@@ -27,6 +28,7 @@ ERRORS = ROOT / "docs" / "errors.md"
 BESIDE = ("CONTRIBUTING.md", "SECURITY.md", "recipes/README.md", "recipes/cluster/README.md")
 PAGES = [README, *DOCS, *(ROOT / page for page in BESIDE)]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
+RUNS = re.compile(r"(?:python|pytest.*) (train|test_\w+)\.py")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 
 pytestmark = pytest.mark.tensorflow  # once: each program chooses its own backend and devices
@@ -74,14 +76,18 @@ def run(command, folder, fails_with=None):
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
         environ[name] = value
-    known = {"python": [sys.executable], "kdpkit": [sys.executable, "-m", "kdpkit"]}
+    known = {
+        "python": [sys.executable],
+        "kdpkit": [sys.executable, "-m", "kdpkit"],
+        "pytest": [sys.executable, "-m", "pytest", "-p", "kdpkit.testing.pytest_plugin"],
+    }
     words = [part for word in words for part in known.get(word, [word])]
     done = subprocess.run(
         words, cwd=folder, env=environ, capture_output=True, text=True, timeout=500
     )
     said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
     if fails_with:
-        assert fails_with in done.stderr, said
+        assert fails_with in done.stderr + done.stdout, said
     assert bool(done.returncode) == bool(fails_with), said
     return done.stdout
 
@@ -141,7 +147,7 @@ def test_pages_have_programs_and_no_other_titles():
     for page in [page for page in DOCS if page != ERRORS]:
         for title, text in blocks(page, "python"):
             compile(text, f"{page}: {title}", "exec")
-            known = not title or title.startswith("on a ") or "python train.py" in title
+            known = not title or title.startswith("on a ") or RUNS.search(title)
             assert known, f"{page}: {title}"
 
 
@@ -158,8 +164,9 @@ def test_a_program_of_a_page_runs(name, tmp_path):
     for package in ("mlflow", "wandb"):
         if f"import {package}\n" in text and importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'kdpkit[trackers]'")
-    (tmp_path / "train.py").write_text(text, encoding="utf-8")
-    run(command, tmp_path)
+    command, _, message = command.partition(", which fails: ")
+    (tmp_path / f"{RUNS.search(command)[1]}.py").write_text(text, encoding="utf-8")
+    run(command, tmp_path, fails_with=message)
 
 
 @pytest.mark.sampled(5)

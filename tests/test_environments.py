@@ -17,6 +17,7 @@ ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 ON_JAX = {
     "parts": [
         "tests/test_schedules.py",
+        "tests/test_testing.py",
         "tests/_internal/test_versions.py",
         "tests/test_doctests.py",
         "tests/test_batches.py",

@@ -153,6 +153,14 @@ def test_a_program_with_types_passes_mypy_strict_and_trains(python, tmp_path):
     assert run(python, program, "states", cwd=tmp_path).endswith("2 epochs, peak 0.2, True\n")
 
 
+def test_a_file_of_tests_with_types_passes_mypy_strict_and_pytest(python, tmp_path):
+    program = shutil.copy(ROOT / "tests" / "typed_laws.py", tmp_path)
+    checked = mypy(python, program, tmp_path)
+    assert (checked.returncode, checked.stdout) == (0, ""), checked.stderr
+    pytest_command = (python, "-m", "pytest", "-q", "-o", "kdpkit_devices=2", program)
+    assert "4 passed" in run(*pytest_command, cwd=tmp_path)
+
+
 def test_mypy_finds_misuse_because_the_package_has_types(python, tmp_path):
     (tmp_path / "misused.py").write_text(MISUSED, encoding="utf-8")
     found = re.findall(

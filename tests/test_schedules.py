@@ -11,7 +11,8 @@ from hypothesis.errors import NoSuchExample
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
 from kdpkit import schedules
-from tests import generators, oracles
+from kdpkit.testing import _schedules, generators, laws
+from tests import oracles
 
 # TensorFlow rounds an element by its position in the vector.
 ULPS = 5e-7
@@ -33,12 +34,12 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_laws_below_are_tried_with_every_schedule(kind):
     try:
-        find(generators.learning_rate_schedules, lambda drawn: type(drawn) is kind)
+        find(generators.schedules(), lambda drawn: type(drawn) is kind)
     except NoSuchExample:
-        pytest.fail(f"Add {kind.__name__} to `learning_rate_schedules` in tests/generators.py.")
+        pytest.fail(f"Add {kind.__name__} to `of_any_kind` in kdpkit/testing/_schedules.py.")
 
 
-@given(generators.learning_rate_schedules)
+@given(generators.schedules())
 def test_rates_are_those_of_plain_floats(schedule):
     expected = rates_in_double(schedule, 120)
     tolerance = 1e-6 * expected.max()
@@ -46,7 +47,7 @@ def test_rates_are_those_of_plain_floats(schedule):
 
 
 @quick
-@given(generators.learning_rate_schedules, st.integers(0, 100))
+@given(generators.schedules(), st.integers(0, 100))
 def test_a_step_of_any_kind_gives_one_float32_rate(schedule, step):
     expected = schedules.preview(schedule, [step])[0]
     variable = keras.Variable(step, dtype="int", trainable=False)
@@ -58,7 +59,7 @@ def test_a_step_of_any_kind_gives_one_float32_rate(schedule, step):
 
 
 @quick
-@given(generators.learning_rate_schedules)
+@given(generators.schedules())
 def test_a_schedule_survives_json(schedule):
     written = json.dumps(keras.optimizers.schedules.serialize(schedule))
     restored = keras.optimizers.schedules.deserialize(json.loads(written))
@@ -68,7 +69,7 @@ def test_a_schedule_survives_json(schedule):
 
 
 @quick
-@given(generators.learning_rate_schedules, generators.step_counts, generators.rates)
+@given(generators.schedules(), st.integers(1, 20), _schedules.RATES)
 def test_warmup_meets_the_schedule_exactly_at_its_first_rate(schedule, warmup_steps, initial):
     warmup = schedules.LinearWarmup(schedule, warmup_steps, initial)
     assert float(warmup(0)) == np.float32(initial)
@@ -77,6 +78,22 @@ def test_warmup_meets_the_schedule_exactly_at_its_first_rate(schedule, warmup_st
     np.testing.assert_allclose(rates[warmup_steps:], plain[: 60 - warmup_steps], rtol=ULPS)
     rise = (plain[0] - initial) / warmup_steps
     np.testing.assert_allclose(np.diff(rates[: warmup_steps + 1]), rise, rtol=1e-3, atol=1e-6)
+
+
+@quick
+@given(_schedules.warmup_stable_decays(20))
+def test_warmup_stable_decay_rises_stays_and_falls(schedule):
+    rates = schedules.preview(schedule, 80)
+    falls_from = schedule.total_steps - schedule.decay_steps
+    ends = {0: 0.0, schedule.warmup_steps: schedule.peak, falls_from: schedule.peak}
+    ends[schedule.total_steps] = schedule.end_learning_rate
+    laws.continuous_schedule(schedule, through=ends)
+    rising, flat = rates[: schedule.warmup_steps + 1], rates[schedule.warmup_steps : falls_from + 1]
+    falling = rates[falls_from:]
+    assert np.all(np.diff(rising) > 0)
+    assert np.all(flat == np.float32(schedule.peak))
+    assert np.all(np.diff(falling) <= 1e-7)
+    np.testing.assert_allclose(rates[schedule.total_steps :], schedule.end_learning_rate, 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +130,7 @@ def test_composed_decays_by_hand():
 
 
 @quick
-@given(generators.learning_rate_schedules, st.integers(2**24, 2**31 - 200))
+@given(generators.schedules(), st.integers(2**24, 2**31 - 200))
 def test_counting_stays_exact_where_float32_cannot_represent_every_step(schedule, boundary):
     far = schedules.JoinedSchedule([7.0, schedule], [boundary])
     rates = schedules.preview(far, range(boundary - 3, boundary + 60))

@@ -9,12 +9,13 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callab
 
     Args:
         package: Its `__name__`.
-        homes: The module inside of it that each public name comes from.
+        homes: The module inside of it that each public name comes from, or is.
     """
 
     def __getattr__(name: str) -> object:  # noqa: N807 the package's own
         if name in homes:
-            return getattr(importlib.import_module(f"{package}.{homes[name]}"), name)
+            module = importlib.import_module(f"{package}.{homes[name]}")
+            return module if homes[name] == name else getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:  # noqa: N807 the package's own

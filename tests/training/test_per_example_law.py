@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 
-from kdpkit.testing import assert_per_example
+from kdpkit.testing import laws
 from kdpkit.training.tensorflow import _patches, _per_example_law
 from kdpkit.training.tensorflow._per_example_law import broken_law
 
@@ -245,12 +245,12 @@ def _built(function, initial=0.0):
 def test_what_breaks_the_law_is_named(name):
     function, reason = BREAKS[name]
     with pytest.raises(AssertionError, match=f"`function.*` {reason}"):
-        assert_per_example(_built(function), X)
+        laws.per_example(_built(function), X)
 
 
 @pytest.mark.parametrize("name", KEEPS)
 def test_what_keeps_the_law_passes(name):
-    assert_per_example(_built(KEEPS[name]), X)
+    laws.per_example(_built(KEEPS[name]), X)
 
 
 def _state(layer):
@@ -328,7 +328,7 @@ def test_a_block_of_attention_keeps_it_though_the_gradient_of_its_key_bias_is_ro
 
 def test_a_model_is_tried_as_a_layer_and_masks_belong_to_examples():
     model = keras.Sequential([layers.Embedding(9, 4, mask_zero=True), layers.LSTM(3)])
-    assert_per_example(model, np.ones((5, 7), "int32"))
+    laws.per_example(model, np.ones((5, 7), "int32"))
 
 
 def test_a_loop_that_never_ends_is_out(monkeypatch):
@@ -340,4 +340,4 @@ def test_a_loop_that_never_ends_is_out(monkeypatch):
         ]
 
     with pytest.raises(AssertionError, match="for more than 1 s"):
-        assert_per_example(_built(until_small), X)
+        laws.per_example(_built(until_small), X)

@@ -1,0 +1,161 @@
+"""What a pipeline gives, read as plain values that can be compared and named."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from kdpkit._internal import checks
+
+Example: TypeAlias = Any  # a number, a text, or a tuple of them: equal where examples are
+Shard: TypeAlias = list[list[Example]]  # its batches
+
+_MOST_BATCHES = 100_000
+_MOST_SHOWN = 12  # batches of a shard, in a message
+
+
+def read_shards(
+    read: Any, *, key: Callable[[Any], Any] | None = None, like: Any = None, most: int = 0
+) -> list[Shard]:
+    """Read the batches of each shard: of a list or tuple each entry, else of the one there is.
+
+    Args:
+        read: A dataset, or another iterable of batches; or several.
+        key: What of a batch names its examples.
+        like: A nest that examples are compared with, without a batch's sample weights perhaps.
+        most: A shard that gives more examples than that is read no further; 0 reads all.
+    """
+    shards = read if isinstance(read, list | tuple) else [read]
+    return [[*_batches(shard, key, like, most)] for shard in shards]
+
+
+def _batches(
+    shard: Any, key: Callable[[Any], Any] | None, like: Any, most: int
+) -> Iterator[list[Example]]:
+    count = 0
+    for number, batch in enumerate(_iterated(shard)):
+        if number == _MOST_BATCHES:
+            raise AssertionError(f"A dataset does not end: it gave {number} batches.")
+        examples = examples_of(batch if key is None else key(batch), like)
+        yield examples
+        count += len(examples)
+        if most and count > most:
+            return
+
+
+def _iterated(shard: Any) -> Iterator[Any]:
+    if not hasattr(shard, "on_epoch_end"):
+        yield from shard
+        return
+    yield from (shard[index] for index in range(len(shard)))  # a keras.utils.PyDataset
+    shard.on_epoch_end()
+
+
+def examples_of(batch: Any, like: Any = None) -> list[Example]:
+    """Return the examples of a batch; of one without axes, its only one.
+
+    The third part of `(x, y, sample_weight)` is no part of an example if `like` has fewer parts:
+    then examples of weight 0 are left out.
+    """
+    weights, axes = None, [getattr(leaf, "ndim", 1) for leaf in leaves(like)]
+    if like is not None and _has_three_parts(batch) and not _has_three_parts(like):
+        *batch, weights = batch
+        batch = tuple(batch)
+    found = leaves(batch)
+    if axes and len(found) != len(axes):
+        checks.fail(
+            "A batch has other parts than `examples`, so its examples cannot be compared.",
+            parts=len(found),
+            parts_of_examples=len(axes),
+            remedy="Pass `key`, a function of a batch that returns what names its examples.",
+        )
+    parts = [_values(leaf) for leaf in found]
+    is_one = not all(isinstance(part, list) for part in parts) or any(
+        getattr(leaf, "ndim", None) == count - 1 for leaf, count in zip(found, axes, strict=False)
+    )
+    parts = [[part] for part in parts] if is_one else parts
+    if len({len(part) for part in parts}) > 1:
+        raise AssertionError(
+            "The parts of a batch have different numbers of examples: "
+            f"{', '.join(str(len(part)) for part in parts)}."
+        )
+    examples = [
+        row[0] if len(row) == 1 else row for row in zip(*map(_hashable, parts), strict=True)
+    ]
+    if weights is None:
+        return examples
+    kept = [bool(np.any(weight)) for weight in np.asarray(weights)]
+    return [*itertools.compress(examples, kept)]
+
+
+def _has_three_parts(batch: Any) -> bool:
+    return isinstance(batch, tuple) and len(batch) == 3
+
+
+def leaves(nest: Any) -> list[Any]:
+    """Return the arrays of a nest, those of a dictionary by their sorted names."""
+    if nest is None:
+        return []
+    if isinstance(nest, Mapping):
+        nest = tuple(nest[name] for name in sorted(nest))
+    is_of_arrays = isinstance(nest, list) and any(hasattr(part, "shape") for part in nest)
+    if not isinstance(nest, tuple) and not is_of_arrays:  # a list of numbers is a leaf
+        return [nest]
+    return [*itertools.chain.from_iterable(map(leaves, nest))]
+
+
+def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
+    """Apply a function to the arrays of dictionaries and tuples."""
+    if isinstance(nest, Mapping):
+        return {name: mapped(function, part) for name, part in nest.items()}
+    if isinstance(nest, tuple):
+        return tuple(mapped(function, part) for part in nest)
+    return nest if nest is None else function(nest)
+
+
+def taken(batch: Any, part: slice) -> Any:
+    """Return some examples of a batch."""
+    return mapped(lambda array: array[part], batch)
+
+
+def _values(leaf: Any) -> Any:
+    """Return a tensor, an array, or what each replica has of one, as Python's lists and numbers."""
+    of_replicas = getattr(leaf, "values", None)
+    if isinstance(of_replicas, tuple):  # PerReplica of tf.distribute
+        return [*itertools.chain.from_iterable(map(_values, of_replicas))]
+    if hasattr(leaf, "to_list"):  # a ragged tensor
+        return leaf.to_list()
+    return np.asarray(leaf).tolist()
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, list | tuple | np.ndarray):
+        return tuple(map(_hashable, value))
+    return value.decode() if isinstance(value, bytes) else value
+
+
+def listed(shards: Sequence[Shard], names: Mapping[Example, int] | None = None) -> str:
+    """Return what each shard reads, a line for each; examples by their numbers where known."""
+    names = names or {}
+    return "".join(
+        f"\n  {f'shard {index}: ' if len(shards) > 1 else ''}{_shown(shard, names)}"
+        for index, shard in enumerate(shards)
+    )
+
+
+def _shown(shard: Shard, names: Mapping[Example, int]) -> str:
+    batches = [str([names.get(example, example) for example in batch]) for batch in shard]
+    left = len(batches) - _MOST_SHOWN
+    texts = batches[:_MOST_SHOWN] + ([f"and {left} batches more"] if left > 0 else [])
+    return ", ".join(texts) or "nothing"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a number of things in words.
+
+    >>> counted(1, "shard"), counted(2, "batch")
+    ('1 shard', '2 batches')
+    """
+    plural = noun + ("es" if noun.endswith("ch") else "s")
+    return f"{count} {noun if count == 1 else plural}"

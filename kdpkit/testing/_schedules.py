@@ -1,0 +1,84 @@
+"""Hypothesis strategies for learning-rate schedules: they load Keras."""
+
+from typing import Any
+
+from hypothesis import strategies as st
+from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
+
+from kdpkit import scaling
+from kdpkit import schedules as kinds
+
+RATES = st.floats(0.01, 1.0)
+
+
+def of_any_kind(max_steps: int) -> st.SearchStrategy[kinds.Rate]:
+    """Return schedules, and schedules around them."""
+    lengths = st.integers(1, max_steps)
+    single = st.one_of(
+        _keras_decays(lengths),
+        warmup_stable_decays(max_steps),
+        st.builds(kinds.NoamDecay, st.integers(1, 512), lengths, RATES),
+    )
+    return st.recursive(single, lambda inner: _around(inner | RATES, lengths), max_leaves=4)
+
+
+def boundaries(schedule: Any) -> set[int]:
+    """Return the steps that a schedule names, each as it counts them."""
+    found, attributes = set(), vars(schedule) if hasattr(schedule, "__dict__") else {}
+    for name, value in attributes.items():
+        parts = value if isinstance(value, list | tuple) else [value]
+        for part in parts:
+            if isinstance(part, LearningRateSchedule):
+                found |= boundaries(part)
+            elif isinstance(part, int) and name.endswith(("steps", "boundaries")):
+                found.add(part)
+    return found
+
+
+@st.composite
+def _falling_rates(draw: st.DrawFn) -> tuple[float, float]:
+    """Draw a peak, and an end rate that is no higher."""
+    peak, end = draw(st.tuples(RATES, RATES))
+    return max(peak, end), min(peak, end)
+
+
+@st.composite
+def warmup_stable_decays(draw: st.DrawFn, max_steps: int) -> kinds.WarmupStableDecay:
+    peak, end = draw(_falling_rates())
+    warmup, stable, decay = (draw(st.integers(least, max_steps)) for least in (0, 0, 1))
+    return kinds.WarmupStableDecay(
+        peak,
+        total_steps=warmup + stable + decay,
+        warmup_steps=warmup,
+        decay_steps=decay,
+        end_learning_rate=end,
+        shape=draw(st.sampled_from(kinds.SHAPES)),
+    )
+
+
+def _keras_decays(lengths: st.SearchStrategy[int]) -> st.SearchStrategy[LearningRateSchedule]:
+    def between(ends: tuple[float, float]) -> st.SearchStrategy[LearningRateSchedule]:
+        first, last = map(st.just, ends)
+        powers = st.sampled_from([1.0, 2.0])
+        polynomials = st.builds(PolynomialDecay, first, lengths, last, power=powers)
+        return polynomials | st.builds(CosineDecay, first, lengths, alpha=last)
+
+    return _falling_rates().flatmap(between)
+
+
+def _around(
+    parts: st.SearchStrategy[kinds.Rate], lengths: st.SearchStrategy[int]
+) -> st.SearchStrategy[kinds.Rate]:
+    return st.one_of(
+        st.builds(kinds.LinearWarmup, parts, lengths, RATES),
+        st.builds(kinds.ScaledSchedule, parts, st.floats(0.25, 8), st.sampled_from(scaling.RULES)),
+        _joined(parts),
+    )
+
+
+@st.composite
+def _joined(draw: st.DrawFn, parts: st.SearchStrategy[kinds.Rate]) -> kinds.JoinedSchedule:
+    pieces = draw(st.lists(parts, min_size=1, max_size=3))
+    count = len(pieces) - 1
+    between = draw(st.sets(st.integers(1, 40), min_size=count, max_size=count))
+    return kinds.JoinedSchedule(pieces, sorted(between))
