@@ -101,7 +101,7 @@ def distributing(strategy):
 def trained(program, leg=None, *callbacks, resume=None):
     """Train as a program does; return its result.
 
-    "fit" has a plateau, the loops a schedule of the rate; "micro" is a loop that may cut batches
+    "fit" has a plateau, the loops a schedule of the rate; "micro" is a loop that may split batches
     into micro-batches, each of which is normalized on its own.
     """
     here = {"process_count": processes.count(), "process_index": processes.index()}

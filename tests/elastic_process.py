@@ -24,7 +24,7 @@ if elastic.ON_JAX:
     from kdpkit import sharding
     from kdpkit._internal import shards
 
-    shards.SMALL = 1  # every variable that the devices divide can be cut
+    shards.SMALL = 1  # every variable that the devices divide can be sharded
 
 
 def main():

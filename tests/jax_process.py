@@ -32,7 +32,7 @@ from kdpkit._internal import processes, shards
 from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop, replica_exact
 
-shards.SMALL = 1  # every variable that the devices divide can be cut
+shards.SMALL = 1  # every variable that the devices divide can be sharded
 
 
 def build():

@@ -176,6 +176,16 @@ def test_the_page_on_the_architecture_names_files_that_exist():
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
+def test_the_map_of_the_architecture_names_the_files_that_exist():
+    page = (ROOT.parent / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
+    lines = re.search(r"^    kdpkit/.*?(?=^\S)", page, re.MULTILINE | re.DOTALL)[0]
+    assert lines.count("\n") <= 45  # a screen
+    words = set(re.findall(r"\w+", lines))
+    assert {file.stem for file in FILES} - {"__init__"} <= words
+    known = {part for file in FILES for part in file.with_suffix("").relative_to(ROOT).parts}
+    assert {word for word in words if word.startswith("_")} <= known
+
+
 def test_importing_kdpkit_loads_no_framework():
     loaded = run("import sys, kdpkit; print(*sorted({m.split('.')[0] for m in sys.modules}))")
     assert not FRAMEWORKS & set(loaded.split())

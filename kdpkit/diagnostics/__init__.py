@@ -3,7 +3,7 @@
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
 each device needs and the cheapest way to make it fit. `environment` reports what this machine and
 this Python offer, and which strategies train on it. `check_input` checks `tf.data` pipelines,
-`check_tpu` a dataset, a model and callbacks for a TPU, and `check_speed` finds how long a step
+`check_tpu` a dataset and a model for a TPU, and `check_speed` finds how long a step
 takes and waits for input. Each name loads the framework that it needs on first use; `environment`
 loads none.
 """

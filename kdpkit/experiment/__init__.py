@@ -3,7 +3,7 @@
 A recipe looks like this:
 
     parser = experiment.argument_parser(
-        __doc__, epochs=5, per_replica_batch_size=32, base_learning_rate=1e-4, smoke={"epochs": 1}
+        __doc__, epochs=5, per_replica_batch_size=32, base_learning_rate=1e-4
     )
 
     with experiment.program(parser, __name__):

@@ -48,7 +48,7 @@ def launch(
     handled in the main thread.
 
     The processes are only reached from this machine: their addresses are `localhost`, the only one
-    where JAX listens, and on Linux kdpkit closes TensorFlow's servers to others. SECURITY.md
+    where JAX listens, and on Linux kdpkit closes TensorFlow's servers to others: see SECURITY.md.
 
     Args:
         command: The command as a list, such as `["python", "train.py"]`.

@@ -283,7 +283,7 @@ def _add(
     SETTINGS.append(Setting(name, build, data or _data(), train, **more))
 
 
-# How batches are cut.
+# How batches are split.
 
 _add("even batches")
 _add("uneven last batch", data=_data(rows=EVEN - 1))

@@ -9,7 +9,7 @@ from kdpkit.training import global_mean_loss
 
 
 def parts(per_example, replicas, **arguments):
-    """The loss of each replica, when the examples are cut as tf.distribute cuts them."""
+    """The loss of each replica, when the examples are split as tf.distribute splits them."""
     strategy = strategies.select_strategy("mirrored", devices=replicas)
     sizes = scaling.split_batch(len(per_example), replicas)
     shards = np.split(per_example, np.cumsum(sizes)[:-1])
@@ -50,7 +50,7 @@ def test_the_parts_of_all_replicas_add_up_to_the_mean(
 
 
 def test_known_parts_of_five_examples_on_four_replicas():
-    losses = np.array([1, 2, 3, 4, 5], "float32")  # cut into 2, 2, 1 and 0 examples
+    losses = np.array([1, 2, 3, 4, 5], "float32")  # split into 2, 2, 1 and 0 examples
     assert parts(losses, 4) == pytest.approx([0.6, 1.4, 1.0, 0.0])
     assert parts(losses, 4, global_batch_size=10) == pytest.approx([0.3, 0.7, 0.5, 0.0])
 

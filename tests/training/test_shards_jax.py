@@ -1,4 +1,4 @@
-"""Optimizers and weights that are cut over the devices; test_environments.py runs it on JAX."""
+"""Optimizers and weights that are sharded over the devices; test_environments.py runs it on JAX."""
 
 import contextlib
 import functools
@@ -131,7 +131,7 @@ def bytes_here(variables):
     return sum(math.prod(shape) for shape in shapes)
 
 
-# Where variables are cut.
+# Where variables are sharded.
 
 
 @pytest.mark.filterwarnings("ignore:A large variable stays complete")

@@ -101,7 +101,7 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
 
 
 def _cut(arrays: Any, global_batch_size: int | None, seed: int | None) -> batches.ArrayBatches:
-    """Cut arrays as `fit` does, on JAX into those of this process."""
+    """Split arrays as `fit` does, on JAX into those of this process."""
     are_divided = keras.backend.backend() == "jax"  # TensorFlow's strategies divide them
     return batches.ArrayBatches(
         arrays,

@@ -59,7 +59,7 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
     Args:
         dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset, a PyTorch
             `DataLoader`, or arrays.
-        batch_size: Of the batches that `fit` cuts arrays into; None as in Keras.
+        batch_size: Of the batches that `fit` splits arrays into; None as in Keras.
         name: Of the argument.
 
     Raises:
@@ -126,7 +126,7 @@ def repeated(batch: Any) -> Any:
 
 
 def are_arrays(data: Any) -> bool:
-    """Return whether `fit` cuts it into batches itself."""
+    """Return whether `fit` splits it into batches itself."""
     parts = [part for part in keras.tree.flatten(data) if part is not None]
     return bool(parts) and all(hasattr(part, "__array__") for part in parts)
 

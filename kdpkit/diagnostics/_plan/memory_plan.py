@@ -240,7 +240,7 @@ def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
 
 
 def _micro_batches(step: Any, replicas: int) -> list[int]:
-    """Return numbers that cut a replica's examples evenly, each at least twice the one before."""
+    """Return numbers that divide a replica's examples, each at least twice the one before."""
     examples, rest = divmod(step.global_batch_size, replicas)
     counts = [1]
     for count in range(2, 1 if rest else min(examples, _MOST_MICRO_BATCHES) + 1):
@@ -249,7 +249,7 @@ def _micro_batches(step: Any, replicas: int) -> list[int]:
     try:
         step.kept(counts[-1], remat=False)
     except errors.InputError:
-        return []  # the loss compares examples, and no batch of it is cut
+        return []  # the loss compares examples, and no batch of it is split
     return counts[1:]
 
 

@@ -111,7 +111,7 @@ def _check_batch(name: str, batch: Any) -> None:
     sparse = [leaf.shape for leaf in keras.tree.flatten(batch) if isinstance(leaf, JAXSparse)]
     if sparse:
         checks.fail(
-            f"`{name}` gives sparse arrays, and a loop on JAX cuts batches into examples, which "
+            f"`{name}` gives sparse arrays, and a loop on JAX splits batches into examples, which "
             "these do not keep apart.",
             sparse=sparse,
             remedy="Use dense arrays, or train with `replica_exact`, which takes sparse ones.",

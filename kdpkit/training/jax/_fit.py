@@ -79,7 +79,7 @@ def _distributed(method: Callable, distribution: keras.distribution.DataParallel
 
 
 def _splitting(step: Callable, mesh: Mesh) -> Callable:
-    """Cut the work of a step along the examples, where every device has the uneven batch."""
+    """Divide the work of a step along the examples, where every device has the uneven batch."""
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
@@ -92,7 +92,7 @@ def _splitting(step: Callable, mesh: Mesh) -> Callable:
 def _gathering(step: Callable, mesh: Mesh) -> Callable:
     """Put uneven predictions, and those of other processes, on every device.
 
-    A program cannot return arrays that are cut unevenly, and no process can read another's.
+    A program cannot return arrays that are sharded unevenly, and no process can read another's.
     """
 
     @functools.wraps(step)

@@ -1,6 +1,6 @@
 """The steps of `TrainingLoop` on JAX: one device, or a mesh of them.
 
-A step is one program over the global batch, which XLA cuts along the examples; so it computes what
+A step is one program over the global batch, split along the examples by XLA; so it computes what
 one device would, batch statistics, masks and an uneven last batch included. The model's variables
 always hold the state's arrays: what a callback reads or assigns is what the next step goes on from.
 """
@@ -212,7 +212,7 @@ class JaxSteps(Steps):
         batch = sharding.split_examples(batch, self.strategy)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         outputs, _ = self._variables.run(state, lambda: self.model(x, training=False))
-        # On every device: at a program's border no array may be cut unevenly.
+        # On every device: at a program's border no array may be sharded unevenly.
         placement = sharding.replicated(self.strategy)
         return jax.lax.with_sharding_constraint(outputs, placement)
 

@@ -24,7 +24,7 @@ class State(NamedTuple):
 
 
 class _GatheringScope(keras.StatelessScope):
-    """Puts cut weights together where they are read, so that what calls a layer holds them cut."""
+    """Puts sharded weights together where they are read; what calls a layer holds them sharded."""
 
     def __init__(self, pairs: list[tuple[keras.Variable, jax.Array]], shards: Shards) -> None:
         super().__init__(state_mapping=pairs, collect_losses=True)
@@ -117,11 +117,11 @@ class Variables:
         )
 
     def gathering_again(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Let the gradient of a function that runs on a state gather cut weights a second time."""
+        """Let the gradient of a function that runs on a state gather sharded weights again."""
         return self._shards.gathering_again(function)
 
     def cut(self, state: State) -> State:
-        """Leave the values of a step, in its program, cut as they were."""
+        """Leave the values of a step, in its program, sharded as they were."""
         if self._shards.kind == "none":
             return state
         constrain = jax.lax.with_sharding_constraint

@@ -1,6 +1,6 @@
 """Training on replicas of TensorFlow: what a batch meets on its way, in this order.
 
-1. `_workers` spreads the batches of a dataset over replicas and processes, and cuts uneven ones.
+1. `_workers` spreads the batches of a dataset over replicas and processes, and splits uneven ones.
 2. `_fit` (Keras' own `fit`) or `_loop` (`TrainingLoop`; `_parameter_server` where workers train
    each on their own) run the step, with what `_patches` replaces in Keras and TensorFlow. What a
    replica knows of the global batch is the `ReplicaStep` in `_step`: above all its share.

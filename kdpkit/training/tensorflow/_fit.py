@@ -229,7 +229,7 @@ class _ExactSteps:
         return step.quotient(total, 1) if is_of_examples else total
 
     def make_function(self, kind: str, force: bool = False) -> None:  # Keras'
-        """Compile a step as Keras does, and cut batches that would reach every replica uncut."""
+        """Compile a step as Keras does, and split batches that would reach every replica."""
         model, name = self.model, f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
@@ -365,7 +365,7 @@ def _distributing_examples(strategy: tf.distribute.Strategy) -> Iterator[None]:
 
 
 def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Cut the batches of `train_on_batch` and its like; those of a dataset are cut already."""
+    """Split the batches of `train_on_batch` and its like; those of a dataset are split already."""
     if isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
         return batches
     return [_split(batch, strategy) for batch in batches]

@@ -343,7 +343,7 @@ def _first_with_examples(nest: Any) -> Any:
 
 
 def _part_for(step: ReplicaStep, tensor: tf.Tensor) -> ReplicaStep:
-    """Return the step of this replica's part of some examples, cut where its examples are."""
+    """Return the step of this replica's part of some examples, split where its examples are."""
     if (known := step.part_of(tensor)) is not None:
         return known.step
     own: Any = step.own

@@ -83,7 +83,7 @@ def over_micro_batches(
         compute: Computes a micro-batch, given where in the batch it starts.
         batch: The batch.
         num_examples: Its examples.
-        micro_batches: How many to cut.
+        micro_batches: How many to split into.
     """
     if micro_batches == 1:
         return compute(batch, 0)
@@ -120,7 +120,7 @@ def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, A
 def _micro_batch(
     batch: Any, index: Any, count: Any, num_examples: tf.Tensor, micro_batches: int
 ) -> Any:
-    """Cut a micro-batch of a batch; their sizes differ by one example at most."""
+    """Return a micro-batch of a batch; their sizes differ by one example at most."""
     start, stop = (num_examples * i // count for i in (index, index + 1))
 
     def cut(part: Any) -> Any:

@@ -19,7 +19,7 @@ def reject_states_of_examples(model: keras.Model) -> None:
         if getattr(layer, "stateful", False):
             checks.fail(
                 "A stateful layer goes on from a state for each example of the batch before, and "
-                "replicas cut batches, so that examples meet other states. Use `stateful=False`, "
+                "replicas split batches, so that examples meet other states. Use `stateful=False`, "
                 "or "
                 "one device.",
                 layer=layer.name,

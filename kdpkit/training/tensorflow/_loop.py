@@ -1,6 +1,6 @@
 """The steps of `TrainingLoop` on TensorFlow: one device, and every synchronous strategy.
 
-A training step is cut in two. In the replicas: forward and backward pass, of a loss whose parts
+A training step is split in two. In the replicas: forward and backward pass, of a loss whose parts
 add up to that of the global batch. Outside them: one sum of the gradients, and the optimizer once,
 which then clips, accumulates, averages and checks the global gradient.
 """

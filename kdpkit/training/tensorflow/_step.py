@@ -2,7 +2,7 @@
 
 The rule that makes R replicas equal to one device is **shares**: a number that a replica computed
 from its examples as if it were alone counts with the replica's share of all examples. Then means
-over examples come out right however the batch is cut, and what does not depend on the examples (a
+over examples come out right however the batch is split, and what does not depend on the examples (a
 regularizer) comes out as it went in. What is no mean over examples (a sum, a mean over weights or
 unmasked entries) is first put in a form that is.
 """
@@ -93,7 +93,7 @@ class ReplicaStep:
     def _sizes_of_shards(self, fingerprint: Any) -> list[Any]:
         """Return, of each part of the batch, the examples that every replica has.
 
-        With them goes the comparison whether all replicas cut one batch.
+        With them goes the comparison whether all replicas split one batch.
         """
         parts = [leaf for leaf in tf.nest.flatten(self.data) if leaf is not None]
         own = tf.stack([_workers.examples_in(part) for part in parts])

@@ -1,7 +1,7 @@
 """Several processes of tf.distribute: each takes its examples of the same global batches.
 
 TensorFlow's own sharding of a dataset depends on its source and on a policy. A shard by files gives
-batches of other examples than one device has; a shard of the data cuts batches at other positions
+batches of other examples than one device has; a shard of the data splits batches at other positions
 where they are uneven; and with none every process trains on all of it. Here every process reads the
 complete dataset, and each replica takes its shard of every batch, so that a batch has exactly the
 examples that it has on one device. What that needs, that all processes read the same batches, is
@@ -173,7 +173,7 @@ def _shards(strategy: tf.distribute.Strategy, dataset: Any, context: Any) -> Any
 
 
 def _cut(batch: Any, index: int, replicas: int) -> Any:
-    """Cut a shard of a batch out, as `kdpkit.scaling.split_batch` does."""
+    """Return a shard of a batch, as `kdpkit.scaling.split_batch` does."""
     num_examples = examples_in_batch(batch)
     size = -(-num_examples // replicas)
     start = tf.minimum(index * size, num_examples)
@@ -192,7 +192,7 @@ def concatenated(tensors: Any) -> Any:
 
 
 def sliced(tensor: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    """Cut some examples out of a dense, ragged or sparse tensor."""
+    """Return some examples of a dense, ragged or sparse tensor."""
     if isinstance(tensor, tf.SparseTensor):
         return _cut_sparse(tensor, start, stop)
     return tensor[start:stop]
@@ -254,7 +254,7 @@ def sums_to_compare(fingerprint: Any) -> Any:
 
 
 def compare(sums: Any, replicas: int) -> Any:
-    """Note, on every replica alike, if the batches that the replicas cut were not the same.
+    """Note, on every replica alike, if the batches that the replicas split were not the same.
 
     R numbers are equal just if R times the sum of their squares is the square of their sum.
     """
