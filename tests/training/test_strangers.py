@@ -82,6 +82,17 @@ class Centered(layers.Layer):
         return x - ops.mean(x, axis=0) if training else x
 
 
+class AroundCentered(layers.Layer):
+    """Looks at all examples, and has a layer that learns from its call that it is trained."""
+
+    def __init__(self):
+        super().__init__()
+        self.centered, self.dense = Centered(), layers.Dense(3)
+
+    def call(self, x):
+        return self.centered(self.dense(x - 0.1 * ops.mean(x, axis=0)))
+
+
 class Mixed(layers.Layer):
     """Looks at all examples if its caller says so."""
 
@@ -260,6 +271,7 @@ EQUAL = {
     "numbers that a function of Python draws": CallingPython,
     "variables of the model": OwnVariables,
     "a verdict of evaluate": lambda: stack(Centered()),
+    "a mode of the call around": lambda: stack(AroundCentered()),
     "one layer in two modes": TwoModes,
     "a phase of a callback": lambda: stack(Phased()),
     "an inner step": InnerStep,

@@ -18,6 +18,7 @@ uses itself, which each replica computes in full.
 import contextlib
 import copy
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -122,6 +123,7 @@ class Division:
         return False
 
     def _broken_law(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
+        kwargs = _with_mode(layer, args, kwargs)
         key = _identity(layer), _signature(args, kwargs)
         if key not in self._tried:  # by the first replica, for all
             self._tried[key] = layer, broken_law(layer, args, kwargs)
@@ -179,8 +181,17 @@ def _is_asked_by_layers(layer: keras.layers.Layer) -> bool:
     return is_composed(layer) and not is_of_a_library(layer)
 
 
-def _signature(args: Any, kwargs: Any) -> Any:
-    """Return what a layer's code may depend on: shapes, types, other arguments, and the mode."""
+def _with_mode(layer: keras.layers.Layer, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Add what a layer has of the call around it, `training` say: it is tried outside of that."""
+    context = global_state.get_global_attribute("current_call_ctx")
+    given = inspect.signature(layer.call).bind_partial(*args).arguments
+    names = [name for name in layer._call_context_args if name not in given]
+    mode = {name: getattr(context, name, None) for name in names}
+    return {name: value for name, value in mode.items() if value is not None} | kwargs
+
+
+def _signature(args: Any, kwargs: Any) -> str:
+    """Return what a layer's code may depend on: shapes, types and other arguments."""
 
     def of(leaf: Any) -> str:
         if not tf.is_tensor(leaf):
@@ -188,9 +199,7 @@ def _signature(args: Any, kwargs: Any) -> Any:
         known = tf.get_static_value(leaf)
         return f"{leaf.shape} {leaf.dtype} {get_keras_mask(leaf) is None} {known}"
 
-    context = global_state.get_global_attribute("current_call_ctx")
-    parts = tf.nest.map_structure(of, (args, kwargs))
-    return str(parts), str(getattr(context, "training", None))
+    return str(tf.nest.map_structure(of, (args, kwargs)))
 
 
 def step_on_global_batch(own: ReplicaStep, division: Division, kind: str) -> ReplicaStep:

@@ -148,7 +148,8 @@ def _apply_gradients(
 ) -> Any:
     """Have an optimizer that is no attribute of the model work on the global batch's gradients."""
     step = current_step()
-    if step is None or "apply" in vars(optimizer):
+    is_of_patch = tf.distribute.in_cross_replica_context() or (step and not step.is_here())
+    if step is None or (is_of_patch and "apply" in vars(optimizer)):
         return original(optimizer, grads, trainable_variables)
     patch = _optimizer_patches.attach_to_optimizer(optimizer, step.strategy)
     return patch.reduced(original, grads, trainable_variables)
