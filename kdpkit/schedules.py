@@ -422,8 +422,13 @@ def _step_numbers(steps: int | Sequence[int]) -> np.ndarray:
 
 
 def _count(step: Any) -> Any:
-    """Return a step as the backend's widest integer: float32 does not have those beyond 2**24."""
-    return ops.cast(step, "int")
+    """Return a step as the backend's widest integer (a fractional step stays a float).
+
+    Boundaries are subtracted from integers: float32 cannot represent every step beyond 2**24.
+    """
+    step = ops.convert_to_tensor(step)
+    fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
+    return step if fractional else ops.cast(step, "int")
 
 
 def _float(step: Any) -> Any:

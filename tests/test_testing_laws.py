@@ -43,7 +43,7 @@ def once_in_batches(read):
 
     @given(generators.nested_examples(min_size=1), generators.global_batch_sizes(max_value=5))
     def law(examples, size):
-        count = batches.rows_of(examples)
+        count = batches.num_examples(examples)
         drawn.append(count)
         laws.every_example_once(iter(read(examples, count, size)), examples=examples)
 
@@ -482,7 +482,7 @@ MISTAKES = {
     "the last batch is of one process only": (
         equal,
         dealt_whole_batches,
-        lambda n, b, p, i: process_batches(n, b, p, i, "pad"),
+        lambda n, b, p, i: process_batches(n, b, p, i, "drop"),
     ),
     "shards differ by one example": (
         equal,
