@@ -1,8 +1,10 @@
 """States on disk are complete, and the newest complete one is found."""
 
+import os
 import pathlib
 import random
 import resource
+import shutil
 import subprocess
 import sys
 import warnings
@@ -100,6 +102,24 @@ def test_no_damaged_state_is_read_as_another_or_ends_the_run(seed, tmp_path):
     assert all(f"{path.name} is damaged or cannot" in str(w.message) for w in caught)
     directory.save(state(0, 3, **weights))
     assert directory.latest().position.step == 3
+
+
+@pytest.mark.parametrize(
+    "put",
+    [
+        os.mkfifo,  # reading it would never end
+        pathlib.Path.mkdir,
+        lambda path: path.symlink_to("/dev/zero"),
+        lambda path: shutil.copy(path.with_name("state-000000-000000001.npz"), path),
+    ],
+    ids=["pipe", "directory", "device", "renamed"],
+)
+def test_what_is_not_the_state_that_its_name_says_is_skipped(put, tmp_path):
+    directory = CheckpointDirectory(tmp_path)
+    directory.save(state(0, 1))
+    put(tmp_path / "state-000000-000000002.npz")
+    with pytest.warns(UserWarning, match="2.npz is damaged or cannot be read"):
+        assert directory.latest().position.step == 1
 
 
 def test_where_all_are_damaged_nothing_starts_again_silently(tmp_path):

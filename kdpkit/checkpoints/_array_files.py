@@ -38,6 +38,8 @@ def read(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     Raises:
         Exception: It is damaged, or another kind of file.
     """
+    if not path.is_file():  # reading a pipe waits for a writer
+        raise OSError("it is not a file")
     with path.open("rb") as raw:  # opened here, as `np.load` leaves a damaged file open
         # First, because NumPy believes what a damaged array says of its size.
         if damaged := zipfile.ZipFile(raw).testzip():

@@ -225,4 +225,6 @@ def _read(path: storage.AnyPath) -> TrainingState:
     with atomic_files.fetched(path) as local:
         header, arrays = _array_files.read(local)
     position = Position(header["epoch"], header["step"])
+    if position != _position(path):
+        raise ValueError(f"its name and its content differ in the position ({position})")
     return TrainingState(position=position, arrays=arrays, notes=header["notes"])
