@@ -33,10 +33,11 @@ def gathered(x: Any) -> Any:
     return with_gradient(step.merge(concatenated, x), x, gradient)
 
 
-def summed(step: ReplicaStep, *values: Any) -> list[Any]:
-    """Return the sums of some tensors over the replicas."""
-    totals = step.merge(sums, [*values])
-    return with_gradient(totals, [*values], lambda *grads: step.merge(sums, [*grads]))
+def summed(step: ReplicaStep, value: Any, *counts: Any) -> list[Any]:
+    """Return the sums of a tensor over the replicas, and of counts, which have no gradient."""
+    total, *others = step.merge(sums, [value, *counts])
+    total = with_gradient(total, value, lambda upstream: step.merge(sums, [upstream]))
+    return [total, *others]
 
 
 def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
