@@ -4,7 +4,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _keras_internals, _workers
 from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
@@ -15,14 +14,6 @@ def gathered(x: Any) -> Any:
     step = current_step()
     if step is None or step.replicas == 1 or step.own is not None:
         return x
-    x = tf.convert_to_tensor(x)
-    if x.shape.rank == 0:
-        checks.fail(
-            "`gather_examples` puts the examples of all replicas together, and this is one number.",
-            x=x,
-            remedy="Gather what it was computed from.",
-        )
-
     count = tf.shape(x)[0]
     start = step.start * (count // tf.maximum(step.num_examples, 1))
 
