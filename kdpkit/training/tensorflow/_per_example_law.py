@@ -17,6 +17,7 @@ import contextlib
 import copy
 import inspect
 import io
+import math
 import random
 import re
 import threading
@@ -78,10 +79,11 @@ _ORDERS = (
 )
 _MOST_INPUTS = 2**22  # numbers, for many examples
 # Where the examples give more numbers than this, as with a vocabulary, a first step would take
-# several times as long for all of it: fewer replacements and orders are tried, one variant of each.
+# several times as long for all of it: one variant of each is tried.
 _LARGE = 2**20
 _OF_LARGE = ("NaN", "huge", "another one")
-_ORDERS_OF_LARGE = (_ORDERS[0], _ORDERS[4])
+_VALUES_OF_LARGE = ("fractions",)
+_ORDERS_OF_LARGE = _ORDERS[3:4]
 _MAY_BE_INVALID = ("NaN", "huge", "huge and negative")  # for what looks positions up, say
 
 _ASSIGNING = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign", "ResourceApply")
@@ -186,7 +188,11 @@ class _Trial:
         self.try_all("")
         self.try_other_values()
         if self.has_other_variables(1.0) or self.has_other_variables(0.1):
-            self.try_all(", if its variables have other values")
+            when = ", if its variables have other values"
+            if self.is_large:
+                self.try_parts(_EXAMPLES // 2, when)
+            else:
+                self.try_all(when)
         if self.has_other_variables(-1.0) or self.has_other_variables(-0.1):
             self.try_parts(_EXAMPLES // 2, ", if its weights are negative")
 
@@ -194,8 +200,7 @@ class _Trial:
         """Compare parts for values of other kinds: none is negative, say; and small gradients."""
         usual = self.values, self.base, self.weights
         self.weights = [_SMALL * weight for weight in _WEIGHTS]
-        kinds = {limit: kind for kind, (_, limit) in _VALUES.items()}.values()
-        for kind in kinds if all(of.dtype.is_integer for of in self.values) else _VALUES:
+        for kind in _VALUES_OF_LARGE if self.is_large else _VALUES:
             self.values = self.values_of(kind, self.length)
             with contextlib.suppress(tf.errors.OpError):
                 self.base = self.results(self.values, self.weights)
@@ -511,7 +516,7 @@ def _usual_values(draw: Any, shape: tf.TensorShape) -> Any:
     """Return values of a variable: for scales, biases and variances positive ones."""
     if shape.rank < 2:
         return draw.uniform(0.5, 1.5, shape)
-    return draw.normal(size=shape) / np.sqrt(np.prod(shape[:-1]))
+    return draw.standard_normal([*shape], np.float32) / math.sqrt(math.prod(shape[:-1]))
 
 
 def _mask_of(leaf: Any) -> Any:
