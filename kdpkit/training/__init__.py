@@ -1,10 +1,9 @@
 """Training on R replicas that equals training on one device.
 
 `replica_exact` fixes Keras' own `fit`; `TrainingLoop` is a loop whose step is yours to change;
-`gather_examples` gives a step the examples of all replicas; `global_mean_loss` is the loss of a
-loop that you write yourself, `linear_cross_entropy` that of a large vocabulary; `check_parity`
-tells whether replicas train what one device trains. Each loads the framework that it needs on first
-use.
+`global_mean_loss` is the loss of a loop that you write yourself, `linear_cross_entropy` that of a
+large vocabulary; `check_parity` tells whether replicas train what one device trains. Each loads the
+framework that it needs on first use.
 """
 
 from typing import TYPE_CHECKING
@@ -13,7 +12,6 @@ from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
     from kdpkit.training._exact import replica_exact
-    from kdpkit.training._gather import gather_examples
     from kdpkit.training._linear_cross_entropy import linear_cross_entropy
     from kdpkit.training._loop import TrainingLoop
     from kdpkit.training._losses import global_mean_loss
@@ -25,7 +23,6 @@ _HOMES = {
     "ParityReport": "_parity",
     "TrainingLoop": "_loop",
     "check_parity": "_parity",
-    "gather_examples": "_gather",
     "global_mean_loss": "_losses",
     "linear_cross_entropy": "_linear_cross_entropy",
     "replica_exact": "_exact",
@@ -36,7 +33,6 @@ __all__ = [
     "ParityReport",
     "TrainingLoop",
     "check_parity",
-    "gather_examples",
     "global_mean_loss",
     "linear_cross_entropy",
     "replica_exact",

@@ -127,7 +127,7 @@ class TrainingLoop:
             loss,
             loss_weights,
             getattr(model, "output_names", None),
-            in_micro_batches=self.accumulation > 1,
+            in_parts=self.accumulation > 1,
         )
         self._steps: Steps = _steps_of_backend()(self, strategy, jit)
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
@@ -160,11 +160,11 @@ class TrainingLoop:
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Compute the loss of each example, and what the model predicts: the method to override.
 
-        Every replica calls it with its own examples, and with accumulation for each micro-batch.
-        Write it as for one device, in operations of Keras or of the backend, and neither average
-        over the examples nor divide by replicas: the loop weighs the losses by the sample weights,
-        applies Keras masks, takes the mean over the global batch, adds `model.losses`, and
-        differentiates.
+        It gets the examples of the global batch, with `jit` on replicas and with `accumulation`
+        parts of it. Write it as for one device, in operations of Keras or of the backend, and
+        neither average over the examples nor divide by replicas: the loop weighs the losses by the
+        sample weights, applies Keras masks, takes the mean over the global batch, adds
+        `model.losses`, and differentiates.
 
         Args:
             x: Features of these examples.

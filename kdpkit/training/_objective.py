@@ -17,7 +17,6 @@ from keras.src.backend.common.masking import get_keras_mask
 from keras.src.trainers.compile_utils import get_loss  # what `compile` makes of names and functions
 
 from kdpkit._internal import checks
-from kdpkit.training._gather import gather_examples
 from kdpkit.training._tensors import Tensor
 
 if TYPE_CHECKING:
@@ -53,7 +52,7 @@ class Objective:
         loss: A Keras loss, a function or a name, or a list or dictionary of them by output.
         loss_weights: A factor, or a list or dictionary of them by output.
         output_names: The model's names of its outputs, where it has them.
-        in_micro_batches: Whether it is computed on parts of a batch, one after the other.
+        in_parts: Whether it is computed on parts of a batch: micro-batches, or those of replicas.
     """
 
     def __init__(
@@ -62,9 +61,9 @@ class Objective:
         loss_weights: Nest,
         output_names: list[str] | None,
         *,
-        in_micro_batches: bool = False,
+        in_parts: bool = False,
     ) -> None:
-        self.in_micro_batches = in_micro_batches
+        self.in_parts = in_parts
         self.loss = loss
         self.loss_weights = loss_weights
         self.output_names = output_names
@@ -105,18 +104,19 @@ class Objective:
         return self._loss_of_all_examples(loss, y, prediction)
 
     def _loss_of_all_examples(self, loss: keras.Loss, y: Tensor, prediction: Tensor) -> Tensor:
-        """Compute a loss on the examples of all replicas, and count it for each of these."""
-        if self.in_micro_batches:
+        """Compute a loss on the examples of the batch, and count it for each of these."""
+        if self.in_parts:
             checks.fail(
-                "This loss compares the examples of a batch with each other, and micro-batches "
-                "have some of them alone.",
+                "This loss compares the examples of a batch with each other, and micro-batches, "
+                "or replicas, have some of them alone.",
                 loss=loss.name,
-                remedy="Train with `accumulation=1`.",
+                remedy="Train with `accumulation=1` and `jit=False`; call a loss of Keras in a "
+                "function of your own, which gets the examples of all replicas.",
             )
-        losses = loss.call(gather_examples(y), gather_examples(prediction))
+        losses = loss.call(y, prediction)
         if loss.reduction == "sum":  # over the examples that its parts are added up for
             value = ops.sum(losses)
-            value /= ops.cast(ops.shape(gather_examples(prediction))[0], value.dtype)
+            value /= ops.cast(ops.shape(prediction)[0], value.dtype)
         else:
             value = ops.mean(losses)
         return ops.broadcast_to(value, (ops.shape(prediction)[0],))

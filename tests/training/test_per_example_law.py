@@ -253,6 +253,29 @@ def test_what_keeps_the_law_passes(name):
     laws.per_example(_built(KEEPS[name]), X)
 
 
+# Fewer variants are tried of what gives many numbers.
+LARGE = np.zeros((4, 600, 500), "float32")
+SEEN_IN_LARGE = (
+    *("batch statistics", "a loop until all are small", "scaled by the number of examples"),
+    *("the first is special, with noise", "scaled as images", "another branch for one"),
+    *("a capacity", "mixed by a weight that is zero", "limited, when NaN is ignored"),
+    *("its gradient is clipped by a norm", "its gradient has a least norm"),
+    *("mixed by a negative weight", "a weight's gradient is clipped"),
+)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", SEEN_IN_LARGE)
+def test_large_outputs_that_break_the_law_are_found(name):
+    function, _ = BREAKS[name]
+    with pytest.raises(AssertionError, match="`function.*` (changes|has a gradient)"):
+        laws.per_example(_built(function), LARGE)
+
+
+def test_large_outputs_that_keep_the_law_pass():
+    laws.per_example(_built(KEEPS["noise for each example"]), LARGE)
+
+
 def _state(layer):
     parts = [part for v in layer.variables for part in getattr(v.value, "values", [v.value])]
     return [part.numpy() for part in parts]

@@ -49,7 +49,7 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "the gradient of each example is clipped",
     "a metric that counts calls",
     "weights assigned by hand",
-    "pairs of the batch are ranked, gathered",
+    "pairs of the batch are ranked",
     "a variable that adds up the batch",
     "KerasHub's CLIP",
     "KerasHub's Mixtral",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from keras import layers
 
 from kdpkit import scaling, strategies
-from kdpkit.training import gather_examples, replica_exact
+from kdpkit.training import replica_exact
 from kdpkit.training.tensorflow import _patches
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 
@@ -170,15 +170,16 @@ def test_under_xla_one_replica_draws_what_two_draw():
     np.testing.assert_allclose(trained(1), trained(2), atol=3e-6)
 
 
-# Examples of all replicas.
+@pytest.mark.parametrize("kind", [layers.Dropout, layers.AlphaDropout])
+def test_eagerly_replicas_of_one_example_drop_the_same_of_all_examples(kind):
+    x, y = data()
 
+    def classify():
+        return classifier(lambda: [kind(0.5, noise_shape=(1, 6))], run_eagerly=True)
 
-def test_one_number_has_no_examples_to_gather():
-    strategy = strategies.select_strategy("mirrored", devices=2)
-
-    def gather():
-        with running(ReplicaStep(tf.zeros((2, 1)))):
-            return gather_examples(tf.constant(1.0))
-
-    with pytest.raises(ValueError, match="this is one number.*Received: x="):
-        tf.function(lambda: strategy.run(gather), autograph=False)()
+    with strategies.select_strategy("mirrored", devices=2).scope():
+        split = replica_exact(classify())
+    one = classify()
+    for model in (one, split):
+        model.fit(x[:2], y[:2], shuffle=False, verbose=0)
+    np.testing.assert_allclose(weights(split), weights(one), atol=1e-6)

@@ -103,7 +103,7 @@ class StepMemory:
         loop = copy.copy(self._steps.loop)
         loop.accumulation, loop.remat = accumulation, remat
         loop.loss = copy.copy(loop.loss)
-        loop.loss.in_micro_batches = accumulation > 1
+        loop.loss.in_parts = accumulation > 1
         steps = copy.copy(self._steps)
         steps.loop, steps.strategy = loop, sharding.as_mesh(strategy)
         steps._variables = Variables(strategy.shards)

@@ -60,15 +60,17 @@ def _global_moments(step: ReplicaStep, inputs: Any, mask: Any, axes: list[int]) 
         total = tf.reduce_sum(tf.math.multiply_no_nan(wide, weights), axes)
         own_count = tf.reduce_sum(weights, axes)
     total, count = summed(step, total, own_count)
-    count = tf.stop_gradient(count) + (0.0 if mask is None else keras.config.epsilon())
-    mean = tf.math.divide_no_nan(total, count)
+    if mask is not None:
+        count += keras.config.epsilon()
+    share = tf.math.reciprocal_no_nan(count)  # a product has less to differentiate than a quotient
+    mean = total * share
     reduced = {axis % wide.shape.rank for axis in axes}
     shape = [1 if axis in reduced else -1 for axis in range(wide.shape.rank)]
     deviations = wide - tf.reshape(mean, shape)
     if mask is not None:
         deviations = tf.math.multiply_no_nan(deviations, weights)
     (squares,) = summed(step, tf.reduce_sum(tf.square(deviations), axes))
-    variance = tf.math.divide_no_nan(squares, count)
+    variance = squares * share
     if inputs.dtype == wide.dtype:
         return mean, variance
     limits = inputs.dtype.min, inputs.dtype.max

@@ -4,7 +4,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _keras_internals, _workers
 from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
@@ -15,14 +14,6 @@ def gathered(x: Any) -> Any:
     step = current_step()
     if step is None or step.replicas == 1 or step.own is not None:
         return x
-    x = tf.convert_to_tensor(x)
-    if x.shape.rank == 0:
-        checks.fail(
-            "`gather_examples` puts the examples of all replicas together, and this is one number.",
-            x=x,
-            remedy="Gather what it was computed from.",
-        )
-
     count = tf.shape(x)[0]
     start = step.start * (count // tf.maximum(step.num_examples, 1))
 
@@ -33,10 +24,11 @@ def gathered(x: Any) -> Any:
     return with_gradient(step.merge(concatenated, x), x, gradient)
 
 
-def summed(step: ReplicaStep, *values: Any) -> list[Any]:
-    """Return the sums of some tensors over the replicas."""
-    totals = step.merge(sums, [*values])
-    return with_gradient(totals, [*values], lambda *grads: step.merge(sums, [*grads]))
+def summed(step: ReplicaStep, value: Any, *counts: Any) -> list[Any]:
+    """Return the sums of a tensor over the replicas, and of counts, which have no gradient."""
+    total, *others = step.merge(sums, [value, *counts])
+    total = with_gradient(total, value, lambda upstream: step.merge(sums, [upstream]))
+    return [total, *others]
 
 
 def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:

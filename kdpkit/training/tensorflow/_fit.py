@@ -26,11 +26,7 @@ from kdpkit.training.tensorflow import (
     _workers,
     _xla_call,
 )
-from kdpkit.training.tensorflow._step import (
-    ReplicaStep,
-    current_step,
-    running,
-)
+from kdpkit.training.tensorflow._step import ReplicaStep, running
 
 _STRATEGIES = (
     tf.distribute.OneDeviceStrategy,
@@ -181,7 +177,6 @@ class _ExactSteps:
             _metric_patches.attach_to_metric(metric, is_global=True)
         if several:
             versions.reject_sums_over_examples(model)
-            model._aggregate_additional_loss = self.additional_loss
 
     def attach_optimizers(self) -> None:
         """Have the model's optimizers work on the gradients of the global batch."""
@@ -218,15 +213,6 @@ class _ExactSteps:
         return [
             layer for layer in layers if self.batch_norm == _batch_norm.GLOBAL or layer.synchronized
         ]
-
-    def additional_loss(self, loss: Any) -> Any:
-        """Aggregate what `add_loss` was given, as Keras does: vectors are summed."""
-        step = current_step()
-        total = type(self.model)._aggregate_additional_loss(self.model, loss)
-        if step is None or step.replicas == 1 or step.own is not None:
-            return total
-        is_of_examples = loss.shape.rank and step.counts_examples(loss)
-        return step.quotient(total, 1) if is_of_examples else total
 
     def make_function(self, kind: str, force: bool = False) -> None:  # Keras'
         """Compile a step as Keras does, and split batches that would reach every replica."""

@@ -40,6 +40,7 @@ class Sums(NamedTuple):
 def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tuple[Sums, Any]:
     """Compute losses of some of the replica's examples, and the predictions; no gradients yet."""
     x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
+    loop.loss.in_parts = step.own is None and (step.replicas > 1 or loop.accumulation > 1)
     with running(step):
         losses, predictions = loop.per_example_loss(x, y, training=training)
         added = loop.model.losses

@@ -48,11 +48,11 @@ def keep_tensors_apart(model: keras.Model) -> None:
 
     def keeping(function: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = [
-            (attributes, name, value)
+            (attributes, name, attributes[name])
             for attributes, of_library in shared
-            for name, value in attributes.items()
+            for name in (("_losses",) if of_library else attributes)
             if name == "_losses"
-            or (not of_library and name not in _LISTS_OF_KERAS and _holds_tensors(value))
+            or (name not in _LISTS_OF_KERAS and _holds_tensors(attributes[name]))
         ]
         put_back = noted(value for _, _, value in kept)
         merged = merge_call(function, args, kwargs)

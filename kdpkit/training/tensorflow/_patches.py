@@ -336,6 +336,7 @@ _TABLE = (
         Patch(keras_random, name, wrapper, tuple(arguments))
         for _, name, arguments, wrapper in _random.wrappers()
     ),
+    *(Patch(of, "call", _random.drop) for of in (keras.layers.Dropout, keras.layers.AlphaDropout)),
     Patch(random_seed, "get_seed", _seeds),
     # Steps on the global batch, and what they do once for all replicas.
     Patch(keras.layers.Layer, "__call__", _global_batch.call_divided),

@@ -6,6 +6,7 @@ are drawn by starting at their position, at no more cost. What rejects numbers o
 is drawn for the global batch, and sliced.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,7 +18,7 @@ from keras.src.backend.tensorflow import random as keras_random
 from keras.src.random import seed_generator
 
 from kdpkit.training.tensorflow._collectives import gathered
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
 
 # What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
@@ -109,6 +110,21 @@ def _dropout(
         return _numbers(op, step, dims, part, dtype, seed)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, noise_shape=tf.stack(noise))
+
+
+def drop(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """Drop the same of all examples where a layer's `noise_shape` begins with 1.
+
+    Eagerly that is as long as a replica's part of one example.
+    """
+    step = current_step()
+    if step is None or not layer.noise_shape or layer.noise_shape[0] != 1:
+        return original(layer, *args, **kwargs)
+    step.drew_for_all |= step.is_part
+    of_all = copy.copy(step)
+    of_all.is_part = False
+    with running(of_all):
+        return original(layer, *args, **kwargs)
 
 
 def _shuffle(original: Callable, x: Any, axis: int = 0, seed: Any = None) -> Any:

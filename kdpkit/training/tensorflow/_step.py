@@ -180,11 +180,6 @@ class ReplicaStep:
         """Return the gradient of this replica that went into a mean over them; None if unknown."""
         return self._addends.get(_key(total), (None,))[0]
 
-    def counts_examples(self, tensor: tf.Tensor) -> bool:
-        """Return, while it is traced, whether a tensor has an entry for each example."""
-        size = tensor.shape[0]
-        return size is None or (tf.executing_eagerly() and size == int(self.num_examples))
-
     def global_values(self, values: Any) -> Any:
         """Return the global batch's value of each number in a nest, the same on all replicas."""
         values = tf.nest.map_structure(_as_tensor, values)
@@ -208,7 +203,7 @@ class ReplicaStep:
         if not self.is_here():
             self.reject_divided()
             checks.fail(
-                "Gradients, metrics, batch statistics and gathered examples make the replicas of "
+                "Gradients, metrics, batch statistics and shuffled examples make the replicas of "
                 "a step meet, which they cannot inside a condition, a loop, a `tf.function`, a "
                 "micro-batch or what XLA compiles. Move them out of it, accumulate gradients with "
                 "the optimizer's `gradient_accumulation_steps`, or train without `accumulation` "

@@ -1,7 +1,6 @@
 """Steps and layers in which the examples of a batch meet, each in one way, as strangers write them.
 
-Replicas that see their own examples alone train something else. The steps and losses that call
-`gather_examples` are right either way.
+Replicas that see their own examples alone train something else.
 """
 
 import keras
@@ -9,7 +8,6 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from kdpkit.training import gather_examples
 from tests.training.programs import Program
 
 
@@ -83,23 +81,11 @@ class SummedActivity(layers.Layer):
         return x
 
 
-class GatheredActivity(layers.Layer):
-    def call(self, x):
-        self.add_loss(1e-2 * ops.sum(ops.square(gather_examples(x))))
-        return x
-
-
 class Whitening(layers.Layer):
     """Batch statistics by hand."""
 
     def call(self, x):
         return (x - ops.mean(x, axis=0)) / (ops.std(x, axis=0) + 1e-3)
-
-
-class GatheredWhitening(layers.Layer):
-    def call(self, x):
-        of_all = gather_examples(x)
-        return (x - ops.mean(of_all, axis=0)) / (ops.std(of_all, axis=0) + 1e-3)
 
 
 class Counting(layers.Layer):
@@ -137,8 +123,8 @@ def assign_by_hand(model, gradients, weights):  # noqa: ARG001  # as its like
         weight.assign_sub(0.1 * gradient)
 
 
-def in_batch_negatives(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
-    logits, x = gather(ops.normalize(logits, axis=1)), gather(x)
+def in_batch_negatives(model, x, y, logits):  # noqa: ARG001
+    logits = ops.normalize(logits, axis=1)
     similarities = ops.matmul(logits, ops.transpose(ops.normalize(x[:, :3], axis=1)))
     labels = ops.arange(ops.shape(logits)[0])
     return ops.mean(
@@ -146,16 +132,16 @@ def in_batch_negatives(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
     )
 
 
-def ranking(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
-    scores, wanted = gather(logits[:, 0]), gather(ops.cast(y, logits.dtype))
+def ranking(model, x, y, logits):  # noqa: ARG001
+    scores, wanted = logits[:, 0], ops.cast(y, logits.dtype)
     margins = ops.relu(1.0 - (scores[:, None] - scores[None]))
     better = ops.cast(wanted[:, None] > wanted[None], margins.dtype)
     return ops.sum(margins * better) / (ops.sum(better) + 1.0)
 
 
-def by_positives(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
-    positive = gather(ops.cast(ops.equal(y, 1), logits.dtype))
-    losses = gather(model.losses_of(y, logits))
+def by_positives(model, x, y, logits):  # noqa: ARG001
+    positive = ops.cast(ops.equal(y, 1), logits.dtype)
+    losses = model.losses_of(y, logits)
     return ops.sum(losses) / (ops.sum(positive) + 1.0)
 
 
@@ -165,9 +151,9 @@ def decorrelation(model, x, y, logits):
     return mean_loss(model, x, y, logits) + ops.mean(ops.square(covariance - ops.eye(3)))
 
 
-def hardest(model, x, y, logits, gather=lambda x: x):  # noqa: ARG001
+def hardest(model, x, y, logits):  # noqa: ARG001
     """Train on half of the examples: those with the largest losses."""
-    losses = gather(model.losses_of(y, logits))
+    losses = model.losses_of(y, logits)
     half = (ops.shape(losses)[0] + 1) // 2
     return ops.mean(tf.math.top_k(losses, k=half).values)
 
@@ -193,9 +179,6 @@ def clip_all(gradients):
 
 BUILDERS = {
     "a loss summed by hand": step(loss=lambda m, x, y, z: ops.sum(m.losses_of(y, z))),
-    "a loss summed by hand, gathered": step(
-        loss=lambda m, x, y, z: ops.sum(gather_examples(m.losses_of(y, z)))
-    ),
     "a loss that nobody reduces": step(loss=lambda m, x, y, z: m.losses_of(y, z)),
     "one of two losses is summed": step(
         loss=lambda m, x, y, z: mean_loss(m, x, y, z) + 0.01 * ops.sum(ops.square(z))
@@ -207,9 +190,6 @@ BUILDERS = {
     ),
     "batch statistics by hand": net(Whitening),
     "negatives of the batch": step(loss=in_batch_negatives),
-    "negatives of the batch, gathered": step(
-        loss=lambda *parts: in_batch_negatives(*parts, gather=gather_examples)
-    ),
     "the batch's largest logit": step(
         loss=lambda m, x, y, z: mean_loss(m, x, y, z / ops.max(ops.abs(z)))
     ),
@@ -225,22 +205,13 @@ BUILDERS = {
     ),
     "labels of the neighbour": step(loss=lambda m, x, y, z: mean_loss(m, x, tf.roll(y, 1, 0), z)),
     "pairs of the batch are ranked": step(loss=ranking),
-    "pairs of the batch are ranked, gathered": step(
-        loss=lambda *parts: ranking(*parts, gather=gather_examples)
-    ),
     "a variable that adds up the batch": net(Counting),
     "a loss over the number of positives": step(loss=by_positives),
-    "a loss over the number of positives, gathered": step(
-        loss=lambda *parts: by_positives(*parts, gather=gather_examples)
-    ),
     "the batch's covariance": step(loss=decorrelation),
     "a sum over a constant batch size": step(
         loss=lambda m, x, y, z: tf.nn.compute_average_loss(m.losses_of(y, z), global_batch_size=7)
     ),
     "the hardest half of the batch": step(loss=hardest),
-    "the hardest half of the batch, gathered": step(
-        loss=lambda *parts: hardest(*parts, gather=gather_examples)
-    ),
     "signs of gradients": step(change=signs),
     "random numbers that Keras draws": step(
         loss=lambda m, x, y, z: mean_loss(m, x, y, z + keras.random.normal(ops.shape(z)))

@@ -5,7 +5,6 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from kdpkit import training
 from tests.training.programs import Program
 
 
@@ -114,15 +113,8 @@ class SimCLR(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-class GatheredSimCLR(SimCLR):
-    def contrastive_loss(self, projections_1, projections_2):
-        return super().contrastive_loss(
-            training.gather_examples(projections_1), training.gather_examples(projections_2)
-        )
-
-
-def _simclr(model=SimCLR):
-    model = model()
+def _simclr():
+    model = SimCLR()
     model.compile(
         contrastive_optimizer=keras.optimizers.Adam(), probe_optimizer=keras.optimizers.Adam()
     )
@@ -415,14 +407,6 @@ class DualEncoder(keras.Model):
         return {"loss": self.loss_tracker.result()}
 
 
-class GatheredDualEncoder(DualEncoder):
-    def in_batch_loss(self, caption_embeddings, image_embeddings):
-        return super().in_batch_loss(
-            training.gather_examples(caption_embeddings),
-            training.gather_examples(image_embeddings),
-        )
-
-
 def _project(embeddings, width=8):
     projected = layers.Dense(width)(embeddings)
     x = layers.Dense(width)(ops.gelu(projected))
@@ -430,10 +414,10 @@ def _project(embeddings, width=8):
     return layers.LayerNormalization()(x)
 
 
-def _clip(model=DualEncoder):
+def _clip():
     image, caption = keras.Input((8, 8, 3), name="image"), keras.Input((6,), name="caption")
     words = layers.GlobalAveragePooling1D()(layers.Embedding(20, 8)(caption))
-    model = model(
+    model = DualEncoder(
         keras.Model(image, _project(_encoder()(image)), name="image_encoder"),
         keras.Model(caption, _project(words), name="text_encoder"),
     )
@@ -467,14 +451,6 @@ class EmbeddingModel(keras.Model):
         return self.compute_loss(y=sparse_labels, y_pred=similarities)
 
 
-class GatheredEmbeddingModel(EmbeddingModel):
-    def similarity_loss(self, anchor_embeddings, positive_embeddings):
-        return super().similarity_loss(
-            training.gather_examples(anchor_embeddings),
-            training.gather_examples(positive_embeddings),
-        )
-
-
 class AnchorPositivePairs(keras.utils.PyDataset):
     """One anchor and one positive of every class; axis 0 tells the two apart."""
 
@@ -497,12 +473,12 @@ class PairsAsTuple(AnchorPositivePairs):
         return ((anchors, positives),)
 
 
-def _metric_learning(model=EmbeddingModel):
+def _metric_learning():
     inputs = keras.Input((8, 8, 3))
     x = layers.Conv2D(8, 3, strides=2, activation="relu")(inputs)
     x = layers.GlobalAveragePooling2D()(x)
     outputs = layers.UnitNormalization()(layers.Dense(8)(x))
-    model = model(inputs, outputs)
+    model = EmbeddingModel(inputs, outputs)
     model.compile(
         optimizer=keras.optimizers.Adam(learning_rate=1e-3),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -519,7 +495,6 @@ PROGRAMS = [
         _labeled,
         _TENSORFLOW,
     ),
-    Program("SimCLR on gathered examples", lambda: _simclr(GatheredSimCLR), _labeled, _TENSORFLOW),
     Program("SimSiam", _simsiam, _unlabeled, _TENSORFLOW),
     Program("Barlow Twins", _barlow, _two_views, _TENSORFLOW),
     Program(
@@ -548,12 +523,6 @@ PROGRAMS = [
         _TENSORFLOW,
     ),
     Program(
-        "dual encoder on gathered examples",
-        lambda: _clip(GatheredDualEncoder),
-        _captioned,
-        _TENSORFLOW,
-    ),
-    Program(
         "metric learning from anchors and positives",
         _metric_learning,
         lambda: {"x": AnchorPositivePairs()},
@@ -561,7 +530,7 @@ PROGRAMS = [
     ),
     Program(
         "metric learning from a tuple of anchors and positives",
-        lambda: _metric_learning(GatheredEmbeddingModel),
+        _metric_learning,
         lambda: {"x": PairsAsTuple()},
         _TENSORFLOW,
     ),

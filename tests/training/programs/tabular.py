@@ -5,7 +5,6 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from kdpkit import training
 from tests.training.programs import Program
 
 USERS, MOVIES = 9, 12
@@ -33,25 +32,16 @@ class RecommenderNet(keras.Model):
         self.user_bias = layers.Embedding(num_users, 1)
         self.movie_bias = layers.Embedding(num_movies, 1)
 
-    def product(self, user_vector, movie_vector):
-        return ops.tensordot(user_vector, movie_vector, 2)
-
     def call(self, inputs):
         user_vector = self.user_embedding(inputs[:, 0])
         movie_vector = self.movie_embedding(inputs[:, 1])
-        dot_user_movie = self.product(user_vector, movie_vector)
+        dot_user_movie = ops.tensordot(user_vector, movie_vector, 2)
         x = dot_user_movie + self.user_bias(inputs[:, 0]) + self.movie_bias(inputs[:, 1])
         return ops.sigmoid(x)
 
 
-class GatheredRecommenderNet(RecommenderNet):
-    def product(self, user_vector, movie_vector):
-        user_vector = training.gather_examples(user_vector)
-        return super().product(user_vector, training.gather_examples(movie_vector))
-
-
-def _recommender(model=RecommenderNet):
-    model = model()
+def _recommender():
+    model = RecommenderNet()
     model.compile(
         loss=keras.losses.BinaryCrossentropy(), optimizer=keras.optimizers.Adam(learning_rate=0.001)
     )
@@ -247,11 +237,6 @@ PROGRAMS = [
     Program(
         "recommender with a product over the batch",
         _recommender,
-        _ratings,
-    ),
-    Program(
-        "recommender with a product over gathered examples",
-        lambda: _recommender(GatheredRecommenderNet),
         _ratings,
     ),
     Program("matrix factorization", _factorization, _users_and_movies),
