@@ -25,7 +25,7 @@ KERAS = _numbers(keras.__version__)
 def reject_unknown(name: str, **versions: str) -> NoReturn:
     """Raise for a Keras, or what is below it, with internals that no tested version has."""
     checks.fail(
-        f"`replica_exact` works inside Keras 3.13 to 3.15, and in this version `{name}` differs. "
+        f"`replica_exact` works inside Keras 3.13 to 3.16, and in this version `{name}` differs. "
         "Install one of these, or update kdpkit.",
         keras=keras.__version__,
         **versions,
@@ -106,6 +106,16 @@ def compile_settings(model: keras.Model) -> dict[str, Any]:
         reject_unknown("Model._compile_config")
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {name: given[name] for name in names} | {"optimizer": model.optimizer}
+
+
+def forget_metrics(model: keras.Model) -> None:
+    """Take a model's metrics away, which `compile` keeps where it is given none.
+
+    An empty list does not: before Keras 3.14 a model with several outputs needs one for each.
+    """
+    if not hasattr(model, "_compile_metrics"):
+        reject_unknown("Model._compile_metrics")
+    model._compile_metrics = None
 
 
 def let_gloo_listen_at(host: str) -> None:
