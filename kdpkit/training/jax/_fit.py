@@ -119,10 +119,13 @@ def _place_uneven_batches() -> None:
     def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:
         if layout is None or jax.process_count() > 1:
             return original(per_process_batch, layout, batch_dim_name)
-        mesh = getattr(layout, "backend_layout", layout).mesh
+        placement = getattr(layout, "backend_layout", layout)
+        mesh = placement.mesh
+        # The examples are the second axis where Keras 3.16 stacks the batches of several steps.
+        sizes = zip(np.shape(per_process_batch), placement.spec, strict=False)
+        is_uneven = any(size % mesh.size for size, axis in sizes if axis == batch_dim_name)
         # A sparse array is a list of its values, which is not divided along the examples.
-        is_sparse = isinstance(per_process_batch, JAXSparse)
-        is_copied = is_sparse or np.shape(per_process_batch)[0] % mesh.size
+        is_copied = is_uneven or isinstance(per_process_batch, JAXSparse)
         if is_copied and len(mesh.axis_names) == 1:
             return jax.device_put(per_process_batch, sharding.replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
