@@ -82,6 +82,17 @@ def check_processes_are_supported() -> None:
         )
 
 
+def check_memory_can_be_planned() -> None:
+    """Raise for a JAX that cannot schedule for memory on CPUs, as it does on accelerators."""
+    import jax
+
+    if _numbers(jax.__version__) < (0, 10):
+        checks.fail(
+            "Planning memory on a CPU needs JAX 0.10 or later. Install it, or plan on the device.",
+            jax=jax.__version__,
+        )
+
+
 def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, weights: Any) -> None:
     """Build model, optimizer and metrics as `fit` does, and train nothing.
 

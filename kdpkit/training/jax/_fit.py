@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
-from keras.src.backend.jax import distribution_lib
+from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, versions
@@ -38,6 +38,7 @@ def attach(
         mesh = sharding.as_mesh(distribution)
         _check_place(model, mesh)
         _place_uneven_batches()
+        _place_batches_without_weights()
         model.train_step = _splitting(model.train_step, mesh)
         model.test_step = _splitting(model.test_step, mesh)
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
@@ -132,6 +133,22 @@ def _place_uneven_batches() -> None:
 
     distribute_data_input.kdpkit_wrapper = True  # type: ignore[attr-defined]
     distribution_lib.distribute_data_input = distribute_data_input
+
+
+def _place_batches_without_weights() -> None:
+    """Let Keras before 3.15 place what `train_on_batch` is called on, without `sample_weight`."""
+    original = trainer._distribute_data
+    if versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
+        return
+
+    @functools.wraps(original)
+    def distribute_data(data: Any, layouts: Any = None) -> Any:
+        while layouts is None and isinstance(data, tuple) and data[-1] is None:
+            data = data[:-1]
+        return original(data, layouts)
+
+    distribute_data.kdpkit_wrapper = True  # type: ignore[attr-defined]
+    trainer._distribute_data = distribute_data
 
 
 def _keeping_weights(model: keras.Model, method: Callable) -> Callable:

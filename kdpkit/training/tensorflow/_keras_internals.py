@@ -21,9 +21,11 @@ from tensorflow.python.ops import gen_resource_variable_ops
 from kdpkit._internal import optimizers, versions
 
 try:
-    from keras.src.backend.tensorflow.ops import nn as keras_nn
+    from keras.src.backend.tensorflow.ops import nn
 except ImportError:  # before Keras 3.16
-    from keras.src.backend.tensorflow import nn as keras_nn  # noqa: F401  # for `_patches`
+    from keras.src.backend.tensorflow import nn
+
+KERAS_NN: Any = nn  # of which `_patches` replaces a part
 
 
 @contextlib.contextmanager

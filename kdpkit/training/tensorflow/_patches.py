@@ -380,7 +380,7 @@ _TABLE = (
         for name, which in _no_examples.OF_CUDNN.items()
     ),
     Patch(
-        _keras_internals.keras_nn,
+        _keras_internals.KERAS_NN,
         "ctc_loss",
         functools.partial(_no_examples.guarded_function, _no_examples.EXAMPLES_OF_CTC, "CPU, GPU"),
         _no_examples.OF_CTC,
