@@ -2,6 +2,7 @@
 
 import atexit
 import collections
+import contextlib
 import gc
 import importlib.util
 import os
@@ -39,11 +40,9 @@ from kdpkit.launch import _child_processes as child_processes
 from tests import processes
 
 # XLA as it compiles soonest, for JAX: tests are about what is computed, and each runs a few steps.
-# Older versions do not know these settings, and end the process.
-SOON_COMPILED = (
-    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false"
-)
+# A version that does not know one of these settings ends the process.
+SOON_COMPILED = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+NOT_SINCE_JAX_0_11 = "--xla_cpu_use_fusion_emitters=false"
 
 # A shell that runs tests in the background has them ignore Ctrl-C, and `nohup` the end of the
 # terminal; some tests send both.
@@ -70,7 +69,9 @@ def pytest_configure(config):
     """Have JAX compile quickly, and load the frameworks where tests run."""
     older = _older(reason="knows other settings of XLA", jax="0.10", tensorflow="2.21")
     if not (older or config.getoption("exhaustive")):
-        os.environ["KDPKIT_TESTS_XLA_FLAGS"] = SOON_COMPILED
+        know_all = _is_older("jax", "0.11") and _is_older("tensorflow", "2.22")
+        soon = f"{SOON_COMPILED} {NOT_SINCE_JAX_0_11}" if know_all else SOON_COMPILED
+        os.environ["KDPKIT_TESTS_XLA_FLAGS"] = soon
     if hasattr(config, "workerinput") or not config.getoption("numprocesses"):
         from kdpkit import testing  # not in the process that hands tests out: it takes seconds
 
@@ -125,17 +126,21 @@ def _mark_cases_beyond_samples(items):
 def _older(*, reason, **versions):
     """Name the package that is too old for a test, or is not there; empty if none is."""
     return ", ".join(
-        f"{package} {installed} is older than {wanted}: {reason}"
+        f"{package} {_version(package)} is older than {wanted}: {reason}"
         for package, wanted in versions.items()
-        if Version(installed := _version(package)) < Version(wanted)
+        if _is_older(package, wanted)
     )
 
 
+def _is_older(package, wanted):
+    return Version(_version(package)) < Version(wanted)
+
+
 def _version(package):
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "0"
+    for name in (package, f"{package}-nightly"):
+        with contextlib.suppress(PackageNotFoundError):
+            return version(name)
+    return "0"
 
 
 @pytest.fixture(params=["file", "memory"])

@@ -10,49 +10,11 @@ import numpy as np
 import pytest
 
 import kdpkit
+from tests.on_jax import ON_JAX
 from tests.python_without import python_with, python_without
 from tests.test_corpora import idx
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
-ON_JAX = {
-    "parts": [
-        "tests/test_schedules.py",
-        "tests/test_testing.py",
-        "tests/_internal/test_versions.py",
-        "tests/test_doctests.py",
-        "tests/test_batches.py",
-        "tests/test_checkpoints.py",
-        "tests/test_sharding.py",
-        "tests/test_tpus.py",
-    ],
-    "callbacks": ["tests/callbacks"],
-    "loop": [
-        "tests/training/test_loop.py",
-        "tests/training/test_remat.py",
-    ],
-    "diagnostics": [
-        "tests/diagnostics/test_memory_plan.py",
-        "tests/diagnostics/test_plan.py",
-        "tests/diagnostics/test_speed.py",
-        "tests/diagnostics/test_tpu_data.py",
-        "tests/diagnostics/test_tpu_step_jax.py",
-    ],
-    "exact": [
-        "tests/training/test_exact.py",
-        "tests/training/test_shards_jax.py",
-        "tests/training/test_users_arrays.py",
-    ],
-    "elastic": ["tests/test_elastic.py"],
-    "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
-    "resumed": [
-        "tests/callbacks/test_resume.py",
-    ],
-    "vocabulary": [
-        "tests/training/test_linear_cross_entropy.py",
-        "tests/training/test_masked_lm.py",
-    ],
-}
-
 REPEATING = (
     "callbacks",
     "diagnostics",
@@ -171,6 +133,25 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "DataParallel: 2 replicas" in run(recipe)
     assert (tmp_path / "recipe" / "model.keras").exists()
     assert "Epoch 1" not in run(recipe)  # it was over, and is only evaluated again
+
+
+WITHOUT_KERAS_HUB = """
+import tensorflow as tf
+from kdpkit import callbacks, pipelines
+resume = callbacks.Resume("states")
+print(len(resume.track(tf.data.Dataset.range(8).apply(pipelines.batch_for(4)))))
+try:
+    pipelines.learn_vocabulary(["a"], size=9)
+except ModuleNotFoundError as error:
+    print(error)
+"""
+
+
+@pytest.mark.slow
+def test_pipelines_work_with_the_extra_for_tensorflow_alone(tmp_path):
+    python = python_without(tmp_path / "venv", "keras_hub", "tensorflow_text")
+    printed = run([python, "-c", WITHOUT_KERAS_HUB])
+    assert printed.splitlines()[-2:] == ["2", "No module named 'keras_hub'"]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """The oldest versions that are promised are those that are tested."""
 
 import ast
-import os
 import pathlib
 import re
 import subprocess
@@ -35,10 +34,9 @@ def lower_bounds():
 
 
 def pins():
-    """Return the versions that `.ci/oldest` installs, by name."""
+    """Return the versions that `.ci/environment oldest` installs, by name."""
     printed = subprocess.run(
-        [ROOT / ".ci" / "oldest", "--pins"],
-        env=os.environ | {"PYTHON": sys.executable},
+        [sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages"],
         capture_output=True,
         text=True,
         timeout=240,

@@ -25,7 +25,7 @@ KERAS = _numbers(keras.__version__)
 def reject_unknown(name: str, **versions: str) -> NoReturn:
     """Raise for a Keras, or what is below it, with internals that no tested version has."""
     checks.fail(
-        f"`replica_exact` works inside Keras 3.13 to 3.15, and in this version `{name}` differs. "
+        f"`replica_exact` works inside Keras 3.13 to 3.16, and in this version `{name}` differs. "
         "Install one of these, or update kdpkit.",
         keras=keras.__version__,
         **versions,
@@ -82,6 +82,17 @@ def check_processes_are_supported() -> None:
         )
 
 
+def check_memory_can_be_planned() -> None:
+    """Raise for a JAX that cannot schedule for memory on CPUs, as it does on accelerators."""
+    import jax
+
+    if _numbers(jax.__version__) < (0, 10):
+        checks.fail(
+            "Planning memory on a CPU needs JAX 0.10 or later. Install it, or plan on the device.",
+            jax=jax.__version__,
+        )
+
+
 def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, weights: Any) -> None:
     """Build model, optimizer and metrics as `fit` does, and train nothing.
 
@@ -106,6 +117,16 @@ def compile_settings(model: keras.Model) -> dict[str, Any]:
         reject_unknown("Model._compile_config")
     names = ("loss", "loss_weights", "metrics", "weighted_metrics")
     return {name: given[name] for name in names} | {"optimizer": model.optimizer}
+
+
+def forget_metrics(model: keras.Model) -> None:
+    """Take a model's metrics away, which `compile` keeps where it is given none.
+
+    An empty list does not: before Keras 3.14 a model with several outputs needs one for each.
+    """
+    if not hasattr(model, "_compile_metrics"):
+        reject_unknown("Model._compile_metrics")
+    model._compile_metrics = None
 
 
 def let_gloo_listen_at(host: str) -> None:

@@ -2,19 +2,21 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
-import keras_hub
 import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.pipelines._tracing import as_written
 from kdpkit.pipelines._transforms import Transform
 
+if TYPE_CHECKING:
+    import keras_hub
+
 _SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 _LINES_AT_ONCE = 256
 
-Tokenizer: TypeAlias = keras_hub.tokenizers.Tokenizer
+Tokenizer: TypeAlias = "keras_hub.tokenizers.Tokenizer"
 Masked: TypeAlias = tuple[dict[str, tf.Tensor], tf.Tensor, tf.Tensor]  # features, labels, weights
 
 
@@ -26,6 +28,8 @@ def learn_vocabulary(lines: Iterable[str], size: int, *, lowercase: bool = True)
     Raises:
         ValueError: There are no lines, or `size` is too small for the special tokens.
     """
+    import keras_hub  # here: the other pipelines work without it
+
     size = checks.integer("size", size, minimum=len(_SPECIAL) + 1)
     texts = list(lines)
     if not any(text.strip() for text in texts):

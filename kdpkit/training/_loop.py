@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from kdpkit._internal import checks
+from kdpkit._internal import checks, versions
 from kdpkit.training import _callbacks
 from kdpkit.training._feed import Feed
 from kdpkit.training._objective import Objective
@@ -132,13 +132,14 @@ class TrainingLoop:
         self._steps: Steps = _steps_of_backend()(self, strategy, jit)
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
         with self._steps.scope():
+            versions.forget_metrics(model)
             # Not `model.compile`: a model may have one of its own, with other arguments.
             keras.Model.compile(
                 model,
                 optimizer=optimizer,
                 loss=loss,
                 loss_weights=loss_weights,
-                metrics=metrics or [],  # with None Keras keeps those that it had
+                metrics=metrics or None,
                 weighted_metrics=weighted_metrics or None,
             )
 

@@ -26,6 +26,11 @@ def fit(*callbacks, steps=4, epochs=2, model=None, **settings):
     return model.fit(**ones(steps), epochs=epochs, callbacks=[*callbacks], **settings).history
 
 
+def of_users(warned):
+    """Leave out what TensorFlow 2.20's AutoGraph deprecates on Python 3.13."""
+    return [warning for warning in warned if warning.category is UserWarning]
+
+
 class Recorded:
     """Readings as a machine with GPUs gave them, one after the other and then again."""
 
@@ -103,7 +108,7 @@ def test_without_nvml_one_sentence_reports_it_and_the_rest_is_read(
         monkeypatch.setitem(sys.modules, "pynvml", None)
     with pytest.warns(UserWarning, match=sentence) as warned:
         history = fit(DeviceMonitor())
-    assert len(warned) == 1
+    assert len(of_users(warned)) == 1
     assert history.keys() >= HOST
 
 
@@ -179,7 +184,7 @@ def test_a_gpu_that_waits_is_reported_once_in_a_training(read):
     for _ in range(2):
         with pytest.warns(UserWarning, match=printed) as warned:
             fit(monitor, LongSteps(source, 10))
-        assert len(warned) == 1
+        assert len(of_users(warned)) == 1
 
 
 def test_a_source_that_fails_midway_is_reported_and_training_goes_on(read):
@@ -193,7 +198,7 @@ def test_a_source_that_fails_midway_is_reported_and_training_goes_on(read):
     read(failing, lambda: {"fan_utilization": 1.0})
     with pytest.warns(UserWarning, match="failing failed .*GPU is lost") as warned:
         history = fit(epochs, DeviceMonitor(), epochs=4)
-    assert len(warned) == 1
+    assert len(of_users(warned)) == 1
     assert history["watts"] == [5.0]
     assert history["fan_utilization"] == [1.0] * 4
 

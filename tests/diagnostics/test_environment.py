@@ -75,19 +75,42 @@ def test_gpus_are_named_by_nvml_and_without_a_driver_there_are_none(monkeypatch)
         assert machine["GPU"].startswith("none that NVML finds")
 
 
-@pytest.mark.parametrize("version", ["3.9.2", "3.16.0"])
-def test_a_version_with_which_kdpkit_does_not_work_is_found_with_the_command_that_fixes_it(
-    tmp_path, monkeypatch, version
+def planted(directory, name, version):
+    """Make what `pip` leaves of a distribution, for `importlib.metadata`."""
+    metadata = directory / f"{name.replace('-', '_')}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+
+
+@pytest.mark.parametrize(
+    ("version", "level", "problem", "remedy"),
+    [
+        ("3.9.2", "error", "works with", "Run `"),
+        ("99.0.1", "note", "is untested", "If it fails: Run `"),
+    ],
+)
+def test_an_older_version_is_an_error_a_newer_one_untested_and_both_name_the_command(
+    tmp_path, monkeypatch, version, level, problem, remedy
 ):
-    planted = tmp_path / f"keras-{version}.dist-info"
-    planted.mkdir()
-    (planted / "METADATA").write_text(f"Metadata-Version: 2.1\nName: keras\nVersion: {version}\n")
+    planted(tmp_path, "keras", version)
     monkeypatch.syspath_prepend(str(tmp_path))
     found = check_results.found(rules.RULES, rules.Known({}, 8))
     (finding,) = (f for f in found if f.where == "keras")
-    assert (finding.rule, finding.level) == ("version", "error")
+    assert (finding.rule, finding.level) == ("version", level)
     assert version in finding.problem
-    assert finding.remedy == 'Run `python -m pip install "keras<3.16,>=3.13.2"`.'
+    assert problem in finding.problem
+    command = f'python -m pip install "{packages.wanted()["keras"]}"'
+    assert finding.remedy == f"{remedy}{command}`."
+
+
+def test_a_python_that_was_not_tested_is_a_note(monkeypatch):
+    found = check_results.found(rules.RULES, rules.Known({}, 8))
+    assert not [f for f in found if f.where == "python"]
+    monkeypatch.setattr(packages, "tested_pythons", lambda: ["3.7", "3.8"])
+    found = check_results.found(rules.RULES, rules.Known({}, 8))
+    (finding,) = (f for f in found if f.where == "python")
+    assert finding.level == "note"
+    assert "3.7, 3.8" in finding.problem
 
 
 SECRETS = st.text("abcdefghijklmnopqrstuvwxyz", min_size=6, max_size=12).map("s3cr3t".__add__)
@@ -145,6 +168,10 @@ def test_directories_names_and_secrets_are_left_out(monkeypatch):
     )
 
 
-def test_any_distribution_of_tensorflow_counts(monkeypatch):
-    monkeypatch.setattr(packages, "_TENSORFLOWS", ("no-such-tensorflow", "numpy"))
-    assert packages.version("tensorflow") == packages.version("numpy")
+@pytest.mark.parametrize(
+    ("package", "distribution"), [("tensorflow", "tf-nightly"), ("keras", "keras-nightly")]
+)
+def test_any_distribution_of_a_framework_counts(package, distribution, tmp_path, monkeypatch):
+    planted(tmp_path, distribution, "99.0.1")
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert packages.version(package) == "99.0.1"

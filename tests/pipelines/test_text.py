@@ -12,9 +12,12 @@ WORDS = [f"w{index}" for index in range(40)]
 TOKENIZER = keras_hub.models.BertTokenizer([*SPECIAL, *WORDS], lowercase=True)
 PAD, UNK, CLS, SEP, MASK = range(5)
 
+NEEDS_TEXT = pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
+
 lines = st.lists(st.lists(st.sampled_from(WORDS), max_size=15).map(" ".join), min_size=1)
 
 
+@NEEDS_TEXT
 @settings(max_examples=8)
 @given(lines=lines, length=st.integers(3, 9))
 def test_sequences_hold_every_token_of_every_line_in_order(lines, length):
@@ -115,6 +118,7 @@ def test_validation_masks_depend_on_the_sequence_alone():
     assert set(np.unique(together[2])) == {0.0, 1.0}
 
 
+@NEEDS_TEXT
 def test_a_learned_vocabulary_has_the_special_tokens_and_reads_the_text():
     text = ["the cat sat on the mat", "the dog sat on the log"] * 20
     vocabulary = pipelines.learn_vocabulary(text, 60)

@@ -83,7 +83,8 @@ VARIANTS = {
 def classes():
     """Return every layer that is exported, by its name; KerasHub's as `keras_hub.`..."""
     abstract = (layers.Layer, layers.InputLayer, layers.Wrapper)
-    abstract += (keras_hub.layers.AudioConverter, keras_hub.layers.VideoConverter)
+    converters = ("AudioConverter", "VideoConverter")  # KerasHub 0.26 has the first
+    abstract += tuple(getattr(keras_hub.layers, name, None) for name in converters)
     return {
         prefix + name: value
         for prefix, module in (("", keras.layers), ("keras_hub.", keras_hub.layers))

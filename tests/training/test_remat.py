@@ -145,6 +145,7 @@ def failing(x, training):  # noqa: ARG001  # the arguments of a layer
     raise RuntimeError("in the forward pass")
 
 
+@pytest.mark.needs(keras="3.14", reason="an `activity_regularizer` is a sum over the examples")
 def test_a_step_that_fails_leaves_the_model_as_it_was():
     loop = loop_on(2, residual, remat=True, metrics=())
     block = loop.model.layers[-2]
@@ -193,6 +194,7 @@ def test_weights_of_other_layers_and_numbers_without_a_seed_are_found():
 
 
 @pytest.mark.jax
+@pytest.mark.needs(jax="0.10", reason="schedules for memory on a CPU")
 def test_it_needs_a_part_of_the_memory():
     import jax
 

@@ -213,6 +213,9 @@ BY_MEMORY = {
 }
 
 
+for_memory = pytest.mark.needs(jax="0.10", reason="schedules for memory on a CPU")
+
+
 def step_of_fit(model):
     model.compile(optimizer(clip=None), CROSS_ENTROPY)
     model.optimizer.build(model.trainable_variables)
@@ -242,6 +245,7 @@ def compiled(step_of, model):
     return step.lower(state, batch).compile(compiler_options=BY_MEMORY)
 
 
+@for_memory
 @pytest.mark.parametrize(
     ("step_of", "shard"), [(step_of_fit, "optimizer"), (step_of_loop, "weights")]
 )
@@ -259,6 +263,7 @@ def test_a_step_gathers_weights_and_no_activations(shard, step_of):
     assert arguments < (0.2 if shard == "weights" else 0.6) * whole
 
 
+@for_memory
 @pytest.mark.parametrize(
     ("step_of", "precision"),
     [

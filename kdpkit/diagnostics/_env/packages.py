@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import sys
 from pathlib import Path
 
@@ -12,9 +13,14 @@ from packaging.requirements import Requirement
 BACKENDS = ("tensorflow", "jax")  # on which kdpkit trains
 _OTHER_BACKENDS = ("torch", "numpy", "openvino")
 _SHOWN = ("kdpkit", "numpy", "keras", "tensorflow", "tensorflow-text", "keras-hub", "jax", "jaxlib")
+_PYTHON = "Programming Language :: Python :: "
 _OWN_USE = ("test", "all")  # extras for kdpkit's own development
-# Distributions of another name that bring the package `tensorflow`.
-_TENSORFLOWS = ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly")
+# Distributions, some of another name, that bring a package.
+_DISTRIBUTIONS = {
+    "keras": ("keras", "keras-nightly"),
+    "keras-hub": ("keras-hub", "keras-hub-nightly"),
+    "tensorflow": ("tensorflow", "tensorflow-cpu", "tensorflow-rocm", "tf-nightly"),
+}
 
 
 def versions() -> dict[str, str]:
@@ -24,8 +30,8 @@ def versions() -> dict[str, str]:
 
 
 def version(package: str) -> str | None:
-    """Return the installed version, of TensorFlow that of any of its distributions."""
-    for name in _TENSORFLOWS if package == "tensorflow" else (package,):
+    """Return the installed version, also of a nightly release and its like."""
+    for name in _DISTRIBUTIONS.get(package, (package,)):
         try:
             return importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
@@ -73,3 +79,12 @@ def wanted() -> dict[str, str]:
             or any(requirement.marker.evaluate({"extra": name}) for name in names)
         )
     }
+
+
+def tested_pythons() -> list[str]:
+    """Return the versions of Python that kdpkit was tested on; none if it is not installed."""
+    if not version("kdpkit"):
+        return []
+    classifiers = importlib.metadata.metadata("kdpkit").get_all("Classifier") or []
+    ends = (classifier.removeprefix(_PYTHON) for classifier in classifiers)
+    return [end for end in ends if re.fullmatch(r"3\.\d+", end)]

@@ -1,11 +1,13 @@
 """Rules on a machine and its Python: functions from what is known to findings, all in `RULES`."""
 
 import dataclasses
+import platform
 import re
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from kdpkit.diagnostics._env import packages
 
@@ -44,8 +46,25 @@ def _version(_: Known) -> _Found:
     for package, text in packages.wanted().items():
         installed, supported = packages.version(package), Requirement(text).specifier
         if installed and not supported.contains(installed, prereleases=True):
-            problem = f"Version {installed} is installed, and kdpkit works with {text}."
-            yield "error", package, problem, packages.install_hint(package)
+            if _is_newer(installed, supported):
+                problem = f"Version {installed} is untested: kdpkit was tested with {text}."
+                yield "note", package, problem, f"If it fails: {packages.install_hint(package)}"
+            else:
+                problem = f"Version {installed} is installed, and kdpkit works with {text}."
+                yield "error", package, problem, packages.install_hint(package)
+
+
+def _is_newer(installed: str, supported: SpecifierSet) -> bool:
+    """Return whether only what is below an upper bound is supported, and this is above it."""
+    others = [bound for bound in supported if not bound.operator.startswith("<")]
+    return all(bound.contains(installed, prereleases=True) for bound in others)
+
+
+def _python(_: Known) -> _Found:
+    tested, running = packages.tested_pythons(), ".".join(platform.python_version_tuple()[:2])
+    if tested and running not in tested:
+        problem = f"Version {running} is untested: kdpkit was tested with {', '.join(tested)}."
+        yield "note", "python", problem, f"If it fails: use Python {tested[-1]}."
 
 
 def _device_threads(known: Known) -> _Found:
@@ -99,6 +118,7 @@ def _unused_gpu(known: Known) -> _Found:
 
 RULES = {
     "version": _version,
+    "python": _python,
     "device-threads": _device_threads,
     "many-threads": _many_threads,
     "backend": _backend,

@@ -70,11 +70,13 @@ class Source:
             self._adapter.on_epoch_end()
 
     def placeholders(self) -> Any:
-        """Return Keras' placeholders for a batch."""
-        return jax.tree.map(
-            lambda x: keras.KerasTensor((PLACEHOLDER_EXAMPLES, *x.shape[1:]), x.dtype.name),
-            self._first,
-        )
+        """Return Keras' placeholders for a batch, of the types that it has on the devices."""
+
+        def placeholder(x: Any) -> keras.KerasTensor:
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return keras.KerasTensor((PLACEHOLDER_EXAMPLES, *x.shape[1:]), dtype.name)
+
+        return jax.tree.map(placeholder, self._first)
 
     def check_group(self, group: list[Any]) -> None:
         """Raise where the next batches are not of the shapes and number of other processes'."""

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 from jax.sharding import Mesh
-from keras.src.backend.jax import distribution_lib
+from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, versions
@@ -38,6 +38,7 @@ def attach(
         mesh = sharding.as_mesh(distribution)
         _check_place(model, mesh)
         _place_uneven_batches()
+        _place_batches_without_weights()
         model.train_step = _splitting(model.train_step, mesh)
         model.test_step = _splitting(model.test_step, mesh)
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
@@ -119,16 +120,35 @@ def _place_uneven_batches() -> None:
     def distribute_data_input(per_process_batch: Any, layout: Any, batch_dim_name: str) -> Any:
         if layout is None or jax.process_count() > 1:
             return original(per_process_batch, layout, batch_dim_name)
-        mesh = getattr(layout, "backend_layout", layout).mesh
+        placement = getattr(layout, "backend_layout", layout)
+        mesh = placement.mesh
+        # The examples are the second axis where Keras 3.16 stacks the batches of several steps.
+        sizes = zip(np.shape(per_process_batch), placement.spec, strict=False)
+        is_uneven = any(size % mesh.size for size, axis in sizes if axis == batch_dim_name)
         # A sparse array is a list of its values, which is not divided along the examples.
-        is_sparse = isinstance(per_process_batch, JAXSparse)
-        is_copied = is_sparse or np.shape(per_process_batch)[0] % mesh.size
+        is_copied = is_uneven or isinstance(per_process_batch, JAXSparse)
         if is_copied and len(mesh.axis_names) == 1:
             return jax.device_put(per_process_batch, sharding.replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
 
     distribute_data_input.kdpkit_wrapper = True  # type: ignore[attr-defined]
     distribution_lib.distribute_data_input = distribute_data_input
+
+
+def _place_batches_without_weights() -> None:
+    """Let Keras before 3.15 place what `train_on_batch` is called on, without `sample_weight`."""
+    original = trainer._distribute_data
+    if versions.KERAS >= (3, 15) or hasattr(original, "kdpkit_wrapper"):
+        return
+
+    @functools.wraps(original)
+    def distribute_data(data: Any, layouts: Any = None) -> Any:
+        while layouts is None and isinstance(data, tuple) and data[-1] is None:
+            data = data[:-1]
+        return original(data, layouts)
+
+    distribute_data.kdpkit_wrapper = True  # type: ignore[attr-defined]
+    trainer._distribute_data = distribute_data
 
 
 def _keeping_weights(model: keras.Model, method: Callable) -> Callable:

@@ -77,6 +77,8 @@ class StepMemory:
         steps, state, batch = self._with(strategy, accumulation, remat)
         lowered = jax.jit(steps._train_step, donate_argnums=0).lower(state, batch)
         on_cpu = steps.strategy.devices.flat[0].platform == "cpu"
+        if on_cpu:
+            versions.check_memory_can_be_planned()
         options = _FOR_REMAT if remat else _FOR_MEMORY
         program = lowered.compile(compiler_options=options if on_cpu else None)
         analysis = program.memory_analysis()

@@ -232,6 +232,8 @@ class _ExactSteps:
         def function(batches: Any) -> Any:
             self.find_own_code(kind)
             batches = _split_global_batches(batches, self.strategy)
+            if model.steps_per_execution == 1 and not model.run_eagerly:
+                batches = _keras_internals.taken_before_tracing(batches)
             with self.keys_for_loops():
                 if model.run_eagerly:
                     logs = compiled(batches)

@@ -20,6 +20,13 @@ from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
 
+try:
+    from keras.src.backend.tensorflow.ops import nn
+except ImportError:  # before Keras 3.16
+    from keras.src.backend.tensorflow import nn
+
+KERAS_NN: Any = nn  # of which `_patches` replaces a part
+
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
@@ -34,6 +41,20 @@ def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
+
+
+def taken_before_tracing(batches: Any) -> Any:
+    """Take the batch of a step where Keras, since 3.16, takes it before it traces the step.
+
+    A step that is traced again would be given the next one.
+    """
+    is_iterator = isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator)
+    if versions.KERAS < (3, 16) or not is_iterator:
+        return batches
+    batch = batches.get_next_as_optional()
+    if not batch.has_value():
+        raise StopIteration
+    return [batch.get_value()]
 
 
 def inlined(function: Any) -> Any:

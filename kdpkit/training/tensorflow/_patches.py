@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import nn as keras_nn
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.losses import loss as keras_loss
 from tensorflow.python.data.ops import multi_device_iterator_ops
@@ -382,7 +381,7 @@ _TABLE = (
         for name, which in _no_examples.OF_CUDNN.items()
     ),
     Patch(
-        keras_nn,
+        _keras_internals.KERAS_NN,
         "ctc_loss",
         functools.partial(_no_examples.guarded_function, _no_examples.EXAMPLES_OF_CTC, "CPU, GPU"),
         _no_examples.OF_CTC,

@@ -1,0 +1,40 @@
+"""The tests that run on JAX too, in groups; `.ci/environment` runs some of them."""
+
+ON_JAX = {
+    "parts": [
+        "tests/test_schedules.py",
+        "tests/test_testing.py",
+        "tests/_internal/test_versions.py",
+        "tests/test_doctests.py",
+        "tests/test_batches.py",
+        "tests/test_checkpoints.py",
+        "tests/test_sharding.py",
+        "tests/test_tpus.py",
+    ],
+    "callbacks": ["tests/callbacks"],
+    "loop": [
+        "tests/training/test_loop.py",
+        "tests/training/test_remat.py",
+    ],
+    "diagnostics": [
+        "tests/diagnostics/test_memory_plan.py",
+        "tests/diagnostics/test_plan.py",
+        "tests/diagnostics/test_speed.py",
+        "tests/diagnostics/test_tpu_data.py",
+        "tests/diagnostics/test_tpu_step_jax.py",
+    ],
+    "exact": [
+        "tests/training/test_exact.py",
+        "tests/training/test_shards_jax.py",
+        "tests/training/test_users_arrays.py",
+    ],
+    "elastic": ["tests/test_elastic.py"],
+    "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
+    "resumed": [
+        "tests/callbacks/test_resume.py",
+    ],
+    "vocabulary": [
+        "tests/training/test_linear_cross_entropy.py",
+        "tests/training/test_masked_lm.py",
+    ],
+}
