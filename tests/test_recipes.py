@@ -194,6 +194,7 @@ print({"tensorflow", "jax", "keras", "keras_hub", "numpy"} & set(sys.modules))
 """
 
 
+@pytest.mark.tensorflow  # once: no framework is loaded
 @pytest.mark.parametrize("flags", [["--help"], ["--epochz", "3"]])
 @pytest.mark.parametrize("name", NAMES)
 def test_flags_are_read_before_a_framework_is_loaded(name, flags):

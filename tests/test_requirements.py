@@ -1,15 +1,14 @@
 """The oldest versions that are promised are those that are tested."""
 
 import ast
-import os
 import pathlib
 import re
-import subprocess
 import sys
 import tomllib
 
 import kdpkit
 from tests import test_architecture
+from tests.processes import run
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 FOR_USERS = ("tensorflow", "jax", "recipes", "gpu")
@@ -36,14 +35,7 @@ def lower_bounds():
 
 def pins():
     """Return the versions that `.ci/oldest` installs, by name."""
-    printed = subprocess.run(
-        [ROOT / ".ci" / "oldest", "--pins"],
-        env=os.environ | {"PYTHON": sys.executable},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    printed = run(ROOT / ".ci" / "oldest", "--pins", PYTHON=sys.executable)
     return dict(line.split("==") for line in printed.stdout.splitlines())
 
 

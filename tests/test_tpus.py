@@ -1,14 +1,12 @@
 """What can be known of a TPU where there is none."""
 
-import os
 import re
-import subprocess
-import sys
 
 import keras
 import pytest
 
 from kdpkit._internal import machine
+from tests.processes import run_code
 
 NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of theirs
 TPU_V5E = ("0x1ae0", "0x0063")
@@ -108,13 +106,7 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
     """The first is a server that has none."""
     names = ["grpc://localhost:1", "grpc://nowhere.invalid:8470", "local"]
     names += ["grpc://localhost", "no-such-tpu"]
-    printed = subprocess.run(
-        [sys.executable, "-c", CONNECT, *names],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    ).stdout.splitlines()
+    printed = run_code(CONNECT, *names).stdout.splitlines()
     without, silent, unknown, local, portless, unnamed_tpu, nothing = printed
     assert "TPUs not found" in without
     assert "does not answer (Connection refused)" in silent
@@ -163,14 +155,7 @@ def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
         "    try: ask()\n"
         "    except ValueError as error: print(error)\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "JAX_PLATFORMS": platforms},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    ).stdout.splitlines()
+    printed = run_code(code, JAX_PLATFORMS=platforms).stdout.splitlines()
     assert len(printed) == 3
     assert all(re.search(sentence, line) for line in printed)
 

@@ -213,7 +213,6 @@ CASES = {
     "XLA": Case({"jit": True}, pooled, tokens, lambda: keras.optimizers.AdamW(0.05), replicas=3),
     "XLA, clipped and averaged": Case({"jit": True}, pooled, tokens, clipped_and_averaged),
     "XLA on another device": Case({"jit": True}, pooled, tokens, replicas=["CPU:1"]),
-    "without XLA": Case({"jit": False}),
     "a list of losses": Case(
         {},
         two_outputs,
@@ -225,8 +224,8 @@ CASES = {
         {"jit": False}, optimizer=lambda: RateOfEach(Counted()), replicas=1
     ),
 }
-QUICK = ("replicas without examples", "micro-batches", "a list of losses")
-ON_JAX_TOO = ("many steps in a call", "micro-batches of random numbers", "without XLA")
+QUICK = ("replicas without examples", "micro-batches")
+ON_JAX_TOO = ("many steps in a call", "micro-batches of random numbers")
 ON_TENSORFLOW = (
     "micro-batches of sparse features",  # a loop on JAX raises
     "XLA on another device",
