@@ -22,9 +22,7 @@ from tests.python_without import python_without
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="starts processes on JAX; once is enough"
-)
+pytestmark = pytest.mark.tensorflow  # once: it starts processes on JAX
 
 
 def started(python, *words):

@@ -143,12 +143,14 @@ def test_where_resume_keeps_the_state_the_sentence_names_it(tmp_path, capfd):
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
+@pytest.mark.tensorflow  # once
 def test_without_a_log_directory_it_reports_that_nothing_was_saved(capfd):
     with pytest.raises(KeyboardInterrupt):
         fit(compiled(), None, PressCtrlC("on_train_batch_end", 2))
     assert "Nothing was saved; with a log directory (--log-dir)" in capfd.readouterr().out
 
 
+@pytest.mark.tensorflow  # once
 def test_the_second_ctrl_c_stops_at_once_and_saves_nothing(tmp_path, capfd):
     press = PressCtrlC("on_train_batch_end", 2, times=2)
     with pytest.raises(KeyboardInterrupt):
@@ -157,6 +159,7 @@ def test_the_second_ctrl_c_stops_at_once_and_saves_nothing(tmp_path, capfd):
     assert not list(tmp_path.rglob("*.keras"))
 
 
+@pytest.mark.tensorflow  # once
 def test_ctrl_c_before_training_stops_at_once(tmp_path):
     def interrupted():
         with recording(compiled(), tmp_path):
@@ -178,6 +181,7 @@ def test_the_former_handler_is_back_afterwards(tmp_path, hook):
     assert signal.getsignal(signal.SIGINT) is former
 
 
+@pytest.mark.tensorflow  # once
 def test_training_in_another_thread_is_undisturbed(tmp_path):
     press = PressCtrlC()
     thread = threading.Thread(target=fit, args=(compiled(), tmp_path, press))
@@ -186,6 +190,7 @@ def test_training_in_another_thread_is_undisturbed(tmp_path):
     assert press.steps == 20
 
 
+@pytest.mark.tensorflow  # once
 def test_other_errors_pass_and_save_nothing(tmp_path):
     def failing(*_):
         raise RuntimeError("mine")

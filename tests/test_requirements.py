@@ -1,16 +1,13 @@
 """The oldest versions that are promised are those that are tested."""
 
 import ast
-import pathlib
 import re
 import sys
 import tomllib
 
-import kdpkit
 from tests import test_architecture
-from tests.processes import run
+from tests.processes import ROOT, run
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 FOR_USERS = ("tensorflow", "jax", "recipes", "gpu")
 NEEDS_A_GPU = {"nvidia-ml-py"}
 THREE = r"\d+\.\d+\.\d+"

@@ -12,7 +12,6 @@ NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of the
 TPU_V5E = ("0x1ae0", "0x0063")
 DISK = ("0x1af4", "0x1001")
 
-needs_tensorflow = pytest.mark.tensorflow
 where_no_tpu_is_named = pytest.mark.usefixtures("unnamed")
 
 
@@ -98,7 +97,7 @@ for name in (server.target, *sys.argv[1:], None):
 """
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 @where_no_tpu_is_named
 @pytest.mark.slow
 @pytest.mark.timeout(240)
@@ -117,7 +116,7 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
     assert "this machine has no TPU chip" in nothing
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 @where_no_tpu_is_named
 def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
     from kdpkit import strategies
@@ -129,7 +128,7 @@ def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
     assert capsys.readouterr().out == ""
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 def test_auto_goes_to_the_tpu_that_the_environment_names(unnamed):
     from kdpkit import strategies
 

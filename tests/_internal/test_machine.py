@@ -2,7 +2,6 @@
 
 import os
 
-import keras
 import pytest
 
 from kdpkit._internal import machine
@@ -68,7 +67,7 @@ print("finite:", np.isfinite(weights[0]).all())
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="once is enough")
+@pytest.mark.tensorflow  # once
 def test_steps_on_jax_end_however_far_python_runs_ahead(monkeypatch):
     monkeypatch.delenv("PJRT_NPROC", raising=False)
     finished = run_code(RUNNING_AHEAD, KERAS_BACKEND="jax", check=False)

@@ -268,6 +268,7 @@ for step in range(1000):
 """
 
 
+@pytest.mark.tensorflow  # once
 def test_a_process_that_is_killed_while_it_writes_leaves_the_state_before(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", WRITING, tmp_path], env=SOON_STARTED)
     deadline = time.monotonic() + 240
@@ -293,6 +294,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.tensorflow  # once
 def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
     def train():
         resume = Resume(tmp_path)

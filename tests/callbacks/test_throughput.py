@@ -9,10 +9,6 @@ from kdpkit.callbacks import Throughput, _throughput
 
 from .falling_weight import falling_weight, ones
 
-needs_tensorflow = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="tf.data and tf.distribute are TensorFlow's"
-)
-
 
 class Clock(keras.callbacks.Callback):
     """The clock that Throughput reads: it moves in hooks alone, and by known seconds."""
@@ -45,7 +41,7 @@ def test_the_epochs_steps_are_counted_exactly(monkeypatch, steps_per_execution, 
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@needs_tensorflow  # there a dataset can end more than once
+@pytest.mark.tensorflow  # there a dataset can end more than once
 def test_the_steps_of_a_dataset_of_unknown_size_are_counted_exactly(monkeypatch):
     import tensorflow as tf
 
