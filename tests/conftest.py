@@ -54,7 +54,9 @@ for number, handler in (
         signal.signal(number, handler)
 
 # The examples are the law's, the same on every run; a shared machine's pauses are no failure.
-hypothesis.settings.register_profile("kdpkit", deadline=None, derandomize=True, print_blob=True)
+hypothesis.settings.register_profile(
+    "kdpkit", deadline=None, derandomize=True, print_blob=True, max_examples=50
+)
 hypothesis.settings.load_profile("kdpkit")
 
 

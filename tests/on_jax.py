@@ -28,11 +28,8 @@ ON_JAX = {
         "tests/training/test_shards_jax.py",
         "tests/training/test_users_arrays.py",
     ],
-    "elastic": ["tests/test_elastic.py"],
     "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
-    "resumed": [
-        "tests/callbacks/test_resume.py",
-    ],
+    "resumed": ["tests/callbacks/test_resume.py", "tests/test_elastic.py"],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_masked_lm.py",

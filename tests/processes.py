@@ -19,6 +19,24 @@ SOON = 240.0  # seconds, for what takes one where nothing else runs
 LIMIT = 600.0  # seconds for anything, on a machine that is slow and busy
 
 
+def run(*command, check=True, cwd=None, seconds=SOON, **variables):
+    """Run a program to its end, with some more variables; return it with what it printed."""
+    return subprocess.run(
+        [*map(str, command)],
+        cwd=cwd,
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=check,
+    )
+
+
+def run_code(code, *words, **settings):
+    """Run a program of Python, which has some words after its name, to its end."""
+    return run(sys.executable, "-c", code, *words, **settings)
+
+
 class Process:
     """A process whose output is read as it comes; it leads a group of its own."""
 

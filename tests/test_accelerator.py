@@ -22,9 +22,7 @@ from tests.python_without import python_without
 
 ROOT = pathlib.Path(__file__).parent.parent
 
-pytestmark = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="starts processes on JAX; once is enough"
-)
+pytestmark = pytest.mark.tensorflow  # once: it starts processes on JAX
 
 
 def started(python, *words):
@@ -41,15 +39,23 @@ def started(python, *words):
     )
 
 
-OFTEN = ("correct", "bert", "watching", "profile")  # all of them take minutes more
+OFTEN = ("correct", "bert", "profile")  # all of them take minutes more; "watching" is below
+EXPLAINED = ("PyTorch is not installed", "not report its memory", "no nvidia-smi")
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory):
+    """Return a Python as on such a machine, without TensorFlow."""
+    return python_without(
+        tmp_path_factory.mktemp("without") / "python", "tensorflow", "tf_keras", "torch"
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "parts", [OFTEN, pytest.param(tuple(command.PARTS), marks=pytest.mark.exhaustive)]
 )
-def test_parts_are_rehearsed_where_there_is_no_tensorflow(parts, tmp_path):
-    python = python_without(tmp_path / "python", "tensorflow", "tf_keras", "torch")
+def test_parts_are_rehearsed_where_there_is_no_tensorflow(parts, python, tmp_path):
     out = tmp_path / "figures"
     process = started(python, "--rehearse", "--rounds", 1, "--out", out, *parts)
     try:
@@ -58,10 +64,9 @@ def test_parts_are_rehearsed_where_there_is_no_tensorflow(parts, tmp_path):
         process.send_signal(signal.SIGINT)
     assert process.returncode == 0, stderr[-2000:]
     found = {part: json.loads((out / f"{part}.json").read_text()) for part in parts}
-    explained = ("PyTorch is not installed", "not report its memory", "no nvidia-smi")
     for part, of_part in found.items():
         for sentence in of_part["missing"]:
-            assert any(map(sentence.count, explained)), (part, sentence)
+            assert any(map(sentence.count, EXPLAINED)), (part, sentence)
     assert len(found["correct"]["rows"]) == 15
     assert all(row["is_met"] for row in found["correct"]["rows"])
     for workload in (bert, gpt2, resnet):
@@ -73,15 +78,14 @@ def test_parts_are_rehearsed_where_there_is_no_tensorflow(parts, tmp_path):
             assert all(row["ours"]["median"] > 0 < row["other"]["median"] for row in rates)
     if "memory" in parts:
         assert len(found["memory"]["missing"]) == len(memory.MODELS) + 1
-    assert {"devices" in row["what"] for row in found["watching"]["rows"]} == {True, False}
     summary = (out / "summary.md").read_text()
     assert all(row["what"] in summary for of_part in found.values() for row in of_part["rows"])
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_all_processes_and_keeps_the_finished_parts(tmp_path):
+def test_ctrl_c_ends_all_processes_and_keeps_the_finished_parts(python, tmp_path):
     out = tmp_path / "figures"
-    process = started(sys.executable, "--rehearse", "--out", out, "watching", "bert")
+    process = started(python, "--rehearse", "--out", out, "watching", "bert")
     deadline = time.monotonic() + 200
     while not (out / "bert.json").exists():
         assert process.poll() is None, process.stderr.read()
@@ -94,7 +98,9 @@ def test_ctrl_c_ends_all_processes_and_keeps_the_finished_parts(tmp_path):
     assert "interrupted." in stderr
     assert "Traceback" not in stderr
     assert "steps a call" in stdout
-    assert json.loads((out / "watching.json").read_text())["rows"]
+    watching = json.loads((out / "watching.json").read_text())
+    assert {"devices" in row["what"] for row in watching["rows"]} == {True, False}
+    assert all(any(map(sentence.count, EXPLAINED)) for sentence in watching["missing"])
     running = [file.read_bytes() for file in pathlib.Path("/proc").glob("[0-9]*/cmdline")]
     assert not any(str(out).encode() in line for line in running)
 

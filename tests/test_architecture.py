@@ -4,12 +4,11 @@ import ast
 import graphlib
 import pathlib
 import re
-import subprocess
-import sys
 
 import pytest
 
 import kdpkit
+from tests.processes import run_code
 
 ROOT = pathlib.Path(kdpkit.__file__).parent
 FRAMEWORKS = {"tensorflow", "jax", "keras", "keras_hub", "tensorflow_text", "numpy"}
@@ -162,12 +161,6 @@ def test_a_forbidden_import_would_be_seen():
     assert breaches("_internal/a.py", upward) == {"training"}
 
 
-def run(code):
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
-    ).stdout.strip()
-
-
 def test_the_page_on_the_architecture_names_files_that_exist():
     page = (ROOT.parent / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
     table = page.partition("## Where is")[2].partition("## Tests")[0]
@@ -187,7 +180,9 @@ def test_the_map_of_the_architecture_names_the_files_that_exist():
 
 
 def test_importing_kdpkit_loads_no_framework():
-    loaded = run("import sys, kdpkit; print(*sorted({m.split('.')[0] for m in sys.modules}))")
+    loaded = run_code(
+        "import sys, kdpkit; print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    ).stdout
     assert not FRAMEWORKS & set(loaded.split())
 
 
@@ -195,18 +190,22 @@ def test_importing_kdpkit_loads_no_framework():
     "part", ["scaling", "cluster", "launch", "cli", "testing", "testing.pytest_plugin"]
 )
 def test_pure_parts_load_no_framework(part):
-    loaded = run(f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})")
+    loaded = run_code(
+        f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})"
+    ).stdout
     assert not FRAMEWORKS & set(loaded.split())
 
 
 def test_experiment_leaves_the_frameworks_to_the_program():
-    loaded = run("import sys, kdpkit.experiment; print(*{m.split('.')[0] for m in sys.modules})")
+    loaded = run_code(
+        "import sys, kdpkit.experiment; print(*{m.split('.')[0] for m in sys.modules})"
+    ).stdout
     assert not FRAMEWORKS & set(loaded.split())
 
 
 def test_importing_kdpkit_takes_under_50_ms():
     code = "import time as t; s = t.perf_counter(); import kdpkit; print(t.perf_counter() - s)"
-    assert min(float(run(code)) for _ in range(5)) < 0.05
+    assert min(float(run_code(code).stdout) for _ in range(5)) < 0.05
 
 
 def test_an_unknown_part_is_an_attribute_error():

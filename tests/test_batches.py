@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from kdpkit import batches, testing
 from kdpkit.batches import ArrayBatches
+from kdpkit.testing import generators, laws
 
 
 def epoch_of(dataset):
@@ -23,60 +24,48 @@ def epoch_of(dataset):
 
 @settings(max_examples=40)
 @given(
-    examples=st.integers(1, 30),
-    size=st.integers(1, 8),
+    examples=generators.example_counts(min_value=1),
+    size=generators.global_batch_sizes(max_value=8),
     remainder=st.sampled_from(["drop", "pad", "keep"]),
     seed=st.sampled_from([None, 0, 7]),
 )
 def test_every_example_comes_once_an_epoch_but_for_what_is_dropped(examples, size, remainder, seed):
-    x, y = np.arange(examples), {"label": -np.arange(examples)}
+    data = np.arange(examples), {"label": -np.arange(examples)}
     if remainder == "drop" and examples < size:
         with pytest.raises(ValueError, match="fewer examples than a batch"):
-            ArrayBatches((x, y), global_batch_size=size, remainder=remainder)
+            ArrayBatches(data, global_batch_size=size, remainder=remainder)
         return
     dataset = ArrayBatches(
-        (x, y), global_batch_size=size, remainder=remainder, seed=seed, mode="eval"
+        data, global_batch_size=size, remainder=remainder, seed=seed, mode="eval"
     )
+    dropped = examples % size if remainder == "drop" else 0
+    assert dataset.examples == examples - dropped
     for _ in range(2):
-        seen = []
-        for batch in epoch_of(dataset):
-            x_, y_, weight = keras.utils.unpack_x_y_sample_weight(batch)
-            assert (y_["label"] == -x_).all()
-            assert len(x_) == size or remainder == "keep"
-            seen += [*x_] if weight is None else [*x_[weight > 0]]
-        assert (
-            len(seen)
-            == dataset.examples
-            == (examples // size * size if remainder == "drop" else examples)
-        )
-        assert len({*seen}) == len(seen)
+        epoch = epoch_of(dataset)
+        laws.every_example_once(iter(epoch), examples=data, may_drop=dropped)
+        assert remainder == "keep" or {len(x) for x, *_ in epoch} == {size}
         if seed is None:
-            assert seen == [*range(len(seen))]
+            numbers = np.concatenate([x for x, *_ in epoch])[: dataset.examples]
+            assert numbers.tolist() == [*range(dataset.examples)]
 
 
 @settings(max_examples=40)
-@given(
-    examples=st.integers(1, 40),
-    per_process=st.integers(1, 4),
-    processes=st.integers(1, 4),
-    remainder=st.sampled_from(["drop", "pad"]),
-)
-def test_the_shards_of_the_processes_are_the_batch_of_one(
-    examples, per_process, processes, remainder
-):
-    size = per_process * processes
+@given(shards=generators.shards(min_examples=1), remainder=st.sampled_from(["drop", "pad"]))
+def test_the_shards_of_the_processes_are_the_batch_of_one(shards, remainder):
+    examples, size, processes = shards
     if remainder == "drop" and examples < size:
         return
-    settings_ = {"global_batch_size": size, "remainder": remainder, "seed": 3}
     data = np.arange(examples), np.arange(examples) % 5
-    alone = ArrayBatches(data, **settings_)
-    parts = [
-        ArrayBatches(data, process_count=processes, process_index=index, **settings_)
-        for index in range(processes)
-    ]
-    for of_one, *of_all in zip(epoch_of(alone), *map(epoch_of, parts), strict=True):
-        for one, *shards in zip(of_one, *of_all, strict=True):
-            np.testing.assert_array_equal(np.concatenate(shards), one)
+
+    def read(processes):
+        settings_ = {"global_batch_size": size, "remainder": remainder, "seed": 3}
+        return [
+            ArrayBatches(data, process_count=processes, process_index=index, **settings_)
+            for index in range(processes)
+        ]
+
+    laws.same_examples_for_any_replicas(read, replicas=processes)
+    laws.equal_steps(read(processes))
 
 
 def test_every_epoch_has_its_order_and_augmentation_which_any_epoch_restores():

@@ -56,7 +56,7 @@ def test_wrong_words_raise_before_anything_is_measured(words, sentence, capsys):
 def test_a_benchmark_that_fails_or_is_interrupted_keeps_what_the_others_measured(
     tmp_path, monkeypatch
 ):
-    done = {"start": [Row("start", "s", Spread.of([1.0]))], "cnn": None}
+    done = {"exact": [Row("exact", "s", Spread.of([1.0]))], "bert": None}
 
     def measured(name, flags):
         assert flags == ["--rounds=2", "--images=builtin"]
@@ -67,9 +67,9 @@ def test_a_benchmark_that_fails_or_is_interrupted_keeps_what_the_others_measured
     monkeypatch.setattr(command, "measured", measured)
     file = tmp_path / "rows.json"
     flags = ["--rounds", "2", "--json", str(file)]
-    for names, code in ((["start"], 0), (["cnn", "start"], 1), (["start", "loops"], 130)):
+    for names, code in ((["exact"], 0), (["bert", "exact"], 1), (["exact", "loops"], 130)):
         assert command.main([*names, *flags]) == code
-        assert [row["what"] for row in json.loads(file.read_text())["rows"]] == ["start"]
+        assert [row["what"] for row in json.loads(file.read_text())["rows"]] == ["exact"]
 
 
 @pytest.mark.slow

@@ -5,8 +5,6 @@ import pathlib
 import random
 import resource
 import shutil
-import subprocess
-import sys
 import warnings
 
 import keras
@@ -17,11 +15,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
-import kdpkit
 from kdpkit import checkpoints, testing
 from kdpkit.checkpoints import CheckpointDirectory, Position, TrainingState
-
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+from tests.processes import run_code
 
 
 def state(epoch=0, step=0, **arrays):
@@ -87,6 +83,7 @@ def torn(draw, content):
     return content[:start] + block + content[stop:]
 
 
+@pytest.mark.tensorflow  # once: files are the same on both backends
 @pytest.mark.parametrize("seed", range(60))
 def test_no_damaged_state_is_read_as_another_or_ends_the_run(seed, tmp_path):
     weights = {"weight": np.arange(20.0), "bias": np.arange(3).astype(ml_dtypes.bfloat16)}
@@ -173,12 +170,11 @@ raise RuntimeError("training failed")
 """
 
 
+@pytest.mark.tensorflow  # once
 def test_a_program_that_fails_ends_when_all_is_written_and_reports_what_is_not(tmp_path):
     (tmp_path / "file").touch()
-    command = [sys.executable, "-c", ENDING, tmp_path / "states", tmp_path / "file" / "states"]
-    ended = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
-    )
+    states = tmp_path / "states", tmp_path / "file" / "states"
+    ended = run_code(ENDING, *states, KERAS_BACKEND="numpy", check=False)
     assert ended.returncode == 1
     assert "training failed" in ended.stderr
     assert "could not be saved" in ended.stderr

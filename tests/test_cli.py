@@ -1,13 +1,12 @@
 """What all commands have in common."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 
 import kdpkit
 from kdpkit import cli
+from tests.processes import run
 
 COMMANDS = ("doctor", "env", "launch", "plan", "recipe")
 
@@ -40,14 +39,8 @@ def test_the_version_is_printed(capsys):
 def test_a_backend_that_cannot_be_imported_is_one_sentence(tmp_path, backend):
     (tmp_path / "data.py").write_text("def numbers():\n    return range(9)\n")
     (tmp_path / "torch.py").write_text("raise ImportError('There is none.')")
-    ended = subprocess.run(
-        [sys.executable, "-m", "kdpkit", "doctor", "data.py:numbers"],
-        env=os.environ | {"KERAS_BACKEND": backend},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = (sys.executable, "-m", "kdpkit", "doctor", "data.py:numbers")
+    ended = run(*command, cwd=tmp_path, check=False, KERAS_BACKEND=backend)
     assert (ended.returncode, ended.stdout) == (2, "")
     last = ended.stderr.splitlines()[-1]
     assert "Keras cannot be imported with its backend" in last

@@ -1,7 +1,5 @@
 import gzip
 import struct
-import subprocess
-import sys
 import sysconfig
 
 import numpy as np
@@ -12,6 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from kdpkit import corpora
 from kdpkit._internal import atomic_files
+from tests.processes import run_code
 
 
 def idx(array):
@@ -222,14 +221,8 @@ def test_without_a_network_one_sentence_names_the_fix(tmp_path):
         "    except ValueError as error: print(error)\n"
     )
     nowhere = "http://127.0.0.1:9"
-    printed = subprocess.run(
-        [sys.executable, "-c", code],
-        env={"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "numpy", "https_proxy": nowhere},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    ).stdout
+    where = {"KERAS_HOME": str(tmp_path), "KERAS_BACKEND": "numpy", "https_proxy": nowhere}
+    printed = run_code(code, **where).stdout
     for name in ("mnist", "fashion_mnist"):
         assert f"could not download {name} (URL fetch failure on https://" in printed
     assert printed.count("built-in digits") == 2

@@ -1,7 +1,6 @@
 """`kdpkit doctor`, and what it says of the project's own recipes."""
 
 import json
-import os
 import pathlib
 import signal
 import subprocess
@@ -11,6 +10,7 @@ import pytest
 
 from kdpkit import cli
 from recipes import cnn_fit
+from tests.processes import run
 
 RECIPES = pathlib.Path(cnn_fit.__file__).parent
 PRINTING = """
@@ -32,14 +32,7 @@ model.fit(x, y, batch_size=64)
 
 def doctor(*words, **environment):
     """Run it in a process of its own, as its user does."""
-    return subprocess.run(
-        [sys.executable, "-m", "kdpkit", "doctor", *map(str, words)],
-        capture_output=True,
-        text=True,
-        timeout=280,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    return run(sys.executable, "-m", "kdpkit", "doctor", *words, check=False, **environment)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from kdpkit import cli
 from kdpkit.launch import _child_processes as child_processes
-from tests.processes import SOON, wait_for_file
+from tests.processes import SOON, run, wait_for_file
 from tests.python_without import python_without
 
 pytestmark = pytest.mark.timeout(600)
@@ -19,14 +19,7 @@ pytestmark = pytest.mark.timeout(600)
 
 def env(*words, python=sys.executable, **environment):
     """Run it in a process of its own, as its user does."""
-    return subprocess.run(
-        [python, "-m", "kdpkit", "env", *words],
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        env={**os.environ, **environment},
-        check=False,
-    )
+    return run(python, "-m", "kdpkit", "env", *words, check=False, **environment)
 
 
 def test_it_tells_no_secret_no_home_and_no_host(tmp_path):

@@ -3,8 +3,6 @@
 import argparse
 import json
 import math
-import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 from kdpkit import errors, experiment, pipelines
 from kdpkit.experiment import _strategy
 from kdpkit.testing import tiny_classifier, toy_classification
+from tests.processes import run_code
 
 
 def parser(**defaults):
@@ -163,14 +162,7 @@ for flags in (dict(strategy="mirrored", replicas=3), dict(strategy="multi_worker
     except ValueError as error: print(str(error).replace("\\n", " "))
 """
     environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": backend}
-    printed = subprocess.run(
-        [sys.executable, "-c", code % backend],
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    ).stdout.splitlines()
+    printed = run_code(code % backend, **environment).stdout.splitlines()
     assert len(printed) == 2
     assert all(part in line for part, line in zip(lines, printed, strict=True))
 

@@ -91,55 +91,40 @@ def weights_after(steps):
     return model.get_weights()
 
 
-def assert_stops_after(steps, log_dir, press, build=compiled, **arguments):
-    model = build()
+# When Ctrl-C comes, the steps that were made then, and how many epochs have ended.
+MOMENTS = [
+    ("on_train_batch_end", 2, 3, 0),
+    ("on_test_batch_end", 2, 10, 0),  # nobody takes the validation for complete
+    ("on_train_batch_end", 9, 10, 1),  # the last step of an epoch
+    ("on_epoch_end", 1, 20, 2),
+]
+
+
+@pytest.mark.parametrize(
+    ("build", "hook", "batch", "steps", "epochs"),
+    [
+        *((compiled, *moment) for moment in MOMENTS),
+        *(pytest.param(mirrored, *moment, marks=pytest.mark.tensorflow) for moment in MOMENTS[:2]),
+    ],
+)
+def test_training_ends_with_the_current_step_and_is_saved(
+    tmp_path, capfd, build, hook, batch, steps, epochs
+):
+    press, validation = PressCtrlC(hook, batch), {}
+    if hook == "on_test_batch_end":
+        validation = {"validation_data": (X, Y), "validation_batch_size": 4}
     with pytest.raises(KeyboardInterrupt):
-        fit(model, log_dir, press, **arguments)
+        fit(build(), tmp_path, press, **validation)
     assert press.steps == steps
-    saved = keras.saving.load_model(log_dir / "logs" / "interrupted.keras")
-    assert int(saved.optimizer.iterations) == steps
-    for left, right in zip(saved.get_weights(), weights_after(steps), strict=True):
-        np.testing.assert_allclose(left, right, atol=1e-6)
-
-
-@pytest.mark.parametrize("build", [compiled, pytest.param(mirrored, marks=pytest.mark.tensorflow)])
-def test_training_ends_with_the_current_step_and_is_saved(tmp_path, capfd, build):
-    assert_stops_after(3, tmp_path, PressCtrlC("on_train_batch_end", 2), build)
-    printed = capfd.readouterr()
+    assert press.hooks.count("on_epoch_end") == epochs
+    assert press.hooks.count("on_test_batch_end") < len(X) / 4
+    printed, saved = capfd.readouterr(), tmp_path / "logs" / "interrupted.keras"
     assert "Ctrl-C: training ends with this step. Press it again to stop at once." in printed.err
-    saved = tmp_path / "logs" / "interrupted.keras"
-    assert (
-        f"Training was stopped by Ctrl-C. The model as trained so far is saved as {saved}."
-        in printed.out
-    )
-
-
-@pytest.mark.tensorflow
-def test_validation_ends_early_and_nobody_takes_it_for_complete(tmp_path):
-    press = PressCtrlC("on_test_batch_end", 2)
-    assert_stops_after(
-        10, tmp_path, press, mirrored, validation_data=(X, Y), validation_batch_size=4
-    )
-    assert press.hooks.count("on_test_batch_end") == 4
-    assert "on_epoch_end" not in press.hooks
-
-
-@pytest.mark.jax
-@pytest.mark.parametrize("hook", ["on_train_batch_end", "on_test_batch_end"])
-def test_on_jax_the_weights_survive_wherever_ctrl_c_comes(tmp_path, hook):
-    steps = {"on_train_batch_end": 3, "on_test_batch_end": 10}[hook]
-    validation = {"validation_data": (X, Y), "validation_batch_size": 4}
-    assert_stops_after(steps, tmp_path, PressCtrlC(hook, 2), **validation)
-
-
-def test_ctrl_c_after_an_epochs_last_step_leaves_the_epoch_complete(tmp_path):
-    press = PressCtrlC("on_train_batch_end", 9)
-    assert_stops_after(10, tmp_path, press)
-    assert press.hooks.count("on_epoch_end") == 1
-
-
-def test_ctrl_c_after_the_last_step_saves_all_that_was_trained(tmp_path):
-    assert_stops_after(20, tmp_path, PressCtrlC("on_epoch_end", 1))
+    assert f"stopped by Ctrl-C. The model as trained so far is saved as {saved}." in printed.out
+    loaded = keras.saving.load_model(saved)
+    assert int(loaded.optimizer.iterations) == steps
+    for left, right in zip(loaded.get_weights(), weights_after(steps), strict=True):
+        np.testing.assert_allclose(left, right, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -158,12 +143,14 @@ def test_where_resume_keeps_the_state_the_sentence_names_it(tmp_path, capfd):
         np.testing.assert_allclose(left, right, atol=1e-6)
 
 
+@pytest.mark.tensorflow  # once
 def test_without_a_log_directory_it_reports_that_nothing_was_saved(capfd):
     with pytest.raises(KeyboardInterrupt):
         fit(compiled(), None, PressCtrlC("on_train_batch_end", 2))
     assert "Nothing was saved; with a log directory (--log-dir)" in capfd.readouterr().out
 
 
+@pytest.mark.tensorflow  # once
 def test_the_second_ctrl_c_stops_at_once_and_saves_nothing(tmp_path, capfd):
     press = PressCtrlC("on_train_batch_end", 2, times=2)
     with pytest.raises(KeyboardInterrupt):
@@ -172,6 +159,7 @@ def test_the_second_ctrl_c_stops_at_once_and_saves_nothing(tmp_path, capfd):
     assert not list(tmp_path.rglob("*.keras"))
 
 
+@pytest.mark.tensorflow  # once
 def test_ctrl_c_before_training_stops_at_once(tmp_path):
     def interrupted():
         with recording(compiled(), tmp_path):
@@ -193,6 +181,7 @@ def test_the_former_handler_is_back_afterwards(tmp_path, hook):
     assert signal.getsignal(signal.SIGINT) is former
 
 
+@pytest.mark.tensorflow  # once
 def test_training_in_another_thread_is_undisturbed(tmp_path):
     press = PressCtrlC()
     thread = threading.Thread(target=fit, args=(compiled(), tmp_path, press))
@@ -201,6 +190,7 @@ def test_training_in_another_thread_is_undisturbed(tmp_path):
     assert press.steps == 20
 
 
+@pytest.mark.tensorflow  # once
 def test_other_errors_pass_and_save_nothing(tmp_path):
     def failing(*_):
         raise RuntimeError("mine")

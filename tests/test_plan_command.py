@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kdpkit import cli
+from tests.processes import run, run_code
 
 RUN = ["--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1"]
 
@@ -130,16 +131,9 @@ def make():
 @pytest.mark.timeout(300)
 def test_memory_is_planned_for_replicas_that_are_not_there(tmp_path):
     (tmp_path / "train.py").write_text(MAKE)
-    command = [sys.executable, "-m", "kdpkit", "plan", "--replicas", "4", "--memory"]
-    ended = subprocess.run(
-        [*command, "1GiB", "train.py:make", "--json"],
-        cwd=tmp_path,
-        env={**os.environ, "KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-        timeout=250,
-        check=False,
-    )
+    words = ["plan", "--replicas", "4", "--memory", "1GiB", "train.py:make", "--json"]
+    command = [sys.executable, "-m", "kdpkit", *words]
+    ended = run(*command, cwd=tmp_path, KERAS_BACKEND="jax", check=False)
     assert ended.returncode == 0, ended.stderr
     plan = json.loads(ended.stdout)
     assert (plan["memory"], plan["replicas"], plan["global_batch_size"]) == (2**30, 4, 32)
@@ -174,12 +168,6 @@ def test_flags_are_parsed_and_plans_are_made_without_a_framework():
         ["env", "--quick", "--try"],
         ["env", "--timeout", "0"],
     ]
-    ended = subprocess.run(
-        [sys.executable, "-c", PARSED.format(words=words)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    ended = run_code(PARSED.format(words=words))
     loaded = {*ended.stdout.splitlines()[-1].split()}
     assert not loaded & {"keras", "tensorflow", "jax", "torch", "numpy"}

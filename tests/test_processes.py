@@ -37,9 +37,7 @@ DISAGREE = {
 pytestmark = [
     pytest.mark.timeout(400),
     pytest.mark.needs(jax="0.10", keras="3.15", reason="several processes are not supported"),
-    pytest.mark.skipif(
-        keras.backend.backend() != "tensorflow", reason="starts processes on JAX; once is enough"
-    ),
+    pytest.mark.tensorflow,  # once: it starts processes on JAX
 ]
 
 

@@ -16,6 +16,7 @@ import pytest
 
 from kdpkit import callbacks, errors, schedules
 from recipes import bert_mlm, cnn_custom_loop, cnn_fit, lm
+from tests.processes import run_code
 from tests.test_corpora import idx
 
 ROOT = pathlib.Path(bert_mlm.__file__).parents[1]
@@ -183,31 +184,24 @@ def test_a_run_shows_what_it_does_and_nothing_else(text, tmp_path):
 
 
 FLAGS_FIRST = """
-import os, runpy, sys
-name, *flags = sys.argv[1:]
-sys.argv = [name, *flags]
-try:
-    runpy.run_path(name, run_name="__main__")
-except SystemExit as stop:
-    print("code", stop.code)
+import runpy, sys
+name = sys.argv[1]
+for flags in (["--help"], ["--epochz", "3"]):
+    sys.argv = [name, *flags]
+    try:
+        runpy.run_path(name, run_name="__main__")
+    except SystemExit as stop:
+        print("code", stop.code)
 print({"tensorflow", "jax", "keras", "keras_hub", "numpy"} & set(sys.modules))
 """
 
 
-@pytest.mark.parametrize("flags", [["--help"], ["--epochz", "3"]])
+@pytest.mark.tensorflow  # once: no framework is loaded
 @pytest.mark.parametrize("name", NAMES)
-def test_flags_are_read_before_a_framework_is_loaded(name, flags):
-    code, loaded = subprocess.run(
-        [sys.executable, "-c", FLAGS_FIRST, f"recipes/{name}.py", *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=60,
-    ).stdout.splitlines()[-2:]
-    assert code == ("code 0" if flags == ["--help"] else "code 2")
-    assert loaded == "set()"
+def test_flags_are_read_before_a_framework_is_loaded(name):
+    lines = run_code(FLAGS_FIRST, f"recipes/{name}.py", cwd=ROOT).stdout.splitlines()
+    assert [line for line in lines if line.startswith("code ")] == ["code 0", "code 2"]
+    assert lines[-1] == "set()"
 
 
 @pytest.mark.parametrize("name", NAMES)

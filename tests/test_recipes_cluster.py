@@ -9,10 +9,9 @@ import sys
 import pytest
 import yaml
 
-import kdpkit
 from kdpkit.cluster import ClusterConfig
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 CLUSTER = ROOT / "recipes" / "cluster"
 
 # Two tasks on this machine, with the variables that SLURM sets; the highest exit code is srun's.

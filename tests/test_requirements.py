@@ -1,16 +1,13 @@
 """The oldest versions that are promised are those that are tested."""
 
 import ast
-import pathlib
 import re
-import subprocess
 import sys
 import tomllib
 
-import kdpkit
 from tests import test_architecture
+from tests.processes import ROOT, run
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 FOR_USERS = ("tensorflow", "jax", "recipes", "gpu")
 NEEDS_A_GPU = {"nvidia-ml-py"}
 THREE = r"\d+\.\d+\.\d+"
@@ -35,13 +32,7 @@ def lower_bounds():
 
 def pins():
     """Return the versions that `.ci/environment oldest` installs, by name."""
-    printed = subprocess.run(
-        [sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    )
+    printed = run(sys.executable, ROOT / ".ci" / "environment", "oldest", "--packages")
     return dict(line.split("==") for line in printed.stdout.splitlines())
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import scaling, schedules, strategies
-from tests import generators
+from kdpkit.testing import generators, laws
 
 
 @functools.cache
@@ -18,29 +18,30 @@ def mirrored(replicas):
     return strategies.select_strategy("mirrored", devices=replicas)
 
 
-@settings(max_examples=15)
-@given(st.integers(1, 40), st.integers(1, 20), generators.replica_counts)
-def test_batches_are_split_as_the_real_strategy_splits_them(examples, batch_size, replicas):
-    strategy = mirrored(replicas)
-    dataset = tf.data.Dataset.range(examples).batch(batch_size)
-    read = []
-    for batch in strategy.experimental_distribute_dataset(dataset):
-        shards = [shard.numpy().tolist() for shard in strategy.experimental_local_results(batch)]
-        size = min(batch_size, examples - len(read))
-        assert scaling.split_batch(size, replicas) == tuple(map(len, shards))
-        read += itertools.chain(*shards)
-    assert read == list(range(examples))
+@settings(max_examples=10)
+@given(
+    generators.splits(min_size=1, max_size=12, max_replicas=4),
+    generators.example_counts(min_value=1, max_value=24),
+)
+def test_batches_are_split_as_the_real_strategy_splits_them(split, examples):
+    strategy = mirrored(split.replicas)
+    dataset = tf.data.Dataset.range(examples).batch(split.global_batch_size)
+    read = list(strategy.experimental_distribute_dataset(dataset))
+    laws.every_example_once(iter(read), examples=examples)
+    for batch, given_batch in zip(read, dataset, strict=True):
+        parts = strategy.experimental_local_results(batch)
+        sizes = scaling.split_batch(len(given_batch), split.replicas)
+        assert sizes == tuple(map(len, parts))
 
 
-@given(st.integers(0, 60), st.integers(1, 12), st.sampled_from(["balance", "drop"]))
-def test_shards_hold_every_example_once_in_order_but_for_what_is_dropped(
-    examples, shards, remainder
-):
+@given(generators.shards(), st.sampled_from(["balance", "drop"]))
+def test_shards_hold_every_example_once_in_order_but_for_what_is_dropped(shards, remainder):
+    examples, _, processes = shards
     dealt = [
-        list(scaling.shard_indices(examples, shards, index, remainder=remainder))
-        for index in range(shards)
+        list(scaling.shard_indices(examples, processes, index, remainder=remainder))
+        for index in range(processes)
     ]
-    kept = examples if remainder == "balance" else examples // shards * shards
+    kept = examples if remainder == "balance" else examples // processes * processes
     assert list(itertools.chain(*dealt)) == list(range(kept))
     sizes = [len(shard) for shard in dealt]
     assert sizes == sorted(sizes, reverse=True)
@@ -117,7 +118,7 @@ def test_a_plan_is_plain_data():
         plan.replicas = 3
 
 
-@given(generators.rates, st.floats(0.1, 16), st.floats(0.1, 16), st.sampled_from(scaling.RULES))
+@given(st.floats(0.01, 1.0), st.floats(0.1, 16), st.floats(0.1, 16), st.sampled_from(scaling.RULES))
 def test_scaling_twice_is_scaling_by_the_product(base, first, second, rule):
     once = scaling.scale_learning_rate(base, factor=first * second, rule=rule)
     halfway = scaling.scale_learning_rate(base, factor=first, rule=rule)

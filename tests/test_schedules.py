@@ -10,18 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
-from kdpkit import schedules
+from kdpkit import scaling, schedules
 from kdpkit.testing import _schedules, generators, laws
-from tests import oracles
 
 # TensorFlow rounds an element by its position in the vector.
 ULPS = 5e-7
 
 quick = settings(max_examples=30)
-
-
-def rates_in_double(schedule, steps):
-    return np.array([oracles.learning_rate(schedule, step) for step in range(steps)])
 
 
 CLASSES = [
@@ -39,11 +34,26 @@ def test_the_laws_below_are_tried_with_every_schedule(kind):
         pytest.fail(f"Add {kind.__name__} to `of_any_kind` in kdpkit/testing/_schedules.py.")
 
 
-@given(generators.schedules())
-def test_rates_are_those_of_plain_floats(schedule):
-    expected = rates_in_double(schedule, 120)
-    tolerance = 1e-6 * expected.max()
-    np.testing.assert_allclose(schedules.preview(schedule, 120), expected, 1e-5, tolerance)
+@quick
+@given(generators.schedules(), st.floats(0.25, 8), st.sampled_from(scaling.RULES))
+def test_a_scaled_schedule_is_a_multiple(schedule, factor, rule):
+    power = {"none": 0, "sqrt": 1 / 2, "linear": 1}[rule]
+    scaled = schedules.ScaledSchedule(schedule, factor, rule)
+    expected = factor**power * schedules.preview(schedule, 60)
+    np.testing.assert_allclose(schedules.preview(scaled, 60), expected, rtol=ULPS)
+
+
+@quick
+@given(
+    st.lists(generators.schedules() | _schedules.RATES, min_size=1, max_size=3),
+    st.lists(st.integers(1, 20), min_size=2, max_size=2),
+)
+def test_each_of_joined_schedules_starts_at_its_step_0(parts, lengths):
+    lengths = [*lengths[: len(parts) - 1], 30]
+    joined = schedules.JoinedSchedule(parts, np.cumsum(lengths[:-1]).tolist())
+    pieces = [schedules.preview(of, 30)[:length] for of, length in zip(parts, lengths, strict=True)]
+    rates = schedules.preview(joined, 70)[: sum(lengths)]  # of one shape: JAX compiles each anew
+    np.testing.assert_allclose(rates, np.concatenate(pieces), rtol=ULPS)
 
 
 @quick
@@ -115,7 +125,8 @@ def test_warmup_stable_decay_by_hand(shape, end, expected):
 def test_noam_by_hand_peaks_at_the_end_of_its_warmup():
     rates = schedules.preview(schedules.NoamDecay(512, 4000), [0, 1, 3999, 4000, 4001, 16000])
     highest = 512**-0.5 * 4000**-0.5
-    np.testing.assert_allclose(rates[[0, 1, 3, 5]], highest * np.array([1 / 4000] * 2 + [1, 0.5]))
+    shares = [1 / 4000, 1 / 4000, 3999 / 4000, 1, (4000 / 4001) ** 0.5, 0.5]
+    np.testing.assert_allclose(rates, highest * np.array(shares), rtol=1e-6)
     assert rates.argmax() == 3
 
 
@@ -193,7 +204,7 @@ def nested():
 def test_fit_applies_the_rates_and_a_saved_model_goes_on_with_them(tmp_path):
     model = linear_model(keras.optimizers.SGD(nested()))
     train(model, 9)
-    expected = rates_in_double(nested(), 20)
+    expected = schedules.preview(nested(), 20)
     np.testing.assert_allclose(model.get_weights()[0].item(), -expected[:9].sum(), rtol=1e-5)
     model.save(tmp_path / "model.keras")
     restored = keras.models.load_model(tmp_path / "model.keras")

@@ -1,8 +1,6 @@
 """The toy data, the generators, messages of laws that need a framework, and the pytest plugin."""
 
 import importlib.metadata
-import os
-import subprocess
 import sys
 import textwrap
 import tomllib
@@ -17,35 +15,22 @@ from hypothesis import strategies as st
 from kdpkit import errors, scaling, schedules, testing
 from kdpkit.testing import generators, laws
 from kdpkit.training import replica_exact
+from tests.processes import run, run_code
 from tests.test_architecture import FRAMEWORKS, ROOT
 
 
-def build_clipping(exact):
-    def build():
-        model = testing.tiny_classifier()
-        if exact:
-            model = replica_exact(model)
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.SGD(0.1, clipnorm=0.01), loss)
-        return model
-
-    return build
-
-
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_the_same_training_is_denied_with_the_variable_that_differs():
-    with pytest.raises(AssertionError, match="do not train.*`.*`.*gradients by"):
-        laws.same_training_for_any_replicas(
-            build_clipping(exact=False), testing.toy_classification(8), replicas=2
-        )
+def build_clipping():
+    model = testing.tiny_classifier()
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1, clipnorm=0.01), loss)
+    return model
 
 
 @pytest.mark.tensorflow
 def test_the_same_training_is_denied_with_what_the_replicas_raised():
     with pytest.raises(AssertionError, match="cannot train.*AddN") as failed:
         laws.same_training_for_any_replicas(
-            build_clipping(exact=False), testing.toy_classification(9), replicas=2
+            build_clipping, testing.toy_classification(9), replicas=2
         )
     assert "AddN" in str(failed.value.__cause__)
 
@@ -142,19 +127,7 @@ def test_what_cannot_be_compared_raises():
         laws.equal_steps([iter(int, 1)])
 
 
-def run(code, *command, folder=None, **environment):
-    command = command or (sys.executable, "-c", code)
-    return subprocess.run(
-        command,
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
+@pytest.mark.tensorflow  # once
 def test_only_the_generators_need_hypothesis_and_say_so():
     code = """
     import sys
@@ -167,12 +140,13 @@ def test_only_the_generators_need_hypothesis_and_say_so():
         print(error)
     print(*{name.split(".")[0] for name in sys.modules})
     """
-    done = run(textwrap.dedent(code))
+    done = run_code(textwrap.dedent(code), check=False)
     message, loaded = done.stdout.splitlines()
     assert message.startswith("`kdpkit.testing.generators` needs Hypothesis. Run `pip install")
     assert FRAMEWORKS & {*loaded.split()} == {"numpy"}
 
 
+@pytest.mark.tensorflow  # once: it is a process on JAX
 def test_without_tensorflow_datasets_are_arrays():
     code = """
     import sys
@@ -189,7 +163,7 @@ def test_without_tensorflow_datasets_are_arrays():
     law()
     print("passed")
     """
-    done = run(textwrap.dedent(code), KERAS_BACKEND="jax")
+    done = run_code(textwrap.dedent(code), KERAS_BACKEND="jax", check=False)
     assert done.stdout == "passed\n", done.stderr
 
 
@@ -219,7 +193,7 @@ def test_the_plugin_makes_devices_and_skips_what_needs_more(backend, tmp_path):
     command = (sys.executable, "-m", "pytest", "-rs", "--strict-markers", "--strict-config")
     plugin = ("-p", "kdpkit.testing.pytest_plugin")
     unset = {"XLA_FLAGS": "", "KERAS_BACKEND": backend}
-    done = run("", *command, *plugin, folder=tmp_path, **unset)
+    done = run(*command, *plugin, cwd=tmp_path, check=False, **unset)
     assert "2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "needs 4 devices, and there are 3" in done.stdout
 
@@ -228,7 +202,8 @@ def test_the_plugin_makes_devices_and_skips_what_needs_more(backend, tmp_path):
 def test_the_plugin_loads_nothing_in_suites_that_do_not_use_it(tmp_path):
     (tmp_path / "test_devices.py").write_text(TESTS)
     plugin = ("-p", "kdpkit.testing.pytest_plugin")
-    done = run("", sys.executable, "-m", "pytest", "-s", "-k", "loaded", *plugin, folder=tmp_path)
+    command = (sys.executable, "-m", "pytest", "-s", "-k", "loaded")
+    done = run(*command, *plugin, cwd=tmp_path, check=False)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert not (FRAMEWORKS | {"hypothesis"}) & {*done.stdout.split()}
 

@@ -1,20 +1,17 @@
 """What can be known of a TPU where there is none."""
 
-import os
 import re
-import subprocess
-import sys
 
 import keras
 import pytest
 
 from kdpkit._internal import machine
+from tests.processes import run_code
 
 NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of theirs
 TPU_V5E = ("0x1ae0", "0x0063")
 DISK = ("0x1af4", "0x1001")
 
-needs_tensorflow = pytest.mark.tensorflow
 where_no_tpu_is_named = pytest.mark.usefixtures("unnamed")
 
 
@@ -100,7 +97,7 @@ for name in (server.target, *sys.argv[1:], None):
 """
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 @where_no_tpu_is_named
 @pytest.mark.slow
 @pytest.mark.timeout(240)
@@ -108,13 +105,7 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
     """The first is a server that has none."""
     names = ["grpc://localhost:1", "grpc://nowhere.invalid:8470", "local"]
     names += ["grpc://localhost", "no-such-tpu"]
-    printed = subprocess.run(
-        [sys.executable, "-c", CONNECT, *names],
-        capture_output=True,
-        text=True,
-        timeout=200,
-        check=True,
-    ).stdout.splitlines()
+    printed = run_code(CONNECT, *names).stdout.splitlines()
     without, silent, unknown, local, portless, unnamed_tpu, nothing = printed
     assert "TPUs not found" in without
     assert "does not answer (Connection refused)" in silent
@@ -125,7 +116,7 @@ def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
     assert "this machine has no TPU chip" in nothing
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 @where_no_tpu_is_named
 def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
     from kdpkit import strategies
@@ -137,7 +128,7 @@ def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
     assert capsys.readouterr().out == ""
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 def test_auto_goes_to_the_tpu_that_the_environment_names(unnamed):
     from kdpkit import strategies
 
@@ -163,14 +154,7 @@ def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
         "    try: ask()\n"
         "    except ValueError as error: print(error)\n"
     )
-    printed = subprocess.run(
-        [sys.executable, "-c", code],
-        env={**os.environ, "JAX_PLATFORMS": platforms},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=True,
-    ).stdout.splitlines()
+    printed = run_code(code, JAX_PLATFORMS=platforms).stdout.splitlines()
     assert len(printed) == 3
     assert all(re.search(sentence, line) for line in printed)
 

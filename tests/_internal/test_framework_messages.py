@@ -1,9 +1,10 @@
 """TensorFlow's lines about how it was built are left out, and nothing else is."""
 
-import subprocess
 import sys
 
 import pytest
+
+from tests.processes import run
 
 WRITTEN = """
 import os, sys
@@ -27,8 +28,7 @@ os.write(2, b"I0000 afterwards\\n")
 )
 def test_lines_about_the_build_alone_are_left_out_of_stderr(end, level, shown, monkeypatch):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
-    program = [sys.executable, "-u", "-c", WRITTEN.format(end=end)]
-    done = subprocess.run(program, capture_output=True, text=True, timeout=60)
+    done = run(sys.executable, "-u", "-c", WRITTEN.format(end=end), check=False)
     lines = done.stderr.splitlines()
     assert len(lines) == len(shown)
     assert all(word in line for word, line in zip(shown, lines, strict=True))

@@ -1,13 +1,11 @@
 """Threads for JAX's logical CPU devices."""
 
 import os
-import subprocess
-import sys
 
-import keras
 import pytest
 
 from kdpkit._internal import machine
+from tests.processes import run_code
 
 
 @pytest.mark.parametrize(
@@ -69,15 +67,8 @@ print("finite:", np.isfinite(weights[0]).all())
 
 @pytest.mark.exhaustive
 @pytest.mark.slow
-@pytest.mark.skipif(keras.backend.backend() != "tensorflow", reason="once is enough")
-def test_steps_on_jax_end_however_far_python_runs_ahead():
-    environment = {name: value for name, value in os.environ.items() if name != "PJRT_NPROC"}
-    finished = subprocess.run(
-        [sys.executable, "-c", RUNNING_AHEAD],
-        env={**environment, "KERAS_BACKEND": "jax"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
+@pytest.mark.tensorflow  # once
+def test_steps_on_jax_end_however_far_python_runs_ahead(monkeypatch):
+    monkeypatch.delenv("PJRT_NPROC", raising=False)
+    finished = run_code(RUNNING_AHEAD, KERAS_BACKEND="jax", check=False)
     assert "finite: True" in finished.stdout, finished.stderr[-3000:]

@@ -2,8 +2,6 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 
 import pytest
 from hypothesis import given
@@ -11,6 +9,7 @@ from hypothesis import strategies as st
 
 from kdpkit import errors
 from kdpkit._internal import atomic_files, storage
+from tests.processes import run_code
 
 NAMES = st.text("abc.-_0", min_size=1, max_size=5).filter(lambda name: name.strip("."))
 
@@ -145,7 +144,5 @@ def test_what_tensorflow_cannot_read_raises():
 
 def test_loading_it_loads_no_framework():
     code = "import sys, kdpkit._internal.storage as s; s.path('gs://b/x'); print(*sys.modules)"
-    loaded = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
-    ).stdout.split()
+    loaded = run_code(code).stdout.split()
     assert not {"tensorflow", "fsspec", "keras", "jax"} & set(loaded)

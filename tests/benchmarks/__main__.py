@@ -26,10 +26,8 @@ from kdpkit._internal import machine as machines
 from kdpkit.diagnostics._env.environment import processor
 from tests.benchmarks.paired import row_of, table
 
-NAMES = (
-    *("machine", "bert", "bert_loss", "cnn", "replicas", "loops", "watching", "exact"),
-    *("start", "memory", "pauses", "reading"),
-)
+NAMES = ("machine", "bert", "loops", "exact", "pauses", "jax_guide")
+BACKENDS = {"jax_guide": {"KERAS_BACKEND": "jax"}}
 
 
 def parser():
@@ -115,7 +113,9 @@ def measured(name, flags):
         file = pathlib.Path(directory) / "rows.json"
         command = [sys.executable, "-m", "tests.benchmarks", name, *flags, "--child", str(file)]
         print(f"{name} ...", file=sys.stderr, flush=True)
-        finished = subprocess.run(command, check=False, env={**os.environ, **QUIET})
+        finished = subprocess.run(
+            command, check=False, env=os.environ | QUIET | BACKENDS.get(name, {})
+        )
         if finished.returncode:
             print(f"{name} failed, exit code {finished.returncode}", file=sys.stderr)
             return None

@@ -2,8 +2,6 @@
 
 import inspect
 import signal
-import subprocess
-import sys
 import textwrap
 
 import keras
@@ -12,6 +10,7 @@ import pytest
 
 from kdpkit._internal import atomic_files, storage
 from kdpkit.callbacks import ModelCheckpoint
+from tests.processes import run_code
 
 KINDS = [("model.keras", False), ("model.weights.h5", True)]
 
@@ -90,8 +89,7 @@ KILLED = """
 
 @pytest.mark.slow
 def test_a_process_killed_while_it_saves_leaves_complete_files(tmp_path):
-    program = [sys.executable, "-c", textwrap.dedent(KILLED), tmp_path]
-    killed = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
+    killed = run_code(textwrap.dedent(KILLED), tmp_path, check=False)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     # What it was writing is hidden, as from the shell's `*.keras`.
     assert [name for name in names(tmp_path) if not name.startswith(".")] == ["epoch-1.keras"]

@@ -11,10 +11,6 @@ from kdpkit.callbacks import LearningRateLogger, PrintLR
 
 from .falling_weight import SetRate, Truth, falling_weight, ones
 
-needs_tensorflow = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="tf.distribute is TensorFlow's"
-)
-
 
 def straight_decay(steps=100):
     return keras.optimizers.schedules.PolynomialDecay(1.0, steps, end_learning_rate=0.0)
@@ -30,7 +26,7 @@ def test_history_has_the_schedules_rate_of_each_epochs_last_step(steps_per_execu
 
 
 @pytest.mark.parametrize("rate", [0.5, straight_decay()], ids=["plain", "schedule"])
-@needs_tensorflow
+@pytest.mark.tensorflow
 def test_two_replicas_log_what_both_applied(rate):
     from kdpkit.strategies import select_strategy
 
@@ -72,7 +68,7 @@ def test_a_plain_rate_is_logged_as_applied_whoever_sets_it_and_in_any_order(hook
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("rate", [0.25, straight_decay()], ids=["plain", "schedule"])
-@needs_tensorflow  # there a dataset can end more than once
+@pytest.mark.tensorflow  # there a dataset can end more than once
 def test_the_rate_is_right_when_the_number_of_steps_is_unknown(rate):
     import tensorflow as tf
 

@@ -4,7 +4,6 @@ The programs are in resume_programs.py; tests/test_elastic.py varies replicas an
 """
 
 import os
-import pathlib
 import random
 import resource
 import signal
@@ -18,11 +17,11 @@ import keras
 import numpy as np
 import pytest
 
-import kdpkit
 from kdpkit.callbacks import Resume
 from kdpkit.callbacks._resume import callback_state
 from kdpkit.checkpoints import CheckpointDirectory, _background
 from tests.callbacks.resume_programs import (
+    EPOCHS,
     LEARNING,
     LOSS,
     ON_JAX,
@@ -34,7 +33,7 @@ from tests.callbacks.resume_programs import (
     fit,
 )
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+SOON_STARTED = os.environ | {"KERAS_BACKEND": "numpy"}  # of Keras' backends the lightest
 pytestmark = pytest.mark.filterwarnings("ignore:Nothing is left to train")
 
 
@@ -71,7 +70,13 @@ WAYS = {
     "Ctrl-C": lambda _: os.kill(os.getpid(), signal.SIGINT),
     "end of training": lambda stop: setattr(stop.model, "stop_training", True),
 }
-HOOKS = ["on_train_batch_end", "on_test_begin", "on_test_batch_end", "on_epoch_end"]
+# How often they are called before the end of a program.
+HOOKS = {
+    "on_train_batch_end": STEPS * EPOCHS - 1,
+    "on_test_begin": EPOCHS,
+    "on_test_batch_end": 3 * EPOCHS,
+    "on_epoch_end": EPOCHS - 1,
+}
 
 
 def lived(name, directory, stop=None, *, states=None, **settings):
@@ -138,15 +143,20 @@ def test_a_program_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("name", ["by_fit", "by_a_loop"])
 def test_a_program_that_was_stopped_anywhere_in_any_way_ends_as_one_that_was_not(
-    name, seed, tmp_path
+    name, turn, tmp_path
 ):
-    draw = random.Random(seed)
-    hooks = [HOOKS[seed % len(HOOKS)], draw.choice(HOOKS)]
-    stops = [Stop(draw.choice([*WAYS][:4]), draw.randint(1, STEPS + 2), hook) for hook in hooks]
-    save_freq = draw.choice([1, 2, 7, "epoch"])
+    """Every hook, every way and every frequency has its turn in each program."""
+    draw = random.Random(f"{name} {turn}")
+    hooks, ways = [*HOOKS], [*WAYS][:4]
+    shift = 2 * (name == "by_a_loop")
+    stops = [
+        Stop(ways[(number + shift) % 4], draw.randint(1, HOOKS[hooks[number]]), hooks[number])
+        for number in (turn, (turn + 1) % 4)
+    ]
+    save_freq = [1, 2, 7, "epoch"][turn]
     print(stops, save_freq)  # noqa: T201 pytest shows it for what fails
     assert_ends_as_undisturbed(name, tmp_path, *stops, save_freq=save_freq)
 
@@ -258,8 +268,9 @@ for step in range(1000):
 """
 
 
+@pytest.mark.tensorflow  # once
 def test_a_process_that_is_killed_while_it_writes_leaves_the_state_before(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITING, tmp_path], cwd=ROOT)
+    process = subprocess.Popen([sys.executable, "-c", WRITING, tmp_path], env=SOON_STARTED)
     deadline = time.monotonic() + 240
     try:
         while not ([*tmp_path.glob(".state-*")] and [*tmp_path.glob("state-*")]):
@@ -283,6 +294,7 @@ sys.stdin.read()
 """
 
 
+@pytest.mark.tensorflow  # once
 def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
     def train():
         resume = Resume(tmp_path)
@@ -290,7 +302,7 @@ def test_a_directory_that_another_run_uses_raises_until_it_ends(tmp_path):
 
     command = [sys.executable, "-c", HOLDING, tmp_path]
     with subprocess.Popen(
-        command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        command, env=SOON_STARTED, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
         assert other.stdout.readline() == "held\n"
         with pytest.raises(ValueError, match="Another run is using this directory"):

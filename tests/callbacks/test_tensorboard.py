@@ -18,10 +18,6 @@ from kdpkit.callbacks import (
 
 from .falling_weight import falling_weight, ones
 
-needs_tensorflow = pytest.mark.skipif(
-    keras.backend.backend() != "tensorflow", reason="drawn by TensorFlow"
-)
-
 
 def decay():
     return keras.optimizers.schedules.PolynomialDecay(1.0, 100, end_learning_rate=0.0)
@@ -67,7 +63,7 @@ def test_the_rate_needs_no_other_callback_and_none_is_written_before_an_update(t
     assert scalars(tmp_path / "train")["epoch_learning_rate"] == pytest.approx({1: 0.97})
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path):
     ours, keras_own = tmp_path / "ours", tmp_path / "keras"
     keras.utils.set_random_seed(0)
@@ -81,7 +77,7 @@ def test_all_but_the_rate_is_what_keras_callback_writes(tmp_path):
         assert written == expected
 
 
-@needs_tensorflow
+@pytest.mark.tensorflow
 def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path):
     class Own(keras.Model):
         def call(self, x):

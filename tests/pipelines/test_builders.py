@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kdpkit import strategies, testing
 from kdpkit.pipelines import PipelineConfig, eval_pipeline, train_pipeline
+from kdpkit.testing import generators, laws
 
 FEW = settings(max_examples=15)
 
@@ -29,27 +30,22 @@ def weights_after_fit(dataset, replicas, **fit_arguments):
 
 @FEW
 @given(
-    examples=st.integers(4, 60),
-    per_replica=st.integers(1, 4),
-    replicas=st.integers(1, 4),
+    shards=generators.shards(min_examples=2),
     buffer=st.sampled_from([0, 3, 1000]),
     cache=st.sampled_from(["memory", None]),
 )
-def test_every_kept_example_comes_exactly_once_an_epoch(
-    examples, per_replica, replicas, buffer, cache
-):
-    config = PipelineConfig(shuffle_buffer=buffer, remainder="keep", cache=cache)
+def test_every_kept_example_comes_exactly_once_an_epoch(shards, buffer, cache):
     train = train_pipeline(
-        tf.data.Dataset.range(examples),
-        config,
-        global_batch_size=per_replica * replicas,
-        replicas=replicas,
+        tf.data.Dataset.range(shards.examples),
+        PipelineConfig(shuffle_buffer=buffer, remainder="keep", cache=cache),
+        global_batch_size=shards.global_batch_size,
+        replicas=shards.processes,
         keep=lambda number: number % 3 != 1,
         prepare=lambda number: number * 10,
     )
-    kept = [number * 10 for number in range(examples) if number % 3 != 1]
+    kept = np.array([number * 10 for number in range(shards.examples) if number % 3 != 1])
     for _ in range(2):
-        assert sorted(numbers(train)) == kept
+        laws.every_example_once(train, examples=kept)
 
 
 @settings(max_examples=6)
@@ -202,17 +198,16 @@ def test_no_tuning_thread_holds_up_the_end_of_an_epoch(build):
 
 
 @FEW
-@given(examples=st.integers(1, 30), per_replica=st.integers(1, 5), replicas=st.integers(1, 4))
-def test_evaluation_sees_every_example_once_in_order(examples, per_replica, replicas):
-    size = per_replica * replicas
-    source = tf.data.Dataset.range(examples).map(lambda number: (number, number))
-    batches = eval_pipeline(source, global_batch_size=size, replicas=replicas)
-    seen = []
-    for x, y, weight in batches:
-        assert x.shape == y.shape == weight.shape == (size,)
-        seen += [int(number) for number, real in zip(x, weight, strict=True) if real]
-    assert seen == list(range(examples))
-    assert len(batches) == -(-examples // size)
+@given(shards=generators.shards(min_examples=1))
+def test_evaluation_sees_every_example_once_in_order(shards):
+    size, numbers = shards.global_batch_size, np.arange(shards.examples)
+    source = tf.data.Dataset.from_tensor_slices((numbers, numbers))
+    batches = eval_pipeline(source, global_batch_size=size, replicas=shards.processes)
+    laws.every_example_once(batches, examples=(numbers, numbers))
+    seen = [int(number) for x, _, weight in batches for number in x[weight > 0]]
+    assert seen == [*numbers]
+    assert {len(x) for x, *_ in batches} == {size}
+    assert len(batches) == -(-shards.examples // size)
 
 
 @pytest.mark.parametrize("build", [train_pipeline, eval_pipeline])

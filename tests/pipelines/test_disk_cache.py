@@ -1,10 +1,8 @@
-import subprocess
-import sys
-
 import pytest
 import tensorflow as tf
 
 from kdpkit import pipelines
+from tests.processes import run_code
 
 
 def numbers(dataset):
@@ -23,13 +21,7 @@ print([int(number) for number in source.apply(pipelines.cache(sys.argv[1]))])
 def test_a_second_program_reads_the_cache_of_the_first(tmp_path):
     written = []
     for _ in range(2):
-        printed = subprocess.run(
-            [sys.executable, "-c", PROGRAM, tmp_path],
-            capture_output=True,
-            text=True,
-            timeout=300,
-            check=True,
-        ).stdout
+        printed = run_code(PROGRAM, tmp_path).stdout
         assert printed.endswith("[0, 7, 14, 21, 28, 35, 42, 49, 56]\n")
         written.append({file: file.stat().st_mtime_ns for file in tmp_path.rglob("*")})
     assert written[0] == written[1]

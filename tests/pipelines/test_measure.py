@@ -44,20 +44,13 @@ def cost_of(report, kind):
 PIPELINES = {
     "before a batch": lambda: Dataset.range(400).map(slow).shuffle(10).batch(8).prefetch(2),
     "between cheap ones": lambda: Dataset.range(400).map(cheap).map(slow).map(cheap).batch(4),
-    "behind joined datasets": lambda: (
-        Dataset.zip((Dataset.range(400), Dataset.range(400))).map(lambda a, b: slow(a + b)).batch(4)
-    ),
-    "behind opened files": lambda: (
-        Dataset.range(4).interleave(lambda _: Dataset.range(100)).map(slow).batch(4)
-    ),
 }
 
 
-@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", PIPELINES)
 def test_the_stage_that_sleeps_is_named_and_costs_its_sleep(name):
     report = measure(untuned(PIPELINES[name]()), seconds=1.0)
-    assert report.slowest == ("map(lambda)" if "joined" in name else "map(slow)")
+    assert report.slowest == "map(slow)"
     assert cost_of(report, report.slowest).microseconds_per_example >= 0.9 * MICROSECONDS
     assert report.examples_per_second <= 1 / SLEEP
 

@@ -60,7 +60,7 @@ def assert_close(ours, theirs, tolerance):
         assert np.abs(one - other).max() <= tolerance * max(1.0, np.abs(other).max())
 
 
-@settings(max_examples=12)
+@settings(max_examples=8)
 @given(
     positions=st.integers(1, 9),
     width=st.integers(1, 6),

@@ -35,7 +35,7 @@ def parts(per_example, replicas, **arguments):
     losses_per_example=st.sampled_from([(), (3,), (2, 2)]),
     weighted=st.booleans(),
 )
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_the_parts_of_all_replicas_add_up_to_the_mean(
     examples, replicas, losses_per_example, weighted
 ):

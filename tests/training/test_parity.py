@@ -152,14 +152,6 @@ def test_gradients_of_several_optimizers_are_compared():
     assert report.equal, report
 
 
-@pytest.mark.slow
-def test_what_replicas_raise_is_a_finding():
-    report = check_parity(builder(), testing.toy_classification(9), replicas=2)
-    assert not report.equal
-    assert isinstance(report.error, tf.errors.InvalidArgumentError)
-    assert "AddN" in str(report)
-
-
 def frozen():
     model = builder()()
     model.trainable = False

@@ -4,8 +4,6 @@ TensorFlow's wheel for Linux registers the kernels of GPUs on machines without o
 """
 
 import functools
-import subprocess
-import sys
 
 import keras
 import numpy as np
@@ -18,7 +16,7 @@ from kdpkit import strategies
 from kdpkit.training import check_parity, replica_exact
 from kdpkit.training.tensorflow import _no_examples
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from tests.processes import SOON
+from tests.processes import run_code
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -140,13 +138,7 @@ assert totals == [[3.0] * 4] * 3 + [[2.0, 1.0, 0.0, 0.0]], totals
 
 @pytest.mark.slow
 def test_collectives_sum_gradients_of_several_types():
-    finished = subprocess.run(
-        [sys.executable, "-c", COLLECTIVE],
-        capture_output=True,
-        text=True,
-        timeout=SOON,
-        check=False,
-    )
+    finished = run_code(COLLECTIVE, check=False)
     assert finished.returncode == 0, finished.stderr[-2000:]
 
 

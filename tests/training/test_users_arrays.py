@@ -107,9 +107,9 @@ def test_mapped_arrays_and_batches_given_one_by_one_are_not_written_into(tmp_pat
     x.flags.writeable = False
     model = compiled_on(2)
     model.fit(Views(x, mapped), epochs=2, shuffle=False, verbose=0)
-    for rows in (slice(0, 16), slice(16, 31)):
-        model.train_on_batch(x[rows], mapped[rows])
-        model.test_on_batch(x[rows], mapped[rows])
+    rows = slice(16, 31)
+    model.train_on_batch(x[rows], mapped[rows])
+    model.test_on_batch(x[rows], mapped[rows])
     np.testing.assert_array_equal(mapped, y)
     np.testing.assert_array_equal(np.fromfile(tmp_path / "labels", "float32"), y.ravel())
 

@@ -82,6 +82,7 @@ def verdict(*fingerprints):
     return noted
 
 
+@settings(max_examples=20)
 @given(st.lists(st.integers(0, _workers._HASHES - 1), min_size=1, max_size=64))
 def test_fingerprints_differ_just_if_one_does(fingerprints):
     assert verdict(*fingerprints) == ([] if len(set(fingerprints)) == 1 else ["content"])

@@ -45,7 +45,7 @@ def outcome(program, replicas):
 
 def compared(program, replicas, epsilon=None):
     """Give the largest difference of any weight or log, over the largest change of any weight."""
-    before, one, logs = _on_one_device(program, epsilon, keras.config.floatx())
+    before, one, logs = on_one_device(program, epsilon, keras.config.dtype_policy().name)
     _, many, logs_of_many = trained(program, replicas, epsilon)
     before = before if len(before) == len(one) else [0.0] * len(one)  # its first batch built it
     change = max(np.abs(a - b).max(initial=0) for a, b in zip(one, before, strict=True))
@@ -60,8 +60,8 @@ def compared(program, replicas, epsilon=None):
 
 
 @functools.lru_cache(maxsize=2)  # the next test is often the same program on more replicas
-def _on_one_device(program, epsilon, floatx):
-    assert floatx == keras.config.floatx()
+def on_one_device(program, epsilon, policy):
+    assert policy == keras.config.dtype_policy().name
     return trained(program, None, epsilon)
 
 
