@@ -46,6 +46,7 @@ ON_JAX = {
     "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
     "resumed": [
         "tests/callbacks/test_resume.py",
+        "tests/test_scripts.py",
     ],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
