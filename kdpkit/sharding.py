@@ -256,7 +256,7 @@ class DataParallel(keras.distribution.DataParallel):
         """
         devices = [*self.device_mesh.devices.flat]
         plural = "s" if len(devices) > 1 else ""
-        return f"DataParallel: {len(devices)} replica{plural} on {', '.join(map(str, devices))}"
+        return f"DataParallel: {len(devices)} replica{plural} on {checks.listed(devices)}"
 
     def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
         """Return how Keras places a new variable: replicated or sharded."""

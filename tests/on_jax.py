@@ -29,7 +29,11 @@ ON_JAX = {
         "tests/training/test_users_arrays.py",
     ],
     "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
-    "resumed": ["tests/callbacks/test_resume.py", "tests/test_elastic.py"],
+    "resumed": [
+        "tests/callbacks/test_resume.py",
+        "tests/test_elastic.py",
+        "tests/test_scripts.py",
+    ],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",
         "tests/training/test_masked_lm.py",

@@ -57,6 +57,15 @@ def test_what_is_printed_while_python_ends_is_not_on_stdout(tmp_path):
     assert "at the end" in stopped.stderr
 
 
+def test_what_tensorflow_writes_of_its_build_and_devices_is_hidden(tmp_path, monkeypatch):
+    path = tmp_path / "train.py"
+    path.write_text("import tensorflow as tf\ntf.constant(1)\nprint('the script')\n")
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL")
+    printed, sentence = doctor(path).stderr.splitlines()
+    assert printed == "the script"
+    assert sentence.startswith("kdpkit: ")
+
+
 def test_ctrl_c_is_one_sentence_and_exit_code_130(tmp_path):
     path = tmp_path / "train.py"
     path.write_text("import time\nprint('waits', flush=True)\ntime.sleep(10000)\n")

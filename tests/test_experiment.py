@@ -296,7 +296,7 @@ def test_a_vocabulary_is_learned_once_for_the_same_lines(tmp_path, capsys):
     ("error", "code", "sentence"),
     [
         (errors.InputError("`x` is wrong."), 2, "`x` is wrong."),
-        (KeyboardInterrupt(), 130, "interrupted."),
+        (KeyboardInterrupt(), 130, "Stopped by Ctrl-C."),
         (errors.ProcessLostError("It is gone."), 43, "It is gone."),
         (OSError(28, "No space left on device", "/logs/x"), 1, "No space is left (/logs/x: "),
     ],

@@ -220,7 +220,7 @@ def test_ctrl_c_ends_a_program_with_130_and_a_model_that_has_learned(tmp_path):
     finally:
         process.kill()
     assert process.returncode == 130, errors
-    assert "multi_worker.py: interrupted." in errors
+    assert "multi_worker.py: Stopped by Ctrl-C." in errors
     assert "Traceback" not in errors
     assert "Training was stopped by Ctrl-C. The model as trained" in output.splitlines()[-1]
     saved = keras.saving.load_model(tmp_path / "logs" / "interrupted.keras")

@@ -5,6 +5,8 @@ import tensorflow as tf
 
 from kdpkit import strategies
 
+NAMES = [f"CPU:{index}" for index in range(1000)]
+
 
 @pytest.mark.parametrize(
     ("kind", "devices", "described"),
@@ -46,6 +48,7 @@ def test_strategies_of_different_size_sum_over_their_replicas_in_one_process():
         ({"kind": "mirrored", "devices": 0}, "`devices` must be a positive integer.*devices=0"),
         ({"kind": "mirrored", "devices": ["CPU:8"]}, r"exist, each once.*'CPU:8'.*CPU:0, CPU:1"),
         ({"kind": "mirrored", "devices": ["CPU:0", "CPU:0"]}, "exist, each once"),
+        ({"kind": "mirrored", "devices": NAMES}, "each once.{1,600}$"),
         ({"kind": "one", "devices": 2}, "`devices` are only for 'mirrored'.*devices=2"),
         ({"kind": "one", "tpu": "mine"}, "`tpu` is only for 'tpu' and 'auto'.*'mine'"),
         ({"communication": "gloo"}, "`communication` must be one of 'auto', 'ring', 'nccl'"),

@@ -16,6 +16,9 @@ from kdpkit import errors
 
 _T = TypeVar("_T")
 
+_LONGEST = 400  # characters of a value that a message shows
+_MOST_LISTED = 8  # names
+
 # TensorFlow's names of nodes and operations; Keras' bold letters, and the arguments that it lists.
 _ADDED = re.compile(
     r"\{\{.*?\}\}\s*|\s*\[Op:.*|\x1b\[\d*m|\(\d+\) [A-Z_]+:\s+|\nArguments received by [\s\S]*"
@@ -40,9 +43,25 @@ def fail(problem: str, *, remedy: str = "", **received: object) -> NoReturn:
 
 def sentence(problem: str, received: Mapping[str, object], remedy: str) -> str:
     """Put a problem, the values received and the remedy into one message."""
-    shown = ", ".join(f"{name}={value!r}" for name, value in received.items())
+    shown = ", ".join(f"{name}={_shortened(repr(value))}" for name, value in received.items())
     parts = [problem, f"Received: {shown}." if shown else "", remedy]
     return " ".join(part for part in parts if part)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-20:]}"
+
+
+def listed(names: Iterable[object]) -> str:
+    """Return names with commas between them; of many the first ones and the last.
+
+    >>> listed(f"CPU:{index}" for index in range(1000))
+    'CPU:0, CPU:1, CPU:2, CPU:3, ..., CPU:999'
+    """
+    words = [*map(str, names)]
+    if len(words) > _MOST_LISTED:
+        words[4:-1] = ["..."]
+    return ", ".join(words)
 
 
 def _reject(problem: str, name: str, value: object) -> NoReturn:

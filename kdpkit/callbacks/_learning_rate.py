@@ -174,7 +174,7 @@ class PrintLR(AppliedRateCallback):
         """Format the line, to be printed after Keras' progress line."""
         rate = self._applied_rate()
         value = (
-            "none, no update was applied yet"
+            "none, `model.optimizer` has applied no update"
             if rate is None
             else f"{rate:.6g} (step {self._last_update + 1})"
         )

@@ -5,6 +5,7 @@
 import re
 import shutil
 import sys
+import threading
 import time
 from typing import Any
 
@@ -54,6 +55,7 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
         self._compiled = False
         self._compiling_since = self._epoch_since = self._batch_ended = self._shown = 0.0
         self._clock: tuple[int, float] | None = None  # batches and time where steps are timed from
+        self._writing = threading.Lock()
 
     def set_params(self, params: dict[str, Any]) -> None:
         """Take the number of epochs and steps; only the first process shows them."""
@@ -82,7 +84,11 @@ class ProgressLine(keras.callbacks.ProgbarLogger):
             self._write("Compiling the first step ...")
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Update the line."""
+        """Update the line; on JAX Keras may call this in several threads at once."""
+        with self._writing:
+            self._update(batch, logs)
+
+    def _update(self, batch: int, logs: dict[str, Any] | None) -> None:
         self._done = max(self._done, batches_ended(self._in_epoch(batch), self.params))
         now = self._batch_ended = time.perf_counter()
         if not self._compiled:

@@ -114,10 +114,11 @@ def _ending_after(seconds: int, cluster: ClusterConfig) -> Iterator[None]:
     if not hasattr(signal, "alarm") or threading.current_thread() is not threading.main_thread():
         yield
         return
+    addresses = checks.listed(address for _, _, address in cluster.tasks)
     sentence = (
         f"The processes were not connected within {seconds} seconds, and this one was ended. "
-        f"{_this(cluster)} See what the others print, and check that every one of "
-        f"{', '.join(address for _, _, address in cluster.tasks)} can be reached from all of them."
+        f"{_this(cluster)} See what the others print, and check that every one of {addresses} can "
+        "be reached from all of them."
     )
     former = signal.signal(signal.SIGALRM, signal.SIG_DFL)  # it needs no Python to act
     with contextlib.closing(_joining.LastWords(sentence)):

@@ -4,13 +4,14 @@ import os
 
 from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.experiment import _framework_messages
 
 
 def require() -> None:
     """Import Keras; its backend is chosen by now, by a target or by the environment."""
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
-        import keras  # noqa: F401 it is there for those who come after
+        with _framework_messages.hidden():
+            import keras  # noqa: F401 it is there for those who come after
     except (ImportError, ValueError) as error:  # the latter for a backend that there is not
         raise errors.InputError(
             f"Keras cannot be imported with its backend ({type(error).__name__}: "

@@ -25,8 +25,10 @@ def hidden() -> Iterator[None]:
 
     Errors are shown, those about CUDA where there is an NVIDIA GPU. Another process takes the lines
     out, so nothing is lost if this one crashes. It ends when nobody writes to it any more, so no
-    process that lives on may be started here. Nothing is hidden if TF_CPP_MIN_LOG_LEVEL is 0.
+    process that lives on may be started here. Nothing is hidden if TF_CPP_MIN_LOG_LEVEL is 0. Where
+    it is not set, it is set: it hides what TensorFlow writes of the kind once it is loaded.
     """
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2" if _has_gpu() else "3")
     process = None if os.environ.get("TF_CPP_MIN_LOG_LEVEL") == "0" else _filter()
     if process is None or process.stdin is None:
         yield
@@ -44,9 +46,12 @@ def hidden() -> Iterator[None]:
         process.wait()
 
 
+def _has_gpu() -> bool:
+    return Path("/proc/driver/nvidia").exists()
+
+
 def _filter() -> subprocess.Popen[bytes] | None:
-    has_gpu = Path("/proc/driver/nvidia").exists()
-    pattern = "|".join(_HIDDEN if has_gpu else (*_HIDDEN, _WITHOUT_GPU))
+    pattern = "|".join(_HIDDEN if _has_gpu() else (*_HIDDEN, _WITHOUT_GPU))
     command = ["grep", "--line-buffered", "-v", "-E", f"^({pattern})"]
     try:
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2)  # noqa: S603 this file's

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -33,7 +32,6 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
         kdpkit.errors.PackageInputError: A package is not installed, where the recipe is imported.
     """
     is_program = name == "__main__" and "ipykernel" not in sys.modules
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     with _ending_in_one_sentence() if is_program else contextlib.nullcontext():
         if is_program:
             parser.parse_args()
@@ -81,7 +79,7 @@ def _ending_in_one_sentence(before: Callable[[int], object] = int) -> Iterator[N
         reason = f"No space is left ({file}{error.strerror})."
         sentence = f"{reason} Make room; what was written before is complete."
     except KeyboardInterrupt:
-        code, sentence = 130, "interrupted."
+        code, sentence = 130, "Stopped by Ctrl-C."
     before(code)
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
     raise SystemExit(code)

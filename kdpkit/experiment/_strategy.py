@@ -39,7 +39,8 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
         checks.fail("The strategy 'one' trains one replica.", replicas=replicas, remedy=remedy)
     backends = {"tensorflow": _tensorflow_strategy, "jax": _data_parallel}
     backend = checks.one_of("KERAS_BACKEND", keras.backend.backend(), backends)
-    strategy = backends[backend](kind, replicas, args)
+    with _framework_messages.hidden():  # of the framework, which starts here
+        strategy = backends[backend](kind, replicas, args)
     if processes.index() == 0:
         print(describe(strategy))
     return strategy
@@ -81,15 +82,11 @@ def describe(strategy: Strategy) -> str:
 
 
 def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
-    import tensorflow as tf
-
     from kdpkit import strategies
 
     if getattr(args, "shard", "none") != "none":
         remedy = "Run with KERAS_BACKEND=jax, or leave `--shard` out."
         checks.fail("Variables are sharded on JAX alone.", shard=args.shard, remedy=remedy)
-    with _framework_messages.hidden():  # TensorFlow looks for GPUs
-        tf.config.list_physical_devices()
     if replicas is None:
         communication = getattr(args, "communication", "auto")
         return strategies.select_strategy(kind, communication=communication)

@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 
 from kdpkit import cluster, errors
-from kdpkit._internal import signal_handlers
+from kdpkit._internal import checks, signal_handlers
 from kdpkit.launch import _child_processes as child_processes
 from kdpkit.launch import _output
 
@@ -93,7 +93,7 @@ class Run:
         self._printer = _output.Printer(
             [_LAUNCHER, *names], on_gone=lambda: self._note_signal(signal.SIGPIPE)
         )
-        self._report(f"Starts {', '.join(names)}: {shlex.join(tasks[0].command)}")
+        self._report(f"Starts {checks.listed(names)}: {shlex.join(tasks[0].command)}")
         with (
             child_processes.Guard(self._mark, grace_seconds=self.grace_seconds) as self._guard,
             signal_handlers.handling(self._note_signal, signal.SIGINT, signal.SIGTERM),

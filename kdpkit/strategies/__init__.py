@@ -185,7 +185,7 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     kind = "MultiWorkerMirroredStrategy" if is_multi_worker else type(strategy).__name__
     replicas = strategy.num_replicas_in_sync
     own = strategy.extended.worker_devices
-    where = ", ".join(map(_short, own))
+    where = checks.listed(map(_short, own))
     workers = replicas // len(own)  # all have the same number of devices, as TensorFlow assumes
     if workers > 1:
         where += f" of each of {workers} workers"
@@ -251,7 +251,7 @@ def _named(devices: Sequence[str], available: list[str]) -> list[str]:
         checks.fail(
             "`devices` must name devices that exist, each once.",
             devices=list(devices),
-            remedy=f"There are {', '.join(available)}; `kdpkit.strategies.split_device` makes "
+            remedy=f"There are {checks.listed(available)}; `kdpkit.strategies.split_device` makes "
             "more of one before TensorFlow starts.",
         )
     return names

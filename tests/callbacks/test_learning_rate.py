@@ -98,7 +98,7 @@ def test_before_the_first_update_there_is_no_rate_and_printlr_reports_it():
     history = model.fit(**ones(3), epochs=2, callbacks=callbacks).history
     assert history["learning_rate"] == pytest.approx([0.97])
     assert lines == [
-        "Learning rate of epoch 1: none, no update was applied yet",
+        "Learning rate of epoch 1: none, `model.optimizer` has applied no update",
         "Learning rate of epoch 2: 0.97 (step 4)",
     ]
 

@@ -25,6 +25,7 @@ from typing import Any
 from kdpkit import errors
 from kdpkit._internal import atomic_files, checks
 from kdpkit.diagnostics import _text
+from kdpkit.experiment import _framework_messages
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
@@ -184,7 +185,9 @@ def _checked_at_fit(check: Check) -> Iterator[Future[Any]]:
             undo.callback(setattr, owner, "fit", original)
             owner.fit = fit
 
-        actions: dict[str, Callable[[Any], None]] = {
+        actions: dict[str, Callable[[Any], object]] = {
+            "jax": bool,  # nothing to do
+            "tensorflow": bool,
             "keras": lambda keras: replace(keras.Model, _of_keras),
             "kdpkit.training._loop": lambda loop: replace(loop.TrainingLoop, _of_loop),
         }
@@ -197,9 +200,9 @@ def _checked_at_fit(check: Check) -> Iterator[Future[Any]]:
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Calls functions of modules as soon as these are loaded."""
+    """Calls functions of modules as soon as these are loaded, without TensorFlow's messages."""
 
-    def __init__(self, actions: dict[str, Callable[[Any], None]]) -> None:
+    def __init__(self, actions: dict[str, Callable[[Any], object]]) -> None:
         self._actions = actions
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
@@ -212,7 +215,8 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def load_and_act(module: ModuleType) -> None:
-            load(module)
+            with _framework_messages.hidden():
+                load(module)
             action(module)
 
         spec.loader.exec_module = load_and_act  # type: ignore[method-assign]

@@ -180,7 +180,7 @@ class Plans:
                 alike.setdefault((finding.rule, finding.level), []).append((plan.replicas, finding))
         replicas = {found[-1][1]: [str(count) for count, _ in found] for found in alike.values()}
         for finding in check_results.in_order(replicas):
-            where = f"{finding.where} (replicas: {', '.join(replicas[finding])})"
+            where = f"{finding.where} (replicas: {checks.listed(replicas[finding])})"
             yield finding if len(self.plans) == 1 else dataclasses.replace(finding, where=where)
 
 
