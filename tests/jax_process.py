@@ -41,11 +41,12 @@ def build():
     return keras.Sequential(
         [
             keras.Input((4,)),
-            layers.Dense(8, activation="tanh"),
-            layers.BatchNormalization(),
+            layers.Dense(8, activation="tanh", name="first"),
+            layers.BatchNormalization(name="norm"),
             layers.Dropout(0.3),
-            layers.Dense(3),
-        ]
+            layers.Dense(3, name="last"),
+        ],
+        name="net",
     )
 
 
@@ -125,6 +126,7 @@ def trained(
     own_data=None,
     loop=None,
     seeds=(),
+    orbax=None,
 ):
     """Train in one way; `own_data` has what differs between the processes."""
     SEEDS[: len(seeds)] = seeds
@@ -132,6 +134,8 @@ def trained(
     watching = [Slow(seconds_a_step, fails_at if INDEX else None)]
     if monitors:
         watching.append(callbacks.DeviceMonitor())
+    if orbax:
+        watching.append(keras.callbacks.OrbaxCheckpoint(orbax))
     train_by = {"loop": by_loop, "fit": by_fit}[by]
     model, history, evaluated, predicted = train_by(
         train, test, epochs=epochs, callbacks=watching, **(loop or {})

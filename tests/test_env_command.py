@@ -49,9 +49,6 @@ def test_it_tells_no_secret_no_home_and_no_host(tmp_path):
     assert str(tmp_path) not in output.stdout + output.stderr
     found = json.loads(output.stdout)
     assert found["backend"] == "jax (chosen by keras.json)"
-    assert found["settings"]["XLA_FLAGS"] == (
-        "(not shown) --xla_cpu_multi_thread_eigen=true (not shown)"
-    )
     assert (output.returncode, found["findings"]) == (0, [])
 
 
@@ -72,7 +69,6 @@ def test_a_finding_is_exit_code_1_and_none_is_0(capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1000000")
     assert cli.main(["env", "--quick"]) == 1
     printed = capsys.readouterr().out
-    assert re.search("^  OMP_NUM_THREADS +1000000$", printed, re.MULTILINE)
     assert "many-threads" in printed
     assert "many-threads" not in clean
     assert max(map(len, printed.splitlines())) <= 80

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdpkit import errors
+from kdpkit import checkpoints, errors
 from kdpkit._internal import processes
 from kdpkit._internal.processes import explain_lost_process
 from kdpkit.sharding import join_processes
@@ -75,19 +75,22 @@ def two(tmp_path_factory):
     In the last run the second one makes a mistake.
     """
 
+    directory = tmp_path_factory.mktemp("orbax")
+
     def train():
         runs = {
             "loop": RUNS["loop"] | {"monitors": True},
             "fit": RUNS["fit"],
             "weights cut, loop": {
                 "by": "loop",
+                "orbax": str(directory),
                 "loop": {"shard": "weights", "accumulation": 2, "steps_per_loop": 3},
             },
             "optimizer cut, fit": {"by": "fit", "loop": {"shard": "optimizer"}},
         }
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}
         with together(2, *runs.values(), {"fails_at": 2, "seeds": [0, 0]}) as started:
-            ends = {"codes": started.end(), "shown": started.shown}
+            ends = {"codes": started.end(), "shown": started.shown, "orbax": str(directory)}
         found = map(results, started.shown)
         return ends | dict(zip(runs, zip(*found, strict=True), strict=True))
 
@@ -123,6 +126,21 @@ def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way, as_one
         del first["history"][name]
     assert_close(first, second, tolerance=0)
     assert_close(first, alone[as_one])
+
+
+@pytest.mark.slow
+def test_what_two_processes_saved_by_orbax_is_read_by_one(two):
+    """Here, on TensorFlow: it is of variables sharded over four devices of two processes."""
+    layers = keras.layers
+    stack = [layers.Dense(8, name="first"), layers.BatchNormalization(name="norm")]
+    stack += [layers.Dropout(0.3), layers.Dense(3, name="last")]
+    model = keras.Sequential([keras.Input((4,)), *stack], name="net")
+    model.compile("adam", "mse")
+    checkpoints.load_orbax(model, two["orbax"])
+    found = two["weights cut, loop"][0]
+    for name, owner in {"weights": model, "optimizer": model.optimizer}.items():
+        for variable, saved in zip(owner.variables, found[name], strict=True):
+            np.testing.assert_array_equal(variable, np.array(saved, variable.dtype))
 
 
 # What would hang JAX, or what it would not notice.

@@ -11,6 +11,7 @@ import time
 
 import keras
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 
 from kdpkit import strategies
@@ -76,7 +77,7 @@ def test_the_first_process_alone_writes_and_reports(two):
         )
     written = pathlib.Path(two["written"])
     saved = {f"keras-{n}.keras" for n in (1, 2)} | {f"ours-{n}.weights.h5" for n in (1, 2)}
-    assert {path.name for path in written.iterdir()} == {"log.csv", "board", *saved}
+    assert {path.name for path in written.iterdir()} == {"log.csv", "board", "orbax", *saved}
     assert len((written / "log.csv").read_text().splitlines()) == 1 + 2
     assert [len([*(written / "board" / run).iterdir()]) for run in ("train", "validation")] == [
         1,
@@ -90,6 +91,12 @@ def test_the_first_process_alone_writes_and_reports(two):
     model.load_weights(written / "ours-2.weights.h5")
     for one, other in zip(weights, model.get_weights(), strict=True):
         np.testing.assert_array_equal(one, other)
+    with ocp.StandardCheckpointer() as plain:
+        tree = plain.restore(written / "orbax" / "1" / "pytree")
+    (layers,) = tree["trainable_variables"].values()
+    for variable in model.trainable_variables:
+        layer, name = variable.path.split("/")
+        np.testing.assert_array_equal(layers[layer][name], variable)
 
 
 @pytest.mark.parametrize(

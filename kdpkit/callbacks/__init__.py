@@ -5,8 +5,6 @@ the usual set in the right order; each callback also works alone.
 """
 
 import os
-from collections.abc import Mapping
-from typing import Any
 
 import keras
 
@@ -38,7 +36,6 @@ def training_callbacks(
     replicas: int = 1,
     tokens_per_example: float | None = None,
     devices: bool | None = None,
-    hyperparameters: Mapping[str, Any] | None = None,
 ) -> list[keras.callbacks.Callback]:
     """Return the usual callbacks in the right order.
 
@@ -54,7 +51,6 @@ def training_callbacks(
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
         devices: Whether to include `DeviceMonitor`. None includes it if there is a `log_dir`,
             because its readings are mainly useful as curves.
-        hyperparameters: Settings of the run, shown by `TensorBoard` if there is a `log_dir`.
 
     Raises:
         ValueError: An argument is invalid, as in `Throughput` and `TensorBoard`.
@@ -62,7 +58,7 @@ def training_callbacks(
     >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
     ['LearningRateLogger', 'Throughput', 'ProgressLine', 'PrintLR']
     """
-    writing = [] if log_dir is None else [TensorBoard(log_dir, hyperparameters=hyperparameters)]
+    writing = [] if log_dir is None else [TensorBoard(log_dir)]
     if devices is None:
         devices = bool(writing)
     return [

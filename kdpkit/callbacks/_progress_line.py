@@ -18,10 +18,7 @@ from kdpkit.callbacks._throughput import batches_ended
 _COLUMNS = 100
 _INTERVAL_SECONDS = {True: 0.1, False: 30}  # between states of the line, in a terminal and in files
 # What is left out: readings of devices, the rate that `PrintLR` prints, and all but one speed.
-_ELSEWHERE = re.compile(
-    r"learning_rate|\w+_per_second(_per_replica)?"
-    r"|\w*(memory_gib|_utilization)"
-)
+_ELSEWHERE = re.compile(r"learning_rate|\w+_per_second|\w*(memory_gib|_utilization)")
 _SPEEDS = {"tokens_per_second": "tokens/s", "examples_per_second": "examples/s"}
 
 

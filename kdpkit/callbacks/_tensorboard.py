@@ -2,25 +2,18 @@
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
-import dataclasses
 import numbers
 import os
 import shutil
 import tempfile
-import time
 import warnings
 import weakref
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from kdpkit._internal import atomic_files, checks, processes, storage
 from kdpkit.callbacks._devices import is_reading
 from kdpkit.callbacks._learning_rate import AppliedRateCallback
-
-_RUN = ""  # the run's directory itself, which contains those of training and validation
 
 
 class TensorBoard(AppliedRateCallback):
@@ -37,9 +30,6 @@ class TensorBoard(AppliedRateCallback):
         log_dir: Directory of the event files, created if needed, for `tensorboard --logdir`. In
             object storage (`gs://bucket/logs`), which cannot append, files are replaced at the end
             of every epoch.
-        hyperparameters: Settings of the run by name: numbers and strings, and mappings or
-            dataclasses of them, such as a `kdpkit.scaling.ScalePlan`. The HParams page compares
-            runs by them.
 
     Raises:
         ValueError: An argument is invalid, or `log_dir` is not a writable directory (also an
@@ -59,22 +49,12 @@ class TensorBoard(AppliedRateCallback):
 
     _rate_is_optional = True
 
-    def __init__(
-        self,
-        log_dir: str | os.PathLike[str] = "logs",
-        *,
-        hyperparameters: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, log_dir: str | os.PathLike[str] = "logs") -> None:
         super().__init__()
         _writer_class()
         if not isinstance(log_dir, (str, os.PathLike)):
             checks.fail("`log_dir` must be the path of a directory.", log_dir=log_dir)
         self.log_dir = os.fspath(storage.path(log_dir))
-        if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
-            checks.fail(
-                "`hyperparameters` must be values by name.", hyperparameters=hyperparameters
-            )
-        self.hyperparameters = hyperparameters
         self._local: Path | None = None  # a directory whose files are copied to object storage
         if processes.index() == 0:
             path = storage.path(log_dir)
@@ -89,7 +69,6 @@ class TensorBoard(AppliedRateCallback):
         super().on_train_begin(logs)
         if processes.index() == 0:
             self._writer("train")
-            self._write_hyperparameters()
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -107,17 +86,6 @@ class TensorBoard(AppliedRateCallback):
             writer.close()
         self._writers.clear()
         self._copy()
-
-    def _write_hyperparameters(self) -> None:
-        """Write them where TensorBoard expects them: in the parent directory of the curves."""
-        if self.hyperparameters:
-            from tensorboard.compat.proto.event_pb2 import Event
-            from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-            from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-            writer = self._writers[_RUN] = EventFileWriter(self._directory())
-            summary = hparams_pb(_flattened(self.hyperparameters))
-            writer.add_event(Event(wall_time=time.time(), step=0, summary=summary))
 
     def _write(self, run: str, tag: str, value: Any, step: int) -> None:
         if processes.index() == 0 and isinstance(value, numbers.Real):
@@ -165,18 +133,3 @@ def _writer_class() -> Any:
             f"imported ({error}). Install it with `pip install tensorboard`."
         ) from error
     return Writer
-
-
-def _flattened(values: Mapping[str, Any]) -> dict[str, bool | int | float | str]:
-    """Return plain values by name, as `outer.inner` what mappings and dataclasses hold."""
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if dataclasses.is_dataclass(value):  # its properties too
-            public = {part: getattr(value, part) for part in dir(value) if part[0] != "_"}
-            value = {part: inner for part, inner in public.items() if not callable(inner)}
-        if isinstance(value, Mapping):
-            found |= {f"{name}.{part}": plain for part, plain in _flattened(value).items()}
-        else:
-            plain = value.item() if isinstance(value, np.generic) else value
-            found[str(name)] = plain if isinstance(plain, bool | int | float | str) else str(plain)
-    return found

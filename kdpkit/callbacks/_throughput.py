@@ -20,9 +20,10 @@ class Throughput(keras.callbacks.Callback):
     so far; History and callbacks later in the list have those of the complete epoch:
 
     - `steps_per_second`: batches of all replicas together, exact under `steps_per_execution`.
-    - `examples_per_second`: that times `global_batch_size`; with several replicas also
-      `examples_per_second_per_replica` (complete epochs only).
+    - `examples_per_second`: that times `global_batch_size`.
     - `tokens_per_second`: that times `tokens_per_example`.
+    - `mfu`: the share of the devices' peak that `step_flops` make, from 0 to 1 (model FLOPs
+      utilization, Chowdhery et al. 2022).
 
     A short or padded last batch counts as a full one, so an epoch's figure is too high by less than
     one batch; of a dataset of unknown size, by less than an execution. A first epoch with a single
@@ -33,11 +34,17 @@ class Throughput(keras.callbacks.Callback):
 
     Args:
         global_batch_size: Examples in one batch, over all replicas; None only measures steps.
-        replicas: Replicas that a batch is split over.
+        replicas: Replicas that a batch is split over, for `mfu`.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
+        step_flops: Floating-point operations of a step on the global batch that the model needs,
+            forward and backward: of a transformer about 6 for each weight and token. What is
+            computed again for the sake of memory does not count.
+        peak_flops: Those that each of the `replicas` devices can make in a second, by its data
+            sheet, such as `989e12` of an H100 with bfloat16.
 
     Raises:
-        ValueError: A size that is not positive, or tokens without a batch size.
+        ValueError: A size that is not positive, tokens without a batch size, or one of `step_flops`
+            and `peak_flops` without the other.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -58,6 +65,8 @@ class Throughput(keras.callbacks.Callback):
         *,
         replicas: int = 1,
         tokens_per_example: float | None = None,
+        step_flops: float | None = None,
+        peak_flops: float | None = None,
     ) -> None:
         super().__init__()
         self.replicas = checks.integer("replicas", replicas)
@@ -76,6 +85,10 @@ class Throughput(keras.callbacks.Callback):
                     tokens_per_example=tokens_per_example,
                     remedy="Pass `global_batch_size` too.",
                 )
+        self.step_flops, self.peak_flops = step_flops, peak_flops
+        if step_flops is not None or peak_flops is not None:
+            for name in ("step_flops", "peak_flops"):
+                checks.number(name, getattr(self, name), above=0)
         self._compiled = False
         self._start: tuple[int, float] | None = None  # the first measured batch, and its start time
         # The last few executions: the batches done after each, and the time. With threads the order
@@ -114,10 +127,6 @@ class Throughput(keras.callbacks.Callback):
         steps = batches_ended(done - 1, self.params) - first
         if steps > 0:
             logs.update(self._speeds(steps, finished - started))
-            if self.global_batch_size is not None and self.replicas > 1:
-                logs["examples_per_second_per_replica"] = (
-                    logs["examples_per_second"] / self.replicas
-                )
 
     def _speeds(self, steps: int, seconds: float) -> dict[str, float]:
         speeds = {"steps_per_second": steps / seconds}
@@ -127,6 +136,9 @@ class Throughput(keras.callbacks.Callback):
                 speeds["tokens_per_second"] = (
                     speeds["examples_per_second"] * self.tokens_per_example
                 )
+        if self.step_flops is not None and self.peak_flops is not None:
+            of_each = self.step_flops / self.replicas
+            speeds["mfu"] = speeds["steps_per_second"] * of_each / self.peak_flops
         return speeds
 
 

@@ -31,7 +31,7 @@ def _by_name(variables: Mapping[str, Iterable[keras.Variable]]) -> dict[str, ker
 
 def _read(variable: keras.Variable) -> np.ndarray:
     value = variable.value
-    with _scope_of(variable):
+    with scope_of(variable):
         if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
             value = value.read_value()
         # On a CPU this copies nothing: both backends copy memory that NumPy has before they write,
@@ -43,9 +43,10 @@ def _read(variable: keras.Variable) -> np.ndarray:
         return np.asarray(value)
 
 
-def _scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:
+def scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:
     """Return the scope of the TensorFlow strategy that mirrors a variable, if any."""
-    strategy = getattr(variable.value, "distribute_strategy", None)
+    # `value` would have none while Keras' step on JAX, or one that failed, holds it.
+    strategy = getattr(variable._value, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
@@ -71,5 +72,5 @@ def assign(
                 remedy="Build and compile it as when it was saved, or use another directory.",
             )
     for name, variable in _by_name(variables).items():
-        with _scope_of(variable):
+        with scope_of(variable):
             variable.assign(arrays[name])

@@ -158,7 +158,6 @@ def recording(
         args.log_dir,
         global_batch_size=plan.global_batch_size,
         replicas=strategy.num_replicas_in_sync,
-        hyperparameters={"plan": plan, "epochs": args.epochs},
         **settings,
     )
     record.callbacks += [*also, *([record.resume] if record.resume else [])]

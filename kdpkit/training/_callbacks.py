@@ -44,6 +44,8 @@ def of_this_process(callbacks: Any) -> list[keras.callbacks.Callback]:
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
             _drop_files(callback)
+        elif isinstance(callback, keras.callbacks.OrbaxCheckpoint):
+            _write_no_shards(callback)
     return [callback for callback in callbacks if not isinstance(callback, _WRITING)]
 
 
@@ -53,6 +55,16 @@ def _drop_files(checkpoint: keras.callbacks.ModelCheckpoint) -> None:
         return
     set_model = type(checkpoint).set_model
     checkpoint.set_model = lambda model: set_model(checkpoint, SavingNothing(model))
+
+
+def _write_no_shards(checkpoint: keras.callbacks.OrbaxCheckpoint) -> None:
+    """Let a callback of Orbax only read with the others, except on JAX, where each has shards."""
+
+    def read(*_: Any, **__: Any) -> None:
+        checkpoint.model.get_state_tree(value_format="numpy_array")  # as the first process does
+
+    if keras.backend.backend() != "jax":
+        checkpoint._save_checkpoint = read
 
 
 class SavingNothing:

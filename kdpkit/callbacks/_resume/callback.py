@@ -13,7 +13,7 @@ from typing import Any
 
 import keras
 
-from kdpkit import checkpoints, errors
+from kdpkit import checkpoints
 from kdpkit._internal import checks, processes, versions
 from kdpkit.callbacks._resume import callback_state, data, model_state, stopping
 from kdpkit.checkpoints import Position
@@ -97,7 +97,9 @@ class Resume(keras.callbacks.Callback):
         callbacks: Iterable[keras.callbacks.Callback] = (),
     ) -> None:
         super().__init__()
-        self.save_freq = save_freq if save_freq == "epoch" else _save_freq(save_freq)
+        self.save_freq = (
+            save_freq if save_freq == "epoch" else checks.integer("save_freq", save_freq)
+        )
         self._most_unsaved = math.inf if save_freq == "epoch" else float(self.save_freq)
         self.callbacks = keras.tree.flatten(callbacks or ())
         for callback in self.callbacks:
@@ -501,10 +503,3 @@ class Resume(keras.callbacks.Callback):
         self._wait()  # a launcher may stop all processes when one exits
         self._checkpoints.release()
         self._stop.leave(self._checkpoints.directory)
-
-
-def _save_freq(value: str | int) -> int:
-    try:
-        return checks.integer("save_freq", value)
-    except ValueError as error:
-        raise errors.InputError(f'{error} Or pass "epoch".') from None

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import os
 import platform
-import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,6 @@ from kdpkit._internal import check_results, checks, machine
 from kdpkit._internal.check_results import Finding
 from kdpkit.diagnostics._env import children, packages, rules, strategy_trials
 
-# Variables that choose threads and devices. Only what is known to be harmless is shown of their
-# values, numbers and the usual words; the rest may be a path or a secret.
-_NAMES = re.compile(r"(TF_(NUM|GPU|ENABLE|FORCE|XLA)|XLA|JAX|OMP|PJRT)_\w+|CUDA_VISIBLE_DEVICES")
-_VALUE = r"(-?\d+(\.\d+)?|true|false|on|off|cpu|gpu|cuda|rocm|tpu|gpu_private|gpu_shared|global)"
-_HARMLESS = re.compile(rf"(--(xla|tf)_\w+=)?{_VALUE}(,{_VALUE})*", re.IGNORECASE)
 # Asking must not take the memory of a GPU that somebody trains on.
 _WHEN_ASKED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
 _CPU_FILE = Path("/proc/cpuinfo")
@@ -32,7 +26,6 @@ class Environment:
         versions: Of Python and of packages, where they are installed.
         backend: Keras' backend, and what chose it.
         devices: Those of TensorFlow and JAX, or why there are none.
-        settings: The variables that are set for threads and devices, as far as they may be shown.
         strategies: What came of two training steps with each strategy, if they were tried: the
             result, `"works"`, `"cannot"` (not as it is installed), `"failed"` or `"timed out"`, and
             the replicas and their devices, or what is wrong.
@@ -43,7 +36,6 @@ class Environment:
     versions: dict[str, str]
     backend: str
     devices: dict[str, str]
-    settings: dict[str, str]
     strategies: dict[str, tuple[str, str]]
     findings: tuple[Finding, ...]
 
@@ -64,7 +56,6 @@ class Environment:
             "Machine": self.machine,
             "Versions": {"installed": installed, "backend": self.backend},
             "Devices": self.devices,
-            "Settings": self.settings or {"none is set": ""},
         }
         if self.strategies:
             sections["Strategies"] = {n: ": ".join(trial) for n, trial in self.strategies.items()}
@@ -89,8 +80,8 @@ def environment(
 
     Versions are read from the packages' metadata. TensorFlow and JAX are started in processes of
     their own, to count their devices: one that is broken or hangs is reported like all else, and
-    this process loads neither. The report holds no path, no name of a machine or user, and of
-    variables only numbers and known words, so that it can be shown to anyone.
+    this process loads neither. The report holds no path, and no name of a machine or user, so that
+    it can be shown to anyone.
 
     With `try_strategies` two steps are trained with each strategy, in processes of its own, and
     compared with one device's: on TensorFlow all GPUs (two logical CPUs where there are no two
@@ -146,7 +137,6 @@ def environment(
         versions=versions,
         backend=f"{backend} (chosen by {source})",
         devices=devices,
-        settings=shown_settings(os.environ),
         strategies=trials,
         findings=check_results.found(rules.RULES, known),
     )
@@ -185,17 +175,3 @@ def _gpus() -> str:
     handles = map(nvml.nvmlDeviceGetHandleByIndex, range(nvml.nvmlDeviceGetCount()))
     names = ", ".join(map(nvml.nvmlDeviceGetName, handles))
     return f"{names}; driver {nvml.nvmlSystemGetDriverVersion()}" if names else ""
-
-
-def shown_settings(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables that are set, with as much of their values as may be shown.
-
-    >>> shown_settings({"OMP_NUM_THREADS": "2", "XLA_FLAGS": "--xla_dump_to=/home/a", "HOME": "/"})
-    {'OMP_NUM_THREADS': '2', 'XLA_FLAGS': '(not shown)'}
-    """
-    return {name: _value(environ[name]) for name in sorted(environ) if _NAMES.fullmatch(name)}
-
-
-def _value(value: str) -> str:
-    words = [word if _HARMLESS.fullmatch(word) else "(not shown)" for word in value.split()]
-    return " ".join(words) or "empty"

@@ -15,7 +15,7 @@ to fix it:
 
     kdpkit plan --examples 60000 --per-replica-batch-size 32 \\
         --base-learning-rate 0.1 --replicas 1 2 4 8 --epochs 5 --optimizer sgd \\
-        --warmup-epochs 1 --shape cosine
+        --warmup-epochs 1
 
 With --memory, on JAX: what each device needs, and which lines make it fit.
 TARGET is a function that returns a dataset, and a model or a TrainingLoop:
@@ -48,7 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rule", default="linear", help="linear, sqrt or none (default: %(default)s)")
     add("--epochs", type=int, default=1, metavar="N", help="(default: %(default)s)")
     add("--optimizer", help="sgd, or adam for Adam and its variants")
-    add("--shape", default="constant", help="the rate: constant, or a cosine or linear decay to 0")
     warmup = "epochs of linear warmup, also parts of one (default: %(default)s)"
     add("--warmup-epochs", type=float, default=0.0, metavar="N", help=warmup)
 

@@ -3,28 +3,18 @@
 import dataclasses
 import functools
 import itertools
-import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from kdpkit import scaling
 from kdpkit._internal import check_results, checks
 from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._plan import rules
 
-SHAPES = ("constant", "cosine", "linear")
 OPTIMIZERS = ("sgd", "adam")
 
 _NUMBERS = ("steps_per_epoch", "left_out", "total_steps", "warmup_steps")
 _COLUMNS = 4  # plans that fit side by side
-
-
-class Milestone(NamedTuple):
-    """A step of a run, counted from 0, and the learning rate there."""
-
-    step: int
-    event: str
-    learning_rate: float
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -40,8 +30,6 @@ class TrainingPlan:
     ... )
     >>> small.scale.global_batch_size, small.steps_per_epoch, small.left_out, small.total_steps
     (256, 234, 96, 1170)
-    >>> small.milestones[-1]
-    Milestone(step=1169, event='last', learning_rate=0.8)
 
     Args:
         examples: Number of training examples, all replicas together.
@@ -51,8 +39,6 @@ class TrainingPlan:
         replicas: Number of replicas that train in step.
         rule: How the rate grows with the batch: `"linear"`, `"sqrt"` or `"none"`.
         optimizer: `"sgd"`, or `"adam"` for Adam and its variants. None leaves it open.
-        shape: The rate after the warmup: `"constant"`, or a decay to 0 at the end of the run, as of
-            `kdpkit.schedules.warmup_cosine` (`"cosine"`) or `warmup_polynomial` (`"linear"`).
         warmup_epochs: Epochs of linear warmup from 0, also parts of one.
 
     Raises:
@@ -67,7 +53,6 @@ class TrainingPlan:
     replicas: int = 1
     rule: str = "linear"
     optimizer: str | None = None
-    shape: str = "constant"
     warmup_epochs: float = 0.0
 
     def __post_init__(self) -> None:
@@ -76,7 +61,6 @@ class TrainingPlan:
         checks.number("learning_rate", self.scale.learning_rate)  # of many replicas, infinite
         checks.number("warmup_epochs", self.warmup_epochs, minimum=0, below=self.epochs)
         checks.one_of("optimizer", self.optimizer, (None, *OPTIMIZERS))
-        checks.one_of("shape", self.shape, SHAPES)
 
     @functools.cached_property
     def scale(self) -> scaling.ScalePlan:
@@ -108,24 +92,6 @@ class TrainingPlan:
         """Steps of the warmup, fewer than there are."""
         return min(round(self.warmup_epochs * self.steps_per_epoch), max(self.total_steps - 1, 0))
 
-    def learning_rate(self, step: int) -> float:
-        """Return the rate of a step, which is 0 at the first of a warmup, and the peak after it."""
-        peak, warmup = self.scale.learning_rate, self.warmup_steps
-        if step < warmup:
-            return peak * step / warmup
-        done = (step - warmup) / max(self.total_steps - warmup, 1)
-        parts = {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done}
-        return peak * parts.get(self.shape, 1.0)
-
-    @property
-    def milestones(self) -> tuple[Milestone, ...]:
-        """Rates at the first step, the middle and the last, and where the warmup ends."""
-        total, warmup = self.total_steps, self.warmup_steps
-        events = {"first": 0, "middle": total // 2, "last": total - 1}
-        events |= {"end of warmup": warmup} if warmup else {}
-        steps = sorted((step, event) for event, step in events.items() if total)
-        return tuple(Milestone(step, event, self.learning_rate(step)) for step, event in steps)
-
     @property
     def findings(self) -> tuple[check_results.Finding, ...]:
         """Where a rule leaves its range, or the run wastes data; the worst first."""
@@ -148,7 +114,6 @@ class TrainingPlan:
             "global_batch_size": self.scale.global_batch_size,
             "learning_rate": self.scale.learning_rate,
             **{name: getattr(self, name) for name in _NUMBERS},
-            "milestones": [milestone._asdict() for milestone in self.milestones],
             "findings": check_results.as_dicts(self.findings),
         }
 
@@ -190,7 +155,7 @@ def _heading(plan: TrainingPlan) -> str:
         f"{plan.epochs:,} epoch{'s' * (plan.epochs > 1)}",
         f"{plan.per_replica_batch_size:,} examples per replica",
         f"base rate {plan.base_learning_rate:g}",
-        f"rule {plan.rule}, shape {plan.shape}",
+        f"rule {plan.rule}",
         *([f"optimizer {plan.optimizer}"] if plan.optimizer else []),
     ]
     return check_results.wrapped(", ".join(settings))
@@ -213,8 +178,4 @@ def _numbers(plan: TrainingPlan) -> dict[str, str]:
         **({"warmup steps": plan.warmup_steps} if plan.warmup_steps else {}),
         "scaled rate": f"{scale.learning_rate:.4g}",
     }
-    for milestone in plan.milestones:
-        if milestone.step:
-            found[f"  {milestone.event}: step"] = milestone.step
-        found[f"  {milestone.event}: rate"] = f"{milestone.learning_rate:.4g}"
     return {name: f"{n:,}" if isinstance(n, int) else n for name, n in found.items()}
