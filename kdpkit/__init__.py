@@ -7,9 +7,9 @@ Every part lives at one path and loads on first use, so `import kdpkit` costs no
 (3, 3, 3, 1)
 """
 
-import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
+
+from kdpkit._internal import lazy_names
 
 __version__ = "0.1.0"
 
@@ -55,12 +55,7 @@ if TYPE_CHECKING:  # the types of the submodules, each by its own name
     from kdpkit import testing as testing
     from kdpkit import training as training
 else:
-
-    def __getattr__(name: str) -> ModuleType:
-        """Import a submodule the first time it is used (PEP 562)."""
-        if name in _SUBMODULES:
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    __getattr__, _ = lazy_names(__name__, {name: name for name in _SUBMODULES})
 
 
 def __dir__() -> list[str]:

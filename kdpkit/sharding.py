@@ -232,6 +232,7 @@ class DataParallel(keras.distribution.DataParallel):
         *,
         shard: Literal["none", "optimizer", "weights"] = "none",
     ) -> None:
+        checks.backend("`DataParallel`", "jax")
         checks.one_of("shard", shard, shards.KINDS)
         mesh = data_mesh(devices)
         names = [f"{d.platform}:{d.id}" for d in mesh.devices.flat]

@@ -9,7 +9,7 @@ times as fast per real token: training sequences are full, the loss only uses th
 and never holds all their logits, and XLA compiles the step if that helps. `--data` takes "builtin"
 (the English documentation that ships with Python), a directory with the WikiText files, or a text
 file. The defaults are for a few minutes, in which you see the model learn. With KERAS_BACKEND=jax
-it trains on JAX. recipes/README.md has measured results.
+it trains on JAX, without TensorFlow. recipes/README.md has measured results.
 """
 
 import re
@@ -32,10 +32,10 @@ add("--steps-per-loop", type=positive, default=1, help="steps per compiled call,
 with experiment.program(parser, __name__):
     import keras
     import numpy as np
-    import tensorflow as tf
     from keras_hub import models
 
-    from kdpkit import corpora, pipelines, schedules, training
+    from kdpkit import corpora, schedules, training
+    from kdpkit.experiment import text
 
 
 def build_model(args, lines):
@@ -84,23 +84,19 @@ def main(argv=None):
     print(f"{len(splits.train):,} lines to train on")
     with strategy.scope():
         tokenizer, model = build_model(args, splits.train)
-    by_line = pipelines.tokenize(tokenizer, sequence_length=length)
-    ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("start", "end", "pad")}
-    packed = pipelines.chain(pipelines.tokenize(tokenizer), pipelines.pack_tokens(length, **ids))
-    mask = pipelines.mask_tokens(tokenizer)
-
-    def sequences(lines, tokenized):  # lines under 100 bytes, such as headings, are dropped
-        text = tf.data.Dataset.from_tensor_slices(list(lines))
-        return text.filter(pipelines.longer_than(100)).apply(tokenized)
+    mask = text.mask_tokens(tokenizer)
 
     def held_out(lines):
-        examples = sequences(lines, by_line)
-        masked = pipelines.eval_pipeline(examples, prepare=mask, global_batch_size=size)
-        return masked.apply(pipelines.normalize_weights)
+        examples = text.sequences(lines, tokenizer, length, by_line=True)
+        return text.eval_batches(examples, prepare=mask, global_batch_size=size)
 
-    seeded = pipelines.PipelineConfig(seed=args.seed)
-    sizes = {"global_batch_size": size, "steps_per_epoch": args.steps_per_epoch}
-    train = pipelines.train_pipeline(sequences(splits.train, packed), seeded, augment=mask, **sizes)
+    train = text.train_batches(
+        text.sequences(splits.train, tokenizer, length),  # full, without padding
+        augment=mask,  # new masks in each epoch
+        seed=args.seed,
+        global_batch_size=size,
+        steps_per_epoch=args.steps_per_epoch,
+    )
     steps = len(train) * args.epochs
     warmup = steps // 20 if args.warmup_steps is None else args.warmup_steps
     rate = schedules.warmup_polynomial(plan.learning_rate, total_steps=steps, warmup_steps=warmup)

@@ -29,11 +29,11 @@ add("--jit", choices=("measure", "on", "off"), default="measure", help="compile 
 with experiment.program(parser, __name__):
     import keras
     import numpy as np
-    import tensorflow as tf
     from keras import ops
     from keras_hub import models
 
-    from kdpkit import corpora, pipelines, schedules
+    from kdpkit import corpora, schedules
+    from kdpkit.experiment import text
     from kdpkit.training import TrainingLoop, linear_cross_entropy
 
 
@@ -65,7 +65,7 @@ class CausalLMLoop(TrainingLoop):
 def next_tokens(sequences, seed=None):  # noqa: ARG001  # nothing is drawn
     """Return what the model sees, without the last token, and the token that follows on each."""
     seen = sequences[..., :-1]
-    return {"token_ids": seen, "padding_mask": tf.ones_like(seen)}, sequences[..., 1:]
+    return {"token_ids": seen, "padding_mask": 0 * seen + 1}, sequences[..., 1:]
 
 
 def print_continued(model, tokenizer, tokens, seed, known=12):
@@ -78,8 +78,8 @@ def print_continued(model, tokenizer, tokens, seed, known=12):
         drawn = np.where(logits < np.sort(logits)[:, -10:-9], -np.inf, logits)
         tokens[:, position] = np.argmax(drawn + random.gumbel(size=drawn.shape), axis=1)
     print("Held-out text | and what the model makes of it:")
-    for text in tokens:
-        print(f"  {tokenizer.detokenize(text[1:known])} | {tokenizer.detokenize(text[known:])}")
+    for ids in tokens:
+        print(f"  {tokenizer.detokenize(ids[1:known])} | {tokenizer.detokenize(ids[known:])}")
 
 
 def main(argv=None):
@@ -92,19 +92,17 @@ def main(argv=None):
     splits = corpora.load_text(args.data)
     with strategy.scope():
         tokenizer, model = build_model(args, splits.train)
-    ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("start", "end", "pad")}
-    pack = pipelines.chain(pipelines.tokenize(tokenizer), pipelines.pack_tokens(length + 1, **ids))
 
-    def sequences(lines):  # without lines under 100 bytes, and the last one, which has padding
-        text = tf.data.Dataset.from_tensor_slices(list(lines)).filter(pipelines.longer_than(100))
-        return text.apply(pack).filter(lambda tokens: tokens[-1] != ids["pad"])
+    def sequences(lines):  # without the last one, which has padding
+        return text.sequences(lines, tokenizer, length + 1, full=True)
 
-    seeded, size = pipelines.PipelineConfig(seed=args.seed), plan.global_batch_size
-    sizes = {"global_batch_size": size, "steps_per_epoch": args.steps_per_epoch}
-    train = pipelines.train_pipeline(sequences(splits.train), seeded, augment=next_tokens, **sizes)
-    held_out = {"prepare": next_tokens, "remainder": "keep", "global_batch_size": size}
-    validation = pipelines.eval_pipeline(sequences(splits.validation), **held_out)
-    test = pipelines.eval_pipeline(sequences(splits.test), **held_out)
+    sizes = {"global_batch_size": plan.global_batch_size, "steps_per_epoch": args.steps_per_epoch}
+    seeded = {"augment": next_tokens, "seed": args.seed}
+    train = text.train_batches(sequences(splits.train), **seeded, **sizes)
+    held_out = {"prepare": next_tokens, "remainder": "keep"}
+    held_out["global_batch_size"] = plan.global_batch_size
+    validation = text.eval_batches(sequences(splits.validation), **held_out)
+    test = text.eval_batches(sequences(splits.test), **held_out)
     steps = len(train) * args.epochs
     rate = schedules.warmup_cosine(plan.learning_rate, total_steps=steps, warmup_steps=steps // 20)
     loop = CausalLMLoop(

@@ -1,5 +1,6 @@
 """What must hold in other environments: the JAX backend, and a Python without TensorFlow."""
 
+import json
 import os
 import pathlib
 import subprocess
@@ -12,7 +13,6 @@ import pytest
 import kdpkit
 from tests.on_jax import ON_JAX
 from tests.python_without import python_with, python_without
-from tests.test_corpora import idx
 
 ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 REPEATING = (
@@ -124,15 +124,29 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "gs: No installed package reads and writes gs:// (" in printed
     assert "TPU: tile-batch\n" in printed  # three examples in each of four
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
-    images = np.zeros((70, 8, 8), "uint8")
-    for split, rows in (("train", 70), ("t10k", 9)):
-        (tmp_path / f"{split}-images-idx3-ubyte").write_bytes(idx(images[:rows]))
-        (tmp_path / f"{split}-labels-idx1-ubyte").write_bytes(idx(images[:rows, 0, 0]))
-    flags = ["--smoke", "--replicas", "2", "--data", tmp_path, "--resume", tmp_path / "states"]
+    flags = ["--smoke", "--replicas", "2", "--resume", tmp_path / "states"]
     recipe = [python, "recipes/cnn_jax.py", *flags, "--log-dir", tmp_path / "recipe"]
     assert "DataParallel: 2 replicas" in run(recipe)
     assert (tmp_path / "recipe" / "model.keras").exists()
     assert "Epoch 1" not in run(recipe)  # it was over, and is only evaluated again
+    with pytest.raises(AssertionError, match=r"kdpkit.pipelines. needs .tensorflow. .*install -e"):
+        run([python, "-c", "from kdpkit import pipelines"])
+
+
+@pytest.mark.slow
+@pytest.mark.needs(reason="tokenizes with TensorFlow alone", keras_hub="0.32")
+@pytest.mark.parametrize("recipe", ["bert_mlm", "lm"])
+def test_a_language_model_trains_on_jax_where_tensorflow_is_not_installed(recipe, tmp_path):
+    python = python_without(tmp_path / "venv", "tensorflow")
+    flags = ["--smoke", "--replicas", "2", "--vocabulary-size", "500", "--cache-dir", tmp_path]
+    files = ["--resume", tmp_path / "states", "--results", tmp_path / "results.json"]
+    command = [python, f"recipes/{recipe}.py", *flags, *files]
+    printed = run(command, KERAS_BACKEND="jax")
+    assert "DataParallel: 2 replicas" in printed
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["steps"] == 8
+    assert np.isfinite(results["test"]["loss"])
+    assert "Vocabulary: read from" in run(command, KERAS_BACKEND="jax")  # and nothing is left
 
 
 WITHOUT_KERAS_HUB = """
@@ -182,5 +196,5 @@ def test_a_recipe_without_its_framework_names_what_to_install(
     package, extra = ("jax", "jax") if on_jax else ("tensorflow", "recipes")
     (line,) = finished.stderr.splitlines()
     assert line.startswith(f"{recipe}: `{package}` is not installed.")
-    assert line.endswith(f'Run `pip install "kdpkit[{extra}]"`.')
+    assert line.endswith(f'Run `pip install -e "{ROOT}[{extra}]"`.')
     assert (finished.returncode, finished.stdout) == (2, "")

@@ -8,9 +8,9 @@ import tomllib
 import nbformat
 import pytest
 
-from tests import notebooks
+from tests import make_notebooks, notebooks
 
-PATHS = [notebooks.CHECKOUT / "recipes" / f"colab_{kind}.ipynb" for kind in ("gpu", "tpu")]
+PATHS = [make_notebooks.SOURCE, *map(make_notebooks.path_of, make_notebooks.TITLES)]
 EACH = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
 
 
@@ -34,12 +34,28 @@ def test_outputs_are_stripped_and_every_cell_is_short_and_explained(path):
 def test_the_badge_opens_the_notebook_of_the_repository(path):
     project = tomllib.loads((notebooks.CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
     repository = project["project"]["urls"]["Homepage"].removeprefix("https://github.com/")
-    colab = "https://colab.research.google.com"
-    image = f"{colab}/assets/colab-badge.svg"
-    address = f"{colab}/github/{repository}/blob/main/recipes/{path.name}"
+    file = f"{repository}/blob/main/recipes/{path.name}"
+    place = path.stem.partition("_")[0].capitalize()
+    image, address = {
+        "Colab": (
+            "https://colab.research.google.com/assets/colab-badge.svg",
+            f"https://colab.research.google.com/github/{file}",
+        ),
+        "Kaggle": (
+            "https://kaggle.com/static/images/open-in-kaggle.svg",
+            f"https://kaggle.com/kernels/welcome?src=https://github.com/{file}",
+        ),
+    }[place]
     title, _, badge, *_ = nbformat.read(path, nbformat.NO_CONVERT).cells[0].source.splitlines()
     assert title.startswith("# ")  # which `kdpkit recipe list` prints
-    assert badge == f"[![Open in Colab]({image})]({address})"
+    assert badge == f"[![Open in {place}]({image})]({address})"
+
+
+@pytest.mark.parametrize("name", make_notebooks.TITLES)
+def test_the_other_notebooks_are_made_from_the_first(name):
+    written = make_notebooks.path_of(name).read_text(encoding="utf-8")
+    made = nbformat.writes(make_notebooks.notebook(name))
+    assert written.strip() == made.strip(), "Run `python -m tests.make_notebooks`."
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +84,7 @@ def source(path, checkout, tmp_path):
 @pytest.mark.sampled(1)
 @EACH
 @pytest.mark.slow
-@pytest.mark.tensorflow  # both start kernels of their own; once is enough
+@pytest.mark.tensorflow  # all start kernels of their own; once is enough
 @pytest.mark.timeout(1800)
 def test_a_notebook_runs_from_its_top_where_kdpkit_is_not_installed(path, source, tmp_path):
     output = tmp_path / "done.ipynb"
@@ -92,5 +108,6 @@ def test_a_notebook_runs_from_its_top_where_kdpkit_is_not_installed(path, source
     )
     for name in ("CNN", "BERT"):
         assert re.search(rf"^{name}: .*, \d+ steps\n  [\d,]+ examples/s, test ", printed, re.M)
-    (board,) = (cell for cell in done.cells if "tensorboard" in notebooks.tags(cell))
-    assert "iframe" in str(board.outputs)
+    boards = [cell for cell in done.cells if "tensorboard" in notebooks.tags(cell)]
+    assert len(boards) == path.stem.startswith("colab")  # Kaggle shows none
+    assert all("iframe" in str(board.outputs) for board in boards)

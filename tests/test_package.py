@@ -1,5 +1,6 @@
 """The wheel: what is in it, and that it works outside of the checkout, for a type checker too."""
 
+import json
 import os
 import pathlib
 import re
@@ -113,6 +114,21 @@ def test_every_part_is_imported_from_the_installed_package(python, tmp_path):
     code = "import kdpkit\nfor name in kdpkit.__all__: print(getattr(kdpkit, name))"
     printed = run(python, "-c", code, cwd=tmp_path)
     assert printed.count(f"from '{python.parent.parent}") == len(kdpkit.__all__) - 1
+
+
+def test_errors_name_the_command_that_installs_from_where_this_kdpkit_came(python, wheel, tmp_path):
+    code = "from kdpkit._internal import checks\nprint(checks.install_command('jax'))"
+
+    def named():
+        return run(python, "-c", code, cwd=tmp_path).strip()
+
+    assert named() == f'pip install "kdpkit[jax] @ {wheel.as_uri()}"'
+    (noted,) = python.parent.parent.glob("lib/python*/site-packages/kdpkit-*/direct_url.json")
+    repository = {"vcs": "git", "commit_id": "abc"}
+    noted.write_text(json.dumps({"url": "https://host/kdpkit", "vcs_info": repository}))
+    assert named() == 'pip install "kdpkit[jax] @ git+https://host/kdpkit@abc"'
+    noted.unlink()  # as after an installation from an index
+    assert named() == 'pip install "kdpkit[jax]"'
 
 
 def test_a_recipe_is_copied_by_the_command_and_trains(python, tmp_path):

@@ -14,7 +14,14 @@ def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callab
 
     def __getattr__(name: str) -> object:  # noqa: N807 the package's own
         if name in homes:
-            module = importlib.import_module(f"{package}.{homes[name]}")
+            try:
+                module = importlib.import_module(f"{package}.{homes[name]}")
+            except ModuleNotFoundError as error:
+                if error.name not in ("tensorflow", "jax"):
+                    raise
+                from kdpkit._internal import checks
+
+                raise checks.missing_framework(f"{package}.{name}", error.name) from error
             return module if homes[name] == name else getattr(module, name)
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
 

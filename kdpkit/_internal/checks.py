@@ -5,11 +5,14 @@ value it accepted, in the plain Python type that the caller goes on with.
 """
 
 import contextlib
+import importlib.metadata
+import json
 import math
 import operator
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from kdpkit import errors
@@ -111,6 +114,47 @@ def one_of(name: str, value: _T, choices: Iterable[_T]) -> _T:
     if value not in choices:
         _reject(f"`{name}` must be one of {', '.join(map(repr, choices))}.", name, value)
     return value
+
+
+def backend(part: str, *served: str) -> str:
+    """Return Keras' backend, which has to be one that serves a part of the kit."""
+    import keras
+
+    present = keras.backend.backend()
+    if present not in served:
+        ways = " or ".join(f"KERAS_BACKEND={name}" for name in served)
+        fail(f"{part} does not work on Keras' backend {present!r}.", remedy=f"Run with {ways}.")
+    return present
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs kdpkit with an extra, from where this kdpkit came.
+
+    That is a checkout, or what `pip` has noted: a file, or the address of a repository.
+
+    >>> install_command("jax")
+    'pip install ...[jax]...'
+    """
+    checkout = Path(__file__).parents[2]
+    if (checkout / "pyproject.toml").exists():
+        return f'pip install -e "{checkout}[{extra}]"'
+    try:
+        noted = importlib.metadata.distribution("kdpkit").read_text("direct_url.json")
+    except importlib.metadata.PackageNotFoundError:
+        noted = None
+    origin = json.loads(noted or "{}")
+    address = origin.get("url", "")
+    if repository := origin.get("vcs_info"):
+        address = f"{repository['vcs']}+{address}@{repository['commit_id']}"
+    return f'pip install "kdpkit[{extra}]{f" @ {address}" if address else ""}"'
+
+
+def missing_framework(part: str, framework: str) -> errors.PackageInputError:
+    """Return the error for a part that needs TensorFlow or JAX, which is not installed."""
+    return errors.PackageInputError(
+        f"`{part}` needs `{framework}` (KERAS_BACKEND={framework}), which is not installed. Run "
+        f"`{install_command(framework)}`."
+    )
 
 
 def strings(name: str, values: Sequence[str]) -> tuple[str, ...]:

@@ -173,6 +173,6 @@ def _system(path: RemotePath) -> Any:
             f"No installed package reads and writes {str(path).partition('://')[0]}:// "
             f"({_reason(error)}).",
             path=str(path),
-            remedy="For Google's storage run `pip install 'kdpkit[storage]'` (fsspec and gcsfs), "
-            "for others fsspec and its package (s3fs for s3://); or check the spelling.",
+            remedy=f"For Google's storage run `{checks.install_command('storage')}` (fsspec and "
+            "gcsfs), for others fsspec and its package (s3fs for s3://); or check the spelling.",
         )

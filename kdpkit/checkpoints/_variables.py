@@ -34,6 +34,8 @@ def _read(variable: keras.Variable) -> np.ndarray:
     with scope_of(variable):
         if hasattr(value, "read_value"):  # the sum, if TensorFlow's replicas hold parts
             value = value.read_value()
+        if keras.backend.backend() == "torch":
+            return keras.ops.convert_to_numpy(value)  # a copy: steps write into the same memory
         # On a CPU this copies nothing: both backends copy memory that NumPy has before they write,
         # also in steps that may write into the buffers of their state.
         if keras.backend.backend() == "jax":

@@ -34,9 +34,10 @@ from kdpkit.experiment._program import program, run
 from kdpkit.experiment._strategy import describe, plan_from, strategy_from
 
 if TYPE_CHECKING:
+    from kdpkit.experiment import text
     from kdpkit.experiment._recorder import recording
-else:  # it loads Keras
-    __getattr__, _ = lazy_names(__name__, {"recording": "_recorder"})
+else:  # they load Keras
+    __getattr__, _ = lazy_names(__name__, {"recording": "_recorder", "text": "text"})
 
 __all__ = [
     "PRECISIONS",
@@ -54,6 +55,7 @@ __all__ = [
     "save_model",
     "set_precision",
     "strategy_from",
+    "text",
     "versions",
     "writing",
 ]

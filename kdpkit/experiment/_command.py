@@ -10,15 +10,15 @@ from kdpkit._internal import check_results, checks
 
 HELP = "list the recipes, which are complete training programs, or copy one"
 
-EXAMPLE = """\
+EXAMPLE = f"""\
 A recipe is one readable script or notebook. Copy it, run it, change it:
 
     kdpkit recipe list
     kdpkit recipe copy bert_mlm
     kdpkit recipe copy cluster my_project
 
-They need `pip install "kdpkit[recipes]"`, and cnn_jax needs
-`pip install "kdpkit[jax]" scikit-learn`."""
+They need `{checks.install_command("recipes")}`, and cnn_jax needs
+`{checks.install_command("jax")}`."""
 
 _PACKAGE = Path(__file__).parents[1]
 

@@ -1,6 +1,7 @@
 """What a recipe writes and reads again, and what it was made with."""
 
 import hashlib
+import importlib.util
 import json
 import os
 import platform
@@ -30,25 +31,40 @@ def learned_vocabulary(
 ) -> list[str]:
     """Learn a WordPiece vocabulary (`kdpkit.pipelines.learn_vocabulary`), once for the same lines.
 
+    Where TensorFlow is not installed, the package `tokenizers` learns it, and finds other tokens.
     It is kept in `cache_dir`, as JSON. Where that cannot be written, a line reports it.
     """
     import keras_hub
 
-    from kdpkit import pipelines
-
-    key = json.dumps([kdpkit.__version__, keras_hub.__version__, size, *lines])
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
+    key = json.dumps([kdpkit.__version__, keras_hub.__version__, has_tensorflow, size, *lines])
     digest = hashlib.sha256(key.encode()).hexdigest()
     path = storage.path(cache_dir) / f"vocabulary-{size}-{digest[:16]}.json"
     if path.exists():
         print(f"Vocabulary: read from {path}.")
         return list(json.loads(path.read_text(encoding="utf-8")))
-    tokens = pipelines.learn_vocabulary(lines, size)
+    if has_tensorflow:
+        from kdpkit import pipelines
+
+        tokens = pipelines.learn_vocabulary(lines, size)
+    else:
+        tokens = _learned_without_tensorflow(lines, size)
     try:
         with atomic_files.replacing(path) as temporary:
             temporary.write_text(json.dumps(tokens), encoding="utf-8")
     except OSError as error:
         print(f"Vocabulary: not kept, as {path} cannot be written ({error.strerror}).")
     return tokens
+
+
+def _learned_without_tensorflow(lines: Sequence[str], size: int) -> list[str]:
+    import tokenizers
+
+    learner = tokenizers.BertWordPieceTokenizer(strip_accents=False)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    learner.train_from_iterator(lines, size, special_tokens=special, show_progress=False)
+    ids = learner.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
 
 
 def versions() -> dict[str, str]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kdpkit import errors
+from kdpkit._internal import checks
 from kdpkit.experiment import _framework_messages
 
 _PACKAGES = ("jax", "keras_hub", "matplotlib", "sklearn", "tensorflow", "tensorflow_text")
@@ -44,7 +45,7 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
                 raise
             extra = "jax" if error.name == "jax" else "recipes"
             raise errors.PackageInputError(
-                f'`{error.name}` is not installed. Run `pip install "kdpkit[{extra}]"`.'
+                f"`{error.name}` is not installed. Run `{checks.install_command(extra)}`."
             ) from error
 
 

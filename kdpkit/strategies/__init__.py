@@ -66,6 +66,7 @@ def select_strategy(
     >>> select_strategy("mirrored", devices=["CPU:0", "CPU:1"]).num_replicas_in_sync
     2
     """
+    checks.backend("A strategy of `tf.distribute`", "tensorflow")
     checks.one_of("communication", communication, _COMMUNICATION)
     checks.integer("start_timeout_seconds", start_timeout_seconds)
     _check_kind(kind, devices, tpu)

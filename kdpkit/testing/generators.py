@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from kdpkit import errors, scaling
+from kdpkit._internal import checks
 from kdpkit.testing._reading import leaves, mapped, taken
 
 try:
     from hypothesis import strategies as st
 except ModuleNotFoundError as error:
     raise errors.PackageInputError(
-        "`kdpkit.testing.generators` needs Hypothesis. Run `pip install 'kdpkit[testing]'`."
+        f"`kdpkit.testing.generators` needs Hypothesis. Run `{checks.install_command('testing')}`."
     ) from error
 
 if TYPE_CHECKING:

@@ -62,9 +62,7 @@ def replica_exact(
     ...     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     >>> history = model.fit(x, y, batch_size=5, verbose=0)  # shards of 2, 2, 1 and 0 examples
     """
-    backend = keras.backend.backend()
-    if backend not in _ATTACHING:
-        checks.fail("`replica_exact` works on TensorFlow and on JAX.", backend=backend)
+    backend = checks.backend("`replica_exact`", *_ATTACHING)
     if not isinstance(model, keras.Model):
         checks.fail("`model` must be a Keras model.", model=model)
     batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))

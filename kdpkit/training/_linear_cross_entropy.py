@@ -80,13 +80,14 @@ def linear_cross_entropy(
     >>> [round(float(value), 3) for value in loss.losses]
     [1.318, 2.318]
     """
+    backend = checks.backend("`linear_cross_entropy`", "tensorflow", "jax")
     hidden, kernel = ops.convert_to_tensor(hidden), ops.convert_to_tensor(kernel)
     labels = ops.convert_to_tensor(labels)
     size, width = _check_shapes(hidden, kernel, labels, bias)
     chunk_size = min(checks.integer("chunk_size", chunk_size), size)
     bias = ops.zeros((size,), kernel.dtype) if bias is None else ops.convert_to_tensor(bias)
     flat_labels = ops.cast(ops.reshape(labels, (-1,)), "int32")
-    differentiable = _on_jax if keras.backend.backend() == "jax" else _on_tensorflow
+    differentiable = _on_jax if backend == "jax" else _on_tensorflow
     loss = differentiable(chunk_size)
     losses, predictions = loss(ops.reshape(hidden, (-1, width)), kernel, bias, flat_labels)
     shape = _shape(labels)

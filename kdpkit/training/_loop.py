@@ -388,12 +388,5 @@ def _reject_own_step(model: Any) -> None:
 
 
 def _steps_of_backend() -> Callable[..., Steps]:
-    backend = keras.backend.backend()
-    if backend not in _STEPS:
-        checks.fail(
-            "`TrainingLoop` trains on TensorFlow and on JAX.",
-            backend=backend,
-            remedy="Run with KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax.",
-        )
-    module, name = _STEPS[backend]
+    module, name = _STEPS[checks.backend("`TrainingLoop`", *_STEPS)]
     return getattr(importlib.import_module(module), name)

@@ -95,7 +95,7 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
     >>> check_parity(build, (np.ones((8, 4)), np.ones((8, 3))), replicas=2).equal
     True
     """
-    checks.one_of("Keras' backend", keras.backend.backend(), ("tensorflow",))
+    checks.backend("`check_parity`", "tensorflow")
     replicas = checks.integer("replicas", replicas, minimum=2)
     if isinstance(build, keras.Model) or not callable(build):
         checks.fail("`build` must be a function that returns a new model.", build=build)

@@ -119,6 +119,8 @@ class Resume(keras.callbacks.Callback):
         self._at = Position(0, 0)  # where training is once its present step has ended
         self._saved_at: Position | None = None
         self._unsaved = 0  # batches since the last save, of earlier epochs too
+        self._continued: checkpoints.TrainingState | None = None  # until its first step
+        self._drawn: dict[str, Any] = {}  # the state of torch's random numbers after its last step
 
     def track(
         self, dataset: Any, *, global_batch_size: int | None = None, seed: int | None = 0
@@ -348,7 +350,7 @@ class Resume(keras.callbacks.Callback):
         step = state.position.step
         if step:  # only now, as a schedule has just changed the rate of this epoch again
             self._restore(state, call)
-            self._first = step
+            self._first, self._continued = step, state
             # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
             self._catching.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="Your input ran out of data")
@@ -387,6 +389,9 @@ class Resume(keras.callbacks.Callback):
         if at.step >= length:
             # docs/upstream/keras_begins_a_batch_too_many.md: this ends the epoch for Keras.
             raise StopIteration
+        if self._continued:  # only now: torch's `DataLoader` draws when an epoch is begun
+            versions.restore_random_state_of_torch(self._continued.arrays)
+            self._continued = None
         if batch and not self._data.is_used():
             checks.fail("`fit` trains on another dataset; pass it `resume.track(dataset)`.")
         at_once = self.params.get("steps_at_once") or self.model.steps_per_execution
@@ -398,6 +403,11 @@ class Resume(keras.callbacks.Callback):
                 self._leave()
         self._unsaved += at_once
         self._at = Position(at.epoch, min(at.step + at_once, length))
+
+    def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Note what torch has drawn in an epoch, before Keras makes a `DataLoader`, or does not."""
+        if self._at.step >= self._length:
+            self._drawn = versions.random_state_of_torch()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save an epoch that was cut short, before Keras resets the metrics for its validation."""
@@ -422,6 +432,7 @@ class Resume(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Save the end of an epoch."""
         self._catching.close()
+        versions.restore_random_state_of_torch(self._drawn)
         stops = self._is_to_stop(asks_now=True)
         if self._at.step >= self._length:
             is_last = self.model.stop_training or epoch + 1 >= self.params["epochs"]

@@ -44,7 +44,7 @@ class ModelState:
         groups = self._groups() | {"optimizer": [v for one in used for v in one.variables]}
         if not with_metrics:
             del groups["metrics"]
-        return checkpoints.values_of(groups)
+        return checkpoints.values_of(groups) | versions.random_state_of_torch()
 
     def trained(self) -> list[list[int]]:
         """Return which of the model's variables each optimizer trains; none until it is used.
@@ -105,6 +105,7 @@ class ModelState:
         if "seeds.0" not in state.arrays:
             del groups["seeds"]
         checkpoints.assign(groups, state.arrays)
+        versions.restore_random_state_of_torch(state.arrays)
 
     def restore_weights(self, state: checkpoints.TrainingState) -> None:
         """Assign what a state of a later call of `fit` has of the model.

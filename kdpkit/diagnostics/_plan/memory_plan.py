@@ -9,8 +9,6 @@ import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import keras
-
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
 from kdpkit.diagnostics import _text
@@ -181,6 +179,7 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     ...     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     ...     data = testing.toy_classification(64)
     ...     return batches.ArrayBatches(data, global_batch_size=32), model
+    >>> import keras
     >>> if keras.backend.backend() == "jax":
     ...     assert plan_memory(make, memory="1GiB").chosen.accumulation == 1
     """
@@ -188,13 +187,7 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     replicas = checks.integer("replicas", replicas)
     if not callable(make):
         checks.fail("`make` must be a function.", make=type(make).__name__)
-    backend = keras.backend.backend()
-    if backend != "jax":
-        checks.fail(
-            "Memory is planned on JAX, which reports what a compiled step needs.",
-            backend=backend,
-            remedy="Run with KERAS_BACKEND=jax.",
-        )
+    checks.backend("`plan_memory`", "jax")
     from kdpkit.training.jax._memory import StepMemory
 
     step = StepMemory(lambda: _made(make))

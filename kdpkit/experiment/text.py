@@ -1,0 +1,164 @@
+"""Texts as batches of token ids: `tf.data` pipelines on TensorFlow, arrays on JAX.
+
+On JAX nothing here needs TensorFlow, where KerasHub's tokenizers do not (0.32 or newer).
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import keras
+import numpy as np
+
+from kdpkit._internal import checks
+
+Sequences: TypeAlias = Any  # of token ids: a `tf.data.Dataset`, or an array [sequences, length]
+
+_MIN_BYTES = 100  # of a line: shorter ones, such as headings, are dropped
+_LINES_AT_ONCE = 4096
+
+
+def sequences(
+    lines: Iterable[str], tokenizer: Any, length: int, *, by_line: bool = False, full: bool = False
+) -> Sequences:
+    """Return the token ids of texts in sequences of one length, without lines under 100 bytes.
+
+    Args:
+        lines: Texts.
+        tokenizer: A KerasHub tokenizer.
+        length: Tokens in a sequence, those at its start and end included.
+        by_line: Whether each line begins a sequence of its own, which is padded. Otherwise lines
+            follow each other, as `kdpkit.pipelines.pack_tokens` packs them.
+        full: Whether sequences with padding are left out.
+
+    Raises:
+        ValueError: No line is left.
+    """
+    ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("start", "end", "pad")}
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        from kdpkit import pipelines
+
+        packed = [pipelines.tokenize(tokenizer), pipelines.pack_tokens(length, **ids)]
+        split = [pipelines.tokenize(tokenizer, sequence_length=length)] if by_line else packed
+        text = tf.data.Dataset.from_tensor_slices(list(lines))
+        found = text.filter(pipelines.longer_than(_MIN_BYTES)).apply(pipelines.chain(*split))
+        return found.filter(lambda tokens: tokens[-1] != ids["pad"]) if full else found
+    long = [line for line in lines if len(line.encode()) > _MIN_BYTES]
+    if not long:
+        checks.fail(f"No example is left: all lines have {_MIN_BYTES} bytes or less.")
+    documents = [
+        np.asarray(tokens, np.int32)
+        for first in range(0, len(long), _LINES_AT_ONCE)
+        for tokens in tokenizer(long[first : first + _LINES_AT_ONCE])
+    ]
+    parts = [[document] for document in documents] if by_line else [documents]
+    found = np.concatenate([_packed(part, length, **ids) for part in parts if any(map(len, part))])
+    return found[found[:, -1] != ids["pad"]] if full else found
+
+
+def _packed(
+    documents: Sequence[np.ndarray], length: int, *, start: int, end: int, pad: int
+) -> np.ndarray:
+    """Do what `kdpkit.pipelines.pack_tokens` does, in NumPy."""
+    stream = np.concatenate([part for document in documents for part in (document, [end])])[:-1]
+    count, room = math.ceil(len(stream) / (length - 2)), length - 2
+    packed = np.full((count, length), pad, np.int32)
+    for number, row in enumerate(packed):
+        body = stream[number * room :][:room]
+        row[: len(body) + 2] = start, *body, end
+    return packed
+
+
+def mask_tokens(tokenizer: Any, *, rate: float = 0.15) -> Callable[..., Any]:
+    """Return BERT's masking, `kdpkit.pipelines.mask_tokens`, for `train_batches`.
+
+    On JAX it draws from the generator of NumPy that `kdpkit.batches.ArrayBatches` makes for each
+    batch. Without one, for `eval_batches`, masks are the same in every epoch.
+    """
+    if keras.backend.backend() == "tensorflow":
+        from kdpkit import pipelines
+
+        return pipelines.mask_tokens(tokenizer, rate=rate)
+    return functools.partial(_masked, tokenizer=tokenizer, rate=rate)
+
+
+def _masked(
+    tokens: np.ndarray,
+    random: np.random.Generator | None = None,
+    *,
+    tokenizer: Any,
+    rate: float,
+) -> tuple[dict[str, np.ndarray], np.ndarray, np.ndarray]:
+    random = random or np.random.default_rng(0)
+    ordinary = ~np.isin(tokens, tokenizer.special_token_ids)
+    room = max(math.ceil(rate * (tokens.shape[1] - 2)), 1)  # for a full sequence
+    # In float32, as 0.15 of 20 tokens are 3, and not a rounding error more.
+    wanted = np.ceil(np.float32(rate) * ordinary.sum(axis=1, dtype=np.float32))
+    chosen = np.arange(room) < wanted[:, np.newaxis]
+    order = np.where(ordinary, random.random(tokens.shape), 1)
+    positions = np.where(chosen, np.argsort(order, axis=1)[:, :room], 0).astype("int32")
+    originals = np.take_along_axis(tokens, positions, axis=1)
+    fate = random.random(positions.shape)
+    drawn = random.integers(tokenizer.vocabulary_size(), size=positions.shape)
+    replaced = np.select([fate < 0.8, fate < 0.9], [tokenizer.mask_token_id, drawn], originals)
+    masked = tokens.copy()
+    masked[np.nonzero(chosen)[0], positions[chosen]] = replaced[chosen]
+    features = {
+        "token_ids": masked,
+        "segment_ids": np.zeros_like(tokens),
+        "padding_mask": (tokens != tokenizer.pad_token_id).astype("int32"),
+        "mask_positions": positions,
+    }
+    weights = chosen * np.float32(chosen.size / max(chosen.sum(), 1))
+    return features, np.where(chosen, originals, 0), weights
+
+
+def train_batches(
+    examples: Sequences,
+    *,
+    global_batch_size: int,
+    augment: Callable[..., Any],
+    seed: int,
+    steps_per_epoch: int | None = None,
+) -> Any:
+    """Return what to train on: a new order in each epoch, and what `augment` draws for each batch.
+
+    It is a `kdpkit.pipelines.train_pipeline`, or on JAX a `kdpkit.batches.ArrayBatches`.
+
+    Raises:
+        ValueError: There are fewer examples than a batch, or than `steps_per_epoch` batches.
+    """
+    sizes: Any = {"global_batch_size": global_batch_size, "steps_per_epoch": steps_per_epoch}
+    if keras.backend.backend() == "tensorflow":
+        from kdpkit import pipelines
+
+        seeded = pipelines.PipelineConfig(seed=seed)
+        return pipelines.train_pipeline(examples, seeded, augment=augment, **sizes)
+    from kdpkit import batches
+
+    return batches.ArrayBatches(examples, seed=seed, augment=augment, **sizes)
+
+
+def eval_batches(
+    examples: Sequences,
+    *,
+    global_batch_size: int,
+    prepare: Callable[..., Any],
+    remainder: str = "pad",
+) -> Any:
+    """Return held-out batches, in order; weights, where `prepare` returns some, average 1."""
+    if keras.backend.backend() == "tensorflow":
+        from kdpkit import pipelines
+
+        found = pipelines.eval_pipeline(
+            examples, prepare=prepare, remainder=remainder, global_batch_size=global_batch_size
+        )
+        has_weights = len(found.element_spec) == 3
+        return found.apply(pipelines.normalize_weights) if has_weights else found
+    from kdpkit import batches
+
+    sizes: Any = {"global_batch_size": global_batch_size, "remainder": remainder}
+    return batches.ArrayBatches(prepare(examples), mode="eval", **sizes)

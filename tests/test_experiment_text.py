@@ -1,0 +1,76 @@
+"""The language recipes' sequences and masks: in NumPy as in `kdpkit.pipelines`."""
+
+import types
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kdpkit import pipelines
+from kdpkit.experiment import text
+
+tf = pytest.importorskip("tensorflow")
+pytestmark = pytest.mark.tensorflow
+
+PAD, START, END, MASK, WORDS = 0, 2, 3, 4, 50
+TOKENIZER = types.SimpleNamespace(
+    special_token_ids=[PAD, 1, START, END, MASK],
+    pad_token_id=PAD,
+    mask_token_id=MASK,
+    vocabulary_size=lambda: WORDS,
+)
+DOCUMENTS = st.lists(st.lists(st.integers(5, WORDS - 1), max_size=9), min_size=1, max_size=6)
+
+
+@given(DOCUMENTS.filter(any), st.integers(3, 8))
+def test_packed_sequences_are_those_of_the_pipeline(documents, length):
+    ids = {"start": START, "end": END, "pad": PAD}
+    arrays = [np.array(document, np.int32) for document in documents]
+    stream = tf.data.Dataset.from_generator(
+        lambda: iter(arrays), output_signature=tf.TensorSpec([None], tf.int32)
+    )
+    wanted = [*stream.apply(pipelines.pack_tokens(length, **ids)).as_numpy_iterator()]
+    np.testing.assert_array_equal(text._packed(arrays, length, **ids), wanted)
+
+
+def sequences(count, length, seed=0):
+    """Return sequences of words, some with padding."""
+    random = np.random.default_rng(seed)
+    tokens = random.integers(5, WORDS, (count, length)).astype("int32")
+    tokens[:, 0] = START
+    for row, end in zip(tokens, random.integers(2, length, count), strict=True):
+        row[end], row[end + 1 :] = END, PAD
+    return tokens
+
+
+@given(st.integers(1, 9), st.integers(3, 40), st.floats(0.01, 1), st.integers(0, 9))
+def test_masks_hide_as_many_ordinary_tokens_as_those_of_the_pipeline(count, length, rate, seed):
+    tokens = sequences(count, length, seed)
+    random = np.random.default_rng(seed)
+    features, labels, weights = text._masked(tokens, random, tokenizer=TOKENIZER, rate=rate)
+    theirs, _, their_weights = pipelines.mask_tokens(TOKENIZER, rate=rate)(tokens, (0, seed))
+    assert {n: (a.shape, a.dtype) for n, a in features.items()} == {
+        n: (tuple(a.shape), a.dtype.as_numpy_dtype) for n, a in theirs.items()
+    }
+    np.testing.assert_allclose(weights, their_weights.numpy(), rtol=1e-6)
+    np.testing.assert_array_equal(features["padding_mask"], theirs["padding_mask"])
+    restored, positions = features["token_ids"].copy(), features["mask_positions"]
+    used = weights > 0
+    for row, at, label, is_used in zip(restored, positions, labels, used, strict=True):
+        assert len({*at[is_used]}) == is_used.sum()
+        row[at[is_used]] = label[is_used]
+    np.testing.assert_array_equal(restored, tokens)
+    assert (labels[used] >= 5).all()
+    assert (labels[~used] == 0).all()
+
+
+def test_most_masked_tokens_are_hidden_some_drawn_and_some_kept():
+    tokens = sequences(2000, 40)
+    features, labels, weights = text._masked(tokens, tokenizer=TOKENIZER, rate=0.5)
+    used = weights > 0
+    seen = np.take_along_axis(features["token_ids"], features["mask_positions"], axis=1)[used]
+    assert np.mean(seen == MASK) == pytest.approx(0.8 + 0.1 / WORDS, abs=0.01)
+    assert np.mean(seen == labels[used]) == pytest.approx(0.1 + 0.1 / WORDS, abs=0.01)
+    again, *_ = text._masked(tokens, tokenizer=TOKENIZER, rate=0.5)
+    np.testing.assert_array_equal(again["token_ids"], features["token_ids"])

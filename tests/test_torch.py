@@ -1,0 +1,72 @@
+"""Keras' torch backend: what serves it, with torch itself, and one sentence for all else."""
+
+import importlib.util
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+import kdpkit
+
+ROOT = pathlib.Path(kdpkit.__file__).parent.parent
+SERVED = {
+    "replica_exact": ("tensorflow", "jax"),
+    "TrainingLoop": ("tensorflow", "jax"),
+    "linear_cross_entropy": ("tensorflow", "jax"),
+    "check_parity": ("tensorflow",),
+    "strategies": ("tensorflow",),
+    "sharding": ("jax",),
+    "plan_memory": ("jax",),
+}
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Return what the program prints, which trains in a process with that backend."""
+    finished = subprocess.run(
+        [sys.executable, "-m", "tests.torch_program", tmp_path_factory.mktemp("torch"), *SERVED],
+        cwd=ROOT,
+        env=os.environ | {"KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-5000:]
+    found = json.loads(finished.stdout.splitlines()[-1])
+    assert found["backend"] == "torch"
+    return found
+
+
+@pytest.mark.parametrize("where", ["inside an epoch", "at its end"])
+def test_a_run_that_was_stopped_ends_with_the_weights_of_an_undisturbed_one(where, found):
+    undisturbed = found["undisturbed"]
+    assert found[where]["stopped"] == {"code": 42}
+    resumed = found[where]["resumed"]
+    assert resumed["weights"] == undisturbed["weights"]
+    for name in ("loss", "accuracy", "learning_rate"):
+        assert resumed["history"][name] == undisturbed["history"][name]
+
+
+def test_rates_and_speeds_are_in_the_logs(found):
+    history = found["undisturbed"]["history"]
+    assert {"examples_per_second", "learning_rate"} <= set(history)
+    assert history["learning_rate"][0] > history["learning_rate"][-1]
+    assert found["rate"] == 1e-2
+
+
+@pytest.mark.parametrize("part", SERVED)
+def test_all_else_raises_one_sentence_that_names_the_backends(part, found):
+    sentence = found["sentences"][part]
+    for backend in SERVED[part]:
+        assert f"KERAS_BACKEND={backend}" in sentence
+    assert "'torch'" in sentence or "is not installed" in sentence
+    assert "\n" not in sentence
