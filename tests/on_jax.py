@@ -7,6 +7,7 @@ ON_JAX = {
         "tests/_internal/test_versions.py",
         "tests/test_doctests.py",
         "tests/test_batches.py",
+        "tests/test_batch_sources.py",
         "tests/test_checkpoints.py",
         "tests/test_sharding.py",
         "tests/test_tpus.py",

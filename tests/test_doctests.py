@@ -21,6 +21,8 @@ def test_the_examples_of_the_module_run(name):
     backend = keras.backend.backend()
     if BACKENDS.get(package, backend) != backend:
         pytest.skip(f"{package} has examples for {BACKENDS[package]}")
+    for needed in ("datasets", "grain", "PIL") if name == "kdpkit.batches" else ():
+        pytest.importorskip(needed)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
     result = doctest.testmod(importlib.import_module(name), optionflags=flags)
     assert result.failed == 0

@@ -195,8 +195,8 @@ class TrainingLoop:
         """Train, and validate after each epoch.
 
         Args:
-            train: A `tf.data.Dataset` of global batches `x`, `(x, y)` or `(x, y, sample_weight)`;
-                on JAX also a `keras.utils.PyDataset`, a Grain dataset or a PyTorch `DataLoader`.
+            train: A `tf.data.Dataset` or `keras.utils.PyDataset` of global batches `x`, `(x, y)` or
+                `(x, y, sample_weight)`; on JAX also a Grain dataset or a PyTorch `DataLoader`.
                 Batches of any size are trained on exactly. Where a dataset's options do not say
                 whether tf.data tunes it, it does not.
             validation: A dataset to evaluate after each epoch; its logs begin with `val_`.

@@ -386,12 +386,6 @@ def in_batches():
     return slices().batch(5)
 
 
-def of_examples():
-    import grain
-
-    return grain.MapDataset.source([*zip(*UNEVEN, strict=True)]).seed(4).shuffle()
-
-
 DATA = {  # with the steps of an epoch, if it does not know them
     "weighted arrays": (lambda: (*UNEVEN, 1.0 + UNEVEN[1]), None),
     "a PyDataset that shuffles": (Shuffled, None),
@@ -399,8 +393,6 @@ DATA = {  # with the steps of an epoch, if it does not know them
     "one batch": (lambda: batches(tuple(array[:4] for array in ARRAYS)), None),
     "shuffled": (shuffled, None),
     "endless": (lambda: shuffled().repeat(), 4),
-    "grain": (lambda: of_examples().batch(5), None),
-    "grain, repeated": (lambda: of_examples().repeat().batch(5), 4),
 }
 
 

@@ -126,7 +126,7 @@ def assert_ends_as_undisturbed(name, tmp_path, *stops, **settings):
 
 
 QUICK = {"by_fit", "in_two_phases", "epoch_by_epoch", "on shuffled"}
-ALSO_ON_JAX = {"by_a_loop_on_four_devices", "on one batch", "on grain, repeated"}
+ALSO_ON_JAX = {"by_a_loop_on_four_devices", "on one batch"}
 
 
 def cases():

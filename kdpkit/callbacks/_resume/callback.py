@@ -136,7 +136,6 @@ class Resume(keras.callbacks.Callback):
           `train_step` of the model's own gets `x` alone as `(x,)`.
         - A `keras.utils.PyDataset`: `on_epoch_end` is called once for every completed epoch, and
           its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set.
-        - A Grain `MapDataset` of batches, which may repeat.
 
         What never ends, or does not know its length, needs `fit(steps_per_epoch=...)`: an epoch
         continues where the last one stopped, and only its end is saved, on SIGTERM too. Except for

@@ -1,6 +1,5 @@
 """Datasets that can start at any batch of any epoch."""
 
-import operator
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +11,6 @@ from kdpkit.checkpoints import Position
 
 if TYPE_CHECKING:
     from kdpkit.pipelines._epochs import TrainDataset
-
-_ENDLESS = 2**48  # batches: what repeats in Grain has `sys.maxsize` examples
 
 
 class Tracked:
@@ -81,22 +78,21 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
             remedy="Use `keras.utils.image_dataset_from_directory` and augmentation layers in the "
             "model.",
         )
-    if _is_of("grain", "MapDataset", dataset):
-        dataset = _GrainBatches(dataset)
     if isinstance(dataset, keras.utils.PyDataset):
         return TrackedBatches(dataset)
     if hasattr(dataset, "epoch_counter"):
         return TrackedPipeline(dataset)
-    if _is_of("tensorflow", "data.Dataset", dataset):
+    tensorflow = sys.modules.get("tensorflow")
+    if tensorflow is not None and isinstance(dataset, tensorflow.data.Dataset):
         from kdpkit.pipelines import _iterations
 
         return TrackedPipeline(_iterations.replayed(dataset))
     return checks.fail(
         "`Resume` cannot start at any batch of this. It takes arrays, a `tf.data.Dataset`, a "
-        "`keras.utils.PyDataset`, what `kdpkit.pipelines.train_pipeline` returned, and a "
-        "`MapDataset` of Grain.",
+        "`keras.utils.PyDataset`, and what `kdpkit.pipelines.train_pipeline` returned.",
         dataset=kind,
-        remedy="`grain.MapDataset.source` takes what has a length and an index.",
+        remedy="`kdpkit.batches.ArrayBatches` splits what `from_grain` and `from_datasets` return "
+        "into batches, or a `Source` of what has a length and an index.",
     )
 
 
@@ -111,12 +107,6 @@ def _cut(arrays: Any, global_batch_size: int | None, seed: int | None) -> batche
         process_count=processes.count() if are_divided else 1,
         process_index=processes.index() if are_divided else 0,
     )
-
-
-def _is_of(package: str, name: str, value: Any) -> bool:
-    """Return whether a value is of a class of a package, which is loaded if it is."""
-    loaded = sys.modules.get(package)
-    return loaded is not None and isinstance(value, operator.attrgetter(name)(loaded))
 
 
 class TrackedPipeline(Tracked):
@@ -232,31 +222,3 @@ class TrackedBatches(Tracked, keras.utils.PyDataset):
         self._dataset.on_epoch_end()
         if self._epoch is not None:  # it is not for validations to advance it
             self.begin_epoch(self._epoch)
-
-
-class _GrainBatches(keras.utils.PyDataset):
-    """The elements of a Grain `MapDataset`, by their index."""
-
-    epoch = 0  # every epoch has the same elements, or those after the last one's
-
-    def __init__(self, dataset: Any) -> None:
-        super().__init__()
-        self._dataset = dataset
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    @property
-    def num_batches(self) -> int | None:
-        """The number of elements; None if they repeat."""
-        return len(self) if len(self) < _ENDLESS else None
-
-    def __getitem__(self, index: int) -> Any:
-        batch = self._dataset[index]
-        if batch is None:
-            checks.fail(
-                "A Grain dataset that is filtered has no batches at known positions.",
-                index=index,
-                remedy="Filter the source before `grain.MapDataset.source`.",
-            )
-        return batch

@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common.masking import set_keras_mask
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from kdpkit import errors
 from kdpkit._internal import checks, processes, versions
@@ -129,10 +130,15 @@ class TensorFlowSteps(Steps):
         ((argument, wanted),) = steps.items()
         if wanted is not None:
             wanted = checks.integer(argument, wanted)
+        if isinstance(dataset, keras.utils.PyDataset):
+            epochs = _PyEpochs(dataset)
+            feed = self.open(epochs.given, name, **steps)
+            epochs.batches = feed.batches
+            return Feed(name, epochs, wanted=wanted, length=lambda: dataset.num_batches)
         if not isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
             checks.fail(
-                f"`{name}` must be a `tf.data.Dataset` of batches, and is a "
-                f"{type(dataset).__name__}.",
+                f"`{name}` must be a `tf.data.Dataset` or a `keras.utils.PyDataset` of batches, "
+                f"and is a {type(dataset).__name__}.",
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
         _checks.check_batched(name, dataset.element_spec, is_one_length=True)
@@ -491,6 +497,27 @@ def _strategy_of(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
     if not model.variables and model.distribute_strategy is not strategy:
         _checks.reject_scope("model", strategy)
     return strategy
+
+
+class _PyEpochs:
+    """The epochs of a `PyDataset`, which is told where they begin and end."""
+
+    def __init__(self, dataset: keras.utils.PyDataset) -> None:
+        self._adapter = PyDatasetAdapter(dataset)
+        self.given = self._adapter.get_tf_dataset()
+        self.batches: Any = self.given  # or those, spread over the replicas
+        self._has_begun = False
+
+    @property
+    def element_spec(self) -> Any:
+        return self.batches.element_spec
+
+    def __iter__(self) -> Any:
+        if self._has_begun:
+            self._adapter.on_epoch_end()
+        self._has_begun = True
+        self._adapter.on_epoch_begin()
+        return iter(self.batches)
 
 
 def _length_of(dataset: Any) -> int | None:
