@@ -43,7 +43,7 @@ class TrainingLoop:
 
     What is exact, and what a loss may depend on: docs/explanation/what_stays_exact.md. Several
     processes: docs/how_to/several_processes.md. Under `ParameterServerStrategy` steps are
-    asynchronous: docs/explanation/parameter_servers.md.
+    asynchronous: docs/how_to/parameter_servers.md.
 
     Args:
         model: A Keras model, built in the strategy's scope.
