@@ -265,21 +265,26 @@ def test_every_page_is_in_the_menu_of_the_site():
     assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
 
 
-def reference_members(text):
-    """Return the names that a page of the reference lists, in its order."""
-    return re.findall(r"^ {8}- (\w+)$", text, re.M)
+def public_names(module):
+    """Return the names that a module offers, constants not, from its source."""
+    folder = ROOT / "kdpkit" / module
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = file.read_text(encoding="utf-8")
+    if listed := re.search(r"^__all__ = \[(.*?)\]", text, re.M | re.S):
+        return [name for name in re.findall(r"\w+", listed[1]) if not name.isupper()]
+    defined = re.findall(r"^(?:def|class) ([^\W_]\w*)", text, re.M)
+    return defined + re.findall(r"import (\w+) as \1$", text, re.M)
 
 
-def test_the_lists_of_the_reference_are_complete():
-    for page in (ROOT / "docs/reference").iterdir():
-        if listed := reference_members(page.read_text(encoding="utf-8")):
-            module = importlib.import_module(f"kdpkit.{page.stem}")
-            names = getattr(module, "__all__", None) or [
-                name
-                for name, value in vars(module).items()
-                if getattr(value, "__module__", "") == module.__name__ and name[0] != "_"
-            ]
-            assert sorted(listed) == sorted(name for name in names if not name.isupper()), page
+def test_a_page_of_the_reference_that_lists_names_lists_all():
+    pages = list((ROOT / "docs" / "reference").iterdir())
+    listed = {
+        page.stem: re.findall(r"^ {8}- (\w+)$", page.read_text(encoding="utf-8"), re.M)
+        for page in pages
+    }
+    for module in [module for module, names in listed.items() if names]:
+        assert sorted(listed[module]) == sorted(public_names(module)), module
+    assert listed["training"][0] == "replica_exact"  # what a reader looks for
 
 
 @pytest.mark.slow
