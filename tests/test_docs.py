@@ -1,6 +1,7 @@
 """The README and the pages under `docs/`: their programs run, and their links lead somewhere.
 
-The ```python blocks of a page without a title are one program, in their order. A block whose title
+The ```python blocks of a page without a title are one program, in their order, and so are the new
+lines of a ```diff block. A block whose title
 is a command with `python train.py` or `pytest test_NAME.py` in it is a program of its own, which
 that command runs; the title may end in "which fails: " and the message. A block whose title begins
 with "on " (`title="on a cluster"`) cannot run here, and is only compiled. A program that imports a
@@ -30,6 +31,7 @@ PAGES = [README, *DOCS, *(ROOT / page for page in BESIDE)]
 FENCE = re.compile(r'^```(\w*)(?: title="([^"]*)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 RUNS = re.compile(r"(?:python|pytest.*) (train|test_\w+)\.py")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
+REPOSITORY = "https://github.com/kdpkit/kdpkit/blob/main/"
 
 pytestmark = pytest.mark.tensorflow  # once: each program chooses its own backend and devices
 
@@ -50,6 +52,9 @@ def programs():
         found |= {f"{name}: {title}": (title, text) for title, text in titled}
         if untitled := [text for title, text in page_blocks if not title]:
             found[name] = "python train.py", "\n".join(untitled)
+        for _, text in blocks(page, "diff"):
+            kept = [line[2:] for line in text.splitlines() if not line.startswith("- ")]
+            found[f"{name}: changed"] = "python train.py", "\n".join(kept)
     return found
 
 
@@ -198,9 +203,12 @@ def broken(page):
     found = []
     for link in LINK.findall(FENCE.sub("", page.read_text(encoding="utf-8"))):
         path, _, anchor = link.partition("#")
-        if "://" in link or path.startswith("mailto:"):
+        in_repository = path.startswith(REPOSITORY)
+        if not in_repository and ("://" in link or path.startswith("mailto:")):
             continue
         target = (page.parent / path).resolve() if path else page
+        if in_repository:
+            target = ROOT / path.removeprefix(REPOSITORY)
         if not target.exists() or (anchor and anchor not in anchors(target)):
             found.append(link)
     return found
@@ -213,8 +221,12 @@ def test_links_lead_to_files_and_headings(page):
 
 def test_a_broken_link_would_be_seen(tmp_path):
     page = tmp_path / "page.md"
-    page.write_text("# A page\n[1](page.md#a-page) [2](#a-page) [3](#none) [4](other.md)\n")
-    assert broken(page) == ["#none", "other.md"]
+    file = f"{REPOSITORY}kdpkit/none.py"
+    page.write_text(
+        f"# A page\n[1](page.md#a-page) [2](#a-page) [3](#none) [4](other.md) [5]({file})"
+        f"[6]({REPOSITORY}SECURITY.md#what-listens-on-the-network)\n"
+    )
+    assert broken(page) == ["#none", "other.md", file]
 
 
 def commands():
@@ -253,23 +265,47 @@ def test_every_page_is_in_the_menu_of_the_site():
     assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in DOCS}
 
 
+def public_names(module):
+    """Return the names that a module offers, constants not, from its source."""
+    folder = ROOT / "kdpkit" / module
+    file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+    text = file.read_text(encoding="utf-8")
+    if listed := re.search(r"^__all__ = \[(.*?)\]", text, re.M | re.S):
+        return [name for name in re.findall(r"\w+", listed[1]) if not name.isupper()]
+    defined = re.findall(r"^(?:def|class) ([^\W_]\w*)", text, re.M)
+    return defined + re.findall(r"import (\w+) as \1$", text, re.M)
+
+
+def test_a_page_of_the_reference_that_lists_names_lists_all():
+    pages = list((ROOT / "docs" / "reference").iterdir())
+    listed = {
+        page.stem: re.findall(r"^ {8}- (\w+)$", page.read_text(encoding="utf-8"), re.M)
+        for page in pages
+    }
+    for module in [module for module, names in listed.items() if names]:
+        assert sorted(listed[module]) == sorted(public_names(module)), module
+    assert listed["training"][0] == "replica_exact"  # what a reader looks for
+
+
 @pytest.mark.slow
-def test_the_site_is_built_and_loads_nothing_from_elsewhere(tmp_path):
-    for package in ("mkdocs", "material", "mkdocstrings"):
+def test_the_site_is_built_and_loads_nothing_from_elsewhere():
+    for package in ("zensical", "mkdocstrings"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'kdpkit[docs]'")
     done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
+        [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", "mkdocs.yml"],
         cwd=ROOT,
         capture_output=True,
         text=True,
         timeout=500,
     )
-    assert done.returncode == 0, done.stderr
-    built = sorted(tmp_path.rglob("*.html"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    built = sorted((ROOT / "build" / "site").rglob("*.html"))
     assert len(built) > len(DOCS)
     for page in built:
         text = page.read_text(encoding="utf-8")
         assert "<blockquote>" not in text, page  # an example of a docstring, without its fence
         loaded = re.findall(r'(?:src="|<link rel="(?!canonical)[^>]*href=")(https?://[^"]+)', text)
         assert loaded == [], page
+    first = (ROOT / "build" / "site" / "index.html").read_text(encoding="utf-8")
+    assert "uneven last batch" in first  # the table of the README

@@ -8,7 +8,7 @@ import keras
 
 from kdpkit._internal import checks
 
-_Model = TypeVar("_Model", bound=keras.Model)
+Model = TypeVar("Model", bound=keras.Model)
 
 _ATTACHING = {
     "tensorflow": "kdpkit.training.tensorflow._fit",
@@ -17,12 +17,12 @@ _ATTACHING = {
 
 
 def replica_exact(
-    model: _Model,
+    model: Model,
     *,
     batch_norm: str = "global",
-    divided: Sequence[Any] = (),
-    undivided: Sequence[Any] = (),
-) -> _Model:
+    divided: Sequence[keras.layers.Layer] = (),
+    undivided: Sequence[keras.layers.Layer] = (),
+) -> Model:
     """Make a model's `fit`, `evaluate` and `predict` on R replicas do what one device does.
 
     Call it once: on TensorFlow on a model built in a strategy's scope; on JAX on one built after
@@ -75,7 +75,7 @@ def replica_exact(
     return model
 
 
-def _layers(name: str, layers: Sequence[Any]) -> list[Any]:
+def _layers(name: str, layers: Sequence[keras.layers.Layer]) -> list[Any]:
     for layer in layers:
         if not isinstance(layer, keras.layers.Layer):
             checks.fail(f"`{name}` must be a list of layers.", **{name: layer})

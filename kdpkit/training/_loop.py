@@ -2,8 +2,8 @@
 
 import functools
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -43,7 +43,7 @@ class TrainingLoop:
 
     What is exact, and what a loss may depend on: docs/explanation/what_stays_exact.md. Several
     processes: docs/how_to/several_processes.md. Under `ParameterServerStrategy` steps are
-    asynchronous: docs/explanation/parameter_servers.md.
+    asynchronous: docs/how_to/parameter_servers.md.
 
     Args:
         model: A Keras model, built in the strategy's scope.
@@ -89,17 +89,17 @@ class TrainingLoop:
 
     def __init__(
         self,
-        model: Any,
+        model: keras.Model,
         *,
-        optimizer: Any,
-        loss: Any = None,
-        metrics: Any = (),
+        optimizer: str | keras.optimizers.Optimizer,
+        loss: str | Callable | Sequence | Mapping | None = None,
+        metrics: Sequence | Mapping = (),
         strategy: Any = None,
         steps_per_loop: int = 1,
         accumulation: int = 1,
-        jit: Any = None,
-        loss_weights: Any = None,
-        weighted_metrics: Any = (),
+        jit: bool | Literal["measure"] | None = None,
+        loss_weights: Sequence[float] | Mapping[str, float] | None = None,
+        weighted_metrics: Sequence | Mapping = (),
         batch_norm: str = "global",
         remat: bool = False,
     ) -> None:
@@ -144,7 +144,7 @@ class TrainingLoop:
             )
 
     @property
-    def optimizer(self) -> Any:
+    def optimizer(self) -> keras.optimizers.Optimizer:
         """The model's optimizer: the one given, or the `LossScaleOptimizer` around it."""
         return self.model.optimizer
 
@@ -187,10 +187,10 @@ class TrainingLoop:
         validation: Any = None,
         *,
         epochs: int,
-        callbacks: Any = (),
+        callbacks: Sequence[keras.callbacks.Callback] = (),
         initial_epoch: int = 0,
         steps_per_epoch: int | None = None,
-        verbose: Any = "auto",
+        verbose: int | str = "auto",
     ) -> keras.callbacks.History:
         """Train, and validate after each epoch.
 
@@ -240,7 +240,7 @@ class TrainingLoop:
         return model.history
 
     @_guarded
-    def evaluate(self, dataset: Any, *, verbose: Any = "auto") -> dict[str, float]:
+    def evaluate(self, dataset: Any, *, verbose: int | str = "auto") -> dict[str, float]:
         """Compute loss and metrics over all examples of a dataset, each once.
 
         Args:
@@ -259,7 +259,7 @@ class TrainingLoop:
         return self._evaluate(feed, self._callback_list((), verbose, feed))
 
     @_guarded
-    def predict(self, dataset: Any, *, verbose: Any = "auto") -> Any:
+    def predict(self, dataset: Any, *, verbose: int | str = "auto") -> Any:
         """Predict for every example of a dataset, in its order.
 
         Args:
