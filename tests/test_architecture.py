@@ -30,9 +30,9 @@ MOST_INTERNAL_FILES = 14
 # The parts, from the lowest to the highest: a part imports only what is listed before it. When it
 # is loaded, it may import these frameworks, and these parts besides `errors` and `_internal`.
 ALLOWED = {
-    "__init__": (PURE, set()),
     "errors": (PURE, set()),
     "_internal": (PURE, set()),
+    "__init__": (PURE, set()),
     "scaling": (PURE, set()),
     "cluster": (TENSORFLOW, set()),
     "launch": (PURE, {"cluster"}),
