@@ -9,8 +9,6 @@ import subprocess
 import sys
 import time
 
-import hypothesis
-import hypothesis.strategies as st
 import keras
 import pytest
 
@@ -189,15 +187,6 @@ def test_a_file_of_results_is_complete_after_every_row(tmp_path):
     assert [(row["what"], row["is_met"]) for row in written["rows"]] == [("speed", False)]
     assert written["missing"] == ["memory: there is none."]
     assert [*tmp_path.iterdir()] == [file]
-
-
-@hypothesis.given(st.integers(0, 10_000))
-def test_the_largest_batch_is_found_to_a_quarter(limit):
-    tried = []
-    largest = memory.largest(lambda examples: tried.append(examples) or examples <= limit)
-    assert largest <= limit
-    assert limit < max(memory.UNIT, largest * 1.25)
-    assert len(tried) == len({*tried})  # each costs a compilation
 
 
 def test_the_operations_of_bert_are_six_for_each_weight_and_token():

@@ -3,9 +3,9 @@
 `plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
 each device needs and the cheapest way to make it fit. `environment` reports what this machine and
 this Python offer, and which strategies train on it. `check_input` checks `tf.data` pipelines,
-`check_tpu` a dataset and a model for a TPU, and `check_speed` finds how long a step
-takes and waits for input. Each name loads the framework that it needs on first use; `environment`
-loads none.
+`check_tpu` a dataset and a model for a TPU. `check_speed` finds how long a step takes and waits for
+input, `largest_batch` how many examples fit. Each name loads the framework that it needs on first
+use; `environment` loads none.
 """
 
 from typing import TYPE_CHECKING
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
+    from kdpkit.diagnostics._doctor.largest_batch import largest_batch
     from kdpkit.diagnostics._doctor.reports import Report, check_input, check_tpu
     from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
     from kdpkit.diagnostics._env.environment import Environment, environment
@@ -29,6 +30,7 @@ _HOMES = {
     "check_speed": "_doctor.speed",
     "check_tpu": "_doctor.reports",
     "environment": "_env.environment",
+    "largest_batch": "_doctor.largest_batch",
     "plan": "_plan.training_plan",
     "plan_memory": "_plan.memory_plan",
 }
@@ -43,6 +45,7 @@ __all__ = [
     "check_speed",
     "check_tpu",
     "environment",
+    "largest_batch",
     "plan",
     "plan_memory",
 ]

@@ -131,7 +131,8 @@ def _of_model(name: str, rehearse: bool) -> dict[str, Any]:
 
 def _largest_batch(rehearse: bool) -> dict[str, Any]:
     """Look for the largest batch of a small BERT that fits, by planning and by trying."""
-    from jax.errors import JaxRuntimeError
+    from kdpkit import diagnostics
+    from kdpkit.diagnostics._doctor.largest_batch import search
 
     size = bert.SIZES[True] if rehearse else bert.Size(2, 512, 8, 1000, 128, 20, UNIT, STEPS)
     limit = device.bytes_limit()
@@ -143,41 +144,16 @@ def _largest_batch(rehearse: bool) -> dict[str, Any]:
         loop = MaskedLMLoop(bert.model_of(of_size), optimizer=bert.optimizer())
         return _data(bert.batch_of(of_size)), loop
 
-    def is_planned(examples: int) -> bool:
-        return _predicted(functools.partial(made, examples)) <= (limit or 2**24)
+    def is_planned(units: int) -> bool:
+        make = functools.partial(made, UNIT * units)
+        return _predicted(make) <= (limit or 2**24)
 
-    def is_trained(examples: int) -> bool:
-        data, loop = made(examples)
-        try:
-            loop.fit(data, epochs=1, verbose=0)
-        except JaxRuntimeError as error:
-            if "RESOURCE_EXHAUSTED" not in str(error):
-                raise
-            return False
-        return True
-
-    if not limit:  # then all that is tried fits
-        is_trained(UNIT)
-    found = largest(is_trained) if limit else None
-    return {"unit": "examples", "predicted": largest(is_planned), "found": found}
-
-
-def largest(fits: Callable[[int], bool]) -> int:
-    """Return the largest number of examples that fits, to a quarter; 0 if `UNIT` does not.
-
-    >>> largest(lambda examples: examples <= 100)
-    96
-    """
-    if not fits(UNIT):
-        return 0
-    power = UNIT
-    while fits(2 * power):
-        power *= 2
-    fitting = power
-    for more in (power // 2, power // 4):
-        if fits(fitting + more):
-            fitting += more
-    return fitting
+    data, loop = made(UNIT)
+    # Without a limit all that is tried fits.
+    most = None if limit else UNIT
+    tried = diagnostics.largest_batch(data, model=loop, multiple_of=UNIT, most=most)
+    found = tried if limit else None
+    return {"unit": "examples", "predicted": UNIT * search(is_planned), "found": found}
 
 
 def main(name: str, *flags: str) -> None:

@@ -87,24 +87,13 @@ def check_speed(
     (True, True, 0)
     """
     seconds = checks.number("seconds", seconds, above=0)
-    training_step.check_model(model)
-    strategy = getattr(training_step.model_of(model), "distribute_strategy", None)
-    is_stock = not (training_step.is_loop(model) or training_step.is_exact(model))
-    # Stock Keras on several replicas would write into the user's arrays.
-    is_split = is_stock and getattr(strategy, "num_replicas_in_sync", 1) > 1
-    if is_split or type(strategy).__name__.startswith("ParameterServer") or processes.count() > 1:
-        checks.fail(
-            "Speed is measured in one process, on several replicas with `kdpkit.training`.",
-            strategy=type(strategy).__name__,
-            processes=processes.count(),
-            remedy="Use `replica_exact(model)`; of several processes measure one without the rest.",
-        )
+    check_trainer(model)
     first = batches.batches_of(dataset, batch_size).first
     try:
         with contextlib.ExitStack() as undisturbed:
             undisturbed.enter_context(batches.random_numbers_kept())
             training_step.build(model, first)
-            undisturbed.enter_context(_unchanged(training_step.model_of(model)))
+            undisturbed.enter_context(unchanged(training_step.model_of(model)))
             stage = None
             if batches.is_tf_dataset(dataset):
                 from kdpkit.pipelines import _measure  # TensorFlow is there
@@ -126,8 +115,24 @@ def check_speed(
     return SpeedReport(real, max(0.0, 1 - ideal / real), stage)
 
 
+def check_trainer(trainer: Any) -> None:
+    """Raise where steps cannot be trained, and then undone."""
+    training_step.check_model(trainer)
+    strategy = getattr(training_step.model_of(trainer), "distribute_strategy", None)
+    is_stock = not (training_step.is_loop(trainer) or training_step.is_exact(trainer))
+    # Stock Keras on several replicas would write into the user's arrays.
+    is_split = is_stock and getattr(strategy, "num_replicas_in_sync", 1) > 1
+    if is_split or type(strategy).__name__.startswith("ParameterServer") or processes.count() > 1:
+        checks.fail(
+            "Steps are measured in one process, on several replicas with `kdpkit.training`.",
+            strategy=type(strategy).__name__,
+            processes=processes.count(),
+            remedy="Use `replica_exact(model)`; of several processes measure one without the rest.",
+        )
+
+
 @contextlib.contextmanager
-def _unchanged(model: keras.Model) -> Iterator[None]:
+def unchanged(model: keras.Model) -> Iterator[None]:
     """Restore the model to what it was, whatever happens meanwhile."""
     optimizers = [o for o in vars(model).values() if isinstance(o, keras.optimizers.Optimizer)]
     variables = {
@@ -139,6 +144,7 @@ def _unchanged(model: keras.Model) -> Iterator[None]:
     try:
         yield
     finally:
+        model._jax_state = None  # of a step that failed, which Keras would assign later
         checkpoints.assign(variables, values)
         model.stop_training = False
 
