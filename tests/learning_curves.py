@@ -47,7 +47,7 @@ def validation_losses(strategy, prepare=lambda model: model):
         model.compile(optimizer, "sparse_categorical_crossentropy")
     trained = model.fit(
         *images.train,
-        batch_size=32,  # the last batch of an epoch has 2 examples
+        batch_size=64,  # the last batch of an epoch has 34 examples
         epochs=EPOCHS,
         validation_data=tuple(images.test),
         verbose=0,
