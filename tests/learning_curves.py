@@ -2,9 +2,9 @@
 
     python -m tests.learning_curves docs/learning_curves.svg
 
-trains a network for digits three times, in a few minutes: with stock Keras on one device, and on four
-replicas with stock Keras and with `replica_exact`. All begin with the same weights and read the
-same batches. Four logical CPUs are real replicas.
+trains a network for digits three times, in a few minutes: with stock Keras on one device, and on
+four replicas with stock Keras and with `replica_exact`. All begin with the same weights and read
+the same batches. Four logical CPUs are real replicas.
 """
 
 # ruff: noqa: T201 a command-line program prints
