@@ -103,10 +103,16 @@ def _with_one(num_examples: tf.Tensor, x: Any) -> Any:
 
     The two operations are those of a condition without its functions, which take several times as
     long to trace, and nothing is copied. oneDNN would take a `tf.pad` alone for its convolution's.
+    XLA, and loops, need the condition.
     """
-    without, given = tf.raw_ops.Switch(data=x, pred=num_examples > 0)
-    padded = tf.pad(without, [[0, 1]] + [[0, 0]] * (x.shape.rank - 1))
-    given = tf.raw_ops.Merge(inputs=[padded, given]).output
+    step = current_step()
+    if step is not None and step.is_here():
+        without, given = tf.raw_ops.Switch(data=x, pred=num_examples > 0)
+        padded = tf.pad(without, [[0, 1]] + [[0, 0]] * (x.shape.rank - 1))
+        given = tf.raw_ops.Merge(inputs=[padded, given]).output
+    else:
+        zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
+        given = tf.cond(num_examples > 0, lambda: x, zeros)
     given.set_shape(x.shape)
     given = with_gradient(given, x, functools.partial(_without_one, num_examples))
     given.kdpkit_has_example = True
