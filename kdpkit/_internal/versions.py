@@ -101,7 +101,6 @@ def build_without_training(fit: Callable, model: keras.Model, x: Any, y: Any, we
     """
     if keras.backend.backend() == "jax" and KERAS < (3, 15):
         model._symbolic_build(data_batch=(x, y, weights))
-        model._record_training_state_sharding_spec()
         return
     size = len(next(leaf for leaf in keras.tree.flatten(x) if leaf is not None))
     # Without shuffling, for which random numbers would be drawn.

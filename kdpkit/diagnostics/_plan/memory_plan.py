@@ -180,7 +180,7 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     ...     data = testing.toy_classification(64)
     ...     return batches.ArrayBatches(data, global_batch_size=32), model
     >>> import keras
-    >>> if keras.backend.backend() == "jax":
+    >>> if keras.backend.backend() == "jax":  # 0.10 or later
     ...     assert plan_memory(make, memory="1GiB").chosen.accumulation == 1
     """
     limit = _bytes_of(memory)
