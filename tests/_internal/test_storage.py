@@ -131,7 +131,7 @@ def test_no_permission_is_reported_in_a_sentence():
 
 
 def test_a_scheme_that_nothing_knows_raises():
-    with pytest.raises(ValueError, match=r"reads and writes nope:// .*nope://b/x.*kdpkit\[storage"):
+    with pytest.raises(ValueError, match=r"reads and writes nope:// .*nope://b/x.*\[storage"):
         storage.path("nope://b/x").exists()
 
 
