@@ -29,7 +29,7 @@ def build_model():
     x = layers.Conv2D(4, 3, padding="same")(layers.Rescaling(1 / 255)(x))
     x = layers.GlobalAveragePooling2D()(residual(x, 4))
     model = keras.Model(inputs, layers.Dense(3, activation="softmax")(x))
-    optimizer = keras.optimizers.Adam(learning_rate=lr_schedule(0))
+    optimizer = keras.optimizers.SGD(learning_rate=lr_schedule(0), momentum=0.9)
     model.compile(optimizer, "categorical_crossentropy", metrics=["accuracy"])
     return model
 
