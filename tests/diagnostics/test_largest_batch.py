@@ -60,7 +60,6 @@ def test_nothing_is_trained_and_training_goes_on_as_if_nothing_had_been_tried(by
     trainer.fit(data, epochs=1, verbose=0)
 
 
-@pytest.mark.tensorflow
 def test_memory_ends_where_it_does_and_the_weights_stay():
     """In a process that has little memory, whose backend raises what it raises."""
     program = [sys.executable, "-m", "tests.diagnostics.test_largest_batch"]

@@ -124,9 +124,10 @@ def _is_out_of_memory(error: Exception) -> bool:
     if keras.backend.backend() == "jax":
         import jax
 
+        reasons = ("RESOURCE_EXHAUSTED", "Out of memory")  # on accelerators, and on a CPU
         is_of_backend = isinstance(error, jax.errors.JaxRuntimeError)
         return isinstance(error, MemoryError) or (
-            is_of_backend and "RESOURCE_EXHAUSTED" in str(error)
+            is_of_backend and any(reason in str(error) for reason in reasons)
         )
     import tensorflow as tf
 
