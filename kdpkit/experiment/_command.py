@@ -10,15 +10,14 @@ from kdpkit._internal import check_results, checks
 
 HELP = "list the recipes, which are complete training programs, or copy one"
 
-EXAMPLE = f"""\
+EXAMPLE = """\
 A recipe is one readable script or notebook. Copy it, run it, change it:
 
     kdpkit recipe list
     kdpkit recipe copy bert_mlm
     kdpkit recipe copy cluster my_project
 
-They need `{checks.install_command("recipes")}`, and cnn_jax needs
-`{checks.install_command("jax")}`."""
+They need the extra `recipes`, and cnn_jax the extra `jax`."""
 
 _PACKAGE = Path(__file__).parents[1]
 
