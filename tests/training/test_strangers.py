@@ -258,7 +258,58 @@ class AtLeast(layers.Layer):
         return bounded(x)
 
 
+def shifted(by_all):
+    def shift(x):
+        return x - ops.mean(x, axis=0) if by_all else x * 1.0
+
+    return shift
+
+
+def attending_to_the_batch():
+    inputs = keras.Input((4,))
+    x = layers.Reshape((2, 1, 2))(inputs)
+    x = layers.MultiHeadAttention(2, 4, attention_axes=0)(x, x)
+    model = keras.Model(inputs, layers.Dense(3)(layers.Flatten()(x)))
+    model.compile(
+        keras.optimizers.SGD(0.1), keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    )
+    return model
+
+
+def written_by_exec():
+    names = {"keras": keras}
+    exec("class Own(keras.Layer):\n def call(self, x): return x - keras.ops.mean(x, 0)", names)
+    return names["Own"]()
+
+
+class OfRankOne(OwnStep):
+    """Calls a loss of Keras on predictions that have the axis of the examples alone."""
+
+    def train_step(self, data):
+        x, labels = data
+        with tf.GradientTape() as tape:
+            prediction = tf.reduce_sum(self(x), axis=1)
+            loss = keras.losses.MeanSquaredError()(tf.cast(labels, tf.float32), prediction)
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"squared": loss}
+
+
 EQUAL = {
+    "functions that have one name": lambda: stack(
+        layers.Lambda(shifted(False)), layers.Lambda(shifted(True))
+    ),
+    "activations that have one name": lambda: stack(
+        layers.Dense(8, activation=shifted(False)), layers.Dense(8, activation=shifted(True))
+    ),
+    "attention over the batch": attending_to_the_batch,
+    "outputs that are kept orthogonal": lambda: stack(
+        layers.Dense(
+            8, activity_regularizer=keras.regularizers.OrthogonalRegularizer(0.1, mode="columns")
+        )
+    ),
+    "a layer without a module": lambda: stack(written_by_exec()),
+    "a loss of Keras on one axis": OfRankOne,
     "a metric of a plain object": Tracking,
     "what replicas add up": AddingUp,
     "gradients that are never small": lambda: stack(layers.Dense(8), AtLeast()),
@@ -314,6 +365,24 @@ def test_it_trains_as_on_one_device(name):
     np.testing.assert_allclose(many, one, atol=2e-6)
     for log, values in history.items():
         np.testing.assert_allclose(ours[log], values, rtol=1e-5, atol=1e-6)
+
+
+def test_weights_that_have_more_axes_than_the_losses_count_as_keras_counts_them():
+    targets = X[:, :1, None]
+    weights = np.random.default_rng(2).uniform(size=(len(X), 5)).astype("float32")
+    trained = []
+    for strategy in (
+        tf.distribute.get_strategy(),
+        tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]),
+    ):
+        keras.utils.set_random_seed(0)
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((4,)), layers.Dense(1), layers.Reshape((1, 1))])
+            model = replica_exact(model) if strategy.num_replicas_in_sync > 1 else model
+            model.compile(keras.optimizers.SGD(0.1), "mse")
+        model.fit(X, targets, sample_weight=weights, batch_size=7, shuffle=False, verbose=0)
+        trained.append(model.get_weights()[0])
+    np.testing.assert_allclose(*trained, atol=1e-6)
 
 
 class WithIterator(OwnStep):

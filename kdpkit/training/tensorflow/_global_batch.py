@@ -45,6 +45,7 @@ from kdpkit.training.tensorflow._step import (
     running,
 )
 from kdpkit.training.tensorflow._whose_code import (
+    calls_the_users,
     has_too_few_axes,
     is_composed,
     is_library,
@@ -169,8 +170,11 @@ class _AsOne(NamedTuple):
 
 
 def _identity(layer: keras.layers.Layer) -> Any:
-    """Return what stands for a layer: a library's that are configured alike do the same."""
-    if is_library(type(layer).__module__):
+    """Return what stands for a layer: a library's that are configured alike do the same.
+
+    A function of the user's is only a name there, which others may have.
+    """
+    if is_library(type(layer).__module__) and not calls_the_users(layer):
         with contextlib.suppress(Exception):  # those of Llama and Swin fail: each is tried then
             return type(layer), str({**layer.get_config(), "name": None})
     return id(layer)

@@ -88,8 +88,9 @@ def _reduce_loss(
             remedy="Compile the model with a function of your own that calls the loss: with `fit` "
             "it gets the examples of all replicas.",
         )
-    total = keras.ops.sum(original(values, sample_weight, mask, "sum", dtype))
-    size = tf.cast(tf.size(values), total.dtype)
+    weighted = original(values, sample_weight, mask, "none", dtype)  # weights may have more axes
+    total = keras.ops.sum(weighted)
+    size = tf.cast(tf.size(weighted), total.dtype)
     if reduction == "sum":
         return step.quotient(total, 1)
     if reduction == "mean_with_sample_weight" and not (sample_weight is None and mask is None):
@@ -114,6 +115,8 @@ def _call_loss(
     step = current_step()
     if step is None or step.own is None or not is_loss_of_a_library(loss):
         return original(loss, y_true, y_pred, sample_weight)
+    if any(getattr(one.shape, "rank", 0) == 1 for one in tf.nest.flatten(y_pred)):
+        return original(loss, y_true, y_pred, sample_weight)  # a mean over its only axis
     compute = functools.partial(original, loss)
     return _global_batch.loss_of_parts(step, compute, y_true, y_pred, sample_weight)
 

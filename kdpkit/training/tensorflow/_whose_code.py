@@ -1,6 +1,7 @@
 """Whose code a step runs: that of libraries alone, or some of the user's own."""
 
 import sys
+import types
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,11 +12,11 @@ from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing
 )
 from keras.src.models.functional import Functional
 
-_LIBRARIES = ("keras", "keras_hub", "keras_cv", "keras_rs", "tensorflow", "kdpkit", "builtins")
+_LIBRARIES = ("keras", "keras_hub", "tensorflow", "kdpkit", "builtins")
 
 # Layers of a model, which nobody tried beforehand. Some compare the examples: CLIP's head does, and
 # the balance of experts in Mixtral.
-_OF_ONE_MODEL = ("keras_hub.src.models.", "keras_cv.", "keras_rs.")
+_OF_ONE_MODEL = "keras_hub.src.models."
 
 
 def is_library(module: str) -> bool:
@@ -68,8 +69,13 @@ def is_of_a_library(layer: keras.layers.Layer) -> bool:
             isinstance(op, keras.layers.Layer) or takes_from_each_example(op) for op in operations
         )
         and not any(_may_compare_examples(part) for part in parts)
-        and all(map(_is_of_a_library, _functions_in(parts)))
+        and not calls_the_users(layer)
     )
+
+
+def calls_the_users(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer calls a function of the user's, such as an activation."""
+    return not all(map(_is_of_a_library, _functions_in(_layers(layer))))
 
 
 def _is_of_one_model(layer: keras.layers.Layer) -> bool:
@@ -88,7 +94,12 @@ def _may_compare_examples(layer: keras.layers.Layer) -> bool:
     """Return whether a layer of a library computes with all examples together."""
     if type(layer).__name__ == "TextVectorization":  # it pads to the longest
         return layer._output_sequence_length is None
-    return type(layer).__name__ in _COMPARING or 0 in _axes(layer)
+    regularizer = type(getattr(layer, "activity_regularizer", None)).__name__
+    return (
+        type(layer).__name__ in _COMPARING
+        or regularizer == "OrthogonalRegularizer"  # compares the outputs of the examples
+        or 0 in _axes(layer)
+    )
 
 
 # Of a tensor with fewer axes, these take the first one for something else than examples.
@@ -110,8 +121,11 @@ def has_too_few_axes(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
     return max(axes, default=least) < least
 
 
+_NAMES_OF_AXES = ("axis", "axes", "attention_axes", "sequence_axis")
+
+
 def _axes(layer: keras.layers.Layer) -> list[Any]:
-    return tf.nest.flatten([getattr(layer, name, None) for name in ("axis", "axes")])
+    return tf.nest.flatten([getattr(layer, name, None) for name in _NAMES_OF_AXES])
 
 
 _COMPILED = ("loss", "optimizer")  # attributes of a model that its call does not use
@@ -134,14 +148,24 @@ _ACTIVATIONS = frozenset((*vars(keras.activations), *_ELEMENTWISE, "square", "sw
 
 
 def _is_of_a_library(code: Any) -> bool:
+    code = getattr(code, "python_function", code)  # of a `tf.function`
     # `functools.wraps` copies names: what is written by the user may have a library's.
     written_in = getattr(code, "__globals__", {}).get("__name__", "builtins")
     if not is_library(written_in) and written_in not in sys.stdlib_module_names:
         return False
     module = str(getattr(code, "__module__", None) or type(code).__module__)
+    if module == "builtins" and _is_made_by_exec(code):
+        return False
     if module.startswith(("tensorflow.", "keras.src.ops.")) and not isinstance(code, type):
         return getattr(code, "__name__", "") in _ACTIVATIONS
     return is_library(module)
+
+
+def _is_made_by_exec(code: Any) -> bool:
+    """Return whether code of the user's has no module, as a namespace without a name gives none."""
+    kinds = (keras.layers.Layer, keras.Loss, keras.Metric)
+    is_class = isinstance(code, type) and issubclass(code, kinds)
+    return is_class or isinstance(code, types.FunctionType)
 
 
 # Losses of libraries that compute with all examples together, as classes and as functions.
