@@ -47,8 +47,9 @@ def _read(variable: keras.Variable) -> np.ndarray:
 
 def scope_of(variable: keras.Variable) -> contextlib.AbstractContextManager[object]:
     """Return the scope of the TensorFlow strategy that mirrors a variable, if any."""
-    # `value` would have none while Keras' step on JAX, or one that failed, holds it.
-    strategy = getattr(variable._value, "distribute_strategy", None)
+    if keras.backend.backend() != "tensorflow":  # a step on JAX that failed has left no `value`
+        return contextlib.nullcontext()
+    strategy = getattr(variable.value, "distribute_strategy", None)
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
