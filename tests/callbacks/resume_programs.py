@@ -10,6 +10,7 @@ import functools
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 from kdpkit import testing
@@ -372,7 +373,7 @@ class ShuffledAndCounted(Shuffled):
 
 
 def slices():
-    import tensorflow as tf
+    tf = pytest.importorskip("tensorflow")
 
     return tf.data.Dataset.from_tensor_slices(UNEVEN)
 
