@@ -38,10 +38,15 @@ class Term:
     counted: Tensor | None = None  # the divisor, where weights or masks decide it
     is_sum: bool = False  # without a divisor
 
-    def plain_divisor(self, num_global_examples: Tensor | int) -> Tensor | int:
-        """Return the divisor of the global batch without weights and masks."""
+    def plain_divisor(self, num_global_examples: Tensor | int, copies: int = 1) -> Tensor | int:
+        """Return the divisor of the global batch without weights and masks.
+
+        Args:
+            num_global_examples: Those that replicas count, each as often as there are copies of it.
+            copies: How many replicas compute the same loss, whose parts are then added up.
+        """
         if self.is_sum:
-            return 1
+            return copies
         return ops.cast(num_global_examples, self.total.dtype) * self.per_example_count
 
 

@@ -45,7 +45,8 @@ def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tupl
         losses, predictions = loop.per_example_loss(x, y, training=training)
         added = loop.model.losses
     terms = loop.loss.terms(losses, predictions, sample_weight)
-    plain = {term.name: term.plain_divisor(step.num_global_examples) for term in terms}
+    copies = 1 if step.own is None else step.replicas
+    plain = {term.name: term.plain_divisor(step.num_global_examples, copies) for term in terms}
     counted = [term for term in terms if term.counted is not None]
     divide = tf.math.divide_no_nan
     num_examples = tf.shape(keras.tree.flatten(losses)[0])[0]
