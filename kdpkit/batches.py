@@ -146,7 +146,7 @@ class ArrayBatches(keras.utils.PyDataset):
             raise IndexError(f"There is no batch {index} in an epoch of {len(self)}.")
         self._is_given |= index == len(self) - 1
         first = index * self.global_batch_size
-        taken = self._order()[first : first + self.global_batch_size]
+        taken = np.asarray(self._order()[first : first + self.global_batch_size])
         batch = self._padded(taken) if self.remainder == "pad" else self._read(taken)
         if self.augment is not None:
             position = (self.seed or 0, self.epoch, index, self.process_index)
@@ -159,12 +159,12 @@ class ArrayBatches(keras.utils.PyDataset):
         self.epoch += self._is_given
         self._is_given = False
 
-    def _order(self) -> np.ndarray:
+    def _order(self) -> range | np.ndarray:
         """Return the examples' indices in the order of the current epoch."""
         count = self._num_examples
         first = self.epoch * count if self._source.has_order else 0
         if self.seed is None:
-            return np.arange(first, first + count)
+            return range(first, first + count)
         return _permutation(count, self.seed, self.epoch)
 
     def _read(self, taken: np.ndarray) -> Batch:
@@ -549,7 +549,7 @@ def _imported(package: str) -> Any:
         return importlib.import_module(package)
     except ModuleNotFoundError as error:
         raise errors.PackageInputError(
-            f"`{package}` is not installed. Run `pip install 'kdpkit[data]'`."
+            f"`{package}` is not installed. Run `{checks.install_command('data')}`."
         ) from error
 
 

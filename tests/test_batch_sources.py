@@ -309,5 +309,5 @@ def test_a_directory_without_images_and_a_missing_package_are_named(tmp_path, mo
     with pytest.raises(ValueError, match=f"no images in subdirectories.*{tmp_path.name}"):
         batches.from_images(tmp_path, size=(4, 4))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r"pip install 'kdpkit\[data\]'"):
+    with pytest.raises(ImportError, match=r'Run `pip install .*\[data\]"`'):
         batches.from_parquet(tmp_path / "a.parquet", x="a")

@@ -170,8 +170,11 @@ def random_state_of_torch() -> dict[str, np.ndarray]:
 
 def restore_random_state_of_torch(arrays: Mapping[str, np.ndarray]) -> None:
     """Set what `random_state_of_torch` has returned."""
-    for name in random_state_of_torch().keys() & arrays.keys():
-        import torch
+    names = random_state_of_torch().keys() & arrays.keys()
+    if not names:
+        return
+    import torch
 
+    for name in names:
         of = torch.cuda if name == "torch.cuda" else torch
         of.set_rng_state(torch.as_tensor(arrays[name]))

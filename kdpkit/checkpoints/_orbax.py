@@ -45,8 +45,8 @@ def load_orbax(model: keras.Model, directory: str | os.PathLike[str]) -> None:
         from etils import epath
         from orbax.checkpoint import v1 as ocp
     except ImportError as error:
-        raise ImportError(
-            f'Orbax cannot be imported ({error}). Install it with `pip install "kdpkit[orbax]"`.'
+        raise errors.PackageInputError(
+            f"Orbax cannot be imported ({error}). Run `{checks.install_command('orbax')}`."
         ) from error
     step = epath.Path(os.fspath(directory))
     steps = [path for path in step.glob("*") if path.name.isdigit()]  # unfinished ones are not
