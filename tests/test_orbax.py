@@ -13,12 +13,15 @@ from kdpkit import batches, checkpoints, training
 ON_JAX = keras.backend.backend() == "jax"
 X = np.random.default_rng(0).normal(size=(22, 64)).astype("float32")
 
-pytestmark = pytest.mark.filterwarnings(
-    # Orbax's own: what it reads by itself, and how it ends.
-    "ignore:Sharding info not provided when restoring:UserWarning",
-    "ignore::DeprecationWarning:orbax",
-    "ignore::DeprecationWarning:keras",
-)
+pytestmark = [
+    pytest.mark.needs(keras="3.14", reason="there is no `keras.callbacks.OrbaxCheckpoint`"),
+    pytest.mark.filterwarnings(
+        # Orbax's own: what it reads by itself, and how it ends.
+        "ignore:Sharding info not provided when restoring:UserWarning",
+        "ignore::DeprecationWarning:orbax",
+        "ignore::DeprecationWarning:keras",
+    ),
+]
 
 
 def several(shard="none"):

@@ -16,6 +16,7 @@ _WRITING = (
     keras.callbacks.RemoteMonitor,
     keras.callbacks.TensorBoard,
 )
+_ORBAX = getattr(keras.callbacks, "OrbaxCheckpoint", ())  # since Keras 3.14
 
 
 def settings_of_this_process(settings: dict[str, Any]) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def of_this_process(callbacks: Any) -> list[keras.callbacks.Callback]:
     for callback in callbacks:
         if isinstance(callback, keras.callbacks.ModelCheckpoint):
             _drop_files(callback)
-        elif isinstance(callback, keras.callbacks.OrbaxCheckpoint):
+        elif isinstance(callback, _ORBAX):
             _write_no_shards(callback)
     return [callback for callback in callbacks if not isinstance(callback, _WRITING)]
 
@@ -57,7 +58,7 @@ def _drop_files(checkpoint: keras.callbacks.ModelCheckpoint) -> None:
     checkpoint.set_model = lambda model: set_model(checkpoint, SavingNothing(model))
 
 
-def _write_no_shards(checkpoint: keras.callbacks.OrbaxCheckpoint) -> None:
+def _write_no_shards(checkpoint: keras.callbacks.Callback) -> None:
     """Let a callback of Orbax only read with the others, except on JAX, where each has shards."""
 
     def read(*_: Any, **__: Any) -> None:
