@@ -97,7 +97,10 @@ def _kernels(directory, python):
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         "PYTHONPATH": str(CHECKOUT / "tests" / "quick_start"),
         "TMPDIR": str(directory / "tmp"),
-        "XLA_FLAGS": " ".join(map(os.getenv, ("XLA_FLAGS", "KDPKIT_TESTS_XLA_FLAGS"), ("", ""))),
+        # A blank alone is the name of a file to XLA.
+        "XLA_FLAGS": " ".join(
+            filter(None, map(os.getenv, ("XLA_FLAGS", "KDPKIT_TESTS_XLA_FLAGS")))
+        ),
     }
     command = [str(python), "-m", "ipykernel_launcher", "-f", "{connection_file}"]
     (kernel / "kernel.json").write_text(
