@@ -214,5 +214,6 @@ def test_it_needs_a_part_of_the_memory():
         compiled = lowered.compile(compiler_options=ordered)
         return compiled.memory_analysis().temp_size_in_bytes / (512 * 512 * 4)
 
-    assert activations(remat=False) > 30  # four of each block
-    assert activations(remat=True) < 16
+    kept = activations(remat=False)
+    assert kept > 23  # four of each block, three with JAX 0.12
+    assert activations(remat=True) < kept / 2
