@@ -538,7 +538,7 @@ def _variables(layer: keras.layers.Layer) -> list[Any]:
 def _seeds(layer: keras.layers.Layer) -> list[Any]:
     generators = [generator for part in _layers(layer) for generator in part._seed_generators]
     generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
-    return [generator.state.value for generator in generators]
+    return [generator.state._value for generator in generators]  # not what a scope has for them
 
 
 def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
@@ -656,7 +656,7 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     attributes = [(vars(part), {**vars(part)}) for part in parts]
     put_back = noted(of for _, before in attributes for of in _held(before))
     drawn = random.getstate(), np.random.get_state()  # what the user's code uses
-    variables = [v.value for v in layer.variables] + _variables(layer) + _seeds(layer)
+    variables = [v._value for v in layer.variables] + _variables(layer) + _seeds(layer)
     hidden = io.StringIO()
     with _restored(variables), warnings.catch_warnings(), tf.variable_creator_scope(_make_none):
         warnings.simplefilter("ignore")
