@@ -650,7 +650,12 @@ def _ending(function: Any) -> Iterator[Any]:
 def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     """Put back what calls of a layer change, and let them neither print nor make variables."""
     if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
-        seeds = keras.random.SeedGenerator(0, name="trial")
+        around = global_state.get_global_attribute("stateless_scope")
+        global_state.set_global_attribute("stateless_scope", None)  # in it they had no value yet
+        try:
+            seeds = keras.random.SeedGenerator(0, name="trial")
+        finally:
+            global_state.set_global_attribute("stateless_scope", around)
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
     parts = _layers(layer)
     attributes = [(vars(part), {**vars(part)}) for part in parts]
