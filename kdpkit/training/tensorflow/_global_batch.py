@@ -24,15 +24,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_stateless_scope
-from keras.src.backend.common import global_state
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from kdpkit._internal import checks
+from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope, set_keras_mask
 from kdpkit.training._remat import BlockScope
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._collectives import concatenated, sums
-from kdpkit.training.tensorflow._keras_internals import with_gradient
+from kdpkit.training.tensorflow._keras_internals import global_state, with_gradient
 from kdpkit.training.tensorflow._per_example_law import LEAVES, broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
@@ -63,11 +61,17 @@ class Division:
     they have been called in it. If one may not be, the step is traced again, and each is asked.
 
     Args:
-        declared: What the user says of layers.
+        divided: Layers that the user declares as divided.
+        undivided: Layers that the user declares as undivided.
     """
 
-    def __init__(self, declared: Sequence[tuple[keras.layers.Layer, bool]] = ()) -> None:
-        self._declared = {id(layer): is_divided for layer, is_divided in declared}
+    def __init__(
+        self,
+        divided: Sequence[keras.layers.Layer] = (),
+        undivided: Sequence[keras.layers.Layer] = (),
+    ) -> None:
+        declared = {id(layer): True for layer in divided}
+        self._declared = declared | {id(layer): False for layer in undivided}
         self._tried: dict[Any, tuple[Any, str | None]] = {}
         self.mixing: list[keras.layers.Layer] = []  # models that have layers which are not divided
         self.undivided: set[str] = set()  # kinds of steps of which no layer can be divided

@@ -28,13 +28,16 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
-from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import cancellation, context
-from tensorflow.python.framework import op_def_registry
 
+from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
+from kdpkit.training.tensorflow._keras_internals import (
+    GLOBAL_SEED_GENERATOR,
+    cancellation,
+    config_pb2,
+    context,
+    global_state,
+    op_def_registry,
+)
 from kdpkit.training.tensorflow._layer_state import noted
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._whose_code import is_library
