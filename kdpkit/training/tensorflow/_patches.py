@@ -130,10 +130,7 @@ def _gradient(
     if step is None or step.own is None:
         return given
     of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
-    gradients = [
-        _global_batch.gradient_of_variable(step, source, gradient)
-        for source, gradient in zip(of, gradients, strict=True)
-    ]
+    gradients = _global_batch.gradients_of_variables(step, of, gradients)
     return tf.nest.pack_sequence_as(given, gradients)
 
 

@@ -454,16 +454,22 @@ class _Trial:
 
 
 def _agree(one: Any, other: Any, rounding: float, largest: float = 1e-3) -> bool:
-    if one.dtype.kind not in "fc" or np.array_equal(one, other):
-        return np.array_equal(one, other)
-    atol = rounding * max(_largest(other), largest)
-    rtol = rounding if _largest(other) < np.max(np.abs(other), initial=0.0) else 0.0
-    return np.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
+    if np.array_equal(one, other):
+        return True
+    if one.dtype.kind not in "fc":
+        return False
+    usual, top = _largest(other), np.max(np.abs(other), initial=0.0)
+    atol, rtol = rounding * max(usual, largest), rounding if usual < top else 0.0
+    with np.errstate(invalid="ignore"):  # of two infinite ones
+        is_close = np.max(np.abs(one - other), initial=0.0) <= atol  # soon found, and mostly so
+    return bool(is_close) or np.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _largest(values: Any) -> float:
     """Return the largest magnitude, but for those that stand for infinity in what is masked."""
-    return float(np.max(np.abs(values), initial=1e-3, where=np.abs(values) < _INFINITE))
+    sizes = np.abs(values)
+    top = np.max(sizes, initial=1e-3)
+    return float(top if top < _INFINITE else np.max(sizes, initial=1e-3, where=sizes < _INFINITE))
 
 
 def _is_finite(results: _Results) -> bool:

@@ -252,7 +252,9 @@ def _is_sum(tensor: Any) -> bool:
 
 def of_any_length(x: Any) -> Any:
     """Hide how many examples a tensor has, which tells their axis from others."""
-    if not isinstance(x, tf.Tensor) or tf.executing_eagerly() or not x.shape.rank:
+    if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
+        return x
+    if not x.shape.rank or x.shape[0] is None:
         return x
     return tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, *x.shape[1:]])
 
