@@ -57,6 +57,19 @@ ALLOWED = {
 }
 FILES = sorted(ROOT.rglob("*.py"))
 
+PRIVATE = ("keras.src", "tensorflow.core", "tensorflow.python")
+USING_PRIVATE = {
+    "_internal/processes.py",
+    "_internal/versions.py",
+    "cluster/_multi_worker.py",
+    "pipelines/_stages.py",
+    "training/_keras_internals.py",
+    "training/jax/_fit.py",
+    "training/jax/_random.py",
+    "training/tensorflow/_keras_internals.py",
+    "training/tensorflow/_patches.py",
+}
+
 
 def name_of(file):
     return str(file.relative_to(ROOT))
@@ -148,6 +161,14 @@ def test_no_imports_go_in_circles():
     for name in needs:  # a package loads its parts when they are used
         needs[name] -= {name.rpartition(".")[0]}
     graphlib.TopologicalSorter(needs).prepare()
+
+
+def test_private_parts_of_a_framework_are_imported_where_the_list_says():
+    users = set()
+    for file in FILES:
+        modules = imports(ast.parse(file.read_text(encoding="utf-8")), on_load=False)
+        users |= {name_of(file) for module in modules if module.startswith(PRIVATE)}
+    assert users == USING_PRIVATE
 
 
 def test_a_forbidden_import_would_be_seen():

@@ -12,11 +12,9 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
 
 import keras
 from keras import ops
-from keras.src.backend import compute_output_spec
-from keras.src.backend.common.masking import get_keras_mask
-from keras.src.trainers.compile_utils import get_loss  # what `compile` makes of names and functions
 
 from kdpkit._internal import checks
+from kdpkit.training._keras_internals import compute_output_spec, get_keras_mask, get_loss
 from kdpkit.training._tensors import Tensor
 
 if TYPE_CHECKING:
@@ -69,6 +67,7 @@ class Objective:
         in_parts: bool = False,
     ) -> None:
         self.in_parts = in_parts
+        self.compares_examples = False  # which is known once it was computed
         self.loss = loss
         self.loss_weights = loss_weights
         self.output_names = output_names
@@ -110,13 +109,15 @@ class Objective:
 
     def _loss_of_all_examples(self, loss: keras.Loss, y: Tensor, prediction: Tensor) -> Tensor:
         """Compute a loss on the examples of the batch, and count it for each of these."""
+        self.compares_examples = True
         if self.in_parts:
             checks.fail(
-                "This loss compares the examples of a batch with each other, and micro-batches, "
-                "or replicas, have some of them alone.",
+                "This loss computes the examples of a batch together, and micro-batches, or "
+                "replicas, have some of them alone.",
                 loss=loss.name,
-                remedy="Train with `accumulation=1` and `jit=False`; call a loss of Keras in a "
-                "function of your own, which gets the examples of all replicas.",
+                predictions_shape=tuple(prediction.shape),
+                remedy="Train with `accumulation=1` and `jit=False`; if it is to be of each "
+                "example, let the model return predictions of two axes, `(examples, 1)`.",
             )
         losses = loss.call(y, prediction)
         if loss.reduction == "sum":  # over the examples that its parts are added up for

@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
-from keras.src.backend import get_stateless_scope
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from kdpkit._internal import checks
+from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope, set_keras_mask
 from kdpkit.training._tensors import Tensor
 
 if TYPE_CHECKING:

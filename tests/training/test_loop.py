@@ -135,6 +135,13 @@ def two_outputs():
     return keras.Model(inputs, {name: layers.Dense(1, name=name)(inputs) for name in ("b", "a")})
 
 
+def of_one_axis():
+    """Return a model whose predictions have the axis of the examples alone."""
+    keras.utils.set_random_seed(0)
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Reshape(())(layers.Dense(1)(inputs)))
+
+
 def labels_of_two():
     x, _ = testing.toy_classification(10)
     return tf.data.Dataset.from_tensor_slices((x, {"a": x[:, :1], "b": x[:, 1:2]})).batch(4)
@@ -220,6 +227,15 @@ CASES = {
         compiled={"loss": ["mse", "mae"], "loss_weights": [1.0, 0.2], "metrics": None},
         logs=False,
     ),
+    **{
+        f"predictions of one axis on {replicas}": Case(
+            {"jit": False},
+            of_one_axis,
+            compiled={"loss": "mse", "metrics": ["mae"]},
+            replicas=replicas,
+        )
+        for replicas in (2, 3)
+    },
     "a rate of each variable": Case(
         {"jit": False}, optimizer=lambda: RateOfEach(Counted()), replicas=1
     ),
@@ -560,11 +576,15 @@ SETTINGS = [
     ({"loss": None}, "no loss to train with.*Received: loss=None"),
     (
         {"loss": keras.losses.Circle(), "accumulation": 2},
-        r"examples of a batch with each other.*Received: loss='circle'.*accumulation=1",
+        r"examples of a batch together.*Received: loss='circle'.*accumulation=1",
+    ),
+    (
+        {"build": of_one_axis, "loss": "mse", "metrics": None, "accumulation": 2},
+        r"examples of a batch together.*predictions_shape=.*`\(examples, 1\)`",
     ),
     (
         {"loss": scalar_loss, "accumulation": 2},
-        r"examples of a batch with each other.*Received: loss='scalar_loss'",
+        r"examples of a batch together.*Received: loss='scalar_loss'",
     ),
     (
         {"loop": ByColumn},

@@ -8,10 +8,10 @@ import jax
 import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
-from keras.src.trainers.data_adapters import get_data_adapter  # what `fit` reads its data with
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes
+from kdpkit.training._keras_internals import get_data_adapter
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES
 from kdpkit.training.jax import _consistency_checks
 from kdpkit.training.jax._consistency_checks import shapes_of

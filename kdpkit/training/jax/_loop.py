@@ -18,12 +18,12 @@ import jax.numpy as jnp
 import keras
 from jax.sharding import Mesh
 from keras import ops
-from keras.src.backend import compute_output_spec
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.batches import num_examples
 from kdpkit.training._feed import Feed
+from kdpkit.training._keras_internals import compute_output_spec
 from kdpkit.training._objective import additional_loss, trace_metrics
 from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
 from kdpkit.training._steps import Steps

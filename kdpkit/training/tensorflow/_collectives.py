@@ -54,6 +54,9 @@ def sums_for_variables(strategy: tf.distribute.Strategy, values: list[Any], owne
 
 def concatenated(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Put the shards of all replicas together in the order of the global batch."""
-    if not _workers.spans_processes(strategy):
-        return _workers.concatenated(strategy.experimental_local_results(value))
-    return _keras_internals.joined_over_processes(value, strategy)
+    if _workers.spans_processes(strategy):
+        return _keras_internals.joined_over_processes(value, strategy)
+    shards = strategy.experimental_local_results(value)
+    if isinstance(shards[0], tf.SparseTensor):
+        return tf.sparse.concat(0, [*shards], expand_nonconcat_dims=True)
+    return tf.concat(shards, axis=0)

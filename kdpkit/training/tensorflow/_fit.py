@@ -44,19 +44,15 @@ def attach(
     steps = getattr(model._maybe_symbolic_build, "__self__", None)
     if isinstance(steps, _ExactSteps):
         steps.batch_norm = batch_norm
-        steps.declare(_declared(divided, undivided))
+        steps.declare(divided, undivided)
     elif strategy is not None:
         _reject_own_loops(model)
         _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
             _layer_state.reject_states_of_examples(model)
-        declared = _declared(divided, undivided)
-        _ExactSteps(model, strategy, batch_norm=batch_norm, declared=declared).attach()
-
-
-def _declared(divided: Sequence[Any], undivided: Sequence[Any]) -> list[tuple[Any, bool]]:
-    """Return what the user says of layers: whether they are divided."""
-    return [(layer, True) for layer in divided] + [(layer, False) for layer in undivided]
+        steps = _ExactSteps(model, strategy, batch_norm=batch_norm)
+        steps.declare(divided, undivided)
+        steps.attach()
 
 
 @contextlib.contextmanager
@@ -97,7 +93,7 @@ def _strategy_of(model: keras.Model) -> Any:
 
 def _reject_own_loops(model: keras.Model) -> None:
     """Reject a model that compiles its steps itself: its replicas would run something else."""
-    for kind in ("train", "test", "predict"):
+    for kind in _KINDS:
         name = f"make_{kind}_function"
         if getattr(type(model), name) is not getattr(keras.Model, name):
             checks.fail(
@@ -116,12 +112,10 @@ class _ExactSteps:
         strategy: tf.distribute.Strategy,
         *,
         batch_norm: str,
-        declared: Sequence[tuple[Any, bool]],
     ) -> None:
         self.model = model
         self.strategy = strategy
         self.batch_norm = batch_norm
-        self.declare(declared)
         self.is_own: dict[str, bool] = {}  # kinds of steps, in which some code is the user's
         self.is_own_step = {
             kind: getattr(step, "__func__", None) is not getattr(keras.Model, f"{kind}_step")
@@ -133,10 +127,10 @@ class _ExactSteps:
         }
         self.warned = False
 
-    def declare(self, declared: Sequence[tuple[Any, bool]]) -> None:
+    def declare(self, divided: Sequence[Any], undivided: Sequence[Any]) -> None:
         """Take what the user says of layers."""
-        self.is_declared = bool(declared)
-        self.division = _global_batch.Division(declared)
+        self.is_declared = bool(divided or undivided)
+        self.division = _global_batch.Division(divided, undivided)
 
     def attach(self) -> None:
         """Put the methods in place, and forget functions compiled from the model's own."""
@@ -292,16 +286,15 @@ class _ExactSteps:
             if kind == "predict":
                 return _global_batch.own_part(step, given)
             if kind == "train" and step.replicas > 1:
-                self.warn_once(step.replicas)
+                self.warn_of_local_statistics(step.replicas)
                 _layer_state.average(step)
             return step.global_values(given)
 
-    def warn_once(self, replicas: int) -> None:
-        if not self.warned:
+    def warn_of_local_statistics(self, replicas: int) -> None:
+        if self.batch_norm == _batch_norm.REPLICA and not self.warned:
             self.warned = True
-            if self.batch_norm == _batch_norm.REPLICA:
-                layers = _batch_norm.batch_norm_layers(self.model)
-                _batch_norm.warn_of_local_statistics(layers, replicas)
+            layers = _batch_norm.batch_norm_layers(self.model)
+            _batch_norm.warn_of_local_statistics(layers, replicas)
 
 
 def _of_kind(method: Callable, kind: str) -> Callable:

@@ -24,15 +24,13 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend import get_stateless_scope
-from keras.src.backend.common import global_state
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from kdpkit._internal import checks
+from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope, set_keras_mask
 from kdpkit.training._remat import BlockScope
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._collectives import concatenated, sums
-from kdpkit.training.tensorflow._keras_internals import with_gradient
+from kdpkit.training.tensorflow._keras_internals import global_state, with_gradient
 from kdpkit.training.tensorflow._per_example_law import LEAVES, broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
@@ -63,11 +61,17 @@ class Division:
     they have been called in it. If one may not be, the step is traced again, and each is asked.
 
     Args:
-        declared: What the user says of layers.
+        divided: Layers that the user declares as divided.
+        undivided: Layers that the user declares as undivided.
     """
 
-    def __init__(self, declared: Sequence[tuple[keras.layers.Layer, bool]] = ()) -> None:
-        self._declared = {id(layer): is_divided for layer, is_divided in declared}
+    def __init__(
+        self,
+        divided: Sequence[keras.layers.Layer] = (),
+        undivided: Sequence[keras.layers.Layer] = (),
+    ) -> None:
+        declared = {id(layer): True for layer in divided}
+        self._declared = declared | {id(layer): False for layer in undivided}
         self._tried: dict[Any, tuple[Any, str | None]] = {}
         self.mixing: list[keras.layers.Layer] = []  # models that have layers which are not divided
         self.undivided: set[str] = set()  # kinds of steps of which no layer can be divided
@@ -125,7 +129,7 @@ class Division:
 
     def _broken_law(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
         kwargs = _with_mode(layer, args, kwargs)
-        key = _identity(layer), _signature(args, kwargs)
+        key = _identity(layer), _signature(layer, args, kwargs)
         if key not in self._tried:  # by the first replica, for all
             self._tried[key] = layer, broken_law(layer, args, kwargs)
         reason = self._tried[key][1]
@@ -174,10 +178,14 @@ def _identity(layer: keras.layers.Layer) -> Any:
 
     A function of the user's is only a name there, which others may have.
     """
-    if is_library(type(layer).__module__) and not calls_the_users(layer):
+    if _is_written_by_a_library(layer):
         with contextlib.suppress(Exception):  # those of Llama and Swin fail: each is tried then
             return type(layer), str({**layer.get_config(), "name": None})
     return id(layer)
+
+
+def _is_written_by_a_library(layer: keras.layers.Layer) -> bool:
+    return is_library(type(layer).__module__) and not calls_the_users(layer)
 
 
 def _is_asked_by_layers(layer: keras.layers.Layer) -> bool:
@@ -194,14 +202,19 @@ def _with_mode(layer: keras.layers.Layer, args: Any, kwargs: Any) -> dict[str, A
     return {name: value for name, value in mode.items() if value is not None} | kwargs
 
 
-def _signature(args: Any, kwargs: Any) -> str:
-    """Return what a layer's code may depend on: shapes, types and other arguments."""
+def _signature(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str:
+    """Return what a layer's code may depend on: shapes, types and other arguments.
+
+    A library's does the same for any sizes: a head is called on many levels of a pyramid.
+    """
+    is_of_any_size = _is_written_by_a_library(layer)
 
     def of(leaf: Any) -> str:
         if not tf.is_tensor(leaf):
             return str(leaf)
-        known = tf.get_static_value(leaf)
-        return f"{leaf.shape} {leaf.dtype} {get_keras_mask(leaf) is None} {known}"
+        known, rank = tf.get_static_value(leaf), leaf.shape.rank
+        shape = f"{leaf.shape[:1]} {rank}" if is_of_any_size and rank else leaf.shape
+        return f"{shape} {leaf.dtype} {get_keras_mask(leaf) is None} {known}"
 
     return str(tf.nest.map_structure(of, (args, kwargs)))
 
@@ -277,7 +290,10 @@ def call_divided(
     part = _part_for(step, first)
     if _is_asked_by_layers(layer):
         part.rejects = _AsOne(step.divides, layer)
-    cut = functools.partial(_cut, step, part, False)
+
+    def cut(leaf: Any) -> Any:
+        return _cut(step, part, leaf is first and get_keras_mask(leaf) is None, leaf)
+
     args, kwargs = tf.nest.map_structure(cut, (args, kwargs))
     joined = functools.partial(_joined, step, part)
     with _joining_losses(layer, joined), running(part):
@@ -360,11 +376,15 @@ def _part_for(step: ReplicaStep, tensor: tf.Tensor) -> ReplicaStep:
     if (known := step.part_of(tensor)) is not None:
         return known.step
     own: Any = step.own
-    num_examples, examples = tf.shape(tensor)[0], tf.maximum(own.num_global_examples, 1)
-    ends = tf.cast(tf.cumsum(own.sizes[0]), tf.int64)
-    ends = tf.cast(num_examples, tf.int64) * ends // tf.cast(examples, tf.int64)
-    of_replicas = tf.cast(ends - tf.concat([[0], ends[:-1]], 0), tf.int32)
-    part = _part(own, of_replicas)
+    num_examples, of_batch = tf.shape(tensor)[0], tf.maximum(own.num_global_examples, 1)
+
+    def scaled(number: tf.Tensor) -> tf.Tensor:
+        product = tf.cast(num_examples, tf.int64) * tf.cast(number, tf.int64)
+        return tf.cast(product // tf.cast(of_batch, tf.int64), tf.int32)
+
+    start = scaled(own.start)
+    part = own.of_examples(scaled(own.start + own.num_examples) - start)
+    part.start, part.num_global_examples, part.is_divided = start, num_examples, True
     part.examples = object()  # others than the batch's, perhaps
     return part
 
@@ -401,10 +421,12 @@ def _taken(step: ReplicaStep, part: ReplicaStep, x: Any, *, is_sure: bool) -> An
     known = step.part_of(x)
     if known is not None and (is_sure or known.step.examples is part.examples):
         return _linked_part(step, known.step, known.tensor, x)
-    num_examples = tf.shape(x)[0]
-    is_cut = is_sure or num_examples == part.num_global_examples
-    start = tf.where(is_cut, part.start, 0)
-    stop = tf.where(is_cut, part.start + part.num_examples, num_examples)
+    start, stop = part.start, part.start + part.num_examples
+    num_examples = part.num_global_examples
+    if not is_sure:
+        num_examples = tf.shape(x)[0]
+        is_cut = num_examples == part.num_global_examples
+        start, stop = tf.where(is_cut, start, 0), tf.where(is_cut, stop, num_examples)
     shard = x[start:stop]
     if x.dtype.is_floating:
         gradient = functools.partial(_mean_at, step, start, stop, num_examples)
@@ -504,25 +526,39 @@ def loss_of_parts(step: ReplicaStep, compute: Callable, *given: Any) -> Any:
 # Gradients of variables.
 
 
-def gradient_of_variable(step: ReplicaStep, variable: Any, gradient: Any) -> Any:
-    """Return the gradient of the global batch, of a variable of which a tape gave a replica's."""
-    if gradient is None or not isinstance(variable, keras.Variable | tf.Variable):
-        return gradient
-    if isinstance(variable, keras.Variable) and id(variable) not in step.divided:
-        return gradient  # every replica has all of it
-    if not step.is_here():
+def gradients_of_variables(step: ReplicaStep, sources: list[Any], gradients: list[Any]) -> Any:
+    """Return the gradients of the global batch, where a tape gave a replica's, of variables."""
+    own = {
+        index: dense_if_unique(gradient)
+        for index, (source, gradient) in enumerate(zip(sources, gradients, strict=True))
+        if gradient is not None and _may_have_parts(step, source)
+    }
+    if own and not step.is_here():
         step.reject_divided()
-        return gradient
-    gradient = dense_if_unique(gradient)
-    if not isinstance(gradient, tf.IndexedSlices):
-        (total,) = step.merge(sums, [gradient])
-        given = with_gradient(total / step.replicas, gradient, lambda upstream: upstream)
-        step.know_addend(given, gradient)
-        return given
-    values, indices = (step.merge(concatenated, of) for of in (gradient.values, gradient.indices))
-    given = tf.IndexedSlices(values / step.replicas, indices, gradient.dense_shape)
-    step.know_addend((given.values, given.indices), gradient)
+        return gradients
+    given = [*gradients]
+    dense = {i: of for i, of in own.items() if not isinstance(of, tf.IndexedSlices)}
+    totals = step.merge(sums, [*dense.values()]) if dense else []
+    for (index, gradient), total in zip(dense.items(), totals, strict=True):
+        mean = with_gradient(total / step.replicas, gradient, lambda upstream: upstream)
+        step.know_addend(mean, gradient)
+        given[index] = mean
+    for index, gradient in own.items():
+        if index in dense:
+            continue
+        values, indices = (
+            step.merge(concatenated, of) for of in (gradient.values, gradient.indices)
+        )
+        given[index] = tf.IndexedSlices(values / step.replicas, indices, gradient.dense_shape)
+        step.know_addend((given[index].values, indices), gradient)
     return given
+
+
+def _may_have_parts(step: ReplicaStep, source: Any) -> bool:
+    """Return whether a replica may have a part of the gradient of this: of a variable."""
+    if isinstance(source, keras.Variable):
+        return id(source) in step.divided
+    return isinstance(source, tf.Variable)
 
 
 def share_of_gradient(step: ReplicaStep, gradient: tf.Tensor | tf.IndexedSlices) -> Any:

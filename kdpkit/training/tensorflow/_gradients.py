@@ -10,8 +10,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask
 
+from kdpkit.training._keras_internals import get_keras_mask
 from kdpkit.training._objective import additional_loss
 from kdpkit.training.tensorflow import _workers
 from kdpkit.training.tensorflow._step import ReplicaStep, dense_if_unique, running

@@ -2,20 +2,31 @@
 
 import contextlib
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow import random as keras_random
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.layers.layer import CallSpec
+from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
+    BaseImagePreprocessingLayer,
+)
+from keras.src.models.functional import Functional
+from keras.src.random import seed_generator
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
+from tensorflow.core.protobuf import config_pb2
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.eager import context, record
+from tensorflow.python.distribute.values import MirroredVariable
+from tensorflow.python.eager import cancellation, context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
+from tensorflow.python.framework import op_def_registry
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
@@ -25,7 +36,26 @@ try:
 except ImportError:  # before Keras 3.16
     from keras.src.backend.tensorflow import nn
 
-KERAS_NN: Any = nn  # of which `_patches` replaces a part
+# Of these `_patches` replaces parts.
+KERAS_NN: Any = nn
+KERAS_RNN: Any = importlib.import_module("keras.src.backend.tensorflow.rnn")  # a function, too
+
+# Imported from here by others.
+__all__ = [
+    "GLOBAL_SEED_GENERATOR",
+    "BaseImagePreprocessingLayer",
+    "Functional",
+    "MirroredVariable",
+    "PyDatasetAdapter",
+    "cancellation",
+    "config_pb2",
+    "context",
+    "global_state",
+    "keras_random",
+    "op_def_registry",
+    "seed_generator",
+    "with_gradient",
+]
 
 
 @contextlib.contextmanager

@@ -5,10 +5,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from tensorflow.python.distribute.values import MirroredVariable
 
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow._collectives import sums_for_variables
+from kdpkit.training.tensorflow._keras_internals import MirroredVariable
 from kdpkit.training.tensorflow._step import ReplicaStep
 from kdpkit.training.tensorflow._whose_code import is_library
 

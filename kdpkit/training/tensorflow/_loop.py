@@ -16,13 +16,12 @@ from typing import Any, TypeVar
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.masking import set_keras_mask
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 
 from kdpkit import errors
 from kdpkit._internal import checks, processes, versions
 from kdpkit._internal.datasets import untuned
 from kdpkit.training._feed import Feed
+from kdpkit.training._keras_internals import set_keras_mask
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES, trace_metrics
 from kdpkit.training._remat import rematerialised
@@ -49,6 +48,7 @@ from kdpkit.training.tensorflow._gradients import (
     forward_and_backward,
     over_micro_batches,
 )
+from kdpkit.training.tensorflow._keras_internals import PyDatasetAdapter
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._xla_trial import XlaTrial
@@ -227,12 +227,6 @@ class TensorFlowSteps(Steps):
             self._say(self._trial.verdict)
         return done, logs
 
-    def _summed(self, parts: dict[int, Any]) -> list[Any]:
-        """Return the gradients of the global batch, by those of each replica."""
-        variables = self.model.trainable_variables
-        gradients = [parts.get(index) for index in range(len(variables))]
-        return _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
-
     def _logs(self) -> dict[str, Any]:
         losses = {mean.name: mean.result() for mean in self._means.values()}
         return self.model.get_metrics_result() | losses
@@ -306,7 +300,8 @@ class TensorFlowSteps(Steps):
         with rematerialised(self.loop, checkpointed):
             parts = self.strategy.run(self._train_replica, args=(batch, jit))
         variables = self.model.trainable_variables
-        summed = self._summed(parts)
+        gradients = [parts.get(index) for index in range(len(variables))]
+        summed = _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
 
         def update(gradients: Any) -> None:
             with _keras_internals.one_learning_rate(self.model.optimizer):
@@ -360,8 +355,9 @@ class TensorFlowSteps(Steps):
 
     def _is_of_libraries(self, kind: str) -> bool:
         is_own_loss = not _whose_code.is_library(type(self.loop).per_example_loss.__module__)
+        needs_all = is_own_loss or self.loop.loss.compares_examples
         return _whose_code.is_all_of_libraries(self.model, kind) and (
-            kind == "predict" or not is_own_loss
+            kind == "predict" or not needs_all
         )
 
     def _train_replica(self, batch: Any, jit: bool) -> dict[int, Any]:

@@ -8,10 +8,9 @@ is traced these operations get one example where there is none, and it is taken 
 """
 
 import functools
-import importlib
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
@@ -29,7 +28,6 @@ OPERATIONS = {
     "conv2d_backprop_input": (2, "out_backprop", "CPU"),
     "conv3d_backprop_input_v2": (2, "out_backprop", "CPU, GPU"),
 }
-RNN = importlib.import_module("keras.src.backend.tensorflow.rnn")  # `rnn` is a function, too
 OF_CUDNN = {
     "_cudnn_lstm": ("inputs", "initial_state_h", "initial_state_c"),
     "_cudnn_gru": ("inputs", "initial_state"),
@@ -47,13 +45,13 @@ def guarded(
     examples = tf.convert_to_tensor(given[key])
     if getattr(examples, "kdpkit_has_example", False):  # the gradient of what was guarded
         return original(*args, **kwargs)
-    num_examples = tf.shape(examples)[0]
-    given[key] = _with_one(num_examples, examples)
+    count = _count(examples)
+    given[key] = _with_one(count, examples)
     if position:  # a transposed convolution, which takes the shape of its output
         sizes = 0 if 0 in given else "input_sizes"
         given[sizes] = tf.concat([tf.maximum(given[sizes][:1], 1), given[sizes][1:]], 0)
     in_order = [given.pop(index) for index in range(len(args))]
-    return _without_one(num_examples, original(*in_order, **given))
+    return _without_one(count, original(*in_order, **given))
 
 
 OF_CTC = ("target", "output", "target_length", "output_length", "mask_index")
@@ -75,14 +73,14 @@ def guarded_function(
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     if not _may_lack_examples(given[examples[0]], devices):
         return original(*args, **kwargs)
-    num_examples = tf.shape(given[examples[0]])[0]
+    count = _count(given[examples[0]])
     for name in examples:
-        given[name] = _with_one(num_examples, given[name])
+        given[name] = _with_one(count, given[name])
     if (mask := given.get("mask")) is not None:  # of which nothing may be masked
         unmasked = functools.partial(tf.ones, [1, tf.shape(mask)[1]], mask.dtype)
-        given["mask"] = tf.cond(num_examples > 0, lambda: mask, unmasked)
+        given["mask"] = tf.cond(count.is_any, lambda: mask, unmasked)
     outputs = original(**given)
-    return tf.nest.map_structure(functools.partial(_without_one, num_examples), outputs)
+    return tf.nest.map_structure(functools.partial(_without_one, count), outputs)
 
 
 def _may_lack_examples(tensor: Any, devices: str) -> bool:
@@ -98,28 +96,46 @@ def _may_lack_examples(tensor: Any, devices: str) -> bool:
     )
 
 
-def _with_one(num_examples: tf.Tensor, x: Any) -> Any:
+class _Count(NamedTuple):
+    """How many examples a tensor has, in a vector, whether any, and in which graph of a step."""
+
+    number: tf.Tensor
+    is_any: tf.Tensor
+    graph: Any
+
+
+def _count(x: tf.Tensor) -> _Count:
+    zero, one = tf.constant([0]), tf.constant([1])
+    shape = tf.raw_ops.Shape(input=x)
+    number = tf.raw_ops.StridedSlice(input=shape, begin=zero, end=one, strides=one)
+    step = current_step()
+    is_here = step is not None and step.is_here()
+    graph = tf.compat.v1.get_default_graph() if is_here else None
+    return _Count(number, tf.cast(tf.raw_ops.Squeeze(input=number), tf.bool), graph)
+
+
+def _with_one(count: _Count, x: Any) -> Any:
     """Return a tensor, or one example of zeros in its place if it has no examples.
 
     The two operations are those of a condition without its functions, which take several times as
     long to trace, and nothing is copied. oneDNN would take a `tf.pad` alone for its convolution's.
     XLA, and loops, need the condition.
     """
-    step = current_step()
-    if step is not None and step.is_here():
-        without, given = tf.raw_ops.Switch(data=x, pred=num_examples > 0)
-        padded = tf.pad(without, [[0, 1]] + [[0, 0]] * (x.shape.rank - 1))
+    if tf.compat.v1.get_default_graph() is count.graph:
+        without, given = tf.raw_ops.Switch(data=x, pred=count.is_any)
+        around = tf.constant([[0, 1]] + [[0, 0]] * (x.shape.rank - 1))
+        padded = tf.raw_ops.Pad(input=without, paddings=around)
         given = tf.raw_ops.Merge(inputs=[padded, given]).output
     else:
         zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
-        given = tf.cond(num_examples > 0, lambda: x, zeros)
+        given = tf.cond(count.is_any, lambda: x, zeros)
     given.set_shape(x.shape)
-    given = with_gradient(given, x, functools.partial(_without_one, num_examples))
+    given = with_gradient(given, x, functools.partial(_without_one, count))
     given.kdpkit_has_example = True
     return given
 
 
-def _without_one(num_examples: tf.Tensor, y: Any) -> Any:
+def _without_one(count: _Count, y: Any) -> Any:
     """Return the examples that a tensor has without that example."""
-    given = y[:num_examples]
-    return with_gradient(given, y, functools.partial(_with_one, num_examples))
+    given = tf.raw_ops.StridedSlice(input=y, begin=[0], end=count.number, strides=[1])
+    return with_gradient(given, y, functools.partial(_with_one, count))

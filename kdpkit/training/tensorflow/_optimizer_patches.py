@@ -151,14 +151,11 @@ class _OptimizerPatch:
         if not self.optimizer.built:
             with tf.init_scope():  # out of the function, which may be running in a loop
                 self.optimizer.build(variables)
-        owners = self._owners(variables)
+        owners = self.optimizer._trainable_variables if variables is None else variables
         _reject_gradients_that_are_values(owners)
         grads = sum_gradients(self.strategy, grads, owners)
         with _keras_internals.updates_without_merging(self.strategy):
             method(self.optimizer, grads, variables)
-
-    def _owners(self, variables: Any) -> list[Any]:
-        return self.optimizer._trainable_variables if variables is None else variables
 
 
 @contextlib.contextmanager

@@ -18,11 +18,11 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common.masking import set_keras_mask
 
 from kdpkit import errors
 from kdpkit._internal import checks, processes
 from kdpkit.strategies import _parameter_servers
+from kdpkit.training._keras_internals import set_keras_mask
 from kdpkit.training._remat import rematerialised
 from kdpkit.training.tensorflow import _keras_internals, _patches
 from kdpkit.training.tensorflow._gradients import (

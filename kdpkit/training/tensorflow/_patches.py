@@ -130,10 +130,7 @@ def _gradient(
     if step is None or step.own is None:
         return given
     of, gradients = tf.nest.flatten(sources), tf.nest.flatten(given)
-    gradients = [
-        _global_batch.gradient_of_variable(step, source, gradient)
-        for source, gradient in zip(of, gradients, strict=True)
-    ]
+    gradients = _global_batch.gradients_of_variables(step, of, gradients)
     return tf.nest.pack_sequence_as(given, gradients)
 
 
@@ -335,8 +332,8 @@ _TABLE = (
     Patch(distribute_lib.StrategyBase, "num_replicas_in_sync", _num_replicas),
     # Random numbers by the examples' positions: keras_draws_the_same_on_replicas.md
     *(
-        Patch(keras_random, name, wrapper, tuple(arguments))
-        for _, name, arguments, wrapper in _random.wrappers()
+        Patch(keras_random, name, wrapper, arguments)
+        for name, (wrapper, arguments) in _random.wrappers().items()
     ),
     *(Patch(of, "call", _random.drop) for of in (keras.layers.Dropout, keras.layers.AlphaDropout)),
     Patch(random_seed, "get_seed", _seeds),
@@ -379,7 +376,9 @@ _TABLE = (
     ),
     *(
         Patch(
-            _no_examples.RNN, name, functools.partial(_no_examples.guarded_function, which, "GPU")
+            _keras_internals.KERAS_RNN,
+            name,
+            functools.partial(_no_examples.guarded_function, which, "GPU"),
         )
         for name, which in _no_examples.OF_CUDNN.items()
     ),

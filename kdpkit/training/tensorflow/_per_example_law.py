@@ -28,13 +28,16 @@ from typing import Any, NamedTuple
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
-from tensorflow.core.protobuf import config_pb2
-from tensorflow.python.eager import cancellation, context
-from tensorflow.python.framework import op_def_registry
 
+from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
+from kdpkit.training.tensorflow._keras_internals import (
+    GLOBAL_SEED_GENERATOR,
+    cancellation,
+    config_pb2,
+    context,
+    global_state,
+    op_def_registry,
+)
 from kdpkit.training.tensorflow._layer_state import noted
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._whose_code import is_library
@@ -451,16 +454,22 @@ class _Trial:
 
 
 def _agree(one: Any, other: Any, rounding: float, largest: float = 1e-3) -> bool:
-    if one.dtype.kind not in "fc" or np.array_equal(one, other):
-        return np.array_equal(one, other)
-    atol = rounding * max(_largest(other), largest)
-    rtol = rounding if _largest(other) < np.max(np.abs(other), initial=0.0) else 0.0
-    return np.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
+    if np.array_equal(one, other):
+        return True
+    if one.dtype.kind not in "fc":
+        return False
+    usual, top = _largest(other), np.max(np.abs(other), initial=0.0)
+    atol, rtol = rounding * max(usual, largest), rounding if usual < top else 0.0
+    with np.errstate(invalid="ignore"):  # of two infinite ones
+        is_close = np.max(np.abs(one - other), initial=0.0) <= atol  # soon found, and mostly so
+    return bool(is_close) or np.allclose(one, other, rtol=rtol, atol=atol, equal_nan=True)
 
 
 def _largest(values: Any) -> float:
     """Return the largest magnitude, but for those that stand for infinity in what is masked."""
-    return float(np.max(np.abs(values), initial=1e-3, where=np.abs(values) < _INFINITE))
+    sizes = np.abs(values)
+    top = np.max(sizes, initial=1e-3)
+    return float(top if top < _INFINITE else np.max(sizes, initial=1e-3, where=sizes < _INFINITE))
 
 
 def _is_finite(results: _Results) -> bool:

@@ -5,7 +5,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend import compute_output_spec
+
+from kdpkit.training._keras_internals import compute_output_spec
 
 
 def placeholders(spec: Any, num_examples: int | None = None) -> Any:

@@ -13,18 +13,20 @@ from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
-from keras.src.backend.tensorflow import random as keras_random
-from keras.src.random import seed_generator
 
 from kdpkit.training.tensorflow._collectives import gathered
+from kdpkit.training.tensorflow._keras_internals import (
+    global_state,
+    keras_random,
+    seed_generator,
+)
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
 
 # What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
 
 
-class Part(NamedTuple):
+class Entries(NamedTuple):
     """Which of a tensor's entries along its first axis, on one device, a replica has.
 
     Args:
@@ -38,23 +40,20 @@ class Part(NamedTuple):
     total: Any
 
 
-def wrappers() -> list[tuple[Any, str, list[str], Callable]]:
-    """List the functions of Keras to wrap, with their arguments, for `_keras_internals`."""
-    shape_first = {
-        "randint": ["shape", "minval", "maxval", "dtype", "seed"],
-        "truncated_normal": ["shape", "mean", "stddev", "dtype", "seed"],
-        "gamma": ["shape", "alpha", "dtype", "seed"],
-        "binomial": ["shape", "counts", "probabilities", "dtype", "seed"],
-        "beta": ["shape", "alpha", "beta", "dtype", "seed"],
+def wrappers() -> dict[str, tuple[Callable, tuple[str, ...]]]:
+    """Return what is called for random functions of Keras, by name, and their arguments."""
+    return {
+        "uniform": (_uniform, ("shape", "minval", "maxval", "dtype", "seed")),
+        "normal": (_normal, ("shape", "mean", "stddev", "dtype", "seed")),
+        "dropout": (_dropout, ("inputs", "rate", "noise_shape", "seed")),
+        "shuffle": (_shuffle, ("x", "axis", "seed")),
+        "categorical": (_categorical, ("logits", "num_samples", "dtype", "seed")),
+        "randint": (_drawn_globally, ("shape", "minval", "maxval", "dtype", "seed")),
+        "truncated_normal": (_drawn_globally, ("shape", "mean", "stddev", "dtype", "seed")),
+        "gamma": (_drawn_globally, ("shape", "alpha", "dtype", "seed")),
+        "binomial": (_drawn_globally, ("shape", "counts", "probabilities", "dtype", "seed")),
+        "beta": (_drawn_globally, ("shape", "alpha", "beta", "dtype", "seed")),
     }
-    return [
-        (keras_random, "uniform", ["shape", "minval", "maxval", "dtype", "seed"], _uniform),
-        (keras_random, "normal", ["shape", "mean", "stddev", "dtype", "seed"], _normal),
-        (keras_random, "dropout", ["inputs", "rate", "noise_shape", "seed"], _dropout),
-        (keras_random, "shuffle", ["x", "axis", "seed"], _shuffle),
-        (keras_random, "categorical", ["logits", "num_samples", "dtype", "seed"], _categorical),
-        *((keras_random, name, named, _drawn_globally) for name, named in shape_first.items()),
-    ]
 
 
 def _uniform(
@@ -159,7 +158,7 @@ def _drawn_globally(original: Callable, shape: Any, *args: Any, **kwargs: Any) -
     return _sliced(drawn, part)
 
 
-def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Part | None]:
+def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Entries | None]:
     """Return the step, a shape's dimensions, and which part they are; None if not a part."""
     step = current_step()
     if step is not None and seed is None:
@@ -172,7 +171,7 @@ def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Part | None]:
     return step, dims, part
 
 
-def _part(step: ReplicaStep, dims: list[Any]) -> Part | None:
+def _part(step: ReplicaStep, dims: list[Any]) -> Entries | None:
     """Return whether the first axis is that of the examples, or several entries for each."""
     count = dims[0]
     if tf.executing_eagerly():
@@ -188,7 +187,7 @@ def _part(step: ReplicaStep, dims: list[Any]) -> Part | None:
     count = tf.cast(count, tf.int32)
     of_each = tf.maximum(count // tf.maximum(step.num_examples, 1), 1)
     fits = (of_each * step.num_examples == count) | (step.num_examples == 0)
-    return Part(
+    return Entries(
         start=tf.where(fits, step.start * of_each, 0),
         count=count,
         total=tf.where(fits, step.num_global_examples * of_each, count),
@@ -216,7 +215,7 @@ def _may_count_examples(dimension: Any) -> bool:
 
 
 def _numbers(
-    op: Any, step: ReplicaStep, dims: list[Any], part: Part, dtype: tf.DType, seed: Any
+    op: Any, step: ReplicaStep, dims: list[Any], part: Entries, dtype: tf.DType, seed: Any
 ) -> Any:
     """Draw the numbers of a part of the first axis, bit by bit as one device draws them."""
     shape = tf.stack(dims)
@@ -242,13 +241,13 @@ def _numbers(
     return tf.reshape(tf.slice(drawn, [first % in_a_block], [count]), shape)
 
 
-def _sliced(drawn: tf.Tensor, part: Part) -> Any:
+def _sliced(drawn: tf.Tensor, part: Entries) -> Any:
     begin = tf.concat([[part.start], tf.zeros(tf.rank(drawn) - 1, tf.int32)], 0)
     size = tf.concat([[part.count], tf.shape(drawn)[1:]], 0)
     return tf.slice(drawn, begin, size)
 
 
-def _spread(value: Any, dims: list[Any], part: Part) -> Any:
+def _spread(value: Any, dims: list[Any], part: Entries) -> Any:
     """Put a parameter that has an entry for each example where one device has them."""
     if not tf.is_tensor(value) or value.shape.rank != len(dims) or value.shape[0] == 1:
         return value

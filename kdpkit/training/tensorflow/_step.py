@@ -252,7 +252,9 @@ def _is_sum(tensor: Any) -> bool:
 
 def of_any_length(x: Any) -> Any:
     """Hide how many examples a tensor has, which tells their axis from others."""
-    if not isinstance(x, tf.Tensor) or tf.executing_eagerly() or not x.shape.rank:
+    if not isinstance(x, tf.Tensor) or tf.executing_eagerly():
+        return x
+    if not x.shape.rank or x.shape[0] is None:
         return x
     return tf.raw_ops.PlaceholderWithDefault(input=x, shape=[None, *x.shape[1:]])
 
@@ -287,7 +289,8 @@ def dense_if_unique(gradient: tf.Tensor | tf.IndexedSlices) -> Any:
 
 
 # Of these every entry comes from the entry at its place; `take` of Keras wraps negative indices.
-_BY_ENTRY = ("Reshape", "Identity", "Cast", "ExpandDims", "Squeeze", "SelectV2", "Less", "AddV2")
+_BY_ENTRY = ("Identity", "Cast", "ExpandDims", "Squeeze", "SelectV2", "Less", "AddV2")
+_OF_THE_FIRST_INPUT = ("Reshape", "StridedSlice")  # all of its entries, or some
 
 
 def _are_unique(indices: tf.Tensor) -> bool:
@@ -298,12 +301,10 @@ def _are_unique(indices: tf.Tensor) -> bool:
     if op.type == "Const":
         value = tf.get_static_value(indices)
         return np.ndim(value) > 0 and np.unique(value).size == np.size(value)
+    if op.type in _OF_THE_FIRST_INPUT:
+        return _are_unique(op.inputs[0])
     entries = [part for part in op.inputs if part.shape.rank != 0]
-    if op.type in ("Reshape", "StridedSlice"):  # which keep the entries, or leave some out
-        entries = entries[:1]
-    return (
-        op.type in (*_BY_ENTRY, "StridedSlice") and bool(entries) and all(map(_are_unique, entries))
-    )
+    return op.type in _BY_ENTRY and bool(entries) and all(map(_are_unique, entries))
 
 
 def divided_by(gradient: Any, divisor: int) -> Any:

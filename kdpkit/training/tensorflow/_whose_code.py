@@ -7,10 +7,8 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
-    BaseImagePreprocessingLayer,
-)
-from keras.src.models.functional import Functional
+
+from kdpkit.training.tensorflow._keras_internals import BaseImagePreprocessingLayer, Functional
 
 _LIBRARIES = ("keras", "keras_hub", "tensorflow", "kdpkit", "builtins")
 

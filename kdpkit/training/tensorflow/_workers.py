@@ -184,13 +184,6 @@ def _cut(batch: Any, index: int, replicas: int) -> Any:
     )
 
 
-def concatenated(tensors: Any) -> Any:
-    """Put tensors together along their first axis, sparse and ragged ones too."""
-    if isinstance(tensors[0], tf.SparseTensor):
-        return tf.sparse.concat(0, [*tensors], expand_nonconcat_dims=True)
-    return tf.concat(tensors, axis=0)
-
-
 def sliced(tensor: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
     """Return some examples of a dense, ragged or sparse tensor."""
     if isinstance(tensor, tf.SparseTensor):

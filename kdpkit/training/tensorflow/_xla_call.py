@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common.masking import get_keras_mask, set_keras_mask
 
 from kdpkit._internal import checks
+from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow._step import current_step
 
 
