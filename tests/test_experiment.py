@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit import errors, experiment, pipelines
-from kdpkit.experiment import _strategy
 from kdpkit.testing import tiny_classifier, toy_classification
 from tests.processes import run_code
 
@@ -180,21 +179,6 @@ def test_a_given_global_batch_is_that_of_its_replicas_whatever_number_trains(siz
         args.global_batch_size += 1
         with pytest.raises(ValueError, match=f"a multiple of .*per_replica_batch_size={size}"):
             experiment.plan_from(args, argparse.Namespace(num_replicas_in_sync=present))
-
-
-@pytest.mark.parametrize("answer", ["81079", "[N/A]", None])
-def test_the_gpu_memory_to_divide_is_the_drivers_answer(tmp_path, monkeypatch, answer):
-    if answer is not None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f'#!/bin/sh\ntest "$1" = --id=3 && echo "{answer}"\n')
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    if answer == "81079":
-        assert _strategy._free_gpu_memory_mb() == 81079
-    else:
-        with pytest.raises(ValueError, match="cannot be split.*`memory_limit_mb` before"):
-            _strategy._free_gpu_memory_mb()
 
 
 # Results

@@ -1,10 +1,7 @@
-"""Reports and errors as text, and on stdout: what the commands have in common."""
+"""Tables and errors as text: what the reports have in common."""
 
-import json
-import sys
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from kdpkit._internal import checks
 
@@ -36,9 +33,3 @@ def reason_of(error: BaseException) -> str:
     line = checks.first_line(error).removeprefix(f"{kind}: ")
     line = textwrap.shorten(line, _LONGEST_REASON, placeholder="...")
     return kind if line == kind else f"{kind}: {line}"
-
-
-def show(report: Any, *, as_json: bool) -> None:
-    """Print a report, as text or as JSON."""
-    text = json.dumps(report.to_dict(), indent=2) if as_json else str(report)
-    sys.stdout.write(text + "\n")

@@ -1,4 +1,4 @@
-"""What the recipes share: flags, the strategy, Ctrl-C, and a file of results.
+"""What the recipes share: flags, the strategy, exit codes, and a file of results.
 
 A recipe looks like this:
 
@@ -29,7 +29,6 @@ from kdpkit._internal.atomic_files import replacing as writing
 from kdpkit._internal.storage import path
 from kdpkit.experiment._files import learned_vocabulary, save_model, versions
 from kdpkit.experiment._flags import argument_parser, count, positive_integer, positive_number
-from kdpkit.experiment._precision import PRECISIONS, set_precision
 from kdpkit.experiment._program import program, run
 from kdpkit.experiment._strategy import describe, plan_from, strategy_from
 
@@ -40,7 +39,6 @@ else:  # they load Keras
     __getattr__, _ = lazy_names(__name__, {"recording": "_recorder", "text": "text"})
 
 __all__ = [
-    "PRECISIONS",
     "argument_parser",
     "count",
     "describe",
@@ -53,7 +51,6 @@ __all__ = [
     "recording",
     "run",
     "save_model",
-    "set_precision",
     "strategy_from",
     "text",
     "versions",

@@ -1,7 +1,6 @@
 """What a step takes, and how much of it waits for input, where both are known."""
 
 import gc
-import json
 import time
 
 import keras
@@ -152,12 +151,12 @@ def test_the_epoch_of_a_train_pipeline_does_not_move_on_two_replicas():
 # What it says.
 
 
-def test_the_report_is_read_in_80_columns_and_as_plain_values():
+def test_the_report_is_read_in_80_columns():
     report = SpeedReport(0.0612, 0.85, "map(decode)")
     assert max(map(len, str(report).splitlines())) <= 80
     assert "takes 61.2 ms, of which 85% waits" in " ".join(str(report).split())
-    read = json.loads(json.dumps(report.to_dict()))
-    assert (read["slowest_stage"], read["clean"]) == ("map(decode)", False)
+    assert "slowest stage of the pipeline is `map(decode)`" in " ".join(str(report).split())
+    assert not report.clean
 
 
 @pytest.mark.parametrize(

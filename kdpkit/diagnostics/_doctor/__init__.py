@@ -4,7 +4,6 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from kdpkit._internal import checks
-from kdpkit.diagnostics import _require_keras
 
 if TYPE_CHECKING:
     from kdpkit.diagnostics._doctor.target import Program
@@ -27,7 +26,7 @@ TARGET is a script, which runs up to its first `fit` and trains nothing, or
     kdpkit doctor train.py -- --epochs 3
     kdpkit doctor --measure train.py -- --epochs 3
     kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
-    KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make --json
+    KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make
 
 With --measure it trains for a moment, undoes that, and reports how long a step
 takes, how much of it waits for input, and the slowest stage of the pipeline.
@@ -61,16 +60,14 @@ def run(args: argparse.Namespace) -> int:
         name, settings = "check_speed", {"seconds": checks.number("seconds", args.seconds, above=0)}
     else:
         name, settings = "check_input", {"workers": checks.integer("workers", args.workers)}
-    from kdpkit.diagnostics import _text
     from kdpkit.diagnostics._doctor import target
 
     def check(program: "Program") -> Any:
-        _require_keras.require()
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         given = {field: getattr(program, field) for field in _OF_PROGRAM[name]}
         return getattr(diagnostics, name)(program.dataset, **given, **settings)
 
     report = target.checked(args.target, args.rest, check)
-    _text.show(report, as_json=args.json)
+    print(report)
     return 0 if report.clean else 1

@@ -10,7 +10,7 @@ import copy
 import dataclasses
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import keras
@@ -24,7 +24,6 @@ from kdpkit.diagnostics import _text
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
 _NAMES = ("x", "y", "sample_weight")
-_LOADERS = ("MapDataset", "IterDataset", "DataLoader")  # of Grain and PyTorch, which `fit` takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,18 +170,16 @@ def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
         count = own.num_batches
         first = None if count == 0 else own[0]
         return first, own[count - 1] if count and count > 1 else first
-    # A Grain dataset or a PyTorch `DataLoader`, without loading these.
-    is_loader = any(
-        parent.__name__ in _LOADERS and parent.__module__.split(".")[0] in ("grain", "torch")
-        for parent in type(dataset).__mro__
+    if are_arrays(dataset):
+        last = (num_examples(dataset) - 1) // size * size
+        return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
+    iterator = (
+        None if isinstance(dataset, str) or not isinstance(dataset, Iterable) else iter(dataset)
     )
-    if is_loader or is_tf_dataset(dataset):
-        first = next(iter(dataset), None)
-        return first, getattr(dataset, "element_spec", first)
-    if not are_arrays(dataset):
+    if iterator is None or iterator is dataset:
         return None
-    last = (num_examples(dataset) - 1) // size * size
-    return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
+    first = next(iterator, None)  # also of Grain's datasets, and of PyTorch's `DataLoader`
+    return first, getattr(dataset, "element_spec", first)
 
 
 def _leaves(batch: Any) -> list[tuple[tuple[Any, ...], Any]]:

@@ -15,7 +15,7 @@ class Report:
 
     Attributes:
         findings: Each has a rule, level, where, problem and remedy; the worst first.
-        checked: What was checked: some of `"train"`, `"validation"`, `"step"`.
+        checked: What was checked: `"train"`, and `"validation"` if there is any.
     """
 
     findings: tuple[check_results.Finding, ...]
@@ -32,14 +32,6 @@ class Report:
         result = f"{count} finding{'s' * (count > 1)}" if count else "Nothing found"
         head = f"{result} (looked at: {', '.join(self.checked)})."
         return "\n\n".join([head, *map(str, self.findings)])
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
-        return {
-            "clean": self.clean,
-            "checked": list(self.checked),
-            "findings": check_results.as_dicts(self.findings),
-        }
 
 
 def check_input(
@@ -103,20 +95,19 @@ def check_tpu(
     batch_size: int | None = None,
     validation_batch_size: int | None = None,
 ) -> Report:
-    """Find on this machine what would stop a TPU, or waste its time.
+    """Find in the data on this machine what would stop a TPU, or waste its time.
 
-    The first batch of the data is looked at (of a `PyDataset` the last one too), and on JAX the
-    training step is traced and lowered for a TPU. Nothing is run: no weight changes, and training
-    goes on as if nothing had been checked, except that a `Dataset.shuffle` that shuffles each
-    iteration again has counted one. Findings are sizes that vary or that the cores do not divide,
-    types with which a TPU does not compute, Python in the step, and operations that JAX cannot
-    lower for TPUs. Memory and speed remain open.
+    The first batch is looked at, of a `PyDataset` the last one too. Training goes on as if nothing
+    had been checked, except that a `Dataset.shuffle` that shuffles each iteration again has counted
+    one. Findings are sizes that vary or that the cores do not divide, and types with which a TPU
+    does not compute. The step, memory and speed remain open.
 
     Args:
         dataset: What `fit` is to train on: a `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain
             dataset or a PyTorch `DataLoader` of global batches, or arrays `x`, `(x, y)` or `(x, y,
             sample_weight)`.
-        model: A compiled Keras model, or a `kdpkit.training.TrainingLoop`; it may be built here.
+        model: A compiled Keras model, or a `kdpkit.training.TrainingLoop`, if it is known; some
+            take uneven batches.
         replicas: Cores that share a global batch; 8 on the usual TPU host.
         validation_data: As `dataset`.
         batch_size: Examples in the batches that `fit` splits arrays into; None takes 32, as Keras.
@@ -146,9 +137,4 @@ def check_tpu(
         size = batch_size if validation_batch_size is None else validation_batch_size
         data["validation"] = batches.batches_of(validation_data, size, name="validation_data")
     program = tpu_rules.TpuProgram(data, model, replicas)
-    found = [*check_results.found(tpu_rules.RULES, program)]
-    if program.has_step:
-        from kdpkit.diagnostics._doctor import tpu_step_jax
-
-        found += tpu_step_jax.findings(model, data["train"].first)
-    return Report(check_results.in_order(found), (*data, *["step"] * program.has_step))
+    return Report(check_results.found(tpu_rules.RULES, program), tuple(data))

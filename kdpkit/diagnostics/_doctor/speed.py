@@ -51,10 +51,6 @@ class SpeedReport:
             found += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
         return wrapped(found)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
-        return {**dataclasses.asdict(self), "clean": self.clean}
-
 
 def check_speed(
     dataset: Any, *, model: Any, batch_size: int | None = None, seconds: float = 20.0

@@ -25,7 +25,6 @@ from typing import Any
 from kdpkit import errors
 from kdpkit._internal import atomic_files, checks
 from kdpkit.diagnostics import _text
-from kdpkit.experiment import _framework_messages
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
@@ -186,8 +185,6 @@ def _checked_at_fit(check: Check) -> Iterator[Future[Any]]:
             owner.fit = fit
 
         actions: dict[str, Callable[[Any], object]] = {
-            "jax": bool,  # nothing to do
-            "tensorflow": bool,
             "keras": lambda keras: replace(keras.Model, _of_keras),
             "kdpkit.training._loop": lambda loop: replace(loop.TrainingLoop, _of_loop),
         }
@@ -200,7 +197,7 @@ def _checked_at_fit(check: Check) -> Iterator[Future[Any]]:
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Calls functions of modules as soon as these are loaded, without TensorFlow's messages."""
+    """Calls functions of modules as soon as these are loaded."""
 
     def __init__(self, actions: dict[str, Callable[[Any], object]]) -> None:
         self._actions = actions
@@ -215,8 +212,7 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def load_and_act(module: ModuleType) -> None:
-            with _framework_messages.hidden():
-                load(module)
+            load(module)
             action(module)
 
         spec.loader.exec_module = load_and_act  # type: ignore[method-assign]

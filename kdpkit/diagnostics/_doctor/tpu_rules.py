@@ -1,7 +1,4 @@
-"""Rules on what a TPU needs: functions from a program to findings, all in `RULES`.
-
-A rule sees the batches of a program's data. Those on the step are in `tpu_step_jax`.
-"""
+"""Rules on what a TPU needs: functions from a program to findings, all in `RULES`."""
 
 import dataclasses
 import math
@@ -30,13 +27,6 @@ class TpuProgram:
     def on_jax(self) -> bool:
         """Whether Keras trains with JAX."""
         return bool(keras.backend.backend() == "jax")
-
-    @property
-    def has_step(self) -> bool:
-        """Whether there is a step that is checked: on JAX, and with data that it computes with."""
-        parts = self.data["train"].parts
-        is_computable = all(part.is_dense and part.dtype != "string" for part in parts)
-        return self.on_jax and self.model is not None and is_computable
 
     @property
     def takes_uneven(self) -> bool:
@@ -148,8 +138,8 @@ def _tensorflow(program: TpuProgram) -> _Found:
         yield (
             "note",
             "backend",
-            "Keras 3 trains on TPUs through JAX; its `fit` under TensorFlow's `TPUStrategy` is not "
-            "proven, and the training step is not checked for it.",
+            "Keras 3 trains on TPUs through JAX; its `fit` fails under TensorFlow's `TPUStrategy` "
+            "(keras-team/keras#19448).",
             "Set KERAS_BACKEND=jax, and check again. `tf.data` pipelines keep working.",
         )
 

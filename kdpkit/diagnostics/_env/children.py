@@ -1,14 +1,10 @@
 """Programs of kdpkit in processes of their own, with a time limit, and what came of them.
 
-TensorFlow and JAX may hang, or end the process that loads them. A program ends with `report`; what
-it says goes into issues, and holds no path, name or secret.
+TensorFlow and JAX may hang, or end the process that loads them. A program ends with `report`.
 """
 
-import getpass
 import json
 import os
-import re
-import socket
 import subprocess
 import sys
 import traceback
@@ -22,10 +18,6 @@ from kdpkit.diagnostics import _text
 WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
 HARMLESS = (WORKS, CANNOT)
 _SIGN = "kdpkit-report "  # begins the line in which a process reports
-_SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-_SHORTEST = 4  # of what is searched for: "root" is a user, and "a" a letter
-_PART = r"[^\s/\\'\":;,()]+"
-_DIRECTORIES = re.compile(rf"(?<![\w./\\])(?:~|[A-Za-z]:)?(?:[/\\]{_PART})+[/\\](?={_PART})|~[/\\]")
 
 
 def report(work: Callable[[], Any]) -> int:
@@ -73,36 +65,13 @@ def run(
     reports = [json.loads(line) for line in lines]
     for result, reason in reports:
         if result != WORKS:
-            return result, without_secrets(reason)
+            return result, _without_home(reason)
     if ended.returncode or not reports:
         last = [f": {line.strip(' .')}" for line in ended.stderr.splitlines() if line.strip()][-1:]
         reason = f"It ended with exit code {ended.returncode}{''.join(last)}."
-        return FAILED, without_secrets(reason)
+        return FAILED, _without_home(reason)
     return WORKS, reports[0][1]
 
 
-def without_secrets(text: str) -> str:
-    """Return a text without directories, names of machine and user, and values of secrets.
-
-    >>> without_secrets("No such file: /home/ann/data/x.txt")
-    'No such file: x.txt'
-    """
-    home = str(Path.home())
-    if len(home) >= _SHORTEST:
-        text = text.replace(home, "~")
-    text = _DIRECTORIES.sub("", text)
-    secrets = [value for name, value in os.environ.items() if _SECRET.search(name)]
-    for value in sorted(secrets, key=len, reverse=True):
-        if len(value) >= _SHORTEST:
-            text = text.replace(value, "...")
-    for name in (socket.gethostname(), _user()):
-        if len(name) >= _SHORTEST:
-            text = re.sub(rf"\b{re.escape(name)}\b", "...", text)
-    return text
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (OSError, KeyError):  # in a container that does not know its user
-        return ""
+def _without_home(text: str) -> str:
+    return text.replace(str(Path.home()), "~")

@@ -111,21 +111,6 @@ class MemoryPlan:
         """The lines of code to write for the one that is chosen."""
         return () if self.chosen is None else tuple(_lines(self.chosen, self.replicas))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values, for JSON."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        chosen = self.chosen
-        uses = [
-            dataclasses.asdict(use)
-            | {"total": use.total, "extra_computation": self.extra_computation(use)}
-            for use in self.uses
-        ]
-        return fields | {
-            "uses": uses,
-            "chosen": None if chosen is None else self.uses.index(chosen),
-            "lines": self.lines,
-        }
-
     def __str__(self) -> str:
         """Return a table and the lines to write, in at most 100 columns."""
         head = (

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from kdpkit import scaling
 from kdpkit._internal import check_results, checks
@@ -13,7 +12,6 @@ from kdpkit.diagnostics._plan import rules
 
 OPTIMIZERS = ("sgd", "adam")
 
-_NUMBERS = ("steps_per_epoch", "left_out", "total_steps", "warmup_steps")
 _COLUMNS = 4  # plans that fit side by side
 
 
@@ -106,17 +104,6 @@ class TrainingPlan:
         """Return lines of at most 80 columns."""
         return str(Plans([self]))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return settings and numbers as plain values, for JSON."""
-        return {
-            "clean": self.clean,
-            **dataclasses.asdict(self),
-            "global_batch_size": self.scale.global_batch_size,
-            "learning_rate": self.scale.learning_rate,
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "findings": check_results.as_dicts(self.findings),
-        }
-
 
 plan = TrainingPlan
 
@@ -126,10 +113,6 @@ class Plans:
     """Plans that differ in their replicas; they print in lines of at most 80 columns."""
 
     plans: Sequence[TrainingPlan]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return them as plain values, for JSON."""
-        return {"plans": [plan.to_dict() for plan in self.plans]}
 
     def __str__(self) -> str:
         """Return the settings, the table, and the findings."""
