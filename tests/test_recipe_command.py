@@ -62,14 +62,6 @@ def test_an_unknown_recipe_is_one_sentence_with_the_known_ones(tmp_path, capsys)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_directory_that_cannot_be_made_is_one_sentence(tmp_path, capsys):
-    file = tmp_path / "file"
-    file.touch()
-    assert cli.main(["recipe", "copy", "cnn_fit", str(file)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert str(file / "cnn_fit.py") in line
-
-
 @pytest.mark.parametrize("words", [[], ["delete"], ["copy"], ["list", "cnn_fit"]])
 def test_a_wrong_call_is_one_sentence(words, capsys):
     assert cli.main(["recipe", *words]) == 2

@@ -2,7 +2,7 @@
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from kdpkit._internal import checks
@@ -107,3 +107,18 @@ def wrapped(text: str, *, indent: int = 0, first: str | None = None) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a line for each row, with columns as wide as their longest cell.
+
+    >>> print(table([("replicas", "steps"), ("1", "1,000")]))
+    replicas  steps
+    1         1,000
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *numbers in rows:
+        cells = [f"{name:{widths[0]}}", *map(str.rjust, numbers, widths[1:])]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

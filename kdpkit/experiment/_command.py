@@ -56,15 +56,8 @@ def _copy(name: str, directory: Path) -> Path:
             target,
             remedy="Remove it, or name another directory.",
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-    except OSError as error:
-        checks.fail_for_file(
-            f"The recipe cannot be copied ({error.strerror or error})",
-            target,
-            remedy="Name a directory where you may write.",
-        )
+    directory.mkdir(parents=True, exist_ok=True)
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
     return target
 
 

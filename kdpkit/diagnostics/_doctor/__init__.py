@@ -1,12 +1,8 @@
 """`kdpkit doctor`: mistakes in a training's input, slow steps, TPU obstacles."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from kdpkit._internal import checks
-
-if TYPE_CHECKING:
-    from kdpkit.diagnostics._doctor.target import Program
 
 TAKES_REST = True
 HELP = "find mistakes in a training's input, what slows it, or what would stop it on a TPU"
@@ -15,7 +11,7 @@ _SECONDS = 20.0
 _OF_PROGRAM = {
     "check_input": ("model", "validation_data", "epochs", "steps_per_epoch"),
     "check_speed": ("model", "batch_size"),
-    "check_tpu": ("model", "validation_data", "batch_size", "validation_batch_size"),
+    "check_tpu": ("model", "validation_data", "batch_size"),
 }
 
 EXAMPLE = """\
@@ -62,12 +58,10 @@ def run(args: argparse.Namespace) -> int:
         name, settings = "check_input", {"workers": checks.integer("workers", args.workers)}
     from kdpkit.diagnostics._doctor import target
 
-    def check(program: "Program") -> Any:
+    with target.program_of(args.target, args.rest) as program:
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         given = {field: getattr(program, field) for field in _OF_PROGRAM[name]}
-        return getattr(diagnostics, name)(program.dataset, **given, **settings)
-
-    report = target.checked(args.target, args.rest, check)
+        report = getattr(diagnostics, name)(program.dataset, **given, **settings)
     print(report)
     return 0 if report.clean else 1

@@ -1,16 +1,13 @@
 """The batches of a dataset of any kind: their parts, and which sizes vary.
 
-Nothing is changed: a dataset that counts its epochs begins afterwards where it did before, and the
-random numbers of Python and NumPy continue where they were. The exception is a
+A dataset that counts its epochs begins afterwards where it did before. The exception is a
 `tf.data.Dataset.shuffle` that shuffles each iteration again, which counts this one too.
 """
 
-import contextlib
 import copy
 import dataclasses
-import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -19,7 +16,6 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.batches import num_examples
-from kdpkit.diagnostics import _text
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
@@ -66,11 +62,10 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
     """
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
     try:
-        with random_numbers_kept():
-            ends = _ends(dataset, size)
+        ends = _ends(dataset, size)
     except Exception as error:  # reading and preparing examples may raise anything
         raise errors.InputError(
-            f"`{name}` raises before its first batch: {_text.reason_of(error)}. Fix that first: "
+            f"`{name}` raises before its first batch: {checks.reason_of(error)}. Fix that first: "
             "training would fail in the same way."
         ) from error
     received = {name: type(dataset).__name__}
@@ -150,17 +145,6 @@ def is_tf_dataset(value: Any) -> bool:
 def untracked(dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
     """Return the dataset that `Resume` tracks, or one that it does not track itself."""
     return vars(dataset).get("_dataset", dataset)
-
-
-@contextlib.contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Restore the random states of Python and NumPy at the end."""
-    states = random.getstate(), np.random.get_state()  # a dataset may draw from them
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
 
 
 def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:

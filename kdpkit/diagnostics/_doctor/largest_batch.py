@@ -10,7 +10,6 @@ import numpy as np
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import checks
-from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._doctor import batches, speed, training_step
 
 _STEPS = 3  # of a trial: while the second runs, the first has not been cleared away
@@ -64,13 +63,12 @@ def largest_batch(
         return _trains(model, found, count * unit)
 
     try:
-        with batches.random_numbers_kept():
-            training_step.build(model, found.first)
-            largest = search(fits, max(1, found.examples // unit), limit)
+        training_step.build(model, found.first)
+        largest = search(fits, max(1, found.examples // unit), limit)
     except errors.InputError:
         raise
     except Exception as error:  # training runs the user's code, which may raise anything
-        raise errors.InputError(f"The training fails: {_text.reason_of(error)}") from error
+        raise errors.InputError(f"The training fails: {checks.reason_of(error)}") from error
     if not largest:
         checks.fail(
             "Not even the smallest batch fits into the memory of the devices.",

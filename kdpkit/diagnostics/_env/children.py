@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from kdpkit import cluster, errors
-from kdpkit.diagnostics import _text
+from kdpkit._internal import checks
 
 WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
 HARMLESS = (WORKS, CANNOT)
@@ -28,7 +28,7 @@ def report(work: Callable[[], Any]) -> int:
         found = CANNOT, str(error)
     except Exception as error:  # of any kind: what training raises is to be reported
         traceback.print_exc()
-        found = FAILED, _text.reason_of(error)
+        found = FAILED, checks.reason_of(error)
     sys.stdout.write(f"\n{_SIGN}{json.dumps(found)}\n")
     sys.stdout.flush()
     sys.stderr.flush()

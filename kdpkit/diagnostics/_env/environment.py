@@ -1,6 +1,5 @@
 """`environment`: what this machine and this Python offer for training."""
 
-import contextlib
 import dataclasses
 import os
 import platform
@@ -13,7 +12,6 @@ from kdpkit.diagnostics._env import children, packages, strategy_trials
 
 # Asking must not take the memory of a GPU that somebody trains on.
 _WHEN_ASKED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
-_CPU_FILE = Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,14 +165,11 @@ def findings(
 
 def _machine(gpus: str) -> dict[str, str]:
     """Return what there is, without a framework."""
-    memory = "not known"
-    with contextlib.suppress(AttributeError, ValueError):  # Windows has no `sysconf`
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory = f"{size / 2**30:.1f} GiB"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{platform.system()}, {platform.machine()}",
         "processor": f"{processor()}, {machine.cores()} cores",
-        "memory": memory,
+        "memory": f"{memory / 2**30:.1f} GiB",
         "GPU": gpus or "none that NVML finds (package nvidia-ml-py)",
         "TPU": machine.counted(machine.chips()),
     }
@@ -182,9 +177,9 @@ def _machine(gpus: str) -> dict[str, str]:
 
 def processor() -> str:
     """Return the processor's name."""
-    lines = _CPU_FILE.read_text(errors="replace").splitlines() if _CPU_FILE.exists() else []
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    return next(names, platform.machine())
 
 
 def _gpus() -> str:

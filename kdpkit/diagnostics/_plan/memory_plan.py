@@ -11,7 +11,6 @@ from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
-from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
 from kdpkit.training import TrainingLoop
 
@@ -118,7 +117,7 @@ class MemoryPlan:
             f"{'s' * (self.replicas > 1)}, {_mebibytes(self.memory)} MiB on each. In MiB:"
         )
         heading = ("shard, K, remat", *_PARTS, "total", "fits", "extra")
-        table = _text.table([heading, *map(self._row, self.uses)])
+        table = check_results.table([heading, *map(self._row, self.uses)])
         is_marked = not all(use.equal for use in self.uses)
         notes = [check_results.wrapped(_WHY_NOT_EQUAL)] if is_marked else []
         return "\n\n".join([head, table, *notes, self._result()])
