@@ -2,8 +2,6 @@
 
 import pathlib
 import re
-import signal
-import subprocess
 import sys
 
 import pytest
@@ -46,25 +44,6 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
     assert found.stdout.count("Remedy:") == 1
     for printed in ("by Python", "past sys.stdout", "to the descriptor", "by a child"):
         assert f"printed {printed}" in found.stderr
-
-
-def test_what_is_printed_while_python_ends_is_not_on_stdout(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("import atexit\natexit.register(print, 'at the end')\n")
-    stopped = doctor("--tpu", path)
-    assert (stopped.returncode, stopped.stdout) == (2, "")
-    assert "at the end" in stopped.stderr
-
-
-def test_ctrl_c_is_one_sentence_and_exit_code_130(tmp_path):
-    path = tmp_path / "train.py"
-    path.write_text("import time\nprint('waits', flush=True)\ntime.sleep(10000)\n")
-    command = [sys.executable, "-m", "kdpkit", "doctor", "--tpu", str(path)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as running:
-        assert running.stderr.readline() == "waits\n"
-        running.send_signal(signal.SIGINT)
-        _, output = running.communicate(timeout=240)
-    assert (running.returncode, output) == (130, "kdpkit: Stopped by Ctrl-C.\n")
 
 
 @pytest.mark.parametrize(

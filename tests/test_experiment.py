@@ -137,33 +137,15 @@ def test_strategies_that_cannot_be_had_get_one_sentence(kind, replicas, sentence
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "lines"),
-    [
-        (
-            "tensorflow",
-            ["MirroredStrategy: 3 replicas on CPU:0, CPU:1, CPU:2", "has started with 3 logical"],
-        ),
-        (
-            "jax",
-            ["DataParallel: 3 replicas on cpu:0, cpu:1, cpu:2", "'multi_worker' is TensorFlow's"],
-        ),
-        ("numpy", ["KERAS_BACKEND='numpy'", "KERAS_BACKEND='numpy'"]),
-    ],
-)
-def test_a_new_process_has_as_many_devices_as_it_asks_for(backend, lines):
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_new_process_has_as_many_devices_as_it_asks_for(backend):
     code = """
 from argparse import Namespace
 from kdpkit import experiment
-for flags in (dict(strategy="mirrored", replicas=3), dict(strategy="multi_worker", replicas=None)
-        if "%s" == "jax" else dict(strategy="mirrored", replicas=4)):
-    try: experiment.strategy_from(Namespace(**flags))
-    except ValueError as error: print(str(error).replace("\\n", " "))
+experiment.strategy_from(Namespace(strategy="mirrored", replicas=3))
 """
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": backend}
-    printed = run_code(code % backend, **environment).stdout.splitlines()
-    assert len(printed) == 2
-    assert all(part in line for part, line in zip(lines, printed, strict=True))
+    printed = run_code(code, TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND=backend).stdout.lower()
+    assert printed.endswith(": 3 replicas on cpu:0, cpu:1, cpu:2\n")
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))

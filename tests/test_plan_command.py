@@ -95,12 +95,6 @@ def test_a_full_disk_is_one_sentence():
     assert output.count("\n") == 1
 
 
-def test_without_a_stdout_nothing_fails():
-    command = f'"{sys.executable}" -m kdpkit plan {" ".join(RUN)} >&-'
-    ended = subprocess.run(["sh", "-c", command], capture_output=True, text=True, check=False)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
-
-
 MAKE = """
 import keras, numpy as np
 from kdpkit.batches import ArrayBatches

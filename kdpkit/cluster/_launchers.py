@@ -84,25 +84,16 @@ def _from_tf_config(environ: Environ) -> Arguments:
             '"type" and "index" of this process.',
             TF_CONFIG=config,
         )
-    listed: dict[str, list[str]] = {role: [] for role in (*ROLES, "evaluator")}
-    # A chief was called master in TensorFlow 1, and is in some clouds.
-    renamed = {"master": "chief"}
-    for given, addresses in cluster.items():
-        role = checks.one_of("role", str(renamed.get(given, given)), listed)
-        listed[role] += checks.strings(given, addresses)
+    listed = {role: checks.strings(role, cluster.get(role, ())) for role in ROLES}
+    if unknown := cluster.keys() - {*ROLES, "evaluator"}:  # which is a program of its own
+        checks.fail(f"TF_CONFIG may have the roles {checks.listed(ROLES)}.", roles=sorted(unknown))
     if len(listed["chief"]) > 1:
         checks.fail("TF_CONFIG may have at most one chief.", chief=listed["chief"])
-    if task["type"] == "evaluator":
-        checks.fail(
-            "An evaluator takes no part in training.",
-            TF_CONFIG=config,
-            remedy="Unset TF_CONFIG in it: it is a program of its own.",
-        )
     return {
         "workers": listed["worker"],
         "chief": next(iter(listed["chief"]), None),
         "parameter_servers": listed["ps"],
-        "role": renamed.get(task["type"], task["type"]),
+        "role": task["type"],
         "index": _integer("index", task["index"]),
     }
 

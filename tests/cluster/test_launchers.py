@@ -44,7 +44,6 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "1",
 }
 JAX = {"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-MASTER = tf_config({"master": ["a:1"], "worker": ["b:1"]}, {"type": "master", "index": 0})
 P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
 
 
@@ -53,7 +52,6 @@ P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
     [
         (tf_config(environment="cloud"), "a:1 b:1", "b:1"),
         (tf_config(task={"type": "worker", "index": "1"}), "a:1 b:1", "b:1"),  # of Kubeflow
-        (MASTER, "a:1 b:1", "a:1"),
         (KERAS, "10.0.0.1:1234 10.0.0.2:2345", "10.0.0.2:2345"),
         (JAX, "node0:1234", None),
         (TORCHRUN, "node0:29501", None),
@@ -122,12 +120,9 @@ def test_what_was_set_for_the_program_goes_before_launchers_and_these_before_sch
         ({"TF_CONFIG": "{"}, "TF_CONFIG is not valid JSON"),
         ({"TF_CONFIG": "[]"}, 'TF_CONFIG must have a "cluster"'),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 'must have.*and a "task"'),
-        (tf_config({"boss": ["a:1"]}), "`role` must be one of 'chief', 'worker'.*'boss'"),
-        (
-            tf_config(task={"type": "evaluator", "index": 0}),
-            "An evaluator takes no part.*Unset TF_CONFIG",
-        ),
-        (tf_config({"chief": ["a:1"], "master": ["b:1"]}), "may have at most one chief"),
+        (tf_config({"boss": ["a:1"]}), "the roles chief, worker, ps.*'boss'"),
+        (tf_config(task={"type": "evaluator", "index": 0}), "`role` must be one of.*'evaluator'"),
+        (tf_config({"chief": ["a:1", "b:1"]}), "may have at most one chief"),
         (tf_config({"worker": "a:1"}), "`worker` must be a list of strings"),
         (tf_config(task={"type": "worker", "index": -1}), "must be a non-negative integer"),
         (KERAS | {COUNT: "3"}, "an address for every process.*=3"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kdpkit._internal import check_results, checks, machine
 from kdpkit._internal.check_results import Finding
-from kdpkit.diagnostics._env import children, packages, strategy_trials
+from kdpkit.diagnostics._env import packages, strategy_trials
 
 # Asking must not take the memory of a GPU that somebody trains on.
 _WHEN_ASKED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
@@ -39,7 +39,7 @@ class Environment:
     @property
     def clean(self) -> bool:
         """Whether there are only notes, and every strategy that was tried works or cannot."""
-        trials = all(result in children.HARMLESS for result, _ in self.strategies.values())
+        trials = all(result in strategy_trials.HARMLESS for result, _ in self.strategies.values())
         return trials and check_results.are_notes(self.findings)
 
     def __str__(self) -> str:
@@ -100,8 +100,8 @@ def environment(
             devices[name] = f"not installed. {packages.install_hint(name)}"
             continue
         words = [strategy_trials.CHILD, f"devices-of-{name}"]
-        result, found = children.run(words, _WHEN_ASKED, timeout_seconds)
-        if result == children.WORKS:
+        result, found = strategy_trials.run(words, _WHEN_ASKED, timeout_seconds)
+        if result == strategy_trials.WORKS:
             counted[name] = found
             devices[name] = ", ".join(f"{kind}: {count}" for kind, count in found.items())
         else:
