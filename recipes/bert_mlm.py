@@ -44,7 +44,7 @@ def build_model(args, lines):
         tokenizer = models.BertTokenizer.from_preset(args.preset)
         model = models.BertMaskedLM.from_preset(args.preset, preprocessor=None)
     else:
-        words = experiment.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
+        words = text.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
         tokenizer, length = models.BertTokenizer(words, lowercase=True), args.sequence_length
         size = {"num_layers": 2, "num_heads": 2, "hidden_dim": 128, "intermediate_dim": 512}
         backbone = models.BertBackbone(len(words), max_sequence_length=max(512, length), **size)

@@ -242,16 +242,16 @@ def test_models_and_figures_are_written_complete(remote):
 @pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
 def test_a_vocabulary_is_learned_once_for_the_same_lines(tmp_path, capsys):
     lines = ["replicas\u2009train \u00a0what one device trains"] * 3
-    words = experiment.learned_vocabulary(lines, 40, tmp_path)
+    words = experiment.text.learned_vocabulary(lines, 40, tmp_path)
     assert words == pipelines.learn_vocabulary(lines, 40)
     assert any(word != word.strip() for word in words)  # which a text file would not keep
-    assert experiment.learned_vocabulary(lines, 40, tmp_path) == words
+    assert experiment.text.learned_vocabulary(lines, 40, tmp_path) == words
     (file,) = tmp_path.iterdir()
     assert capsys.readouterr().out == f"Vocabulary: read from {file}.\n"
-    experiment.learned_vocabulary(lines, 41, tmp_path)
-    experiment.learned_vocabulary([*lines, "more"], 40, tmp_path)
+    experiment.text.learned_vocabulary(lines, 41, tmp_path)
+    experiment.text.learned_vocabulary([*lines, "more"], 40, tmp_path)
     assert len([*tmp_path.iterdir()]) == 3
-    assert experiment.learned_vocabulary(lines, 40, file) == words
+    assert experiment.text.learned_vocabulary(lines, 40, file) == words
     assert "Vocabulary: not kept, as " in capsys.readouterr().out
 
 

@@ -27,22 +27,21 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import ctrl_c, lazy_names  # noqa: F401 Ctrl-C is one line from here on
 from kdpkit._internal.atomic_files import replacing as writing
 from kdpkit._internal.storage import path
-from kdpkit.experiment._files import learned_vocabulary, save_model, versions
 from kdpkit.experiment._flags import argument_parser, count, positive_integer, positive_number
 from kdpkit.experiment._program import program, run
 from kdpkit.experiment._strategy import describe, plan_from, strategy_from
 
 if TYPE_CHECKING:
     from kdpkit.experiment import text
-    from kdpkit.experiment._recorder import recording
+    from kdpkit.experiment._recorder import recording, save_model, versions
 else:  # they load Keras
-    __getattr__, _ = lazy_names(__name__, {"recording": "_recorder", "text": "text"})
+    _RECORDER = dict.fromkeys(("recording", "save_model", "versions"), "_recorder")
+    __getattr__, _ = lazy_names(__name__, _RECORDER | {"text": "text"})
 
 __all__ = [
     "argument_parser",
     "count",
     "describe",
-    "learned_vocabulary",
     "path",
     "plan_from",
     "positive_integer",

@@ -1,8 +1,11 @@
-"""The results file of a recipe, and its callbacks, while it trains."""
+"""What a recipe writes: its results while it trains, with its callbacks, and its model."""
 
 import contextlib
 import json
+import os
+import platform
 import statistics
+import sys
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +13,10 @@ from typing import Any
 import keras
 import numpy as np
 
+import kdpkit
 from kdpkit import callbacks, scaling
 from kdpkit._internal import atomic_files, processes
-from kdpkit.experiment import _files, _strategy
+from kdpkit.experiment import _strategy
 
 _SPEEDS = ("examples_per_second", "tokens_per_second")
 
@@ -60,7 +64,7 @@ class Recorder(keras.callbacks.Callback):
             "strategy": _strategy.describe(self._strategy),
             "global_batch_size": self._plan.global_batch_size,
             "steps": keras.ops.convert_to_numpy(self.model.optimizer.iterations),
-            "versions": _files.versions(),
+            "versions": versions(),
         }
         text = json.dumps(results, default=lambda value: np.asarray(value).tolist())
         if self._args.results is not None and processes.index() == 0:
@@ -99,3 +103,31 @@ def recording(
     record.callbacks += [*also, *([record.resume] if record.resume else [])]
     yield record
     record.results()
+
+
+def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
+    """Save a model atomically, for example as `model.keras` or `gs://bucket/model.keras`.
+
+    All processes must call this, since each may hold parts of the model; the first one's file is
+    kept.
+    """
+    with atomic_files.replacing_in_first_process(path) as temporary:
+        model.save(temporary)
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, kdpkit, Keras, the backend and the platform.
+
+    >>> sorted(versions())
+    ['backend', ...'kdpkit', 'keras', ...'numpy', 'platform', 'python'...]
+    """
+    backend = keras.backend.backend()
+    packages = ["keras", "numpy", backend]
+    packages += [name for name in ("keras_hub", "tensorflow_text") if name in sys.modules]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "kdpkit": kdpkit.__version__,
+        "backend": backend,
+        **{name: sys.modules[name].__version__ for name in packages},
+    }
