@@ -142,7 +142,7 @@ def test_blocks_are_computed_again_where_there_are_some(planned):
     kept, again = plan.uses
     assert (kept.remat, again.remat, again.equal) == (False, True, True)
     assert again.activations < kept.activations
-    assert plan.extra_computation(kept) == 0 < plan.extra_computation(again) < 0.5
+    assert kept.operations < again.operations < 1.5 * kept.operations
     assert plan.chosen == kept
 
 

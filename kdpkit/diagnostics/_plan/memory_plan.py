@@ -90,15 +90,9 @@ class MemoryPlan:
         fitting = (use for use in self.uses if use.total <= self.memory)
         return min(fitting, key=self._cost, default=None)
 
-    def extra_computation(self, use: MemoryUse) -> float:
-        """Return how much more one computes than the same without `remat`, as a fraction."""
-        plain = next(each for each in self.uses if each.shard == use.shard and not each.remat)
-        return (use.operations - plain.operations) / max(plain.operations, 1.0)
-
     def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
         """Computation comes first, then what runs one after the other, then what is sent."""
-        extra = round(self.extra_computation(use), 1)  # less is no difference
-        return not use.equal, extra, use.remat, use.accumulation, _SHARDS.index(use.shard)
+        return not use.equal, use.remat, use.accumulation, _SHARDS.index(use.shard)
 
     @property
     def smallest(self) -> MemoryUse:
@@ -116,7 +110,7 @@ class MemoryPlan:
             f"{self.global_batch_size:,} examples on {self.replicas:,} replica"
             f"{'s' * (self.replicas > 1)}, {_mebibytes(self.memory)} MiB on each. In MiB:"
         )
-        heading = ("shard, K, remat", *_PARTS, "total", "fits", "extra")
+        heading = ("shard, K, remat", *_PARTS, "total", "fits")
         table = check_results.table([heading, *map(self._row, self.uses)])
         is_marked = not all(use.equal for use in self.uses)
         notes = [check_results.wrapped(_WHY_NOT_EQUAL)] if is_marked else []
@@ -125,7 +119,7 @@ class MemoryPlan:
     def _row(self, use: MemoryUse) -> tuple[str, ...]:
         parts = [_mebibytes(getattr(use, part)) for part in (*_PARTS, "total")]
         fits = ("yes" if use.total <= self.memory else "no") + "*" * (not use.equal)
-        return (str(use), *parts, fits, f"{self.extra_computation(use):+.0%}")
+        return (str(use), *parts, fits)
 
     def _result(self) -> str:
         if self.chosen is None:
