@@ -41,7 +41,11 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     usual = {"strategy": "auto", "data": "builtin", "rule": "linear", "seed": 0}
     parser = _Parser(description)
     parser.set_defaults(**usual | {"cache_dir": caches / "kdpkit"} | defaults)
-    add = parser.add_argument
+    _add_common(parser.add_argument)
+    return parser
+
+
+def _add_common(add: Callable[..., Any]) -> None:
     add(
         "--strategy",
         metavar="KIND",
@@ -78,7 +82,6 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     cache = "directory of learned vocabularies"
     add("--cache-dir", type=storage.path, metavar="DIRECTORY", help=cache)
     add("--smoke", action="store_true", help="run for a few seconds, as a test")
-    return parser
 
 
 class _Parser(argparse.ArgumentParser):

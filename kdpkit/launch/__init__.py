@@ -42,7 +42,6 @@ def launch(
     this call, even if the launcher is killed.
 
     With parameter servers, a chief is started too. Workers and servers serve it until it ends.
-
     SIGTERM and Ctrl-C are forwarded, and a second Ctrl-C stops everything at once. They are only
     handled in the main thread.
 

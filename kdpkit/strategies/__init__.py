@@ -36,9 +36,9 @@ def select_strategy(
         kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
             environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
-            then trains on all its GPUs, or its CPU; `"parameter_server"` is for the
-            chief, see `serve_if_server`. `"auto"` mirrors over the GPUs if there are several, else
-            uses one device; it prints its choice and the reason in one line.
+            then trains on all its GPUs, or its CPU; `"parameter_server"` is for the chief, see
+            `serve_if_server`. `"auto"` mirrors over several GPUs, else uses one device; it prints
+            its choice and the reason in one line.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no GPU.
         communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the

@@ -25,7 +25,6 @@ def largest_batch(
     less than a quarter below what fits. Each size compiles the step again. Afterwards weights,
     optimizer, metrics and random states of layers are what they were; a model that was not built is
     built, and `model.history` is that of the last trial.
-
     On JAX `plan_memory` finds it without a device. On a CPU the system may end the process before
     anything runs out of memory: limit the trials by `most`, or the process by `ulimit -v`.
 
