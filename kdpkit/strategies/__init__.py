@@ -46,9 +46,8 @@ def select_strategy(
         start_timeout_seconds: How long a process of `"multi_worker"` waits for the others to start.
 
     Returns:
-        A `tf.distribute.Strategy`. On CPUs, and with several logical GPUs on a physical one,
-        mirrored replicas sum their gradients with `tf.distribute.ReductionToOneDevice`, which is
-        faster there than collectives and allows strategies of different sizes in one process.
+        A `tf.distribute.Strategy`. Mirrored replicas that share a processor are summed by
+        `tf.distribute.ReductionToOneDevice`, which is faster there than collectives.
 
     Raises:
         ValueError: An unknown kind, a device that does not exist, too many devices; a cluster
