@@ -8,28 +8,41 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TextIO
 
+_REDRAWN_SECONDS = 5.0  # between two lines of one progress bar
+
 
 class Lines:
     r"""Splits what a process writes into lines.
 
-    A progress bar, which begins its line again with `\r`, gives its last state:
+    A progress bar, which begins its line again with `\r`, gives a line every few seconds and its
+    last state:
 
-    >>> lines = Lines()
-    >>> lines.feed(b"one\n10%\r20%\r"), lines.feed(b"100%\ntwo"), lines.feed(b"")
-    (['one'], ['100%'], ['two'])
+    >>> lines = Lines(now=0.0)
+    >>> lines.feed(b"one\n10%\r20%\r", now=1.0), lines.feed(b"40%\r50%\r", now=9.0)
+    (['one'], ['50%'])
+    >>> lines.feed(b"60%\r100%\ntwo", now=10.0), lines.feed(b"", now=10.0)
+    (['100%'], ['two'])
     """
 
-    def __init__(self) -> None:
+    def __init__(self, now: float) -> None:
         self._rest = b""
+        self._shown_at = now
 
-    def feed(self, data: bytes) -> list[str]:
-        """Return the lines that end within these bytes; no bytes are the end of the last line."""
+    def feed(self, data: bytes, now: float) -> list[str]:
+        """Return the lines that end within these bytes, which came at `now` seconds.
+
+        No bytes are the end: what is left is a line.
+        """
         if not data and self._rest:
             data = b"\n"
         *lines, self._rest = re.split(rb"\r*\n", self._rest + data)
         states, _, begun = self._rest.rpartition(b"\r")
         if states:
             self._rest = _last_state(states) + b"\r" + begun
+        if states and now - self._shown_at >= _REDRAWN_SECONDS:
+            lines.append(states)
+        if lines:
+            self._shown_at = now
         return [_last_state(line).decode(errors="replace") for line in lines]
 
 

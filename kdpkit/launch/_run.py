@@ -44,10 +44,10 @@ class _Process:
     ) -> None:
         self.task = task
         self.has_ended = self.is_signalled = False
-        lines = {name: _output.Lines() for name in ("stdout", "stderr")}
+        lines = {name: _output.Lines(time.monotonic()) for name in ("stdout", "stderr")}
 
         def on_bytes(data: bytes, stream: str) -> None:
-            for line in lines[stream].feed(data):
+            for line in lines[stream].feed(data, time.monotonic()):
                 show(task.name, line, stream)
 
         others = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
