@@ -56,8 +56,8 @@ def _add_common(add: Callable[..., Any]) -> None:
         "--replicas",
         type=positive_integer,
         metavar="N",
-        help="number of synchronous replicas; without a GPU the CPU is split into N logical "
-        "devices (default: what the strategy finds)",
+        help="number of synchronous replicas; without as many GPUs the CPU is split into N "
+        "logical devices (default: what the strategy finds)",
     )
     add("--data", metavar="builtin|PATH|NAME", help="what to train on")
     add("--epochs", type=positive_integer, help="passes over the data")

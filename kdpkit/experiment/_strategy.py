@@ -16,8 +16,8 @@ Strategy: TypeAlias = Any  # one of `tf.distribute`, or `kdpkit.sharding.DataPar
 def strategy_from(args: argparse.Namespace) -> Strategy:
     """Return the strategy for `--strategy` and `--replicas`: on JAX a `DataParallel`, already set.
 
-    `--replicas N` above 1 mirrors over N devices. On a machine without a GPU the CPU is first split
-    into N logical devices, which must happen before the framework's runtime starts. Without
+    `--replicas N` above 1 mirrors over N devices. Where there are fewer GPUs, the CPU is first
+    split into N logical devices, which must happen before the framework's runtime starts. Without
     `--replicas` the strategy uses the devices found by `kdpkit.strategies.select_strategy`, on JAX
     all devices. The first process prints the strategy, with `auto` also why it was chosen.
 
@@ -93,9 +93,9 @@ def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespa
         checks.fail(problem, replicas=replicas, remedy="Leave `--replicas` out.")
     import tensorflow as tf
 
-    (cpu, *_) = tf.config.list_physical_devices("CPU")
+    gpus, (cpu, *_) = map(tf.config.list_physical_devices, ("GPU", "CPU"))
     present = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
-    if kind == "mirrored" and present < replicas and not tf.config.list_physical_devices("GPU"):
+    if kind == "mirrored" and max(len(gpus), present) < replicas:
         strategies.split_device("CPU", replicas)
     return strategies.select_strategy(kind, devices=replicas)
 
