@@ -127,7 +127,5 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
         )
         module.add_arguments(command)
-        if name != "launch":  # which has no result of its own
-            command.add_argument("--json", action="store_true", help="print the result as JSON")
         command.set_defaults(run=module.run, takes_rest=getattr(module, "TAKES_REST", False))
     return parser

@@ -9,14 +9,13 @@ of arrays. The same files give the same splits on every machine and in every run
 """
 
 import ast
-import gzip
 import hashlib
-import math
+import io
 import os
 import re
 import sysconfig
 import warnings
-import zlib
+import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,13 +71,13 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
 
     Args:
         data: `"builtin"`; a directory of WikiText, with `wiki.{train,valid,test}.tokens`; or a
-            UTF-8 text file, plain or gzipped, of which the first 90 % of the lines are for
-            training, the next 5 % for validation and the last 5 % for test. Both may be in object
-            storage (`gs://bucket/...`). Blank lines are left out.
+            UTF-8 text file, of which the first 90 % of the lines are for training, the next 5 % for
+            validation and the last 5 % for test. Both may be in object storage
+            (`gs://bucket/...`). Blank lines are left out.
 
     Raises:
-        ValueError: A file is missing, empty, damaged or not UTF-8, or has fewer than 3 lines; or
-            this Python comes without the source of its standard library.
+        ValueError: A file is missing, empty or not UTF-8, or has fewer than 3 lines; or this Python
+            comes without the source of its standard library.
     """
     if data == "builtin":
         return _documentation_text()
@@ -106,15 +105,15 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
 
     Args:
         data: `"builtin"`; `"mnist"` or `"fashion_mnist"`, which Keras downloads once into
-            `~/.keras`; or a directory with the IDX files of either, gzipped or not, also in object
-            storage.
+            `~/.keras`; or an `.npz` file in the form of its `mnist.npz`, with the arrays `x_train`,
+            `y_train`, `x_test` and `y_test`, also in object storage.
 
     Raises:
         ValueError: A file is missing or damaged, there is no network, or no scikit-learn.
     """
     if data == "builtin":
         return _digits()
-    return _downloaded(str(data)) if data in _DOWNLOADED else _idx_images(storage.path(data))
+    return _downloaded(str(data)) if data in _DOWNLOADED else _from_npz(storage.path(data))
 
 
 # Text.
@@ -202,7 +201,7 @@ def _split_documents(documents: dict[str, list[str]]) -> list[tuple[str, ...]]:
 
 def _lines(path: storage.AnyPath) -> tuple[str, ...]:
     """Read the lines of a UTF-8 file, stripped, without the blank ones."""
-    content = _content(path)
+    content = atomic_files.readable(path).read_bytes()
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -215,18 +214,6 @@ def _lines(path: storage.AnyPath) -> tuple[str, ...]:
     return lines
 
 
-def _content(path: storage.AnyPath) -> bytes:
-    """Read a file's bytes, unpacked if they are gzipped."""
-    content = atomic_files.readable(path).read_bytes()
-    if not content.startswith(b"\x1f\x8b"):
-        return content
-    try:
-        return gzip.decompress(content)
-    except (EOFError, OSError, zlib.error) as error:
-        problem = f"The gzipped file is damaged or incomplete ({error})"
-        checks.fail_for_file(problem, path, remedy="Fetch it again.")
-
-
 # Images.
 
 
@@ -236,7 +223,7 @@ def _digits() -> ImageSplits:
     except ImportError as error:
         raise errors.InputError(
             "The built-in digits come with scikit-learn, which is not installed. Run "
-            "`pip install scikit-learn`, or pass a directory with IDX files."
+            "`pip install scikit-learn`, or pass an .npz file."
         ) from error
     bunch = load_digits()
     images = np.round(bunch.images * (255 / 16)).astype("uint8")
@@ -255,49 +242,29 @@ def _downloaded(name: str) -> ImageSplits:
         train, test = getattr(keras.datasets, name).load_data()
     except Exception as error:  # Keras raises a bare Exception when a download fails
         raise errors.InputError(
-            f"Keras could not download {name} ({error}). Pass a directory with its IDX files, or "
+            f"Keras could not download {name} ({error}). Pass an .npz file, or "
             "use the built-in digits."
         ) from error
     return ImageSplits(_labelled(*train), _labelled(*test))
 
 
-def _idx_images(folder: storage.AnyPath) -> ImageSplits:
-    if not folder.is_dir():
-        remedy = "Images come from a directory of IDX files, 'builtin', 'mnist' or 'fashion_mnist'."
-        checks.fail_for_file("There is no such directory", folder, remedy=remedy)
-    train, test = (_idx_split(folder, prefix) for prefix in ("train", "t10k"))
-    return ImageSplits(train, test)
-
-
-def _idx_split(folder: storage.AnyPath, prefix: str) -> LabelledImages:
-    images = _idx(folder, f"{prefix}-images-idx3-ubyte", dimensions=3)
-    labels = _idx(folder, f"{prefix}-labels-idx1-ubyte", dimensions=1)
-    if len(images) != len(labels):
-        counts = f"{len(images):,} images and {len(labels):,} labels"
-        checks.fail_for_file(f"There are {counts} in the `{prefix}` files", folder)
-    return _labelled(images, labels)
-
-
-def _idx(folder: storage.AnyPath, name: str, *, dimensions: int) -> np.ndarray:
-    """Read unsigned bytes from a file in the format of MNIST, gzipped or not.
-
-    It begins with 0, 0, the type (8) and the number of dimensions; then come the sizes, as
-    big-endian integers, and the data.
-    """
-    packed = folder / f"{name}.gz"
-    path = packed if packed.exists() else folder / name
-    content = _content(path)
-    start = 4 + 4 * dimensions
-    if content[:4] != bytes([0, 0, 8, dimensions]) or len(content) < start:
-        begins = f"it begins with the bytes {content[:4].hex(' ')}"
-        kind = f"an IDX file of bytes in {dimensions} dimensions"
-        checks.fail_for_file(f"This is not {kind} ({begins})", path)
-    shape = tuple(np.frombuffer(content[4:start], ">u4").tolist())
-    expected, present = math.prod(shape), len(content) - start
-    if present != expected:
-        announced = f"{expected:,} bytes, for the shape {shape}, and {present:,} are there"
-        checks.fail_for_file(f"The IDX file is damaged: its header announces {announced}", path)
-    return np.frombuffer(content, "uint8", offset=start).reshape(shape).copy()
+def _from_npz(path: storage.AnyPath) -> ImageSplits:
+    content = atomic_files.readable(path).read_bytes()
+    names = ("x_train", "y_train", "x_test", "y_test")
+    try:
+        with np.load(io.BytesIO(content), allow_pickle=False) as arrays:
+            x_train, y_train, x_test, y_test = (arrays[name] for name in names)
+    except (KeyError, OSError, ValueError, AttributeError, zipfile.BadZipFile) as error:
+        problem = f"This is not an .npz file with {', '.join(names)} ({checks.first_line(error)})"
+        remedy = "Images come from such a file, 'builtin', 'mnist' or 'fashion_mnist'."
+        checks.fail_for_file(problem, path, remedy=remedy)
+    for images, labels in ((x_train, y_train), (x_test, y_test)):
+        if images.ndim != 3 or images.shape[:1] != labels.shape:
+            shapes = f"images of shape {images.shape}, and labels of {labels.shape}"
+            checks.fail_for_file(
+                f"There must be a label for each gray image. It has {shapes}", path
+            )
+    return ImageSplits(_labelled(x_train, y_train), _labelled(x_test, y_test))
 
 
 def _labelled(images: np.ndarray, labels: np.ndarray) -> LabelledImages:

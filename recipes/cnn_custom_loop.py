@@ -6,8 +6,8 @@ This is the workload of TensorFlow's guide to custom training loops: two convolu
 each replica, Adam. The loop trains on every image, including an uneven last batch. To change a
 step, override one method, as `Smoothed` does for `--label-smoothing`. With `--log-dir` the recipe
 saves the model after each epoch, and plots samples of the data and the learning curves. `--data`
-takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a directory
-with IDX files. recipes/README.md has measured results.
+takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an `.npz`
+file like Keras' mnist.npz. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment

@@ -3,9 +3,9 @@
     python recipes/cnn_fit.py --strategy mirrored --replicas 2
 
 `replica_exact` has Keras' `fit` train what one device would train. `--data` takes "builtin"
-(scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a directory with MNIST's IDX
-files. With `--tfrecords DIRECTORY` the training images are written to GZIP TFRecord files there and
-read back in parallel, as for data larger than memory. recipes/README.md has measured results.
+(scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an `.npz` file like Keras'
+mnist.npz. With `--tfrecords DIRECTORY` the training images are written to GZIP TFRecord files there
+and read back in parallel, as for data larger than memory. recipes/README.md has measured results.
 """
 
 import zlib

@@ -6,8 +6,8 @@ This is the workload of the Keras guide to multi-GPU training with JAX: a small 
 normalization and dropout. A step uses the statistics of the global batch, as on one device, every
 image is trained on, including those of an uneven last batch, and the model has its optimizer state,
 statistics and metrics when training ends. With `--resume DIRECTORY` a stopped run continues.
-`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
-directory with MNIST's IDX files. recipes/README.md has measured results.
+`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an
+`.npz` file like Keras' mnist.npz. recipes/README.md has measured results.
 
 Several processes, on one machine or many, train together:
 

@@ -43,7 +43,7 @@ def build_model(args, lines):
         tokenizer = models.GPT2Tokenizer.from_preset(args.preset)
         model = models.GPT2Backbone.from_preset(args.preset)
     else:
-        words = experiment.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
+        words = text.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
         tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": args.layers, "num_heads": 4, "intermediate_dim": 4 * args.width}
         size |= {"hidden_dim": args.width, "max_sequence_length": args.sequence_length}

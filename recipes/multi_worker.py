@@ -14,8 +14,8 @@ again, they continue from the last epoch:
 
     kdpkit launch --workers 2 --max-restarts 3 -- python recipes/multi_worker.py --resume state
 
-`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
-directory with MNIST's IDX files. `--strategy mirrored` and `--strategy one` train in a single
+`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an
+`.npz` file like Keras' mnist.npz. `--strategy mirrored` and `--strategy one` train in a single
 process. recipes/README.md has measured results.
 """
 

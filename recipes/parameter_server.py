@@ -8,8 +8,8 @@ batches, evaluates, saves and prints. A single worker trains what one device tra
 the order of the updates differs from run to run. The others go on without a killed worker, which
 can be started again at its address; with `--max-restarts 3` and `--resume DIRECTORY` the run
 continues after any failure. The chief reads the data, so every image is trained on once an epoch.
-`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or a
-directory with IDX files. recipes/README.md has measured results.
+`--data` takes "builtin" (scikit-learn's digits), "mnist" or "fashion_mnist" (downloaded), or an
+`.npz` file like Keras' mnist.npz. recipes/README.md has measured results.
 """
 
 from kdpkit import experiment

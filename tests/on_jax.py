@@ -24,14 +24,13 @@ ON_JAX = {
         "tests/diagnostics/test_plan.py",
         "tests/diagnostics/test_speed.py",
         "tests/diagnostics/test_tpu_data.py",
-        "tests/diagnostics/test_tpu_step_jax.py",
     ],
     "exact": [
         "tests/training/test_exact.py",
         "tests/training/test_shards_jax.py",
         "tests/training/test_users_arrays.py",
     ],
-    "recipes": ["tests/test_interrupt.py", "tests/test_recipes.py"],
+    "recipes": ["tests/test_recipes.py"],
     "resumed": [
         "tests/callbacks/test_resume.py",
         "tests/test_elastic.py",

@@ -1,12 +1,9 @@
 """What all commands have in common."""
 
-import sys
-
 import pytest
 
 import kdpkit
 from kdpkit import cli
-from tests.processes import run
 
 COMMANDS = ("doctor", "env", "launch", "plan", "recipe")
 
@@ -33,16 +30,3 @@ def test_the_version_is_printed(capsys):
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])
     assert capsys.readouterr().out == f"kdpkit {kdpkit.__version__}\n"
-
-
-@pytest.mark.parametrize("backend", ["mine", "torch"])
-def test_a_backend_that_cannot_be_imported_is_one_sentence(tmp_path, backend):
-    (tmp_path / "data.py").write_text("def numbers():\n    return range(9)\n")
-    (tmp_path / "torch.py").write_text("raise ImportError('There is none.')")
-    command = (sys.executable, "-m", "kdpkit", "doctor", "data.py:numbers")
-    ended = run(*command, cwd=tmp_path, check=False, KERAS_BACKEND=backend)
-    assert (ended.returncode, ended.stdout) == (2, "")
-    last = ended.stderr.splitlines()[-1]
-    assert "Keras cannot be imported with its backend" in last
-    assert f"KERAS_BACKEND={backend!r}" in last
-    assert "Traceback" not in ended.stderr

@@ -1,22 +1,14 @@
-import gzip
-import struct
+import io
 import sysconfig
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as hnp
 
 from kdpkit import corpora
 from kdpkit._internal import atomic_files
 from tests.processes import run_code
-
-
-def idx(array):
-    """Write an IDX file, in the words of its definition: a magic number, the sizes, the data."""
-    sizes = struct.pack(f">{array.ndim}I", *array.shape)
-    return bytes([0, 0, 8, array.ndim]) + sizes + array.tobytes()
 
 
 def words(lines):
@@ -109,11 +101,10 @@ line_text = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min
 )
 
 
-@given(lines=st.lists(line_text.filter(bool), min_size=3, max_size=80), packed=st.booleans())
-def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines, packed):
+@given(lines=st.lists(line_text.filter(bool), min_size=3, max_size=80))
+def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines):
     path = tmp_path_factory.getbasetemp() / "lines.txt"
-    content = "\r\n\n".join(lines).encode()
-    path.write_bytes(gzip.compress(content, mtime=0) if packed else content)
+    path.write_bytes("\r\n\n".join(lines).encode())
     splits = corpora.load_text(path)
     assert [*splits.train, *splits.validation, *splits.test] == [
         line.removeprefix("\ufeff") if i == 0 else line for i, line in enumerate(lines)
@@ -129,7 +120,6 @@ def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines
         (b" \n\n", "only blank lines"),
         (b"one\ntwo\n", "3 lines.*, not 2: .*text"),
         (b"one\ncaf\xe9 noir\nthree", r"not UTF-8 text \(byte 7, in line 2\)"),
-        (gzip.compress(b"one\ntwo\nthree\n" * 100, mtime=0)[:-9], "damaged.*text"),
     ],
 )
 def test_bad_text_files_get_one_sentence(tmp_path, content, sentence):
@@ -158,59 +148,44 @@ def test_digits_are_the_published_ones_in_255_steps():
     assert len(np.unique(images, axis=0)) == 1797
 
 
-def write_images(folder, images, labels, prefix="train", *, packed=False):
-    for name, array in (
-        (f"{prefix}-images-idx3-ubyte", images),
-        (f"{prefix}-labels-idx1-ubyte", labels),
-    ):
-        path = folder / (f"{name}.gz" if packed else name)
-        path.write_bytes(gzip.compress(idx(array), mtime=0) if packed else idx(array))
+FEW = {"x_train": np.arange(12, dtype="u1").reshape(2, 2, 3), "y_train": np.arange(2, dtype="u1")}
+FEW |= {"x_test": FEW["x_train"][:1], "y_test": FEW["y_train"][:1]}
 
 
-FEW = np.arange(12, dtype="u1").reshape(2, 2, 3), np.arange(2, dtype="u1")
+def packed(**arrays):
+    """Return the bytes of an .npz file."""
+    file = io.BytesIO()
+    np.savez(file, **arrays)
+    return file.getvalue()
 
 
-@given(
-    images=hnp.arrays("u1", hnp.array_shapes(min_dims=3, max_dims=3, max_side=4)),
-    packed=st.booleans(),
-)
-def test_idx_files_round_trip(tmp_path_factory, images, packed):
-    folder = tmp_path_factory.mktemp("images")
-    labels = (np.arange(len(images)) % 4).astype("u1")
-    write_images(folder, images, labels, packed=packed)
-    write_images(folder, *FEW, "t10k")
-    splits = corpora.load_images(folder)
-    assert splits.train.images.flags.writeable
-    np.testing.assert_array_equal(splits.train.images, images[..., None], strict=True)
-    np.testing.assert_array_equal(splits.train.labels, labels.astype("int32"), strict=True)
-    np.testing.assert_array_equal(splits.test.images, FEW[0][..., None], strict=True)
-    assert splits.classes == max(2, labels.max() + 1)
+def test_a_file_as_of_keras_has_both_splits(tmp_path):
+    (tmp_path / "mnist.npz").write_bytes(packed(**FEW))
+    splits = corpora.load_images(tmp_path / "mnist.npz")
+    np.testing.assert_array_equal(splits.train.images, FEW["x_train"][..., None], strict=True)
+    np.testing.assert_array_equal(splits.train.labels, np.arange(2, dtype="int32"), strict=True)
+    assert splits.test.images.shape == (1, 2, 3, 1)
+    assert splits.classes == 2
 
 
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"\x89PNG\r\n", "not an IDX file.*89 50 4e 47"),
-        (idx(FEW[1]), "not an IDX file of bytes in 3 dimensions"),
-        (b"\0\0\x0b\x03" + idx(FEW[0])[4:], "not an IDX file of bytes"),  # of int16
-        (idx(FEW[0])[:-1], r"damaged.*12 bytes.*\(2, 2, 3\).* 11 are there"),
-        (gzip.compress(idx(FEW[0]) * 100, mtime=0)[:-9], "gzipped file is damaged"),
+        (None, "no such file.*images"),
+        (b"\x89PNG\r\n", "not an .npz file.*images.*'builtin', 'mnist'"),
+        (packed(**FEW)[:-30], "not an .npz file with x_train"),
+        (packed(x_train=FEW["x_train"]), "not an .npz file with.*y_train"),
+        (packed(**FEW, more=np.array(None, object))[:-30], "not an .npz file"),
+        (packed(**FEW | {"y_test": FEW["y_train"]}), r"shape \(1, 2, 3\), and labels of \(2,\)"),
+        (packed(**FEW | {"x_train": np.zeros((2, 2, 3, 3))}), "a label for each gray image"),
     ],
 )
-def test_bad_idx_files_get_one_sentence(tmp_path, content, sentence):
-    write_images(tmp_path, *FEW)
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
-    with pytest.raises(OSError, match=f"{sentence}.*train-images"):
-        corpora.load_images(tmp_path)
-
-
-def test_missing_and_unequal_idx_files_get_one_sentence(tmp_path):
-    write_images(tmp_path, *FEW)
-    with pytest.raises(ValueError, match="no such file.*t10k-images"):
-        corpora.load_images(tmp_path)
-    write_images(tmp_path, FEW[0], FEW[1][:1], "t10k")
-    with pytest.raises(ValueError, match="2 images and 1 labels in the `t10k` files"):
-        corpora.load_images(tmp_path)
+def test_bad_image_files_get_one_sentence(tmp_path, content, sentence):
+    path = tmp_path / "images"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(OSError, match=sentence):
+        corpora.load_images(path)
 
 
 def test_without_a_network_one_sentence_names_the_fix(tmp_path):
@@ -229,12 +204,9 @@ def test_without_a_network_one_sentence_names_the_fix(tmp_path):
 
 
 def test_text_and_images_are_read_from_object_storage(remote):
-    files = {"text.txt": b"one\ntwo\nthree\n"}
-    for name in ("train", "t10k"):
-        files[f"images/{name}-images-idx3-ubyte"] = idx(FEW[0])
-        files[f"images/{name}-labels-idx1-ubyte"] = idx(FEW[1])
+    files = {"text.txt": b"one\ntwo\nthree\n", "images.npz": packed(**FEW)}
     for name, content in files.items():
         with atomic_files.replacing(f"{remote}/{name}") as temporary:
             temporary.write_bytes(content)
     assert corpora.load_text(f"{remote}/text.txt").test == ("three",)
-    assert len(corpora.load_images(f"{remote}/images").test.labels) == 2
+    assert len(corpora.load_images(f"{remote}/images.npz").train.labels) == 2

@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit import errors, experiment, pipelines
-from kdpkit.experiment import _strategy
 from kdpkit.testing import tiny_classifier, toy_classification
 from tests.processes import run_code
 
@@ -138,33 +137,15 @@ def test_strategies_that_cannot_be_had_get_one_sentence(kind, replicas, sentence
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("backend", "lines"),
-    [
-        (
-            "tensorflow",
-            ["MirroredStrategy: 3 replicas on CPU:0, CPU:1, CPU:2", "has started with 3 logical"],
-        ),
-        (
-            "jax",
-            ["DataParallel: 3 replicas on cpu:0, cpu:1, cpu:2", "'multi_worker' is TensorFlow's"],
-        ),
-        ("numpy", ["KERAS_BACKEND='numpy'", "KERAS_BACKEND='numpy'"]),
-    ],
-)
-def test_a_new_process_has_as_many_devices_as_it_asks_for(backend, lines):
+@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
+def test_a_new_process_has_as_many_devices_as_it_asks_for(backend):
     code = """
 from argparse import Namespace
 from kdpkit import experiment
-for flags in (dict(strategy="mirrored", replicas=3), dict(strategy="multi_worker", replicas=None)
-        if "%s" == "jax" else dict(strategy="mirrored", replicas=4)):
-    try: experiment.strategy_from(Namespace(**flags))
-    except ValueError as error: print(str(error).replace("\\n", " "))
+experiment.strategy_from(Namespace(strategy="mirrored", replicas=3))
 """
-    environment = {"TF_CPP_MIN_LOG_LEVEL": "3", "KERAS_BACKEND": backend}
-    printed = run_code(code % backend, **environment).stdout.splitlines()
-    assert len(printed) == 2
-    assert all(part in line for part, line in zip(lines, printed, strict=True))
+    printed = run_code(code, TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND=backend).stdout.lower()
+    assert printed.endswith(": 3 replicas on cpu:0, cpu:1, cpu:2\n")
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
@@ -180,21 +161,6 @@ def test_a_given_global_batch_is_that_of_its_replicas_whatever_number_trains(siz
         args.global_batch_size += 1
         with pytest.raises(ValueError, match=f"a multiple of .*per_replica_batch_size={size}"):
             experiment.plan_from(args, argparse.Namespace(num_replicas_in_sync=present))
-
-
-@pytest.mark.parametrize("answer", ["81079", "[N/A]", None])
-def test_the_gpu_memory_to_divide_is_the_drivers_answer(tmp_path, monkeypatch, answer):
-    if answer is not None:
-        program = tmp_path / "nvidia-smi"
-        program.write_text(f'#!/bin/sh\ntest "$1" = --id=3 && echo "{answer}"\n')
-        program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
-    if answer == "81079":
-        assert _strategy._free_gpu_memory_mb() == 81079
-    else:
-        with pytest.raises(ValueError, match="cannot be split.*`memory_limit_mb` before"):
-            _strategy._free_gpu_memory_mb()
 
 
 # Results
@@ -276,16 +242,16 @@ def test_models_and_figures_are_written_complete(remote):
 @pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
 def test_a_vocabulary_is_learned_once_for_the_same_lines(tmp_path, capsys):
     lines = ["replicas\u2009train \u00a0what one device trains"] * 3
-    words = experiment.learned_vocabulary(lines, 40, tmp_path)
+    words = experiment.text.learned_vocabulary(lines, 40, tmp_path)
     assert words == pipelines.learn_vocabulary(lines, 40)
     assert any(word != word.strip() for word in words)  # which a text file would not keep
-    assert experiment.learned_vocabulary(lines, 40, tmp_path) == words
+    assert experiment.text.learned_vocabulary(lines, 40, tmp_path) == words
     (file,) = tmp_path.iterdir()
     assert capsys.readouterr().out == f"Vocabulary: read from {file}.\n"
-    experiment.learned_vocabulary(lines, 41, tmp_path)
-    experiment.learned_vocabulary([*lines, "more"], 40, tmp_path)
+    experiment.text.learned_vocabulary(lines, 41, tmp_path)
+    experiment.text.learned_vocabulary([*lines, "more"], 40, tmp_path)
     assert len([*tmp_path.iterdir()]) == 3
-    assert experiment.learned_vocabulary(lines, 40, file) == words
+    assert experiment.text.learned_vocabulary(lines, 40, file) == words
     assert "Vocabulary: not kept, as " in capsys.readouterr().out
 
 

@@ -17,7 +17,6 @@ import pytest
 from kdpkit import callbacks, errors, schedules
 from recipes import bert_mlm, cnn_custom_loop, cnn_fit, lm
 from tests.processes import run_code
-from tests.test_corpora import idx
 
 ROOT = pathlib.Path(bert_mlm.__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
@@ -49,15 +48,15 @@ def text(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """A directory of 200 small images, of which the last batch is uneven."""
-    directory = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
-    for split, count in (("train", 203), ("t10k", 19)):
+    """A file of 200 small images, of which the last batch is uneven."""
+    arrays, random = {}, np.random.default_rng(0)
+    for split, count in (("train", 203), ("test", 19)):
         pictures = random.integers(0, 256, (count, 12, 12)).astype("uint8")
-        (directory / f"{split}-images-idx3-ubyte").write_bytes(idx(pictures))
         labels = (pictures.mean(axis=(1, 2)) > 127).astype("uint8")
-        (directory / f"{split}-labels-idx1-ubyte").write_bytes(idx(labels))
-    return directory
+        arrays |= {f"x_{split}": pictures, f"y_{split}": labels}
+    file = tmp_path_factory.mktemp("images") / "images.npz"
+    np.savez(file, **arrays)
+    return file
 
 
 def saved_bert(directory, bias=0.0):
@@ -174,8 +173,7 @@ def test_a_run_shows_what_it_does_and_nothing_else(text, tmp_path):
         assert sentence.strip().replace("____", word) in text.read_text()
         assert sentence.endswith(".")
     assert len(lines) == start + 1 + 2 * 4
-    for noise in ("oneDNN custom", "cudart", "cuInit", "absl::Init", "kdpkit: "):
-        assert noise not in done.stderr
+    assert "kdpkit: " not in done.stderr
     results = json.loads((tmp_path / "r.json").read_text())
     assert {"val_loss", "val_masked_accuracy", "learning_rate"} < set(results["history"])
     assert set(results["test"]) == {"loss", "masked_accuracy"}

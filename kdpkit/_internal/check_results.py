@@ -1,16 +1,14 @@
 """Findings: the form in which all of kdpkit's checks report, and rules that several have."""
 
 import dataclasses
-import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
 from kdpkit._internal import checks
 
 LEVELS = ("error", "wrong", "slow", "note")
 WIDTH = 80
-_MOST_ALIKE = 8  # findings of one rule, with one remedy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,37 +72,18 @@ def found(
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Return findings with the worst first and without repetitions; many alike are counted.
+    """Return findings with the worst first and without repetitions.
 
     >>> slow, error = (Finding("a", level, "x", "", "") for level in ("slow", "error"))
     >>> [finding.level for finding in in_order([slow, error, slow])]
     ['error', 'slow']
-    >>> many = [Finding("a", "slow", f"x[{i:02}]", "", "") for i in range(12)]
-    >>> [finding.where for finding in in_order(many)][-2:]
-    ['x[06]', 'x[07] and 4 more like it']
     """
-    alike: dict[tuple[str, ...], list[Finding]] = {}
-    for finding in sorted(dict.fromkeys(findings), key=_rank):
-        alike.setdefault((finding.level, finding.rule, finding.remedy), []).append(finding)
-    return tuple(itertools.chain.from_iterable(map(_first_ones, alike.values())))
-
-
-def _first_ones(findings: list[Finding]) -> list[Finding]:
-    *shown, last = findings[:_MOST_ALIKE]
-    left_out = len(findings) - _MOST_ALIKE
-    if left_out > 0:
-        last = dataclasses.replace(last, where=f"{last.where} and {left_out} more like it")
-    return [*shown, last]
+    return tuple(sorted(dict.fromkeys(findings), key=_rank))
 
 
 def are_notes(findings: Iterable[Finding]) -> bool:
     """Whether no finding is more than a note."""
     return all(finding.level == "note" for finding in findings)
-
-
-def as_dicts(findings: Iterable[Finding]) -> list[dict[str, str]]:
-    """Return the findings as plain values, for JSON."""
-    return [dataclasses.asdict(finding) for finding in findings]
 
 
 def _rank(finding: Finding) -> tuple[int, str, str, str]:
@@ -128,3 +107,18 @@ def wrapped(text: str, *, indent: int = 0, first: str | None = None) -> str:
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a line for each row, with columns as wide as their longest cell.
+
+    >>> print(table([("replicas", "steps"), ("1", "1,000")]))
+    replicas  steps
+    1         1,000
+    """
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *numbers in rows:
+        cells = [f"{name:{widths[0]}}", *map(str.rjust, numbers, widths[1:])]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)

@@ -11,6 +11,7 @@ import math
 import operator
 import os
 import re
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
@@ -21,6 +22,7 @@ _T = TypeVar("_T")
 
 _LONGEST = 400  # characters of a value that a message shows
 _MOST_LISTED = 8  # names
+_LONGEST_REASON = 300  # characters
 
 # TensorFlow's names of nodes and operations; Keras' bold letters, and the arguments that it lists.
 _ADDED = re.compile(
@@ -232,3 +234,15 @@ def first_line(error: object) -> str:
     reports = [line for line in lines if not _WHERE.match(line)]
     text = (reports or lines or [type(error).__name__])[0]
     return text.strip().rstrip(".")
+
+
+def reason_of(error: BaseException) -> str:
+    r"""Return the type and the first line of an error, shortened to fit a sentence.
+
+    >>> reason_of(ValueError("no data\nand more"))
+    'ValueError: no data'
+    """
+    kind = type(error).__name__
+    line = first_line(error).removeprefix(f"{kind}: ")
+    line = textwrap.shorten(line, _LONGEST_REASON, placeholder="...")
+    return kind if line == kind else f"{kind}: {line}"

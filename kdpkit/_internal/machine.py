@@ -9,13 +9,10 @@ import os
 import re
 from pathlib import Path
 
-THROUGH_JAX = "this TPU works through JAX: set KERAS_BACKEND=jax before Keras is imported"
-
 _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"  # whose network cards, on every virtual machine of theirs, are no TPUs
 # From jax/_src/hardware_utils.py of JAX 0.10: v3, (unnamed), v4, v5p, v5e, v6e, 7x.
 _TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
-_NAMING = ("TPU_NAME", "COLAB_TPU_ADDR")  # the second is an address without "grpc://"
 _IN_USE = re.compile(r"already in use\b(?:.*?\bpid (\d+))?", re.IGNORECASE | re.DOTALL)
 
 
@@ -74,23 +71,6 @@ def counted(number: int) -> str:
     return f"{number} TPU chip{'' if number == 1 else 's'}"
 
 
-def named_by_environment() -> str | None:
-    """Return the variable that names a TPU on the network."""
-    return next((name for name in _NAMING if os.environ.get(name)), None)
-
-
-def address(name: str | None) -> str | None:
-    """Return the name or address of the TPU that is meant: given, in the environment, or local."""
-    if name:
-        return name
-    variable = named_by_environment()
-    if variable:
-        value = os.environ[variable].removeprefix("grpc://")
-        is_address = variable == "COLAB_TPU_ADDR" or value != os.environ[variable]
-        return f"grpc://{value}" if is_address else value
-    return "local" if chips() else None
-
-
 def nowhere() -> str:
     """Why a machine without a TPU has none, and how to get one."""
     if os.environ.get("COLAB_RELEASE_TAG"):
@@ -99,8 +79,8 @@ def nowhere() -> str:
             "run the notebook from its top."
         )
     return (
-        "There is no TPU: this machine has no TPU chip, and neither TPU_NAME nor an argument names "
-        "one on the network. Run on a TPU virtual machine, or pass the TPU's name or address."
+        "There is no TPU: this machine has no TPU chip. Run on a TPU virtual machine, or in a "
+        "notebook's runtime that has one."
     )
 
 

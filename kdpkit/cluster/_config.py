@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Self
 
 from kdpkit._internal import checks
-from kdpkit.cluster import _launchers, _network
+from kdpkit.cluster import _launchers
 from kdpkit.cluster._launchers import ADDRESSES, COUNT, INDEX, ROLES
 
 VARIABLES = ("TF_CONFIG", ADDRESSES, COUNT, INDEX)  # what `to_environment` may set
@@ -31,8 +31,7 @@ class ClusterConfig:
             other; on TensorFlow `select_strategy("multi_worker")` exchanges them.
 
     Raises:
-        ValueError: An argument is invalid, two processes have one address, or some addresses are
-            only reached from their own machine and others are not.
+        ValueError: An argument is invalid, or two processes have one address.
 
     >>> config = ClusterConfig(["a:9876", "b:9876"], role="worker", index=1)
     >>> config.coordinator, config.process_count, config.process_index
@@ -75,11 +74,11 @@ class ClusterConfig:
         >>> config = ClusterConfig.from_environment({
         ...     "SLURM_PROCID": "2",
         ...     "SLURM_STEP_NODELIST": "gpu[08-09]",
-        ...     "SLURM_STEP_TASKS_PER_NODE": "2,1",
+        ...     "SLURM_STEP_NUM_TASKS": "3",
         ...     "SLURM_JOB_ID": "4712",
         ... })
-        >>> config.workers, config.index
-        (('gpu08:25392', 'gpu08:25393', 'gpu09:25392'), 2)
+        >>> config.coordinator, config.process_count, config.process_index
+        ('gpu08:25392', 3, 2)
         """
         return cls(**_launchers.read(os.environ if environ is None else environ))
 
@@ -176,15 +175,6 @@ class ClusterConfig:
                     processes=[other, name],
                     remedy="Set different ports for the processes of one host.",
                 )
-        hosts = {host for host, _ in seen}
-        local = set(filter(_network.is_loopback, hosts))
-        if local and hosts - local:
-            checks.fail(
-                "Addresses of the local machine are mixed with those of others.",
-                local=sorted(local),
-                others=sorted(hosts - local),
-                remedy="Name every host as the others reach it.",
-            )
 
     def _check_processes(self) -> None:
         if not self.workers and (self.chief is None or self.parameter_servers):

@@ -5,11 +5,10 @@ in `LAUNCHERS` whose variables are set is used.
 """
 
 import dataclasses
-import itertools
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 from kdpkit._internal import checks
@@ -24,8 +23,7 @@ Environ: TypeAlias = Mapping[str, str]
 Arguments: TypeAlias = dict[str, Any]  # of a `ClusterConfig`
 
 _PORTS = range(10_000, 30_000, 16)  # of jobs; below those that Linux gives to connections
-_RANGE = "[0-9]+(?:-[0-9]+)?"
-_NODE = rf"(?:[^,\[\]]|\[{_RANGE}(?:,{_RANGE})*\])+"
+_FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # of SLURM's lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,25 +84,16 @@ def _from_tf_config(environ: Environ) -> Arguments:
             '"type" and "index" of this process.',
             TF_CONFIG=config,
         )
-    listed: dict[str, list[str]] = {role: [] for role in (*ROLES, "evaluator")}
-    # A chief was called master in TensorFlow 1, and is in some clouds.
-    renamed = {"master": "chief"}
-    for given, addresses in cluster.items():
-        role = checks.one_of("role", str(renamed.get(given, given)), listed)
-        listed[role] += checks.strings(given, addresses)
+    listed = {role: checks.strings(role, cluster.get(role, ())) for role in ROLES}
+    if unknown := cluster.keys() - {*ROLES, "evaluator"}:  # which is a program of its own
+        checks.fail(f"TF_CONFIG may have the roles {checks.listed(ROLES)}.", roles=sorted(unknown))
     if len(listed["chief"]) > 1:
         checks.fail("TF_CONFIG may have at most one chief.", chief=listed["chief"])
-    if task["type"] == "evaluator":
-        checks.fail(
-            "An evaluator takes no part in training.",
-            TF_CONFIG=config,
-            remedy="Unset TF_CONFIG in it: it is a program of its own.",
-        )
     return {
         "workers": listed["worker"],
         "chief": next(iter(listed["chief"]), None),
         "parameter_servers": listed["ps"],
-        "role": renamed.get(task["type"], task["type"]),
+        "role": task["type"],
         "index": _integer("index", task["index"]),
     }
 
@@ -172,58 +161,18 @@ def _first_of_open_mpi(environ: Environ) -> str | None:
     return f"{host}:{_port_of(uri.partition('.')[0])}"
 
 
-# SLURM.
+def _first_of_slurm(environ: Environ) -> str:
+    """Return the address of the first node of a list, where `srun` starts the first process.
 
-
-def _from_slurm(environ: Environ) -> Arguments:
-    """Read what `srun` sets, whose tasks are numbered node by node."""
-    index = _integer("SLURM_PROCID", environ["SLURM_PROCID"])
-    nodes = _nodes(environ["SLURM_STEP_NODELIST"])
-    text = _required(environ, "SLURM_STEP_TASKS_PER_NODE")
-    parts = [re.fullmatch(r"([0-9]+)(?:\(x([0-9]{1,6})\))?", part) for part in text.split(",")]
-    per_node = [int(part[1]) for part in parts if part for _ in range(int(part[2] or 1))]
-    if not all(parts) or len(per_node) != len(nodes):
-        checks.fail(
-            "SLURM's tasks per node must look like '2(x3),1', for as many nodes as it has.",
-            SLURM_STEP_TASKS_PER_NODE=text,
-            nodes=len(nodes),
-            remedy="Set none by hand; `srun` sets all.",
-        )
-    tasks = [(node, local) for node, of_node in enumerate(per_node) for local in range(of_node)]
-    here = tasks[index] if index < len(tasks) else ()  # `ClusterConfig` reports such an index
-    for name, expected in zip(("SLURM_NODEID", "SLURM_LOCALID"), here, strict=False):
-        if environ.get(name) and _integer(name, environ[name]) != expected:
-            checks.fail(
-                f"Task {index} is not where its number puts it.",
-                **{name: environ[name]},
-                expected=expected,
-                remedy="Start the tasks with `srun --distribution=block`.",
-            )
-    first = _port_of(environ.get("SLURM_JOB_ID", ""))
-    return {"workers": [f"{nodes[node]}:{first + local}" for node, local in tasks], "index": index}
-
-
-def _nodes(text: str) -> list[str]:
-    """Expand SLURM's list of nodes.
-
-    >>> _nodes("gpu[01-03,07],login1,r[1-2]n[8-9]")[2:8]
-    ['gpu03', 'gpu07', 'login1', 'r1n8', 'r1n9', 'r2n8']
+    >>> _first_of_slurm({"SLURM_STEP_NODELIST": "gpu[08-10,12]n1,login1", "SLURM_JOB_ID": "4712"})
+    'gpu08n1:25392'
     """
-    if not re.fullmatch(f"{_NODE}(?:,{_NODE})*", text):
-        checks.fail("SLURM's list of nodes must look like 'gpu[01-03,07],login1'.", nodes=text)
-    nodes: list[str] = []
-    for name in re.findall(_NODE, text):
-        parts = re.split(r"\[(.*?)\]", name)  # alternately between brackets and within
-        choices = [[*_numbers(part)] if i % 2 else [part] for i, part in enumerate(parts)]
-        nodes += map("".join, itertools.product(*choices))
-    return nodes
-
-
-def _numbers(ranges: str) -> Iterator[str]:
-    for item in ranges.split(","):
-        first, _, last = item.partition("-")
-        for number in range(int(first), int(last or first) + 1):
-            yield str(number).zfill(len(first))
+    nodes = environ["SLURM_STEP_NODELIST"]
+    first = _FIRST_NODE.match(nodes)
+    if not first:
+        checks.fail("SLURM's list of nodes must look like 'gpu[01-03,07],login1'.", nodes=nodes)
+    host = re.sub(r"\[([0-9]+)[^]]*\]", r"\1", first[0])
+    return f"{host}:{_port_of(environ.get('SLURM_JOB_ID', ''))}"
 
 
 # What they have in common.
@@ -276,5 +225,11 @@ LAUNCHERS = (
         here="OMPI_COMM_WORLD_LOCAL_SIZE",
         first=_first_of_open_mpi,
     ),
-    Launcher("SLURM", ("SLURM_STEP_NODELIST", "SLURM_PROCID"), _from_slurm),
+    _numbering(
+        "SLURM",
+        "SLURM_STEP_NODELIST",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        first=_first_of_slurm,
+    ),
 )

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Iterator
 
 import tensorflow as tf
-from tensorflow.python.distribute.collective_all_reduce_strategy import CollectiveAllReduceExtended
 from tensorflow.python.eager import context
 
 from kdpkit import errors
@@ -53,7 +52,7 @@ def start(*, communication: str, start_timeout_seconds: int) -> tf.distribute.St
     )
     os.environ["TF_CONFIG"] = complete.to_tf_config()  # where TensorFlow looks
     try:
-        with _every_logical_cpu(), _ending_after(start_timeout_seconds, complete):
+        with _ending_after(start_timeout_seconds, complete):
             strategy = tf.distribute.MultiWorkerMirroredStrategy(communication_options=options)
     except (tf.errors.OpError, ValueError) as error:
         raise errors.InputError(
@@ -94,9 +93,9 @@ def _with_all_addresses(cluster: ClusterConfig, seconds: int) -> ClusterConfig:
     return dataclasses.replace(cluster, workers=workers, processes=None)
 
 
-def _count_devices(kinds: tuple[str, ...] = ("GPU", "CPU")) -> int:
-    """Count the logical devices of the first kind that there is, before TensorFlow starts."""
-    of_kind = next(filter(None, map(tf.config.list_physical_devices, kinds)))
+def _count_devices() -> int:
+    """Count the logical GPUs, or CPUs where there is no GPU, before TensorFlow starts."""
+    of_kind = next(filter(None, map(tf.config.list_physical_devices, ("GPU", "CPU"))))
     return sum(len(tf.config.get_logical_device_configuration(one) or [one]) for one in of_kind)
 
 
@@ -128,29 +127,3 @@ def _ending_after(seconds: int, cluster: ClusterConfig) -> Iterator[None]:
         finally:
             signal.alarm(0)
             signal.signal(signal.SIGALRM, former or signal.SIG_DFL)
-
-
-@contextlib.contextmanager
-def _every_logical_cpu() -> Iterator[None]:
-    """Put a replica on every logical CPU, where TensorFlow takes the first one alone.
-
-    As a mirrored strategy does: so several devices in each process can be tried without GPUs.
-    """
-    count = _count_devices(("CPU",))
-    original = CollectiveAllReduceExtended._initialize_local_devices
-
-    def local_devices(
-        extended: CollectiveAllReduceExtended,
-        resolver: tf.distribute.cluster_resolver.ClusterResolver,
-        worker: str,
-    ) -> tuple[tuple[str, ...], str]:
-        devices, kind = original(extended, resolver, worker)
-        if kind == "CPU":
-            devices = tuple(f"{worker}/device:CPU:{index}" for index in range(count))
-        return devices, kind
-
-    CollectiveAllReduceExtended._initialize_local_devices = local_devices
-    try:
-        yield
-    finally:
-        CollectiveAllReduceExtended._initialize_local_devices = original

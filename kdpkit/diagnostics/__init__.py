@@ -14,8 +14,9 @@ from kdpkit._internal import lazy_names
 
 if TYPE_CHECKING:
     from kdpkit.diagnostics._doctor.largest_batch import largest_batch
-    from kdpkit.diagnostics._doctor.reports import Report, check_input, check_tpu
+    from kdpkit.diagnostics._doctor.reports import Report, check_input
     from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
+    from kdpkit.diagnostics._doctor.tpu import check_tpu
     from kdpkit.diagnostics._env.environment import Environment, environment
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, plan_memory
     from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
@@ -28,7 +29,7 @@ _HOMES = {
     "TrainingPlan": "_plan.training_plan",
     "check_input": "_doctor.reports",
     "check_speed": "_doctor.speed",
-    "check_tpu": "_doctor.reports",
+    "check_tpu": "_doctor.tpu",
     "environment": "_env.environment",
     "largest_batch": "_doctor.largest_batch",
     "plan": "_plan.training_plan",

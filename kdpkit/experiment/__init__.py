@@ -1,4 +1,4 @@
-"""What the recipes share: flags, the strategy, Ctrl-C, and a file of results.
+"""What the recipes share: flags, the strategy, exit codes, and a file of results.
 
 A recipe looks like this:
 
@@ -27,24 +27,21 @@ from typing import TYPE_CHECKING
 from kdpkit._internal import ctrl_c, lazy_names  # noqa: F401 Ctrl-C is one line from here on
 from kdpkit._internal.atomic_files import replacing as writing
 from kdpkit._internal.storage import path
-from kdpkit.experiment._files import learned_vocabulary, save_model, versions
 from kdpkit.experiment._flags import argument_parser, count, positive_integer, positive_number
-from kdpkit.experiment._precision import PRECISIONS, set_precision
 from kdpkit.experiment._program import program, run
 from kdpkit.experiment._strategy import describe, plan_from, strategy_from
 
 if TYPE_CHECKING:
     from kdpkit.experiment import text
-    from kdpkit.experiment._recorder import recording
+    from kdpkit.experiment._recorder import recording, save_model, versions
 else:  # they load Keras
-    __getattr__, _ = lazy_names(__name__, {"recording": "_recorder", "text": "text"})
+    _RECORDER = dict.fromkeys(("recording", "save_model", "versions"), "_recorder")
+    __getattr__, _ = lazy_names(__name__, _RECORDER | {"text": "text"})
 
 __all__ = [
-    "PRECISIONS",
     "argument_parser",
     "count",
     "describe",
-    "learned_vocabulary",
     "path",
     "plan_from",
     "positive_integer",
@@ -53,7 +50,6 @@ __all__ = [
     "recording",
     "run",
     "save_model",
-    "set_precision",
     "strategy_from",
     "text",
     "versions",

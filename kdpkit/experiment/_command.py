@@ -3,7 +3,6 @@
 import argparse
 import json
 import shutil
-import sys
 from pathlib import Path
 
 from kdpkit._internal import check_results, checks
@@ -25,29 +24,21 @@ _PACKAGE = Path(__file__).parents[1]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the actions, and what each takes."""
     actions = parser.add_subparsers(metavar="action", required=True, dest="action")
-    listing = actions.add_parser("list", help="print all recipes", allow_abbrev=False)
-    copying = actions.add_parser("copy", help="copy a recipe", allow_abbrev=False)
-    add = copying.add_argument
+    actions.add_parser("list", help="print all recipes", allow_abbrev=False)
+    add = actions.add_parser("copy", help="copy a recipe", allow_abbrev=False).add_argument
     add("name", help="one of `kdpkit recipe list`, such as bert_mlm")
     add("directory", nargs="?", default=".", help="created if needed (default: the current one)")
-    for action in (listing, copying):  # `--json` before the action is the command's own
-        action.add_argument(
-            "--json",
-            action="store_true",
-            default=argparse.SUPPRESS,
-            help="print the result as JSON",
-        )
 
 
 def run(args: argparse.Namespace) -> int:
     """List or copy, and return 0."""
     if args.action == "copy":
-        copied = _copy(args.name, Path(args.directory))
-        text = json.dumps({"path": str(copied)}) if args.json else f"Copied to {copied}."
-    else:
-        summaries = {name: _summary(path) for name, path in _recipes().items()}
-        text = json.dumps(summaries, indent=2) if args.json else _table(summaries)
-    sys.stdout.write(text + "\n")
+        print(f"Copied to {_copy(args.name, Path(args.directory))}.")
+        return 0
+    recipes = _recipes()
+    width = max(map(len, recipes)) + 2
+    for name, path in recipes.items():
+        print(check_results.wrapped(_summary(path), first=name.ljust(width), indent=width))
     return 0
 
 
@@ -65,15 +56,8 @@ def _copy(name: str, directory: Path) -> Path:
             target,
             remedy="Remove it, or name another directory.",
         )
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
-    except OSError as error:
-        checks.fail_for_file(
-            f"The recipe cannot be copied ({error.strerror or error})",
-            target,
-            remedy="Name a directory where you may write.",
-        )
+    directory.mkdir(parents=True, exist_ok=True)
+    (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
     return target
 
 
@@ -96,11 +80,3 @@ def _summary(path: Path) -> str:
     if path.suffix == ".ipynb":
         text = json.loads(text)["cells"][0]["source"][0]
     return text.partition("\n")[0].strip('"# ')
-
-
-def _table(summaries: dict[str, str]) -> str:
-    width = max(map(len, summaries)) + 2
-    return "\n".join(
-        check_results.wrapped(summary, first=name.ljust(width), indent=width)
-        for name, summary in summaries.items()
-    )

@@ -41,19 +41,23 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     usual = {"strategy": "auto", "data": "builtin", "rule": "linear", "seed": 0}
     parser = _Parser(description)
     parser.set_defaults(**usual | {"cache_dir": caches / "kdpkit"} | defaults)
-    add = parser.add_argument
+    _add_common(parser.add_argument)
+    return parser
+
+
+def _add_common(add: Callable[..., Any]) -> None:
     add(
         "--strategy",
         metavar="KIND",
-        help="one, mirrored, multi_worker, parameter_server, tpu, or auto: a TPU, else all GPUs, "
-        "else one device",
+        help="one, mirrored, multi_worker, parameter_server, tpu (on JAX), or auto: all devices "
+        "of the best kind",
     )
     add(
         "--replicas",
         type=positive_integer,
         metavar="N",
-        help="number of synchronous replicas; the CPU, or a single GPU, is split into N logical "
-        "devices (default: what the strategy finds)",
+        help="number of synchronous replicas; without as many GPUs the CPU is split into N "
+        "logical devices (default: what the strategy finds)",
     )
     add("--data", metavar="builtin|PATH|NAME", help="what to train on")
     add("--epochs", type=positive_integer, help="passes over the data")
@@ -71,14 +75,13 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     add("--rule", choices=scaling.RULES, help="how the rate grows with the replicas")
     add("--seed", type=count, help="seed of all random numbers")
     directory = {"type": _writable_directory, "metavar": "DIRECTORY"}
-    logs = "for TensorBoard files, and for the model, also if Ctrl-C ends training"
+    logs = "for TensorBoard files, and for the model"
     add("--log-dir", **directory, help=logs)
     add("--resume", **directory, help="directory of the training state, to resume from")
     add("--results", type=_writable_file, metavar="FILE", help="write the results as JSON")
     cache = "directory of learned vocabularies"
     add("--cache-dir", type=storage.path, metavar="DIRECTORY", help=cache)
     add("--smoke", action="store_true", help="run for a few seconds, as a test")
-    return parser
 
 
 class _Parser(argparse.ArgumentParser):

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib
+import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -11,7 +12,6 @@ from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import checks
-from kdpkit.experiment import _framework_messages
 
 _PACKAGES = ("jax", "keras_hub", "matplotlib", "sklearn", "tensorflow", "tensorflow_text")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -22,8 +22,8 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
     """Check the flags of a program, then import its frameworks, which takes seconds.
 
     A wrong flag, or a package that is not installed, ends the program with one sentence; `--help`
-    ends it too. TensorFlow's messages about how it was built are hidden unless TF_CPP_MIN_LOG_LEVEL
-    is 0.
+    ends it too. Where TF_CPP_MIN_LOG_LEVEL is not set, it is 3: of what TensorFlow writes about how
+    it was built, two lines are left that no setting hides (tensorflow/tensorflow#100442).
 
     Args:
         parser: Parser of the recipe's flags.
@@ -37,9 +37,9 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
         if is_program:
             parser.parse_args()
         try:
-            with _framework_messages.hidden():
-                yield
-                importlib.import_module("kdpkit.experiment._recorder")  # with its frameworks
+            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+            yield
+            importlib.import_module("kdpkit.experiment._recorder")  # with its frameworks
         except ModuleNotFoundError as error:
             if error.name not in _PACKAGES:
                 raise
@@ -79,8 +79,8 @@ def _ending_in_one_sentence(before: Callable[[int], object] = int) -> Iterator[N
         code, file = 1, f"{error.filename}: " if error.filename else ""
         reason = f"No space is left ({file}{error.strerror})."
         sentence = f"{reason} Make room; what was written before is complete."
-    except KeyboardInterrupt:
-        code, sentence = 130, "Stopped by Ctrl-C."
+    except KeyboardInterrupt as interrupt:  # `Resume` names the state that it has saved
+        code, sentence = 130, str(interrupt) or "Stopped by Ctrl-C."
     before(code)
     print(f"{Path(sys.argv[0]).name}: {sentence}", file=sys.stderr)
     raise SystemExit(code)

@@ -4,13 +4,11 @@ import argparse
 import contextlib
 import os
 import re
-import subprocess
 from typing import Any, TypeAlias
 
 import kdpkit
-from kdpkit import errors, scaling
+from kdpkit import scaling
 from kdpkit._internal import checks, machine
-from kdpkit.experiment import _framework_messages
 
 Strategy: TypeAlias = Any  # one of `tf.distribute`, or `kdpkit.sharding.DataParallel`
 
@@ -18,11 +16,10 @@ Strategy: TypeAlias = Any  # one of `tf.distribute`, or `kdpkit.sharding.DataPar
 def strategy_from(args: argparse.Namespace) -> Strategy:
     """Return the strategy for `--strategy` and `--replicas`: on JAX a `DataParallel`, already set.
 
-    `--replicas N` above 1 mirrors over N devices. If there are fewer, the CPU, or on TensorFlow the
-    memory of a single GPU, is first split into N logical devices, which must happen before the
-    framework's runtime starts. Without `--replicas` the strategy uses the devices found by
-    `kdpkit.strategies.select_strategy`, on JAX all devices. The first process prints the strategy;
-    `auto` prints its choice and the reason, too.
+    `--replicas N` above 1 mirrors over N devices. Where there are fewer GPUs, the CPU is first
+    split into N logical devices, which must happen before the framework's runtime starts. Without
+    `--replicas` the strategy uses the devices found by `kdpkit.strategies.select_strategy`, on JAX
+    all devices. The first process prints the strategy, with `auto` also why it was chosen.
 
     A recipe's flag `--communication` is passed to `select_strategy`, `--shard` to `DataParallel`.
 
@@ -39,8 +36,7 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
         checks.fail("The strategy 'one' trains one replica.", replicas=replicas, remedy=remedy)
     backends = {"tensorflow": _tensorflow_strategy, "jax": _data_parallel}
     backend = checks.one_of("KERAS_BACKEND", keras.backend.backend(), backends)
-    with _framework_messages.hidden():  # of the framework, which starts here
-        strategy = backends[backend](kind, replicas, args)
+    strategy = backends[backend](kind, replicas, args)
     if processes.index() == 0:
         print(describe(strategy))
     return strategy
@@ -92,11 +88,15 @@ def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespa
         return strategies.select_strategy(kind, communication=communication)
     if kind == "auto":
         kind = "mirrored" if replicas > 1 else "one"
-    if kind in ("multi_worker", "parameter_server", "tpu"):
+    if kind in ("multi_worker", "parameter_server"):
         problem = f"The strategy {kind!r} gets its replicas from the cluster."
         checks.fail(problem, replicas=replicas, remedy="Leave `--replicas` out.")
-    if kind == "mirrored":
-        _split_for(replicas)
+    import tensorflow as tf
+
+    gpus, (cpu, *_) = map(tf.config.list_physical_devices, ("GPU", "CPU"))
+    present = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
+    if kind == "mirrored" and max(len(gpus), present) < replicas:
+        strategies.split_device("CPU", replicas)
     return strategies.select_strategy(kind, devices=replicas)
 
 
@@ -127,32 +127,3 @@ def _data_parallel(kind: str, replicas: int | None, args: argparse.Namespace) ->
     distribution = sharding.DataParallel(replicas, shard=getattr(args, "shard", "none"))
     keras.distribution.set_distribution(distribution)
     return distribution
-
-
-def _split_for(replicas: int) -> None:
-    """Split the CPU or a single GPU, unless there are enough devices."""
-    import tensorflow as tf
-
-    from kdpkit import strategies
-
-    gpus = tf.config.list_physical_devices("GPU")
-    device, *others = gpus or tf.config.list_physical_devices("CPU")
-    present = len(tf.config.get_logical_device_configuration(device) or [device])
-    if others or replicas <= present:
-        return
-    memory = int(0.9 * _free_gpu_memory_mb() / replicas) if gpus else None  # the rest is for CUDA
-    strategies.split_device("GPU" if gpus else "CPU", replicas, memory_limit_mb=memory)
-
-
-def _free_gpu_memory_mb() -> int:
-    """Ask the driver; TensorFlow only knows once its runtime runs, too late for splitting."""
-    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-    query = f"nvidia-smi --id={gpu} --query-gpu=memory.free --format=csv,noheader,nounits"
-    try:
-        return int(subprocess.check_output(query.split(), text=True, timeout=60))  # noqa: S603 fixed
-    except (OSError, subprocess.SubprocessError, ValueError) as error:
-        raise errors.InputError(
-            f"The GPU cannot be split, as nvidia-smi does not report free memory ({error}). Call "
-            "`kdpkit.strategies.split_device` with `memory_limit_mb` before the recipe's `main`, "
-            "or train one replica on the GPU."
-        ) from error

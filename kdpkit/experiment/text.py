@@ -1,22 +1,68 @@
-"""Texts as batches of token ids: `tf.data` pipelines on TensorFlow, arrays on JAX.
+"""Texts as batches of token ids, and a vocabulary: `tf.data` on TensorFlow, arrays on JAX.
 
 On JAX nothing here needs TensorFlow, where KerasHub's tokenizers do not (0.32 or newer).
 """
 
 import functools
+import hashlib
+import importlib.util
+import json
 import math
+import os
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import keras
 import numpy as np
 
-from kdpkit._internal import checks
+import kdpkit
+from kdpkit._internal import atomic_files, checks, storage
 
 Sequences: TypeAlias = Any  # of token ids: a `tf.data.Dataset`, or an array [sequences, length]
 
 _MIN_BYTES = 100  # of a line: shorter ones, such as headings, are dropped
 _LINES_AT_ONCE = 4096
+
+
+def learned_vocabulary(
+    lines: Sequence[str], size: int, cache_dir: str | os.PathLike[str]
+) -> list[str]:
+    """Learn a WordPiece vocabulary (`kdpkit.pipelines.learn_vocabulary`), once for the same lines.
+
+    Where TensorFlow is not installed, the package `tokenizers` learns it, and finds other tokens.
+    It is kept in `cache_dir`, as JSON. Where that cannot be written, a line reports it.
+    """
+    import keras_hub
+
+    has_tensorflow = importlib.util.find_spec("tensorflow") is not None
+    key = json.dumps([kdpkit.__version__, keras_hub.__version__, has_tensorflow, size, *lines])
+    digest = hashlib.sha256(key.encode()).hexdigest()
+    path = storage.path(cache_dir) / f"vocabulary-{size}-{digest[:16]}.json"
+    if path.exists():
+        print(f"Vocabulary: read from {path}.")
+        return list(json.loads(path.read_text(encoding="utf-8")))
+    if has_tensorflow:
+        from kdpkit import pipelines
+
+        tokens = pipelines.learn_vocabulary(lines, size)
+    else:
+        tokens = _learned_without_tensorflow(lines, size)
+    try:
+        with atomic_files.replacing(path) as temporary:
+            temporary.write_text(json.dumps(tokens), encoding="utf-8")
+    except OSError as error:
+        print(f"Vocabulary: not kept, as {path} cannot be written ({error.strerror}).")
+    return tokens
+
+
+def _learned_without_tensorflow(lines: Sequence[str], size: int) -> list[str]:
+    import tokenizers
+
+    learner = tokenizers.BertWordPieceTokenizer(strip_accents=False)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    learner.train_from_iterator(lines, size, special_tokens=special, show_progress=False)
+    ids = learner.get_vocab()
+    return sorted(ids, key=ids.__getitem__)
 
 
 def sequences(

@@ -1,7 +1,7 @@
 """Processes that end when the one that started them does, whatever ends it, and theirs with them.
 
 Each child leads a process group of its own, so that signals reach what it starts, and has a mark in
-its environment, by which those who left the group are found too (on Linux, in /proc). A guard,
+its environment, by which those who left the group are found too (in /proc). A guard,
 which is this file run as a program, waits for the end of a pipe that only the launcher holds:
 however the launcher ends, the guard then ends all that bear the mark.
 """
@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Self, cast
 
@@ -56,7 +56,6 @@ class Child:
             start_new_session=True,
         )
         self.started_at = time.monotonic()
-        self.group = self._process.pid  # the number of its process group
         threading.Thread(target=self._watch, args=(on_bytes, on_end), daemon=True).start()
 
     @property
@@ -69,8 +68,9 @@ class Child:
     def send(self, number: int) -> None:
         """Send a signal to it and to all of its group; nothing if it has ended."""
         if self._process.returncode is None:
-            _signal([-self.group], number)
-            _signal([-self.group], signal.SIGCONT)  # one that is stopped waits for it to act
+            group = -self._process.pid
+            _signal([group], number)
+            _signal([group], signal.SIGCONT)  # one that is stopped waits for it to act
 
     def _watch(self, on_bytes: Callable[[bytes, str], None], on_end: Callable[[], None]) -> None:
         def read(stream: IO[bytes], name: str) -> None:
@@ -121,27 +121,16 @@ class Guard:
 
     def all_ended(self) -> None:
         """Report that nothing is left to end."""
-        self._send(_ALL_ENDED)
-
-    def watch(self, child: Child) -> None:
-        """Report a child's group, for where there is no /proc."""
-        self._send(f"+{child.group}\n")
-
-    def forget(self, child: Child) -> None:
-        """Report that the child has ended, and its number may become another's."""
-        self._send(f"-{child.group}\n")
-
-    def _send(self, line: str) -> None:
         pipe = cast(IO[bytes], self._process.stdin)
         with contextlib.suppress(BrokenPipeError):
-            pipe.write(line.encode())
+            pipe.write(_ALL_ENDED.encode())
             pipe.flush()
 
 
 def marked(mark: str) -> list[int]:
-    """Find the processes that bear a mark; none where there is no /proc."""
+    """Find the processes that bear a mark."""
     found = []
-    for entry in _PROC.iterdir() if _PROC.is_dir() else ():
+    for entry in _PROC.iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
                 if mark.encode() in (entry / "environ").read_bytes():
@@ -149,20 +138,12 @@ def marked(mark: str) -> list[int]:
     return found
 
 
-def end_marked(
-    mark: str, *, grace_seconds: float, signalled_groups: Collection[int] = frozenset()
-) -> None:
-    """End all that bear a mark: by SIGTERM, and by SIGKILL after the grace.
-
-    Groups that got a SIGTERM already get no second one, which for some means "at once".
-    """
+def end_marked(mark: str, *, grace_seconds: float) -> None:
+    """End all that bear a mark: by SIGTERM, and by SIGKILL after the grace."""
     signalled: set[int] = set()
     deadline = time.monotonic() + grace_seconds
     while (left := set(marked(mark))) and time.monotonic() < deadline:
-        for number in left - signalled:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                if os.getpgid(number) not in signalled_groups:
-                    os.kill(number, signal.SIGTERM)
+        _signal(left - signalled, signal.SIGTERM)
         signalled |= left
         time.sleep(0.05)
     deadline = time.monotonic() + _DRAIN_SECONDS  # from now: this process may have been stopped
@@ -184,16 +165,8 @@ def _guard(mark: str, grace_seconds: float) -> None:
     """Wait for the launcher's end, then end what it left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    groups: set[int] = set()
-    for line in sys.stdin:
-        if line == _ALL_ENDED:
-            return
-        change = groups.add if line.startswith("+") else groups.discard
-        change(int(line[1:]))
-    if not _PROC.is_dir():
-        _signal((-group for group in groups), signal.SIGTERM)
-        time.sleep(grace_seconds if groups else 0)
-        _signal((-group for group in groups), signal.SIGKILL)
+    if sys.stdin.readline() == _ALL_ENDED:
+        return
     end_marked(mark, grace_seconds=grace_seconds)
     time.sleep(0.5)  # one that was just being started bore no mark yet
     end_marked(mark, grace_seconds=0)

@@ -16,28 +16,20 @@ environment:
 
 Exit code: that of the process that failed first, else 0."""
 
-_FLAGS: list[tuple[str, type, float | None, str]] = [
-    ("--workers", int, None, "processes that train"),
-    ("--parameter-servers", int, 0, "processes that hold variables; a chief is started too"),
-    ("--max-restarts", int, 0, "how often all processes are started again when one fails"),
-    ("--gpus-per-worker", int, None, "GPUs that each worker sees (default: all)"),
-    ("--grace-seconds", float, 30.0, "between SIGTERM and SIGKILL"),
-]
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Name what `kdpkit.launch.launch` takes."""
+    """Add what `kdpkit.launch.launch` takes."""
     parser.usage = "kdpkit launch --workers N [flags] -- command ..."
-    for name, kind, default, help_text in _FLAGS:
-        shown = "" if default is None else " (default: %(default)s)"
-        parser.add_argument(
-            name,
-            type=kind,
-            default=default,
-            required=name == "--workers",
-            metavar="N",
-            help=help_text + shown,
-        )
+    add = parser.add_argument
+    add("--workers", type=int, required=True, metavar="N", help="processes that train")
+    servers = "processes that hold variables; a chief is started too (default: %(default)s)"
+    add("--parameter-servers", type=int, default=0, metavar="N", help=servers)
+    restarts = "how often all start again when one fails (default: %(default)s)"
+    add("--max-restarts", type=int, default=0, metavar="N", help=restarts)
+    gpus = "GPUs that each worker sees (default: all)"
+    add("--gpus-per-worker", type=int, metavar="N", help=gpus)
+    grace = "between SIGTERM and SIGKILL (default: %(default)s)"
+    add("--grace-seconds", type=float, default=30.0, metavar="SECONDS", help=grace)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -47,5 +39,11 @@ def run(args: argparse.Namespace) -> int:
             "The command to run comes after `--`.",
             remedy="Write `kdpkit launch --workers 2 -- python train.py`.",
         )
-    names = [flag.removeprefix("--").replace("-", "_") for flag, *_ in _FLAGS]
-    return launch.launch(args.rest, **{name: getattr(args, name) for name in names})
+    return launch.launch(
+        args.rest,
+        workers=args.workers,
+        parameter_servers=args.parameter_servers,
+        max_restarts=args.max_restarts,
+        gpus_per_worker=args.gpus_per_worker,
+        grace_seconds=args.grace_seconds,
+    )

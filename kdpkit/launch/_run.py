@@ -9,12 +9,14 @@ import os
 import queue
 import shlex
 import signal
+import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import FrameType
 
 from kdpkit import cluster, errors
-from kdpkit._internal import checks, signal_handlers
+from kdpkit._internal import checks
 from kdpkit.launch import _child_processes as child_processes
 from kdpkit.launch import _output
 
@@ -95,8 +97,8 @@ class Run:
         )
         self._report(f"Starts {checks.listed(names)}: {shlex.join(tasks[0].command)}")
         with (
-            child_processes.Guard(self._mark, grace_seconds=self.grace_seconds) as self._guard,
-            signal_handlers.handling(self._note_signal, signal.SIGINT, signal.SIGTERM),
+            child_processes.Guard(self._mark, grace_seconds=self.grace_seconds) as guard,
+            _handling(self._note_signal, signal.SIGINT, signal.SIGTERM),
         ):
             try:
                 self._attempt(tasks)
@@ -107,14 +109,13 @@ class Run:
                     self._attempt(self.make_tasks())
             finally:
                 self._end_all()
-                self._guard.all_ended()
+                guard.all_ended()
         return self._exit_code()
 
     def _attempt(self, tasks: Sequence[Task]) -> None:
         self.failed, self.running, self.is_ending = [], [], False
         for task in tasks:
             self.running.append(_Process(task, self._mark, self._printer.line, self._note_end))
-            self._guard.watch(self.running[-1].child)
         self._wait(lambda: bool(self.stop or self.failed) or _all_ended(self._heads()))
         self.is_ending = True
         if self.stop is None and self.failed:
@@ -156,7 +157,6 @@ class Run:
 
     def _on_end(self, process: _Process) -> None:
         process.has_ended = True
-        self._guard.forget(process.child)
         if process.child.exit_code and not process.is_signalled:
             self.failed.append(process)
 
@@ -188,10 +188,7 @@ class Run:
         for process in self.running:
             process.child.send(signal.SIGKILL)
         self._wait_for_ends(self.running, _KILL_SECONDS)
-        signalled = {process.child.group for process in self.running if process.is_signalled}
-        child_processes.end_marked(
-            self._mark, grace_seconds=self.grace_seconds, signalled_groups=signalled
-        )
+        child_processes.end_marked(self._mark, grace_seconds=self.grace_seconds)
 
     def _cause(self) -> _Process:
         """Return the process that failed first, and not because it lost another."""
@@ -217,6 +214,27 @@ class Run:
         if self.stop == signal.SIGTERM and errors.STOPPED in codes:
             return errors.STOPPED
         return 0 if self.stop == signal.SIGTERM and not any(codes) else 128 + self.stop
+
+
+@contextlib.contextmanager
+def _handling(
+    handler: Callable[[int, FrameType | None], object], *numbers: signal.Signals
+) -> Iterator[None]:
+    """Have a function called for signals in the block; outside of the main thread do nothing.
+
+    A signal that is ignored stays so, and one that is handled outside of Python too.
+    """
+    former = {}
+    if threading.current_thread() is threading.main_thread():
+        former = {number: signal.getsignal(number) for number in numbers}
+        former = {n: h for n, h in former.items() if h not in (None, signal.SIG_IGN)}
+    for number in former:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, before in former.items():
+            signal.signal(number, before)
 
 
 def _all_ended(processes: Sequence[_Process]) -> bool:

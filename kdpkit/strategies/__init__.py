@@ -15,10 +15,8 @@ from kdpkit._internal import checks, machine, processes
 from kdpkit.cluster import _joining
 from kdpkit.strategies import _parameter_servers
 from kdpkit.strategies._parameter_servers import serve_if_server as serve_if_server
-from kdpkit.strategies._tpu import connect_tpu as connect_tpu
-from kdpkit.strategies._tpu import tensorflow_drives_tpus
 
-_KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
+_KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server")
 _COMMUNICATION = ("auto", "ring", "nccl")
 
 
@@ -26,7 +24,6 @@ def select_strategy(
     kind: str = "auto",
     *,
     devices: int | Sequence[str] | None = None,
-    tpu: str | None = None,
     communication: str = "auto",
     start_timeout_seconds: int = 120,
 ) -> tf.distribute.Strategy:
@@ -39,21 +36,18 @@ def select_strategy(
         kind: `"one"` is plain Keras on one device. `"mirrored"` trains replicas on the devices of
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
             environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
-            then trains on all its GPUs, or all its logical CPUs; `"parameter_server"` is for the
-            chief, see `serve_if_server`. `"tpu"` connects to a TPU. `"auto"` uses a TPU, this
-            machine's or one named by the environment, else mirrors over the GPUs if there are
-            several, else uses one device; it prints its choice and the reason in one line.
+            then trains on all its GPUs, or its CPU; `"parameter_server"` is for the chief, see
+            `serve_if_server`. `"auto"` mirrors over several GPUs, else uses one device; it prints
+            its choice and the reason in one line.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no GPU.
-        tpu: The TPU's name or address; see `connect_tpu`.
         communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the
             network, which works everywhere, `"nccl"` between GPUs, or `"auto"`.
         start_timeout_seconds: How long a process of `"multi_worker"` waits for the others to start.
 
     Returns:
-        A `tf.distribute.Strategy`. On CPUs, and with several logical GPUs on a physical one,
-        mirrored replicas sum their gradients with `tf.distribute.ReductionToOneDevice`, which is
-        faster there than collectives and allows strategies of different sizes in one process.
+        A `tf.distribute.Strategy`. Mirrored replicas that share a processor are summed by
+        `tf.distribute.ReductionToOneDevice`, which is faster there than collectives.
 
     Raises:
         ValueError: An unknown kind, a device that does not exist, too many devices; a cluster
@@ -69,18 +63,16 @@ def select_strategy(
     checks.backend("A strategy of `tf.distribute`", "tensorflow")
     checks.one_of("communication", communication, _COMMUNICATION)
     checks.integer("start_timeout_seconds", start_timeout_seconds)
-    _check_kind(kind, devices, tpu)
+    _check_kind(kind, devices)
     if kind not in ("multi_worker", "parameter_server"):
         _joining.require_joined("Use the strategy 'multi_worker'.")
     if kind == "auto":
-        kind, why = _best_kind(tpu)
+        kind, why = _best_kind()
         print(f"Strategy: {why}.", flush=True)  # noqa: T201 a choice made for the user is reported
     if kind == "one":
         return tf.distribute.get_strategy()
     if kind == "mirrored":
         return _mirrored(devices)
-    if kind == "tpu":
-        return tf.distribute.TPUStrategy(connect_tpu(tpu))
     if kind == "parameter_server":
         return _parameter_servers.connect()
     from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals, only for this strategy
@@ -90,7 +82,13 @@ def select_strategy(
     )
 
 
-def _check_kind(kind: str, devices: int | Sequence[str] | None, tpu: str | None) -> None:
+def _check_kind(kind: str, devices: int | Sequence[str] | None) -> None:
+    if kind == "tpu":
+        checks.fail(
+            "Keras 3 does not train under TensorFlow's `TPUStrategy` (keras-team/keras#19448).",
+            kind=kind,
+            remedy="Train on the TPU through JAX: set KERAS_BACKEND=jax.",
+        )
     checks.one_of("kind", kind, _KINDS)
     if tf.distribute.has_strategy():
         checks.fail(
@@ -100,8 +98,6 @@ def _check_kind(kind: str, devices: int | Sequence[str] | None, tpu: str | None)
         )
     if devices is not None and kind != "mirrored" and (kind, devices) != ("one", 1):
         checks.fail("Several `devices` are only for 'mirrored'.", kind=kind, devices=devices)
-    if tpu is not None and kind not in ("auto", "tpu"):
-        checks.fail("`tpu` is only for 'tpu' and 'auto'.", kind=kind, tpu=tpu)
 
 
 def is_chief() -> bool:
@@ -193,20 +189,14 @@ def describe(strategy: tf.distribute.Strategy) -> str:
     return f"{kind}: {replicas} replica{'s' if replicas != 1 else ''} on {where}"
 
 
-def _best_kind(tpu: str | None) -> tuple[str, str]:
+def _best_kind() -> tuple[str, str]:
     """Choose the fastest kind for this machine, and return it with the reason."""
-    chips = machine.chips()
-    if named := repr(tpu) if tpu else machine.named_by_environment():
-        return "tpu", f"a TPU, which {named} names"
-    if chips and tensorflow_drives_tpus():
-        return "tpu", f"this machine's {machine.counted(chips)}"
     gpus = len(tf.config.list_logical_devices("GPU"))
     if gpus > 1:
         return "mirrored", f"one replica on each of {gpus} GPUs"
     why = f"there is {'no other GPU' if gpus else 'no GPU'} and no TPU"
-    if chips:
-        undriven = machine.counted(chips)
-        why = f"TensorFlow cannot drive this machine's {undriven}; {machine.THROUGH_JAX}"
+    if chips := machine.chips():
+        why = f"this machine's {machine.counted(chips)} train through JAX: set KERAS_BACKEND=jax"
     return "one", f"one replica on {_default_device()}: {why}"
 
 

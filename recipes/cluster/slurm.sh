@@ -15,7 +15,7 @@
 
 state="${STATE_DIRECTORY:-$PWD/state-$SLURM_JOB_ID}"
 for attempt in 1 2 3; do
-  srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" --distribution=block \
+  srun --cpus-per-task="${SLURM_CPUS_PER_TASK:-1}" \
     --kill-on-bad-exit=0 --wait=120 "$@" --resume "$state"
   code=$?
   if [ $code -eq 0 ]; then exit 0; fi

@@ -3,12 +3,10 @@
 import json
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kdpkit import cluster
 from kdpkit.cluster import ClusterConfig
-from kdpkit.cluster._launchers import ADDRESSES, COUNT, INDEX, _nodes, _port_of
+from kdpkit.cluster._launchers import ADDRESSES, COUNT, INDEX, _first_of_slurm, _port_of
 
 read = ClusterConfig.from_environment
 
@@ -23,13 +21,10 @@ KERAS = {ADDRESSES: "10.0.0.1:1234,10.0.0.2:2345", COUNT: "2", INDEX: "1"}
 SLURM = {  # as recorded in a task that `srun` started
     "SLURM_JOB_ID": "4712",
     "SLURM_JOB_NODELIST": "n[1-4]",
-    "SLURM_NTASKS": "7",
+    "SLURM_NTASKS": "2",
     "SLURM_STEP_NODELIST": "n[1-4]",
-    "SLURM_STEP_NUM_TASKS": "7",
-    "SLURM_STEP_TASKS_PER_NODE": "2(x3),1",
-    "SLURM_PROCID": "3",
-    "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_PROCID": "1",
 }
 BATCH_SCRIPT = {name: value for name, value in SLURM.items() if "STEP" not in name}
 # What Open MPI 4.1.4 sets for the second of two processes.
@@ -49,7 +44,6 @@ TORCHRUN = {
     "LOCAL_WORLD_SIZE": "1",
 }
 JAX = {"JAX_COORDINATOR_ADDRESS": "node0:1234", "JAX_NUM_PROCESSES": "2", "JAX_PROCESS_ID": "1"}
-MASTER = tf_config({"master": ["a:1"], "worker": ["b:1"]}, {"type": "master", "index": 0})
 P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
 
 
@@ -58,7 +52,6 @@ P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
     [
         (tf_config(environment="cloud"), "a:1 b:1", "b:1"),
         (tf_config(task={"type": "worker", "index": "1"}), "a:1 b:1", "b:1"),  # of Kubeflow
-        (MASTER, "a:1 b:1", "a:1"),
         (KERAS, "10.0.0.1:1234 10.0.0.2:2345", "10.0.0.2:2345"),
         (JAX, "node0:1234", None),
         (TORCHRUN, "node0:29501", None),
@@ -70,7 +63,7 @@ P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
             None,
         ),
         (tf_config({"worker": ["a:1", "b:1"], "evaluator": ["e:1"]}), "a:1 b:1", "b:1"),
-        (SLURM, f"n1:{P} n1:{P + 1} n2:{P} n2:{P + 1} n3:{P} n3:{P + 1} n4:{P}", f"n2:{P + 1}"),
+        (SLURM, f"n1:{P}", None),
     ],
 )
 def test_clusters_as_recorded(environ, addresses, address):
@@ -98,26 +91,12 @@ def test_jobs_have_ports_apart(environ, other):
     assert all(1024 < port < 32768 for port in one | two)
 
 
-# SLURM's notations.
-
-
-@given(st.lists(st.integers(0, 120), min_size=1, max_size=9, unique=True), st.integers(1, 4))
-def test_node_ranges_are_what_they_were_folded_from(numbers, width):
-    names = [f"n{number:0{width}d}" for number in numbers]
-    assert _nodes("n[" + ",".join(name[1:] for name in names) + "]") == names
-
-
-@given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
-def test_slurm_tasks_all_see_one_cluster(per_node):
-    shared = {
-        "SLURM_STEP_NODELIST": f"n[1-{len(per_node)}]",
-        "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, per_node)),
-    }
-    seen = [read(shared | {"SLURM_PROCID": str(index)}) for index in range(sum(per_node))]
-    assert len({config.tasks for config in seen}) == 1
-    assert [config.address for config in seen] == list(seen[0].workers)
-    on_nodes = [address.partition(":")[0] for address in seen[0].workers]
-    assert [on_nodes.count(f"n{i + 1}") for i in range(len(per_node))] == per_node
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("a", "a"), ("a,b[1-2]", "a"), ("n[01-10,12],a", "n01"), ("r[2-3]n[8,9]", "r2n8")],
+)
+def test_the_first_of_slurms_nodes(nodes, first):
+    assert _first_of_slurm({"SLURM_STEP_NODELIST": nodes}).partition(":")[0] == first
 
 
 # Which of several counts, and what is wrong.
@@ -141,12 +120,9 @@ def test_what_was_set_for_the_program_goes_before_launchers_and_these_before_sch
         ({"TF_CONFIG": "{"}, "TF_CONFIG is not valid JSON"),
         ({"TF_CONFIG": "[]"}, 'TF_CONFIG must have a "cluster"'),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 'must have.*and a "task"'),
-        (tf_config({"boss": ["a:1"]}), "`role` must be one of 'chief', 'worker'.*'boss'"),
-        (
-            tf_config(task={"type": "evaluator", "index": 0}),
-            "An evaluator takes no part.*Unset TF_CONFIG",
-        ),
-        (tf_config({"chief": ["a:1"], "master": ["b:1"]}), "may have at most one chief"),
+        (tf_config({"boss": ["a:1"]}), "the roles chief, worker, ps.*'boss'"),
+        (tf_config(task={"type": "evaluator", "index": 0}), "`role` must be one of.*'evaluator'"),
+        (tf_config({"chief": ["a:1", "b:1"]}), "may have at most one chief"),
         (tf_config({"worker": "a:1"}), "`worker` must be a list of strings"),
         (tf_config(task={"type": "worker", "index": -1}), "must be a non-negative integer"),
         (KERAS | {COUNT: "3"}, "an address for every process.*=3"),
@@ -156,12 +132,8 @@ def test_what_was_set_for_the_program_goes_before_launchers_and_these_before_sch
         (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "one of the cluster's.*index=2"),
         (TORCHRUN | {"MASTER_PORT": ""}, "the first.*torchrun.*WORLD_SIZE=2.*JAX_COORDINATOR"),
         (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, "must be the address and port"),
-        (SLURM | {"SLURM_PROCID": "7"}, "one of the cluster's.*index=7, of_this_role=7"),
-        (SLURM | {"SLURM_STEP_NODELIST": "n[1-3]"}, "for as many nodes.*nodes=3"),
+        (SLURM | {"SLURM_PROCID": "2"}, "one of the cluster's.*index=2, of_this_role=2"),
         (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM's list of nodes must look like"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x3"}, r"look like '2\(x3\),1'"),
-        (SLURM | {"SLURM_STEP_TASKS_PER_NODE": ""}, "TASKS_PER_NODE must be set too"),
-        (SLURM | {"SLURM_LOCALID": "0"}, "Task 3 is not where its.*LOCALID='0'.*tion=block"),
     ],
 )
 def test_what_is_wrong_is_reported(environ, sentence):

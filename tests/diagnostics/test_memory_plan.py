@@ -84,21 +84,6 @@ def test_variables_are_counted_by_hand_and_as_they_are_cut(planned):
 
 
 @on_jax
-@pytest.mark.parametrize("shard", ["none", "weights"])
-def test_a_training_holds_what_was_planned(shard, planned):
-    from kdpkit import sharding
-
-    use = next(use for use in planned.uses if use.shard == shard)
-    with sharding.DataParallel(4, shard=shard).scope():
-        dataset, loop = looped()
-        loop.fit(dataset, epochs=1, verbose=0)
-    losses = 16  # two sums, two counts
-    variables = [*loop.model.weights, *loop.optimizer.variables]
-    held = sum(v.value.addressable_shards[0].data.nbytes for v in variables)
-    assert use.weights + use.optimizer == held + losses
-
-
-@on_jax
 def test_nothing_is_allocated():
     import jax
 
@@ -113,16 +98,6 @@ def test_nothing_is_allocated():
     (cut,) = (use for use in plan.uses if (use.shard, use.accumulation) == ("weights", 1))
     assert cut.weights == pytest.approx(4 * 64 * 10**9 / 8)
     assert plan.chosen is None
-
-
-@on_jax
-def test_a_model_that_looks_at_values_is_made(planned):
-    def make():
-        dataset, loop = looped()
-        assert float(loop.optimizer.learning_rate) == pytest.approx(0.1)
-        return dataset, loop
-
-    assert plan_memory(make, memory="1GiB", replicas=4).uses == planned.uses
 
 
 # What is proposed.
@@ -167,7 +142,7 @@ def test_blocks_are_computed_again_where_there_are_some(planned):
     kept, again = plan.uses
     assert (kept.remat, again.remat, again.equal) == (False, True, True)
     assert again.activations < kept.activations
-    assert plan.extra_computation(kept) == 0 < plan.extra_computation(again) < 0.5
+    assert kept.operations < again.operations < 1.5 * kept.operations
     assert plan.chosen == kept
 
 
@@ -176,19 +151,6 @@ def test_blocks_are_computed_again_where_there_are_some(planned):
 def test_layers_that_see_the_batch_make_micro_batches_another_training(layer):
     plan = plan_memory(lambda: looped(layer.from_config(layer.get_config())), memory=2000)
     assert {(use.accumulation, use.equal) for use in plan.uses} == {(1, True), (16, False)}
-
-
-@on_jax
-def test_a_loss_that_compares_examples_is_not_cut():
-    class Compares(TrainingLoop):
-        def per_example_loss(self, x, y, *, training):
-            predictions = self.model(x, training=training)
-            return self.loss(y, predictions), predictions
-
-    def make():
-        return data(), Compares(net(), optimizer=optimizer(), loss=keras.losses.Circle())
-
-    assert {use.accumulation for use in plan_memory(make, memory=2000).uses} == {1}
 
 
 @on_jax

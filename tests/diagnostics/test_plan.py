@@ -1,7 +1,5 @@
 """Plans: their numbers by hand and as laws, and where a rule leaves its range."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -46,12 +44,10 @@ def test_every_example_of_an_epoch_is_in_a_batch_or_left_out(made):
 
 
 @given(plans)
-def test_a_plan_fits_80_columns_and_survives_json(made):
+def test_a_plan_fits_80_columns_and_has_all_findings(made):
     assert max(map(len, str(made).splitlines())) <= 80
-    read = json.loads(json.dumps(made.to_dict(), allow_nan=False))
-    assert read["global_batch_size"] == made.scale.global_batch_size
-    assert read["clean"] == made.clean == all(f["level"] == "note" for f in read["findings"])
-    assert str(made).count("Remedy:") == len(read["findings"]) == len(made.findings)
+    assert made.clean == all(finding.level == "note" for finding in made.findings)
+    assert str(made).count("Remedy:") == len(made.findings)
 
 
 @pytest.mark.parametrize(
@@ -60,15 +56,9 @@ def test_a_plan_fits_80_columns_and_survives_json(made):
         ({"replicas": 8, "optimizer": "sgd"}, {}, ""),
         ({"replicas": 9, "optimizer": "sgd"}, {"linear-without-warmup": "wrong"}, "rate by 9"),
         ({"replicas": 9, "optimizer": "sgd", "warmup_epochs": 0.5}, {}, ""),
-        ({"replicas": 256, "optimizer": "sgd", "warmup_epochs": 0.5}, {}, ""),
-        (
-            {"replicas": 257, "optimizer": "sgd", "warmup_epochs": 0.5},
-            {"linear-large-batch": "wrong"},
-            "sees 8,224 examples",
-        ),
         ({"replicas": 2, "optimizer": "adam"}, {"linear-adam": "wrong"}, "'sqrt'"),
         ({"optimizer": "adam"}, {}, ""),
-        ({"replicas": 2}, {"optimizer": "note"}, "'sgd' or 'adam'"),
+        ({"replicas": 2}, {}, ""),
         ({"replicas": 16, "rule": "sqrt"}, {}, ""),
         ({"examples": 63_157, "per_replica_batch_size": 60_000}, {}, ""),  # 4.999 %
         (

@@ -1,7 +1,6 @@
 """What a step takes, and how much of it waits for input, where both are known."""
 
 import gc
-import json
 import time
 
 import keras
@@ -105,13 +104,10 @@ def test_nothing_is_trained_and_training_goes_on_as_if_nothing_had_been_measured
     trainer.fit(data, epochs=1, verbose=0, **settings)
     gc.collect()  # on JAX a loop ends its last epoch when that is collected
     before, epoch = state_of(model), vars(data).get("epoch")
-    np.random.seed(5)
-    random_state = np.random.get_state()[1].tolist()
     assert check_speed(data, model=trainer, seconds=0.2).step_seconds > 0
     for array, former in zip(state_of(model), before, strict=True):
         np.testing.assert_array_equal(array, former)
     assert vars(data).get("epoch") == epoch
-    assert np.random.get_state()[1].tolist() == random_state
     assert not model.stop_training
 
 
@@ -152,12 +148,12 @@ def test_the_epoch_of_a_train_pipeline_does_not_move_on_two_replicas():
 # What it says.
 
 
-def test_the_report_is_read_in_80_columns_and_as_plain_values():
+def test_the_report_is_read_in_80_columns():
     report = SpeedReport(0.0612, 0.85, "map(decode)")
     assert max(map(len, str(report).splitlines())) <= 80
     assert "takes 61.2 ms, of which 85% waits" in " ".join(str(report).split())
-    read = json.loads(json.dumps(report.to_dict()))
-    assert (read["slowest_stage"], read["clean"]) == ("map(decode)", False)
+    assert "slowest stage of the pipeline is `map(decode)`" in " ".join(str(report).split())
+    assert not report.clean
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,8 @@ def build():
 
 def asked_by(target, arguments=()):
     """Return what a target asks `fit` for."""
-    return _target.checked(target, arguments, lambda program: program)
+    with _target.program_of(target, arguments) as program:
+        return program
 
 
 @pytest.fixture
@@ -84,54 +85,27 @@ def test_the_fit_of_a_loop_ends_a_script_too(script):
     assert len(reached.dataset) == 1
 
 
-def test_a_fit_of_a_model_of_ones_own_is_seen_where_it_calls_keras(script):
-    text = (
-        "class Own(keras.Sequential):\n"
-        "    def fit(self, rows, **settings):\n"
-        "        return super().fit(rows[0], rows[1], **settings)\n"
-        "model = Own([keras.Input((8,)), keras.layers.Dense(3)])\n"
-        "model.compile('adam', loss)\n"
-        "model.fit((x, y), batch_size=8)\n"
-    )
-    assert asked_by(script(text)).batch_size == 8
+def test_modules_beside_a_script_are_found_and_fit_trains_again_while_it_is_checked(
+    script, tmp_path
+):
+    (tmp_path / "data.py").write_text("ROWS = 3")
+    with _target.program_of(script("build().fit(x, y)"), []) as program:
+        from data import ROWS
 
-
-def test_the_check_is_made_while_the_script_has_its_files_and_can_use_fit(script, tmp_path):
-    path = script(
-        "import pathlib, tempfile\n"
-        "with tempfile.TemporaryDirectory() as directory:\n"
-        "    directory = pathlib.Path(directory)\n"
-        "    (directory / 'rows').touch()\n"
-        "    build().fit(x, y, validation_data=directory)\n"
-    )
-    (tmp_path / "beside_the_script.py").write_text("ROWS = 'rows'")
-
-    def check(program):
-        from beside_the_script import ROWS
-
-        directory = program.validation_data
         trained = program.model.fit(*program.dataset[:2], verbose=0, batch_size=32).model
-        was_open = [path.name for path in directory.iterdir()] == [ROWS]
-        return directory, was_open, int(trained.optimizer.iterations)
-
-    directory, was_open, steps = _target.checked(path, [], check)
-    assert (was_open, steps) == (True, 2)
-    assert not directory.exists()
+    assert (ROWS, int(trained.optimizer.iterations)) == (3, 2)
 
 
 @pytest.mark.parametrize(
     "ending",
     [
-        "try:\n    build().fit(x, y)\nexcept BaseException:\n    pass\n",
         "try:\n    build().fit(x, y)\nfinally:\n    raise SystemExit(1)\n",
         "try:\n    build().fit(x, y)\nexcept BaseException:\n    build().fit(x, y, batch_size=4)\n",
     ],
-    ids=["caught", "another error", "fitted again"],
+    ids=["another error", "fitted again"],
 )
-def test_what_the_check_found_is_kept_whatever_the_script_does_then(ending, script):
-    checks = []
-    _target.checked(script(ending), [], checks.append)
-    assert [training.batch_size for training in checks] == [None]
+def test_the_first_fit_counts_whatever_the_script_does_then(ending, script):
+    assert asked_by(script(ending)).batch_size is None
 
 
 def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script, monkeypatch):
@@ -146,18 +120,6 @@ def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script
     assert sys.argv == ["kdpkit", "doctor", "--tpu", "data.py:make"]
     monkeypatch.chdir(path.rpartition("/")[0])
     assert asked_by("data:make").dataset.shape == (64, 8)
-
-
-def raising(_):
-    raise ValueError("what is checked is wrong")
-
-
-@pytest.mark.parametrize("name", ["train.py", "train.py:make"])
-def test_what_the_check_raises_is_raised(name, script, monkeypatch):
-    text = "def make():\n    return x\nif __name__ == '__main__':\n    build().fit(x, y)\n"
-    monkeypatch.chdir(script(text).rpartition("/")[0])
-    with pytest.raises(ValueError, match=r"^what is checked is wrong$"):
-        _target.checked(name, [], raising)
 
 
 @pytest.mark.parametrize(

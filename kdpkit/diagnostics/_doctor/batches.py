@@ -1,16 +1,13 @@
 """The batches of a dataset of any kind: their parts, and which sizes vary.
 
-Nothing is changed: a dataset that counts its epochs begins afterwards where it did before, and the
-random numbers of Python and NumPy continue where they were. The exception is a
+A dataset that counts its epochs begins afterwards where it did before. The exception is a
 `tf.data.Dataset.shuffle` that shuffles each iteration again, which counts this one too.
 """
 
-import contextlib
 import copy
 import dataclasses
-import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -19,12 +16,10 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.batches import num_examples
-from kdpkit.diagnostics import _text
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
 _NAMES = ("x", "y", "sample_weight")
-_LOADERS = ("MapDataset", "IterDataset", "DataLoader")  # of Grain and PyTorch, which `fit` takes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +62,10 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
     """
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
     try:
-        with random_numbers_kept():
-            ends = _ends(dataset, size)
+        ends = _ends(dataset, size)
     except Exception as error:  # reading and preparing examples may raise anything
         raise errors.InputError(
-            f"`{name}` raises before its first batch: {_text.reason_of(error)}. Fix that first: "
+            f"`{name}` raises before its first batch: {checks.reason_of(error)}. Fix that first: "
             "training would fail in the same way."
         ) from error
     received = {name: type(dataset).__name__}
@@ -153,17 +147,6 @@ def untracked(dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
     return vars(dataset).get("_dataset", dataset)
 
 
-@contextlib.contextmanager
-def random_numbers_kept() -> Iterator[None]:
-    """Restore the random states of Python and NumPy at the end."""
-    states = random.getstate(), np.random.get_state()  # a dataset may draw from them
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-
-
 def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
     """Return the first batch, None without one, and the last or the specification of all."""
     if isinstance(dataset, keras.utils.PyDataset):
@@ -171,18 +154,16 @@ def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
         count = own.num_batches
         first = None if count == 0 else own[0]
         return first, own[count - 1] if count and count > 1 else first
-    # A Grain dataset or a PyTorch `DataLoader`, without loading these.
-    is_loader = any(
-        parent.__name__ in _LOADERS and parent.__module__.split(".")[0] in ("grain", "torch")
-        for parent in type(dataset).__mro__
+    if are_arrays(dataset):
+        last = (num_examples(dataset) - 1) // size * size
+        return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
+    iterator = (
+        None if isinstance(dataset, str) or not isinstance(dataset, Iterable) else iter(dataset)
     )
-    if is_loader or is_tf_dataset(dataset):
-        first = next(iter(dataset), None)
-        return first, getattr(dataset, "element_spec", first)
-    if not are_arrays(dataset):
+    if iterator is None or iterator is dataset:
         return None
-    last = (num_examples(dataset) - 1) // size * size
-    return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
+    first = next(iterator, None)  # also of Grain's datasets, and of PyTorch's `DataLoader`
+    return first, getattr(dataset, "element_spec", first)
 
 
 def _leaves(batch: Any) -> list[tuple[tuple[Any, ...], Any]]:

@@ -10,7 +10,6 @@ import numpy as np
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import checks
-from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._doctor import batches, speed, training_step
 
 _STEPS = 3  # of a trial: while the second runs, the first has not been cleared away
@@ -26,7 +25,6 @@ def largest_batch(
     less than a quarter below what fits. Each size compiles the step again. Afterwards weights,
     optimizer, metrics and random states of layers are what they were; a model that was not built is
     built, and `model.history` is that of the last trial.
-
     On JAX `plan_memory` finds it without a device. On a CPU the system may end the process before
     anything runs out of memory: limit the trials by `most`, or the process by `ulimit -v`.
 
@@ -64,13 +62,12 @@ def largest_batch(
         return _trains(model, found, count * unit)
 
     try:
-        with batches.random_numbers_kept():
-            training_step.build(model, found.first)
-            largest = search(fits, max(1, found.examples // unit), limit)
+        training_step.build(model, found.first)
+        largest = search(fits, max(1, found.examples // unit), limit)
     except errors.InputError:
         raise
     except Exception as error:  # training runs the user's code, which may raise anything
-        raise errors.InputError(f"The training fails: {_text.reason_of(error)}") from error
+        raise errors.InputError(f"The training fails: {checks.reason_of(error)}") from error
     if not largest:
         checks.fail(
             "Not even the smallest batch fits into the memory of the devices.",

@@ -13,7 +13,6 @@ import keras
 from kdpkit import checkpoints, errors
 from kdpkit._internal import checks, processes
 from kdpkit._internal.check_results import wrapped
-from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._doctor import batches, training_step
 
 _WARM_UP = 2  # executions, after which everything is compiled and buffers have begun to fill
@@ -51,10 +50,6 @@ class SpeedReport:
             found += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
         return wrapped(found)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as plain values, for JSON."""
-        return {**dataclasses.asdict(self), "clean": self.clean}
-
 
 def check_speed(
     dataset: Any, *, model: Any, batch_size: int | None = None, seconds: float = 20.0
@@ -91,7 +86,6 @@ def check_speed(
     first = batches.batches_of(dataset, batch_size).first
     try:
         with contextlib.ExitStack() as undisturbed:
-            undisturbed.enter_context(batches.random_numbers_kept())
             training_step.build(model, first)
             undisturbed.enter_context(unchanged(training_step.model_of(model)))
             stage = None
@@ -110,7 +104,7 @@ def check_speed(
         raise
     except Exception as error:  # training runs the user's code, which may raise anything
         raise errors.InputError(
-            f"The training fails, so it has no speed: {_text.reason_of(error)}"
+            f"The training fails, so it has no speed: {checks.reason_of(error)}"
         ) from error
     return SpeedReport(real, max(0.0, 1 - ideal / real), stage)
 

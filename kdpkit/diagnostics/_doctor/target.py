@@ -1,9 +1,8 @@
 """The training of a target: of a script at its first `fit`, or of what a function returns.
 
-A script runs in this process, as its user runs it, up to its first `fit`. Keras is loaded by the
-script, after it chose its backend; so `fit` is replaced at that moment, and restored when the
-script has ended. The check is made inside of that `fit`, where files are still open and modules are
-still found.
+A script runs in this process, as its user runs it, up to its first `fit`, which ends it. Keras is
+loaded by the script, after it chose its backend; so `fit` is replaced at that moment, and restored
+when the script has ended.
 """
 
 import contextlib
@@ -15,7 +14,6 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -24,8 +22,6 @@ from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import atomic_files, checks
-from kdpkit.diagnostics import _text
-from kdpkit.experiment import _framework_messages
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
@@ -38,16 +34,13 @@ class Program:
     model: Any = None
     validation_data: Any = None
     batch_size: int | None = None
-    validation_batch_size: int | None = None
     epochs: int | None = None
     steps_per_epoch: int | None = None
 
 
-Check = Callable[[Program], Any]
-
-
-def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
-    """Return what a check of a target returns, of a script while it is at its first `fit`.
+@contextlib.contextmanager
+def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
+    """Yield what a target trains; its modules are found in the block.
 
     Nothing is trained, and what the target prints goes to stderr.
 
@@ -55,13 +48,15 @@ def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
         target: `train.py`; or `package.module:name` or `file.py:name` of a function without
             arguments that returns a dataset or (dataset, model).
         arguments: Of the script.
-        check: What is made of the program.
 
     Raises:
-        ValueError: There is no such target, it raises or trains nothing, or the check raises.
+        ValueError: There is no such target, or it raises or trains nothing.
     """
     if ":" not in target:
-        return _at_fit_of(target, arguments, check)
+        path = atomic_files.readable_here(target)
+        with _as_program(str(path), arguments, path.resolve().parent):
+            yield _at_fit_of(target, path)
+        return
     if arguments:
         checks.fail(
             "Arguments after `--` are those of a script.", target=target, arguments=arguments
@@ -69,28 +64,27 @@ def checked(target: str, arguments: Sequence[str], check: Check) -> Any:
     with named(target) as make:
         given = _untrained(target, make)
         has_model = isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit")
-        return check(Program(*given) if has_model else Program(given))
+        yield Program(*given) if has_model else Program(given)
 
 
-def _at_fit_of(script: str, arguments: Sequence[str], check: Check) -> Any:
-    path = atomic_files.readable_here(script)
+def _at_fit_of(script: str, path: Path) -> Program:
     end = "ended without a `fit` of a Keras model or a `TrainingLoop`"
-    with _as_program(str(path), arguments, path.resolve().parent), _checked_at_fit(check) as found:
+    with _stopped_at_fit() as found:
         try:
             runpy.run_path(str(path), run_name="__main__")
         except _Reached:
             pass
         except SystemExit as error:
-            end = f"ended before its `fit`: {_text.reason_of(error)}" if error.code else end
+            end = f"ended before its `fit`: {checks.reason_of(error)}" if error.code else end
         except Exception as error:  # a script may raise anything
-            end = f"failed before its `fit`: {_text.reason_of(error)}"
-    if not found.done():
+            end = f"failed before its `fit`: {checks.reason_of(error)}"
+    if not found:
         checks.fail(
             f"`{script}` {end}.",
             remedy="Its own flags come after `--`; for a loop of your own name a function that "
             "returns (dataset, model): `kdpkit doctor train.py:make`.",
         )
-    return found.result()
+    return found[0]
 
 
 @contextlib.contextmanager
@@ -115,7 +109,7 @@ def named(target: str) -> Iterator[Callable[[], Any]]:
 def _untrained(target: str, work: Callable[[], Any]) -> Any:
     """Return what a target's code returns, which must not train."""
     try:
-        with _checked_at_fit(lambda program: program):
+        with _stopped_at_fit():
             return work()
     except errors.InputError:
         raise
@@ -126,7 +120,7 @@ def _untrained(target: str, work: Callable[[], Any]) -> Any:
             remedy="Put the `fit` under `if __name__ == '__main__':`, or name the script itself.",
         )
     except (SystemExit, Exception) as error:  # a module and a function may raise anything
-        raise errors.InputError(f"`{target}` fails: {_text.reason_of(error)}") from error
+        raise errors.InputError(f"`{target}` fails: {checks.reason_of(error)}") from error
 
 
 # A script's first `fit`.
@@ -156,38 +150,29 @@ def _as_program(name: str, arguments: Sequence[str], directory: Path) -> Iterato
 
 
 @contextlib.contextmanager
-def _checked_at_fit(check: Check) -> Iterator[Future[Any]]:
-    """Replace both `fit`, once their modules are loaded, by a check that is made once.
+def _stopped_at_fit() -> Iterator[list[Program]]:
+    """Replace both `fit`, once their modules are loaded, by one that ends the program.
 
-    It then ends the program. What it returned or raised is in the future that this yields: a
-    program may catch what ends it, or raise something else at its end.
+    What they were called with is in the list that this yields: a program may catch what ends it, or
+    raise something else at its end.
     """
-    outcome: Future[Any] = Future()
+    found: list[Program] = []
     with contextlib.ExitStack() as undo:
 
         def replace(owner: Any, read: Callable[..., Program]) -> None:
             owner = next(each for each in owner.__mro__ if "fit" in vars(each))
-            original, signature = owner.fit, inspect.signature(owner.fit)
+            signature = inspect.signature(owner.fit)
 
             def fit(*args: Any, **settings: Any) -> Any:
-                if outcome.running():  # the check builds models with it
-                    return original(*args, **settings)
                 call = signature.bind(*args, **settings)
                 call.apply_defaults()
-                if not outcome.done():
-                    outcome.set_running_or_notify_cancel()
-                    try:
-                        outcome.set_result(check(read(args[0], call.arguments)))
-                    except Exception as error:  # raised again where the outcome is asked for
-                        outcome.set_exception(error)
+                found.append(read(args[0], call.arguments))
                 raise _Reached
 
-            undo.callback(setattr, owner, "fit", original)
+            undo.callback(setattr, owner, "fit", owner.fit)
             owner.fit = fit
 
         actions: dict[str, Callable[[Any], object]] = {
-            "jax": bool,  # nothing to do
-            "tensorflow": bool,
             "keras": lambda keras: replace(keras.Model, _of_keras),
             "kdpkit.training._loop": lambda loop: replace(loop.TrainingLoop, _of_loop),
         }
@@ -196,11 +181,11 @@ def _checked_at_fit(check: Check) -> Iterator[Future[Any]]:
         finder = _WhenLoaded(actions)
         sys.meta_path.insert(0, finder)
         undo.callback(sys.meta_path.remove, finder)
-        yield outcome
+        yield found
 
 
 class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Calls functions of modules as soon as these are loaded, without TensorFlow's messages."""
+    """Calls functions of modules as soon as these are loaded."""
 
     def __init__(self, actions: dict[str, Callable[[Any], object]]) -> None:
         self._actions = actions
@@ -215,8 +200,7 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
         load = spec.loader.exec_module
 
         def load_and_act(module: ModuleType) -> None:
-            with _framework_messages.hidden():
-                load(module)
+            load(module)
             action(module)
 
         spec.loader.exec_module = load_and_act  # type: ignore[method-assign]
@@ -225,7 +209,7 @@ class _WhenLoaded(importlib.abc.MetaPathFinder):
 
 def _of_keras(model: Any, given: dict[str, Any]) -> Program:
     x, y, sample_weight = (given[name] for name in ("x", "y", "sample_weight"))
-    names = ("validation_data", "batch_size", "validation_batch_size", "steps_per_epoch")
+    names = ("validation_data", "batch_size", "steps_per_epoch")
     return Program(
         x if y is None and sample_weight is None else (x, y, sample_weight),
         model,

@@ -1,20 +1,17 @@
 """`environment`: what this machine and this Python offer for training."""
 
-import contextlib
 import dataclasses
 import os
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from kdpkit._internal import check_results, checks, machine
 from kdpkit._internal.check_results import Finding
-from kdpkit.diagnostics._env import children, packages, rules, strategy_trials
+from kdpkit.diagnostics._env import packages, strategy_trials
 
 # Asking must not take the memory of a GPU that somebody trains on.
 _WHEN_ASKED = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "3"}
-_CPU_FILE = Path("/proc/cpuinfo")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +39,8 @@ class Environment:
     @property
     def clean(self) -> bool:
         """Whether there are only notes, and every strategy that was tried works or cannot."""
-        trials = all(result in children.HARMLESS for result, _ in self.strategies.values())
+        trials = all(result in strategy_trials.HARMLESS for result, _ in self.strategies.values())
         return trials and check_results.are_notes(self.findings)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain values, for JSON."""
-        return {"clean": self.clean} | dataclasses.asdict(self)
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns, unless a word is longer."""
@@ -71,7 +64,6 @@ def _row(row: tuple[str, str]) -> str:
 
 def environment(
     *,
-    start_frameworks: bool = True,
     try_strategies: bool = False,
     timeout_seconds: float = 120.0,
     on_start: Callable[[str], None] = lambda _: None,
@@ -80,8 +72,8 @@ def environment(
 
     Versions are read from the packages' metadata. TensorFlow and JAX are started in processes of
     their own, to count their devices: one that is broken or hangs is reported like all else, and
-    this process loads neither. The report holds no path, and no name of a machine or user, so that
-    it can be shown to anyone.
+    this process loads neither. The report names no machine and no user; what a framework raised may
+    name directories.
 
     With `try_strategies` two steps are trained with each strategy, in processes of its own, and
     compared with one device's: on TensorFlow all GPUs (two logical CPUs where there are no two
@@ -90,68 +82,94 @@ def environment(
     weights are those of one device, to `1e-5` of their change.
 
     Args:
-        start_frameworks: Whether to start TensorFlow and JAX. Without it their devices are not
-            known.
         try_strategies: Whether to train with every strategy, which takes seconds for each.
         timeout_seconds: How long TensorFlow and JAX may take to answer, and each strategy to train.
         on_start: Called with the name of each strategy before it is tried.
 
     Raises:
-        ValueError: A limit that is not positive; strategies to be tried without the frameworks.
-
-    >>> found = environment(start_frameworks=False)
-    >>> "keras" in found.versions, found.devices["jax"]
-    (True, 'not started')
+        ValueError: A limit that is not positive.
     """
     timeout_seconds = checks.number("timeout_seconds", timeout_seconds, above=0)
-    if try_strategies and not start_frameworks:
-        checks.fail(
-            "Strategies are not tried without starting TensorFlow and JAX.",
-            start_frameworks=start_frameworks,
-            try_strategies=try_strategies,
-        )
     gpus = _gpus()
     versions = packages.versions()
-    devices = dict.fromkeys(packages.BACKENDS, "not started")
+    devices: dict[str, str] = {}
     counted: dict[str, dict[str, int]] = {}
     broken: dict[str, str] = {}
     for name in packages.BACKENDS:
         if name not in versions:
             devices[name] = f"not installed. {packages.install_hint(name)}"
-        elif start_frameworks:
-            words = [strategy_trials.CHILD, f"devices-of-{name}"]
-            result, found = children.run(words, _WHEN_ASKED, timeout_seconds)
-            if result == children.WORKS:
-                counted[name] = found
-                devices[name] = ", ".join(f"{kind}: {count}" for kind, count in found.items())
-            else:
-                broken[name] = found
-                devices[name] = f"does not start: {found}"
+            continue
+        words = [strategy_trials.CHILD, f"devices-of-{name}"]
+        result, found = strategy_trials.run(words, _WHEN_ASKED, timeout_seconds)
+        if result == strategy_trials.WORKS:
+            counted[name] = found
+            devices[name] = ", ".join(f"{kind}: {count}" for kind, count in found.items())
+        else:
+            broken[name] = found
+            devices[name] = f"does not start: {found}"
     trials = {}
     if try_strategies:
         trials = dict(strategy_trials.run_all(counted, timeout_seconds, on_start))
     backend, source = packages.keras_backend()
-    known = rules.Known(os.environ, machine.cores(), bool(gpus), counted, broken, backend)
     return Environment(
         machine=_machine(gpus),
         versions=versions,
         backend=f"{backend} (chosen by {source})",
         devices=devices,
         strategies=trials,
-        findings=check_results.found(rules.RULES, known),
+        findings=check_results.in_order(findings(backend, counted, broken, has_gpu=bool(gpus))),
     )
+
+
+def findings(
+    backend: str,
+    devices: Mapping[str, Mapping[str, int]],
+    broken: Mapping[str, str],
+    *,
+    has_gpu: bool,
+) -> Iterator[Finding]:
+    """Yield what prevents training, or leaves a GPU unused.
+
+    Args:
+        backend: Keras' backend.
+        devices: Of TensorFlow and JAX, by kind, where they start.
+        broken: Why they do not.
+        has_gpu: Whether there is one, used or not.
+    """
+    for package, supported in packages.wanted().items():
+        installed = packages.version(package)
+        if installed and not supported.contains(installed, prereleases=True):
+            problem = f"Version {installed} is installed, and kdpkit was tested with {supported}."
+            yield Finding("version", "wrong", package, problem, packages.install_hint(package))
+    if backend not in packages.BACKENDS:
+        problem = "kdpkit does not train on this backend of Keras."
+        remedy = "Set KERAS_BACKEND=tensorflow or KERAS_BACKEND=jax."
+        yield Finding("backend", "error", backend, problem, remedy)
+    elif not packages.version(backend):
+        problem = "It is Keras' backend, and is not installed."
+        yield Finding("backend", "error", backend, problem, packages.install_hint(backend))
+    for name, reason in broken.items():
+        remedy = f'Run `python -c "import {name}"` to see the complete error.'
+        yield Finding("does-not-start", "error", name, f"It does not start: {reason}", remedy)
+    is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip() in ("", "-1")
+    for name, found in devices.items():
+        if has_gpu and not is_hidden and not {"GPU", "CUDA"} & found.keys():
+            problem = (
+                "There is a GPU that it does not use: it was installed for the CPU, or does not "
+                "find CUDA's libraries."
+            )
+            extra = "and-cuda" if name == "tensorflow" else "cuda12"
+            remedy = packages.install_hint(f"{name}[{extra}]=={packages.version(name)}")
+            yield Finding("unused-gpu", "slow", name, problem, remedy)
 
 
 def _machine(gpus: str) -> dict[str, str]:
     """Return what there is, without a framework."""
-    memory = "not known"
-    with contextlib.suppress(AttributeError, ValueError):  # Windows has no `sysconf`
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        memory = f"{size / 2**30:.1f} GiB"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{platform.system()}, {platform.machine()}",
         "processor": f"{processor()}, {machine.cores()} cores",
-        "memory": memory,
+        "memory": f"{memory / 2**30:.1f} GiB",
         "GPU": gpus or "none that NVML finds (package nvidia-ml-py)",
         "TPU": machine.counted(machine.chips()),
     }
@@ -159,9 +177,9 @@ def _machine(gpus: str) -> dict[str, str]:
 
 def processor() -> str:
     """Return the processor's name."""
-    lines = _CPU_FILE.read_text(errors="replace").splitlines() if _CPU_FILE.exists() else []
+    lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, "") or platform.processor() or platform.machine()
+    return next(names, platform.machine())
 
 
 def _gpus() -> str:

@@ -4,17 +4,15 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import sys
 from pathlib import Path
 
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 BACKENDS = ("tensorflow", "jax")  # on which kdpkit trains
 _OTHER_BACKENDS = ("torch", "numpy", "openvino")
 _SHOWN = ("kdpkit", "numpy", "keras", "tensorflow", "tensorflow-text", "keras-hub", "jax", "jaxlib")
-_PYTHON = "Programming Language :: Python :: "
-_OWN_USE = ("test", "all")  # extras for kdpkit's own development
 # Distributions, some of another name, that bring a package.
 _DISTRIBUTIONS = {
     "keras": ("keras", "keras-nightly"),
@@ -55,36 +53,20 @@ def keras_backend() -> tuple[str, str]:
     return "tensorflow", "default"
 
 
-def install_hint(requirement: str) -> str:
+def install_hint(package: str) -> str:
     """Return a sentence with the command that installs a package, as kdpkit wants it.
 
-    >>> install_hint("numpy==2.1")
-    'Run `python -m pip install "numpy==2.1"`.'
+    >>> install_hint("torch==2.9")
+    'Run `python -m pip install "torch==2.9"`.'
     """
-    return f'Run `python -m pip install "{wanted().get(requirement, requirement)}"`.'
+    return f'Run `python -m pip install "{package}{wanted().get(package, "")}"`.'
 
 
-def wanted() -> dict[str, str]:
-    """Return what kdpkit and its extras for users ask for; nothing if it is not installed."""
-    if not version("kdpkit"):
-        return {}
-    extras = importlib.metadata.metadata("kdpkit").get_all("Provides-Extra") or []
-    names = ["", *(extra for extra in extras if extra not in _OWN_USE)]
-    return {
-        requirement.name: f"{requirement.name}{requirement.specifier}"
-        for requirement in map(Requirement, importlib.metadata.requires("kdpkit") or [])
-        if requirement.name != "kdpkit"
-        and (
-            requirement.marker is None
-            or any(requirement.marker.evaluate({"extra": name}) for name in names)
-        )
-    }
-
-
-def tested_pythons() -> list[str]:
-    """Return the versions of Python that kdpkit was tested on; none if it is not installed."""
-    if not version("kdpkit"):
-        return []
-    classifiers = importlib.metadata.metadata("kdpkit").get_all("Classifier") or []
-    ends = (classifier.removeprefix(_PYTHON) for classifier in classifiers)
-    return [end for end in ends if re.fullmatch(r"3\.\d+", end)]
+def wanted() -> dict[str, SpecifierSet]:
+    """Return the versions of packages that kdpkit works with; nothing if it is not installed."""
+    found: dict[str, SpecifierSet] = {}
+    for text in (importlib.metadata.requires("kdpkit") or []) if version("kdpkit") else []:
+        requirement = Requirement(text)
+        if requirement.name in _SHOWN and requirement.specifier:
+            found.setdefault(requirement.name, requirement.specifier)
+    return found

@@ -1,19 +1,28 @@
 """`kdpkit env --try`: two training steps with every strategy that this machine has.
 
-Each runs in processes of its own, under a time limit. By hand, to see all that one prints:
+Each runs in processes of its own, under a time limit, as TensorFlow and JAX may hang, or end the
+process that loads them. By hand, to see all that one prints:
 
     python -m kdpkit.diagnostics._env.strategy_trials mirrored
 """
 
 import functools
+import json
 import os
+import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from kdpkit.diagnostics._env import children
+from kdpkit import cluster, errors
+from kdpkit._internal import checks
 
 CHILD = "kdpkit.diagnostics._env.strategy_trials"
+WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
+HARMLESS = (WORKS, CANNOT)
+_SIGN = "kdpkit-report "  # begins the line in which a process reports
 _ALWAYS = {
     "JAX_DEFAULT_MATMUL_PRECISION": "highest",  # what is compared is float32
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",  # a GPU may be somebody else's, too
@@ -37,8 +46,8 @@ def run_all(
     """
     for name, words, variables in _programs(devices):
         on_start(name)
-        result, text = children.run(words, variables | _ALWAYS, timeout_seconds)
-        if result not in children.HARMLESS:
+        result, text = run(words, variables | _ALWAYS, timeout_seconds)
+        if result not in HARMLESS:
             command = " ".join(["python -m", *words]).replace(sys.executable, "python")
             text = f"{text.rstrip('.')}. `{command}` shows all that it prints."
         yield name, (result, text)
@@ -67,7 +76,64 @@ def _launched(name: str, gpus: int, *flags: str) -> tuple[str, list[str], dict[s
     return name, ["kdpkit", "launch", *flags, *each, "--", *child], {} if gpus else _CPU_ONLY
 
 
+def run(
+    words: Sequence[str], variables: Mapping[str, str], timeout_seconds: float
+) -> tuple[str, Any]:
+    """Run a module of kdpkit with these variables, in no cluster, and end it when the time is up.
+
+    What `kdpkit launch` started ends with it, however it ends.
+
+    Returns:
+        The result, and what the program returned, or why it does not work.
+    """
+    kept = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
+    quiet = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    try:
+        ended = subprocess.run(  # noqa: S603 this Python
+            [sys.executable, "-m", *words],
+            env=kept | quiet | dict(variables),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_seconds,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        limit = f"It did not end within {timeout_seconds:g} s. Allow it longer with --timeout."
+        return TIMED_OUT, limit
+    lines = [line.partition(_SIGN)[2] for line in ended.stdout.splitlines() if _SIGN in line]
+    reports = [json.loads(line) for line in lines]
+    for result, reason in reports:
+        if result != WORKS:
+            return result, _without_home(reason)
+    if ended.returncode or not reports:
+        last = [f": {line.strip(' .')}" for line in ended.stderr.splitlines() if line.strip()][-1:]
+        reason = f"It ended with exit code {ended.returncode}{''.join(last)}."
+        return FAILED, _without_home(reason)
+    return WORKS, reports[0][1]
+
+
+def _without_home(text: str) -> str:
+    return text.replace(str(Path.home()), "~")
+
+
 # In the processes that are started.
+
+
+def _report(work: Callable[[], Any]) -> int:
+    """Run something in the child process, print what came of it, and return the exit code."""
+    try:
+        found = WORKS, work()
+    except errors.InputError as error:
+        found = CANNOT, str(error)
+    except Exception as error:  # of any kind: what training raises is to be reported
+        traceback.print_exc()
+        found = FAILED, checks.reason_of(error)
+    sys.stdout.write(f"\n{_SIGN}{json.dumps(found)}\n")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return [WORKS, FAILED, CANNOT].index(found[0])
 
 
 def _trained_on_tensorflow(kind: str) -> str:
@@ -83,7 +149,7 @@ def _trained_on_tensorflow(kind: str) -> str:
     strategy = strategies.select_strategy(kind, devices=cpus)
     # A second batch of one example leaves replicas without any.
     data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(9)).batch(8)
-    train = functools.partial(_trained, data, has_gpu=bool(gpus), jit=False)
+    train = functools.partial(_trained, data, jit=False)
     one = train(tf.distribute.get_strategy())
     if kind != "one":
         _compare(train(strategy), one)
@@ -98,12 +164,12 @@ def _trained_on_jax() -> str:
 
     data = batches.ArrayBatches(testing.toy_classification(16), global_batch_size=8)
     mesh = sharding.DataParallel(jax.device_count())
-    train = functools.partial(_trained, data, has_gpu=False, jit=None)
+    train = functools.partial(_trained, data, jit=None)
     _compare(train(mesh), train(sharding.DataParallel(1)))
     return experiment.describe(mesh)
 
 
-def _trained(data: Any, strategy: Any, *, has_gpu: bool, jit: bool | None) -> Any:
+def _trained(data: Any, strategy: Any, *, jit: bool | None) -> Any:
     """Train a small model, both steps in one loop, and return its weights before and after."""
     import keras
     import numpy as np
@@ -113,9 +179,8 @@ def _trained(data: Any, strategy: Any, *, has_gpu: bool, jit: bool | None) -> An
     keras.utils.set_random_seed(0)
     layers = keras.layers
     with strategy.scope():
-        inner = [layers.Reshape((4, 1)), layers.LSTM(8)] if has_gpu else [layers.Dense(8, "relu")]
-        inner += [layers.Dropout(0.5), layers.Dense(3)]
-        model = keras.Sequential([keras.Input((4,)), *inner])
+        hidden = [layers.Dense(8, "relu"), layers.Dropout(0.5)]
+        model = keras.Sequential([keras.Input((4,)), *hidden, layers.Dense(3)])
     loop = TrainingLoop(
         model,
         optimizer=keras.optimizers.SGD(0.1, momentum=0.9),
@@ -164,6 +229,6 @@ def _work(name: str) -> str | dict[str, int]:
 
 
 if __name__ == "__main__":
-    exit_code = children.report(functools.partial(_work, sys.argv[1]))
+    exit_code = _report(functools.partial(_work, sys.argv[1]))
     if exit_code or sys.argv[1].startswith("devices"):
         os._exit(exit_code)  # without waiting for other processes, which would not end

@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 
 from kdpkit._internal import checks, machine
-from kdpkit.diagnostics import _require_keras
 
 HELP = "work out batches, steps, learning rates or memory of a run on several replicas"
 _REQUIRED = ("examples", "per_replica_batch_size", "base_learning_rate")
@@ -59,14 +58,13 @@ def run(args: argparse.Namespace) -> int:
     if missing := [name for name in _REQUIRED if getattr(args, name) is None]:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in missing)
         checks.fail(f"`kdpkit plan` needs {flags}, or --memory. See `kdpkit plan --help`.")
-    from kdpkit.diagnostics import _text
     from kdpkit.diagnostics._plan import training_plan
 
     names = {field.name for field in dataclasses.fields(training_plan.TrainingPlan)}
     settings = {name: value for name, value in vars(args).items() if name in names}
     counts = sorted({*args.replicas})
     plans = [training_plan.plan(**settings | {"replicas": count}) for count in counts]
-    _text.show(training_plan.Plans(plans), as_json=args.json)
+    print(training_plan.Plans(plans))
     return 0 if all(plan.clean for plan in plans) else 1
 
 
@@ -82,13 +80,11 @@ def _run_memory(args: argparse.Namespace) -> int:
         )
     (replicas,) = args.replicas
     machine.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
-    from kdpkit.diagnostics import _text
     from kdpkit.diagnostics._doctor import target as targets
 
     with targets.named(target) as make:
-        _require_keras.require()
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
         plan = diagnostics.plan_memory(make, memory=memory, replicas=replicas)
-    _text.show(plan, as_json=args.json)
+    print(plan)
     return 0 if plan.chosen else 1

@@ -11,7 +11,6 @@ from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
-from kdpkit.diagnostics import _text
 from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
 from kdpkit.training import TrainingLoop
 
@@ -91,15 +90,9 @@ class MemoryPlan:
         fitting = (use for use in self.uses if use.total <= self.memory)
         return min(fitting, key=self._cost, default=None)
 
-    def extra_computation(self, use: MemoryUse) -> float:
-        """Return how much more one computes than the same without `remat`, as a fraction."""
-        plain = next(each for each in self.uses if each.shard == use.shard and not each.remat)
-        return (use.operations - plain.operations) / max(plain.operations, 1.0)
-
     def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
         """Computation comes first, then what runs one after the other, then what is sent."""
-        extra = round(self.extra_computation(use), 1)  # less is no difference
-        return not use.equal, extra, use.remat, use.accumulation, _SHARDS.index(use.shard)
+        return not use.equal, use.remat, use.accumulation, _SHARDS.index(use.shard)
 
     @property
     def smallest(self) -> MemoryUse:
@@ -111,29 +104,14 @@ class MemoryPlan:
         """The lines of code to write for the one that is chosen."""
         return () if self.chosen is None else tuple(_lines(self.chosen, self.replicas))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the plan as plain values, for JSON."""
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        chosen = self.chosen
-        uses = [
-            dataclasses.asdict(use)
-            | {"total": use.total, "extra_computation": self.extra_computation(use)}
-            for use in self.uses
-        ]
-        return fields | {
-            "uses": uses,
-            "chosen": None if chosen is None else self.uses.index(chosen),
-            "lines": self.lines,
-        }
-
     def __str__(self) -> str:
         """Return a table and the lines to write, in at most 100 columns."""
         head = (
             f"{self.global_batch_size:,} examples on {self.replicas:,} replica"
             f"{'s' * (self.replicas > 1)}, {_mebibytes(self.memory)} MiB on each. In MiB:"
         )
-        heading = ("shard, K, remat", *_PARTS, "total", "fits", "extra")
-        table = _text.table([heading, *map(self._row, self.uses)])
+        heading = ("shard, K, remat", *_PARTS, "total", "fits")
+        table = check_results.table([heading, *map(self._row, self.uses)])
         is_marked = not all(use.equal for use in self.uses)
         notes = [check_results.wrapped(_WHY_NOT_EQUAL)] if is_marked else []
         return "\n\n".join([head, table, *notes, self._result()])
@@ -141,7 +119,7 @@ class MemoryPlan:
     def _row(self, use: MemoryUse) -> tuple[str, ...]:
         parts = [_mebibytes(getattr(use, part)) for part in (*_PARTS, "total")]
         fits = ("yes" if use.total <= self.memory else "no") + "*" * (not use.equal)
-        return (str(use), *parts, fits, f"{self.extra_computation(use):+.0%}")
+        return (str(use), *parts, fits)
 
     def _result(self) -> str:
         if self.chosen is None:

@@ -4,17 +4,18 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from kdpkit import scaling
 from kdpkit._internal import check_results, checks
-from kdpkit.diagnostics import _text
-from kdpkit.diagnostics._plan import rules
+from kdpkit._internal.check_results import Finding
 
 OPTIMIZERS = ("sgd", "adam")
 
-_NUMBERS = ("steps_per_epoch", "left_out", "total_steps", "warmup_steps")
 _COLUMNS = 4  # plans that fit side by side
+_FACTOR_WITHOUT_WARMUP = 8  # a rate that grows more at once is where Goyal et al. 2017 warm up
+_SHARE_LEFT_OUT = 0.05
+_GOYAL = "Goyal et al. 2017 (arXiv:1706.02677)"
+_MALLADI = "Malladi et al. 2022 (arXiv:2205.10287)"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +94,9 @@ class TrainingPlan:
         return min(round(self.warmup_epochs * self.steps_per_epoch), max(self.total_steps - 1, 0))
 
     @property
-    def findings(self) -> tuple[check_results.Finding, ...]:
+    def findings(self) -> tuple[Finding, ...]:
         """Where a rule leaves its range, or the run wastes data; the worst first."""
-        return check_results.found(rules.RULES, self)
+        return check_results.in_order(_findings(self))
 
     @property
     def clean(self) -> bool:
@@ -106,19 +107,40 @@ class TrainingPlan:
         """Return lines of at most 80 columns."""
         return str(Plans([self]))
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return settings and numbers as plain values, for JSON."""
-        return {
-            "clean": self.clean,
-            **dataclasses.asdict(self),
-            "global_batch_size": self.scale.global_batch_size,
-            "learning_rate": self.scale.learning_rate,
-            **{name: getattr(self, name) for name in _NUMBERS},
-            "findings": check_results.as_dicts(self.findings),
-        }
-
 
 plan = TrainingPlan
+
+
+def _findings(plan: TrainingPlan) -> Iterator[Finding]:
+    if not plan.steps_per_epoch:
+        size, each = plan.scale.global_batch_size, plan.examples // plan.replicas
+        problem = f"A global batch of {size:,} is larger than the data: {plan.examples:,} examples."
+        remedy = f"Use at most {plan.examples:,} replicas."
+        if each:
+            remedy = f"Use at most {each:,} examples per replica, or fewer replicas."
+        yield Finding("large-batch", "error", "batch size", f"{problem} No step is made.", remedy)
+    elif plan.left_out > _SHARE_LEFT_OUT * plan.examples:
+        problem = (
+            f"Each epoch leaves out {plan.left_out:,} of {plan.examples:,} examples "
+            f"({plan.left_out / plan.examples:.1%})."
+        )
+        remedy = "Use smaller batches, or pad the last (`pipelines.PipelineConfig`)."
+        yield Finding("dropped", "wrong", "last batch", problem, remedy)
+    if plan.rule != "linear":
+        return
+    if plan.replicas > _FACTOR_WITHOUT_WARMUP and not plan.warmup_steps:
+        problem = (
+            f"The linear rule multiplies the rate by {plan.replicas:,} from the first step on, "
+            "where training often diverges."
+        )
+        remedy = f"Warm up first: {_GOYAL} took 5 of 90 epochs."
+        yield Finding("linear-without-warmup", "wrong", "warmup", problem, remedy)
+    if plan.replicas > 1 and plan.optimizer == "adam":
+        problem = (
+            "The linear rule is meant for SGD. Adam divides by the size of the gradients, so its "
+            f"rate grows with the square root of the batch ({_MALLADI})."
+        )
+        yield Finding("linear-adam", "wrong", "rule", problem, "Use the rule 'sqrt'.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,19 +149,15 @@ class Plans:
 
     plans: Sequence[TrainingPlan]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return them as plain values, for JSON."""
-        return {"plans": [plan.to_dict() for plan in self.plans]}
-
     def __str__(self) -> str:
         """Return the settings, the table, and the findings."""
         starts = range(0, len(self.plans), _COLUMNS)
         tables = [_table(self.plans[start : start + _COLUMNS]) for start in starts]
         return "\n\n".join([_heading(self.plans[0]), *tables, *map(str, self._found())])
 
-    def _found(self) -> Iterator[check_results.Finding]:
+    def _found(self) -> Iterator[Finding]:
         """Return each kind of finding once, as it is for the most replicas that have it."""
-        alike: dict[tuple[str, str], list[tuple[int, check_results.Finding]]] = {}
+        alike: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
         for plan in self.plans:
             for finding in plan.findings:
                 alike.setdefault((finding.rule, finding.level), []).append((plan.replicas, finding))
@@ -164,7 +182,9 @@ def _heading(plan: TrainingPlan) -> str:
 def _table(plans: Sequence[TrainingPlan]) -> str:
     columns = [_numbers(plan) for plan in plans]
     names = dict.fromkeys(itertools.chain.from_iterable(columns))
-    return _text.table([(name, *(column.get(name, "-") for column in columns)) for name in names])
+    return check_results.table(
+        [(name, *(column.get(name, "-") for column in columns)) for name in names]
+    )
 
 
 def _numbers(plan: TrainingPlan) -> dict[str, str]:
