@@ -83,7 +83,6 @@ def test_ctrl_c_is_one_sentence_and_exit_code_130(tmp_path):
         ([], "the following arguments are required: TARGET"),
         (["--measure", "--tpu", "a.py"], "not allowed with argument --measure"),
         (["os:getcwd", "--measure"], "`model` must be a Keras model"),
-        (["train.py", "--workers", "0"], "`workers`"),
         (["os:getcwd"], "There is no `tf.data` pipeline to check."),
         (["--tpu", "nowhere.py"], "There is no such file: nowhere.py"),
         (["--tpu", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),

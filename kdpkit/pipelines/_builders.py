@@ -1,6 +1,5 @@
 """Complete input pipelines, with the stages in the right order."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,10 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines import _transforms
-from kdpkit.pipelines._counting import count_batches, require_dataset, require_no_repeat
-from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
+from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, rewriting
 from kdpkit.pipelines._padding import pad_to_global_batch
-from kdpkit.pipelines._tracing import rewriting
+from kdpkit.pipelines._stages import Stage, paths, require_dataset
+from kdpkit.pipelines._transforms import count_batches
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -23,7 +22,7 @@ class PipelineConfig:
     """How a pipeline keeps, shuffles and prepares its examples.
 
     Args:
-        cache: `"memory"`, the path of a directory (see `cache`), or None.
+        cache: Whether prepared examples are kept in memory after they were read once.
         shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
         seed: Fixes the order and the augmentation of every epoch.
         prefetch: Batches prepared ahead.
@@ -32,7 +31,7 @@ class PipelineConfig:
             `kdpkit.training`, since plain Keras weights its examples wrongly.
     """
 
-    cache: str | os.PathLike[str] | None = "memory"
+    cache: bool = True
     shuffle_buffer: int = 10_000
     seed: int = 0
     prefetch: int = tf.data.AUTOTUNE
@@ -80,7 +79,7 @@ def train_pipeline(
 
     Returns:
         A dataset of batches, of known length. If `keep` or the source hides it, the examples are
-        counted: while the cache fills, or with `cache=None` in an additional pass.
+        counted: while the cache fills, or with `cache=False` in an additional pass.
 
     Raises:
         ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
@@ -197,12 +196,15 @@ def _examples(
 ) -> tf.data.Dataset:
     """Filter, prepare and cache, then count; counting also fills the cache."""
     require_dataset("source", source)
-    require_no_repeat(source)
+    end = Stage(source)
+    repeats = any(stage.kind == "repeat" for stage, _ in paths(end))
+    if end.cardinality == tf.data.INFINITE_CARDINALITY or repeats:
+        _transforms.raise_endless("`source` repeats its examples")
     examples = source if keep is None else source.filter(keep)
     if prepare is not None:
         examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-    if config.cache is not None:
-        examples = examples.apply(_transforms.cache(config.cache))
+    if config.cache:
+        examples = examples.cache()
     count = count_batches(examples)
     if count == 0:
         checks.fail(

@@ -1,6 +1,5 @@
-"""Token sequences with little padding: packed documents, or batches of similar lengths."""
+"""Token sequences with little padding: packed documents."""
 
-from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 import tensorflow as tf
@@ -74,84 +73,18 @@ def pack_tokens(length: int, *, start: int, end: int, pad: int) -> Transform:
         return tokens[full:], tf.ensure_shape(sequences, [None, length])
 
     def apply(documents: tf.data.Dataset) -> tf.data.Dataset:
-        _require_vectors("pack_tokens", documents)
+        spec = documents.element_spec
+        if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) or (
+            spec.shape.rank != 1 or not spec.dtype.is_integer
+        ):
+            checks.fail(
+                "`pack_tokens` takes vectors of token ids.",
+                element_spec=spec,
+                remedy="`pipelines.tokenize(tokenizer)` makes them from lines.",
+            )
         nothing = tf.zeros([0], tf.int32)
         streams = documents.ragged_batch(_DOCUMENTS_AT_ONCE).map(closed, tf.data.AUTOTUNE)
         ended = streams.concatenate(tf.data.Dataset.from_tensors((nothing, True)))
         return ended.scan(nothing, split).unbatch()
 
     return apply
-
-
-def bucket_by_length(
-    boundaries: Sequence[int],
-    *,
-    global_batch_size: int,
-    replicas: int = 1,
-    pad: int = 0,
-    drop_remainder: bool = True,
-) -> Transform:
-    """Batch sequences of similar lengths, so there is little padding.
-
-    A sequence goes into the first bucket that it fits, and a bucket that is full becomes a batch.
-    There is one batch shape per bucket, each compiled once. The order of the batches depends only
-    on the order of the sequences.
-
-    Args:
-        boundaries: The maximum length of each bucket, increasing; its batches are padded to that.
-        global_batch_size: Examples in a batch, over all replicas.
-        replicas: Replicas that a batch is split over.
-        pad: Id that pads the sequences.
-        drop_remainder: Drop the sequences in buckets that are not full at the end. Otherwise they
-            become smaller batches, which `kdpkit.training` supports on any number of replicas.
-
-    Returns:
-        A stage from integer vectors of any length to `[global_batch_size, boundary]`. A sequence
-        that is longer than the last boundary raises `InvalidArgumentError`.
-
-    >>> ragged = tf.ragged.constant([[1], [1, 2, 3], [4], [5]])
-    >>> sequences = tf.data.Dataset.from_tensor_slices(ragged)
-    >>> for batch in sequences.apply(bucket_by_length([2, 4], global_batch_size=2, replicas=2)):
-    ...     print(batch.numpy().tolist())
-    [[1, 0], [4, 0]]
-    """
-    is_list = isinstance(boundaries, Iterable)
-    limits = [checks.integer("boundaries", one) for one in boundaries] if is_list else []
-    if not limits or sorted(set(limits)) != limits:
-        checks.fail("`boundaries` must be rising lengths, at least one.", boundaries=boundaries)
-    size, _ = checks.global_batch(global_batch_size, replicas)
-    longest = limits[-1]
-    problem = f"A sequence is longer than {longest}, the last of `boundaries`."
-
-    def checked(sequence: _Tokens) -> tf.Tensor:
-        dense = sequence.values if isinstance(sequence, tf.RaggedTensor) else sequence
-        check = tf.debugging.assert_less_equal(tf.size(dense), longest, problem)
-        with tf.control_dependencies([check]):
-            return tf.identity(dense)
-
-    def apply(sequences: tf.data.Dataset) -> tf.data.Dataset:
-        _require_vectors("bucket_by_length", sequences)
-        vectors = sequences.map(checked, tf.data.AUTOTUNE)
-        return vectors.bucket_by_sequence_length(
-            tf.size,
-            bucket_boundaries=[limit + 1 for limit in limits],
-            bucket_batch_sizes=[size] * (len(limits) + 1),
-            padded_shapes=[None],
-            padding_values=tf.constant(pad, vectors.element_spec.dtype),
-            pad_to_bucket_boundary=True,
-            drop_remainder=drop_remainder,
-        )
-
-    return apply
-
-
-def _require_vectors(stage: str, dataset: tf.data.Dataset) -> None:
-    spec = dataset.element_spec
-    if not isinstance(spec, tf.TensorSpec | tf.RaggedTensorSpec) or (
-        spec.shape.rank != 1 or not spec.dtype.is_integer
-    ):
-        checks.fail(
-            f"`{stage}` takes vectors of token ids.",
-            element_spec=spec,
-            remedy="`pipelines.tokenize(tokenizer)` makes them from lines.",
-        )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TypeAlias
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.pipelines._tracing import as_written
+from kdpkit.pipelines._epochs import as_written
 from kdpkit.pipelines._transforms import Transform
 
 if TYPE_CHECKING:

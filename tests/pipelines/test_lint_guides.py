@@ -92,7 +92,7 @@ def image_files_split_by_take_and_skip(files):
     return dataset.cache().shuffle(32).batch(8).prefetch(AUTOTUNE)
 
 
-@guide("unknown-length")
+@guide()
 def records_interleaved(files):
     names = Dataset.list_files(str(files / "*.tfrecord"))
     records = names.interleave(
@@ -110,7 +110,7 @@ def characters_cut_into_sequences(files):
     return pairs.shuffle(10_000).batch(20, drop_remainder=True).prefetch(AUTOTUNE)
 
 
-@guide("unknown-length")
+@guide()
 def windows_of_a_series(files):
     windows = Dataset.from_tensor_slices(np.zeros(400, "float32"))
     windows = windows.window(21, shift=1, drop_remainder=True)
