@@ -2,10 +2,10 @@
 
 `ArrayBatches` is a `keras.utils.PyDataset`, so `fit`, `evaluate` and `TrainingLoop` take it on
 every backend. It splits arrays, or a `Source` of examples, such as `from_datasets`, `from_parquet`,
-`from_images` and `from_grain` return. `pad_batch` pads a single batch.
+`from_images` and `from_grain` return.
 """
 
-from kdpkit.batches._array_batches import ArrayBatches, num_examples, pad_batch
+from kdpkit.batches._array_batches import ArrayBatches, num_examples
 from kdpkit.batches._sources import (
     Source,
     from_datasets,
@@ -22,5 +22,4 @@ __all__ = [
     "from_images",
     "from_parquet",
     "num_examples",
-    "pad_batch",
 ]

@@ -168,14 +168,7 @@ class ArrayBatches(keras.utils.PyDataset):
                 global_batch_size=self.global_batch_size,
                 remedy='Use smaller batches, or `remainder="pad"`.',
             )
-        steps = available if wanted is None else checks.integer("steps_per_epoch", wanted)
-        if steps > available:
-            checks.fail(
-                f"An epoch cannot have more batches than the data, which has {available}.",
-                steps_per_epoch=steps,
-                remedy="Train for more epochs instead.",
-            )
-        return steps
+        return checks.steps_per_epoch(wanted, available)
 
     def _check_processes(self) -> None:
         count = self.process_count
@@ -196,32 +189,6 @@ class ArrayBatches(keras.utils.PyDataset):
                 process_count=count,
                 remedy='Use a multiple of the processes, and `remainder="pad"` or `"drop"`.',
             )
-
-
-def pad_batch(batch: Batch, global_batch_size: int, *, mode: str = "train") -> Batch:
-    """Pad a batch of numpy arrays to `global_batch_size`; `pad_to_global_batch` without tf.data.
-
-    If the examples of a batch interact, as in training with BatchNormalization, padding is not
-    exact.
-
-    Args:
-        batch: Inputs `x`, `(x, y)`, or `(x, y, sample_weight)`, each any nest of arrays.
-        global_batch_size: Examples in the padded batch.
-        mode: `"train"` or `"eval"`, as in `kdpkit.scaling.padded_examples`.
-
-    Returns:
-        `(x, y, sample_weight)`, with `y` None if there was none. Existing weights are multiplied.
-
-    Raises:
-        ValueError: There are more examples than that, or none at all.
-
-    >>> x, _, weight = pad_batch(np.array([5.0, 6.0]), 4)
-    >>> x.tolist(), weight.tolist()
-    ([5.0, 6.0, 6.0, 6.0], [2.0, 2.0, 0.0, 0.0])
-    """
-    batch = _as_batch(batch)
-    source, weights = scaling.padded_examples(num_examples(batch), global_batch_size, mode=mode)
-    return _weighted(_taken(batch, [*source]), weights)
 
 
 def num_examples(batch: Nest) -> int:

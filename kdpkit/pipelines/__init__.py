@@ -9,16 +9,14 @@ any pipeline from its stages, and `measure` times each stage.
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.pipelines._lint import lint
 from kdpkit.pipelines._measure import PipelineReport, measure
-from kdpkit.pipelines._packing import pack_tokens
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
 from kdpkit.pipelines._sources import interleave_files, tfrecords
-from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, tokenize
+from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, pack_tokens, tokenize
 from kdpkit.pipelines._transforms import (
     Transform,
     auto_shard,
     batch_for,
     cache,
-    chain,
     count_batches,
     filter_by,
     longer_than,
@@ -33,7 +31,6 @@ __all__ = [
     "auto_shard",
     "batch_for",
     "cache",
-    "chain",
     "count_batches",
     "eval_pipeline",
     "filter_by",

@@ -25,7 +25,6 @@ class PipelineConfig:
         cache: Whether prepared examples are kept in memory after they were read once.
         shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
         seed: Fixes the order and the augmentation of every epoch.
-        prefetch: Batches prepared ahead.
         remainder: What happens to a smaller last training batch: `"drop"` removes it, `"pad"` pads
             it (see `pad_to_global_batch`), `"keep"` keeps it: on several replicas only with
             `kdpkit.training`, since plain Keras weights its examples wrongly.
@@ -34,7 +33,6 @@ class PipelineConfig:
     cache: bool = True
     shuffle_buffer: int = 10_000
     seed: int = 0
-    prefetch: int = tf.data.AUTOTUNE
     remainder: str = "drop"
 
     def __post_init__(self) -> None:
@@ -42,8 +40,6 @@ class PipelineConfig:
         if checks.integer("seed", self.seed, minimum=0) >= 1 << 63:
             checks.fail("`seed` must be below 2**63.", seed=self.seed)
         checks.one_of("remainder", self.remainder, _REMAINDERS)
-        if self.prefetch != tf.data.AUTOTUNE:
-            checks.integer("prefetch", self.prefetch)
 
 
 def train_pipeline(
@@ -92,7 +88,7 @@ def train_pipeline(
     """
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
     examples = _examples(source, config, keep, prepare)
-    batches = _epoch_length(count_batches(examples.apply(batched)), steps_per_epoch)
+    batches = checks.steps_per_epoch(steps_per_epoch, count_batches(examples.apply(batched)))
     buffer_size = min(config.shuffle_buffer, count_batches(examples))
     counter = EpochCounter(batches=batches)
     fresh = augment and rewriting()(augment)
@@ -109,7 +105,7 @@ def train_pipeline(
         )
 
     return TrainDataset(
-        untuned(counter.dataset(one_epoch, prefetch=config.prefetch)),
+        untuned(counter.dataset(one_epoch, prefetch=tf.data.AUTOTUNE)),
         counter,
         global_batch_size=global_batch_size,
         seed=config.seed,
@@ -134,7 +130,7 @@ def eval_pipeline(
 
     Args:
         source: A finite dataset of single examples.
-        config: Its `cache` and `prefetch`; see `PipelineConfig`.
+        config: Its `cache`; see `PipelineConfig`.
         global_batch_size: Examples in a batch, over all replicas.
         replicas: Replicas that a batch is split over evenly.
         keep: A predicate on an example; only examples for which it is true are kept.
@@ -152,20 +148,7 @@ def eval_pipeline(
     """
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
     batches = _examples(source, config, keep, prepare).apply(batched)
-    return untuned(batches.prefetch(config.prefetch))
-
-
-def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
-    if steps_per_epoch is None:
-        return available
-    steps = checks.integer("steps_per_epoch", steps_per_epoch)
-    if steps > available:
-        checks.fail(
-            f"An epoch cannot have more batches than the data, which has {available}.",
-            steps_per_epoch=steps,
-            remedy="Train for more epochs instead.",
-        )
-    return steps
+    return untuned(batches.prefetch(tf.data.AUTOTUNE))
 
 
 def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> tf.data.Dataset:
@@ -185,7 +168,8 @@ def _batching(
     batched = _transforms.batch_for(global_batch_size, replicas=replicas, drop_remainder=drop)
     if remainder != "pad":
         return batched
-    return _transforms.chain(batched, pad_to_global_batch(global_batch_size, mode=mode))
+    padded = pad_to_global_batch(global_batch_size, mode=mode)
+    return lambda examples: examples.apply(batched).apply(padded)
 
 
 def _examples(

@@ -1,4 +1,4 @@
-"""Single stages: functions from dataset to dataset, for `Dataset.apply` and `chain`."""
+"""Single stages: functions from dataset to dataset, for `Dataset.apply`."""
 
 from collections.abc import Callable
 from typing import Any, NoReturn, TypeAlias
@@ -15,22 +15,6 @@ _POLICIES = {
     "file": tf.data.experimental.AutoShardPolicy.FILE,
     "off": tf.data.experimental.AutoShardPolicy.OFF,
 }
-
-
-def chain(*transforms: Transform) -> Transform:
-    """Combine stages into one, applied from left to right.
-
-    >>> stage = chain(shuffle(4, seed=1), batch_for(2))
-    >>> tf.data.Dataset.range(4).apply(stage).element_spec.shape
-    TensorShape([2])
-    """
-
-    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        for transform in transforms:
-            dataset = dataset.apply(transform)
-        return dataset
-
-    return apply
 
 
 def filter_by(predicate: Callable[..., Any]) -> Transform:

@@ -58,7 +58,7 @@ def step(weights, x):
 random = np.random.default_rng(0)
 weights = [random.normal(0, 0.1, (128, 128)).astype("float32") for _ in range(16)]
 weights = jax.device_put(weights, sharding.replicated(mesh))
-x = sharding.shard_batch(np.ones((2048, 128), "float32"), mesh)
+x = sharding.place_batch(np.ones((2048, 128), "float32"), mesh)
 for _ in range(200):
     weights = step(weights, x)
 print("finite:", np.isfinite(weights[0]).all())
