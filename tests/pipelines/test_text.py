@@ -184,6 +184,12 @@ def test_packed_sequences_hold_every_token_in_order_and_only_the_last_has_paddin
     assert len(sequences) == -(-len(wanted) // (length - 2))
 
 
+def test_documents_of_one_known_length_are_packed_too():
+    documents = tf.data.Dataset.from_tensor_slices([[5, 6], [7, 8]])
+    stage = pipelines.pack_tokens(5, start=CLS, end=SEP, pad=PAD)
+    assert [[*one.numpy()] for one in documents.apply(stage)] == [[2, 5, 6, 3, 3], [2, 7, 8, 3, 0]]
+
+
 def test_what_cannot_be_packed_gets_one_sentence():
     with pytest.raises(ValueError, match="`length` must be.*length=2"):
         pipelines.pack_tokens(2, start=1, end=2, pad=0)
