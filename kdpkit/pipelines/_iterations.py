@@ -50,13 +50,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
             remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, which "
             "`kdpkit.pipelines.count_batches` can count, or `.repeat()` if the dataset never ends.",
         )
-    optimized = dataset.options().experimental_optimization
-    is_plain = False in (
-        optimized.apply_default_optimizations,
-        optimized.shuffle_and_repeat_fusion,
-        optimized.noop_elimination,
-    )
-    replay = _Replay(rewriting(), is_optimized=not is_plain)
+    replay = _Replay(rewriting())
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
         return replay.of(end, (_Level(epoch),), skipped).enumerate(skipped)
@@ -146,6 +140,9 @@ def _require_an_order(stages: list[Stage]) -> None:
 
 def _require_known_repeats(end: Stage) -> None:
     """Raise where it is not known how often a `repeat` starts a `shuffle` in an epoch."""
+    optimized = end.dataset.options().experimental_optimization
+    is_plain = False in (optimized.apply_default_optimizations, optimized.noop_elimination)
+    is_plain |= optimized.shuffle_and_repeat_fusion is False
     for stage, after in paths(end):
         if stage.kind != "repeat" or not any(one.reshuffles for one in _all(stage)):
             continue
@@ -153,7 +150,7 @@ def _require_known_repeats(end: Stage) -> None:
             is_known = all(one.cardinality == tf.data.INFINITE_CARDINALITY for one in (end, *after))
         else:
             is_known = all(one.kind in _DRAINING for one in after)
-        if not is_known:
+        if is_plain or not is_known:
             _reject(
                 stage,
                 "starts `shuffle` again in an epoch, and how often depends on what is read ahead",
@@ -196,14 +193,10 @@ class _Replay:
 
     Args:
         traced: Returns a user's function as it is to be traced.
-        is_optimized: Whether TensorFlow fuses stages.
     """
 
-    def __init__(
-        self, traced: Callable[[Callable[..., Any]], Callable[..., Any]], *, is_optimized: bool
-    ) -> None:
+    def __init__(self, traced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._traced = traced
-        self._is_optimized = is_optimized
 
     def of(self, stage: Stage, levels: _Levels, skip: tf.Tensor | None = None) -> tf.data.Dataset:
         """Return an iteration of a stage, from the element after those that are skipped."""
@@ -235,7 +228,7 @@ class _Replay:
         count = stage.setting("count")
         starts = tf.data.Dataset.counter() if count < 0 else tf.data.Dataset.range(count)
         # TensorFlow fuses it with a `shuffle`, and drops it where the count is 1.
-        is_fused = self._is_optimized and (count == 1 or stage.inputs[0].kind == "shuffle")
+        is_fused = count == 1 or stage.inputs[0].kind == "shuffle"
 
         @as_written
         def start(index: tf.Tensor) -> tf.data.Dataset:

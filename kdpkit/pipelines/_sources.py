@@ -84,7 +84,7 @@ def _matching(pattern: Paths) -> list[str]:
     if not several:
         checks.fail("`pattern` names no file.", pattern=pattern)
     files: list[str] = []
-    for part in map(storage.require_tensorflow, several):
+    for part in map(os.fspath, map(storage.path, several)):
         with storage.reporting(part):
             found = sorted(tf.io.gfile.glob(part))
         if not found:

@@ -63,7 +63,6 @@ DATASETS = {
     "one repeat": lambda: shuffled().batch(2).repeat(1),
     "repeats": lambda: shuffled().batch(2).repeat(3).repeat(2).shuffle(3, seed=2).repeat(2),
     "repeat of options": lambda: shuffled().with_options(tf.data.Options()).repeat(2).batch(3),
-    "not optimized": lambda: shuffled().repeat(2).batch(3).repeat(1).with_options(unoptimized()),
     "taken": lambda: shuffled().batch(3).take(2).repeat(2),
 }
 
@@ -98,6 +97,7 @@ def test_an_endless_dataset_goes_on_from_any_batch():
         lambda: shuffled().batch(3).repeat(3).take(8),
         lambda: Dataset.zip((ENDLESS(), Dataset.range(9))),
         lambda: Dataset.zip((shuffled().repeat(3), Dataset.range(12))),
+        lambda: shuffled().repeat(3).batch(3).with_options(unoptimized()),
     ],
 )
 def test_what_stops_reading_a_repeat_raises(make):
