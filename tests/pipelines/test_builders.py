@@ -172,6 +172,8 @@ def test_bad_arguments_get_one_sentence(build, arguments, sentence):
 
 
 def test_bad_settings_and_epochs_longer_than_the_data_raise():
+    with pytest.raises(ValueError, match="`cache` must be one of True, False.*'directory'"):
+        PipelineConfig(cache="directory")
     with pytest.raises(ValueError, match="`shuffle_buffer` must be a non-negative"):
         PipelineConfig(shuffle_buffer=-1)
     with pytest.raises(ValueError, match=r"`seed` must be below 2\*\*63"):
