@@ -1,4 +1,4 @@
-"""Batch sizes, shards and learning rates for R replicas instead of one device.
+"""Batch sizes, parts of batches and learning rates for R replicas instead of one device.
 
 Plain integers and floats, so every input pipeline and both backends follow the same rules.
 """
@@ -42,51 +42,12 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
     return tuple(min(shard, max(0, size - index * shard)) for index in range(replicas))
 
 
-def shard_indices(examples: int, shards: int, index: int, *, remainder: str = "balance") -> range:
-    """Return the examples that one of several processes reads.
-
-    Shards are contiguous and in order. Processes that train synchronously need equal shards
-    (`"drop"`): with `"balance"` some run out of examples first.
-
-    >>> [list(shard_indices(5, 2, index)) for index in range(2)]
-    [[0, 1, 2], [3, 4]]
-    >>> [list(shard_indices(5, 2, index, remainder="drop")) for index in range(2)]
-    [[0, 1], [2, 3]]
-
-    Args:
-        examples: Total number of examples.
-        shards: Number of shards, usually the number of processes.
-        index: The shard wanted, from 0 to `shards - 1`.
-        remainder: `"balance"`: sizes differ by at most one, and the first shards are the larger
-            ones. `"drop"`: equal sizes, without the last `examples % shards` examples.
-
-    Returns:
-        Example indices in reading order; with fewer examples than shards some are empty.
-
-    Raises:
-        ValueError: A count or index out of range, or an unknown `remainder`.
-    """
-    examples = checks.integer("examples", examples, minimum=0)
-    shards = checks.integer("shards", shards)
-    index = checks.integer("index", index, minimum=0)
-    checks.one_of("remainder", remainder, ("balance", "drop"))
-    if index >= shards:
-        checks.fail(
-            "`index` must be less than `shards`; the first shard is 0.", index=index, shards=shards
-        )
-    size, left = divmod(examples, shards)
-    if remainder == "drop":
-        left = 0
-    start = index * size + min(index, left)
-    return range(start, start + size + (index < left))
-
-
 def padded_examples(
     examples: int, global_batch_size: int, *, mode: str = "train"
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
     """Return the index and the weight of each example in a padded batch.
 
-    `kdpkit.pipelines.pad_to_global_batch` and `kdpkit.batches.pad_batch` follow this rule.
+    `pad_to_global_batch` of the pipelines and `ArrayBatches(remainder="pad")` follow this rule.
 
     Args:
         examples: Number of real examples.
@@ -135,13 +96,14 @@ class ScalePlan:
 
     With `accumulation=K` (Keras' `gradient_accumulation_steps`) the optimizer averages the
     gradients of K batches into one update. Keras advances a schedule with every batch, not with
-    every update, so build schedules with `total_steps`, not `updates`:
+    every update, so build schedules with `total_steps`. Update u (from 0) has the rate of the
+    schedule at its last batch, `u * K + K - 1`:
 
     >>> plan = dataclasses.replace(plan, accumulation=2)
-    >>> plan.effective_batch_size, plan.learning_rate
-    (256, 0.0008)
-    >>> plan.total_steps(10_000, epochs=3), plan.updates(10_000, epochs=3)
-    (234, 117)
+    >>> plan.global_batch_size, plan.learning_rate
+    (128, 0.0008)
+    >>> plan.total_steps(10_000, epochs=3)
+    234
 
     Args:
         replicas: Number of replicas that train synchronously.
@@ -175,11 +137,6 @@ class ScalePlan:
     def global_batch_size(self) -> int:
         """Examples in one batch of the pipeline, over all replicas."""
         return self.replicas * self.per_replica_batch_size
-
-    @property
-    def effective_batch_size(self) -> int:
-        """Examples per update of the weights, including accumulated batches."""
-        return self.global_batch_size * self.accumulation
 
     @property
     def factor(self) -> int:
@@ -226,28 +183,6 @@ class ScalePlan:
         epochs = checks.integer("epochs", epochs)
         return epochs * self.steps_per_epoch(examples, drop_remainder=drop_remainder)
 
-    def updates(self, examples: int, *, epochs: int, drop_remainder: bool = True) -> int:
-        """Return the updates of the weights in a run: `total_steps // accumulation`.
-
-        Keras continues to accumulate across epochs, so only the run's last `total_steps %
-        accumulation` batches never reach the weights. An update uses the schedule's rate at its
-        last batch: update u (from 0) applies `schedule(u * accumulation + accumulation - 1)`.
-
-        The arguments are those of `total_steps`.
-
-        Raises:
-            ValueError: The run ends before its first update.
-        """
-        steps = self.total_steps(examples, epochs=epochs, drop_remainder=drop_remainder)
-        if steps < self.accumulation:
-            checks.fail(
-                "The run ends before the first update of the weights.",
-                steps=steps,
-                accumulation=self.accumulation,
-                remedy="Train for more epochs, or accumulate fewer batches.",
-            )
-        return steps // self.accumulation
-
 
 def scale_learning_rate(base: float, *, factor: float, rule: str = "linear") -> float:
     """Scale a learning rate for batches that are `factor` times larger.
@@ -262,7 +197,7 @@ def scale_learning_rate(base: float, *, factor: float, rule: str = "linear") -> 
         rule: `"linear"` multiplies by `factor` (Goyal et al. 2017, "Accurate, Large Minibatch
             SGD", arXiv:1706.02677), usual for SGD and with warmup. `"sqrt"` multiplies by its
             square root (Krizhevsky 2014, arXiv:1404.5997; Hoffer et al. 2017, arXiv:1705.08741),
-            usual for Adam; `scale_adam` adjusts the moments with it. `"none"` keeps `base`.
+            usual for Adam. `"none"` keeps `base`.
 
     Raises:
         ValueError: A rate or factor that is not positive, or an unknown rule.
@@ -273,68 +208,5 @@ def scale_learning_rate(base: float, *, factor: float, rule: str = "linear") -> 
     return base * {"linear": factor, "sqrt": math.sqrt(factor), "none": 1.0}[rule]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class AdamScaling:
-    """Adam's settings for a larger batch: `keras.optimizers.Adam(**dataclasses.asdict(scaling))`.
-
-    `scale_adam` returns them; the names are those of Keras' arguments.
-    """
-
-    learning_rate: float
-    beta_1: float
-    beta_2: float
-    epsilon: float
-
-
-def scale_adam(
-    learning_rate: float,
-    *,
-    factor: float,
-    beta_1: float = 0.9,
-    beta_2: float = 0.999,
-    epsilon: float = 1e-7,
-) -> AdamScaling:
-    """Scale all of Adam's settings for batches that are `factor` times larger.
-
-    The square-root rule of Malladi et al. 2022, "On the SDEs and Scaling Rules for Adaptive
-    Gradient Algorithms" (arXiv:2205.10287): the rate times `sqrt(factor)`, `1 - beta` times
-    `factor`, epsilon divided by `sqrt(factor)`. Train `factor` times fewer steps with it.
-
-    >>> scaled = scale_adam(1e-3, factor=4)
-    >>> print(f"{scaled.learning_rate:.4f} {scaled.beta_1:.3f} {scaled.beta_2:.3f}")
-    0.0020 0.600 0.996
-
-    Args:
-        learning_rate: Rate that suits the smaller batch.
-        factor: Ratio of the new to the old batch size.
-        beta_1: Decay of the first moment at the smaller batch, at least 0 and below 1.
-        beta_2: Decay of the second moment at the smaller batch, at least 0 and below 1.
-        epsilon: Adam's epsilon at the smaller batch.
-
-    Raises:
-        ValueError: A setting out of its range, or a factor that pushes a beta out of [0, 1).
-    """
-    root = math.sqrt(checks.number("factor", factor, above=0))
-    return AdamScaling(
-        learning_rate=checks.number("learning_rate", learning_rate, above=0) * root,
-        beta_1=_scaled_beta("beta_1", beta_1, factor),
-        beta_2=_scaled_beta("beta_2", beta_2, factor),
-        epsilon=checks.number("epsilon", epsilon, above=0) / root,
-    )
-
-
 def _ceil_divide(dividend: int, divisor: int) -> int:
     return -(-dividend // divisor)
-
-
-def _scaled_beta(name: str, beta: float, factor: float) -> float:
-    beta = checks.number(name, beta, minimum=0, below=1)
-    # 1 - factor * (1 - beta), in an order in which the largest factor gives exactly 0.
-    scaled = 1 - factor + factor * beta
-    if not 0 <= scaled < 1:
-        checks.fail(
-            f"The factor moves `{name}` out of [0, 1).",
-            **{"factor": factor, name: beta},
-            remedy=f"With this {name} the factor must be at most {1 / (1 - beta):.6g}.",
-        )
-    return scaled

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 Rate: TypeAlias = LearningRateSchedule | float
 
-SHAPES = ("linear", "cosine", "sqrt")
-
 
 class _Schedule(LearningRateSchedule):
     """A schedule whose config is its constructor's arguments, other schedules among them."""
@@ -133,6 +131,11 @@ class JoinedSchedule(_Schedule):
     >>> preview(JoinedSchedule([4.0, decay], [2]), 6).tolist()
     [4.0, 4.0, 1.0, 0.5, 0.0, 0.0]
 
+    Warmup, a stable rate, and decay over the last steps (Hägele et al. 2024, arXiv:2405.18392):
+
+    >>> preview(JoinedSchedule([LinearWarmup(1.0, 2), decay], [4]), 7).tolist()
+    [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+
     Args:
         schedules: The schedules in order; a number stands for a constant rate.
         boundaries: The steps at which the second and later ones take over, increasing.
@@ -169,104 +172,6 @@ class JoinedSchedule(_Schedule):
             later = _rate(schedule, ops.maximum(step - boundary, 0))
             rate = ops.where(step < boundary, rate, later)
         return rate
-
-
-@keras.saving.register_keras_serializable(package="kdpkit")
-class WarmupStableDecay(_Schedule):
-    """Warms up to a peak, stays there, and decays over the last steps.
-
-    The rate is `peak * s / warmup_steps` at step `s < warmup_steps`, then `peak` up to and with
-    step `total_steps - decay_steps`. From there, with `t` rising from 0 to 1 at step
-    `total_steps`, it falls from `peak` to `end_learning_rate`, where it stays: along `1 - t`
-    ("linear"), `(1 + cos(pi t)) / 2` ("cosine") or `1 - sqrt(t)` ("sqrt"; Hägele et al. 2024,
-    arXiv:2405.18392).
-
-    >>> schedule = WarmupStableDecay(1.0, total_steps=8, warmup_steps=2, decay_steps=4)
-    >>> preview(schedule, 10).tolist()
-    [0.0, 0.5, 1.0, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
-
-    Args:
-        peak: The highest rate.
-        total_steps: Length of the schedule in steps, warmup and decay included.
-        warmup_steps: Steps of linear warmup from 0; 0 starts at the peak.
-        decay_steps: Steps of the decay.
-        end_learning_rate: Rate from step `total_steps` on, at most `peak`.
-        shape: `"linear"`, `"cosine"` or `"sqrt"`.
-
-    Raises:
-        ValueError: Steps that do not fit into `total_steps`, a rate out of range, or an unknown
-            shape.
-    """
-
-    def __init__(
-        self,
-        peak: float,
-        *,
-        total_steps: int,
-        warmup_steps: int,
-        decay_steps: int,
-        end_learning_rate: float = 0.0,
-        shape: str = "linear",
-    ) -> None:
-        super().__init__()
-        self.peak, self.end_learning_rate = _falling_rates(peak, end_learning_rate)
-        self.total_steps = checks.integer("total_steps", total_steps)
-        self.warmup_steps = checks.integer("warmup_steps", warmup_steps, minimum=0)
-        self.decay_steps = checks.integer("decay_steps", decay_steps)
-        self.shape = checks.one_of("shape", shape, SHAPES)
-        if self.warmup_steps + self.decay_steps > self.total_steps:
-            checks.fail(
-                "Warmup and decay together are longer than the schedule.",
-                warmup_steps=self.warmup_steps,
-                decay_steps=self.decay_steps,
-                total_steps=self.total_steps,
-                remedy=f"They leave room from `total_steps={self.warmup_steps + self.decay_steps}`"
-                " on.",
-            )
-
-    def _rate_at(self, step: Any) -> Any:
-        into_decay = ops.maximum(step - (self.total_steps - self.decay_steps), 0)
-        done = ops.minimum(_float(into_decay) / self.decay_steps, 1)
-        if self.shape == "cosine":
-            left = (1 + ops.cos(np.pi * done)) / 2
-        else:
-            left = 1 - (ops.sqrt(done) if self.shape == "sqrt" else done)
-        # In this form both ends are exact in float32.
-        rate = left * self.peak + (1 - left) * self.end_learning_rate
-        warming = self.peak * _float(step) / max(self.warmup_steps, 1)
-        return ops.where(step < self.warmup_steps, warming, rate)
-
-
-@keras.saving.register_keras_serializable(package="kdpkit")
-class NoamDecay(_Schedule):
-    """Warms up along a line, then decays with the inverse square root of the step.
-
-    The rate is `scale * model_dim**-0.5 * min(s**-0.5, s * warmup_steps**-1.5)` with
-    `s = max(step, 1)`: the schedule of Vaswani et al. 2017, "Attention Is All You Need"
-    (arXiv:1706.03762), highest at step `warmup_steps`.
-
-    >>> preview(NoamDecay(4, warmup_steps=4, scale=8.0), 17)[[0, 1, 2, 4, 16]].round(5).tolist()
-    [0.5, 0.5, 1.0, 2.0, 1.0]
-
-    Args:
-        model_dim: Width of the model, the size of its hidden states.
-        warmup_steps: Length of the warmup in steps, at least one.
-        scale: Factor on the rate.
-
-    Raises:
-        ValueError: A width, a length or a scale that is not positive.
-    """
-
-    def __init__(self, model_dim: int, warmup_steps: int, scale: float = 1.0) -> None:
-        super().__init__()
-        self.model_dim = checks.integer("model_dim", model_dim)
-        self.warmup_steps = checks.integer("warmup_steps", warmup_steps)
-        self.scale = checks.number("scale", scale, above=0)
-
-    def _rate_at(self, step: Any) -> Any:
-        step = _float(ops.maximum(step, 1))
-        shape = ops.minimum(1 / ops.sqrt(step), step * self.warmup_steps**-1.5)
-        return self.scale * self.model_dim**-0.5 * shape
 
 
 def warmup_polynomial(

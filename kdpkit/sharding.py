@@ -3,7 +3,7 @@
 A program under `jax.jit` sees the global batch, and XLA splits the work, so means, batch statistics
 and dropout masks equal those of one device on any number of devices. Only the arrays have to be
 placed: variables on every device, batches sharded along their examples. `DataParallel` does that
-for Keras' `fit`, `kdpkit.training.TrainingLoop` does it itself, and `replicated` and `shard_batch`
+for Keras' `fit`, `kdpkit.training.TrainingLoop` does it itself, and `replicated` and `by_examples`
 are for your own loop.
 """
 
@@ -35,7 +35,6 @@ __all__ = [
     "place_batch",
     "place_batches",
     "replicated",
-    "shard_batch",
     "split_examples",
     "tpu_devices",
 ]
@@ -326,33 +325,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
 
 
 def by_examples(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that splits an array along its first axis, the examples."""
-    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    """Return the sharding that splits an array along its first axis, the examples.
 
+    The devices have to divide the examples.
 
-def shard_batch(batch: Any, mesh: Mesh) -> Any:
-    """Put a batch on the devices of a mesh, sharded along its examples.
-
-    `kdpkit.batches.pad_batch` pads a batch that the devices do not divide.
-
-    Args:
-        batch: A nest of arrays with the same number of examples.
-        mesh: From `data_mesh`.
-
-    Returns:
-        The same nest of `jax.Array`s.
-
-    Raises:
-        ValueError: The devices do not divide the examples, or parts of the batch have different
-            numbers of examples, or none.
-
-    >>> import numpy as np
-    >>> x, y = shard_batch((np.arange(4.0), np.arange(4)), data_mesh(2))
-    >>> x.shape, [shard.data.shape for shard in x.addressable_shards]
-    ((4,), [(2,), (2,)])
+    >>> x = jax.device_put(np.arange(4.0), by_examples(data_mesh(2)))
+    >>> [shard.data.shape for shard in x.addressable_shards]
+    [(2,), (2,)]
     """
-    checks.global_batch(num_examples(batch), mesh.size)
-    return jax.device_put(batch, by_examples(mesh))
+    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:

@@ -4,7 +4,6 @@ import os
 import pathlib
 import random
 import resource
-import shutil
 import warnings
 
 import keras
@@ -50,10 +49,7 @@ def test_the_newest_are_kept_and_the_order_is_that_of_training(tmp_path):
     directory = CheckpointDirectory(tmp_path, keep=2)
     for position in [(0, 9), (0, 10), (1, 0), (10, 0)]:
         directory.save(state(*position))
-    assert [path.name for path in directory.paths()] == [
-        "state-000010-000000000.npz",
-        "state-000001-000000000.npz",
-    ]
+    assert [path.name[6:12] for path in directory.paths()] == ["000010", "000001"]
     assert CheckpointDirectory(tmp_path).latest().position.epoch == 10
 
 
@@ -63,76 +59,41 @@ def content_of(found):
     return repr((found.position, found.notes, sorted(arrays.items())))
 
 
-def flipped(draw, content):
-    damaged = bytearray(content)
-    damaged[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
-    return bytes(damaged)
-
-
-def cut(draw, content):
-    return content[: draw.randrange(len(content))]
-
-
-def torn(draw, content):
-    """What a crash leaves of blocks that were never written, or written twice."""
-    start, size = draw.randrange(len(content)), draw.choice([1, 16, 512])
-    stop = min(start + size, len(content))
-    source = draw.randrange(len(content))
-    other = (content * 2)[source : source + stop - start]
-    block = draw.choice([bytes(stop - start), other, draw.randbytes(stop - start)])
-    return content[:start] + block + content[stop:]
-
-
 @pytest.mark.tensorflow  # once: files are the same on both backends
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(30))
 def test_no_damaged_state_is_read_as_another_or_ends_the_run(seed, tmp_path):
     weights = {"weight": np.arange(20.0), "bias": np.arange(3).astype(ml_dtypes.bfloat16)}
     directory, draw = CheckpointDirectory(tmp_path), random.Random(seed)
     older, newest = state(0, 1, **weights), state(0, 2, **weights)
     directory.save(older)
     path = directory.save(newest)
-    path.write_bytes(draw.choice([flipped, flipped, cut, torn])(draw, path.read_bytes()))
+    content, at, size = bytearray(path.read_bytes()), draw.random(), draw.choice([1, 16, 512])
+    first = int(at * len(content))
+    if seed % 3 == 0:
+        del content[first:]
+    elif seed % 3 == 1:
+        content[first] ^= 1 << draw.randrange(8)
+    else:  # a block that was never written, or is another's
+        stop = min(first + size, len(content))
+        content[first:stop] = draw.choice([bytes, draw.randbytes])(stop - first)
+    path.write_bytes(content)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found = directory.latest()
     assert content_of(found) == content_of(older if caught else newest)
     assert all(f"{path.name} is damaged or cannot" in str(w.message) for w in caught)
-    directory.save(state(0, 3, **weights))
-    assert directory.latest().position.step == 3
 
 
-@pytest.mark.parametrize(
-    "put",
-    [
-        os.mkfifo,  # reading it would never end
-        pathlib.Path.mkdir,
-        lambda path: path.symlink_to("/dev/zero"),
-        lambda path: shutil.copy(path.with_name("state-000000-000000001.npz"), path),
-    ],
-    ids=["pipe", "directory", "device", "renamed"],
-)
+@pytest.mark.parametrize("put", [os.mkfifo, pathlib.Path.mkdir], ids=["pipe", "directory"])
 def test_what_is_not_the_state_that_its_name_says_is_skipped(put, tmp_path):
     directory = CheckpointDirectory(tmp_path)
     directory.save(state(0, 1))
     put(tmp_path / "state-000000-000000002.npz")
     with pytest.warns(UserWarning, match="2.npz is damaged or cannot be read"):
         assert directory.latest().position.step == 1
-
-
-def test_where_all_are_damaged_nothing_starts_again_silently(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
-    directory.save(state(0, 1)).write_bytes(b"")
+    (tmp_path / "state-000000-000000001.npz").write_bytes(b"")
     with pytest.warns(UserWarning, match="skipped"), pytest.raises(ValueError, match="Move"):
         directory.latest()
-
-
-def test_a_state_is_not_removed_for_damaged_ones_of_later_steps(tmp_path):
-    directory = CheckpointDirectory(tmp_path, keep=2)
-    for step in (8, 9):
-        directory.save(state(0, step)).write_bytes(b"")
-    for step in (1, 2):
-        assert directory.save(state(0, step)).exists()
-    assert directory.latest().position.step == 2
 
 
 def test_what_a_killed_process_left_behind_is_no_state_and_goes(tmp_path):
@@ -243,43 +204,11 @@ def test_steps_do_not_change_values_that_were_read(optimizer, jit_compile):
     assert_read_values_stay(*stepping(optimizer, jit_compile=jit_compile))
 
 
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_steps_on_two_replicas_do_not_change_values_that_were_read():
-    from kdpkit import strategies
-
-    with strategies.select_strategy("mirrored", devices=2).scope():
-        assert_read_values_stay(*stepping("adam"))
-
-
-@pytest.mark.slow
-@pytest.mark.jax
-def test_steps_on_four_devices_do_not_change_values_that_were_read():
-    from kdpkit import sharding
-
-    before = keras.distribution.distribution()
-    keras.distribution.set_distribution(sharding.DataParallel(4, shard="weights"))
-    try:
-        assert_read_values_stay(*stepping("adam"))
-    finally:
-        keras.distribution.set_distribution(before)
-
-
-@pytest.mark.parametrize(
-    ("build", "sentence"),
-    [
-        (lambda: testing.tiny_classifier(classes=4), r"does not fit the model.*\(8, 4\).*\(8, 3\)"),
-        (
-            lambda: keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)]),
-            "does not fit the model: it has 4 variables, and here are 2",
-        ),
-    ],
-)
-def test_values_of_another_model_raise_and_change_nothing(build, sentence):
+def test_values_of_another_model_raise_and_change_nothing():
     saved = checkpoints.values_of({"model": testing.tiny_classifier().variables})
-    model = build()
+    model = testing.tiny_classifier(classes=4)
     before = model.get_weights()
-    with pytest.raises(ValueError, match=sentence):
+    with pytest.raises(ValueError, match=r"does not fit the model.*\(8, 4\).*\(8, 3\)"):
         checkpoints.assign({"model": model.variables}, saved)
     for left, right in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(left, right)

@@ -52,7 +52,6 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
         ([], "the following arguments are required: TARGET"),
         (["--measure", "--tpu", "a.py"], "not allowed with argument --measure"),
         (["os:getcwd", "--measure"], "`model` must be a Keras model"),
-        (["train.py", "--workers", "0"], "`workers`"),
         (["os:getcwd"], "There is no `tf.data` pipeline to check."),
         (["--tpu", "nowhere.py"], "There is no such file: nowhere.py"),
         (["--tpu", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),

@@ -8,7 +8,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from kdpkit import batches, checkpoints, training
+from kdpkit import checkpoints, training
 
 ON_JAX = keras.backend.backend() == "jax"
 X = np.random.default_rng(0).normal(size=(22, 64)).astype("float32")
@@ -102,24 +102,6 @@ def test_one_device_saves_with_stock_keras_and_several_train_on_as_it_does(tmp_p
         np.testing.assert_allclose(values_of(model)[name], array, rtol=1e-4, atol=1e-5)
 
 
-def test_a_loop_saves_weights_alone_and_a_step_is_loaded_by_its_name(tmp_path):
-    strategy = several()
-    with strategy.scope():
-        model = compiled()
-    loop = training.TrainingLoop(model, optimizer="adam", loss="mse", strategy=strategy)
-    data = batches.ArrayBatches((X, X), global_batch_size=8)
-    if not ON_JAX:
-        import tensorflow as tf
-
-        data = tf.data.Dataset.from_tensor_slices((X, X)).batch(8)
-    saving = keras.callbacks.OrbaxCheckpoint(str(tmp_path), save_weights_only=True)
-    loop.fit(data, epochs=1, callbacks=[saving], verbose=0)
-    plain = compiled()
-    checkpoints.load_orbax(plain, tmp_path / "0")
-    for left, right in zip(plain.get_weights(), loop.model.get_weights(), strict=True):
-        np.testing.assert_array_equal(left, right)
-
-
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("orbax")
@@ -127,29 +109,21 @@ def checkpoint(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"first": "other"}, "of another model.*first_that_differs='trainable_variables/other/"),
-        ({"width": 64}, r"of another model.*first/kernel', shape=\(64, 64\), saved_shape=\(64, 12"),
-    ],
-)
-def test_a_checkpoint_of_another_model_is_one_sentence(checkpoint, settings, sentence):
-    model = compiled(**settings)
+def test_a_checkpoint_of_another_model_is_one_sentence(checkpoint):
+    model = compiled(width=64)
     before = model.get_weights()
+    sentence = r"of another model.*first/kernel', shape=\(64, 64\), saved_shape=\(64, 12"
     with pytest.raises(ValueError, match=sentence):
         checkpoints.load_orbax(model, checkpoint)
     for left, right in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(left, right)
+    with pytest.raises(ValueError, match="first_that_differs='trainable_variables/other/"):
+        checkpoints.load_orbax(compiled(first="other"), checkpoint)
 
 
 def cut_arrays(directory):
     for path in directory.glob("1/pytree/**/d/*"):
         path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def rename_as_if_unfinished(directory):
-    (directory / "1").rename(directory / "1.orbax-checkpoint-tmp")
 
 
 @pytest.mark.filterwarnings(
@@ -161,9 +135,10 @@ def rename_as_if_unfinished(directory):
     [
         (cut_arrays, "is damaged or cannot be read"),
         (lambda directory: (directory / "1/pytree/_METADATA").unlink(), "is damaged or cannot be"),
-        (lambda directory: shutil.rmtree(directory / "1/pytree"), "no complete Orbax checkpoint"),
-        (rename_as_if_unfinished, "no complete Orbax checkpoint"),
-        (shutil.rmtree, "no complete Orbax checkpoint"),
+        (
+            lambda directory: (directory / "1").rename(directory / "1.orbax-tmp"),
+            "no complete Orbax",
+        ),
     ],
 )
 def test_a_damaged_or_empty_directory_is_one_sentence(checkpoint, tmp_path, damage, sentence):

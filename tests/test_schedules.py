@@ -11,7 +11,7 @@ from hypothesis.errors import NoSuchExample
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
 from kdpkit import scaling, schedules
-from kdpkit.testing import _schedules, generators, laws
+from kdpkit.testing import _schedules, generators
 
 # TensorFlow rounds an element by its position in the vector.
 ULPS = 5e-7
@@ -56,16 +56,11 @@ def test_each_of_joined_schedules_starts_at_its_step_0(parts, lengths):
     np.testing.assert_allclose(rates, np.concatenate(pieces), rtol=ULPS)
 
 
-@quick
-@given(generators.schedules(), st.integers(0, 100))
-def test_a_step_of_any_kind_gives_one_float32_rate(schedule, step):
-    expected = schedules.preview(schedule, [step])[0]
-    variable = keras.Variable(step, dtype="int", trainable=False)
-    for kind in (step, np.int64(step), np.uint8(step), float(step), variable):
-        rate = keras.ops.convert_to_numpy(schedule(kind))
-        assert rate.dtype == "float32"
-        assert rate.shape == ()
-        np.testing.assert_allclose(rate, expected, rtol=ULPS)
+@pytest.mark.parametrize("kind", [int, np.uint8, float, keras.ops.convert_to_tensor])
+def test_a_step_of_any_kind_gives_one_float32_rate(kind):
+    rate = keras.ops.convert_to_numpy(nested()(kind(7)))
+    assert (rate.dtype, rate.shape) == ("float32", ())
+    np.testing.assert_allclose(rate, schedules.preview(nested(), 8)[7], rtol=ULPS)
 
 
 @quick
@@ -88,46 +83,6 @@ def test_warmup_meets_the_schedule_exactly_at_its_first_rate(schedule, warmup_st
     np.testing.assert_allclose(rates[warmup_steps:], plain[: 60 - warmup_steps], rtol=ULPS)
     rise = (plain[0] - initial) / warmup_steps
     np.testing.assert_allclose(np.diff(rates[: warmup_steps + 1]), rise, rtol=1e-3, atol=1e-6)
-
-
-@quick
-@given(_schedules.warmup_stable_decays(20))
-def test_warmup_stable_decay_rises_stays_and_falls(schedule):
-    rates = schedules.preview(schedule, 80)
-    falls_from = schedule.total_steps - schedule.decay_steps
-    ends = {0: 0.0, schedule.warmup_steps: schedule.peak, falls_from: schedule.peak}
-    ends[schedule.total_steps] = schedule.end_learning_rate
-    laws.continuous_schedule(schedule, through=ends)
-    rising, flat = rates[: schedule.warmup_steps + 1], rates[schedule.warmup_steps : falls_from + 1]
-    falling = rates[falls_from:]
-    assert np.all(np.diff(rising) > 0)
-    assert np.all(flat == np.float32(schedule.peak))
-    assert np.all(np.diff(falling) <= 1e-7)
-    np.testing.assert_allclose(rates[schedule.total_steps :], schedule.end_learning_rate, 1e-6)
-
-
-@pytest.mark.parametrize(
-    ("shape", "end", "expected"),
-    [
-        ("linear", 0.0, [0, 2, 4, 4, 3, 2, 1, 0, 0]),
-        ("cosine", 0.0, [0, 2, 4, 4, 2 + 2**0.5, 2, 2 - 2**0.5, 0, 0]),
-        ("sqrt", 0.0, [0, 2, 4, 4, 2, 4 - 8**0.5, 4 - 12**0.5, 0, 0]),
-        ("linear", 2.0, [0, 2, 4, 4, 3.5, 3, 2.5, 2, 2]),
-    ],
-)
-def test_warmup_stable_decay_by_hand(shape, end, expected):
-    schedule = schedules.WarmupStableDecay(
-        4.0, total_steps=7, warmup_steps=2, decay_steps=4, end_learning_rate=end, shape=shape
-    )
-    np.testing.assert_allclose(schedules.preview(schedule, 9), expected, rtol=1e-6, atol=1e-6)
-
-
-def test_noam_by_hand_peaks_at_the_end_of_its_warmup():
-    rates = schedules.preview(schedules.NoamDecay(512, 4000), [0, 1, 3999, 4000, 4001, 16000])
-    highest = 512**-0.5 * 4000**-0.5
-    shares = [1 / 4000, 1 / 4000, 3999 / 4000, 1, (4000 / 4001) ** 0.5, 0.5]
-    np.testing.assert_allclose(rates, highest * np.array(shares), rtol=1e-6)
-    assert rates.argmax() == 3
 
 
 def test_composed_decays_by_hand():
@@ -196,9 +151,9 @@ def train(model, steps):
 
 
 def nested():
-    decay = schedules.WarmupStableDecay(0.5, total_steps=9, warmup_steps=2, decay_steps=4)
+    decay = schedules.warmup_cosine(0.5, total_steps=9, warmup_steps=2)
     later = schedules.LinearWarmup(schedules.ScaledSchedule(decay, 4, rule="sqrt"), 3, 0.25)
-    return schedules.JoinedSchedule([schedules.NoamDecay(4, 3), later, 0.125], [5, 14])
+    return schedules.JoinedSchedule([schedules.LinearWarmup(0.5, 4), later, 0.125], [5, 14])
 
 
 def test_fit_applies_the_rates_and_a_saved_model_goes_on_with_them(tmp_path):
@@ -212,11 +167,6 @@ def test_fit_applies_the_rates_and_a_saved_model_goes_on_with_them(tmp_path):
     np.testing.assert_allclose(restored.get_weights()[0].item(), -expected.sum(), rtol=1e-5)
 
 
-def stable(**changes):
-    arguments = {"total_steps": 10, "warmup_steps": 2, "decay_steps": 4, **changes}
-    return schedules.WarmupStableDecay(arguments.pop("peak", 1.0), **arguments)
-
-
 decay = PolynomialDecay(1.0, 10)
 
 
@@ -228,9 +178,7 @@ decay = PolynomialDecay(1.0, 10)
         (lambda: schedules.ScaledSchedule(decay, 0), "`factor`.*=0"),
         (lambda: schedules.JoinedSchedule([], []), "one boundary between.*schedules=0"),
         (lambda: schedules.JoinedSchedule([1.0, 2.0, 3.0], [4, 4]), "must increase.*4, 4"),
-        (lambda: stable(decay_steps=9), "longer than.*=2, decay_steps=9.*=11"),
-        (lambda: stable(peak=0.0), "`peak` must be above 0"),
-        (lambda: stable(shape="log"), "`shape`.*'log'"),
+        (lambda: schedules.warmup_cosine(0.0, total_steps=4), "`peak` must be above 0"),
         (
             lambda: schedules.warmup_polynomial(1.0, total_steps=4, warmup_steps=4),
             "no step.*total_steps=4, warmup_steps=4",

@@ -296,7 +296,10 @@ def dealt_whole_batches(examples, size, processes, index):
 def process_batches(examples, size, processes, index, remainder):
     if examples == 0:
         return iter(())
-    of_process = scaling.shard_indices(examples, processes, index, remainder=remainder)
+    size_of_each, left = divmod(examples, processes)
+    left = left if remainder == "balance" else 0
+    start = index * size_of_each + min(index, left)
+    of_process = range(start, start + size_of_each + (index < left))
     return in_batches(of_process, size // processes)
 
 

@@ -45,7 +45,7 @@ def main(directory: str) -> None:
     assert_type(kdpkit.__version__, str)
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices((features, labels)),
-        pipelines.PipelineConfig(cache=None),
+        pipelines.PipelineConfig(cache=False),
         global_batch_size=plan.global_batch_size,
         replicas=plan.replicas,
     )

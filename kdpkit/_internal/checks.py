@@ -209,6 +209,18 @@ def global_batch(global_batch_size: object, replicas: object) -> tuple[int, int]
     )
 
 
+def steps_per_epoch(wanted: int | None, available: int) -> int:
+    """Accept the batches of an epoch, None for all that the data have."""
+    steps = available if wanted is None else integer("steps_per_epoch", wanted)
+    if steps > available:
+        fail(
+            f"An epoch cannot have more batches than the data, which has {available}.",
+            steps_per_epoch=steps,
+            remedy="Train for more epochs instead.",
+        )
+    return steps
+
+
 def fail_for_file(problem: str, path: str | os.PathLike[str], *, remedy: str = "") -> NoReturn:
     """Raise a `FileInputError` about the file at `path`."""
     raise errors.FileInputError(f"{problem}: {os.fspath(path)}.{' ' + remedy if remedy else ''}")

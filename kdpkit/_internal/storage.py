@@ -54,10 +54,6 @@ class RemotePath(pathlib.PurePosixPath):
         names = (self / pattern).ask("glob")
         return (self / posixpath.basename(name) for name in sorted(names))
 
-    def iterdir(self) -> Iterator[Self]:
-        """Return what is in the directory."""
-        return self.glob("*")
-
     def unlink(self, *, missing_ok: bool = False) -> None:
         """Remove the file."""
         with contextlib.suppress(*[FileNotFoundError] * missing_ok):
@@ -108,27 +104,6 @@ def path(value: str | os.PathLike[str]) -> AnyPath:
 def is_remote(value: str | os.PathLike[str]) -> bool:
     """Whether a path has a scheme."""
     return bool(_SCHEME.match(os.fspath(value)))
-
-
-def require_tensorflow(value: str | os.PathLike[str]) -> str:
-    """Accept a path that TensorFlow itself reads and writes, as `tf.data` does.
-
-    Raises:
-        ValueError: TensorFlow does not know the scheme.
-    """
-    text = os.fspath(path(value) if not is_remote(value) else value)
-    if is_remote(text):
-        import tensorflow as tf
-
-        scheme, known = text.partition("://")[0], {*tf.io.gfile.get_registered_schemes()} - {""}
-        if scheme not in known:
-            checks.fail(
-                f"TensorFlow, which reads and writes this path, does not know {scheme}://.",
-                path=text,
-                remedy=f"Use one of {', '.join(f'{one}://' for one in sorted(known))}, or a path "
-                "of this machine.",
-            )
-    return os.fspath(value)
 
 
 @contextlib.contextmanager

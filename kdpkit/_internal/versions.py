@@ -60,16 +60,6 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return list(trained)
 
 
-def validates_on_the_next_batches(model: keras.Model) -> bool:
-    """Return whether an epoch of `fit` validates on what follows the batches of the last one.
-
-    Keras keeps the iterator of `validation_data` if it has `validation_steps`.
-    """
-    batches = getattr(model, "_eval_epoch_iterator", None)
-    steps = getattr(batches, "steps_per_epoch", None)
-    return steps is not None and steps != batches.data_adapter.num_batches  # type: ignore[union-attr]
-
-
 def check_processes_are_supported() -> None:
     """Raise for several processes on a JAX or Keras that mixes up what they send, or their data."""
     import jax

@@ -89,9 +89,7 @@ class DeviceMonitor(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log the epoch's readings, and warn about GPUs that wait."""
         self._sampler.pause()
-        values, failures = self._sampler.values(), self._sampler.failures
-        while failures:
-            _warn(failures.pop(0))
+        values = self._sampler.values()
         if logs is not None and processes.index() == 0:
             logs |= values
         problem = starving(values)
@@ -136,14 +134,10 @@ def _warn(sentence: str) -> None:
 
 
 class _Sampler(threading.Thread):
-    """Reads sources until `end` or the end of the program.
-
-    A source that raises is not called again; `failures` has a sentence about it.
-    """
+    """Reads sources until `end` or the end of the program; one that raises is not called again."""
 
     def __init__(self, sources: Iterable[Source], interval_seconds: float) -> None:
         super().__init__(name="kdpkit devices", daemon=True)
-        self.failures: list[str] = []
         self.readings: list[dict[str, float]] = []
         self._sources = [*sources]
         self._interval = interval_seconds
@@ -196,7 +190,7 @@ class _Sampler(threading.Thread):
                 values |= source()
             except Exception as error:  # any error of a driver
                 self._sources.remove(source)
-                self.failures.append(
+                _warn(
                     f"{source.__name__} failed ({type(error).__name__}: {error}). Training "
                     "continues without its readings."
                 )

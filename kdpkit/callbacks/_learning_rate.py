@@ -18,15 +18,10 @@ from keras.optimizers.schedules import LearningRateSchedule
 from kdpkit._internal import checks, optimizers, processes
 
 
-def is_keras_optimizer(optimizer: object) -> bool:
-    """Return whether this is a Keras optimizer."""
-    return isinstance(optimizer, Optimizer)
-
-
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     """Return the optimizer inside a `LossScaleOptimizer`."""
     inner = optimizers.wrapped(optimizer)
-    if not is_keras_optimizer(inner):
+    if not isinstance(inner, Optimizer):
         checks.fail(
             "The learning rate is read from a Keras optimizer.",
             optimizer=optimizer,
@@ -35,13 +30,11 @@ def inner_optimizer(optimizer: Optimizer) -> Optimizer:
     return inner
 
 
-def batches_counted(optimizer: object) -> int:
-    """Return the optimizer's count of batches, without skipped ones; else 0."""
-    if not is_keras_optimizer(optimizer):
-        return 0
+def _batches_counted(optimizer: Optimizer) -> int:
+    """Return the optimizer's count of batches, without skipped ones."""
     # Copied, because it may be one value per replica. The private name, because the public
     # `iterations` counts updates, without the batches being accumulated.
-    return int(keras.ops.copy(inner_optimizer(optimizer)._iterations))
+    return int(keras.ops.copy(optimizer._iterations))
 
 
 class AppliedRateCallback(keras.callbacks.Callback):
@@ -69,10 +62,10 @@ class AppliedRateCallback(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Raise if the optimizer's rate cannot be determined."""
         optimizer = self.model.optimizer
-        self._has_rate = is_keras_optimizer(optimizer) or not self._rate_is_optional
+        self._has_rate = isinstance(optimizer, Optimizer) or not self._rate_is_optional
         if self._has_rate:
             inner = inner_optimizer(optimizer)
-            self._last_update = _last_update(inner, batches_counted(inner))
+            self._last_update = _last_update(inner, _batches_counted(inner))
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -97,7 +90,7 @@ class AppliedRateCallback(keras.callbacks.Callback):
         before, rate = self._look
         optimizer = inner_optimizer(self.model.optimizer)
         # One batch too many may have begun: docs/upstream/keras_begins_a_batch_too_many.md
-        counted = min(batches_counted(optimizer), int(before) + max(self._ended, default=0))
+        counted = min(_batches_counted(optimizer), int(before) + max(self._ended, default=0))
         last = _last_update(optimizer, counted)
         if last != self._last_update:
             self._last_update, self._rate = last, _rate_at(rate, last)
@@ -147,7 +140,7 @@ class PrintLR(AppliedRateCallback):
         print_fn: Function that is called with each line, such as `logging.info`.
 
     Raises:
-        ValueError: `print_fn` cannot be called, or the model has no Keras optimizer.
+        ValueError: The model has no Keras optimizer.
 
     >>> schedule = keras.optimizers.schedules.PolynomialDecay(1e-4, 6, end_learning_rate=0.0)
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
@@ -160,8 +153,6 @@ class PrintLR(AppliedRateCallback):
 
     def __init__(self, print_fn: Callable[[str], Any] = print) -> None:
         super().__init__()
-        if not callable(print_fn):
-            checks.fail("`print_fn` must be a function of one line of text.", print_fn=print_fn)
         self.print_fn = print_fn
         self._line = ""
 
@@ -193,24 +184,18 @@ class PrintLR(AppliedRateCallback):
 def _rate_of(optimizer: Optimizer) -> Any:
     """Return the schedule, or a copy of the plain rate as it is now."""
     rate = optimizer._learning_rate  # `learning_rate` would be a number instead of the schedule
-    return rate if _is_schedule(rate) else keras.ops.copy(optimizer.learning_rate)
+    return (
+        rate if isinstance(rate, LearningRateSchedule) else keras.ops.copy(optimizer.learning_rate)
+    )
 
 
 def _rate_at(rate: Any, batch: int) -> float:
-    if _is_schedule(rate):
+    if isinstance(rate, LearningRateSchedule):
         rate = rate(keras.ops.convert_to_tensor(batch, dtype="int32"))
     return float(rate)
 
 
-def _is_schedule(rate: object) -> bool:
-    return isinstance(rate, LearningRateSchedule)
-
-
-def _accumulation(optimizer: Optimizer) -> int:
-    return optimizer.gradient_accumulation_steps or 1
-
-
 def _last_update(optimizer: Optimizer, counted: int) -> int:
     """Return the batch index of the last update; -1 before the first."""
-    every = _accumulation(optimizer)
+    every = optimizer.gradient_accumulation_steps or 1
     return counted // every * every - 1

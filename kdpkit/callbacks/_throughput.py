@@ -16,14 +16,11 @@ class Throughput(keras.callbacks.Callback):
 
     The clock runs from the start of an epoch's first batch until its last result is available. The
     first execution of each `fit`, which compiles the step, is excluded, and so is everything
-    between epochs: validation, checkpoints, other callbacks. Keras' progress line has the numbers
-    so far; History and callbacks later in the list have those of the complete epoch:
+    between epochs: validation, checkpoints, other callbacks. The logs of each epoch get:
 
     - `steps_per_second`: batches of all replicas together, exact under `steps_per_execution`.
     - `examples_per_second`: that times `global_batch_size`.
     - `tokens_per_second`: that times `tokens_per_example`.
-    - `mfu`: the share of the devices' peak that `step_flops` make, from 0 to 1 (model FLOPs
-      utilization, Chowdhery et al. 2022).
 
     A short or padded last batch counts as a full one, so an epoch's figure is too high by less than
     one batch; of a dataset of unknown size, by less than an execution. A first epoch with a single
@@ -34,17 +31,10 @@ class Throughput(keras.callbacks.Callback):
 
     Args:
         global_batch_size: Examples in one batch, over all replicas; None only measures steps.
-        replicas: Replicas that a batch is split over, for `mfu`.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
-        step_flops: Floating-point operations of a step on the global batch that the model needs,
-            forward and backward: of a transformer about 6 for each weight and token. What is
-            computed again for the sake of memory does not count.
-        peak_flops: Those that each of the `replicas` devices can make in a second, by its data
-            sheet, such as `989e12` of an H100 with bfloat16.
 
     Raises:
-        ValueError: A size that is not positive, tokens without a batch size, or one of `step_flops`
-            and `peak_flops` without the other.
+        ValueError: A size that is not positive, or tokens without a batch size.
 
     >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     >>> model.compile("sgd", "mse")
@@ -63,13 +53,9 @@ class Throughput(keras.callbacks.Callback):
         self,
         global_batch_size: int | None = None,
         *,
-        replicas: int = 1,
         tokens_per_example: float | None = None,
-        step_flops: float | None = None,
-        peak_flops: float | None = None,
     ) -> None:
         super().__init__()
-        self.replicas = checks.integer("replicas", replicas)
         self.global_batch_size = global_batch_size
         self.tokens_per_example = tokens_per_example
         if global_batch_size is not None:
@@ -85,10 +71,6 @@ class Throughput(keras.callbacks.Callback):
                     tokens_per_example=tokens_per_example,
                     remedy="Pass `global_batch_size` too.",
                 )
-        self.step_flops, self.peak_flops = step_flops, peak_flops
-        if step_flops is not None or peak_flops is not None:
-            for name in ("step_flops", "peak_flops"):
-                checks.number(name, getattr(self, name), above=0)
         self._compiled = False
         self._start: tuple[int, float] | None = None  # the first measured batch, and its start time
         # The last few executions: the batches done after each, and the time. With threads the order
@@ -111,12 +93,8 @@ class Throughput(keras.callbacks.Callback):
         self._compiled = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Record the time and add the speed so far to the progress line."""
-        now = time.perf_counter()
-        self._ends.append((batch + 1, now))
-        start = self._start  # read once: on JAX the clock may start meanwhile
-        if logs is not None and start is not None and batch >= start[0]:
-            logs.update(self._speeds(batches_ended(batch, self.params) - start[0], now - start[1]))
+        """Record the time."""
+        self._ends.append((batch + 1, time.perf_counter()))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Log the speed of the epoch."""
@@ -124,7 +102,8 @@ class Throughput(keras.callbacks.Callback):
             return
         first, started = self._start
         done, finished = max(self._ends)
-        steps = batches_ended(done - 1, self.params) - first
+        # With `steps_per_execution` the last index can be beyond the end of the epoch.
+        steps = min(done, (self.params or {}).get("steps") or done) - first
         if steps > 0:
             logs.update(self._speeds(steps, finished - started))
 
@@ -136,15 +115,4 @@ class Throughput(keras.callbacks.Callback):
                 speeds["tokens_per_second"] = (
                     speeds["examples_per_second"] * self.tokens_per_example
                 )
-        if self.step_flops is not None and self.peak_flops is not None:
-            of_each = self.step_flops / self.replicas
-            speeds["mfu"] = speeds["steps_per_second"] * of_each / self.peak_flops
         return speeds
-
-
-def batches_ended(batch: int, params: dict[str, Any] | None) -> int:
-    """Return the epoch's number of batches up to the end of an execution.
-
-    With `steps_per_execution` the last index can be beyond the end of the epoch.
-    """
-    return min(batch + 1, (params or {}).get("steps") or batch + 1)

@@ -3,20 +3,25 @@
 import dataclasses
 import errno
 import fcntl
+import json
 import os
 import re
 import warnings
+import zipfile
 from collections.abc import Mapping
+from concurrent import futures
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from kdpkit import errors
 from kdpkit._internal import atomic_files, checks, storage
-from kdpkit.checkpoints import _array_files, _background
 
 _NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
 _held: dict[str, int] = {}  # descriptors of the locks of this process
+# Its thread is no daemon: a program that ends waits for what it writes.
+_writer = futures.ThreadPoolExecutor(1, "kdpkit-checkpoints")
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -86,6 +91,7 @@ class CheckpointDirectory:
         self.directory = storage.path(directory)
         self.keep = checks.integer("keep", keep)
         self._lock = self.directory / ".lock"
+        self._written: futures.Future[None] | None = None
         if self.directory.exists() and not self.directory.is_dir():
             checks.fail_for_file("A directory is needed, and this is a file", self.directory)
 
@@ -106,8 +112,7 @@ class CheckpointDirectory:
         path = self.directory / "state-{epoch:06}-{step:09}.npz".format(**position)
         arrays = {name: np.asarray(value) for name, value in state.arrays.items()}
         with atomic_files.replacing(path) as temporary:
-            header = {**position, "notes": state.notes}
-            _array_files.write(temporary, header, arrays)
+            _write(temporary, {**position, "notes": state.notes}, arrays)
         paths = self.paths()
         at = paths.index(path)
         of_killed_processes = self.directory.glob(".state-*.npz")
@@ -118,26 +123,26 @@ class CheckpointDirectory:
     def save_in_background(self, state: TrainingState) -> None:
         """Write a state while the program goes on, after those that it is writing already.
 
-        A state that cannot be written is reported by a warning of the next `wait`, `latest` or
-        save.
+        A state that cannot be written is reported by a warning.
         """
-        _background.start(self.directory, lambda: self._try_to_save(state))
+        self.wait()
+        self._written = _writer.submit(self._try_to_save, state)
 
     def wait(self) -> None:
-        """Wait until what this process writes here is on disk."""
-        _background.wait(self.directory)
+        """Wait until what this process writes is on disk."""
+        written, self._written = self._written, None
+        (written or _writer.submit(lambda: None)).result()
 
-    def _try_to_save(self, state: TrainingState) -> str | None:
-        """Write a state; return a warning if it cannot be written."""
+    def _try_to_save(self, state: TrainingState) -> None:
         try:
             self.save(state)
         except OSError as error:
-            return (  # each failure has a text of its own, as Python shows equal warnings once
+            warnings.warn(  # each with a text of its own, as Python shows equal warnings once
                 f"The training state of epoch {state.position.epoch}, step {state.position.step} "
                 f"could not be saved in {self.directory} ({error.strerror or error}). Training "
-                "continues; what was saved before is still there."
+                "continues; what was saved before is still there.",
+                stacklevel=2,
             )
-        return None
 
     def latest(self) -> TrainingState | None:
         """Read the newest undamaged state; None if there is no state.
@@ -223,8 +228,46 @@ def _position(path: storage.AnyPath) -> Position | None:
 
 def _read(path: storage.AnyPath) -> TrainingState:
     with atomic_files.fetched(path) as local:
-        header, arrays = _array_files.read(local)
+        header, arrays = _content(local)
     position = Position(header["epoch"], header["step"])
     if position != _position(path):
         raise ValueError(f"its name and its content differ in the position ({position})")
     return TrainingState(position=position, arrays=arrays, notes=header["notes"])
+
+
+def _write(path: Path, header: Mapping[str, object], arrays: Mapping[str, np.ndarray]) -> None:
+    """Write arrays of any numeric type, those of `ml_dtypes` (bfloat16) included, and a header.
+
+    Returns when the file is on the disk.
+    """
+    dtypes = {name: array.dtype.name for name, array in arrays.items()}
+    text = np.array(json.dumps({**header, "dtypes": dtypes}))
+    # What `np.savez` does; that of NumPy 2.0 leaves the archive open on a full disk.
+    with path.open("wb") as file:
+        with zipfile.ZipFile(file, "w") as archive:
+            for name, array in {"header": text, **arrays}.items():
+                is_numpys = array.dtype.kind != "V"  # else the file has its bits, as integers
+                bits = array if is_numpys else array.view(f"u{array.itemsize}")
+                with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                    np.lib.format.write_array(member, bits, allow_pickle=False)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _content(path: Path) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+    """Return a file's header and its arrays."""
+    if not path.is_file():  # reading a pipe waits for a writer
+        raise OSError("it is not a file")
+    with path.open("rb") as raw:  # opened here, as `np.load` leaves a damaged file open
+        # First, because NumPy believes what a damaged array says of its size.
+        if damaged := zipfile.ZipFile(raw).testzip():
+            raise zipfile.BadZipFile(f"the checksum of {damaged} is wrong")
+        raw.seek(0)
+        with np.load(raw, allow_pickle=False) as file:
+            header = json.loads(str(file["header"]))
+            arrays = {}
+            for name, dtype in header.pop("dtypes").items():
+                bits = file[name]
+                is_numpys = bits.dtype.name == dtype
+                arrays[name] = bits if is_numpys else bits.view(dtype).reshape(bits.shape)
+    return header, arrays

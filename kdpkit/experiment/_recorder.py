@@ -97,7 +97,6 @@ def recording(
     record.callbacks += callbacks.training_callbacks(
         args.log_dir,
         global_batch_size=plan.global_batch_size,
-        replicas=strategy.num_replicas_in_sync,
         **settings,
     )
     record.callbacks += [*also, *([record.resume] if record.resume else [])]

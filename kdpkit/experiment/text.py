@@ -87,10 +87,12 @@ def sequences(
 
         from kdpkit import pipelines
 
-        packed = [pipelines.tokenize(tokenizer), pipelines.pack_tokens(length, **ids)]
-        split = [pipelines.tokenize(tokenizer, sequence_length=length)] if by_line else packed
         text = tf.data.Dataset.from_tensor_slices(list(lines))
-        found = text.filter(pipelines.longer_than(_MIN_BYTES)).apply(pipelines.chain(*split))
+        text = text.filter(pipelines.longer_than(_MIN_BYTES))
+        found = text.apply(
+            pipelines.tokenize(tokenizer, sequence_length=length if by_line else None)
+        )
+        found = found if by_line else found.apply(pipelines.pack_tokens(length, **ids))
         return found.filter(lambda tokens: tokens[-1] != ids["pad"]) if full else found
     long = [line for line in lines if len(line.encode()) > _MIN_BYTES]
     if not long:

@@ -7,24 +7,17 @@ any pipeline from its stages, and `measure` times each stage.
 """
 
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
-from kdpkit.pipelines._counting import count_batches
 from kdpkit.pipelines._lint import lint
-from kdpkit.pipelines._measure import PipelineReport, StageCost, measure
-from kdpkit.pipelines._packing import bucket_by_length, pack_tokens
+from kdpkit.pipelines._measure import PipelineReport, measure
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
-from kdpkit.pipelines._sources import (
-    example_parser,
-    interleave_files,
-    tfrecords,
-    write_tfrecords,
-)
-from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, tokenize
+from kdpkit.pipelines._sources import interleave_files, tfrecords
+from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, pack_tokens, tokenize
 from kdpkit.pipelines._transforms import (
     Transform,
     auto_shard,
     batch_for,
     cache,
-    chain,
+    count_batches,
     filter_by,
     longer_than,
     prefetch,
@@ -34,16 +27,12 @@ from kdpkit.pipelines._transforms import (
 __all__ = [
     "PipelineConfig",
     "PipelineReport",
-    "StageCost",
     "Transform",
     "auto_shard",
     "batch_for",
-    "bucket_by_length",
     "cache",
-    "chain",
     "count_batches",
     "eval_pipeline",
-    "example_parser",
     "filter_by",
     "interleave_files",
     "learn_vocabulary",
@@ -59,5 +48,4 @@ __all__ = [
     "tfrecords",
     "tokenize",
     "train_pipeline",
-    "write_tfrecords",
 ]

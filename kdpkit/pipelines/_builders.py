@@ -1,6 +1,5 @@
 """Complete input pipelines, with the stages in the right order."""
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +9,10 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines import _transforms
-from kdpkit.pipelines._counting import count_batches, require_dataset, require_no_repeat
-from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
+from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, rewriting
 from kdpkit.pipelines._padding import pad_to_global_batch
-from kdpkit.pipelines._tracing import rewriting
+from kdpkit.pipelines._stages import Stage, paths, require_dataset
+from kdpkit.pipelines._transforms import count_batches
 
 _REMAINDERS = ("drop", "pad", "keep")
 
@@ -23,28 +22,25 @@ class PipelineConfig:
     """How a pipeline keeps, shuffles and prepares its examples.
 
     Args:
-        cache: `"memory"`, the path of a directory (see `cache`), or None.
+        cache: Whether prepared examples are kept in memory after they were read once.
         shuffle_buffer: Examples to draw from when shuffling; 0 keeps the order.
         seed: Fixes the order and the augmentation of every epoch.
-        prefetch: Batches prepared ahead.
         remainder: What happens to a smaller last training batch: `"drop"` removes it, `"pad"` pads
             it (see `pad_to_global_batch`), `"keep"` keeps it: on several replicas only with
             `kdpkit.training`, since plain Keras weights its examples wrongly.
     """
 
-    cache: str | os.PathLike[str] | None = "memory"
+    cache: bool = True
     shuffle_buffer: int = 10_000
     seed: int = 0
-    prefetch: int = tf.data.AUTOTUNE
     remainder: str = "drop"
 
     def __post_init__(self) -> None:
+        checks.one_of("cache", self.cache, (True, False))
         checks.integer("shuffle_buffer", self.shuffle_buffer, minimum=0)
         if checks.integer("seed", self.seed, minimum=0) >= 1 << 63:
             checks.fail("`seed` must be below 2**63.", seed=self.seed)
         checks.one_of("remainder", self.remainder, _REMAINDERS)
-        if self.prefetch != tf.data.AUTOTUNE:
-            checks.integer("prefetch", self.prefetch)
 
 
 def train_pipeline(
@@ -80,7 +76,7 @@ def train_pipeline(
 
     Returns:
         A dataset of batches, of known length. If `keep` or the source hides it, the examples are
-        counted: while the cache fills, or with `cache=None` in an additional pass.
+        counted: while the cache fills, or with `cache=False` in an additional pass.
 
     Raises:
         ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
@@ -93,7 +89,7 @@ def train_pipeline(
     """
     batched = _batching(global_batch_size, replicas, config.remainder, mode="train")
     examples = _examples(source, config, keep, prepare)
-    batches = _epoch_length(count_batches(examples.apply(batched)), steps_per_epoch)
+    batches = checks.steps_per_epoch(steps_per_epoch, count_batches(examples.apply(batched)))
     buffer_size = min(config.shuffle_buffer, count_batches(examples))
     counter = EpochCounter(batches=batches)
     fresh = augment and rewriting()(augment)
@@ -110,7 +106,7 @@ def train_pipeline(
         )
 
     return TrainDataset(
-        untuned(counter.dataset(one_epoch, prefetch=config.prefetch)),
+        untuned(counter.dataset(one_epoch, prefetch=tf.data.AUTOTUNE)),
         counter,
         global_batch_size=global_batch_size,
         seed=config.seed,
@@ -135,7 +131,7 @@ def eval_pipeline(
 
     Args:
         source: A finite dataset of single examples.
-        config: Its `cache` and `prefetch`; see `PipelineConfig`.
+        config: Its `cache`; see `PipelineConfig`.
         global_batch_size: Examples in a batch, over all replicas.
         replicas: Replicas that a batch is split over evenly.
         keep: A predicate on an example; only examples for which it is true are kept.
@@ -153,20 +149,7 @@ def eval_pipeline(
     """
     batched = _batching(global_batch_size, replicas, remainder, mode="eval")
     batches = _examples(source, config, keep, prepare).apply(batched)
-    return untuned(batches.prefetch(config.prefetch))
-
-
-def _epoch_length(available: int, steps_per_epoch: int | None) -> int:
-    if steps_per_epoch is None:
-        return available
-    steps = checks.integer("steps_per_epoch", steps_per_epoch)
-    if steps > available:
-        checks.fail(
-            f"An epoch cannot have more batches than the data, which has {available}.",
-            steps_per_epoch=steps,
-            remedy="Train for more epochs instead.",
-        )
-    return steps
+    return untuned(batches.prefetch(tf.data.AUTOTUNE))
 
 
 def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> tf.data.Dataset:
@@ -186,7 +169,8 @@ def _batching(
     batched = _transforms.batch_for(global_batch_size, replicas=replicas, drop_remainder=drop)
     if remainder != "pad":
         return batched
-    return _transforms.chain(batched, pad_to_global_batch(global_batch_size, mode=mode))
+    padded = pad_to_global_batch(global_batch_size, mode=mode)
+    return lambda examples: examples.apply(batched).apply(padded)
 
 
 def _examples(
@@ -197,12 +181,15 @@ def _examples(
 ) -> tf.data.Dataset:
     """Filter, prepare and cache, then count; counting also fills the cache."""
     require_dataset("source", source)
-    require_no_repeat(source)
+    end = Stage(source)
+    repeats = any(stage.kind == "repeat" for stage, _ in paths(end))
+    if end.cardinality == tf.data.INFINITE_CARDINALITY or repeats:
+        _transforms.raise_endless("`source` repeats its examples")
     examples = source if keep is None else source.filter(keep)
     if prepare is not None:
         examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)
-    if config.cache is not None:
-        examples = examples.apply(_transforms.cache(config.cache))
+    if config.cache:
+        examples = examples.cache()
     count = count_batches(examples)
     if count == 0:
         checks.fail(

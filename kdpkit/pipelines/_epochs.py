@@ -8,12 +8,31 @@ not counted.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from kdpkit.pipelines._tracing import as_written
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def as_written(function: F) -> F:
+    """Trace one of our functions, and everything it calls, without AutoGraph.
+
+    AutoGraph rewrites the source of traced functions to support `if` and `for` over tensors. That
+    takes longer than the tracing, and skips functions called from inner ones.
+    """
+    return tf.autograph.experimental.do_not_convert(function)
+
+
+def rewriting() -> Callable[[F], F]:
+    """Return what has users' functions traced with AutoGraph wherever they are called.
+
+    It is AutoGraph as it is where this is called, as `Dataset.map` has it.
+    """
+    autograph = tf.__internal__.autograph
+    return functools.partial(autograph.tf_convert, ctx=autograph.control_status_ctx())
 
 
 class EpochCounter:

@@ -7,7 +7,6 @@ caches are made again for each epoch, with the order that each `shuffle` has dra
 
 import dataclasses
 import inspect
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeAlias
@@ -16,13 +15,17 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit._internal.datasets import with_private_batches
-from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
-from kdpkit.pipelines._stages import ASSIGNING, Stage, before
-from kdpkit.pipelines._tracing import as_written, rewriting
+from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, as_written, rewriting
+from kdpkit.pipelines._stages import ASSIGNING, Stage, before, paths
 
 # Arguments that stages do not keep, or that let threads change the order.
 _ARGUMENTS = {"deterministic": True, "sloppy": False, "row_splits_dtype": tf.int64}
 _PHILOX = 1  # the algorithm of tf.data's random numbers
+# Stages that ask their input for all that it has, however much they are asked for.
+_DRAINING = (
+    *("batch", "padded_batch", "unbatch", "rebatch", "map", "filter", "flat_map", "interleave"),
+    *("shuffle", "prefetch", "repeat", "enumerate", "concatenate", "skip"),
+)
 
 
 def replayed(dataset: tf.data.Dataset) -> TrainDataset:
@@ -39,6 +42,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     end = Stage(dataset)
     stages = [*_all(end)]
     _require_an_order(stages)
+    _require_known_repeats(end)
     if batches == tf.data.UNKNOWN_CARDINALITY:
         checks.fail(
             "The number of batches is unknown, which tells one epoch from the next.",
@@ -46,13 +50,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
             remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, which "
             "`kdpkit.pipelines.count_batches` can count, or `.repeat()` if the dataset never ends.",
         )
-    optimized = dataset.options().experimental_optimization
-    is_plain = False in (
-        optimized.apply_default_optimizations,
-        optimized.shuffle_and_repeat_fusion,
-        optimized.noop_elimination,
-    )
-    replay = _Replay(rewriting(), is_optimized=not is_plain)
+    replay = _Replay(rewriting())
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
         return replay.of(end, (_Level(epoch),), skipped).enumerate(skipped)
@@ -140,6 +138,27 @@ def _require_an_order(stages: list[Stage]) -> None:
                 _reject(stage, problem, remedy)
 
 
+def _require_known_repeats(end: Stage) -> None:
+    """Raise where it is not known how often a `repeat` starts a `shuffle` in an epoch."""
+    optimized = end.dataset.options().experimental_optimization
+    is_plain = False in (optimized.apply_default_optimizations, optimized.noop_elimination)
+    is_plain |= optimized.shuffle_and_repeat_fusion is False
+    for stage, after in paths(end):
+        if stage.kind != "repeat" or not any(one.reshuffles for one in _all(stage)):
+            continue
+        if stage.setting("count") < 0:
+            is_known = all(one.cardinality == tf.data.INFINITE_CARDINALITY for one in (end, *after))
+        else:
+            is_known = all(one.kind in _DRAINING for one in after)
+        if is_plain or not is_known:
+            _reject(
+                stage,
+                "starts `shuffle` again in an epoch, and how often depends on what is read ahead",
+                "Track the dataset without `repeat` and `take`, or with an endless `repeat` alone, "
+                "and call `fit` with `steps_per_epoch`.",
+            )
+
+
 def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
     checks.fail(
         f"Training cannot continue on this dataset where it stopped: `{stage.label}` {problem}.",
@@ -174,63 +193,48 @@ class _Replay:
 
     Args:
         traced: Returns a user's function as it is to be traced.
-        is_optimized: Whether TensorFlow fuses stages.
     """
 
-    def __init__(
-        self, traced: Callable[[Callable[..., Any]], Callable[..., Any]], *, is_optimized: bool
-    ) -> None:
+    def __init__(self, traced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._traced = traced
-        self._is_optimized = is_optimized
 
-    def of(
-        self,
-        stage: Stage,
-        levels: _Levels,
-        skip: tf.Tensor | None = None,
-        asked: float | None = math.inf,
-    ) -> tf.data.Dataset:
-        """Return an iteration of a stage.
-
-        Args:
-            stage: The stage.
-            levels: Which iteration.
-            skip: Elements to skip.
-            asked: See `_asked_before`.
-        """
+    def of(self, stage: Stage, levels: _Levels, skip: tf.Tensor | None = None) -> tf.data.Dataset:
+        """Return an iteration of a stage, from the element after those that are skipped."""
         if not stage.inputs:
             return _after(stage.dataset, skip)
         if stage.kind == "cache":
             return _after(_as_it_is(stage), skip)
         if stage.kind == "repeat" and any(one.reshuffles for one in _all(stage)):
-            return _after(self._repeated(stage, levels, asked), skip)
-        asked = _asked_before(stage, asked)
+            return _after(self._repeated(stage, levels), skip)
         if stage.kind == "shuffle":
-            inner = self.of(stage.inputs[0], _started_late(levels), asked=asked)
+            inner = self.of(stage.inputs[0], _started_late(levels))
             return _after(_shuffled(stage, inner, levels), skip)
         if stage.kind == "assert_cardinality" and skip is not None:
             left = tf.data.experimental.assert_cardinality(stage.dataset.cardinality() - skip)
-            return self.of(stage.inputs[0], levels, skip, asked).apply(left)
+            return self.of(stage.inputs[0], levels, skip).apply(left)
         sooner = _skipped_before(stage, skip)
 
         def other(one: tf.data.Dataset) -> tf.data.Dataset:
             is_late = stage.kind == "concatenate" and one is not stage.inputs[0].dataset
-            return self.of(Stage(one), _started_late(levels) if is_late else levels, sooner, asked)
+            return self.of(Stage(one), _started_late(levels) if is_late else levels, sooner)
 
         made = self._remade(stage, other)
         if made is None:
             return _after(_as_it_is(stage), skip)
         return made if sooner is not None else _after(made, skip)
 
-    def _repeated(self, stage: Stage, levels: _Levels, asked: float | None) -> tf.data.Dataset:
+    def _repeated(self, stage: Stage, levels: _Levels) -> tf.data.Dataset:
         """Return the iterations of the input that one of a `repeat` starts, one after the other."""
         count = stage.setting("count")
         starts = tf.data.Dataset.counter() if count < 0 else tf.data.Dataset.range(count)
-        level = _level(stage, asked, self._is_optimized)
+        # TensorFlow fuses it with a `shuffle`, and drops it where the count is 1.
+        is_fused = count == 1 or stage.inputs[0].kind == "shuffle"
 
         @as_written
         def start(index: tf.Tensor) -> tf.data.Dataset:
-            return self.of(stage.inputs[0], (*levels, dataclasses.replace(level, index=index)))
+            # One that never ends has one iteration.
+            level = _Level(index, max(count, 1), count > 0 and not is_fused)
+            return self.of(stage.inputs[0], (*levels, level))
 
         return starts.flat_map(start)
 
@@ -329,39 +333,3 @@ def _shuffled(stage: Stage, inner: tf.data.Dataset, levels: _Levels) -> tf.data.
         **inner._flat_structure,
     )
     return tf.data.experimental.from_variant(variant, inner.element_spec)
-
-
-def _asked_before(stage: Stage, asked: float | None) -> float | None:
-    """Return how many elements a stage asks of its input.
-
-    Infinity is all of them. None is a number that depends on the elements, or on how far threads
-    read ahead, as those of any `map`: TensorFlow calls it in parallel by itself.
-    """
-    if stage.kind == "take" and asked is not None and (count := stage.setting("count")) >= 0:
-        return min(asked, count)
-    if stage.kind == "repeat" or asked in (None, math.inf):
-        return math.inf if stage.kind == "repeat" else asked  # see `_level`
-    if stage.kind in ("batch", "padded_batch"):
-        return asked * stage.setting("batch_size")
-    return asked if stage.kind in ("enumerate", "options", "assert_cardinality") else None
-
-
-def _level(stage: Stage, asked: float | None, is_optimized: bool) -> _Level:
-    """Return how often a `repeat` starts its input, if these elements are asked of it."""
-    count, length = stage.setting("count"), stage.inputs[0].cardinality
-    # TensorFlow fuses it with a `shuffle`, and drops it where the count is 1.
-    is_fused = is_optimized and (count == 1 or stage.inputs[0].kind == "shuffle")
-    nothing = tf.constant(0, tf.int64)
-    if asked == math.inf:  # one that never ends has one iteration
-        return _Level(nothing, 1 if count < 0 else count, count > 0 and not is_fused)
-    if asked is None or length is None or length <= 0:
-        _reject(
-            stage,
-            "starts `shuffle` again in an epoch, how often depends on what is read ahead of `take`",
-            "Put `take` right after `batch` or `repeat`, or track the dataset without `take`, and "
-            "call `fit` with `steps_per_epoch`.",
-        )
-    times = math.ceil(asked / length)
-    if count < 0 or times <= count:
-        return _Level(nothing, times)
-    return _Level(nothing, count, not is_fused)

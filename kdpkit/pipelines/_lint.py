@@ -1,7 +1,6 @@
 """Mistakes in a `tf.data` pipeline that can be read from its stages, without running it."""
 
 import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
@@ -9,18 +8,15 @@ import tensorflow as tf
 
 from kdpkit._internal import check_results, checks
 from kdpkit._internal.check_results import Finding
-from kdpkit.pipelines._counting import require_dataset
-from kdpkit.pipelines._stages import READING, Stage, before, line, paths
+from kdpkit.pipelines._stages import Stage, before, line, paths, require_dataset
 
 _CACHES = ("cache", "snapshot")
 _COPYING = ("batch", "padded_batch")
 _BATCHES = (*_COPYING, "ragged_batch", "rebatch", "group_by_window")
 _OPENS = ("flat_map", "interleave", "unbatch", "group_by_window", "window")
-_AHEAD = ("prefetch", "distribute", "train_pipeline")
 _SHORT_PART = 0.25  # of a batch
 _SMALL_BUFFER = 1000  # examples; below it, and below this part of the data, a shuffle is local
 _SMALL_PART = 0.01
-_Policy = tf.data.experimental.AutoShardPolicy
 
 
 def lint(
@@ -28,35 +24,30 @@ def lint(
     *,
     training: bool = True,
     replicas: int = 1,
-    workers: int = 1,
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
 ) -> list[Finding]:
     """Find mistakes in a pipeline from its stages alone; nothing is run.
 
-    Each finding has a level: `"error"` raises in training, `"wrong"` trains something other than
-    what was meant, `"slow"` wastes time, and `"note"` is good to know and may be as you want it. A
-    pipeline that has notes alone is fine. The rules:
+    Each finding has a level: `"wrong"` trains something other than what was meant, `"slow"` wastes
+    time, and `"note"` is good to know and may be as you want it. A pipeline that has notes alone is
+    fine. The rules:
 
     - `shuffle-before-cache`, `random-before-cache`, `repeat-before-cache`: a cache keeps what each
       epoch should draw again, or the data several times.
-    - `batch-before-shuffle`, `small-shuffle`, `repeat-before-batch`: examples hardly mix, or those
-      of several epochs do.
+    - `batch-before-shuffle`, `small-shuffle`: examples hardly mix.
     - `split-after-shuffle`: `take` and `skip` that do not part the same examples in each epoch.
-    - `repeat`, `runs-out`, `unknown-length`, `short-batch`: what an epoch is for `fit`.
+    - `repeat`, `runs-out`, `short-batch`: what an epoch is for `fit`.
     - `overwritten-arrays`: several replicas of plain Keras write into what Python gave.
-    - `python`, `serial-map`, `serial-interleave`, `no-prefetch`: what makes training wait, unless a
-      cache makes it happen once, or TensorFlow's autotune fixes it by itself.
-    - `file-shards`, `python-shards`: what several workers cannot divide.
+    - `python`, `serial-map`: what makes training wait, unless a cache makes it happen once.
 
     Of what you pass to `train_pipeline` as `augment`, only whether it calls Python is checked.
 
     Args:
         dataset: What is passed to `fit`; on several replicas, before it is distributed.
         training: Whether it is for training. Validation needs no new order, and only the rules
-            about speed, caches, splits and workers count.
+            about speed, caches and splits count.
         replicas: Replicas that a batch is split over; with several a smaller last batch is a note.
-        workers: Processes that divide the dataset between them (see `auto_shard`).
         epochs: As `fit` gets it. None if that is not known: what depends on it is a note.
         steps_per_epoch: As `fit` gets it; None is all of the dataset.
 
@@ -78,7 +69,6 @@ def lint(
         line(end),
         tuple(paths(end)),
         replicas=checks.integer("replicas", replicas),
-        workers=checks.integer("workers", workers),
         epochs=None if epochs is None else checks.integer("epochs", epochs),
         steps=None
         if steps_per_epoch is None
@@ -100,7 +90,6 @@ class _Pipeline:
     line: tuple[Stage, ...]
     stages: tuple[tuple[Stage, tuple[Stage, ...]], ...]
     replicas: int
-    workers: int
     epochs: int | None
     steps: int | None
 
@@ -108,11 +97,6 @@ class _Pipeline:
     def length(self) -> int | None:
         """Elements of the dataset: None if TensorFlow does not know, infinity as -1."""
         return Stage(self.dataset).cardinality
-
-    @property
-    def policy(self) -> tf.data.experimental.AutoShardPolicy:
-        """How the workers divide it."""
-        return self.dataset.options().experimental_distribute.auto_shard_policy
 
     def of(self, *kinds: str) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
         """Yield the stages of some kinds, with those that follow."""
@@ -129,13 +113,6 @@ class _Pipeline:
     def following(self, stage: Stage) -> tuple[Stage, ...]:
         """Return the stages of the line that follow one of it."""
         return self.line[self.line.index(stage) + 1 :]
-
-    @property
-    def is_tuned(self) -> bool:
-        """Whether TensorFlow makes maps parallel, and adds a `prefetch`, by itself."""
-        options = self.dataset.options()
-        by_default = options.experimental_optimization.apply_default_optimizations
-        return by_default is not False and options.autotune.enabled is not False
 
 
 _Found: TypeAlias = Iterator[tuple[str, Stage, str, str]]  # level, stage, problem, remedy
@@ -243,19 +220,6 @@ def _small_shuffle(pipeline: _Pipeline) -> _Found:
             yield "note", shuffle, problem, remedy
 
 
-@_rule("repeat-before-batch", training=True)
-def _repeat_before_batch(pipeline: _Pipeline) -> _Found:
-    for repeat in pipeline.line:
-        mixing = _first(pipeline.following(repeat), *_BATCHES, "shuffle")
-        if repeat.kind == "repeat" and mixing is not None and repeat.setting("count") != 1:
-            problem = (
-                f"`{mixing.label}` after it mixes the end of one pass with the beginning of the "
-                "next: an example may come twice before another comes once."
-            )
-            remedy = "If each epoch is to have every example once, move `repeat` after "
-            yield "note", repeat, problem, f"{remedy}`{mixing.kind}`."
-
-
 @_rule("split-after-shuffle")
 def _split_after_shuffle(pipeline: _Pipeline) -> _Found:
     for split, _ in pipeline.of("skip", "take"):
@@ -321,21 +285,6 @@ def _runs_out(pipeline: _Pipeline) -> _Found:
     yield "wrong", pipeline.line[-1], f"{problem}: {effect}", remedy
 
 
-@_rule("unknown-length", training=True)
-def _unknown_length(pipeline: _Pipeline) -> _Found:
-    if pipeline.length is None and pipeline.steps is None:
-        following = reversed(pipeline.line)
-        *_, first = itertools.takewhile(lambda stage: stage.cardinality is None, following)
-        yield (
-            "note",
-            first,
-            "TensorFlow does not know how many elements it gives, so `fit` shows no progress in "
-            "the first epoch, and a schedule cannot know its steps.",
-            "If you need them: `steps = kdpkit.pipelines.count_batches(dataset)`, once, and "
-            "`dataset.apply(tf.data.experimental.assert_cardinality(steps))`.",
-        )
-
-
 @_rule("short-batch", training=True)
 def _short_batch(pipeline: _Pipeline) -> _Found:
     batch = _first(reversed(pipeline.line), *_BATCHES)
@@ -397,82 +346,10 @@ def _overwritten_arrays(pipeline: _Pipeline) -> _Found:
 
 @_rule("serial-map")
 def _serial_map(pipeline: _Pipeline) -> _Found:
+    """Look for a function with a state, which TensorFlow does not call in parallel by itself."""
     problem = "It makes one element after the other, on one core."
     remedy = "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`."
     for stage, after in pipeline.of("map"):
-        is_stateful = any(one.is_stateful for one in stage.functions[:1])
-        is_fixed = pipeline.is_tuned and not is_stateful
-        if stage.has_work and not (stage.is_parallel or is_fixed or _is_kept(after)):
-            yield "slow", stage, problem, remedy
-
-
-@_rule("serial-interleave")
-def _serial_interleave(pipeline: _Pipeline) -> _Found:
-    problem = "It reads one file at a time, in the thread that waits for the data."
-    remedy = (
-        "Write `.interleave(..., num_parallel_calls=tf.data.AUTOTUNE)`, or use "
-        "`kdpkit.pipelines.interleave_files`."
-    )
-    for stage, after in pipeline.of("interleave"):
-        if stage.runs(READING) and not (stage.is_parallel or _is_kept(after)):
-            yield "slow", stage, problem, remedy
-
-
-@_rule("no-prefetch")
-def _no_prefetch(pipeline: _Pipeline) -> _Found:
-    """Look for work that begins when the training asks for its result."""
-
-    def is_late(stage: Stage) -> bool:
-        return not stage.is_parallel and stage.kind not in _AHEAD
-
-    late = [*itertools.takewhile(is_late, reversed(pipeline.line))]  # the last one first
-    working = [stage for stage in late if not _is_light(stage)]
-    has_work = len(late) < len(pipeline.line) or any(stage.has_work for stage in late)
-    if working and has_work and not pipeline.is_tuned:
-        problem = "Its work begins when the training step before has ended."
-        yield "slow", working[0], problem, "End the pipeline with `.prefetch(tf.data.AUTOTUNE)`."
-
-
-def _is_light(stage: Stage) -> bool:
-    """Return whether a stage hands elements on, or moves a few numbers."""
-    if stage.functions:
-        return stage.kind in ("map", "filter") and all(one.is_cheap for one in stage.functions)
-    return stage.kind not in {*_BATCHES, "shuffle"}
-
-
-# What several workers cannot divide.
-
-
-@_rule("file-shards")
-def _file_shards(pipeline: _Pipeline) -> _Found:
-    by_file = pipeline.policy == _Policy.FILE
-    if not by_file and not (pipeline.policy == _Policy.AUTO and pipeline.workers > 1):
-        return
-    workers = max(pipeline.workers, 2)
-    files = {stage: stage.files for stage, _ in pipeline.stages if stage.files is not None}
-    remedy = (
-        "Let each worker keep its shard of the examples: "
-        "`.apply(kdpkit.pipelines.auto_shard('data'))`; or write as many files as there are "
-        "workers, or more."
-    )
-    for stage, count in files.items():
-        if count < workers:
-            problem = (
-                f"It reads {count} file{'s' * (count > 1)}, which {workers} workers cannot divide: "
-                "a worker without a file has no data."
-            )
-            yield "error", stage, problem, remedy
-    if by_file and not files:
-        problem = "It reads no files, and the workers' policy is to divide files."
-        yield "error", pipeline.line[0], problem, remedy
-
-
-@_rule("python-shards")
-def _python_shards(pipeline: _Pipeline) -> _Found:
-    is_read = any(stage.files for stage, _ in pipeline.stages)
-    if pipeline.policy == _Policy.AUTO and pipeline.workers > 1 and not is_read:
-        workers = f"Each of {pipeline.workers} workers"
-        for stage, _ in pipeline.of("from_generator"):
-            problem = f"{workers} runs all of the generator and keeps its shard."
-            remedy = "Write TFRecord files, one or more for each worker."
+        is_stateful = any(one.is_stateful for one in stage.functions)
+        if is_stateful and not (stage.is_parallel or stage.calls_python or _is_kept(after)):
             yield "slow", stage, problem, remedy

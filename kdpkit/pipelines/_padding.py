@@ -5,7 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.pipelines._tracing import as_written
+from kdpkit.pipelines._epochs import as_written
 from kdpkit.pipelines._transforms import Transform
 
 

@@ -1,4 +1,4 @@
-"""The stages of a dataset: the one reader for `lint`, `measure`, `count_batches` and `Resume`.
+"""The stages of a dataset: the one reader for `lint`, `measure` and `Resume`.
 
 This file uses private parts of tf.data: the names of its dataset classes, their attributes,
 `_inputs()` and `_functions()`, which are the same in TensorFlow 2.20 and 2.21. Unlike a serialized
@@ -17,29 +17,17 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
+from kdpkit._internal import checks
 from kdpkit.pipelines._epochs import TrainDataset
 
 # Names of operations, as regular expressions: what `Function.runs` takes.
 PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
-STORED = r"LookupTable.*|ReadVariableOp|ResourceGather(Nd)?"  # a Keras layer's, for example
 ASSIGNING = "Assign.*"
-READING = r"(TFRecord|TextLine|FixedLengthRecord|CSV)Dataset(V2)?"
 # Stateful ones: they draw again whenever they run.
 _RANDOM = (
     r"Random(?!Index).*|(Parameterized)?TruncatedNormal|Multinomial|SampleDistortedBoundingBox.*"
     r"|Rng.*|Stateful(Uniform|StandardNormal|Truncated|Random).*|AnonymousRandomSeedGenerator"
 )
-_CHEAP_NAMES = """
-    Placeholder Const Identity IdentityN NoOp Cast Bitcast Reshape ExpandDims Squeeze Pack Unpack
-    Shape Size Rank StridedSlice Slice Concat ConcatV2 Split SplitV GatherV2 Transpose Range Fill
-    OnesLike ZerosLike Tile BroadcastTo OneHot Abs Neg Sign Square Sqrt Rsqrt Exp Log Maximum
-    Minimum Add AddV2 Sub Mul Div RealDiv FloorDiv FloorMod Mod Pow Sum Mean Prod Max Min All Any
-    Equal NotEqual Less LessEqual Greater GreaterEqual LogicalAnd LogicalOr LogicalNot Select
-    SelectV2 Where ClipByValue Round Floor Ceil StringLength StopGradient EnsureShape Assert
-    LookupTableFindV2 LookupTableInsertV2 LookupTableSizeV2 ReadVariableOp PartitionedCall
-    StatefulPartitionedCall If StatelessIf Pad PadV2 ArgMax Timestamp
-"""
-_CHEAP_OPS = frozenset(_CHEAP_NAMES.split())
 _KINDS = {
     "tensor_slice": "from_tensor_slices",
     "tensor": "from_tensors",
@@ -110,17 +98,22 @@ class Function:
         """Whether tf.data runs its calls serially, in order."""
         return any(map(_is_stateful, self.ops))
 
-    @property
-    def is_cheap(self) -> bool:
-        """Whether it only moves and compares numbers, too little work for a thread."""
-        return self.ops <= _CHEAP_OPS
-
 
 def _is_stateful(op: str) -> bool:
     if op in ("Assert", "StatefulPartitionedCall", "If", "While") or "Dataset" in op:
         return False  # decided by the operations of the inner functions
     definition = op_def_registry.get(op)
     return definition is not None and definition.is_stateful
+
+
+def require_dataset(name: str, value: Any) -> None:
+    """Raise unless `value` is a `tf.data.Dataset`."""
+    if not isinstance(value, tf.data.Dataset):
+        checks.fail(
+            f"`{name}` must be a tf.data.Dataset.",
+            **{name: type(value).__name__},
+            remedy="Make one of arrays with `tf.data.Dataset.from_tensor_slices`.",
+        )
 
 
 class Stage:
@@ -218,11 +211,6 @@ class Stage:
         return self.reshuffles or within or self.kind == "train_pipeline"
 
     @property
-    def has_work(self) -> bool:
-        """Whether it computes or reads, instead of only slicing and mixing data in memory."""
-        return self.kind.endswith("Dataset") or not all(one.is_cheap for one in self.functions)
-
-    @property
     def label(self) -> str:
         """The stage as the user writes it: `map(decode)`, `shuffle(1000)`, `batch(32)`."""
         argument = self.setting(_NAMED_BY[self.kind]) if self.kind in _NAMED_BY else None
@@ -233,17 +221,6 @@ class Stage:
         elif self.kind in ("map", "filter", "flat_map", "interleave") and self.functions:
             argument = self.functions[0].name or None
         return self.kind if argument is None else f"{self.kind}({argument})"
-
-    @property
-    def files(self) -> int | None:
-        """The number of files that it reads itself; None if unknown or none."""
-        names = None
-        if self.kind in ("TextLineDataset", "TFRecordDataset", "FixedLengthRecordDataset"):
-            names = self.argument("filenames")
-        elif len(self.inputs) == 1 and self.runs(READING):
-            names = self.inputs[0].dataset
-        count = int(names.cardinality()) if isinstance(names, tf.data.Dataset) else 0
-        return count if count > 0 else None
 
 
 def line(end: Stage) -> tuple[Stage, ...]:

@@ -1,14 +1,12 @@
-"""Single stages: functions from dataset to dataset, for `Dataset.apply` and `chain`."""
+"""Single stages: functions from dataset to dataset, for `Dataset.apply`."""
 
-import os
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.pipelines import _disk_cache
-from kdpkit.pipelines._counting import cardinality
+from kdpkit.pipelines._stages import require_dataset
 
 Transform: TypeAlias = Callable[[tf.data.Dataset], tf.data.Dataset]
 
@@ -17,22 +15,6 @@ _POLICIES = {
     "file": tf.data.experimental.AutoShardPolicy.FILE,
     "off": tf.data.experimental.AutoShardPolicy.OFF,
 }
-
-
-def chain(*transforms: Transform) -> Transform:
-    """Combine stages into one, applied from left to right.
-
-    >>> stage = chain(shuffle(4, seed=1), batch_for(2))
-    >>> tf.data.Dataset.range(4).apply(stage).element_spec.shape
-    TensorShape([2])
-    """
-
-    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        for transform in transforms:
-            dataset = dataset.apply(transform)
-        return dataset
-
-    return apply
 
 
 def filter_by(predicate: Callable[..., Any]) -> Transform:
@@ -61,29 +43,18 @@ def longer_than(length: int) -> Callable[..., tf.Tensor]:
     return lambda text, *_: tf.strings.length(text) > length
 
 
-def cache(where: str | os.PathLike[str] = "memory") -> Transform:
-    """Cache the examples when they are first read, in memory or in a directory.
+def cache() -> Transform:
+    """Cache the examples in memory when they are first read.
 
-    Put it before `shuffle`; after it, every epoch would have the same order. On disk each pipeline
-    has its own directory in `where`, written atomically. The cache depends on the pipeline, not on
-    the content of its files: pass another directory when those change. It also does not depend on
-    what Python functions compute or what variables and lookup tables (as in Keras' preprocessing
-    layers) contain; a warning reports such pipelines. A pipeline with a generator may be cached
-    again each time.
-
-    Args:
-        where: `"memory"`, or the path of a directory of this machine.
-
-    Raises:
-        ValueError: The directory cannot be written, or is in object storage.
+    Put it before `shuffle`; after it, every epoch would have the same order. For a cache on disk
+    write `dataset.cache(filename)`, which trusts any file of that name, and which an interrupted
+    first pass leaves locked.
 
     >>> numbers = tf.data.Dataset.range(3).apply(cache())
     >>> [int(number) for number in numbers]
     [0, 1, 2]
     """
-    if where == "memory":
-        return lambda dataset: dataset.cache()
-    return lambda dataset: _disk_cache.cached_on_disk(dataset, where)
+    return lambda dataset: dataset.cache()
 
 
 def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
@@ -124,7 +95,7 @@ def batch_for(
     global_batch_size, replicas = checks.global_batch(global_batch_size, replicas)
 
     def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
-        examples = cardinality(dataset)
+        examples = _cardinality(dataset)
         if drop_remainder and examples is not None and examples < global_batch_size:
             checks.fail(
                 "The dataset has too few examples for one full batch.",
@@ -168,3 +139,40 @@ def auto_shard(policy: str = "data") -> Transform:
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = _POLICIES[policy]
     return lambda dataset: dataset.with_options(options)
+
+
+def count_batches(dataset: tf.data.Dataset) -> int:
+    """Return the number of elements of a dataset (batches, if it is batched).
+
+    `len(dataset)` raises after `filter`, cached or not. This function iterates a dataset of unknown
+    length once, which also fills a cache inside it. The steps of a decay schedule are
+    `count_batches(train) * epochs`. Under a strategy a global batch counts once.
+
+    Raises:
+        ValueError: The dataset never ends.
+
+    >>> even = tf.data.Dataset.range(10).filter(lambda number: number % 2 == 0)
+    >>> count_batches(even.batch(2, drop_remainder=True))
+    2
+    """
+    require_dataset("dataset", dataset)
+    known = _cardinality(dataset)
+    if known is not None:
+        return known
+    return int(dataset.reduce(tf.constant(0, tf.int64), lambda count, *_: count + 1))
+
+
+def _cardinality(dataset: tf.data.Dataset) -> int | None:
+    """Return the length of a dataset, None if unknown; raise for endless ones."""
+    count = tf.get_static_value(dataset.cardinality())  # None while a graph is being traced
+    if count == tf.data.INFINITE_CARDINALITY:
+        raise_endless("`dataset` never ends")
+    return None if count in (None, tf.data.UNKNOWN_CARDINALITY) else int(count)
+
+
+def raise_endless(problem: str) -> NoReturn:
+    """Raise for data that `fit` would repeat once more."""
+    checks.fail(
+        f"{problem}, and `fit(epochs=N)` would repeat it again.",
+        remedy="Take `.repeat(...)` out of the pipeline and let `epochs` count the passes.",
+    )

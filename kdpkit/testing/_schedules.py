@@ -14,12 +14,8 @@ RATES = st.floats(0.01, 1.0)
 def of_any_kind(max_steps: int) -> st.SearchStrategy[kinds.Rate]:
     """Return schedules, and schedules around them."""
     lengths = st.integers(1, max_steps)
-    single = st.one_of(
-        _keras_decays(lengths),
-        warmup_stable_decays(max_steps),
-        st.builds(kinds.NoamDecay, st.integers(1, 512), lengths, RATES),
-    )
-    return st.recursive(single, lambda inner: _around(inner | RATES, lengths), max_leaves=4)
+    decays = _keras_decays(lengths)
+    return st.recursive(decays, lambda inner: _around(inner | RATES, lengths), max_leaves=4)
 
 
 def boundaries(schedule: Any) -> set[int]:
@@ -40,20 +36,6 @@ def _falling_rates(draw: st.DrawFn) -> tuple[float, float]:
     """Draw a peak, and an end rate that is no higher."""
     peak, end = draw(st.tuples(RATES, RATES))
     return max(peak, end), min(peak, end)
-
-
-@st.composite
-def warmup_stable_decays(draw: st.DrawFn, max_steps: int) -> kinds.WarmupStableDecay:
-    peak, end = draw(_falling_rates())
-    warmup, stable, decay = (draw(st.integers(least, max_steps)) for least in (0, 0, 1))
-    return kinds.WarmupStableDecay(
-        peak,
-        total_steps=warmup + stable + decay,
-        warmup_steps=warmup,
-        decay_steps=decay,
-        end_learning_rate=end,
-        shape=draw(st.sampled_from(kinds.SHAPES)),
-    )
 
 
 def _keras_decays(lengths: st.SearchStrategy[int]) -> st.SearchStrategy[LearningRateSchedule]:

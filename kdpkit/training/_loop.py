@@ -60,7 +60,7 @@ class TrainingLoop:
         jit: Whether XLA compiles the forward and backward pass of a replica, and the update; on JAX
             the complete step. None decides as `compile` does. `"measure"` tries both on TensorFlow,
             prints the times, and goes on with the faster. Every new shape is compiled: where shapes
-            differ, as with `kdpkit.pipelines.bucket_by_length`, choose yourself.
+            differ, as with `bucket_by_sequence_length`, choose yourself.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
         batch_norm: As in `replica_exact`; with `jit` on several replicas only `"replica"` works.

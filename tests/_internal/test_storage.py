@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from kdpkit import errors
 from kdpkit._internal import atomic_files, storage
-from tests.processes import run_code
 
 NAMES = st.text("abc.-_0", min_size=1, max_size=5).filter(lambda name: name.strip("."))
 
@@ -100,15 +99,6 @@ def test_a_directory_that_cannot_be_written_is_named(path):
         atomic_files.make_writable(storage.path(path))
 
 
-def test_what_is_missing_is_named(remote):
-    missing = storage.path(remote) / "none"
-    for ask in (missing.read_bytes, missing.unlink):
-        with pytest.raises(FileNotFoundError, match=f"no such file, dir.*: {missing}. Check"):
-            ask()
-    with pytest.raises(ValueError, match="There is no such file: .*none. Check the path"):
-        atomic_files.readable(missing)
-
-
 def test_a_readable_file_is_one_with_content(remote):
     directory = storage.path(remote) / "data"
     put(directory / "file", b"x")
@@ -133,16 +123,3 @@ def test_no_permission_is_reported_in_a_sentence():
 def test_a_scheme_that_nothing_knows_raises():
     with pytest.raises(ValueError, match=r"reads and writes nope:// .*nope://b/x.*\[storage"):
         storage.path("nope://b/x").exists()
-
-
-def test_what_tensorflow_cannot_read_raises():
-    assert storage.require_tensorflow("ram://b/x") == "ram://b/x"
-    assert storage.require_tensorflow("./x") == "./x"
-    with pytest.raises(ValueError, match="does not know memory://.*path='memory://b/x'.*ram://"):
-        storage.require_tensorflow("memory://b/x")
-
-
-def test_loading_it_loads_no_framework():
-    code = "import sys, kdpkit._internal.storage as s; s.path('gs://b/x'); print(*sys.modules)"
-    loaded = run_code(code).stdout.split()
-    assert not {"tensorflow", "fsspec", "keras", "jax"} & set(loaded)

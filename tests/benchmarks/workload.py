@@ -94,7 +94,7 @@ def packed(args, array, steps=None, replicas=1, batch=BATCH):
     """Return our batches, masked afresh in every epoch."""
     return pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices(array),
-        pipelines.PipelineConfig(cache=None),
+        pipelines.PipelineConfig(cache=False),
         global_batch_size=batch,
         replicas=replicas,
         augment=pipelines.mask_tokens(tokenizer(args.text, args.vocabulary)),

@@ -132,12 +132,8 @@ def by_fit_on_a_pipeline(resume, *others):
 @program()
 def by_a_loop(resume, *others, **settings):
     train = resume.track(batches() if ON_JAX else pipeline())
+    settings = {"steps_per_loop": 1 if ON_JAX else 2} | settings
     return loop(thorough(), train, *others, resume, validation=held_out(), of_loop=settings)
-
-
-@program()
-def by_a_loop_of_several_steps_in_a_call(resume, *others):
-    return by_a_loop(resume, *others, steps_per_loop=1 if ON_JAX else 2)
 
 
 @program("jax")
@@ -164,14 +160,9 @@ def with_executions_that_pass_the_end_of_an_epoch(resume, *others):
 
 @program("tensorflow")
 def from_a_later_epoch_of_endless_data(resume, *others):
-    settings = {"epochs": 5, "initial_epoch": 2, "steps_per_epoch": 3}
-    return fit(compiled(), resume.track(in_batches().repeat()), *others, resume, **settings)
-
-
-@program("tensorflow")
-def with_more_steps_in_an_execution_than_are_left(resume, *others):
     model, train = compiled(steps_per_execution=2), resume.track(in_batches().repeat())
-    return fit(model, train, *others, resume, epochs=4, steps_per_epoch=3)
+    settings = {"epochs": 5, "initial_epoch": 2, "steps_per_epoch": 3}
+    return fit(model, train, *others, resume, **settings)
 
 
 @program()
@@ -195,15 +186,6 @@ def in_phases_of_which_the_first_is_stopped(resume, *others):
     model.compile(keras.optimizers.Adam(1e-3), LOSS)
     train = resume.track(batches(global_batch_size=5, seed=2))
     return fit(model, train, *others, resume, initial_epoch=epochs, epochs=epochs + 3)
-
-
-@program()
-def with_low_rank_weights_in_the_second_phase(resume, *others):
-    model, train = compiled(), resume.track(batches())
-    fit(model, train, *others, resume, epochs=1)
-    model.layers[0].enable_lora(2)
-    model.compile(keras.optimizers.Adam(0.05), LOSS)
-    return fit(model, train, *others, resume, epochs=4, initial_epoch=1)
 
 
 @program()
@@ -263,14 +245,10 @@ class Noise(layers.Layer):
 
 
 @program("tensorflow")
-def with_numbers_drawn_without_a_seed(resume, *others):
-    return fit(replica_exact(compiled(None, Noise())), resume.track(pipeline()), *others, resume)
-
-
-@program("tensorflow")
 def with_numbers_drawn_without_a_seed_on_two_replicas(resume, *others):
     with on_replicas(2):
-        return with_numbers_drawn_without_a_seed(resume, *others)
+        model = replica_exact(compiled(None, Noise()))
+        return fit(model, resume.track(pipeline()), *others, resume)
 
 
 class DrawsAsTensorFlowDoes(layers.Layer):
@@ -364,14 +342,6 @@ class Shuffled(keras.utils.PyDataset):
         self.random.shuffle(self.order)
 
 
-class ShuffledAndCounted(Shuffled):
-    epoch = 0
-
-    def on_epoch_end(self):
-        super().on_epoch_end()
-        self.epoch += 1
-
-
 def slices():
     tf = pytest.importorskip("tensorflow")
 
@@ -388,9 +358,7 @@ def in_batches():
 
 
 DATA = {  # with the steps of an epoch, if it does not know them
-    "weighted arrays": (lambda: (*UNEVEN, 1.0 + UNEVEN[1]), None),
     "a PyDataset that shuffles": (Shuffled, None),
-    "a PyDataset that shuffles and counts": (ShuffledAndCounted, None),
     "one batch": (lambda: batches(tuple(array[:4] for array in ARRAYS)), None),
     "shuffled": (shuffled, None),
     "endless": (lambda: shuffled().repeat(), 4),
@@ -401,10 +369,7 @@ def on_data(make, steps, resume, *others):
     """Train a model whose weights depend on the order of its batches."""
     model = testing.tiny_classifier()
     model.compile(keras.optimizers.Adam(0.05), LOSS)
-    made = make()
-    settings = {"global_batch_size": 5, "seed": 7} if isinstance(made, tuple) else {}
-    train = resume.track(made, **settings)
-    return fit(model, train, *others, resume, steps_per_epoch=steps)
+    return fit(model, resume.track(make()), *others, resume, steps_per_epoch=steps)
 
 
 for _name, (_make, _steps) in DATA.items():

@@ -7,7 +7,7 @@ import threading
 import keras
 import pytest
 
-from kdpkit import callbacks, testing
+from kdpkit import batches, callbacks, testing
 
 pytestmark = pytest.mark.jax
 
@@ -29,7 +29,8 @@ class Safe(Batchwise):
 
 def waits_with(states, *others):
     spy, resume = Safe(), callbacks.Resume(states)
-    train = resume.track(testing.toy_classification(64, features=8), global_batch_size=8)
+    data = testing.toy_classification(64, features=8)
+    train = resume.track(batches.ArrayBatches(data, global_batch_size=8))
     model = testing.tiny_classifier(features=8)
     model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     model.fit(train, shuffle=False, verbose=0, callbacks=[spy, *others, resume])

@@ -66,21 +66,6 @@ def test_a_plain_rate_is_logged_as_applied_whoever_sets_it_and_in_any_order(hook
     assert fitted.history["learning_rate"] == pytest.approx(truth.epochs, rel=1e-4)
 
 
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("rate", [0.25, straight_decay()], ids=["plain", "schedule"])
-@pytest.mark.tensorflow  # there a dataset can end more than once
-def test_the_rate_is_right_when_the_number_of_steps_is_unknown(rate):
-    import tensorflow as tf
-
-    x = np.ones((14, 1), "float32")
-    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(2).filter(lambda *_: True)
-    model, truth = falling_weight(keras.optimizers.SGD(rate)), Truth()
-    setters = [SetRate("on_epoch_end", itertools.count(0.5, 0.25))] if rate == 0.25 else []
-    callbacks = [*setters, LearningRateLogger(), truth]
-    history = model.fit(data, epochs=3, verbose=0, callbacks=callbacks).history
-    assert history["learning_rate"] == pytest.approx(truth.epochs, rel=1e-4)
-
-
 def test_accumulation_reports_the_rate_at_the_batch_of_the_update():
     schedule = straight_decay()
     optimizer = keras.optimizers.SGD(schedule, gradient_accumulation_steps=4)
@@ -115,13 +100,6 @@ def test_steps_that_loss_scaling_skips_apply_no_rate(rate):
     assert int(optimizer.iterations) == 4
 
 
-def test_a_second_fit_goes_on_with_the_schedule():
-    model = falling_weight(keras.optimizers.SGD(straight_decay()))
-    logger = LearningRateLogger()
-    rates = [model.fit(**ones(5), callbacks=[logger]).history["learning_rate"] for _ in range(2)]
-    assert rates == [pytest.approx([0.96]), pytest.approx([0.91])]
-
-
 def test_printlr_prints_once_an_epoch_below_the_progress_line(capsys):
     model = falling_weight(keras.optimizers.SGD(straight_decay()))
     model.fit(**{**ones(4), "verbose": 2}, epochs=2, callbacks=[PrintLR()])
@@ -134,17 +112,6 @@ def test_printlr_prints_once_an_epoch_below_the_progress_line(capsys):
         "4/4",
         "Learning rate of epoch 2: 0.93 (step 8)",
     ]
-
-
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda: PrintLR("stdout"), "`print_fn` must be a function.*'stdout'"),
-    ],
-)
-def test_bad_arguments_get_one_sentence(make, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make()
 
 
 @pytest.mark.parametrize("callback", [LearningRateLogger(), PrintLR()])

@@ -9,7 +9,6 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
@@ -19,7 +18,7 @@ import pytest
 
 from kdpkit.callbacks import Resume
 from kdpkit.callbacks._resume import callback_state
-from kdpkit.checkpoints import CheckpointDirectory, _background
+from kdpkit.checkpoints import CheckpointDirectory
 from tests.callbacks.resume_programs import (
     EPOCHS,
     LEARNING,
@@ -218,21 +217,13 @@ def test_training_that_failed_after_it_continued_does_not_move_the_next_one(tmp_
     assert fit(model, data, epochs=1).history.epoch == [0]
 
 
-def test_evaluate_takes_the_callback_too(tmp_path):
-    resume = Resume(tmp_path)
-    model, train = compiled(), resume.track(batches())
-    before = model.evaluate(batches(), callbacks=[resume], verbose=0)
-    fit(model, train, resume)
-    assert model.evaluate(batches(), callbacks=[resume], verbose=0) < before
-
-
 # States that are damaged or cannot be written, and those that are written while training goes on.
 
 
 @pytest.mark.slow
 def test_a_damaged_state_costs_the_steps_since_the_one_before(tmp_path):
     lived("by_fit", tmp_path / "stopped", Stop("error", 7), save_freq=1)
-    _background.wait(tmp_path / "stopped/states")
+    CheckpointDirectory(tmp_path / "stopped/states").wait()
     newest = max((tmp_path / "stopped/states").iterdir())
     newest.write_bytes(newest.read_bytes()[:100])
     with pytest.warns(UserWarning, match="is damaged"):
@@ -255,32 +246,6 @@ def test_a_state_that_cannot_be_written_is_reported_and_training_continues(tmp_p
     ]
     assert model.history.epoch == [0, 1, 2]
     assert [path.name for path in tmp_path.iterdir()] == [".lock"]
-
-
-WRITING = """
-import sys
-import numpy as np
-from kdpkit.checkpoints import CheckpointDirectory, Position, TrainingState
-
-states, arrays = CheckpointDirectory(sys.argv[1]), {"weight": np.zeros(8_000_000)}
-for step in range(1000):
-    states.save_in_background(TrainingState(position=Position(0, step), arrays=arrays))
-"""
-
-
-@pytest.mark.tensorflow  # once
-def test_a_process_that_is_killed_while_it_writes_leaves_the_state_before(tmp_path):
-    process = subprocess.Popen([sys.executable, "-c", WRITING, tmp_path], env=SOON_STARTED)
-    deadline = time.monotonic() + 240
-    try:
-        while not ([*tmp_path.glob(".state-*")] and [*tmp_path.glob("state-*")]):
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-    finally:
-        process.kill()
-        process.communicate()
-    state = CheckpointDirectory(tmp_path).latest()  # a warning would be an error
-    assert state.arrays["weight"].shape == (8_000_000,)
 
 
 # A directory for one run at a time.
@@ -326,15 +291,6 @@ def test_after_training_has_failed_a_signal_does_what_it_always_does(tmp_path):
     assert signal.getsignal(signal.SIGINT) is former
 
 
-def test_a_second_sigterm_cuts_nothing_short(tmp_path):
-    twice = [Stop("SIGTERM", 1), Stop("SIGTERM", 1)]
-    resume = Resume(tmp_path)
-    with pytest.raises(SystemExit, match="42"):
-        fit(compiled(), resume.track(batches()), *twice, resume)
-    assert [*tmp_path.glob("state-000000-*.npz")]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
-
-
 def test_a_signal_or_request_that_no_epoch_hears_any_more_acts_after_training(tmp_path):
     came = []
     signal.signal(signal.SIGTERM, lambda *_: came.append("SIGTERM"))
@@ -346,15 +302,6 @@ def test_a_signal_or_request_that_no_epoch_hears_any_more_acts_after_training(tm
     resume, late = Resume(tmp_path / "request"), Stop("request", 1, "on_train_end")
     late.resume = resume
     assert fit(compiled(), resume.track(batches()), late, resume, epochs=1).history.epoch == [0]
-
-
-def test_a_request_of_who_ends_training_as_well_is_a_stop(tmp_path, capfd):
-    resume = Resume(tmp_path)
-    both = [Stop(way, 2) for way in ("end of training", "request")]
-    both[1].resume = resume
-    with pytest.raises(SystemExit, match="42"):
-        fit(compiled(), resume.track(batches()), *both, resume)
-    assert "Training was stopped by request_stop(). Its state is in" in capfd.readouterr().err
 
 
 def test_a_thread_saves_on_request(tmp_path):

@@ -9,7 +9,6 @@ from kdpkit.callbacks import (
     DeviceMonitor,
     LearningRateLogger,
     PrintLR,
-    ProgressLine,
     TensorBoard,
     Throughput,
     training_callbacks,
@@ -54,12 +53,6 @@ def test_the_applied_rate_is_written_and_history_beside_it(tmp_path):
         assert list(train[f"epoch_{name}"].values()) == pytest.approx(history[name])
     validation = scalars(tmp_path / "validation")
     assert list(validation["epoch_loss"].values()) == pytest.approx(history["val_loss"])
-
-
-def test_the_rate_needs_no_other_callback_and_none_is_written_before_an_update(tmp_path):
-    optimizer = keras.optimizers.SGD(decay(), gradient_accumulation_steps=4)
-    falling_weight(optimizer).fit(**ones(3), epochs=2, callbacks=[TensorBoard(tmp_path)])
-    assert scalars(tmp_path / "train")["epoch_learning_rate"] == pytest.approx({1: 0.97})
 
 
 @pytest.mark.tensorflow
@@ -125,35 +118,10 @@ def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote):
             assert [*scalars(file)["epoch_loss"]] == [0, 1, 2]
 
 
-def test_a_storage_that_fails_during_training_is_warned_of_and_written_later(tmp_path):
-    place = tmp_path / "logs"
-
-    class Disturb(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002 as Keras calls it
-            if epoch == 1:
-                place.rename(tmp_path / "away")
-                place.touch()
-            if epoch == 2:
-                place.unlink()
-                (tmp_path / "away").rename(place)
-
-    board = TensorBoard(f"file://{place}")
-    with pytest.warns(
-        UserWarning, match="file://.*/logs.*next epoch, if there is one, tries again"
-    ):
-        fit([board, Disturb()], epochs=3)
-    assert [*scalars(place / "train")["epoch_loss"]] == [0, 1, 2]
-
-
-def test_a_bad_directory_gets_one_sentence():
-    with pytest.raises(ValueError, match="`log_dir` must be the path of a directory.*None"):
-        TensorBoard(None)
-
-
 def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
     usual = training_callbacks(tmp_path, global_batch_size=2, tokens_per_example=3)
     measuring = [LearningRateLogger, Throughput, DeviceMonitor]
-    assert [type(each) for each in usual] == [*measuring, ProgressLine, PrintLR, TensorBoard]
+    assert [type(each) for each in usual] == [*measuring, PrintLR, TensorBoard]
     fit(usual)
     written = scalars(tmp_path / "train")
     speeds = {f"epoch_{unit}_per_second" for unit in ("steps", "examples", "tokens")}

@@ -32,7 +32,7 @@ def weights_after_fit(dataset, replicas, **fit_arguments):
 @given(
     shards=generators.shards(min_examples=2),
     buffer=st.sampled_from([0, 3, 1000]),
-    cache=st.sampled_from(["memory", None]),
+    cache=st.booleans(),
 )
 def test_every_kept_example_comes_exactly_once_an_epoch(shards, buffer, cache):
     train = train_pipeline(
@@ -102,70 +102,15 @@ def test_functions_of_users_may_branch_on_tensors_in_python():
     assert numbers(evaluation) == [2, -3, 4, 5]
 
 
-def test_looking_at_a_batch_does_not_use_up_an_epoch():
-    def build():
-        return train_pipeline(tf.data.Dataset.range(100), global_batch_size=2)
-
-    looked_at = build()
-    for _ in range(3):
-        next(iter(looked_at))
-    assert numbers(looked_at) == numbers(build())
-
-
-def test_it_is_a_dataset_like_any_other():
-    def build():
-        source = tf.data.Dataset.from_tensor_slices(np.arange(10))
-        return train_pipeline(source, global_batch_size=4)
-
-    epoch = numbers(build())
-    strategy = strategies.select_strategy("mirrored", devices=1)
-    total = tf.function(
-        lambda batches: batches.reduce(np.int64(0), lambda a, b: a + tf.reduce_sum(b))
-    )
-    assert build().element_spec.shape == (4,)  # static, for XLA and TPUs
-    assert len(build().prefetch(1)) == 2
-    assert numbers(build().map(lambda batch: batch + 1).prefetch(1)) == [n + 1 for n in epoch]
-    assert numbers(strategy.experimental_distribute_dataset(build())) == epoch
-    assert int(total(build())) == sum(epoch)
-
-
 def test_fit_sees_the_same_epochs_on_one_device_and_on_replicas():
     x, y = testing.toy_classification(20)
 
     def build(replicas):
         source = tf.data.Dataset.from_tensor_slices((x, y))
-        config = PipelineConfig(prefetch=8)
-        return train_pipeline(source, config, global_batch_size=4, replicas=replicas)
+        return train_pipeline(source, global_batch_size=4, replicas=replicas)
 
     one, many = (weights_after_fit(build(count), count, epochs=3) for count in (1, 4))
     np.testing.assert_allclose(many, one, rtol=0, atol=2e-6)
-
-
-def test_the_epochs_of_fit_are_the_epochs_of_a_plain_loop():
-    seen = []
-
-    class Recorder(keras.Model):
-        def train_step(self, batch):
-            tf.py_function(lambda numbers: seen.extend(numbers.numpy().tolist()), [batch], [])
-            return {"examples": tf.size(batch)}
-
-        def call(self, inputs):
-            return inputs
-
-    def build():
-        source = tf.data.Dataset.range(40)
-        sizes = {"global_batch_size": 2, "steps_per_epoch": 8}
-        return train_pipeline(source, keep=lambda number: number % 2 == 0, **sizes)
-
-    model = Recorder()
-    model.compile()
-    model.fit(build(), epochs=3, verbose=0)
-    loop = build()
-    assert len(loop) == 8
-    epochs = [numbers(loop) for _ in range(3)]
-    assert seen == [number for epoch in epochs for number in epoch]
-    assert [len(set(epoch)) for epoch in epochs] == [16] * 3
-    assert len(set(map(tuple, epochs))) == 3
 
 
 def test_preparation_runs_once_and_augmentation_every_epoch():
@@ -215,37 +160,26 @@ def test_evaluation_sees_every_example_once_in_order(shards):
     ("arguments", "sentence"),
     [
         ({"global_batch_size": 10, "replicas": 4}, "multiple of `replicas`.* 8 and 12"),
-        ({"global_batch_size": 2, "replicas": 4}, "nearest size that works is 4"),
-        ({"global_batch_size": 0}, "`global_batch_size` must be a positive.*global_batch_size=0"),
-        ({"global_batch_size": 4, "replicas": 0}, "`replicas` must be a positive"),
-        ({"global_batch_size": 4, "source": [1, 2]}, "`source` must be a tf.data.Dataset.*'list'"),
-        ({"global_batch_size": 4, "keep": lambda number: number > 99}, "No example is left"),
-        (
-            {"global_batch_size": 4, "source": tf.data.Dataset.range(4).repeat().map(abs)},
-            r"`source` repeats.*epochs=N.*Take `.repeat",
-        ),
-        (
-            {"global_batch_size": 4, "source": tf.data.Dataset.range(4).repeat(2)},
-            r"`source` repeats",
-        ),
+        ({"source": [1, 2]}, "`source` must be a tf.data.Dataset.*'list'"),
+        ({"keep": lambda number: number > 99}, "No example is left"),
+        ({"source": tf.data.Dataset.range(4).repeat(2).map(abs)}, r"`source` repeats.*`.repeat"),
     ],
 )
 def test_bad_arguments_get_one_sentence(build, arguments, sentence):
+    arguments = {"source": tf.data.Dataset.range(20), "global_batch_size": 4, **arguments}
     with pytest.raises(ValueError, match=sentence):
-        build(**{"source": tf.data.Dataset.range(20), **arguments})
+        build(**arguments)
 
 
-@pytest.mark.parametrize(
-    ("make", "sentence"),
-    [
-        (lambda data: train_pipeline(data, global_batch_size=2, steps_per_epoch=21), "epoch=21"),
-        (lambda data: train_pipeline(data, global_batch_size=41), "examples=40"),
-        (lambda _: PipelineConfig(shuffle_buffer=-1), "`shuffle_buffer` must be a non-negative"),
-        (lambda _: PipelineConfig(seed=2**63), r"`seed` must be below 2\*\*63"),
-        (lambda _: PipelineConfig(remainder="split"), "`remainder` must be one of 'drop', 'pad'"),
-        (lambda _: PipelineConfig(prefetch=0), "`prefetch` must be a positive integer"),
-    ],
-)
-def test_bad_settings_and_epochs_longer_than_the_data_raise(make, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        make(tf.data.Dataset.range(40))
+def test_bad_settings_and_epochs_longer_than_the_data_raise():
+    with pytest.raises(ValueError, match="`cache` must be one of True, False.*'directory'"):
+        PipelineConfig(cache="directory")
+    with pytest.raises(ValueError, match="`shuffle_buffer` must be a non-negative"):
+        PipelineConfig(shuffle_buffer=-1)
+    with pytest.raises(ValueError, match=r"`seed` must be below 2\*\*63"):
+        PipelineConfig(seed=2**63)
+    numbers = tf.data.Dataset.range(40)
+    with pytest.raises(ValueError, match="epoch=21"):
+        train_pipeline(numbers, global_batch_size=2, steps_per_epoch=21)
+    with pytest.raises(ValueError, match="examples=40"):
+        train_pipeline(numbers, global_batch_size=41)

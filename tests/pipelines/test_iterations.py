@@ -38,7 +38,7 @@ DATASETS = {
     "negative seed": lambda: shuffled(seed=-3).map(lambda n: n * 2).batch(4).prefetch(1),
     "fixed order": lambda: shuffled(reshuffle_each_iteration=False).shuffle(3, seed=1).batch(2),
     "zip": lambda: (
-        Dataset.zip((shuffled(seed=2**40), shuffled(3).repeat(2))).shuffle(5, seed=9).batch(3)
+        Dataset.zip((shuffled(seed=2**40), shuffled(3))).shuffle(5, seed=9).batch(3).repeat(2)
     ),
     "choice": of_two_sources,
     "concatenated": lambda: shuffled().batch(2).concatenate(shuffled(4).batch(2)).repeat(2),
@@ -63,15 +63,7 @@ DATASETS = {
     "one repeat": lambda: shuffled().batch(2).repeat(1),
     "repeats": lambda: shuffled().batch(2).repeat(3).repeat(2).shuffle(3, seed=2).repeat(2),
     "repeat of options": lambda: shuffled().with_options(tf.data.Options()).repeat(2).batch(3),
-    "not optimized": lambda: shuffled().repeat(2).batch(3).repeat(1).with_options(unoptimized()),
-    # An epoch of fixed steps.
-    **{
-        f"{take} of {repeats} repeats": lambda take=take, repeats=repeats: (
-            shuffled(10).batch(3).repeat(repeats).take(take)
-        )
-        for take, repeats in ((7, -1), (8, -1), (8, 2), (9, 2), (8, 3))
-    },
-    "fused and taken": lambda: shuffled().repeat().batch(3).take(7),
+    "taken": lambda: shuffled().batch(3).take(2).repeat(2),
 }
 
 
@@ -87,6 +79,30 @@ def test_each_epoch_is_tensorflows_from_any_of_its_batches(make):
     assert [elements(tracked) for _ in range(EPOCHS)] == epochs
     tracked.epoch_counter.move(EPOCHS - 1, 2)
     assert elements(tracked) == epochs[-1][2:]
+
+
+ENDLESS = lambda: shuffled().repeat().batch(4)  # noqa: E731
+
+
+def test_an_endless_dataset_goes_on_from_any_batch():
+    tracked = replayed(ENDLESS()).tracked()
+    tracked.epoch_counter.move(0, 7)
+    assert elements(tracked.take(9)) == elements(ENDLESS().take(16))[7:]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ENDLESS().take(7),
+        lambda: shuffled().batch(3).repeat(3).take(8),
+        lambda: Dataset.zip((ENDLESS(), Dataset.range(9))),
+        lambda: Dataset.zip((shuffled().repeat(3), Dataset.range(12))),
+        lambda: shuffled().repeat(3).batch(3).with_options(unoptimized()),
+    ],
+)
+def test_what_stops_reading_a_repeat_raises(make):
+    with pytest.raises(ValueError, match=r"`repeat\(3?\)` starts `shuffle` again.*steps_per_epoch"):
+        replayed(make())
 
 
 def test_one_shuffle_at_two_positions_raises():

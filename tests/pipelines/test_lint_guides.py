@@ -65,12 +65,6 @@ def parse(record):
 
 
 @guide()
-def ready_made_data_normalized_and_cached(files):
-    dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).map(to_float, AUTOTUNE)
-    return dataset.cache().shuffle(320).batch(64).prefetch(AUTOTUNE)
-
-
-@guide()
 def augmentation_after_the_cache(files):
     dataset = Dataset.from_tensor_slices((IMAGES, LABELS)).cache().shuffle(320)
     return dataset.map(augment, AUTOTUNE).batch(64).prefetch(AUTOTUNE)
@@ -92,7 +86,7 @@ def image_files_split_by_take_and_skip(files):
     return dataset.cache().shuffle(32).batch(8).prefetch(AUTOTUNE)
 
 
-@guide("unknown-length")
+@guide()
 def records_interleaved(files):
     names = Dataset.list_files(str(files / "*.tfrecord"))
     records = names.interleave(
@@ -103,26 +97,11 @@ def records_interleaved(files):
 
 
 @guide()
-def characters_cut_into_sequences(files):
-    characters = Dataset.from_tensor_slices(np.arange(10_100) % 60)
-    sequences = characters.batch(101, drop_remainder=True)
-    pairs = sequences.map(lambda one: (one[:-1], one[1:]))
-    return pairs.shuffle(10_000).batch(20, drop_remainder=True).prefetch(AUTOTUNE)
-
-
-@guide("unknown-length")
 def windows_of_a_series(files):
     windows = Dataset.from_tensor_slices(np.zeros(400, "float32"))
     windows = windows.window(21, shift=1, drop_remainder=True)
     series = windows.flat_map(lambda window: window.batch(21))
     return series.shuffle(400).map(lambda one: (one[:-1], one[-1])).batch(32).prefetch(1)
-
-
-@guide()
-def series_by_keras(files):
-    return keras.utils.timeseries_dataset_from_array(
-        np.zeros((448, 2), "float32"), np.zeros(448, "float32"), 10, batch_size=32, shuffle=True
-    )
 
 
 @guide("repeat")

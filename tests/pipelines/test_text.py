@@ -92,16 +92,6 @@ def test_of_the_masked_tokens_eight_in_ten_become_mask_and_one_in_ten_another():
     assert same.mean() == pytest.approx(0.1, abs=4 / np.sqrt(count))
 
 
-def test_a_first_token_without_cls_before_it_is_masked_too():
-    """The room of a short sequence is filled with position 0, which must not undo its mask."""
-    tokens = tf.constant([[6, 7, 8, *[PAD] * 9]] * 400)
-    features, _, weights = pipelines.mask_tokens(TOKENIZER, rate=0.5)(tokens, (1, 2))
-    chosen = (weights.numpy() > 0) & (features["mask_positions"].numpy() == 0)
-    first = features["token_ids"].numpy()[chosen.any(axis=1), 0]
-    assert len(first) > 200
-    assert (first == MASK).mean() == pytest.approx(0.8, abs=4 * 0.4 / np.sqrt(len(first)))
-
-
 def test_a_batch_without_a_token_to_predict_has_weight_zero():
     tokens = tf.constant([[CLS, SEP, PAD, PAD]] * 2)
     _, _, weights = pipelines.mask_tokens(TOKENIZER)(tokens, (0, 1))
@@ -154,3 +144,57 @@ def tokenized(lines):
 def test_bad_arguments_get_one_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         make()
+
+
+# Packing.
+
+
+def vectors(sequences):
+    return tf.data.Dataset.from_generator(
+        lambda: sequences, output_signature=tf.TensorSpec([None], tf.int32)
+    )
+
+
+def packed(documents, length):
+    stage = pipelines.pack_tokens(length, start=CLS, end=SEP, pad=PAD)
+    return [sequence.numpy() for sequence in vectors(documents).apply(stage)]
+
+
+@settings(max_examples=12)
+@given(
+    documents=st.lists(st.lists(st.integers(5, 99), max_size=12), max_size=9),
+    times=st.sampled_from([1, 60]),  # more than are packed at a time
+    length=st.integers(3, 10),
+)
+def test_packed_sequences_hold_every_token_in_order_and_only_the_last_has_padding(
+    documents, times, length
+):
+    sequences = packed(documents * times, length)
+    stream = []
+    for sequence in sequences:
+        assert sequence.shape == (length,)
+        assert sequence.dtype == np.int32
+        assert sequence[0] == CLS
+        used = len(sequence) - int((sequence == PAD).sum())
+        assert sequence[used - 1] == SEP
+        assert used == length or sequence is sequences[-1]
+        stream += sequence[1 : used - 1].tolist()
+    wanted = [token for document in documents * times for token in [*document, SEP]][:-1]
+    assert stream == wanted
+    assert len(sequences) == -(-len(wanted) // (length - 2))
+
+
+def test_documents_of_one_known_length_are_packed_too():
+    documents = tf.data.Dataset.from_tensor_slices([[5, 6], [7, 8]])
+    stage = pipelines.pack_tokens(5, start=CLS, end=SEP, pad=PAD)
+    assert [[*one.numpy()] for one in documents.apply(stage)] == [[2, 5, 6, 3, 3], [2, 7, 8, 3, 0]]
+
+
+def test_what_cannot_be_packed_gets_one_sentence():
+    with pytest.raises(ValueError, match="`length` must be.*length=2"):
+        pipelines.pack_tokens(2, start=1, end=2, pad=0)
+    with pytest.raises(ValueError, match="`start` must be.*start=-1"):
+        pipelines.pack_tokens(8, start=-1, end=2, pad=0)
+    texts = tf.data.Dataset.from_tensor_slices(["text"])
+    with pytest.raises(ValueError, match="takes vectors of token ids.*tokenize"):
+        texts.apply(pipelines.pack_tokens(8, start=1, end=2, pad=0))

@@ -10,15 +10,6 @@ def values(dataset):
     return [element.numpy() for element in dataset]
 
 
-def test_a_chain_applies_its_stages_from_left_to_right():
-    plus_one_then_double = pipelines.chain(
-        lambda dataset: dataset.map(lambda number: number + 1),
-        lambda dataset: dataset.map(lambda number: number * 2),
-    )
-    assert values(tf.data.Dataset.range(3).apply(plus_one_then_double)) == [2, 4, 6]
-    assert values(tf.data.Dataset.range(3).apply(pipelines.chain())) == [0, 1, 2]
-
-
 @settings(max_examples=15)
 @given(
     texts=st.lists(st.text(max_size=12), min_size=1, max_size=8),
@@ -51,17 +42,12 @@ def test_a_cached_dataset_reads_its_source_once():
 
 def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_seed():
     def orders(seed):
-        stages = pipelines.chain(pipelines.cache(), pipelines.shuffle(50, seed=seed))
-        shuffled = tf.data.Dataset.range(50).apply(stages)
+        numbers = tf.data.Dataset.range(50).apply(pipelines.cache())
+        shuffled = numbers.apply(pipelines.shuffle(50, seed=seed))
         return [tuple(values(shuffled)) for _ in range(2)]
 
     assert orders(1) == orders(1)
     assert len({*orders(1), *orders(2)}) == 4
-
-
-def test_batches_keep_a_smaller_last_one_when_asked():
-    keep = pipelines.batch_for(4, drop_remainder=False)
-    assert [len(batch) for batch in values(tf.data.Dataset.range(10).apply(keep))] == [4, 4, 2]
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ def step_of_loop(model, **settings):
 
 def compiled(step_of, model):
     step, state = step_of(model)
-    batch = sharding.shard_batch((X[:48], Y[:48]), sharding.as_mesh(None))
+    batch = sharding.place_batch((X[:48], Y[:48]), sharding.as_mesh(None))
     return step.lower(state, batch).compile(compiler_options=BY_MEMORY)
 
 

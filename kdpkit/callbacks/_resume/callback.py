@@ -53,8 +53,8 @@ class Resume(keras.callbacks.Callback):
 
     A save stops training while the values are read. They are then written in the background, and
     the next save, the end of `fit` and an exit wait until they are on disk. A crash meanwhile
-    leaves the state before. A state that cannot be written is reported, by a warning, at the next
-    of these points; training continues.
+    leaves the state before. A state that cannot be written is reported by a warning; training
+    continues.
 
     On SIGTERM, which clusters send to end a job, the current step (or validation) is finished, the
     state is saved, and the program exits with code 42. Ctrl-C does the same but raises
@@ -122,20 +122,15 @@ class Resume(keras.callbacks.Callback):
         self._continued: checkpoints.TrainingState | None = None  # until its first step
         self._drawn: dict[str, Any] = {}  # the state of torch's random numbers after its last step
 
-    def track(
-        self, dataset: Any, *, global_batch_size: int | None = None, seed: int | None = 0
-    ) -> Any:
+    def track(self, dataset: Any) -> Any:
         """Return a dataset to train on instead of this one, which can start at any batch.
 
         - A `tf.data.Dataset`: what `kdpkit.pipelines.train_pipeline` returned, without further
           stages, or any other whose order is reproducible: with seeds and stateless random numbers.
           Epoch E is the E-th iteration of a new dataset, whoever else iterates it. Functions are
           traced again; stages with `deterministic=False` are in order.
-        - Arrays `x`, `(x, y)` or `(x, y, sample_weight)`: batches of `global_batch_size`, the last
-          one smaller, in a new order each epoch that `seed` fixes; None keeps theirs. A
-          `train_step` of the model's own gets `x` alone as `(x,)`.
-        - A `keras.utils.PyDataset`: `on_epoch_end` is called once for every completed epoch, and
-          its `epoch` attribute, as in `kdpkit.batches.ArrayBatches`, is set.
+        - A `keras.utils.PyDataset`, such as `kdpkit.batches.ArrayBatches`: `on_epoch_end` is called
+          once for every completed epoch, and its `epoch` attribute, if it has one, is set.
 
         What never ends, or does not know its length, needs `fit(steps_per_epoch=...)`: an epoch
         continues where the last one stopped, and only its end is saved, on SIGTERM too. Except for
@@ -145,14 +140,8 @@ class Resume(keras.callbacks.Callback):
             ValueError: It is none of these, or its order cannot be had again; the message names the
                 stage.
 
-        >>> import tempfile
-        >>> import numpy as np
-        >>> resume = Resume(tempfile.mkdtemp())
-        >>> train = resume.track((np.zeros((6, 2)), np.zeros(6)), global_batch_size=4, seed=1)
-        >>> len(train)
-        2
         """
-        self._dataset = data.tracked(dataset, global_batch_size=global_batch_size, seed=seed)
+        self._dataset = data.tracked(dataset)
         return self._dataset.given
 
     def request_stop(self) -> None:
@@ -257,17 +246,17 @@ class Resume(keras.callbacks.Callback):
 
     def _begin_after(self, state: checkpoints.TrainingState, call: _Call) -> None:
         position, epochs = state.position, self.params["epochs"]
-        if not call.was_left_here:
-            self._check_setup(state, is_of_a_later_call=call.end is not None)
-            self._of_model.build(state, self._data.first_batch)
-        if position.step == 0 or call.is_over:
-            self._restore(state, call)
         self._epochs_ahead = state.notes["epochs_ahead"]
         # Keras takes the first epoch from here: `initial_epoch = self._initial_epoch or ...` after
         # `on_train_begin`, in `fit` of keras/src/backend/*/trainer.py, for `BackupAndRestore`.
         self.model._initial_epoch = epochs if call.is_over else position.epoch
-        if call.end:
+        if call.end:  # a later call restores the state
             return
+        if not call.was_left_here:
+            self._check_setup(state)
+            self._of_model.build(state, self._data.first_batch)
+        if position.step == 0 or call.is_over:
+            self._restore(state, call)
         if call.is_over:
             self.model.stop_training = call.was_stopped
             warnings.warn(
@@ -285,13 +274,12 @@ class Resume(keras.callbacks.Callback):
         if not (call.is_over or call.was_left_here):
             self._report(position)
 
-    def _check_setup(self, state: checkpoints.TrainingState, *, is_of_a_later_call: bool) -> None:
+    def _check_setup(self, state: checkpoints.TrainingState) -> None:
         """Raise if training would not continue the same run."""
         saved, present = state.notes["setup"], self._setup()
         for name, value in present.items():
             is_of_data = name in _OF_DATA and self._data.full_length is not None
-            is_needed = name == "callbacks" or not is_of_a_later_call
-            if is_needed and saved[name] != value and (state.position.step or not is_of_data):
+            if saved[name] != value and (state.position.step or not is_of_data):
                 checks.fail(
                     f"The saved state is of a run in which `{name.replace('_', ' ')}` differs.",
                     saved=saved[name],
@@ -311,9 +299,7 @@ class Resume(keras.callbacks.Callback):
 
     def _restore(self, state: checkpoints.TrainingState, call: _Call) -> None:
         """Restore the model and callbacks."""
-        if call.end:
-            self._of_model.restore_weights(state)
-        elif not call.was_left_here:
+        if not call.was_left_here:
             self._of_model.restore(state)
         for index, values in enumerate(state.notes["callbacks"]):
             weights = [
@@ -342,7 +328,6 @@ class Resume(keras.callbacks.Callback):
         if state := self._restore_history(call):
             self._continue(state, call)
         self._at = Position(epoch, self._first)
-        self.params["first_step"] = self._first  # for `ProgressLine`
 
     def _continue(self, state: checkpoints.TrainingState, call: _Call) -> None:
         """Continue in this epoch, which other callbacks have begun."""
@@ -410,16 +395,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save an epoch that was cut short, before Keras resets the metrics for its validation."""
-        if self._call is None:  # `evaluate` has been given this callback
-            return
-        if versions.validates_on_the_next_batches(self.model):
-            warnings.warn(
-                "With `validation_steps` each epoch validates on the batches after those of the "
-                "epoch before; a resumed run begins at the first, so that its `val_` metrics "
-                "differ. Validate on a complete dataset, such as `validation.take(steps)`.",
-                stacklevel=2,
-            )
-        if self.model.stop_training:
+        if self._call and self.model.stop_training:  # None in an `evaluate` with this callback
             self._save_inside_an_epoch()
 
     def _save_inside_an_epoch(self) -> None:

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import keras
 
-from kdpkit import batches
-from kdpkit._internal import checks, processes
+from kdpkit._internal import checks
 from kdpkit.checkpoints import Position
 
 if TYPE_CHECKING:
@@ -51,33 +50,15 @@ class Tracked:
         """Start at an epoch after the first, also if others have iterated the dataset since."""
 
 
-def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) -> Tracked:
+def tracked(dataset: Any) -> Tracked:
     """Return a dataset that can start at any batch.
 
     Raises:
         ValueError: This kind of dataset is not supported, or cannot be read again in its order.
     """
     kind = type(dataset).__name__
-    is_of_arrays = isinstance(dataset, tuple | list | dict) or hasattr(dataset, "__array__")
-    if is_of_arrays != (global_batch_size is not None) or (seed and not is_of_arrays):
-        checks.fail(
-            "Arrays are split into batches of `global_batch_size`, in an order that `seed` fixes; "
-            "datasets have their own.",
-            dataset=kind,
-            global_batch_size=global_batch_size,
-            seed=seed,
-        )
-    if is_of_arrays:
-        dataset = _cut(dataset, global_batch_size, seed)
     if isinstance(dataset, TrackedBatches) or hasattr(dataset, "is_tracked"):
         checks.fail("This dataset is tracked already; pass the dataset itself.", dataset=kind)
-    if hasattr(dataset, "total_batches_seen"):  # of `ImageDataGenerator`
-        checks.fail(
-            "What `ImageDataGenerator` draws depends on how far Keras has read ahead.",
-            dataset=kind,
-            remedy="Use `keras.utils.image_dataset_from_directory` and augmentation layers in the "
-            "model.",
-        )
     if isinstance(dataset, keras.utils.PyDataset):
         return TrackedBatches(dataset)
     if hasattr(dataset, "epoch_counter"):
@@ -88,24 +69,11 @@ def tracked(dataset: Any, *, global_batch_size: int | None, seed: int | None) ->
 
         return TrackedPipeline(_iterations.replayed(dataset))
     return checks.fail(
-        "`Resume` cannot start at any batch of this. It takes arrays, a `tf.data.Dataset`, a "
+        "`Resume` cannot start at any batch of this. It takes a `tf.data.Dataset`, a "
         "`keras.utils.PyDataset`, and what `kdpkit.pipelines.train_pipeline` returned.",
         dataset=kind,
-        remedy="`kdpkit.batches.ArrayBatches` splits what `from_grain` and `from_datasets` return "
-        "into batches, or a `Source` of what has a length and an index.",
-    )
-
-
-def _cut(arrays: Any, global_batch_size: int | None, seed: int | None) -> batches.ArrayBatches:
-    """Split arrays as `fit` does, on JAX into those of this process."""
-    are_divided = keras.backend.backend() == "jax"  # TensorFlow's strategies divide them
-    return batches.ArrayBatches(
-        arrays,
-        global_batch_size=global_batch_size,  # type: ignore[arg-type]  # it checks its arguments
-        seed=seed,
-        remainder="keep",
-        process_count=processes.count() if are_divided else 1,
-        process_index=processes.index() if are_divided else 0,
+        remedy="`kdpkit.batches.ArrayBatches` splits arrays into batches, what `from_grain` and "
+        "`from_datasets` return, or a `Source` of what has a length and an index.",
     )
 
 

@@ -107,17 +107,6 @@ class ModelState:
         checkpoints.assign(groups, state.arrays)
         versions.restore_random_state_of_torch(state.arrays)
 
-    def restore_weights(self, state: checkpoints.TrainingState) -> None:
-        """Assign what a state of a later call of `fit` has of the model.
-
-        Nothing of a model that is changed between the calls, as by low-rank weights.
-        """
-        shapes = {f"model.{i}": tuple(v.shape) for i, v in enumerate(self._model.variables)}
-        if shapes == {n: a.shape for n, a in state.arrays.items() if n.startswith("model.")}:
-            groups = self._groups()
-            groups = {name: groups[name] for name in ("model", "attributes")}
-            checkpoints.assign(groups, state.arrays)
-
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Return the optimizers that a model and its layers hold, in containers too, each once."""

@@ -41,8 +41,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for_what.add_argument("--measure", action="store_true", help=time)
     seconds = "about how long to measure, without compiling (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=_SECONDS, metavar="S", help=seconds)
-    workers = "processes that divide the data between them (default: %(default)s)"
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help=workers)
     replicas = "cores of the TPU that share a global batch (default: %(default)s)"
     parser.add_argument("--replicas", type=int, default=8, metavar="N", help=replicas)
 
@@ -55,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
     elif args.measure:
         name, settings = "check_speed", {"seconds": checks.number("seconds", args.seconds, above=0)}
     else:
-        name, settings = "check_input", {"workers": checks.integer("workers", args.workers)}
+        name, settings = "check_input", {}
     from kdpkit.diagnostics._doctor import target
 
     with target.program_of(args.target, args.rest) as program:

@@ -37,7 +37,6 @@ def check_input(
     *,
     validation_data: Any = None,
     model: Any = None,
-    workers: int = 1,
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
 ) -> Report:
@@ -50,7 +49,6 @@ def check_input(
         dataset: What `fit` trains on.
         validation_data: What it validates on.
         model: The model; its strategy has the number of replicas that share a batch.
-        workers: Processes that divide the data between them.
         epochs: Those of `fit`; None where it is not known.
         steps_per_epoch: That of `fit`; None is the complete dataset.
 
@@ -70,7 +68,6 @@ def check_input(
     strategy = getattr(model, "distribute_strategy", None)
     settings: dict[str, Any] = {
         "replicas": getattr(strategy, "num_replicas_in_sync", 1),
-        "workers": workers,
         "epochs": epochs,
         "steps_per_epoch": steps_per_epoch,
     }

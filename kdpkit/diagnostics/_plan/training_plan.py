@@ -23,8 +23,7 @@ class TrainingPlan:
     """Work out the numbers of a run on several replicas, and what is wrong with them.
 
     `plan` is another name of this class. Nothing is trained, no device is looked for and no
-    framework is loaded. Batch sizes and rates are those of `kdpkit.scaling.ScalePlan`; Adam's betas
-    for the rule `"sqrt"` are those of `kdpkit.scaling.scale_adam`.
+    framework is loaded. Batch sizes and rates are those of `kdpkit.scaling.ScalePlan`.
 
     >>> small = plan(
     ...     examples=60_000, per_replica_batch_size=32, base_learning_rate=0.1, replicas=8, epochs=5
