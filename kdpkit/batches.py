@@ -7,6 +7,7 @@ every backend. It splits arrays, or a `Source` of examples, such as `from_datase
 
 import dataclasses
 import functools
+import glob
 import importlib
 import itertools
 import math
@@ -27,6 +28,7 @@ Batch: TypeAlias = Any  # a nest `x`, `(x, y)` or `(x, y, sample_weight)`
 
 _REMAINDERS = ("drop", "pad", "keep")
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+_MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -177,7 +179,7 @@ class ArrayBatches(keras.utils.PyDataset):
                 "Every example must have the shape and the type of the first one.",
                 first=self._kinds,
                 later=kinds,
-                remedy="Pad or cut what has any length before it is split into batches.",
+                remedy="Convert, pad or cut the examples before they are split into batches.",
             )
         return batch
 
@@ -261,27 +263,57 @@ def from_datasets(
     [[[7, 8], [5, 6]], [0, 1]]
     """
     if not (hasattr(dataset, "features") and hasattr(dataset, "__len__")):
-        checks.fail("`dataset` must be a `datasets.Dataset`.", dataset=type(dataset).__name__)
-    columns = keras.tree.flatten((x, y or (), sample_weight or ()))
-    for column in columns:
-        if column not in dataset.column_names:
-            checks.fail("There is no such column.", column=column, columns=dataset.column_names)
-        if missing := dataset.data.column(column).null_count:
+        checks.fail(
+            "`dataset` must be a `datasets.Dataset`.",
+            dataset=type(dataset).__name__,
+            remedy='Of a `DatasetDict` pass a split, such as `data["train"]`; an `IterableDataset` '
+            "cannot be read by index.",
+        )
+    columns = [*dict.fromkeys(keras.tree.flatten((x, y or (), sample_weight or ())))]
+    is_transformed = dataset.format["type"] == "custom"  # whose columns are others
+    available = [*dataset[:1]] if is_transformed else dataset.format["columns"]
+    for column in columns or [x]:
+        if column not in available:
+            checks.fail("There is no such column.", column=column, columns=available)
+        if not is_transformed and (missing := _missing_in(dataset, column)):
             checks.fail("A column has missing values.", column=column, missing=missing)
-    dataset = dataset.select_columns([*dict.fromkeys(columns)])
+    if not is_transformed:
+        dataset = dataset.select_columns(columns)
     if dataset.format["type"] is None:
         dataset = dataset.with_format("numpy")
 
     def read(indices: np.ndarray) -> Batch:
         values = dataset[indices.tolist()]
+        found = {name: _column(values[name]) for name in columns}
         parts = [
             part
-            and (values[part] if isinstance(part, str) else {name: values[name] for name in part})
+            and (found[part] if isinstance(part, str) else {name: found[name] for name in part})
             for part in (x, y, sample_weight)
         ]
         return tuple(parts) if sample_weight else keras.utils.pack_x_y_sample_weight(*parts)
 
     return Source(len(dataset), read)
+
+
+def _missing_in(dataset: Any, column: str) -> int:
+    """Count the missing values of a column, those in its lists too."""
+    if not sum(map(_missing, dataset.data.column(column).chunks)):
+        return 0
+    parts = dataset.select_columns([column]).with_format("arrow").iter(1000)  # without what is
+    return sum(_missing(chunk) for part in parts for chunk in part[column].chunks)  # filtered out
+
+
+def _missing(array: Any) -> int:
+    """Count the missing values of an array of Arrow; one of fixed shape is a list with a name."""
+    array = getattr(array, "storage", array)
+    is_of_lists = hasattr(array, "values")
+    return array.null_count + (_missing(array.flatten()) if is_of_lists else 0)
+
+
+def _column(values: Any) -> Any:
+    """Return an array of what a transform gives as a list of arrays."""
+    has_arrays = isinstance(values, list) and any(hasattr(value, "shape") for value in values)
+    return _stacked(values) if has_arrays else values
 
 
 def from_parquet(path: str | os.PathLike[str], **columns: Any) -> Source:
@@ -303,10 +335,11 @@ def from_parquet(path: str | os.PathLike[str], **columns: Any) -> Source:
     >>> ArrayBatches(from_parquet(path, x="tokens"), global_batch_size=1)[1].tolist()
     [[5, 6]]
     """
-    datasets = _imported("datasets")
+    datasets, name = _imported("datasets"), os.fspath(path)
+    name = name if "://" in name else glob.escape(name)  # or "a*b" is read with "a and b"
     try:
-        dataset = datasets.Dataset.from_parquet(os.fspath(path))
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        dataset = datasets.Dataset.from_parquet(name, batch_size=1000)  # also of no row
+    except Exception as error:  # damaged bytes, and what `datasets` has no type for
         _fail_for_file("Parquet file", path, error.__cause__ or error)
     return from_datasets(dataset, **columns)
 
@@ -317,7 +350,8 @@ def from_images(
     """Return the images of a directory and their labels, for `ArrayBatches`.
 
     Images are decoded when their batch is read, to float32 from 0 to 255, of shape `(height, width,
-    channels)`. A label is the index of the subdirectory in the order of the names.
+    channels)`. A label is the index of the subdirectory in the order of the names. What has a name
+    that begins with a dot is left out, as Keras does.
 
     Args:
         directory: A directory with a subdirectory for each class.
@@ -325,7 +359,8 @@ def from_images(
         color_mode: `"rgb"`, `"rgba"` or `"grayscale"`.
 
     Raises:
-        ValueError: There are no images; or, when its batch is read, one is damaged.
+        ValueError: There are no images; or, when its batch is read, one is damaged, or has more
+            than 8 bits a value.
         ImportError: Pillow is not installed.
 
     >>> import pathlib, tempfile
@@ -338,12 +373,19 @@ def from_images(
     ((2, 4, 4, 3), [0, 1])
     """
     _imported("PIL")
-    classes = sorted(path for path in pathlib.Path(directory).glob("*") if path.is_dir())
+    from PIL import Image
+
+    mode = _MODES[checks.one_of("color_mode", color_mode, _MODES)]
+    if np.shape(size) != (2,):
+        checks.fail("`size` must be `(height, width)`.", size=size)
+    height, width = (checks.integer("size", pixels) for pixels in size)
+    classes = sorted(path for path in pathlib.Path(directory).glob("[!.]*") if path.is_dir())
     files = [
         (path, label)
         for label, of_class in enumerate(classes)
         for path in sorted(of_class.rglob("*"))
         if path.suffix.lower() in _IMAGES
+        and not any(part.startswith(".") for part in path.relative_to(of_class).parts)
     ]
     if not files:
         checks.fail_for_file(
@@ -354,9 +396,13 @@ def from_images(
 
     def decoded(path: pathlib.Path) -> np.ndarray:
         try:
-            image = keras.utils.load_img(path, color_mode, size, interpolation="bilinear")
-        except (OSError, SyntaxError) as error:  # the latter for a PNG
+            with Image.open(path) as opened:
+                depth = opened.mode[0]
+                image = opened.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
+        except Exception as error:  # damaged bytes raise many kinds
             _fail_for_file("image", path, error)
+        if depth in "IF":  # converting cuts values off at 255
+            checks.fail_for_file("This image has more than 8 bits a value", path)
         return keras.utils.img_to_array(image, dtype="float32")
 
     def read(indices: np.ndarray) -> Batch:
@@ -378,7 +424,8 @@ def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
             continues after them; where the data end, they are iterated again.
 
     Raises:
-        ValueError: `examples` is missing; or, when a batch is read, a `MapDataset` is filtered.
+        ValueError: `examples` is missing, or the dataset has batches; or, when a batch is read, a
+            `MapDataset` is filtered.
 
     >>> import grain
     >>> data = grain.MapDataset.range(5).seed(1).shuffle()
@@ -386,6 +433,12 @@ def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
     >>> sorted(train[0].tolist())
     [0, 1, 2, 3, 4]
     """
+    if hasattr(dataset, "__next__") or _last_stage(dataset).startswith("Batch"):
+        checks.fail(
+            "`dataset` must have single examples, and begin again where it is iterated again.",
+            dataset=type(dataset).__name__,
+            remedy="Leave `.batch()` and `iter()` to `ArrayBatches`.",
+        )
     is_indexed = hasattr(dataset, "__getitem__")
     if examples is None:
         examples = len(dataset) if is_indexed else sys.maxsize
@@ -474,6 +527,12 @@ class _Stream:
         return self(index)
 
 
+def _last_stage(dataset: Any) -> str:
+    """Return the class of Grain's last stage that does more than read ahead."""
+    name = type(dataset).__name__
+    return _last_stage(dataset.parents[0]) if "Prefetch" in name else name
+
+
 def _stacked(examples: Sequence[Any]) -> Batch:
     if any(example is None for example in examples):
         checks.fail(
@@ -483,7 +542,8 @@ def _stacked(examples: Sequence[Any]) -> Batch:
         )
     try:
         return keras.tree.map_structure(
-            lambda *parts: None if parts[0] is None else np.stack(parts), *examples
+            lambda *parts: None if {*map(type, parts)} == {type(None)} else np.stack(parts),
+            *examples,
         )
     except ValueError as error:
         checks.fail(
@@ -501,6 +561,7 @@ def _in_memory(data: Batch) -> Source:
 def _first_example(source: Source) -> Batch:
     """Return an example, and check that it is the same when it is read again."""
     once, again = (_as_batch(source.read(np.array([0]))) for _ in range(2))
+    _kinds_of(once)  # raises for what cannot be compared
     for one, other in zip(*map(keras.tree.flatten, (once, again)), strict=True):
         if not np.array_equal(one, other, equal_nan=one is not None and one.dtype.kind in "fc"):
             checks.fail(
@@ -524,14 +585,16 @@ def _kinds_of(batch: Batch) -> dict[str, Any]:
             if leaf is None:
                 continue
             name, kind = ".".join([part, *map(str, path)]), leaf.dtype.kind
-            is_text = kind in "SU" or (kind == "O" and isinstance(leaf.flat[0], str | bytes))
+            is_text = kind in "SU" or (
+                kind == "O" and leaf.size and all(isinstance(of, str | bytes) for of in leaf.flat)
+            )
             if not (kind in "biufcV" or (is_text and keras.backend.backend() == "tensorflow")):
                 checks.fail(
                     "The data have a part that is no array of numbers of one shape.",
                     part=name,
                     example=np.ravel(leaf)[:1].tolist(),
-                    remedy="Look text up as numbers (on TensorFlow layers take it as it is), and "
-                    "pad or cut what has any length.",
+                    remedy="Look text up as numbers (on TensorFlow layers take it as it is), pad, "
+                    "cut or resize what differs in shape, and flatten what is nested.",
                 )
             kinds[name] = leaf.shape[1:], kind
     return kinds
@@ -539,8 +602,8 @@ def _kinds_of(batch: Batch) -> dict[str, Any]:
 
 def _fail_for_file(kind: str, path: str | os.PathLike[str], error: BaseException) -> NoReturn:
     raise errors.FileInputError(
-        f"This {kind} is missing, cut off or damaged: {os.fspath(path)}. Received: "
-        f"{checks.first_line(error)}. Copy it again, or remove it."
+        f"This {kind} cannot be read: {os.fspath(path)}. Received: {checks.first_line(error)}. If "
+        "it is missing, cut off or damaged, copy it again or remove it."
     ) from error
 
 
