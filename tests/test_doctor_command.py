@@ -77,6 +77,14 @@ def test_ctrl_c_is_one_sentence_and_exit_code_130(tmp_path):
     assert (running.returncode, output) == (130, "kdpkit: Stopped by Ctrl-C.\n")
 
 
+def test_a_recipe_that_has_reported_ctrl_c_is_reported_once(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit(130)\n")
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["doctor", str(path)])
+    assert (raised.value.code, capsys.readouterr().err) == (130, "")
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

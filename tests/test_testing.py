@@ -159,7 +159,7 @@ def test_examples_of_any_kind_are_compared():
 @pytest.mark.parametrize("label", range(3))
 def test_small_batches_have_every_class(label):
     batch = find(generators.labelled_batches(max_size=5), lambda batch: label in batch[1])
-    assert [part.tolist() for part in batch][1] == [label]
+    assert batch[1].tolist() == [label]
 
 
 @pytest.mark.tensorflow

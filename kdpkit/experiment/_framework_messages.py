@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from kdpkit._internal import ctrl_c
+
 _HIDDEN = (
     "WARNING: All log messages before absl::InitializeLog",
     "[IW][0-9]{4} [0-9:.]+ ",
@@ -37,9 +39,11 @@ def hidden() -> Iterator[None]:
     kept = os.dup(2)
     os.dup2(process.stdin.fileno(), 2)
     process.stdin.close()
+    outer, ctrl_c.stderr = ctrl_c.stderr, kept if ctrl_c.stderr == 2 else ctrl_c.stderr
     try:
         yield
     finally:
+        ctrl_c.stderr = outer
         sys.stderr.flush()
         os.dup2(kept, 2)
         os.close(kept)

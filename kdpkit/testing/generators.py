@@ -167,8 +167,8 @@ def labelled_batches(
     x, y = toy_classification(most)
     parts = (x, y, _array("weight", most)) if weighted else (x, y)
     sizes = example_counts(min_value=min_size, max_value=max_size)
-    return st.tuples(st.integers(0, 32), sizes).map(
-        lambda drawn: taken(parts, slice(drawn[0], sum(drawn)))
+    return st.tuples(sizes, st.integers(0, 32)).map(  # few examples first where it shrinks
+        lambda drawn: taken(parts, slice(drawn[1], sum(drawn)))
     )
 
 

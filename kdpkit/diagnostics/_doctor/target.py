@@ -81,6 +81,8 @@ def _at_fit_of(script: str, arguments: Sequence[str], check: Check) -> Any:
         except _Reached:
             pass
         except SystemExit as error:
+            if error.code == 130:  # a recipe after Ctrl-C, which it has reported
+                raise
             end = f"ended before its `fit`: {_text.reason_of(error)}" if error.code else end
         except Exception as error:  # a script may raise anything
             end = f"failed before its `fit`: {_text.reason_of(error)}"
