@@ -306,8 +306,7 @@ def _missing_in(dataset: Any, column: str) -> int:
 def _missing(array: Any) -> int:
     """Count the missing values of an array of Arrow; one of fixed shape is a list with a name."""
     array = getattr(array, "storage", array)
-    is_of_lists = hasattr(array, "values")
-    return array.null_count + (_missing(array.flatten()) if is_of_lists else 0)
+    return array.null_count + (_missing(array.flatten()) if hasattr(array, "values") else 0)
 
 
 def _column(values: Any) -> Any:
@@ -433,7 +432,7 @@ def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
     >>> sorted(train[0].tolist())
     [0, 1, 2, 3, 4]
     """
-    if hasattr(dataset, "__next__") or _last_stage(dataset).startswith("Batch"):
+    if hasattr(dataset, "__next__") or type(dataset).__name__.startswith("Batch"):
         checks.fail(
             "`dataset` must have single examples, and begin again where it is iterated again.",
             dataset=type(dataset).__name__,
@@ -525,12 +524,6 @@ class _Stream:
             checks.fail("The dataset has no example.", dataset=type(self._dataset).__name__)
         self._end = self._read
         return self(index)
-
-
-def _last_stage(dataset: Any) -> str:
-    """Return the class of Grain's last stage that does more than read ahead."""
-    name = type(dataset).__name__
-    return _last_stage(dataset.parents[0]) if "Prefetch" in name else name
 
 
 def _stacked(examples: Sequence[Any]) -> Batch:

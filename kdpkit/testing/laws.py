@@ -442,8 +442,6 @@ def continuous_schedule(
 
     if not through:
         checks.fail("`through` must have at least one step and its rate.", through=through)
-    for step in through:
-        checks.integer("step", step, minimum=0)
     largest = max(map(abs, through.values())) or 1.0
     for step, expected, rate in zip(through, through.values(), rates([*through]), strict=True):
         if not math.isclose(rate, expected, rel_tol=_TOLERANCE, abs_tol=1e-6 * largest):
