@@ -152,6 +152,25 @@ def with_random_numbers():
             r"same number of examples.*\(2,\), \(3,\)",
         ),
         (lambda: of_columns(y=[1, None]), "missing values.*'y', missing=1"),
+        (lambda: of_columns(y=[[1.0], [None]]), "missing values.*'y', missing=1"),
+        (lambda: of_columns(y=[["a"], [None]]), "missing values.*'y', missing=1"),
+        (
+            lambda: of_columns(y=[{"a": 1, "b": [1, 2]}] * 2),
+            "no array of numbers.*part='y'.*flatten",
+        ),
+        (lambda: of_columns(y=[[], []]), "no array of numbers.*part='y'"),
+        (
+            lambda: batches.Source(2, lambda i: np.array(["a", None], object)[i]),
+            "shape and the type|no array of numbers",
+        ),
+        (
+            lambda: batches.from_datasets(datasets.DatasetDict(), x="a"),
+            r'split, such as `data\["tr',
+        ),
+        (
+            lambda: batches.from_datasets(datasets.Dataset.from_dict({"a": [1]}), x=[]),
+            r"no such column.*column=\[\]",
+        ),
         (lambda: of_columns(x=[[1.0], [2.0, 3.0]]), "no array of numbers.*part='x'"),
         (lambda: of_columns(x=[[1.0], [2.0], [3.0, 4.0], [5.0, 6.0]]), "shape and the type.*'x'"),
         (
@@ -170,6 +189,24 @@ def with_random_numbers():
             "same parts, of the same shape.*Pad or cut",
         ),
         (
+            lambda: batches.from_grain(grain.MapDataset.range(4).batch(2)),
+            r"single examples.*'BatchMapDataset'.*Leave `.batch\(\)`",
+        ),
+        (
+            lambda: batches.from_grain(grain.MapDataset.range(4).to_iter_dataset().batch(2)),
+            "single examples.*'BatchIterDataset'",
+        ),
+        (
+            lambda: batches.from_grain(
+                iter(grain.MapDataset.range(4).to_iter_dataset()), examples=4
+            ),
+            r"begin again.*`iter\(\)`",
+        ),
+        (
+            lambda: batches.from_grain(grain.MapDataset.source([(1, None), (2, 3)])),
+            "no array of numbers.*part='y'",
+        ),
+        (
             lambda: batches.from_grain(grain.MapDataset.range(4).repeat()),
             "how many examples.*Pass `examples`",
         ),
@@ -178,6 +215,25 @@ def with_random_numbers():
 def test_data_that_cannot_be_batches_raise_a_sentence(make, sentence):
     with pytest.raises(ValueError, match=sentence):
         epoch(make())
+
+
+def test_what_is_filtered_out_is_not_missing():
+    data = datasets.Dataset.from_dict({"x": [[1.0], [None], None, [2.0]]})
+    kept = data.filter(lambda row: row["x"] not in ([None], None))
+    assert epoch(batches.from_datasets(kept, x="x"))[0].tolist() == [[1.0], [2.0]]
+
+
+def test_a_transform_makes_columns_of_others():
+    def transform(rows):
+        pixels = zip(rows["a"], rows["b"], strict=True)
+        return {"pixels": [np.array([[a, b]]) for a, b in pixels], "label": rows["label"]}
+
+    columns = {"a": [1, 2], "b": [3, 4], "label": [0, 1]}
+    data = datasets.Dataset.from_dict(columns).with_transform(transform)
+    x, y = epoch(batches.from_datasets(data, x="pixels", y="label"))[0]
+    assert (x.tolist(), y.tolist()) == ([[[1, 3]], [[2, 4]]], [0, 1])
+    with pytest.raises(ValueError, match=r"no such column.*columns=\['pixels', 'label'\]"):
+        batches.from_datasets(data, x="a")
 
 
 def test_an_order_of_grain_takes_no_seed():
@@ -199,8 +255,17 @@ def test_a_parquet_file_that_is_cut_off_or_missing_is_named(directory, tmp_path)
     path = tmp_path / "cut.parquet"
     path.write_bytes((directory / "train.parquet").read_bytes()[:100])
     for named in (path, tmp_path / "none.parquet"):
-        with pytest.raises(ValueError, match=f"Parquet file is missing, cut off or.*{named.name}"):
+        with pytest.raises(ValueError, match=f"Parquet file cannot be read: .*{named.name}"):
             batches.from_parquet(named, x="features")
+
+
+def test_a_file_whose_name_is_a_pattern_is_read_alone(tmp_path):
+    for index, name in enumerate(("a*b", "a and b", "a [1]")):
+        path = str(tmp_path / f"{name}.parquet")
+        datasets.Dataset.from_dict({"x": [index, index]}).to_parquet(path)
+    for index, name in ((0, "a*b"), (2, "a [1]")):
+        (batch,) = epoch(batches.from_parquet(tmp_path / f"{name}.parquet", x="x"))
+        assert batch.tolist() == [index, index]
 
 
 def test_a_damaged_image_is_named(tmp_path):
@@ -211,8 +276,56 @@ def test_a_damaged_image_is_named(tmp_path):
     whole = (folder / "b.png").read_bytes()
     for damaged in (whole[: len(whole) // 2], b"no image"):
         (folder / "b.png").write_bytes(damaged)
-        with pytest.raises(ValueError, match="image is missing, cut off or damaged: .*b.png"):
+        with pytest.raises(ValueError, match="image cannot be read: .*b.png"):
             epoch(batches.from_images(tmp_path, size=(4, 4)))
+
+
+def test_hidden_files_are_no_images_and_no_classes(tmp_path):
+    for name in (
+        ".git/a",
+        "cat/a",
+        "cat/._a",
+        "cat/.ipynb_checkpoints/a",
+        "cat/more/b",
+        "dog/a",
+        "dog/b",
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(f"{tmp_path / name}.png", np.ones((4, 4, 3)))
+    labels = [
+        label for _, part in epoch(batches.from_images(tmp_path, size=(4, 4))) for label in part
+    ]
+    assert labels == [0, 0, 1, 1]
+
+
+def test_images_of_other_kinds_are_converted_or_named(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "a").mkdir()
+    for mode in ("RGBA", "LA", "P", "1", "CMYK"):
+        name = f"{mode}.jpg" if mode == "CMYK" else f"{mode}.png"
+        Image.new(mode, (5, 3)).save(tmp_path / "a" / name)
+    for color_mode, channels in (("rgb", 3), ("rgba", 4), ("grayscale", 1)):
+        source = batches.from_images(tmp_path, size=(4, 6), color_mode=color_mode)
+        assert {x.shape[1:] for x, _ in epoch(source)} == {(4, 6, channels)}
+        assert max(x.max() for x, _ in epoch(source)) <= 255
+    Image.fromarray(np.full((3, 5), 40_000, "uint16")).save(tmp_path / "a" / "deep.png")
+    with pytest.raises(ValueError, match="more than 8 bits a value: .*deep.png"):
+        epoch(batches.from_images(tmp_path, size=(4, 6)))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"size": 4}, "`size` must be .*size=4"),
+        ({"size": (4, 4, 3)}, "`size` must be "),
+        ({"size": (0, 4)}, "`size` must be a positive integer"),
+        ({"size": (4, 4), "color_mode": "gray"}, "`color_mode` must be one of 'rgb'"),
+    ],
+)
+def test_wrong_settings_of_images_are_named(settings, sentence, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        batches.from_images(tmp_path, **settings)
 
 
 def test_a_directory_without_images_and_a_missing_package_are_named(tmp_path, monkeypatch):

@@ -46,6 +46,14 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
         assert f"printed {printed}" in found.stderr
 
 
+def test_a_recipe_that_has_reported_ctrl_c_is_reported_once(tmp_path, capsys):
+    path = tmp_path / "train.py"
+    path.write_text("raise SystemExit(130)\n")
+    with pytest.raises(SystemExit) as raised:
+        cli.main(["doctor", str(path)])
+    assert (raised.value.code, capsys.readouterr().err) == (130, "")
+
+
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

@@ -102,6 +102,13 @@ def test_one_device_saves_with_stock_keras_and_several_train_on_as_it_does(tmp_p
         np.testing.assert_allclose(values_of(model)[name], array, rtol=1e-4, atol=1e-5)
 
 
+def test_a_directory_is_found_from_where_the_program_is(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint.parent)
+    model = compiled()
+    checkpoints.load_orbax(model, checkpoint.name)
+    assert int(model.optimizer.iterations) == 6
+
+
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory):
     directory = tmp_path_factory.mktemp("orbax")

@@ -125,6 +125,74 @@ def test_what_cannot_be_compared_raises():
         laws.accumulation_equals_the_batch(lambda parts: parts[0], np.ones(2), steps=3)
     with pytest.raises(AssertionError, match="does not end"):
         laws.equal_steps([iter(int, 1)])
+    with pytest.raises(errors.InputError, match="an iterable of batches.*read=None"):
+        laws.same_examples_for_any_replicas(lambda _: None, replicas=2)
+    with pytest.raises(errors.InputError, match="`after` must be a non-negative.*-1"):
+        laws.resumed_run_continues(range, after=-1)
+    with pytest.raises(errors.InputError, match="`through` must have"):
+        laws.continuous_schedule(float, through={})
+
+
+@pytest.mark.parametrize("returned", [None, "text", [[1.0], [2.0, 3.0]]])
+def test_a_function_that_returns_no_numbers_is_named(returned):
+    calls = [
+        lambda of: laws.same_numbers_for_any_replicas(of, replicas=2),
+        lambda of: laws.padding_keeps_the_loss(of, (np.ones(1),), (np.ones(2),)),
+        lambda of: laws.continuous_schedule(of, through={0: 0.0, 2: 1.0}),
+    ]
+    for call in calls:
+        with pytest.raises(errors.InputError, match="must return"):
+            call(lambda _: returned)
+
+
+def test_examples_of_any_kind_are_compared():
+    missing = np.array([[np.nan, 1.0], [2.0, np.nan]])
+    laws.every_example_once(iter([missing[::-1].copy()]), examples=missing)
+    serialized = np.array([b"\xff\x00\x01", b"\xfe"], object)
+    laws.every_example_once(iter([serialized]), examples=serialized)
+    listed = [{"text": "a"}, {"text": "b"}]
+    laws.every_example_once(iter([listed[:1], listed[1:]]), examples=listed)
+    with pytest.raises(AssertionError, match=r"number 1 is .*\+0|number 1 is 2 and not 1"):
+        laws.same_numbers_for_any_replicas(lambda r: np.array([1 + 1j * r]), replicas=2)
+
+
+@pytest.mark.parametrize("label", range(3))
+def test_small_batches_have_every_class(label):
+    batch = find(generators.labelled_batches(max_size=5), lambda batch: label in batch[1])
+    assert batch[1].tolist() == [label]
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("kind", [keras.metrics.R2Score, keras.metrics.F1Score])
+def test_metrics_that_are_built_by_their_first_update_are_tried(kind):
+    metric = kind()
+    laws.per_example(metric, np.eye(3, 2), np.full((3, 2), 0.6))
+    assert not any(np.any(variable) for variable in metric.variables)
+    with pytest.raises(errors.InputError, match="Pass the inputs"):
+        laws.per_example(metric)
+
+
+@pytest.mark.tensorflow
+def test_sparse_examples_are_compared():
+    x = np.array([[1, 0], [0, 2], [0, 0]])
+    batches = [tf.sparse.from_dense(x[:2]), tf.sparse.from_dense(x[2:])]
+    laws.every_example_once(iter(batches), examples=x)
+
+
+def test_a_message_shows_of_an_image_its_first_numbers_and_its_last():
+    images = np.arange(2 * 32 * 32 * 3.0).reshape(2, 32, 32, 3)
+    with pytest.raises(AssertionError, match=r"0.5, 1.5, 2.5.* \.\.\. .*3071.5") as failed:
+        laws.every_example_once(iter([images + 0.5, images]), examples=images)
+    assert len(str(failed.value)) < 1000
+
+
+def test_runs_that_seed_the_same_global_numbers_are_reproducible():
+    def make(seed):
+        np.random.seed(seed)
+        while True:
+            yield iter(np.random.permutation(6))
+
+    laws.reproducible(make, seed=3)
 
 
 @pytest.mark.tensorflow  # once
@@ -196,6 +264,26 @@ def test_the_plugin_makes_devices_and_skips_what_needs_more(backend, tmp_path):
     done = run(*command, *plugin, cwd=tmp_path, check=False, **unset)
     assert "2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "needs 4 devices, and there are 3" in done.stdout
+
+
+@pytest.mark.tensorflow  # once
+@pytest.mark.parametrize(
+    ("setting", "marker", "sentence"),
+    [
+        ("four", "4", "ERROR: `kdpkit_devices` must be a positive integer, and is 'four'."),
+        ("0", "4", "ERROR: `kdpkit_devices` must be a positive integer, and is '0'."),
+        ("", "", "Write `@pytest.mark.kdpkit_devices(4)`, with one number."),
+        ("", "'4'", "Write `@pytest.mark.kdpkit_devices(4)`, with one number."),
+    ],
+)
+def test_a_wrong_setting_or_marker_is_one_sentence(setting, marker, sentence, tmp_path):
+    test = f"import pytest\n@pytest.mark.kdpkit_devices({marker})\nclass TestA:\n"
+    (tmp_path / "test_marked.py").write_text(f"{test}    def test_a(self):\n        pass\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nkdpkit_devices = {setting}\n")
+    plugin = ("-p", "kdpkit.testing.pytest_plugin")
+    done = run(sys.executable, "-m", "pytest", *plugin, cwd=tmp_path, check=False)
+    assert sentence in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.tensorflow  # once

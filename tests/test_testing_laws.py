@@ -466,6 +466,9 @@ MISTAKES = {
         [lambda x, y: padding(x, y, [1.0] * len(x) + [0.0] * (4 - len(x)))],
         {
             "padding has no weight of zero": lambda x, y: padding(x, y, None),
+            "padding is told from real examples by the label 0": lambda x, y: padding(
+                x, y, [float(label != 0) for label in y] + [0.0] * (4 - len(x))
+            ),
             "the weights of padding come first": lambda x, y: padding(
                 x, y, [0.0] * (4 - len(x)) + [1.0] * len(x)
             ),

@@ -54,6 +54,7 @@ def sentence(problem: str, received: Mapping[str, object], remedy: str) -> str:
 
 
 def _shortened(text: str) -> str:
+    text = " ".join(text.split())  # arrays have several lines
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST // 2]} ... {text[-20:]}"
 
 

@@ -142,7 +142,7 @@ class ArrayBatches(keras.utils.PyDataset):
                 "Every example must have the shape and the type of the first one.",
                 first=self._kinds,
                 later=kinds,
-                remedy="Pad or cut what has any length before it is split into batches.",
+                remedy="Convert, pad or cut the examples before they are split into batches.",
             )
         return batch
 
@@ -220,6 +220,7 @@ def _in_memory(data: Batch) -> Source:
 def _first_example(source: Source) -> Batch:
     """Return an example, and check that it is the same when it is read again."""
     once, again = (_as_batch(source.read(np.array([0]))) for _ in range(2))
+    _kinds_of(once)  # raises for what cannot be compared
     for one, other in zip(*map(keras.tree.flatten, (once, again)), strict=True):
         if not np.array_equal(one, other, equal_nan=one is not None and one.dtype.kind in "fc"):
             checks.fail(
@@ -243,14 +244,16 @@ def _kinds_of(batch: Batch) -> dict[str, Any]:
             if leaf is None:
                 continue
             name, kind = ".".join([part, *map(str, path)]), leaf.dtype.kind
-            is_text = kind in "SU" or (kind == "O" and isinstance(leaf.flat[0], str | bytes))
+            is_text = kind in "SU" or (
+                kind == "O" and leaf.size and all(isinstance(of, str | bytes) for of in leaf.flat)
+            )
             if not (kind in "biufcV" or (is_text and keras.backend.backend() == "tensorflow")):
                 checks.fail(
                     "The data have a part that is no array of numbers of one shape.",
                     part=name,
                     example=np.ravel(leaf)[:1].tolist(),
-                    remedy="Look text up as numbers (on TensorFlow layers take it as it is), and "
-                    "pad or cut what has any length.",
+                    remedy="Look text up as numbers (on TensorFlow layers take it as it is), pad, "
+                    "cut or resize what differs in shape, and flatten what is nested.",
                 )
             kinds[name] = leaf.shape[1:], kind
     return kinds

@@ -1,6 +1,7 @@
 """Sources of examples that are not in memory: `datasets`, Parquet, images and Grain."""
 
 import dataclasses
+import glob
 import importlib
 import itertools
 import os
@@ -18,6 +19,7 @@ from kdpkit._internal import checks
 Batch: TypeAlias = Any  # a nest `x`, `(x, y)` or `(x, y, sample_weight)`
 
 _IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+_MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,27 +73,56 @@ def from_datasets(
     [[[7, 8], [5, 6]], [0, 1]]
     """
     if not (hasattr(dataset, "features") and hasattr(dataset, "__len__")):
-        checks.fail("`dataset` must be a `datasets.Dataset`.", dataset=type(dataset).__name__)
-    columns = keras.tree.flatten((x, y or (), sample_weight or ()))
-    for column in columns:
-        if column not in dataset.column_names:
-            checks.fail("There is no such column.", column=column, columns=dataset.column_names)
-        if missing := dataset.data.column(column).null_count:
+        checks.fail(
+            "`dataset` must be a `datasets.Dataset`.",
+            dataset=type(dataset).__name__,
+            remedy='Of a `DatasetDict` pass a split, such as `data["train"]`; an `IterableDataset` '
+            "cannot be read by index.",
+        )
+    columns = [*dict.fromkeys(keras.tree.flatten((x, y or (), sample_weight or ())))]
+    is_transformed = dataset.format["type"] == "custom"  # whose columns are others
+    available = [*dataset[:1]] if is_transformed else dataset.format["columns"]
+    for column in columns or [x]:
+        if column not in available:
+            checks.fail("There is no such column.", column=column, columns=available)
+        if not is_transformed and (missing := _missing_in(dataset, column)):
             checks.fail("A column has missing values.", column=column, missing=missing)
-    dataset = dataset.select_columns([*dict.fromkeys(columns)])
+    if not is_transformed:
+        dataset = dataset.select_columns(columns)
     if dataset.format["type"] is None:
         dataset = dataset.with_format("numpy")
 
     def read(indices: np.ndarray) -> Batch:
         values = dataset[indices.tolist()]
+        found = {name: _column(values[name]) for name in columns}
         parts = [
             part
-            and (values[part] if isinstance(part, str) else {name: values[name] for name in part})
+            and (found[part] if isinstance(part, str) else {name: found[name] for name in part})
             for part in (x, y, sample_weight)
         ]
         return tuple(parts) if sample_weight else keras.utils.pack_x_y_sample_weight(*parts)
 
     return Source(len(dataset), read)
+
+
+def _missing_in(dataset: Any, column: str) -> int:
+    """Count the missing values of a column, those in its lists too."""
+    if not sum(map(_missing, dataset.data.column(column).chunks)):
+        return 0
+    parts = dataset.select_columns([column]).with_format("arrow").iter(1000)  # without what is
+    return sum(_missing(chunk) for part in parts for chunk in part[column].chunks)  # filtered out
+
+
+def _missing(array: Any) -> int:
+    """Count the missing values of an array of Arrow; one of fixed shape is a list with a name."""
+    array = getattr(array, "storage", array)
+    return array.null_count + (_missing(array.flatten()) if hasattr(array, "values") else 0)
+
+
+def _column(values: Any) -> Any:
+    """Return an array of what a transform gives as a list of arrays."""
+    has_arrays = isinstance(values, list) and any(hasattr(value, "shape") for value in values)
+    return _stacked(values) if has_arrays else values
 
 
 def from_parquet(path: str | os.PathLike[str], **columns: Any) -> Source:
@@ -115,10 +146,11 @@ def from_parquet(path: str | os.PathLike[str], **columns: Any) -> Source:
     >>> batches.ArrayBatches(source, global_batch_size=1)[1].tolist()
     [[5, 6]]
     """
-    datasets = _imported("datasets")
+    datasets, name = _imported("datasets"), os.fspath(path)
+    name = name if "://" in name else glob.escape(name)  # or "a*b" is read with "a and b"
     try:
-        dataset = datasets.Dataset.from_parquet(os.fspath(path))
-    except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
+        dataset = datasets.Dataset.from_parquet(name, batch_size=1000)  # also of no row
+    except Exception as error:  # damaged bytes, and what `datasets` has no type for
         _fail_for_file("Parquet file", path, error.__cause__ or error)
     return from_datasets(dataset, **columns)
 
@@ -129,7 +161,8 @@ def from_images(
     """Return the images of a directory and their labels, for `ArrayBatches`.
 
     Images are decoded when their batch is read, to float32 from 0 to 255, of shape `(height, width,
-    channels)`. A label is the index of the subdirectory in the order of the names.
+    channels)`. A label is the index of the subdirectory in the order of the names. What has a name
+    that begins with a dot is left out, as Keras does.
 
     Args:
         directory: A directory with a subdirectory for each class.
@@ -137,7 +170,8 @@ def from_images(
         color_mode: `"rgb"`, `"rgba"` or `"grayscale"`.
 
     Raises:
-        ValueError: There are no images; or, when its batch is read, one is damaged.
+        ValueError: There are no images; or, when its batch is read, one is damaged, or has more
+            than 8 bits a value.
         ImportError: Pillow is not installed.
 
     >>> import pathlib, tempfile
@@ -152,12 +186,19 @@ def from_images(
     ((2, 4, 4, 3), [0, 1])
     """
     _imported("PIL")
-    classes = sorted(path for path in pathlib.Path(directory).glob("*") if path.is_dir())
+    from PIL import Image
+
+    mode = _MODES[checks.one_of("color_mode", color_mode, _MODES)]
+    if np.shape(size) != (2,):
+        checks.fail("`size` must be `(height, width)`.", size=size)
+    height, width = (checks.integer("size", pixels) for pixels in size)
+    classes = sorted(path for path in pathlib.Path(directory).glob("[!.]*") if path.is_dir())
     files = [
         (path, label)
         for label, of_class in enumerate(classes)
         for path in sorted(of_class.rglob("*"))
         if path.suffix.lower() in _IMAGES
+        and not any(part.startswith(".") for part in path.relative_to(of_class).parts)
     ]
     if not files:
         checks.fail_for_file(
@@ -168,9 +209,13 @@ def from_images(
 
     def decoded(path: pathlib.Path) -> np.ndarray:
         try:
-            image = keras.utils.load_img(path, color_mode, size, interpolation="bilinear")
-        except (OSError, SyntaxError) as error:  # the latter for a PNG
+            with Image.open(path) as opened:
+                depth = opened.mode[0]
+                image = opened.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
+        except Exception as error:  # damaged bytes raise many kinds
             _fail_for_file("image", path, error)
+        if depth in "IF":  # converting cuts values off at 255
+            checks.fail_for_file("This image has more than 8 bits a value", path)
         return keras.utils.img_to_array(image, dtype="float32")
 
     def read(indices: np.ndarray) -> Batch:
@@ -192,7 +237,8 @@ def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
             continues after them; where the data end, they are iterated again.
 
     Raises:
-        ValueError: `examples` is missing; or, when a batch is read, a `MapDataset` is filtered.
+        ValueError: `examples` is missing, or the dataset has batches; or, when a batch is read, a
+            `MapDataset` is filtered.
 
     >>> import grain
     >>> from kdpkit import batches
@@ -201,6 +247,12 @@ def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
     >>> sorted(train[0].tolist())
     [0, 1, 2, 3, 4]
     """
+    if hasattr(dataset, "__next__") or type(dataset).__name__.startswith("Batch"):
+        checks.fail(
+            "`dataset` must have single examples, and begin again where it is iterated again.",
+            dataset=type(dataset).__name__,
+            remedy="Leave `.batch()` and `iter()` to `ArrayBatches`.",
+        )
     is_indexed = hasattr(dataset, "__getitem__")
     if examples is None:
         examples = len(dataset) if is_indexed else sys.maxsize
@@ -251,7 +303,8 @@ def _stacked(examples: Sequence[Any]) -> Batch:
         )
     try:
         return keras.tree.map_structure(
-            lambda *parts: None if parts[0] is None else np.stack(parts), *examples
+            lambda *parts: None if {*map(type, parts)} == {type(None)} else np.stack(parts),
+            *examples,
         )
     except ValueError as error:
         checks.fail(
@@ -263,8 +316,8 @@ def _stacked(examples: Sequence[Any]) -> Batch:
 
 def _fail_for_file(kind: str, path: str | os.PathLike[str], error: BaseException) -> NoReturn:
     raise errors.FileInputError(
-        f"This {kind} is missing, cut off or damaged: {os.fspath(path)}. Received: "
-        f"{checks.first_line(error)}. Copy it again, or remove it."
+        f"This {kind} cannot be read: {os.fspath(path)}. Received: {checks.first_line(error)}. If "
+        "it is missing, cut off or damaged, copy it again or remove it."
     ) from error
 
 

@@ -48,7 +48,7 @@ def load_orbax(model: keras.Model, directory: str | os.PathLike[str]) -> None:
         raise errors.PackageInputError(
             f"Orbax cannot be imported ({error}). Run `{checks.install_command('orbax')}`."
         ) from error
-    step = epath.Path(os.fspath(directory))
+    step = epath.Path(os.fspath(directory)).resolve()  # Orbax reads absolute paths only
     steps = [path for path in step.glob("*") if path.name.isdigit()]  # unfinished ones are not
     step = max(steps, key=lambda path: int(path.name), default=step)
     if not (step / _PYTREE).exists():

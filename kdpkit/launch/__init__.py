@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import os
 import random
+import resource
 import shutil
 import socket
 from collections.abc import Sequence
@@ -22,6 +23,7 @@ from kdpkit.launch._run import Run, Task
 __all__ = ["launch"]
 
 _PORTS = range(15_000, 32_768)  # below Linux' ephemeral ports
+_MOST = 1000  # processes: each gets the addresses of all
 
 
 def launch(
@@ -71,6 +73,15 @@ def launch(
     """
     workers = checks.integer("workers", workers)
     servers = checks.integer("parameter_servers", parameter_servers, minimum=0)
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = min(_MOST, files // 2 - 20)  # of each process the output and the errors are read
+    if workers + servers + bool(servers) > most:
+        checks.fail(
+            "So many processes cannot be started on one machine.",
+            workers=workers,
+            parameter_servers=servers,
+            remedy=f"At most {most} can, with an open-file limit (`ulimit -n`) of {files}.",
+        )
     words = checks.strings("command", command)
     if not words or shutil.which(words[0]) is None:
         checks.fail(

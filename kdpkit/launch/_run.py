@@ -115,7 +115,14 @@ class Run:
     def _attempt(self, tasks: Sequence[Task]) -> None:
         self.failed, self.running, self.is_ending = [], [], False
         for task in tasks:
-            self.running.append(_Process(task, self._mark, self._printer.line, self._note_end))
+            try:
+                self.running.append(_Process(task, self._mark, self._printer.line, self._note_end))
+            except (OSError, RuntimeError) as error:  # the latter for a thread
+                checks.fail(
+                    f"{task.name} cannot be started: {checks.first_line(error)}.",
+                    command=task.command,
+                    remedy="For a script write `python train.py`.",
+                )
         self._wait(lambda: bool(self.stop or self.failed) or _all_ended(self._heads()))
         self.is_ending = True
         if self.stop is None and self.failed:

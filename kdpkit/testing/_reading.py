@@ -1,6 +1,7 @@
 """What a pipeline gives, read as plain values that can be compared and named."""
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -13,6 +14,7 @@ Shard: TypeAlias = list[list[Example]]  # its batches
 
 _MOST_BATCHES = 100_000
 _MOST_SHOWN = 12  # batches of a shard, in a message
+_LONGEST = 80  # characters of an example there
 
 
 def read_shards(
@@ -46,7 +48,11 @@ def _batches(
 
 def _iterated(shard: Any) -> Iterator[Any]:
     if not hasattr(shard, "on_epoch_end"):
-        yield from shard
+        try:
+            batches = iter(shard)
+        except TypeError:
+            checks.fail("What is read must be a dataset or an iterable of batches.", read=shard)
+        yield from batches
         return
     yield from (shard[index] for index in range(len(shard)))  # a keras.utils.PyDataset
     shard.on_epoch_end()
@@ -126,13 +132,21 @@ def _values(leaf: Any) -> Any:
         return [*itertools.chain.from_iterable(map(_values, of_replicas))]
     if hasattr(leaf, "to_list"):  # a ragged tensor
         return leaf.to_list()
+    if hasattr(leaf, "dense_shape"):  # a sparse tensor
+        import tensorflow as tf
+
+        leaf = tf.sparse.to_dense(leaf)
     return np.asarray(leaf).tolist()
 
 
 def _hashable(value: Any) -> Any:
+    if isinstance(value, Mapping):  # an example in a list of them
+        value = sorted(value.items())
     if isinstance(value, list | tuple | np.ndarray):
         return tuple(map(_hashable, value))
-    return value.decode() if isinstance(value, bytes) else value
+    if isinstance(value, float) and math.isnan(value):
+        return math.nan  # the one that equals itself where it is a part of others
+    return value.decode(errors="surrogateescape") if isinstance(value, bytes) else value
 
 
 def listed(shards: Sequence[Shard], names: Mapping[Example, int] | None = None) -> str:
@@ -145,10 +159,16 @@ def listed(shards: Sequence[Shard], names: Mapping[Example, int] | None = None) 
 
 
 def _shown(shard: Shard, names: Mapping[Example, int]) -> str:
-    batches = [str([names.get(example, example) for example in batch]) for batch in shard]
+    batches = [f"[{', '.join(text(names.get(of, of)) for of in batch)}]" for batch in shard]
     left = len(batches) - _MOST_SHOWN
     texts = batches[:_MOST_SHOWN] + ([f"and {left} batches more"] if left > 0 else [])
     return ", ".join(texts) or "nothing"
+
+
+def text(example: Any) -> str:
+    """Return an example for a message: of an image its first numbers and its last."""
+    shown = repr(example)
+    return shown if len(shown) <= _LONGEST else f"{shown[: _LONGEST - 20]} ... {shown[-10:]}"
 
 
 def counted(count: int, noun: str) -> str:

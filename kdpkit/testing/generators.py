@@ -158,15 +158,18 @@ def labelled_batches(
 ) -> st.SearchStrategy[tuple[np.ndarray, ...]]:
     """Draw a batch `(x, y)` for a classifier, or `(x, y, sample_weight)`.
 
-    It is the beginning of `kdpkit.testing.toy_classification`: `x` has 4 float32 features, and `y`
-    is one of 3 classes.
+    It is a part of `kdpkit.testing.toy_classification`: `x` has 4 float32 features, and `y` is one
+    of 3 classes.
     """
     from kdpkit.testing import toy_classification
 
-    x, y = toy_classification(max_size)
-    parts = (x, y, _array("weight", max_size)) if weighted else (x, y)
+    most = max_size + 32  # with batches of each class, and of several
+    x, y = toy_classification(most)
+    parts = (x, y, _array("weight", most)) if weighted else (x, y)
     sizes = example_counts(min_value=min_size, max_value=max_size)
-    return sizes.map(lambda size: taken(parts, slice(size)))
+    return st.tuples(sizes, st.integers(0, 32)).map(  # few examples first where it shrinks
+        lambda drawn: taken(parts, slice(drawn[1], sum(drawn)))
+    )
 
 
 @dataclasses.dataclass(frozen=True)

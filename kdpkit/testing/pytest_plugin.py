@@ -21,9 +21,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Add the marker."""
+    """Add the marker, and check the setting."""
     text = "kdpkit_devices(count): skipped where Keras' backend has fewer devices"
     config.addinivalue_line("markers", text)
+    count = config.getini("kdpkit_devices")
+    if count and not (count.isdecimal() and int(count)):
+        raise pytest.UsageError(f"`kdpkit_devices` must be a positive integer, and is {count!r}.")
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
@@ -31,15 +34,22 @@ def pytest_sessionstart(session: pytest.Session) -> None:
     config = session.config
     runs_no_test = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if (count := config.getini("kdpkit_devices")) and not runs_no_test:  # pytest-xdist's workers do
-        testing.use_logical_cpus(int(count))
+        try:
+            testing.use_logical_cpus(int(count))
+        except ValueError as error:  # a framework has started in a `conftest.py`
+            raise pytest.UsageError(str(error)) from error
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a marked test where there are fewer devices."""
     marker = item.get_closest_marker("kdpkit_devices")
     if marker is not None:
+        counts = [*marker.args, *marker.kwargs.values()]
+        if len(counts) != 1 or not isinstance(counts[0], int):
+            pytest.fail("Write `@pytest.mark.kdpkit_devices(4)`, with one number.", pytrace=False)
         import keras
 
         found = len(keras.distribution.list_devices())
-        if found < marker.args[0]:
-            pytest.skip(f"needs {marker.args[0]} devices, and there are {found}")
+        if found < counts[0]:
+            setting = f"the setting `kdpkit_devices = {counts[0]}` makes them on the CPU"
+            pytest.skip(f"needs {counts[0]} devices, and there are {found}; {setting}")

@@ -49,6 +49,13 @@ def test_ctrl_c_during_an_import_is_one_line(words, module, name, tmp_path):
     assert (done.returncode, done.stderr) == (130, f"{name}: Stopped by Ctrl-C.\n")
 
 
+@pytest.mark.parametrize("module", ["kdpkit.scaling", "keras"])  # `keras` while output is filtered
+def test_an_import_that_catches_everything_ends_too(module, tmp_path):
+    caught = "try:\n signal.raise_signal(signal.SIGINT)\nexcept BaseException:\n pass"
+    done = ended(tmp_path, [RECIPE, "--smoke"], module, f"exec({caught!r})")
+    assert (done.returncode, done.stderr) == (130, "cnn_fit.py: Stopped by Ctrl-C.\n")
+
+
 def test_other_errors_keep_their_traceback(tmp_path):
     done = ended(tmp_path, ["-m", "kdpkit"], "kdpkit.cli", "1 / 0")
     assert done.returncode == 1

@@ -75,6 +75,8 @@ def _at_fit_of(script: str, path: Path) -> Program:
         except _Reached:
             pass
         except SystemExit as error:
+            if error.code == 130:  # a recipe after Ctrl-C, which it has reported
+                raise
             end = f"ended before its `fit`: {checks.reason_of(error)}" if error.code else end
         except Exception as error:  # a script may raise anything
             end = f"failed before its `fit`: {checks.reason_of(error)}"
