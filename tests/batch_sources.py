@@ -1,24 +1,11 @@
-"""Data as users have them, small, and the batches that they must give; tests/test_batch_sources.py.
-
-    python -m tests.batch_sources DIRECTORY PORT INDEX
-
-trains as one of two processes on the sources in a directory, and prints the weights as JSON.
-"""
-
-# ruff: noqa: T201 it prints for the test that started it
+"""Data as users have them, small, and the batches that they must give; test_batch_sources.py."""
 
 import contextlib
-import json
-import os
-import pathlib
-import sys
-
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import numpy as np
 
-from kdpkit import batches, experiment, testing
+from kdpkit import batches, testing
 from kdpkit.training import TrainingLoop, replica_exact
 
 ON_JAX = keras.backend.backend() == "jax"
@@ -159,28 +146,3 @@ def stock(given):
     built.compile(keras.optimizers.Adam(0.01), LOSS)
     built.fit((batch for batch in given), epochs=1, steps_per_epoch=len(given), verbose=0)
     return built.get_weights()
-
-
-def main(directory, port, index):
-    if ON_JAX:
-        from kdpkit import sharding
-
-        sharding.join_processes(f"localhost:{port}", process_count=2, process_index=index)
-        scope = sharding.DataParallel()
-        settings = {"process_count": 2, "process_index": index, "remainder": "pad"}
-    else:
-        from kdpkit import strategies
-
-        strategies.split_device("CPU", 1)
-        scope = strategies.select_strategy("multi_worker", communication="ring")
-        settings = {}
-    found = {}
-    for name in NAMES:
-        for way in (by_fit, by_loop):
-            weights = way(made(name, directory, size=6, **settings), scope=scope)
-            found[f"{name}, {way.__name__}"] = [np.asarray(w).tolist() for w in weights]
-    print(json.dumps({"found": found}), flush=True)
-
-
-if __name__ == "__main__":
-    experiment.run(lambda: main(pathlib.Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])))

@@ -3,7 +3,6 @@
 The sources are in batch_sources.py.
 """
 
-import json
 import os
 import sys
 
@@ -16,7 +15,6 @@ from kdpkit.batches import ArrayBatches
 from kdpkit.callbacks import Resume
 from tests import batch_sources
 from tests.batch_sources import NAMES, ON_JAX, made
-from tests.processes import Process, Together, free_port
 
 datasets = pytest.importorskip("datasets")
 grain = pytest.importorskip("grain")
@@ -107,40 +105,6 @@ def scope_of(replicas):
     return strategies.select_strategy("mirrored", devices=replicas)
 
 
-@pytest.fixture(scope="module")
-def alone(directory):
-    """What stock Keras trains on one device, by source and batch size."""
-    found = {}
-
-    def of(name, size=5):
-        if (name, size) not in found:
-            given = batch_sources.expected(name, directory, size)
-            found[name, size] = batch_sources.stock(given)
-        return found[name, size]
-
-    return of
-
-
-WAYS = {"fit": batch_sources.by_fit, "loop": batch_sources.by_loop}
-
-
-def trainings():
-    """Every source on 1, 2 and 3 replicas in both ways; those that differ least are exhaustive."""
-    for index, name in enumerate(NAMES):
-        first = {("fit", 1 + index % 3), ("loop", 3 - index % 3)}
-        for way in WAYS:
-            for replicas in (1, 2, 3):
-                marks = [] if (way, replicas) in first else [pytest.mark.exhaustive]
-                yield pytest.param(name, replicas, way, marks=marks)
-
-
-@pytest.mark.parametrize(("name", "replicas", "way"), [*trainings()])
-@TRAINS
-def test_replicas_train_as_stock_keras_on_one_device(name, replicas, way, directory, alone):
-    weights = WAYS[way](made(name, directory), scope=scope_of(replicas))
-    assert_same(weights, alone(name), rtol=1e-5, atol=1e-5)
-
-
 class StopAt(keras.callbacks.Callback):
     """Stops a run after some steps."""
 
@@ -154,51 +118,24 @@ class StopAt(keras.callbacks.Callback):
             self.resume.request_stop()
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "train"),
+    [*zip(NAMES, 3 * (batch_sources.by_fit, batch_sources.by_loop), strict=True)],
+)
 @TRAINS
-def test_a_run_stopped_inside_an_epoch_ends_as_one_that_was_not(
-    name, way, directory, alone, tmp_path
+def test_a_run_stopped_inside_an_epoch_trains_what_stock_keras_trains_on_one_device(
+    name, train, directory, tmp_path
 ):
     def run(*, stop_at=None):
         resume = Resume(tmp_path / "states")
         others = [StopAt(resume, stop_at)] if stop_at else []
-        train = resume.track(made(name, directory))
-        return WAYS[way](train, *others, resume, scope=scope_of(2))
+        return train(resume.track(made(name, directory)), *others, resume, scope=scope_of(2))
 
     for stop_at in (2, 5):  # inside the first epoch, and the second
         with pytest.raises(SystemExit):
             run(stop_at=stop_at)
-    assert_same(run(), alone(name), rtol=1e-5, atol=1e-5)
-
-
-def of_two_processes(backend, directory):
-    addresses = [f"localhost:{free_port()}" for _ in range(2)]
-    started = []
-    for index in range(2):
-        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}
-        environ = {"XLA_FLAGS": "--xla_force_host_platform_device_count=1", "PJRT_NPROC": "2"}
-        environ |= {"TF_CONFIG": json.dumps(config)} if backend == "tensorflow" else {}
-        command = [sys.executable, "-m", "tests.batch_sources", directory]
-        port = addresses[0].rpartition(":")[2]
-        started.append(Process(*command, port, index, KERAS_BACKEND=backend, **environ))
-    with Together(started) as both:
-        assert both.end() == [0, 0], both.shown
-    lines = [line for shown in both.shown for line in shown.splitlines() if '{"found"' in line]
-    return [json.loads(line)["found"] for line in lines]
-
-
-@pytest.mark.tensorflow  # once: it starts both
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_processes_train_as_one_device(backend, directory, alone):
-    first, second = of_two_processes(backend, directory)
-    assert first == second
-    assert len(first) == 2 * len(NAMES)
-    for run, weights in first.items():
-        expected = alone(run.partition(",")[0], 6)
-        assert_same(list(map(np.asarray, weights)), expected, rtol=1e-5, atol=1e-5)
+    alone = batch_sources.stock(batch_sources.expected(name, directory))
+    assert_same(run(), alone, rtol=1e-5, atol=1e-5)
 
 
 # Bad input.
