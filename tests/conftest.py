@@ -112,6 +112,22 @@ def pytest_collection_modifyitems(config, items):
         for marker in item.iter_markers("needs"):
             if older := _older(**marker.kwargs):
                 item.add_marker(pytest.mark.skip(reason=older))
+    _start_with_the_longest(items, getattr(config, "workerinput", {}).get("workercount", 1))
+
+
+def _start_with_the_longest(items, processes):
+    """Begin the part of each process, as `worksteal` cuts them, with tests that take minutes."""
+    long, short = [], []
+    for item in items:
+        limit = item.get_closest_marker("timeout")
+        (long if limit and limit.args[0] >= 1800 else short).append(item)
+    del items[:]
+    for parts in range(processes, 0, -1):
+        size = (len(long) + len(short)) // parts
+        first = long[::parts]
+        del long[::parts]
+        items += first + short[: size - len(first)]
+        del short[: size - len(first)]
 
 
 def _mark_cases_beyond_samples(items):

@@ -49,7 +49,7 @@ class Leg:
         at: The step of this leg at which it ends, or the seconds after its first step.
         processes: Those that train together; the last one is that which the end happens to.
         shard: As in `sharding.DataParallel`, on JAX.
-        accumulation: As in `TrainingLoop`, of the program "micro".
+        accumulation: As in `TrainingLoop`, of the program "loop".
         save_freq: As in `Resume`.
     """
 
@@ -101,7 +101,7 @@ def distributing(strategy):
 def trained(program, leg=None, *callbacks, resume=None):
     """Train as a program does; return its result.
 
-    "fit" has a plateau, the loops a schedule of the rate; "micro" is a loop that may split batches
+    "fit" has a plateau, "loop" a schedule of the rate and no batch statistics: it may split batches
     into micro-batches, each of which is normalized on its own.
     """
     here = {"process_count": processes.count(), "process_index": processes.index()}
@@ -110,7 +110,7 @@ def trained(program, leg=None, *callbacks, resume=None):
     with distributing(strategy):
         keras.utils.set_random_seed(0)
         layers = keras.layers
-        norm = layers.LayerNormalization if program == "micro" else layers.BatchNormalization
+        norm = layers.BatchNormalization if by_fit else layers.LayerNormalization
         model = build(layers.Dense(8), norm(), layers.GaussianNoise(0.1))
         model = replica_exact(model) if leg and by_fit else model
         model.compile(keras.optimizers.SGD(rate, momentum=0.9), LOSS, metrics=["accuracy"])

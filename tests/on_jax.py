@@ -5,6 +5,7 @@ ON_JAX = {
         "tests/test_schedules.py",
         "tests/test_testing.py",
         "tests/_internal/test_versions.py",
+        "tests/test_docs.py::test_a_program_of_a_page_trains",
         "tests/test_doctests.py",
         "tests/test_batches.py",
         "tests/test_batch_sources.py",
@@ -30,10 +31,11 @@ ON_JAX = {
         "tests/training/test_shards_jax.py",
         "tests/training/test_users_arrays.py",
     ],
-    "recipes": ["tests/test_recipes.py"],
-    "resumed": [
+    "runs": [
         "tests/callbacks/test_resume.py",
         "tests/test_elastic.py",
+        "tests/test_interrupt.py",
+        "tests/test_recipes.py",
         "tests/test_scripts.py",
     ],
     "vocabulary": [

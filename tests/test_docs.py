@@ -5,7 +5,8 @@ lines of a ```diff block. A block whose title
 is a command with `python train.py` or `pytest test_NAME.py` in it is a program of its own, which
 that command runs; the title may end in "which fails: " and the message. A block whose title begins
 with "on " (`title="on a cluster"`) cannot run here, and is only compiled. A program that imports a
-package of the extra `trackers` is skipped where that is not installed.
+package of the extra `trackers` is skipped where that is not installed. Programs that a Python alone
+runs share the process of the tests, those on JAX that of tests/test_environments.py.
 """
 
 import contextlib
@@ -13,11 +14,14 @@ import importlib.util
 import io
 import os
 import re
+import runpy
 import shlex
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import keras
 import pytest
 
 from kdpkit import cli
@@ -33,8 +37,6 @@ RUNS = re.compile(r"(?:python|pytest.*) (train|test_\w+)\.py")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 REPOSITORY = "https://github.com/kdpkit/kdpkit/blob/main/"
 
-pytestmark = pytest.mark.tensorflow  # once: each program chooses its own backend and devices
-
 
 def blocks(page, language):
     """Return title and text of a page's blocks."""
@@ -49,7 +51,8 @@ def programs():
         name = str(page.relative_to(ROOT / "docs").with_suffix(""))
         page_blocks = blocks(page, "python")
         titled = [block for block in page_blocks if block[0] and not block[0].startswith("on a ")]
-        found |= {f"{name}: {title}": (title, text) for title, text in titled}
+        for title, text in titled:
+            found[f"{name}: {title}, {len(found)}"] = title, text
         if untitled := [text for title, text in page_blocks if not title]:
             found[name] = "python train.py", "\n".join(untitled)
         for _, text in blocks(page, "diff"):
@@ -59,16 +62,16 @@ def programs():
 
 
 PROGRAMS = programs()
+HERE = {
+    "python train.py": [pytest.mark.tensorflow],
+    "KERAS_BACKEND=jax python train.py": [pytest.mark.jax],
+}
 REPEATING = (  # others show nearly the same, or have tests of their own
-    "explanation/what_stays_exact",
-    "how_to/diagnostics",
-    "how_to/experiment_trackers",
+    "how_to/experiment_trackers: ",
     "how_to/large_vocabularies",
+    "how_to/parameter_servers: ",
     "how_to/several_processes: KERAS_BACKEND=jax",
-    "how_to/tensorboard",
-    "moving_here/accelerate_or_lightning",
-    "moving_here/custom_tf_distribute_loop",
-    "moving_here/horovod",
+    "moving_here/horovod: ",
     "moving_here/keras_hub_guide",
 )
 
@@ -139,7 +142,6 @@ def test_the_example_of_the_readme_trains_as_on_one_device(tmp_path):
     ((_, code),) = blocks(README, "python")
     assert len(code.splitlines()) <= 18
     (tmp_path / "readme.py").write_text(code, encoding="utf-8")
-    run("python readme.py", tmp_path)
     (tmp_path / "compared.py").write_text(COMPARED, encoding="utf-8")
     printed = run("python compared.py", tmp_path)
     exact, stock = map(float, printed.splitlines()[-1].split())
@@ -156,25 +158,43 @@ def test_pages_have_programs_and_no_other_titles():
             assert known, f"{page}: {title}"
 
 
+def of_programs(*, here):
+    """Give names of programs as a test's parameters."""
+    for name, (command, _) in PROGRAMS.items():
+        if (command in HERE) == here:
+            marks = [pytest.mark.exhaustive] if name.startswith(REPEATING) else []
+            yield pytest.param(name, marks=[*HERE.get(command, []), *marks])
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.exhaustive if name.startswith(REPEATING) else ())
-        for name in PROGRAMS
-    ],
-)
+@pytest.mark.filterwarnings("default")
+@pytest.mark.parametrize("name", [*of_programs(here=True)])
+def test_a_program_of_a_page_trains(name, tmp_path, monkeypatch):
+    _, text = PROGRAMS[name]
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text(text, encoding="utf-8")
+    policy = keras.config.dtype_policy()
+    try:
+        with mock.patch.dict(os.environ):  # of which a program sets the number of devices
+            runpy.run_path("train.py", run_name="__main__")
+    finally:
+        keras.config.set_dtype_policy(policy)
+        keras.distribution.set_distribution(None)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*of_programs(here=False)])
 def test_a_program_of_a_page_runs(name, tmp_path):
     command, text = PROGRAMS[name]
     for package in ("mlflow", "wandb"):
-        if f"import {package}\n" in text and importlib.util.find_spec(package) is None:
-            pytest.skip(f"{package} is not installed: pip install 'kdpkit[trackers]'")
+        if f"import {package}\n" in text:
+            pytest.importorskip(package)
     command, _, message = command.partition(", which fails: ")
     (tmp_path / f"{RUNS.search(command)[1]}.py").write_text(text, encoding="utf-8")
     run(command, tmp_path, fails_with=message)
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(1, len(blocks(ERRORS, "python"))))
 def test_a_program_of_the_page_of_errors_does_what_its_title_says(number, tmp_path):

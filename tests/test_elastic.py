@@ -16,8 +16,10 @@ pytestmark = [
 CUT = {"shard": "weights"} if ON_JAX else {}
 SCHEDULES = {
     "fit": [Leg(2, "SIGTERM", 4, **CUT), Leg(1, "error", 2, save_freq=1), Leg(3)],
-    "loop": [Leg(1, "request", 1, save_freq="epoch"), Leg(2, "error", 4, **CUT), Leg(1)],
-    "micro": [Leg(2, "SIGTERM", 2), Leg(1, "SIGTERM", 3, accumulation=2), Leg(2, **CUT)],
+    "loop": [
+        *(Leg(1, "request", 1, save_freq="epoch"), Leg(1, "SIGTERM", 3, accumulation=2)),
+        *(Leg(2, "error", 4, **CUT), Leg(2)),
+    ],
 }
 
 

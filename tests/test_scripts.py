@@ -13,18 +13,16 @@ import numpy as np
 import pytest
 
 SCRIPTS = sorted(path.stem for path in (Path(__file__).parent / "scripts").glob("*.py"))
-ON_JAX = ("churn", "fraud", "images", "tickets", "warmup")  # the others import TensorFlow
+ON_JAX = ("images", "tickets", "warmup")  # the others import TensorFlow
 QUICK = ("warmup", "own_loop")
 
 # What a script then prints, logs and writes.
 PROMISED = {
-    "churn": (["Learning rate of epoch 1: 0.05 (step 5)"], ["learning_rate"], ["best.keras"]),
     "fine_tuning": (
         ["Learning rate of epoch 2: 0.01 (step 8)", "Learning rate of epoch 4: 0.001 (step 8)"],
         [],
         ["states/*.npz"],
     ),
-    "fraud": ([], ["examples_per_second"], ["logs/train/events*", "logs/validation/events*"]),
     "gan": ([], ["steps_per_second"], ["generator-2*"]),
     "images": (
         ["Learning rate of epoch 1: 0.01 (step 3)", "Learning rate of epoch 3: 0.001 (step 9)"],
@@ -38,11 +36,6 @@ PROMISED = {
     ),
     "reviews": (["Findings: []"], [], []),
     "tickets": ([], ["examples_per_second"], ["states/*.npz"]),
-    "vae": (
-        ["Learning rate of epoch 3: 0.001 (step 12)"],
-        ["learning_rate", "steps_per_second"],
-        ["logs/train/events*"],
-    ),
     "warmup": (["Learning rate of epoch 4: 0.000465703 (step 28)"], ["learning_rate"], []),
 }
 MEASURED = re.compile(r".*per_second.*|cpu_utilization|memory_gib")
@@ -112,7 +105,7 @@ def cases(names, quick=()):
     return [pytest.param(name, marks=of_name) for name, of_name in zip(names, marks, strict=True)]
 
 
-def test_there_are_ten_scripts_each_changed_in_at_most_five_lines():
+def test_a_script_changes_in_at_most_five_lines():
     assert sorted(PROMISED) == SCRIPTS
     for name in SCRIPTS:
         added, removed = (re.findall(line, source(name)) for line in (r"\n *# \+ ", r"  # -\n"))
@@ -135,7 +128,7 @@ def test_with_the_kits_parts_training_is_what_it_was(name, tmp_path, monkeypatch
         assert list((tmp_path / "kit").glob(pattern)), pattern
 
 
-@pytest.mark.parametrize("name", cases([name for name in SCRIPTS if name != "own_loop"]))
+@pytest.mark.parametrize("name", cases(["gan", "images", "tickets"]))
 def test_two_replicas_train_what_one_device_trains(name, tmp_path, monkeypatch):
     text = with_the_kit(source(name))
     one = run(text, tmp_path / "one", monkeypatch)

@@ -24,6 +24,7 @@ from tensorflow.python.distribute.collective_all_reduce_strategy import Collecti
 
 from kdpkit import callbacks, experiment, strategies, testing
 from kdpkit._internal import processes
+from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop, replica_exact
 from tests.processes import free_port
 
@@ -87,9 +88,10 @@ def by_fit(strategy, directory=None):
         steps_per_execution=2,
     )
     history = model.fit(
-        dataset().map(lambda x, y, _: (x, y)),
+        ArrayBatches(toy_data()[:2], global_batch_size=BATCH, remainder="keep", seed=3),
         validation_data=dataset(),
         epochs=2,
+        shuffle=False,
         class_weight={0: 0.5, 1: 2.0, 2: 1.0},
         callbacks=watching(directory),
         verbose=0,

@@ -1,6 +1,6 @@
 """The settings in which R replicas are compared with one device, and the comparison.
 
-The tests run kdpkit's columns at 2 and 4 replicas. The documented tables have stock Keras too,
+The tests run kdpkit's columns at 2 replicas. The documented tables have stock Keras too,
 which may abort the process, so every column and replica count is measured in processes of its own:
 
     python -m tests.training.exactness > tables.md
@@ -102,7 +102,7 @@ def backend_of(column: str) -> str:
 
 
 # Of the optimizers those that differ from others by a formula alone, and settings that others have
-# in them: `pytest --exhaustive` measures these with `replica_exact`, too.
+# in them: no test measures these with `replica_exact`, but the command above.
 _ALIKE = (
     *("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion"),
     *("Lamb", "ScheduleFreeAdamW"),
@@ -139,8 +139,6 @@ def cells(names: Iterable[str], columns: Iterable[str], *marks: Any) -> list[Any
         of_cell = [*marks]
         if since:
             of_cell.append(pytest.mark.needs(keras=since, reason="Keras cannot train it so"))
-        if name in REPEATING and column == "replica_exact":
-            of_cell.append(pytest.mark.exhaustive)
         parameters.append(pytest.param(name, column, marks=of_cell))
     return parameters
 

@@ -35,28 +35,17 @@ def images(shape=SHAPE):
 
 NETWORKS = {
     "convolution and max-pooling": network(lambda: layers.Conv2D(3, 3), layers.MaxPooling2D),
-    "depthwise and separable": network(
-        lambda: layers.DepthwiseConv2D(3, padding="same"), lambda: layers.SeparableConv2D(3, 3)
-    ),
-    "along one axis": network(
-        lambda: layers.Conv1D(3, 3), lambda: layers.MaxPooling1D(2), shape=(8, 2)
-    ),
     "along three axes, transposed": network(
         lambda: layers.Conv3D(3, 2),
         lambda: layers.Conv3DTranspose(2, 2),
         lambda: layers.MaxPooling3D(2),
         shape=(4, 4, 4, 2),
     ),
-    "recurrent": network(lambda: layers.ConvLSTM2D(2, 2), shape=(2, 4, 4, 2)),
 }
-QUICK, SLOW = "convolution and max-pooling", "along three axes, transposed"
-MARKS = {QUICK: (), SLOW: pytest.mark.slow}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=MARKS.get(name, pytest.mark.exhaustive)) for name in NETWORKS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NETWORKS)
 def test_a_replica_without_examples_trains_as_one_device(name):
     shape = NETWORKS[name]().input_shape[1:]
     found = outcomes.outcome(Program(name, NETWORKS[name], lambda: images(shape)), 3)

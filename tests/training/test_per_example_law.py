@@ -255,17 +255,9 @@ def test_what_keeps_the_law_passes(name):
 
 # Fewer variants are tried of what gives many numbers.
 LARGE = np.zeros((4, 600, 500), "float32")
-SEEN_IN_LARGE = (
-    *("batch statistics", "a loop until all are small", "scaled by the number of examples"),
-    *("the first is special, with noise", "scaled as images", "another branch for one"),
-    *("a capacity", "mixed by a weight that is zero", "limited, when NaN is ignored"),
-    *("its gradient is clipped by a norm", "its gradient has a least norm"),
-    *("mixed by a negative weight", "a weight's gradient is clipped"),
-)
 
 
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize("name", SEEN_IN_LARGE)
+@pytest.mark.parametrize("name", ["batch statistics", "a capacity", "mixed by a negative weight"])
 def test_large_outputs_that_break_the_law_are_found(name):
     function, _ = BREAKS[name]
     with pytest.raises(AssertionError, match="`function.*` (changes|has a gradient)"):

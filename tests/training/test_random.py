@@ -54,7 +54,7 @@ def of(function, *shape, **settings):
     return draw
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=6)
 @hypothesis.given(
     replicas=st.sampled_from([1, 2, 3, 4, 8]),
     rows=st.integers(1, 20),

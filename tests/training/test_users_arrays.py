@@ -47,24 +47,12 @@ def generator(x, y):
     return (views[index % len(views)] for index in range(2 * len(views)))
 
 
-def from_generator(x, y):
-    signature = (tf.TensorSpec((None, 4)), tf.TensorSpec((None, 1)))
-    views = Views(x, y)
-    batches = lambda: (views[index] for index in range(len(views)))  # noqa: E731  # one line
-    dataset = tf.data.Dataset.from_generator(batches, output_signature=signature)
-    return dataset.apply(tf.data.experimental.assert_cardinality(len(views)))
-
-
 KINDS = {
     "PyDataset": Views,
     "generator": generator,
-    "from_generator": from_generator,
     "slices": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH),
     "arrays": lambda x, y: (x, y),
 }
-
-
-QUICK = ("PyDataset", "arrays")
 
 
 def regression():
@@ -80,10 +68,9 @@ def compiled_on(replicas):
     return replica_exact(model)
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
-@pytest.mark.parametrize(
-    "kind", [pytest.param(k, marks=() if k in QUICK else pytest.mark.slow) for k in KINDS]
-)
+@pytest.mark.parametrize("kind", KINDS)
 def test_nothing_is_written_into_what_fit_takes(kind):
     x, y = arrays()
     before = x.copy(), y.copy()
