@@ -236,7 +236,7 @@ def test_models_and_figures_are_written_complete(remote):
         file.write_text("complete")
     directory = experiment.path(remote)
     assert (directory / "notes.txt").read_text() == "complete"
-    assert {path.name for path in directory.iterdir()} == {"model.keras", "notes.txt"}
+    assert {path.name for path in directory.glob("*")} == {"model.keras", "notes.txt"}
 
 
 @pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})

@@ -39,8 +39,8 @@ def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, dev
 
 @pytest.fixture
 def unnamed(monkeypatch):
-    """An environment that is not Colab's, and names no driver."""
-    for name in ("COLAB_RELEASE_TAG", "TPU_LIBRARY_PATH"):
+    """An environment that names no TPU and no driver, and is not Colab's."""
+    for name in ("COLAB_RELEASE_TAG", "TPU_LIBRARY_PATH", "TPU_NAME"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
 
@@ -74,6 +74,33 @@ def test_a_missing_libtpu_is_reported(unnamed):
     assert 'pip install "jax[tpu]"' in machine.without_libtpu()
     unnamed.setenv("TPU_LIBRARY_PATH", "/usr/lib/libtpu.so")
     assert machine.without_libtpu() is None
+
+
+CONNECT = """
+import sys, tensorflow as tf
+from kdpkit import strategies
+server = tf.distribute.Server({"worker": ["localhost:0"]}, "worker", 0)
+for name in (server.target, *sys.argv[1:], None):
+    try: strategies.connect_tpu(name)
+    except ValueError as error: print(error)
+"""
+
+
+@pytest.mark.tensorflow
+@where_no_tpu_is_named
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
+    """The first is a server that has none."""
+    names = ["grpc://localhost:1", "grpc://nowhere.invalid:8470", "grpc://localhost", "no-such-tpu"]
+    printed = run_code(CONNECT, *names).stdout.splitlines()
+    without, silent, unknown, portless, unnamed_tpu, nothing = printed
+    assert "TPUs not found" in without
+    assert "does not answer (Connection refused)" in silent
+    assert "The TPU's host does not answer" in unknown
+    assert "address and port" in portless
+    assert "TPU no-such-tpu could not be initialised" in unnamed_tpu
+    assert "this machine has no TPU chip" in nothing
 
 
 @pytest.mark.tensorflow

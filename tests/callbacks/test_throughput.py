@@ -77,12 +77,13 @@ def test_the_time_is_that_of_the_work_and_not_of_its_dispatch():
     assert max(measured / np.diff(times)[::2]) > 0.5
 
 
-def test_examples_and_tokens_are_multiples_of_the_steps():
-    speed = Throughput(4, tokens_per_example=2.5)
+def test_examples_tokens_and_the_mfu_are_multiples_of_the_steps():
+    speed = Throughput(4, tokens_per_example=2.5, step_flops=6e9, peak_flops=2e12)
     history = falling_weight("sgd").fit(**ones(5, batch_size=4), callbacks=[speed]).history
     steps = history["steps_per_second"][0]
     assert history["examples_per_second"] == [pytest.approx(4 * steps)]
     assert history["tokens_per_second"] == [pytest.approx(10 * steps)]
+    assert history["mfu"] == [pytest.approx(0.003 * steps)]
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,8 @@ def test_examples_and_tokens_are_multiples_of_the_steps():
     [
         ({"tokens_per_example": 9}, "need the number of examples.*Pass `global_batch_size`"),
         ({"global_batch_size": 2, "tokens_per_example": 0}, "`tokens_per_example` must be above 0"),
+        ({"step_flops": 1e9}, "`peak_flops` must be a finite number.*None"),
+        ({"step_flops": 0, "peak_flops": 1}, "`step_flops` must be above 0"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments, sentence):
