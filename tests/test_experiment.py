@@ -300,3 +300,19 @@ def test_a_missing_package_is_one_sentence_with_the_command_that_installs_it():
         experiment.program(parser(), "cnn_fit"),
     ):
         import not_installed  # noqa: F401 a module of the program's own
+
+
+LOADS_TENSORFLOW = """
+import argparse, os
+from kdpkit import experiment
+with experiment.program(argparse.ArgumentParser(), "__main__"):
+    import tensorflow
+    os.write(2, b"an error\\n")
+"""
+
+
+@pytest.mark.tensorflow
+def test_what_tensorflow_writes_of_its_build_is_hidden_and_nothing_else(monkeypatch):
+    monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)
+    assert run_code(LOADS_TENSORFLOW).stderr == "an error\n"
+    assert "an error\n" in run_code(LOADS_TENSORFLOW, TF_CPP_MIN_LOG_LEVEL="0").stderr

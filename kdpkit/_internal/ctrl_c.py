@@ -11,6 +11,8 @@ import sys
 import threading
 from types import FrameType, TracebackType
 
+stderr = 2  # the file descriptor; another one while that is held back
+
 
 def _end(number: int, frame: FrameType | None) -> None:
     """Leave if something is imported, and raise `KeyboardInterrupt` otherwise."""
@@ -19,7 +21,7 @@ def _end(number: int, frame: FrameType | None) -> None:
         inner = inner.f_back
     if inner is None:
         signal.default_int_handler(number, frame)
-    os.write(2, _line())
+    os.write(stderr, _line())
     os._exit(128 + number)
 
 
@@ -29,7 +31,7 @@ def _end_in_one_line(
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
-    os.write(2, _line())
+    os.write(stderr, _line())
     raise SystemExit(130)
 
 

@@ -3,7 +3,6 @@
 import contextlib
 import errno
 import importlib
-import os
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.experiment import _framework_messages
 
 _PACKAGES = ("jax", "keras_hub", "matplotlib", "sklearn", "tensorflow", "tensorflow_text")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -22,8 +22,8 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
     """Check the flags of a program, then import its frameworks, which takes seconds.
 
     A wrong flag, or a package that is not installed, ends the program with one sentence; `--help`
-    ends it too. Where TF_CPP_MIN_LOG_LEVEL is not set, it is 3: of what TensorFlow writes about how
-    it was built, two lines are left that no setting hides (tensorflow/tensorflow#100442).
+    ends it too. What TensorFlow writes about how it was built is hidden, unless
+    TF_CPP_MIN_LOG_LEVEL is 0.
 
     Args:
         parser: Parser of the recipe's flags.
@@ -37,9 +37,9 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
         if is_program:
             parser.parse_args()
         try:
-            os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-            yield
-            importlib.import_module("kdpkit.experiment._recorder")  # with its frameworks
+            with _framework_messages.hidden():
+                yield
+                importlib.import_module("kdpkit.experiment._recorder")  # with its frameworks
         except ModuleNotFoundError as error:
             if error.name not in _PACKAGES:
                 raise
