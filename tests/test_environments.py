@@ -92,7 +92,7 @@ saving = [
 ]
 train = resume.track(batches.ArrayBatches((x, x[:, :1]), global_batch_size=4))
 model.fit(train, shuffle=False, callbacks=[*saving, resume], verbose=0)
-print("stored:", [path.name for path in storage.path("memory://run").iterdir()])
+print("stored:", [path.name for path in storage.path("memory://run").glob("*")])
 try:
     callbacks.Resume("gs://bucket/run")
 except ValueError as error:
