@@ -40,8 +40,13 @@ except ImportError:  # before Keras 3.16
 KERAS_NN: Any = nn
 KERAS_RNN: Any = importlib.import_module("keras.src.backend.tensorflow.rnn")  # a function, too
 
+# What a thread's global state has of the calls around: the types that the layers there cast to, each
+# for itself, and other values than those that variables have.
+AROUND_CALLS = ("autocast_scope", "stateless_scope")
+
 # Imported from here by others.
 __all__ = [
+    "AROUND_CALLS",
     "GLOBAL_SEED_GENERATOR",
     "BaseImagePreprocessingLayer",
     "Functional",

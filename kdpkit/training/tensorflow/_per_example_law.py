@@ -31,6 +31,7 @@ import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow._keras_internals import (
+    AROUND_CALLS,
     GLOBAL_SEED_GENERATOR,
     cancellation,
     config_pb2,
@@ -113,8 +114,7 @@ def broken_law(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
     Returns:
         A predicate: "changes the outputs of other examples when one is NaN".
     """
-    state = {name: copy.copy(value) for name, value in vars(_THREAD).items()}
-    state.pop("autocast_scope", None)  # every layer enters its own
+    state = {name: copy.copy(of) for name, of in vars(_THREAD).items() if name not in AROUND_CALLS}
 
     def trial() -> str | None:
         vars(_THREAD).update(state)
@@ -547,7 +547,7 @@ def _variables(layer: keras.layers.Layer) -> list[Any]:
 def _seeds(layer: keras.layers.Layer) -> list[Any]:
     generators = [generator for part in _layers(layer) for generator in part._seed_generators]
     generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
-    return [generator.state._value for generator in generators]  # not what a scope has for them
+    return [generator.state.value for generator in generators]
 
 
 def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
@@ -659,18 +659,13 @@ def _ending(function: Any) -> Iterator[Any]:
 def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     """Put back what calls of a layer change, and let them neither print nor make variables."""
     if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
-        around = global_state.get_global_attribute("stateless_scope")
-        global_state.set_global_attribute("stateless_scope", None)  # in it they had no value yet
-        try:
-            seeds = keras.random.SeedGenerator(0, name="trial")
-        finally:
-            global_state.set_global_attribute("stateless_scope", around)
+        seeds = keras.random.SeedGenerator(0, name="trial")
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
     parts = _layers(layer)
     attributes = [(vars(part), {**vars(part)}) for part in parts]
     put_back = noted(of for _, before in attributes for of in _held(before))
     drawn = random.getstate(), np.random.get_state()  # what the user's code uses
-    variables = [v._value for v in layer.variables] + _variables(layer) + _seeds(layer)
+    variables = [v.value for v in layer.variables] + _variables(layer) + _seeds(layer)
     hidden = io.StringIO()
     with _restored(variables), warnings.catch_warnings(), tf.variable_creator_scope(_make_none):
         warnings.simplefilter("ignore")
