@@ -125,7 +125,6 @@ class _ExactSteps:
         self.steps_of_model = {
             kind: _keras_internals.inlined(getattr(model, f"{kind}_step")) for kind in _KINDS
         }
-        self.warned = False
 
     def declare(self, divided: Sequence[Any], undivided: Sequence[Any]) -> None:
         """Take what the user says of layers."""
@@ -216,6 +215,8 @@ class _ExactSteps:
         self.is_own.pop(kind, None)  # it may be compiled with another loss
         self.division.forget()
         self.attach_optimizers()
+        if kind == "train" and self.batch_norm == _batch_norm.REPLICA:
+            _batch_norm.warn_of_local_statistics(model, self.strategy.num_replicas_in_sync)
         compiled = self.compiled_step(kind)
 
         def compile_again() -> None:
@@ -241,13 +242,9 @@ class _ExactSteps:
     def compiled_step(self, kind: str) -> Callable:
         """Compile a step as Keras does, but not by XLA as one: keras-team/keras#19005."""
         model = self.model
-        asked = model.jit_compile
-        if self.strategy.num_replicas_in_sync > 1:
-            model._jit_compile = False
-        try:
+        is_one = self.strategy.num_replicas_in_sync == 1
+        with _keras_internals.replaced(model, "_jit_compile", is_one and model.jit_compile):
             getattr(type(model), f"make_{kind}_function")(model, force=True)
-        finally:
-            model._jit_compile = asked
         compiled: Callable = getattr(model, f"{kind}_function")
         return compiled
 
@@ -286,15 +283,8 @@ class _ExactSteps:
             if kind == "predict":
                 return _global_batch.own_part(step, given)
             if kind == "train" and step.replicas > 1:
-                self.warn_of_local_statistics(step.replicas)
                 _layer_state.average(step)
             return step.global_values(given)
-
-    def warn_of_local_statistics(self, replicas: int) -> None:
-        if self.batch_norm == _batch_norm.REPLICA and not self.warned:
-            self.warned = True
-            layers = _batch_norm.batch_norm_layers(self.model)
-            _batch_norm.warn_of_local_statistics(layers, replicas)
 
 
 def _of_kind(method: Callable, kind: str) -> Callable:
@@ -333,16 +323,12 @@ def _with_other_processes(method: Callable) -> Callable:
 @contextlib.contextmanager
 def _distributing_examples(strategy: tf.distribute.Strategy) -> Iterator[None]:
     """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there."""
-    name = "experimental_distribute_dataset"
-    if name in vars(strategy):  # validation, inside `fit`
+    name, distribute = (
+        "experimental_distribute_dataset",
+        functools.partial(_workers.distribute, strategy),
+    )
+    with _keras_internals.replaced(strategy, name, distribute), _patches.installed():
         yield
-        return
-    setattr(strategy, name, lambda dataset: _workers.distribute(strategy, dataset))
-    try:
-        with _patches.installed():
-            yield
-    finally:
-        delattr(strategy, name)
 
 
 def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:

@@ -38,7 +38,7 @@ from kdpkit.training.tensorflow._step import (
     UndividedError,
     current_step,
     dense_if_unique,
-    divided_by,
+    map_values,
     of_any_length,
     running,
 )
@@ -569,11 +569,9 @@ def share_of_gradient(step: ReplicaStep, gradient: tf.Tensor | tf.IndexedSlices)
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     own = step.addend_of((gradient.values, gradient.indices) if is_sparse else gradient)
     if own is not None or not is_sparse:
-        return divided_by(gradient if own is None else own, step.replicas)
-    values, indices = gradient.values, gradient.indices
-    if not is_first():
-        values, indices = values[:0], indices[:0]
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        gradient = gradient if own is None else own
+        return map_values(lambda values: values / step.replicas, gradient)
+    return _slices_of_first(gradient)
 
 
 def addend_of_gradient(step: ReplicaStep, variable: Any, gradient: Any) -> Any:
@@ -581,10 +579,14 @@ def addend_of_gradient(step: ReplicaStep, variable: Any, gradient: Any) -> Any:
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     if step.own is None or not is_sparse or id(variable) in step.divided:
         return step.if_examples(gradient)
-    if not is_first():  # all have the same slices, which optimizers are not to see several times
-        return tf.IndexedSlices(gradient.values[:0], gradient.indices[:0], gradient.dense_shape)
-    values = gradient.values * step.replicas
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return map_values(lambda values: values * step.replicas, _slices_of_first(gradient))
+
+
+def _slices_of_first(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Leave out, on other replicas, the slices that all have: optimizers are to see them once."""
+    if is_first():
+        return gradient
+    return tf.IndexedSlices(gradient.values[:0], gradient.indices[:0], gradient.dense_shape)
 
 
 # What happens once.

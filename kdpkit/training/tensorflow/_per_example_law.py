@@ -538,10 +538,15 @@ def _layers(layer: keras.layers.Layer) -> list[Any]:
 
 def _variables(layer: keras.layers.Layer) -> list[Any]:
     """List a layer's variables of floating numbers, those that Keras does not know of as well."""
-    held = (value for part in _layers(layer) for value in _held(vars(part)))
-    own = [value for value in held if isinstance(value, tf.Variable)]
-    found = {id(variable): variable for variable in [*(v.value for v in layer.variables), *own]}
+    variables = [*(variable.value for variable in layer.variables), *_unknown_variables(layer)]
+    found = {id(variable): variable for variable in variables}
     return [variable for variable in found.values() if variable.dtype.is_floating]
+
+
+def _unknown_variables(layer: keras.layers.Layer) -> list[tf.Variable]:
+    """List what a layer holds of TensorFlow's variables, of which Keras does not know."""
+    held = (value for part in _layers(layer) for value in _held(vars(part)))
+    return [value for value in held if isinstance(value, tf.Variable)]
 
 
 def _seeds(layer: keras.layers.Layer) -> list[Any]:
@@ -561,8 +566,7 @@ def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
             else part._trainable_variables
         )
     ]
-    held = [value for part in _layers(layer) for value in _held(vars(part))]
-    own = [value for value in held if isinstance(value, tf.Variable) and value.trainable]
+    own = [variable for variable in _unknown_variables(layer) if variable.trainable]
     return [part.handle for v in [*(v.value for v in variables), *own] for part in _on_replicas(v)]
 
 

@@ -8,7 +8,7 @@ is drawn for the global batch, and sliced.
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -262,11 +262,7 @@ def _dims_of_shape(shape: Any) -> list[Any]:
         if shape.shape.rank != 1 or shape.shape[0] is None:
             return []
         shape = tf.unstack(shape)
-    return [_static(dimension) for dimension in _sequence(shape)]
-
-
-def _sequence(shape: Any) -> Sequence[Any]:
-    return [shape] if isinstance(shape, int) else list(shape)
+    return [_static(dimension) for dimension in ([shape] if isinstance(shape, int) else shape)]
 
 
 def _static(dimension: Any) -> Any:
