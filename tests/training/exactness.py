@@ -51,7 +51,7 @@ class Setting:
 
     `promise` is "equal" to one device, "equal weights" where logs differ by definition of the
     setting, differently "by definition" altogether, or "raises"; by column where one differs, and
-    "-" for what there is not. `since` is the first Keras that trains it, by backend.
+    "-" for what there is not. `since` is the first Keras that trains it on TensorFlow.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Setting:
     promise: str = "equal"
     promises: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     tolerance: float = SINGLE
-    since: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    since: str = ""
 
     def promise_in(self, column: str) -> str:
         return self.promises.get(column, self.promise)
@@ -132,15 +132,10 @@ REPEATING = {
 
 def cells(names: Iterable[str], columns: Iterable[str], *marks: Any) -> list[Any]:
     """Give settings with columns as a test's parameters, left out where Keras is too old."""
-    settings = {setting.name: setting for setting in SETTINGS}
-    parameters = []
-    for name, column in itertools.product(names, columns):
-        since = settings[name].since.get(backend_of(column))
-        of_cell = [*marks]
-        if since:
-            of_cell.append(pytest.mark.needs(keras=since, reason="Keras cannot train it so"))
-        parameters.append(pytest.param(name, column, marks=of_cell))
-    return parameters
+    needs = functools.partial(pytest.mark.needs, reason="Keras cannot train it so")
+    since = {of.name: [needs(keras=of.since)] for of in SETTINGS if of.since and not ON_JAX}
+    pairs = itertools.product(names, columns)
+    return [pytest.param(*pair, marks=[*marks, *since.get(pair[0], [])]) for pair in pairs]
 
 
 def measure(setting: Setting, column: str, replicas: int, rows: int = EVEN) -> Outcome:
@@ -347,17 +342,11 @@ _add(
     "ema_overwrite_frequency",
     _optimizer(lambda: optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=2)),
 )
-# Until then Muon failed on TensorFlow, and on JAX amplified rounding to 2e-5 in stock Keras, too.
-_SINCE = {"ScheduleFreeAdamW": dict.fromkeys(REPLICAS, "3.14")}
 for _kind in (
     "SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam",
     "Ftrl", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW",
 ):  # fmt: skip  # a list to read as one
-    _add(
-        f"optimizer {_kind}",
-        _optimizer(lambda kind=_kind: getattr(optimizers, kind)(0.02)),
-        since=_SINCE.get(_kind, {}),
-    )
+    _add(f"optimizer {_kind}", _optimizer(lambda kind=_kind: getattr(optimizers, kind)(0.02)))
 
 
 # Precision.
@@ -445,7 +434,7 @@ _add(
             )
         )
     ),
-    since={"TensorFlow": "3.14"},  # raises before: tests/_internal/test_versions.py
+    since="3.14",  # raises before: tests/_internal/test_versions.py
 )
 
 

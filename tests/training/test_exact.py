@@ -79,13 +79,6 @@ def assert_same_weights(model, other, tolerance=1e-6):
 # The table of exactness.
 
 
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("name", QUICK)
-def test_replicas_train_what_one_device_trains(name):
-    outcome = exactness.measure(SETTINGS[name], "replica_exact", 2, rows=exactness.UNEVEN)
-    assert outcome.verdict == "equal", outcome
-
-
 def cells():
     slow = pytest.mark.slow
     if ON_JAX:
@@ -95,6 +88,7 @@ def cells():
             *exactness.cells(TELLING_OF_A_LOOP_ON_JAX, both[1:], slow, pytest.mark.jax),
         ]
     return [
+        *exactness.cells(QUICK, ["replica_exact"]),
         *exactness.cells(OTHERS, ["replica_exact"], slow),
         *exactness.cells([*QUICK, A_SUM], ["TrainingLoop"], slow),
     ]
