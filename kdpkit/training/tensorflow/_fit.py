@@ -140,10 +140,7 @@ class _ExactSteps:
             setattr(model, f"{kind}_function", None)
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
-            method = _distributing_examples(self.strategy)(_checking_data(getattr(model, name)))
-            if _workers.spans_processes(self.strategy):
-                method = _with_other_processes(method)
-            setattr(model, name, method)
+            setattr(model, name, _exact(getattr(model, name), self.strategy))
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build model, metrics and optimizer from the dataset's specification, before training.
@@ -292,43 +289,30 @@ def _of_kind(method: Callable, kind: str) -> Callable:
     return lambda *args, **kwargs: method(kind, *args, **kwargs)
 
 
-def _checking_data(method: Callable) -> Callable:
-    """Check datasets: single examples are a bare `IndexError` in `tf.distribute`, others no end."""
+def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
+    """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there.
+
+    They are checked: single examples are a bare `IndexError` in `tf.distribute`, others no end. Of
+    several processes the first one alone writes and reports.
+    """
+    several = _workers.spans_processes(strategy)
+    distribute = functools.partial(_workers.distribute, strategy)
+    distributing = functools.partial(
+        _keras_internals.replaced, strategy, "experimental_distribute_dataset", distribute
+    )
 
     @functools.wraps(method)
-    def checked(x: Any = None, *args: Any, **settings: Any) -> Any:
+    def exact(x: Any = None, *args: Any, **settings: Any) -> Any:
+        settings = _callbacks.settings_of_this_process(settings) if several else settings
+        held_out, steps = settings.get("validation_data"), settings.get("validation_steps")
+        _checks.check_dataset("validation_data", held_out, validation_steps=steps)
         steps = settings.get("steps_per_epoch", settings.get("steps"))
         _checks.check_dataset("x", x, steps_per_epoch=steps)
-        steps = settings.get("validation_steps")
-        _checks.check_dataset(
-            "validation_data", settings.get("validation_data"), validation_steps=steps
-        )
-        return method(x, *args, **settings)
+        explained = processes.explain_lost_process() if several else contextlib.nullcontext()
+        with explained, distributing(), _patches.installed():
+            return method(x, *args, **settings)
 
-    return checked
-
-
-def _with_other_processes(method: Callable) -> Callable:
-    """Let every process take its examples of the data, and the first one alone write and report."""
-
-    @functools.wraps(method)
-    def shared(*args: Any, **settings: Any) -> Any:
-        settings = _callbacks.settings_of_this_process(settings)
-        with processes.explain_lost_process():
-            return method(*args, **settings)
-
-    return shared
-
-
-@contextlib.contextmanager
-def _distributing_examples(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there."""
-    name, distribute = (
-        "experimental_distribute_dataset",
-        functools.partial(_workers.distribute, strategy),
-    )
-    with _keras_internals.replaced(strategy, name, distribute), _patches.installed():
-        yield
+    return exact
 
 
 def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:

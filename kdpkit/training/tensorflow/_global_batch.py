@@ -48,7 +48,7 @@ from kdpkit.training.tensorflow._whose_code import (
     is_composed,
     is_library,
     is_of_a_library,
-    takes_from_each_example,
+    is_of_layers,
 )
 
 T = TypeVar("T")
@@ -101,15 +101,8 @@ class Division:
         if tf.executing_eagerly():  # its code may do something else in each step
             return False
         if is_composed(layer):
-            return self._is_divided_as_one(layer)
+            return is_of_layers(layer) and all(layer is not of for of in self.mixing)
         return self._broken_law(layer, args, kwargs) is None
-
-    def _is_divided_as_one(self, model: keras.layers.Layer) -> bool:
-        operations = [op for of in model._flatten_layers() for op in getattr(of, "operations", ())]
-        return all(model is not of for of in self.mixing) and all(
-            isinstance(operation, keras.layers.Layer) or takes_from_each_example(operation)
-            for operation in operations
-        )
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""

@@ -279,12 +279,10 @@ def one_learning_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
 
 def _asks_for_the_same_rate(optimizer: keras.optimizers.Optimizer) -> bool:
     """Recognize Keras' own optimizers with a schedule, as they were made."""
-    name = "_get_current_learning_rate"
     return (
         type(optimizer).__module__.partition(".")[0] == "keras"
         and isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
-        and hasattr(optimizer, name)
-        and name not in vars(optimizer)
+        and "_get_current_learning_rate" not in vars(optimizer)
     )
 
 

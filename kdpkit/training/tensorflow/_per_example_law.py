@@ -41,7 +41,7 @@ from kdpkit.training.tensorflow._keras_internals import (
 )
 from kdpkit.training.tensorflow._layer_state import noted
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from kdpkit.training.tensorflow._whose_code import is_library
+from kdpkit.training.tensorflow._whose_code import is_library, layers_of
 
 LEAVES = "leaves a tensor outside of itself"  # in a list of its module, or in another object
 
@@ -246,13 +246,11 @@ class _Trial:
             return tensor
 
         args, kwargs = tf.nest.map_structure(replaced, self.call)
-        floats = [tensor.dtype.is_floating for tensor in tensors]
-        inputs = [tensor for tensor, is_float in zip(tensors, floats, strict=True) if is_float]
-        own = [
-            has_examples
-            for has_examples, is_float in zip(self.has_examples, floats, strict=True)
-            if is_float
+        pairs = zip(tensors, self.has_examples, strict=True)
+        floats = [
+            (tensor, of_examples) for tensor, of_examples in pairs if tensor.dtype.is_floating
         ]
+        inputs, own = [tensor for tensor, _ in floats], [of_examples for _, of_examples in floats]
         variables = [variable for variable in self.variables if variable.trainable]
         with tf.GradientTape() as tape, running(_Positions(start, tf.size(weights))) as step:
             tape.watch(inputs)
@@ -275,7 +273,7 @@ class _Trial:
 
     def outputs(self, args: Any, kwargs: Any) -> list[Any]:
         """Call the layer, and return its tensors, if it leaves nothing behind in Python."""
-        parts = _layers(self.layer)
+        parts = layers_of(self.layer)
         held = [_tensors_held(part) for part in parts]
         outside = [_tensors_outside(part) for part in parts]
         losses = sum(len(part._losses) for part in parts)
@@ -445,7 +443,7 @@ class _Trial:
 
     def rounding(self, *, is_same_size: bool) -> float:
         """Return by how much of the largest number two results may differ."""
-        types = [tf.as_dtype(part.compute_dtype) for part in _layers(self.layer)]
+        types = [tf.as_dtype(part.compute_dtype) for part in layers_of(self.layer)]
         units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
         unit = max(units.get(kind, 2.0**-23) for kind in types)
         if is_same_size:
@@ -532,10 +530,6 @@ def _mask_of(leaf: Any) -> Any:
     return get_keras_mask(leaf) if isinstance(leaf, tf.Tensor) else None
 
 
-def _layers(layer: keras.layers.Layer) -> list[Any]:
-    return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
-
-
 def _variables(layer: keras.layers.Layer) -> list[Any]:
     """List a layer's variables of floating numbers, those that Keras does not know of as well."""
     variables = [*(variable.value for variable in layer.variables), *_unknown_variables(layer)]
@@ -545,12 +539,12 @@ def _variables(layer: keras.layers.Layer) -> list[Any]:
 
 def _unknown_variables(layer: keras.layers.Layer) -> list[tf.Variable]:
     """List what a layer holds of TensorFlow's variables, of which Keras does not know."""
-    held = (value for part in _layers(layer) for value in _held(vars(part)))
+    held = (value for part in layers_of(layer) for value in _held(vars(part)))
     return [value for value in held if isinstance(value, tf.Variable)]
 
 
 def _seeds(layer: keras.layers.Layer) -> list[Any]:
-    generators = [generator for part in _layers(layer) for generator in part._seed_generators]
+    generators = [generator for part in layers_of(layer) for generator in part._seed_generators]
     generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
     return [generator.state.value for generator in generators]
 
@@ -559,7 +553,7 @@ def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
     """List the variables with whose values a layer is tried: weights, and all of its libraries'."""
     variables = [
         variable
-        for part in _layers(layer)
+        for part in layers_of(layer)
         for variable in (
             part._trainable_variables + part._non_trainable_variables
             if is_library(type(part).__module__)
@@ -573,7 +567,7 @@ def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
 def _batch_norms(layer: keras.layers.Layer) -> list[Any]:
     return [
         of
-        for of in _layers(layer)
+        for of in layers_of(layer)
         if isinstance(of, keras.layers.BatchNormalization)
         and is_library(type(of).call.__module__)
         and is_library(type(of)._moments.__module__)
@@ -665,7 +659,7 @@ def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
         seeds = keras.random.SeedGenerator(0, name="trial")
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
-    parts = _layers(layer)
+    parts = layers_of(layer)
     attributes = [(vars(part), {**vars(part)}) for part in parts]
     put_back = noted(of for _, before in attributes for of in _held(before))
     drawn = random.getstate(), np.random.get_state()  # what the user's code uses
