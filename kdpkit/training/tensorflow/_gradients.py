@@ -4,7 +4,6 @@ The parts that replicas and micro-batches compute add up to the loss of the glob
 gradients. Nothing here meets another replica, so that XLA can compile it and a loop can hold it.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -82,8 +81,12 @@ def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, A
     """Add up the gradients of several losses, each times its factor."""
     total: dict[int, Any] = {}
     for of_loss, factor in zip(gradients, factors, strict=True):
+
+        def times(values: tf.Tensor, factor: Any = factor) -> tf.Tensor:
+            return values * tf.cast(factor, values.dtype)
+
         for index, gradient in of_loss.items():
-            scaled = map_values(functools.partial(_times, factor), gradient)
+            scaled = map_values(times, gradient)
             total[index] = _add(total[index], scaled) if index in total else scaled
     return dict(sorted(total.items()))
 
@@ -130,7 +133,3 @@ def _spec_of_sum(value: Any) -> Any:
             value.shape, value.dtype, value.indices.dtype, tf.int32, indices_shape=[None]
         )
     return tf.TensorSpec(value.shape, value.dtype)
-
-
-def _times(factor: Any, values: tf.Tensor) -> tf.Tensor:
-    return values * tf.cast(factor, values.dtype)

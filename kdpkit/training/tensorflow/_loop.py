@@ -57,11 +57,6 @@ T = TypeVar("T")
 _GATHERING = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
-def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Have tf.data tune a dataset only if its options ask for it."""
-    return untuned(dataset) if dataset.options().autotune.enabled is None else dataset
-
-
 class TensorFlowSteps(Steps):
     """Runs the steps of a loop under its strategy, as `Steps` asks.
 
@@ -138,7 +133,8 @@ class TensorFlowSteps(Steps):
         _checks.check_dataset(name, dataset, **{argument: wanted})
         batches = dataset
         if isinstance(dataset, tf.data.Dataset):
-            batches = self._distributed(_as_it_asks(dataset), f"`{name}`")
+            is_silent = dataset.options().autotune.enabled is None  # it is tuned if it asks for it
+            batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
         self._build_model(batches.element_spec)
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
