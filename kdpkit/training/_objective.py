@@ -8,7 +8,7 @@ of the global batch. This is arithmetic on some examples, for both backends and 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import keras
 from keras import ops
@@ -46,6 +46,23 @@ class Term:
         if self.is_sum:
             return copies
         return ops.cast(num_global_examples, self.total.dtype) * self.per_example_count
+
+
+class Sums(NamedTuple):
+    """What some examples add to the loss and its gradients; those of more examples are added.
+
+    Args:
+        losses: Of each output, over the divisor of the global batch without weights and masks.
+        real: Of each output whose divisor weights and masks decide: that divisor over the other.
+            A loss is to be divided by it once all examples have been seen.
+        additional: Regularizers and what `add_loss` added.
+        gradients: First of all that is complete, then of each loss in `real`.
+    """
+
+    losses: dict[str, Tensor]
+    real: dict[str, Tensor]
+    additional: Tensor
+    gradients: Any = ()
 
 
 class Objective:
@@ -138,6 +155,32 @@ class Objective:
             _term(name, loss, *(_of(name, nest, names) for nest in nests))
             for name, loss in losses.items()
         ]
+
+    def sums(
+        self, terms: list[Term], added: list[Tensor], counts: tuple[Any, Any], copies: int = 1
+    ) -> Sums:
+        """Divide what some examples give by the divisors of the global batch.
+
+        Args:
+            terms: The losses of the examples.
+            added: What their layers added.
+            counts: How many they are, and how many are in the global batch.
+            copies: How many replicas compute the same.
+        """
+        divide, num_global_examples = ops.divide_no_nan, counts[1]
+        plain = {term.name: term.plain_divisor(num_global_examples, copies) for term in terms}
+        share = divide(*(ops.cast(count, "float32") for count in counts))
+        return Sums(
+            losses={term.name: divide(term.total, plain[term.name]) for term in terms},
+            real={t.name: divide(t.counted, plain[t.name]) for t in terms if t.counted is not None},
+            additional=ops.convert_to_tensor(additional_loss(added, share)),
+        )
+
+    def parts(self, sums: Sums) -> list[Tensor]:
+        """Return what is minimised: the sum of all that is complete, then the losses in `real`."""
+        weighted = {name: self.weight(name) * loss for name, loss in sums.losses.items()}
+        real = [weighted.pop(name) for name in sums.real]
+        return [sum(weighted.values(), sums.additional), *real]
 
     def weight(self, name: str) -> float:
         """Return an output's factor in the loss that is minimised."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -19,6 +19,7 @@ _COMPARED = 4  # batches, the first ones
 _AMPLIFIED = 4.0  # times what rounding changes on one device is still called rounding
 _FLOAT32_EPSILON = 2.0**-23
 _EPSILONS = {"float16": 2.0**-10, "bfloat16": 2.0**-7}
+_TINY = 1e-30
 _LOOSEST = 0.05  # of the largest gradient: a model that is random in itself proves nothing
 
 
@@ -102,17 +103,20 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
     dataset, one_device = _dataset(data), tf.distribute.get_strategy()
     strategy = strategies.select_strategy("mirrored", devices=replicas)
 
-    @_without_tensor_float_32()
     def train(strategy: tf.distribute.Strategy, *changes: Callable[[keras.Model], None]) -> _Run:
-        run = _Run()
-        with strategy.scope():
-            keras.utils.set_random_seed(0)
-            model = build()
-            if not isinstance(model, keras.Model) or not model.compiled:
-                checks.fail("`build` must return a compiled Keras model.", build=model)
-            for change in changes:
-                change(model)
-        run.logs = model.fit(dataset, callbacks=[run], shuffle=False, verbose=0).history
+        run, tensor_float = _Run(), tf.config.experimental
+        with contextlib.ExitStack() as stack:  # GPUs compute with errors of 5e-4 by default
+            was_on = tensor_float.tensor_float_32_execution_enabled()
+            stack.callback(tensor_float.enable_tensor_float_32_execution, was_on)
+            tensor_float.enable_tensor_float_32_execution(False)
+            with strategy.scope():
+                keras.utils.set_random_seed(0)
+                model = build()
+                if not isinstance(model, keras.Model) or not model.compiled:
+                    checks.fail("`build` must return a compiled Keras model.", build=model)
+                for change in changes:
+                    change(model)
+            run.logs = model.fit(dataset, callbacks=[run], shuffle=False, verbose=0).history
         return run
 
     def nudge(model: keras.Model) -> None:
@@ -124,7 +128,7 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
         random = np.random.default_rng(0)
         for weight in model.trainable_weights:
             value = np.asarray(weight.numpy())
-            size = epsilon * (float(_largest(value)) or 1.0)
+            size = epsilon * (_largest(value) or 1.0)
             weight.assign((value + size * random.standard_normal(value.shape)).astype(value.dtype))
 
     one = train(one_device)
@@ -152,17 +156,6 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
         return ParityReport(replicas, False, found[batch][0], logs, batch, found[batch][1])
     equal = all(logs[of] <= max(10 * _TOLERANCE, _AMPLIFIED * noise_of_logs[of]) for of in logs)
     return ParityReport(replicas, equal, largest, logs)
-
-
-@contextlib.contextmanager
-def _without_tensor_float_32() -> Iterator[None]:
-    """Compute in float32 what GPUs compute with errors of 5e-4 by default."""
-    was_on = tf.config.experimental.tensor_float_32_execution_enabled()
-    tf.config.experimental.enable_tensor_float_32_execution(False)
-    try:
-        yield
-    finally:
-        tf.config.experimental.enable_tensor_float_32_execution(was_on)
 
 
 def _dataset(data: Any) -> tf.data.Dataset:
@@ -219,23 +212,22 @@ class _Run(keras.callbacks.Callback):
             allowed = 4 * _FLOAT32_EPSILON / _TOLERANCE * _largest(state[self.trained :])
             scale = np.full(mine.size, max(_largest(mine[self.trained :]), allowed))
             scale[: self.trained] = _largest(mine[: self.trained])
-            by = _ratios(its - mine, scale)
+            by = np.abs(its - mine) / np.maximum(scale, _TINY)
             variable = self.variables[np.searchsorted(ends, np.argmax(by), "right")]
             found.append((float(np.max(by)), variable.path))
         return found
 
     def rounding(self) -> float:
         """Return what a run from nudged weights does not show: it adds the same steps to them."""
-        sizes = [
-            [_largest(of[: self.trained]) for of in run] for run in (self.states, self.changes())
-        ]
-        change = min(filter(None, sizes[1]))  # the first rate of a warmup is zero
-        return max(_TOLERANCE, _AMPLIFIED * _FLOAT32_EPSILON * max(sizes[0]) / change)
+        size = max(_largest(of[: self.trained]) for of in self.states)
+        changes = [_largest(of[: self.trained]) for of in self.changes()]
+        change = min(filter(None, changes))  # the first rate of a warmup is zero
+        return max(_TOLERANCE, _AMPLIFIED * _FLOAT32_EPSILON * size / change)
 
     def differences_of_logs(self, other: "_Run") -> dict[str, float]:
         """Return the largest relative differences of logs; what is NaN in both is the same."""
         both = ((np.nan_to_num([self.logs[n], other.logs[n]], nan=1e30), n) for n in self.logs)
-        return {n: float(_ratios(_largest(its - mine), _largest(mine))) for (mine, its), n in both}
+        return {n: _largest(its - mine) / max(_largest(mine), _TINY) for (mine, its), n in both}
 
     def factor(self, other: "_Run", batch: int) -> float | None:
         """Return what the other's gradient is this one's times, if it is a multiple."""
@@ -244,13 +236,8 @@ class _Run(keras.callbacks.Callback):
         return factor if np.allclose(its, factor * mine, 0, 1e-3 * _largest(its)) else None
 
 
-def _largest(values: np.ndarray) -> Any:
-    return np.max(np.abs(values), initial=0.0)
-
-
-def _ratios(differences: Any, scale: Any) -> Any:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where(differences == 0, 0.0, np.abs(differences) / scale)
+def _largest(values: np.ndarray) -> float:
+    return float(np.max(np.abs(values), initial=0.0))
 
 
 def _first(differences: list[tuple[float, str]], tolerance: float) -> int | None:

@@ -1,9 +1,13 @@
-"""`Steps`: what a `TrainingLoop` asks of a backend, and each of the three implementations gives."""
+"""`Steps`: what a `TrainingLoop` asks of a backend, and what its three implementations share."""
 
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+from keras import ops
+
 from kdpkit.training._feed import Feed
+from kdpkit.training._objective import Sums
 
 
 class Steps(Protocol):
@@ -13,11 +17,16 @@ class Steps(Protocol):
     `training/tensorflow/`, `JaxSteps` in `training/jax/`.
     """
 
+    loop: Any
+    model: Any
     strategy: Any
+    _jit: Any  # as it was asked for
+    _means: dict[str, Any]  # metrics of the losses: of all of it, and of the outputs, if several
 
     @property
     def jit(self) -> bool:
         """Whether XLA compiles the next training step."""
+        return bool(self.model.jit_compile if self._jit is None else self._jit)
 
     @property
     def is_jit_chosen(self) -> bool:
@@ -26,6 +35,7 @@ class Steps(Protocol):
     @property
     def means(self) -> list[Any]:
         """The metrics of the losses."""
+        return [*self._means.values()]
 
     def scope(self) -> AbstractContextManager[Any]:
         """Enter where variables are made."""
@@ -41,6 +51,9 @@ class Steps(Protocol):
 
     def reset_metrics(self) -> None:
         """Begin an epoch or an evaluation."""
+        self.model.reset_metrics()
+        for mean in self.means:
+            mean.reset_state()
 
     def train(self, batches: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run up to so many training steps; give how many there were, and loss and metrics."""
@@ -53,3 +66,26 @@ class Steps(Protocol):
 
     def finish_training(self) -> None:
         """Set the weights to their averages, if the optimizer keeps such."""
+        with self.scope():
+            self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
+
+    def _logs(self) -> dict[str, Any]:
+        losses = {mean.name: mean.result() for mean in self.means}
+        return self.model.get_metrics_result() | losses
+
+    def _log_losses(self, sums: Sums, as_mean: Callable[[Any], tuple[Any, Any]]) -> list[Any]:
+        """Log the losses; return the factors that put real divisors in the place of plain ones.
+
+        Args:
+            sums: Of all examples of the global batch where it is a divisor.
+            as_mean: Returns a loss as a `Mean` counts it: value and weight.
+        """
+        factors = {name: ops.divide_no_nan(1.0, real) for name, real in sums.real.items()}
+        total = sums.additional
+        for name, loss in sums.losses.items():
+            divided = loss * factors.get(name, 1.0)
+            total += self.loop.loss.weight(name) * divided
+            if name:
+                self._means[name].update_state(*as_mean(divided))
+        self._means[""].update_state(*as_mean(total))
+        return [*factors.values()]

@@ -51,7 +51,9 @@ class Setting:
 
     `promise` is "equal" to one device, "equal weights" where logs differ by definition of the
     setting, differently "by definition" altogether, or "raises"; by column where one differs, and
-    "-" for what there is not. `since` is the first Keras that trains it, by backend.
+    "-" for what there is not. `since` is the first Keras that trains it on TensorFlow. A setting
+    that `repeats` what others have in them, or differs by a formula alone, is measured by the
+    command above, and by no test of `replica_exact`.
     """
 
     name: str
@@ -61,7 +63,8 @@ class Setting:
     promise: str = "equal"
     promises: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
     tolerance: float = SINGLE
-    since: dict[str, str] = dataclasses.field(default_factory=dict, hash=False)
+    since: str = ""
+    repeats: bool = False
 
     def promise_in(self, column: str) -> str:
         return self.promises.get(column, self.promise)
@@ -101,46 +104,12 @@ def backend_of(column: str) -> str:
     return "JAX" if column.endswith("on JAX") else "TensorFlow"
 
 
-# Of the optimizers those that differ from others by a formula alone, and settings that others have
-# in them: no test measures these with `replica_exact`, but the command above.
-_ALIKE = (
-    *("SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Nadam", "Ftrl", "Lion"),
-    *("Lamb", "ScheduleFreeAdamW"),
-)
-REPEATING = {
-    *(f"optimizer {name}" for name in _ALIKE),
-    "even batches",
-    "uneven last batch",
-    "BatchNormalization",
-    "BatchNormalization(synchronized=True)",
-    "synchronized BatchNormalization under a mask",
-    "clipnorm",
-    "clipvalue",
-    "learning-rate schedule",
-    "gradient_accumulation_steps",
-    "use_ema",
-    "mixed_bfloat16",
-    "mixed_float16",
-    "sample_weight",
-    "reduction='sum_over_batch_size'",
-    "reduction='mean'",
-    "reduction=None",
-    "Embedding with sparse gradients",
-    "masked language model of KerasHub's guide",
-}
-
-
 def cells(names: Iterable[str], columns: Iterable[str], *marks: Any) -> list[Any]:
     """Give settings with columns as a test's parameters, left out where Keras is too old."""
-    settings = {setting.name: setting for setting in SETTINGS}
-    parameters = []
-    for name, column in itertools.product(names, columns):
-        since = settings[name].since.get(backend_of(column))
-        of_cell = [*marks]
-        if since:
-            of_cell.append(pytest.mark.needs(keras=since, reason="Keras cannot train it so"))
-        parameters.append(pytest.param(name, column, marks=of_cell))
-    return parameters
+    needs = functools.partial(pytest.mark.needs, reason="Keras cannot train it so")
+    since = {of.name: [needs(keras=of.since)] for of in SETTINGS if of.since and not ON_JAX}
+    pairs = itertools.product(names, columns)
+    return [pytest.param(*pair, marks=[*marks, *since.get(pair[0], [])]) for pair in pairs]
 
 
 def measure(setting: Setting, column: str, replicas: int, rows: int = EVEN) -> Outcome:
@@ -258,13 +227,18 @@ def _net(*middle: keras.layers.Layer) -> keras.Model:
     return keras.Sequential([keras.Input((4,)), dense, *middle, layers.Dense(3)])
 
 
-def _cross_entropy(**arguments: Any) -> keras.losses.Loss:
+def cross_entropy(**arguments: Any) -> keras.losses.Loss:
     return losses.SparseCategoricalCrossentropy(from_logits=True, **arguments)
+
+
+def assert_same_weights(model: keras.Model, other: keras.Model, tolerance: float = 1e-6) -> None:
+    for one, its in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_allclose(one, its, atol=tolerance)
 
 
 def _compiled(model: keras.Model, optimizer: Any = None, loss: Any = None, **more: Any) -> Any:
     optimizer = optimizer or optimizers.SGD(0.5)
-    model.compile(optimizer, loss or _cross_entropy(), **{"metrics": ["accuracy"]} | more)
+    model.compile(optimizer, loss or cross_entropy(), **{"metrics": ["accuracy"]} | more)
     return model
 
 
@@ -283,8 +257,8 @@ def _add(
 
 # How batches are split.
 
-_add("even batches")
-_add("uneven last batch", data=_data(rows=EVEN - 1))
+_add("even batches", repeats=True)
+_add("uneven last batch", data=_data(rows=EVEN - 1), repeats=True)
 _add("last batch of one example: replicas without examples", data=_data(rows=BATCH + 1))
 _add("first batch no multiple of the replicas", data=_data(batch_size=23))
 _add("a first batch smaller than the replicas", data=_data(rows=1))
@@ -301,13 +275,13 @@ def _batch_norm(make: Callable = layers.BatchNormalization) -> Callable[[], kera
     return lambda: _compiled(_net(make()))
 
 
-_add("BatchNormalization(synchronized=True)", _batch_norm(_synchronized))
+_add("BatchNormalization(synchronized=True)", _batch_norm(_synchronized), repeats=True)
 _add(
     "synchronized BatchNormalization, replicas without examples",
     _batch_norm(_synchronized),
     _data(rows=BATCH + 1),
 )
-_add("BatchNormalization", _batch_norm())
+_add("BatchNormalization", _batch_norm(), repeats=True)
 _add("BatchNormalization, replicas without examples", _batch_norm(), _data(rows=BATCH + 1))
 _add("Dropout", lambda: _compiled(_net(layers.Dropout(0.5))))
 
@@ -330,25 +304,28 @@ def _decay() -> keras.optimizers.schedules.LearningRateSchedule:
 
 
 # Not much smaller: a tiny step is lost in the rounding of the weights.
-_add("clipnorm", _optimizer(lambda: optimizers.SGD(0.5, clipnorm=0.1)))
+_add("clipnorm", _optimizer(lambda: optimizers.SGD(0.5, clipnorm=0.1)), repeats=True)
 _add("global_clipnorm", _optimizer(lambda: optimizers.SGD(0.5, global_clipnorm=0.1)))
-_add("clipvalue", _optimizer(lambda: optimizers.SGD(0.5, clipvalue=0.01)))
-_add("learning-rate schedule", _optimizer(lambda: optimizers.SGD(_decay())))
+_add("clipvalue", _optimizer(lambda: optimizers.SGD(0.5, clipvalue=0.01)), repeats=True)
+_add("learning-rate schedule", _optimizer(lambda: optimizers.SGD(_decay())), repeats=True)
 _add(
     "gradient_accumulation_steps",
     _optimizer(lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2)),
+    repeats=True,
 )
 _add(
     "gradient_accumulation_steps with a schedule and clipping",
     _optimizer(lambda: optimizers.SGD(_decay(), clipnorm=0.1, gradient_accumulation_steps=3)),
 )
-_add("use_ema", _optimizer(lambda: optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)))
+_add(
+    "use_ema",
+    _optimizer(lambda: optimizers.SGD(0.5, use_ema=True, ema_momentum=0.5)),
+    repeats=True,
+)
 _add(
     "ema_overwrite_frequency",
     _optimizer(lambda: optimizers.SGD(0.5, use_ema=True, ema_overwrite_frequency=2)),
 )
-# Until then Muon failed on TensorFlow, and on JAX amplified rounding to 2e-5 in stock Keras, too.
-_SINCE = {"ScheduleFreeAdamW": dict.fromkeys(REPLICAS, "3.14")}
 for _kind in (
     "SGD", "RMSprop", "Adam", "AdamW", "Adadelta", "Adagrad", "Adamax", "Adafactor", "Nadam",
     "Ftrl", "Lion", "Lamb", "Muon", "ScheduleFreeAdamW",
@@ -356,7 +333,7 @@ for _kind in (
     _add(
         f"optimizer {_kind}",
         _optimizer(lambda kind=_kind: getattr(optimizers, kind)(0.02)),
-        since=_SINCE.get(_kind, {}),
+        repeats=_kind not in ("Adafactor", "Muon"),
     )
 
 
@@ -400,8 +377,8 @@ def _with_overflow_on_the_last_replica(rows: int) -> dict[str, Any]:
     return _data(x=features, epochs=8)(rows)
 
 
-_add("mixed_bfloat16", _in_half("mixed_bfloat16"), tolerance=BFLOAT16)
-_add("mixed_float16", _in_half("mixed_float16"), tolerance=FLOAT16)
+_add("mixed_bfloat16", _in_half("mixed_bfloat16"), tolerance=BFLOAT16, repeats=True)
+_add("mixed_float16", _in_half("mixed_float16"), tolerance=FLOAT16, repeats=True)
 _add(
     "mixed_float16, overflow on the last replica",
     _overflowing,
@@ -412,7 +389,7 @@ _add(
 
 # Losses.
 
-_add("sample_weight", data=_data(sample_weight=WEIGHTS))
+_add("sample_weight", data=_data(sample_weight=WEIGHTS), repeats=True)
 _add("class_weight", data=_data(class_weight={0: 1.0, 1: 3.0, 2: 0.5}))
 for _reduction, _rate in (
     ("sum_over_batch_size", 0.5),
@@ -424,12 +401,13 @@ for _reduction, _rate in (
     _add(
         f"reduction={_reduction!r}",
         lambda reduction=_reduction, rate=_rate: _compiled(
-            _net(), optimizers.SGD(rate), _cross_entropy(reduction=reduction)
+            _net(), optimizers.SGD(rate), cross_entropy(reduction=reduction)
         ),
         _data(sample_weight=WEIGHTS),
         # Keras then minimises the sum of the losses; a loop, whose losses nobody reduces, the mean.
         # On JAX Keras has no such training: it differentiates nothing but a number.
         promises={} if _reduction else {"TrainingLoop": "by definition"} | on_jax("-"),
+        repeats=_reduction in ("sum_over_batch_size", "mean", None),
     )
 _add(
     "a loss of the global batch (Dice)",
@@ -445,7 +423,7 @@ _add(
             )
         )
     ),
-    since={"TensorFlow": "3.14"},  # raises before: tests/_internal/test_versions.py
+    since="3.14",  # raises before: tests/_internal/test_versions.py
 )
 
 
@@ -470,7 +448,7 @@ def _two_outputs() -> keras.Model:
     )
     return _compiled(
         model,
-        loss=[_cross_entropy(), "mse"],
+        loss=[cross_entropy(), "mse"],
         loss_weights=[1.0, 0.3],
         metrics=[["accuracy"], ["mae"]],
     )
@@ -533,6 +511,7 @@ _add(
     "Embedding with sparse gradients",
     _sequence(layers.GlobalAveragePooling1D, lambda: layers.Dense(3)),
     _data(x=TOKENS),
+    repeats=True,
 )
 
 
@@ -580,6 +559,7 @@ _add(
         mask_zero=True,
     ),
     _data(x=TOKENS),
+    repeats=True,
 )
 
 
@@ -627,6 +607,7 @@ _add(
     _published_bert,
     _published_data,
     tolerance=NEAR_ZERO,
+    repeats=True,
 )
 
 

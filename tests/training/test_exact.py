@@ -18,7 +18,7 @@ import tensorflow as tf
 from kdpkit import batches, sharding, strategies, testing
 from kdpkit.training import TrainingLoop, replica_exact
 from tests.training import exactness
-from tests.training.exactness import ON_JAX
+from tests.training.exactness import ON_JAX, assert_same_weights, cross_entropy
 
 SETTINGS = {setting.name: setting for setting in exactness.SETTINGS}
 QUICK = [
@@ -27,7 +27,7 @@ QUICK = [
     "gradient_accumulation_steps with a schedule and clipping",
 ]
 A_SUM = "reduction='sum'"  # the only loss without a divisor
-OTHERS = [name for name in SETTINGS if name not in (*QUICK, *exactness.REPEATING)]
+OTHERS = [name for name, of in SETTINGS.items() if not of.repeats and name not in QUICK]
 # What the backends do differently; `python -m tests.training.exactness` measures all.
 TELLING_ON_JAX = [
     "first batch no multiple of the replicas",
@@ -56,10 +56,6 @@ TELLING_OF_A_LOOP_ON_JAX = [
 X, Y = testing.toy_classification(9)
 
 
-def cross_entropy():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
 def mirrored(replicas):
     return strategies.select_strategy("mirrored", devices=replicas)
 
@@ -71,19 +67,7 @@ def compiled_on(strategy, make=testing.tiny_classifier, optimizer="sgd", **argum
     return model
 
 
-def assert_same_weights(model, other, tolerance=1e-6):
-    for one, its in zip(model.get_weights(), other.get_weights(), strict=True):
-        np.testing.assert_allclose(one, its, atol=tolerance)
-
-
 # The table of exactness.
-
-
-@pytest.mark.tensorflow
-@pytest.mark.parametrize("name", QUICK)
-def test_replicas_train_what_one_device_trains(name):
-    outcome = exactness.measure(SETTINGS[name], "replica_exact", 2, rows=exactness.UNEVEN)
-    assert outcome.verdict == "equal", outcome
 
 
 def cells():
@@ -95,6 +79,7 @@ def cells():
             *exactness.cells(TELLING_OF_A_LOOP_ON_JAX, both[1:], slow, pytest.mark.jax),
         ]
     return [
+        *exactness.cells(QUICK, ["replica_exact"]),
         *exactness.cells(OTHERS, ["replica_exact"], slow),
         *exactness.cells([*QUICK, A_SUM], ["TrainingLoop"], slow),
     ]
@@ -414,8 +399,7 @@ def test_a_model_with_averaged_weights_goes_on_after_fit(devices):
         keras.utils.set_random_seed(0)
         with exactness.scopes(devices)[1] if devices else contextlib.nullcontext():
             model = replica_exact(net()) if devices else net()
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.Adam(0.1, use_ema=True), loss)
+            model.compile(keras.optimizers.Adam(0.1, use_ema=True), cross_entropy())
             for _ in range(2):
                 model.fit(X, Y, batch_size=4, shuffle=False, verbose=0)
                 if not devices:

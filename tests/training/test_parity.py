@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from kdpkit import testing
 from kdpkit.training import check_parity, replica_exact
+from tests.training.exactness import cross_entropy
 
 X, Y = testing.toy_classification(8)
 
@@ -15,10 +16,6 @@ X, Y = testing.toy_classification(8)
 def batched(size, examples, **settings):
     parts = testing.toy_classification(examples, **settings)
     return tf.data.Dataset.from_tensor_slices(parts).batch(size)
-
-
-def crossentropy(**settings):
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **settings)
 
 
 def builder(
@@ -34,7 +31,7 @@ def builder(
         inner = [keras.Input((4,)), keras.layers.Dense(6, "tanh"), *(layer() for layer in middle)]
         model = make([*inner, keras.layers.Dense(3)])
         model.compile(
-            optimizer(rate, **settings), loss or crossentropy(), weighted_metrics=["accuracy"]
+            optimizer(rate, **settings), loss or cross_entropy(), weighted_metrics=["accuracy"]
         )
         return replica_exact(model) if exact else model
 
@@ -55,7 +52,7 @@ class PlainMean(keras.Sequential):
     [
         (builder(clipnorm=0.01), (X, Y), 0),
         (
-            builder(loss=crossentropy(reduction="mean_with_sample_weight")),
+            builder(loss=cross_entropy(reduction="mean_with_sample_weight")),
             (X, Y, np.arange(8, dtype="float32")),
             0,
         ),
@@ -83,7 +80,7 @@ def wide_builder(optimizer, *, exact=True):
     def build():
         inner = [keras.layers.Dense(256, "relu"), keras.layers.Dense(256, "relu")]
         model = keras.Sequential([*inner, keras.layers.Dense(10)])
-        model.compile(keras.optimizers.get(optimizer), crossentropy())
+        model.compile(keras.optimizers.get(optimizer), cross_entropy())
         return replica_exact(model) if exact else model
 
     return build
@@ -131,7 +128,7 @@ class TwoOptimizers(keras.Model):
             keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)]) for _ in range(2)
         )
         self.for_body, self.for_head = keras.optimizers.SGD(1e-5), keras.optimizers.SGD(1e-4)
-        self.mean = crossentropy()
+        self.mean = cross_entropy()
 
     def train_step(self, data):
         with tf.GradientTape(persistent=True) as tape:

@@ -58,6 +58,20 @@ class OwnStep(keras.Model):
         return {"scaled": loss}
 
 
+def scaled(scale, make=lambda: None):
+    """Return a model that scales its loss by a function of what it holds and of the examples."""
+
+    class Scaled(OwnStep):
+        def __init__(self):
+            super().__init__()
+            self.held = make()
+
+        def scale(self, x):
+            return scale(self, x)
+
+    return Scaled
+
+
 class HiddenOptimizer(OwnStep):
     """Has its optimizer where nobody finds it before the step."""
 
@@ -144,12 +158,12 @@ class InnerStep(OwnStep):
         return {"outer": loss}
 
 
-def drawn_eagerly():
-    class Drawing(OwnStep):
-        def scale(self, x):  # noqa: ARG002
-            return float(np.random.beta(0.4, 0.4))  # as mixup is written
+def drawn_by_numpy():
+    return scaled(lambda *_: float(np.random.beta(0.4, 0.4)))()  # as mixup is written
 
-    model = Drawing()
+
+def drawn_eagerly():
+    model = drawn_by_numpy()
     model.compile(keras.optimizers.SGD(0.1), run_eagerly=True)
     return model
 
@@ -239,14 +253,6 @@ def counted(model):
     return [float(model.tracker.seen.result()), float(model.count.read_value())]
 
 
-class AddingUp(OwnStep):
-    """Adds up over the replicas, as loops of TensorFlow's guides do."""
-
-    def scale(self, x):
-        context = tf.distribute.get_replica_context()
-        return context.all_reduce("SUM", tf.reduce_mean(x**2))
-
-
 class AtLeast(layers.Layer):
     """Has gradients of a norm that is never small."""
 
@@ -311,7 +317,9 @@ EQUAL = {
     "a layer without a module": lambda: stack(written_by_exec()),
     "a loss of Keras on one axis": OfRankOne,
     "a metric of a plain object": Tracking,
-    "what replicas add up": AddingUp,
+    "what replicas add up": scaled(  # as loops of TensorFlow's guides do
+        lambda _, x: tf.distribute.get_replica_context().all_reduce("SUM", tf.reduce_mean(x**2))
+    ),
     "gradients that are never small": lambda: stack(layers.Dense(8), AtLeast()),
     "a metric that compares examples": lambda: stack(
         loss="mse", metrics=[keras.losses.dice], units=1
@@ -385,66 +393,11 @@ def test_weights_that_have_more_axes_than_the_losses_count_as_keras_counts_them(
     np.testing.assert_allclose(*trained, atol=1e-6)
 
 
-class WithIterator(OwnStep):
-    def __init__(self):
-        super().__init__()
-        self.others = iter(tf.data.Dataset.range(9).repeat().batch(3))
-
-    def scale(self, x):  # noqa: ARG002
-        return tf.reduce_mean(tf.cast(next(self.others), tf.float32))
-
-
-class WithGenerator(OwnStep):
-    def __init__(self):
-        super().__init__()
-        self.generator = tf.random.Generator.from_seed(1)
-
-    def scale(self, x):  # noqa: ARG002
-        return tf.reduce_mean(self.generator.uniform([3]))
-
-
-class WithTable(OwnStep):
-    def __init__(self):
-        super().__init__()
-        self.table = tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 0.0)
-
-    def scale(self, x):  # noqa: ARG002
-        self.table.insert([0], self.table.lookup([0]) + 1.0)
-        return 1.0
-
-
 class SummedVariable(OwnVariables):
     aggregation = "sum"
 
 
 OUTSIDE = tf.Variable(1.0)
-
-
-class OutsideVariable(OwnStep):
-    def scale(self, x):  # noqa: ARG002
-        return 1.0 / OUTSIDE.assign_add(1.0)
-
-
-class WithQueue(OwnStep):
-    def __init__(self):
-        super().__init__()
-        self.queue = tf.queue.FIFOQueue(100, [tf.float32], [[]])
-
-    def scale(self, x):
-        self.queue.enqueue(tf.reduce_mean(x))
-        return self.queue.dequeue()
-
-
-class WithNumPy(OwnStep):
-    def scale(self, x):  # noqa: ARG002
-        return float(np.random.beta(0.4, 0.4))
-
-
-class WithGradients(OwnStep):
-    def scale(self, x):
-        return tf.reduce_sum(tf.gradients(tf.reduce_sum(self(x)), [self.dense.kernel.value])[0])
-
-
 FEATURES = []
 
 
@@ -460,14 +413,44 @@ class Tap(layers.Layer):
     ("build", "sentence"),
     [
         (lambda: stack(Tap()), r"leaves a tensor outside of itself.*attribute of the layer"),
-        (WithIterator, r"iterator of its own.*`tf.data.Dataset.zip"),
-        (WithGenerator, r"`tf.random.Generator`.*keras.random.SeedGenerator"),
-        (WithTable, r"inserts into a lookup table.*add_weight"),
-        (WithQueue, r"uses a queue.*into the dataset"),
+        (
+            scaled(
+                lambda own, _: tf.reduce_mean(tf.cast(next(own.held), tf.float32)),
+                lambda: iter(tf.data.Dataset.range(9).repeat().batch(3)),
+            ),
+            r"iterator of its own.*`tf.data.Dataset.zip",
+        ),
+        (
+            scaled(
+                lambda own, _: tf.reduce_mean(own.held.uniform([3])),
+                lambda: tf.random.Generator.from_seed(1),
+            ),
+            r"`tf.random.Generator`.*keras.random.SeedGenerator",
+        ),
+        (
+            scaled(
+                lambda own, _: own.held.insert([0], own.held.lookup([0]) + 1.0),
+                lambda: tf.lookup.experimental.MutableHashTable(tf.int32, tf.float32, 0.0),
+            ),
+            r"inserts into a lookup table.*add_weight",
+        ),
+        (
+            scaled(
+                lambda own, x: own.held.enqueue(tf.reduce_mean(x)),
+                lambda: tf.queue.FIFOQueue(100, [tf.float32], [[]]),
+            ),
+            r"uses a queue.*into the dataset",
+        ),
         (SummedVariable, r"adds up what the replicas assign.*`aggregation='mean'`"),
-        (OutsideVariable, r"outside the strategy's scope.*`with strategy.scope\(\):`"),
-        (WithNumPy, r"`numpy.random` while it is traced.*keras.random.SeedGenerator"),
-        (WithGradients, r"`tf.gradients`.*GradientTape"),
+        (
+            scaled(lambda *_: 1.0 / OUTSIDE.assign_add(1.0)),
+            r"outside the strategy's scope.*`with strategy.scope\(\):`",
+        ),
+        (drawn_by_numpy, r"`numpy.random` while it is traced.*keras.random.SeedGenerator"),
+        (
+            scaled(lambda own, x: tf.gradients(own(x), [own.dense.kernel.value])),
+            r"`tf.gradients`.*GradientTape",
+        ),
         (lambda: stack(layers.Softmax(axis=-2)), r"too few axes.*kind='Softmax'"),
     ],
 )

@@ -156,7 +156,7 @@ def test_a_recurrent_layer_of_cudnn_gets_an_example_where_there_is_none():
     examples = 1
     strategy = strategies.select_strategy("mirrored", devices=2)
     names = ("inputs", "initial_state_h", "initial_state_c")
-    layer = functools.partial(_no_examples.guarded_function, names, "CPU", sequence_sums)
+    layer = functools.partial(_no_examples.guarded, names, "CPU", sequence_sums)
     x = tf.random.stateless_normal((examples, 4, 2), [1, 2])
     sizes = [-(-examples // 2), examples // 2]
     with strategy.scope():

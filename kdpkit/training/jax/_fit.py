@@ -45,7 +45,8 @@ def attach(
         model.train_function = model.test_function = model.predict_function = None
     for name in ("fit", "evaluate", "predict"):
         method = _keeping_weights(model, getattr(model, name))
-        setattr(model, name, _distributed(method, distribution) if distribution else method)
+        # Keras places the data where the variables are, whatever distribution is set by then.
+        setattr(model, name, distribution.scope()(method) if distribution else method)
 
 
 def reject_local_statistics(batch_norm: str) -> None:
@@ -66,17 +67,6 @@ def _check_place(model: keras.Model, mesh: Mesh) -> None:
                 variable=variable.path,
                 devices=mesh.size,
             )
-
-
-def _distributed(method: Callable, distribution: keras.distribution.DataParallel) -> Callable:
-    """Let Keras place the data where the variables are, whatever distribution is set by then."""
-
-    @functools.wraps(method)
-    def distributed(*args: Any, **kwargs: Any) -> Any:
-        with distribution.scope():
-            return method(*args, **kwargs)
-
-    return distributed
 
 
 def _splitting(step: Callable, mesh: Mesh) -> Callable:

@@ -9,22 +9,21 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import keras
 from jax.sharding import Mesh
-from keras import ops
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.batches import num_examples
 from kdpkit.training._feed import Feed
 from kdpkit.training._keras_internals import compute_output_spec
-from kdpkit.training._objective import additional_loss, trace_metrics
+from kdpkit.training._objective import Sums, trace_metrics
 from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
@@ -37,15 +36,6 @@ if TYPE_CHECKING:
 
 Logs = dict[str, jax.Array]
 CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
-
-
-class Sums(NamedTuple):
-    """What some examples add to the loss and its gradients; those of more examples are added."""
-
-    losses: dict[str, jax.Array]  # over the global batch's divisor without weights and masks
-    real: dict[str, jax.Array]  # the divisor that weights and masks decide, over that one
-    additional: jax.Array  # regularizers and what `add_loss` added
-    gradients: Sequence[list[jax.Array]] = ()  # of all that is complete, then by loss in `real`
 
 
 class JaxSteps(Steps):
@@ -69,14 +59,6 @@ class JaxSteps(Steps):
         self._is_built = False
         self._variables = Variables(shards.of(strategy, self.strategy))
         self._functions: dict[Any, Callable] = {}  # compiled for these variables
-
-    @property
-    def jit(self) -> bool:
-        return bool(self.model.jit_compile if self._jit is None else self._jit)
-
-    @property
-    def means(self) -> list[keras.metrics.Metric]:
-        return [*self._means.values()]
 
     def scope(self) -> AbstractContextManager[Any]:
         return contextlib.nullcontext()
@@ -124,11 +106,6 @@ class JaxSteps(Steps):
 
     # Many steps in a call.
 
-    def reset_metrics(self) -> None:
-        self.model.reset_metrics()
-        for mean in self.means:
-            mean.reset_state()
-
     def train(self, batches: Batches, steps: int) -> tuple[int, Logs]:
         return self._run(self._train_step, batches, steps)
 
@@ -139,9 +116,6 @@ class JaxSteps(Steps):
         predict = self._compiled(self._predict_step)
         outputs = [predict(self._variables.read(), b) for b in itertools.islice(batches, steps)]
         return len(outputs), jax.device_get(outputs)
-
-    def finish_training(self) -> None:
-        self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def _run(self, step: Callable, batches: Batches, steps: int) -> tuple[int, Logs]:
         done, logs = 0, {}
@@ -183,7 +157,7 @@ class JaxSteps(Steps):
         sums, state = self._over_micro_batches(state, batch)
 
         def finish() -> tuple[list[jax.Array], Logs]:
-            factors = [1.0, *self._update_losses(sums, num_examples(batch))]
+            factors = [1.0, *self._log_losses(sums, lambda loss: (loss, num_examples(batch)))]
             gradients = [
                 sum(part * factor for part, factor in zip(parts, factors, strict=True))
                 for parts in zip(*sums.gradients, strict=True)
@@ -202,7 +176,7 @@ class JaxSteps(Steps):
 
         def run() -> Logs:
             _, sums = self._forward(batch, num_examples(batch), training=False)
-            self._update_losses(sums, num_examples(batch))
+            self._log_losses(sums, lambda loss: (loss, num_examples(batch)))
             return self._logs()
 
         logs, state = self._variables.run(state, run)
@@ -218,27 +192,17 @@ class JaxSteps(Steps):
 
     def _forward(
         self, batch: Any, num_global_examples: int, *, training: bool
-    ) -> tuple[tuple[jax.Array, ...], Sums]:
+    ) -> tuple[list[jax.Array], Sums]:
         """Return the losses of some examples: first those of a known divisor, then the others."""
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        share = num_examples(batch) / num_global_examples
         with rematerialised(self.loop, _checkpointed) if training else contextlib.nullcontext():
             losses, predictions = self.loop.per_example_loss(x, y, training=training)
         terms = self.loop.loss.terms(losses, predictions, sample_weight)
-        additional = ops.convert_to_tensor(additional_loss(self.model.losses, share))
+        counts = num_examples(batch), num_global_examples
+        sums = self.loop.loss.sums(terms, self.model.losses, counts)
         self.model.compute_metrics(x, y, predictions, sample_weight)
-        plain = {term.name: term.plain_divisor(num_global_examples) for term in terms}
-        sums = Sums(
-            losses={term.name: term.total / plain[term.name] for term in terms},
-            real={t.name: t.counted / plain[t.name] for t in terms if t.counted is not None},
-            additional=additional,
-        )
-        weighted = {n: self.loop.loss.weight(n) * loss for n, loss in sums.losses.items()}
-        real_parts = [weighted.pop(name) for name in sums.real]
-        parts = (sum(weighted.values(), additional), *real_parts)
-        if training:
-            parts = tuple(map(self.model.optimizer.scale_loss, parts))
-        return parts, sums
+        parts = self.loop.loss.parts(sums)
+        return [*map(self.model.optimizer.scale_loss, parts)] if training else parts, sums
 
     def _differentiated(
         self, state: State, batch: Any, micro_batch: MicroBatch
@@ -261,7 +225,7 @@ class JaxSteps(Steps):
         zeros = [jnp.zeros_like(part) for part in parts]
         gradients = []
         for index, part in enumerate(parts):
-            one_hot = (*zeros[:index], jnp.ones_like(part), *zeros[index + 1 :])
+            one_hot = [*zeros[:index], jnp.ones_like(part), *zeros[index + 1 :]]
             gradients.append(pull_back(one_hot)[0])
         return sums._replace(gradients=gradients), state._replace(other=other)
 
@@ -290,25 +254,6 @@ class JaxSteps(Steps):
         for index, other in enumerate(others, 1):
             carry, _ = add(carry, (index, other))
         return carry
-
-    def _update_losses(self, sums: Sums, num_examples: int) -> list[jax.Array]:
-        """Log the losses; return the factors that replace plain divisors by real ones."""
-        factors = {
-            name: jnp.where(real > 0, 1 / jnp.where(real > 0, real, 1), 0)
-            for name, real in sums.real.items()
-        }
-        total = sums.additional
-        for name, loss in sums.losses.items():
-            divided = loss * factors.get(name, 1.0)
-            total += self.loop.loss.weight(name) * divided
-            if name:
-                self._means[name].update_state(divided, sample_weight=num_examples)
-        self._means[""].update_state(total, sample_weight=num_examples)
-        return [*factors.values()]
-
-    def _logs(self) -> Logs:
-        losses = {mean.name: mean.result() for mean in self.means}
-        return self.model.get_metrics_result() | losses
 
 
 def _checkpointed(block: BlockCall) -> Result:

@@ -1,7 +1,7 @@
 """BatchNormalization on replicas: statistics of the global batch, or of each replica's examples."""
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -22,14 +22,14 @@ def batch_norm_layers(model: keras.Model) -> list[Any]:
     ]
 
 
-def warn_of_local_statistics(layers: Iterable[Any], replicas: int) -> None:
+def warn_of_local_statistics(model: keras.Model, replicas: int) -> None:
     """Report which layers normalize by a replica's examples alone, and how to change that."""
-    local = [layer.name for layer in layers if layer.trainable and not layer.synchronized]
-    if local:
+    layers = [of for of in batch_norm_layers(model) if of.trainable and not of.synchronized]
+    local = [layer.name for layer in layers]
+    if local and replicas > 1:
         warnings.warn(
             f"BatchNormalization ({', '.join(local)}) normalizes by each replica's own examples, "
-            "so "
-            f"training on {replicas} replicas differs from one device; "
+            f"so training on {replicas} replicas differs from one device; "
             '`batch_norm="global"` makes it equal.',
             stacklevel=2,
         )

@@ -125,7 +125,6 @@ class _ExactSteps:
         self.steps_of_model = {
             kind: _keras_internals.inlined(getattr(model, f"{kind}_step")) for kind in _KINDS
         }
-        self.warned = False
 
     def declare(self, divided: Sequence[Any], undivided: Sequence[Any]) -> None:
         """Take what the user says of layers."""
@@ -141,10 +140,7 @@ class _ExactSteps:
             setattr(model, f"{kind}_function", None)
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
-            method = _distributing_examples(self.strategy)(_checking_data(getattr(model, name)))
-            if _workers.spans_processes(self.strategy):
-                method = _with_other_processes(method)
-            setattr(model, name, method)
+            setattr(model, name, _exact(getattr(model, name), self.strategy))
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build model, metrics and optimizer from the dataset's specification, before training.
@@ -216,6 +212,8 @@ class _ExactSteps:
         self.is_own.pop(kind, None)  # it may be compiled with another loss
         self.division.forget()
         self.attach_optimizers()
+        if kind == "train" and self.batch_norm == _batch_norm.REPLICA:
+            _batch_norm.warn_of_local_statistics(model, self.strategy.num_replicas_in_sync)
         compiled = self.compiled_step(kind)
 
         def compile_again() -> None:
@@ -241,13 +239,9 @@ class _ExactSteps:
     def compiled_step(self, kind: str) -> Callable:
         """Compile a step as Keras does, but not by XLA as one: keras-team/keras#19005."""
         model = self.model
-        asked = model.jit_compile
-        if self.strategy.num_replicas_in_sync > 1:
-            model._jit_compile = False
-        try:
+        is_one = self.strategy.num_replicas_in_sync == 1
+        with _keras_internals.replaced(model, "_jit_compile", is_one and model.jit_compile):
             getattr(type(model), f"make_{kind}_function")(model, force=True)
-        finally:
-            model._jit_compile = asked
         compiled: Callable = getattr(model, f"{kind}_function")
         return compiled
 
@@ -286,15 +280,8 @@ class _ExactSteps:
             if kind == "predict":
                 return _global_batch.own_part(step, given)
             if kind == "train" and step.replicas > 1:
-                self.warn_of_local_statistics(step.replicas)
                 _layer_state.average(step)
             return step.global_values(given)
-
-    def warn_of_local_statistics(self, replicas: int) -> None:
-        if self.batch_norm == _batch_norm.REPLICA and not self.warned:
-            self.warned = True
-            layers = _batch_norm.batch_norm_layers(self.model)
-            _batch_norm.warn_of_local_statistics(layers, replicas)
 
 
 def _of_kind(method: Callable, kind: str) -> Callable:
@@ -302,47 +289,30 @@ def _of_kind(method: Callable, kind: str) -> Callable:
     return lambda *args, **kwargs: method(kind, *args, **kwargs)
 
 
-def _checking_data(method: Callable) -> Callable:
-    """Check datasets: single examples are a bare `IndexError` in `tf.distribute`, others no end."""
+def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
+    """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there.
+
+    They are checked: single examples are a bare `IndexError` in `tf.distribute`, others no end. Of
+    several processes the first one alone writes and reports.
+    """
+    several = _workers.spans_processes(strategy)
+    distribute = functools.partial(_workers.distribute, strategy)
+    distributing = functools.partial(
+        _keras_internals.replaced, strategy, "experimental_distribute_dataset", distribute
+    )
 
     @functools.wraps(method)
-    def checked(x: Any = None, *args: Any, **settings: Any) -> Any:
+    def exact(x: Any = None, *args: Any, **settings: Any) -> Any:
+        settings = _callbacks.settings_of_this_process(settings) if several else settings
+        held_out, steps = settings.get("validation_data"), settings.get("validation_steps")
+        _checks.check_dataset("validation_data", held_out, validation_steps=steps)
         steps = settings.get("steps_per_epoch", settings.get("steps"))
         _checks.check_dataset("x", x, steps_per_epoch=steps)
-        steps = settings.get("validation_steps")
-        _checks.check_dataset(
-            "validation_data", settings.get("validation_data"), validation_steps=steps
-        )
-        return method(x, *args, **settings)
+        explained = processes.explain_lost_process() if several else contextlib.nullcontext()
+        with explained, distributing(), _patches.installed():
+            return method(x, *args, **settings)
 
-    return checked
-
-
-def _with_other_processes(method: Callable) -> Callable:
-    """Let every process take its examples of the data, and the first one alone write and report."""
-
-    @functools.wraps(method)
-    def shared(*args: Any, **settings: Any) -> Any:
-        settings = _callbacks.settings_of_this_process(settings)
-        with processes.explain_lost_process():
-            return method(*args, **settings)
-
-    return shared
-
-
-@contextlib.contextmanager
-def _distributing_examples(strategy: tf.distribute.Strategy) -> Iterator[None]:
-    """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there."""
-    name = "experimental_distribute_dataset"
-    if name in vars(strategy):  # validation, inside `fit`
-        yield
-        return
-    setattr(strategy, name, lambda dataset: _workers.distribute(strategy, dataset))
-    try:
-        with _patches.installed():
-            yield
-    finally:
-        delattr(strategy, name)
+    return exact
 
 
 def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:

@@ -38,7 +38,7 @@ from kdpkit.training.tensorflow._step import (
     UndividedError,
     current_step,
     dense_if_unique,
-    divided_by,
+    map_values,
     of_any_length,
     running,
 )
@@ -48,7 +48,7 @@ from kdpkit.training.tensorflow._whose_code import (
     is_composed,
     is_library,
     is_of_a_library,
-    takes_from_each_example,
+    is_of_layers,
 )
 
 T = TypeVar("T")
@@ -101,15 +101,8 @@ class Division:
         if tf.executing_eagerly():  # its code may do something else in each step
             return False
         if is_composed(layer):
-            return self._is_divided_as_one(layer)
+            return is_of_layers(layer) and all(layer is not of for of in self.mixing)
         return self._broken_law(layer, args, kwargs) is None
-
-    def _is_divided_as_one(self, model: keras.layers.Layer) -> bool:
-        operations = [op for of in model._flatten_layers() for op in getattr(of, "operations", ())]
-        return all(model is not of for of in self.mixing) and all(
-            isinstance(operation, keras.layers.Layer) or takes_from_each_example(operation)
-            for operation in operations
-        )
 
     def reject(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
         """Return whether a layer is as `__call__` asks; raise if its examples surely meet."""
@@ -569,11 +562,9 @@ def share_of_gradient(step: ReplicaStep, gradient: tf.Tensor | tf.IndexedSlices)
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     own = step.addend_of((gradient.values, gradient.indices) if is_sparse else gradient)
     if own is not None or not is_sparse:
-        return divided_by(gradient if own is None else own, step.replicas)
-    values, indices = gradient.values, gradient.indices
-    if not is_first():
-        values, indices = values[:0], indices[:0]
-    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+        gradient = gradient if own is None else own
+        return map_values(lambda values: values / step.replicas, gradient)
+    return _slices_of_first(gradient)
 
 
 def addend_of_gradient(step: ReplicaStep, variable: Any, gradient: Any) -> Any:
@@ -581,10 +572,14 @@ def addend_of_gradient(step: ReplicaStep, variable: Any, gradient: Any) -> Any:
     is_sparse = isinstance(gradient, tf.IndexedSlices)
     if step.own is None or not is_sparse or id(variable) in step.divided:
         return step.if_examples(gradient)
-    if not is_first():  # all have the same slices, which optimizers are not to see several times
-        return tf.IndexedSlices(gradient.values[:0], gradient.indices[:0], gradient.dense_shape)
-    values = gradient.values * step.replicas
-    return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return map_values(lambda values: values * step.replicas, _slices_of_first(gradient))
+
+
+def _slices_of_first(gradient: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Leave out, on other replicas, the slices that all have: optimizers are to see them once."""
+    if is_first():
+        return gradient
+    return tf.IndexedSlices(gradient.values[:0], gradient.indices[:0], gradient.dense_shape)
 
 
 # What happens once.

@@ -4,37 +4,18 @@ The parts that replicas and micro-batches compute add up to the loss of the glob
 gradients. Nothing here meets another replica, so that XLA can compile it and a loop can hold it.
 """
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask
-from kdpkit.training._objective import additional_loss
+from kdpkit.training._objective import Sums
 from kdpkit.training.tensorflow import _workers
-from kdpkit.training.tensorflow._step import ReplicaStep, dense_if_unique, running
+from kdpkit.training.tensorflow._step import ReplicaStep, dense_if_unique, map_values, running
 
 T = TypeVar("T")  # `Sums`, or several things that add up
-
-
-class Sums(NamedTuple):
-    """What some examples give; more examples are added to it.
-
-    Args:
-        losses: Of each output, over the divisor of the global batch without weights and masks.
-        real: Of each output whose divisor weights and masks decide: that divisor over the other.
-            A loss is to be divided by it once all examples have been seen.
-        additional: Regularizers and what `add_loss` added.
-        gradients: By the variable's index: first of all that is complete, then of each loss in
-            `real`.
-    """
-
-    losses: dict[str, Any]
-    real: dict[str, Any]
-    additional: Any
-    gradients: list[dict[int, Any]]
 
 
 def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tuple[Sums, Any]:
@@ -46,18 +27,8 @@ def forward(loop: Any, step: ReplicaStep, batch: Any, *, training: bool) -> tupl
         added = loop.model.losses
     terms = loop.loss.terms(losses, predictions, sample_weight)
     copies = 1 if step.own is None else step.replicas
-    plain = {term.name: term.plain_divisor(step.num_global_examples, copies) for term in terms}
-    counted = [term for term in terms if term.counted is not None]
-    divide = tf.math.divide_no_nan
-    num_examples = tf.shape(keras.tree.flatten(losses)[0])[0]
-    share = divide(tf.cast(num_examples, tf.float32), tf.cast(step.num_global_examples, tf.float32))
-    sums = Sums(
-        losses={term.name: divide(term.total, plain[term.name]) for term in terms},
-        real={term.name: divide(term.counted, plain[term.name]) for term in counted},
-        additional=tf.convert_to_tensor(additional_loss(added, share)),
-        gradients=[],
-    )
-    return sums, predictions
+    counts = tf.shape(keras.tree.flatten(losses)[0])[0], step.num_global_examples
+    return loop.loss.sums(terms, added, counts, copies), predictions
 
 
 def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums, Any, Any]:
@@ -65,10 +36,7 @@ def forward_and_backward(loop: Any, step: ReplicaStep, batch: Any) -> tuple[Sums
     # Persistent, for the losses whose divisors differ; a graph keeps nothing longer for it.
     with tf.GradientTape(persistent=True) as tape:
         sums, predictions = forward(loop, step, batch, training=True)
-        weighted = {name: loop.loss.weight(name) * loss for name, loss in sums.losses.items()}
-        real_parts = [weighted.pop(name) for name in sums.real]
-        rest = functools.reduce(tf.add, weighted.values(), sums.additional)
-        parts = [loop.optimizer.scale_loss(part) for part in (rest, *real_parts)]
+        parts = [*map(loop.optimizer.scale_loss, loop.loss.parts(sums))]
     variables = loop.model.trainable_variables
     gradients = [_present(tape.gradient(part, variables)) for part in parts]
     # An attribute of a tensor does not pass the border of a `tf.function`.
@@ -113,8 +81,12 @@ def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, A
     """Add up the gradients of several losses, each times its factor."""
     total: dict[int, Any] = {}
     for of_loss, factor in zip(gradients, factors, strict=True):
+
+        def times(values: tf.Tensor, factor: Any = factor) -> tf.Tensor:
+            return values * tf.cast(factor, values.dtype)
+
         for index, gradient in of_loss.items():
-            scaled = _times(gradient, factor)
+            scaled = map_values(times, gradient)
             total[index] = _add(total[index], scaled) if index in total else scaled
     return dict(sorted(total.items()))
 
@@ -161,9 +133,3 @@ def _spec_of_sum(value: Any) -> Any:
             value.shape, value.dtype, value.indices.dtype, tf.int32, indices_shape=[None]
         )
     return tf.TensorSpec(value.shape, value.dtype)
-
-
-def _times(gradient: tf.Tensor | tf.IndexedSlices, factor: Any) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
-    return gradient * tf.cast(factor, gradient.dtype)

@@ -27,7 +27,7 @@ from tensorflow.python.eager import cancellation, context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import op_def_registry
-from tensorflow.python.ops import gen_resource_variable_ops
+from tensorflow.python.ops import gen_nn_ops, gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
 
@@ -40,8 +40,13 @@ except ImportError:  # before Keras 3.16
 KERAS_NN: Any = nn
 KERAS_RNN: Any = importlib.import_module("keras.src.backend.tensorflow.rnn")  # a function, too
 
+# What a thread's global state has of the calls around: the types that the layers there cast to, and
+# other values than variables have.
+AROUND_CALLS = ("autocast_scope", "stateless_scope")
+
 # Imported from here by others.
 __all__ = [
+    "AROUND_CALLS",
     "GLOBAL_SEED_GENERATOR",
     "BaseImagePreprocessingLayer",
     "Functional",
@@ -50,6 +55,7 @@ __all__ = [
     "cancellation",
     "config_pb2",
     "context",
+    "gen_nn_ops",
     "global_state",
     "keras_random",
     "op_def_registry",
@@ -59,11 +65,16 @@ __all__ = [
 
 
 @contextlib.contextmanager
-def replaced(owner: Any, name: str, function: Callable) -> Iterator[None]:
-    """Replace a function or a method for a while."""
-    is_inherited = name not in vars(owner)
-    original = getattr(owner, name)
-    setattr(owner, name, function)
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute for a while; an inherited one is hidden meanwhile.
+
+    Raises:
+        ValueError: There is none, in this Keras or TensorFlow.
+    """
+    if not hasattr(owner, name):
+        versions.reject_unknown(name, tensorflow=tf.__version__)
+    is_inherited, original = name not in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
@@ -174,20 +185,14 @@ def prefer_one_device_sums(strategy: tf.distribute.Strategy) -> None:
         extended._cross_device_ops = tf.distribute.ReductionToOneDevice()
 
 
-@contextlib.contextmanager
-def constant_collective_keys() -> Iterator[None]:
+def constant_collective_keys() -> contextlib.AbstractContextManager[None]:
     """Trace collectives whose keys are constants, so that a compiled loop can contain them.
 
     TensorFlow feeds a fresh key to every call of a `tf.function` instead, which it cannot do for
     functions nested in control flow: "must feed a value for placeholder tensor"
     (keras-team/keras#19246). Keys need to be fresh only where processes may trace at other times.
     """
-    previous = CollectiveReplicaLauncher._prefer_unique_instance_key
-    CollectiveReplicaLauncher._prefer_unique_instance_key = False
-    try:
-        yield
-    finally:
-        CollectiveReplicaLauncher._prefer_unique_instance_key = previous
+    return replaced(CollectiveReplicaLauncher, "_prefer_unique_instance_key", False)
 
 
 def move_into_scope(variable: Any) -> None:
@@ -200,37 +205,25 @@ def move_into_scope(variable: Any) -> None:
     variable._value = tf.Variable(value, dtype=value.dtype, trainable=False, name=variable.name)
 
 
-@contextlib.contextmanager
-def updates_without_merging(strategy: tf.distribute.Strategy) -> Iterator[None]:
+def updates_without_merging(
+    strategy: tf.distribute.Strategy,
+) -> contextlib.AbstractContextManager[None]:
     """Let an optimizer update variables where its gradients are summed, outside the replicas.
 
     Its methods ask for that from within a replica (`maybe_merge_call`), and an exact step has
     them there already. The strategy is asked whether it needs that, and says no meanwhile.
     """
-    extended = strategy.extended
-    if not hasattr(extended, "_use_merge_call"):
-        versions.reject_unknown("_use_merge_call", tensorflow=tf.__version__)
-    if "_use_merge_call" in vars(extended):  # `apply_gradients` calls `apply`
-        yield
-        return
-    extended._use_merge_call = lambda: False
-    try:
-        yield
-    finally:
-        del extended._use_merge_call
+    return replaced(strategy.extended, "_use_merge_call", lambda: False)
 
 
 @contextlib.contextmanager
 def assigned_in_replicas(variables: list[Any]) -> Iterator[None]:
     """Let every replica assign its copy of variables, which would else agree on what to assign."""
-    held = [(variable.value, variable.value.aggregation) for variable in variables]
-    for variable, _ in held:
-        variable._aggregation = tf.VariableAggregation.NONE
-    try:
+    with contextlib.ExitStack() as stack:
+        for variable in variables:
+            none = tf.VariableAggregation.NONE
+            stack.enter_context(replaced(variable.value, "_aggregation", none))
         yield
-    finally:
-        for variable, aggregation in held:
-            variable._aggregation = aggregation
 
 
 def call_of_layers() -> Callable[[], contextlib.AbstractContextManager[None]]:
@@ -280,21 +273,16 @@ def one_learning_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         yield
         return
     rate = inner._get_current_learning_rate()
-    inner._get_current_learning_rate = lambda: rate
-    try:
+    with replaced(inner, "_get_current_learning_rate", lambda: rate):
         yield
-    finally:
-        del inner._get_current_learning_rate
 
 
 def _asks_for_the_same_rate(optimizer: keras.optimizers.Optimizer) -> bool:
     """Recognize Keras' own optimizers with a schedule, as they were made."""
-    name = "_get_current_learning_rate"
     return (
         type(optimizer).__module__.partition(".")[0] == "keras"
         and isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
-        and hasattr(optimizer, name)
-        and name not in vars(optimizer)
+        and "_get_current_learning_rate" not in vars(optimizer)
     )
 
 
@@ -318,12 +306,8 @@ def numbered_update(optimizer: keras.optimizers.Optimizer, after: Any) -> Iterat
         number = tf.raw_ops.ResourceCountUpTo(
             resource=variable.handle, limit=variable.dtype.max, T=variable.dtype
         )
-    iterations._value, iterations.assign_add = number, lambda _: None
-    try:
+    with replaced(iterations, "_value", number), replaced(iterations, "assign_add", lambda _: None):
         yield
-    finally:
-        iterations._value = variable
-        del iterations.assign_add
 
 
 def pass_calls_on_servers_through(insist: Callable[[Callable[[], Any]], Any]) -> None:

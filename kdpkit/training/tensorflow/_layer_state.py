@@ -20,8 +20,7 @@ def reject_states_of_examples(model: keras.Model) -> None:
             checks.fail(
                 "A stateful layer goes on from a state for each example of the batch before, and "
                 "replicas split batches, so that examples meet other states. Use `stateful=False`, "
-                "or "
-                "one device.",
+                "or one device.",
                 layer=layer.name,
             )
 

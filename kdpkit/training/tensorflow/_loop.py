@@ -23,7 +23,7 @@ from kdpkit._internal.datasets import untuned
 from kdpkit.training._feed import Feed
 from kdpkit.training._keras_internals import set_keras_mask
 from kdpkit.training._losses import sum_over_replicas
-from kdpkit.training._objective import PLACEHOLDER_EXAMPLES, trace_metrics
+from kdpkit.training._objective import PLACEHOLDER_EXAMPLES, Sums, trace_metrics
 from kdpkit.training._remat import rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
@@ -42,7 +42,6 @@ from kdpkit.training.tensorflow import (
 from kdpkit.training.tensorflow._batch_norm import GLOBAL, REPLICA
 from kdpkit.training.tensorflow._collectives import concatenated
 from kdpkit.training.tensorflow._gradients import (
-    Sums,
     combined,
     forward,
     forward_and_backward,
@@ -56,11 +55,6 @@ from kdpkit.training.tensorflow._xla_trial import XlaTrial
 T = TypeVar("T")
 # Strategies whose replicas can put their examples together.
 _GATHERING = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
-
-
-def _as_it_asks(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Have tf.data tune a dataset only if its options ask for it."""
-    return untuned(dataset) if dataset.options().autotune.enabled is None else dataset
 
 
 class TensorFlowSteps(Steps):
@@ -96,9 +90,7 @@ class TensorFlowSteps(Steps):
 
     @property
     def jit(self) -> bool:
-        if self._trial:
-            return self._trial.jit
-        return bool(self.model.jit_compile if self._jit is None else self._jit)
+        return self._trial.jit if self._trial else super().jit
 
     @property
     def is_jit_chosen(self) -> bool:
@@ -111,10 +103,6 @@ class TensorFlowSteps(Steps):
     @property
     def _spans_processes(self) -> bool:
         return _workers.spans_processes(self.strategy)
-
-    @property
-    def means(self) -> list[Any]:
-        return [*self._means.values()]
 
     def scope(self) -> Any:
         return self.strategy.scope()
@@ -145,7 +133,8 @@ class TensorFlowSteps(Steps):
         _checks.check_dataset(name, dataset, **{argument: wanted})
         batches = dataset
         if isinstance(dataset, tf.data.Dataset):
-            batches = self._distributed(_as_it_asks(dataset), f"`{name}`")
+            is_silent = dataset.options().autotune.enabled is None  # it is tuned if it asks for it
+            batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
         self._build_model(batches.element_spec)
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
@@ -206,15 +195,9 @@ class TensorFlowSteps(Steps):
                     "normalizes by each replica's own examples, and do not synchronize the layer.",
                 )
         if asked == REPLICA or not may_meet:
-            layers = _batch_norm.batch_norm_layers(self.model)
-            _batch_norm.warn_of_local_statistics(layers, replicas)
+            _batch_norm.warn_of_local_statistics(self.model, replicas)
 
     # Many steps in a call.
-
-    def reset_metrics(self) -> None:
-        self.model.reset_metrics()
-        for mean in self._means.values():
-            mean.reset_state()
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         if self._trial and self._trial.is_new:
@@ -226,10 +209,6 @@ class TensorFlowSteps(Steps):
             self._trial.record(steps=done, seconds=time.perf_counter() - start)
             self._say(self._trial.verdict)
         return done, logs
-
-    def _logs(self) -> dict[str, Any]:
-        losses = {mean.name: mean.result() for mean in self._means.values()}
-        return self.model.get_metrics_result() | losses
 
     def _say(self, verdict: str) -> None:
         if verdict and processes.index() == 0:
@@ -247,10 +226,6 @@ class TensorFlowSteps(Steps):
                 _workers.reject_differences()
                 outputs.append(keras.tree.map_structure(np.asarray, predictions))
         return len(outputs), outputs
-
-    def finish_training(self) -> None:
-        with self.scope():
-            self.model.optimizer.finalize_variable_values(self.model.trainable_variables)
 
     def _traced(self, kind: str, call: Callable[[], T]) -> T:
         if tf.config.functions_run_eagerly():
@@ -421,19 +396,8 @@ class TensorFlowSteps(Steps):
             self.model.compute_metrics(x, y, predictions, sample_weight)
 
     def _update_losses(self, step: ReplicaStep, sums: Sums) -> list[Any]:
-        """Log the losses; return the factors that put real divisors in the place of plain ones."""
-        factors = {
-            name: tf.math.reciprocal_no_nan(sum_over_replicas(real))
-            for name, real in sums.real.items()
-        }
-        total = sums.additional
-        for name, loss in sums.losses.items():
-            divided = loss * factors.get(name, 1.0)
-            total += self.loop.loss.weight(name) * divided
-            if name:
-                self._means[name].update_state(*_as_mean(step, divided))
-        self._means[""].update_state(*_as_mean(step, total))
-        return [*factors.values()]
+        real = {name: sum_over_replicas(of) for name, of in sums.real.items()}
+        return self._log_losses(sums._replace(real=real), functools.partial(_as_mean, step))
 
 
 @contextlib.contextmanager

@@ -14,68 +14,48 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._keras_internals import with_gradient
+from kdpkit.training.tensorflow._keras_internals import (
+    KERAS_NN,
+    KERAS_RNN,
+    gen_nn_ops,
+    with_gradient,
+)
 from kdpkit.training.tensorflow._step import current_step
 
-# Operations, with the position and the name of what has the examples along its first axis, and the
-# devices that need an example.
-OPERATIONS = {
-    "conv2d": (0, "input", "CPU"),
-    "conv3d": (0, "input", "CPU, GPU"),
-    "depthwise_conv2d_native": (0, "input", "CPU"),
-    "max_pool": (0, "input", "CPU"),
-    "max_pool3d": (0, "input", "CPU"),
-    "conv2d_backprop_input": (2, "out_backprop", "CPU"),
-    "conv3d_backprop_input_v2": (2, "out_backprop", "CPU, GPU"),
-}
-OF_CUDNN = {
-    "_cudnn_lstm": ("inputs", "initial_state_h", "initial_state_c"),
-    "_cudnn_gru": ("inputs", "initial_state"),
+# Functions by where they are, with the arguments that have the examples along their first axis, the
+# first of which is never None, and the devices that need an example.
+FUNCTIONS: dict[Any, dict[str, tuple[tuple[str, ...], str]]] = {
+    gen_nn_ops: {
+        "conv2d": (("input",), "CPU"),
+        "conv3d": (("input",), "CPU, GPU"),
+        "depthwise_conv2d_native": (("input",), "CPU"),
+        "max_pool": (("input",), "CPU"),
+        "max_pool3d": (("input",), "CPU"),
+        "conv2d_backprop_input": (("out_backprop",), "CPU"),
+        "conv3d_backprop_input_v2": (("out_backprop",), "CPU, GPU"),
+    },
+    KERAS_RNN: {
+        "_cudnn_lstm": (("inputs", "initial_state_h", "initial_state_c"), "GPU"),
+        "_cudnn_gru": (("inputs", "initial_state"), "GPU"),
+    },
+    KERAS_NN: {"ctc_loss": (("output", "target", "target_length", "output_length"), "CPU, GPU")},
 }
 
 
 def guarded(
-    position: int, name: str, devices: str, original: Callable, /, *args: Any, **kwargs: Any
-) -> Any:
-    """Call an operation that oneDNN or cuDNN computes, on replicas that may have no examples."""
-    given: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
-    key = position if position in given else name
-    if key not in given or not _may_lack_examples(given[key], devices):
-        return original(*args, **kwargs)
-    examples = tf.convert_to_tensor(given[key])
-    if getattr(examples, "kdpkit_has_example", False):  # the gradient of what was guarded
-        return original(*args, **kwargs)
-    count = _count(examples)
-    given[key] = _with_one(count, examples)
-    if position:  # a transposed convolution, which takes the shape of its output
-        sizes = 0 if 0 in given else "input_sizes"
-        given[sizes] = tf.concat([tf.maximum(given[sizes][:1], 1), given[sizes][1:]], 0)
-    in_order = [given.pop(index) for index in range(len(args))]
-    return _without_one(count, original(*in_order, **given))
-
-
-OF_CTC = ("target", "output", "target_length", "output_length", "mask_index")
-EXAMPLES_OF_CTC = ("output", "target", "target_length", "output_length")
-
-
-def guarded_function(
     examples: tuple[str, ...], devices: str, original: Callable, /, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call a recurrent layer's function, or the CTC loss, with one example where there is none.
-
-    Args:
-        examples: The arguments that have examples, the first of which is never None.
-        devices: Those that need an example.
-        original: The function.
-        args: What it is given.
-        kwargs: What it is given by name.
-    """
+    """Call a function of `FUNCTIONS` with one example where a replica has none."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    if not _may_lack_examples(given[examples[0]], devices):
+    first = given[examples[0]]
+    # The gradient of what was guarded has an example already.
+    if not _may_lack_examples(first, devices) or getattr(first, "kdpkit_has_example", False):
         return original(*args, **kwargs)
-    count = _count(given[examples[0]])
+    count = _count(tf.convert_to_tensor(first))
     for name in examples:
-        given[name] = _with_one(count, given[name])
+        given[name] = _with_one(count, tf.convert_to_tensor(given[name]))
+    if (sizes := given.get("input_sizes")) is not None:  # a transposed convolution's output
+        given["input_sizes"] = tf.concat([tf.maximum(sizes[:1], 1), sizes[1:]], 0)
     if (mask := given.get("mask")) is not None:  # of which nothing may be masked
         unmasked = functools.partial(tf.ones, [1, tf.shape(mask)[1]], mask.dtype)
         given["mask"] = tf.cond(count.is_any, lambda: mask, unmasked)

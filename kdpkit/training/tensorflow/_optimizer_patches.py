@@ -174,11 +174,8 @@ def compiled_updates(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
         rate = tf.convert_to_tensor(learning_rate)
         tf.function(update, jit_compile=True, autograph=False)(gradient, rate)
 
-    inner.update_step = update_step
-    try:
+    with _keras_internals.replaced(inner, "update_step", update_step):
         yield
-    finally:
-        del inner.update_step
 
 
 def _reject_gradients_that_are_values(variables: list[Any]) -> None:

@@ -39,6 +39,13 @@ _STEPS_OF_A_WORKER = 16  # between two times that all are waited for, unless the
 _WAITING = 4  # batches for each worker that the chief hands out ahead
 
 
+def steps_of(loop: Any, strategy: tf.distribute.Strategy | None, jit: Any) -> TensorFlowSteps:
+    """Return what runs the steps of a loop: synchronously, or through parameter servers."""
+    of_model = loop.model.distribute_strategy if strategy is None else strategy
+    is_asynchronous = isinstance(of_model, tf.distribute.ParameterServerStrategy)
+    return (ParameterServerSteps if is_asynchronous else TensorFlowSteps)(loop, strategy, jit)
+
+
 class ParameterServerSteps(TensorFlowSteps):
     """Runs the steps of a loop on the workers of a `ParameterServerStrategy`.
 
@@ -142,9 +149,8 @@ class ParameterServerSteps(TensorFlowSteps):
             sums = counts if sums is None else [*map(np.add, sums, counts)]
         for variable, count in zip(self._counters, sums or (), strict=bool(sums)):
             variable.assign(variable.numpy() + count)
-        losses = {mean.name: mean.result() for mean in self.means}
-        logs = self.model.get_metrics_result() | losses
-        return done, keras.tree.map_structure(tf.convert_to_tensor, logs)  # some are variables
+        logs = keras.tree.map_structure(tf.convert_to_tensor, self._logs())  # some are variables
+        return done, logs
 
     def _results(self, function: Any, batches: Iterable[Any], steps: int) -> Iterator[Any]:
         """Hand out up to so many batches, and give the results in their order, all in the end.

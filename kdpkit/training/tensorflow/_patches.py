@@ -30,7 +30,6 @@ from tensorflow.python.ops import (
     gen_data_flow_ops,
     gen_logging_ops,
     gen_lookup_ops,
-    gen_nn_ops,
     gen_script_ops,
 )
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
@@ -371,27 +370,14 @@ _TABLE = (
     Patch(keras.optimizers.LossScaleOptimizer, "apply", _apply_gradients),
     # On replicas without examples: onednn_without_examples.md, tensorflow/tensorflow#60935
     *(
-        Patch(gen_nn_ops, name, functools.partial(_no_examples.guarded, *which))
-        for name, which in _no_examples.OPERATIONS.items()
-    ),
-    *(
-        Patch(
-            _keras_internals.KERAS_RNN,
-            name,
-            functools.partial(_no_examples.guarded_function, which, "GPU"),
-        )
-        for name, which in _no_examples.OF_CUDNN.items()
-    ),
-    Patch(
-        _keras_internals.KERAS_NN,
-        "ctc_loss",
-        functools.partial(_no_examples.guarded_function, _no_examples.EXAMPLES_OF_CTC, "CPU, GPU"),
-        _no_examples.OF_CTC,
+        Patch(owner, name, functools.partial(_no_examples.guarded, *which))
+        for owner, functions in _no_examples.FUNCTIONS.items()
+        for name, which in functions.items()
     ),
     # Around the steps.
     Patch(multi_device_iterator_ops, "_create_device_dataset", _device_dataset),
 )
-_installed: list[tuple[Any, str, Any]] = []  # what was there
+_replaced = contextlib.ExitStack()
 _users: list[object] = []  # that are inside of `installed`: the threads of replicas take turns
 
 
@@ -411,7 +397,7 @@ def installed() -> Iterator[None]:
     finally:
         _users.remove(user)
         if not _users:
-            _put_back()
+            _replaced.close()
 
 
 def _replace() -> None:
@@ -420,18 +406,9 @@ def _replace() -> None:
         function = original.fget if isinstance(original, property) else original
         if not _is_known(function, arguments):
             versions.reject_unknown(name, tensorflow=tf.__version__)
-        wrapped = _wrap(function, wrapper)
-        _installed.append((owner, name, vars(owner).get(name)))
-        setattr(owner, name, property(wrapped) if function is not original else wrapped)
-
-
-def _put_back() -> None:
-    while _installed:
-        owner, name, original = _installed.pop()
-        if original is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, original)
+        wrapped: Any = _wrap(function, wrapper)
+        wrapped = property(wrapped) if function is not original else wrapped
+        _replaced.enter_context(_keras_internals.replaced(owner, name, wrapped))
 
 
 def _is_known(function: Any, arguments: tuple[str, ...]) -> bool:

@@ -31,6 +31,7 @@ import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow._keras_internals import (
+    AROUND_CALLS,
     GLOBAL_SEED_GENERATOR,
     cancellation,
     config_pb2,
@@ -40,7 +41,7 @@ from kdpkit.training.tensorflow._keras_internals import (
 )
 from kdpkit.training.tensorflow._layer_state import noted
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from kdpkit.training.tensorflow._whose_code import is_library
+from kdpkit.training.tensorflow._whose_code import is_library, layers_of
 
 LEAVES = "leaves a tensor outside of itself"  # in a list of its module, or in another object
 
@@ -113,8 +114,7 @@ def broken_law(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
     Returns:
         A predicate: "changes the outputs of other examples when one is NaN".
     """
-    state = {name: copy.copy(value) for name, value in vars(_THREAD).items()}
-    state.pop("autocast_scope", None)  # every layer enters its own
+    state = {name: copy.copy(of) for name, of in vars(_THREAD).items() if name not in AROUND_CALLS}
 
     def trial() -> str | None:
         vars(_THREAD).update(state)
@@ -246,13 +246,11 @@ class _Trial:
             return tensor
 
         args, kwargs = tf.nest.map_structure(replaced, self.call)
-        floats = [tensor.dtype.is_floating for tensor in tensors]
-        inputs = [tensor for tensor, is_float in zip(tensors, floats, strict=True) if is_float]
-        own = [
-            has_examples
-            for has_examples, is_float in zip(self.has_examples, floats, strict=True)
-            if is_float
+        pairs = zip(tensors, self.has_examples, strict=True)
+        floats = [
+            (tensor, of_examples) for tensor, of_examples in pairs if tensor.dtype.is_floating
         ]
+        inputs, own = [tensor for tensor, _ in floats], [of_examples for _, of_examples in floats]
         variables = [variable for variable in self.variables if variable.trainable]
         with tf.GradientTape() as tape, running(_Positions(start, tf.size(weights))) as step:
             tape.watch(inputs)
@@ -275,7 +273,7 @@ class _Trial:
 
     def outputs(self, args: Any, kwargs: Any) -> list[Any]:
         """Call the layer, and return its tensors, if it leaves nothing behind in Python."""
-        parts = _layers(self.layer)
+        parts = layers_of(self.layer)
         held = [_tensors_held(part) for part in parts]
         outside = [_tensors_outside(part) for part in parts]
         losses = sum(len(part._losses) for part in parts)
@@ -445,7 +443,7 @@ class _Trial:
 
     def rounding(self, *, is_same_size: bool) -> float:
         """Return by how much of the largest number two results may differ."""
-        types = [tf.as_dtype(part.compute_dtype) for part in _layers(self.layer)]
+        types = [tf.as_dtype(part.compute_dtype) for part in layers_of(self.layer)]
         units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
         unit = max(units.get(kind, 2.0**-23) for kind in types)
         if is_same_size:
@@ -532,44 +530,44 @@ def _mask_of(leaf: Any) -> Any:
     return get_keras_mask(leaf) if isinstance(leaf, tf.Tensor) else None
 
 
-def _layers(layer: keras.layers.Layer) -> list[Any]:
-    return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
-
-
 def _variables(layer: keras.layers.Layer) -> list[Any]:
     """List a layer's variables of floating numbers, those that Keras does not know of as well."""
-    held = (value for part in _layers(layer) for value in _held(vars(part)))
-    own = [value for value in held if isinstance(value, tf.Variable)]
-    found = {id(variable): variable for variable in [*(v.value for v in layer.variables), *own]}
+    variables = [*(variable.value for variable in layer.variables), *_unknown_variables(layer)]
+    found = {id(variable): variable for variable in variables}
     return [variable for variable in found.values() if variable.dtype.is_floating]
 
 
+def _unknown_variables(layer: keras.layers.Layer) -> list[tf.Variable]:
+    """List what a layer holds of TensorFlow's variables, of which Keras does not know."""
+    held = (value for part in layers_of(layer) for value in _held(vars(part)))
+    return [value for value in held if isinstance(value, tf.Variable)]
+
+
 def _seeds(layer: keras.layers.Layer) -> list[Any]:
-    generators = [generator for part in _layers(layer) for generator in part._seed_generators]
+    generators = [generator for part in layers_of(layer) for generator in part._seed_generators]
     generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
-    return [generator.state._value for generator in generators]  # not what a scope has for them
+    return [generator.state.value for generator in generators]
 
 
 def _handles_that_may_be_read(layer: keras.layers.Layer) -> list[Any]:
     """List the variables with whose values a layer is tried: weights, and all of its libraries'."""
     variables = [
         variable
-        for part in _layers(layer)
+        for part in layers_of(layer)
         for variable in (
             part._trainable_variables + part._non_trainable_variables
             if is_library(type(part).__module__)
             else part._trainable_variables
         )
     ]
-    held = [value for part in _layers(layer) for value in _held(vars(part))]
-    own = [value for value in held if isinstance(value, tf.Variable) and value.trainable]
+    own = [variable for variable in _unknown_variables(layer) if variable.trainable]
     return [part.handle for v in [*(v.value for v in variables), *own] for part in _on_replicas(v)]
 
 
 def _batch_norms(layer: keras.layers.Layer) -> list[Any]:
     return [
         of
-        for of in _layers(layer)
+        for of in layers_of(layer)
         if isinstance(of, keras.layers.BatchNormalization)
         and is_library(type(of).call.__module__)
         and is_library(type(of)._moments.__module__)
@@ -659,18 +657,13 @@ def _ending(function: Any) -> Iterator[Any]:
 def _nothing_seen(layer: keras.layers.Layer) -> Iterator[None]:
     """Put back what calls of a layer change, and let them neither print nor make variables."""
     if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
-        around = global_state.get_global_attribute("stateless_scope")
-        global_state.set_global_attribute("stateless_scope", None)  # in it they had no value yet
-        try:
-            seeds = keras.random.SeedGenerator(0, name="trial")
-        finally:
-            global_state.set_global_attribute("stateless_scope", around)
+        seeds = keras.random.SeedGenerator(0, name="trial")
         global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
-    parts = _layers(layer)
+    parts = layers_of(layer)
     attributes = [(vars(part), {**vars(part)}) for part in parts]
     put_back = noted(of for _, before in attributes for of in _held(before))
     drawn = random.getstate(), np.random.get_state()  # what the user's code uses
-    variables = [v._value for v in layer.variables] + _variables(layer) + _seeds(layer)
+    variables = [v.value for v in layer.variables] + _variables(layer) + _seeds(layer)
     hidden = io.StringIO()
     with _restored(variables), warnings.catch_warnings(), tf.variable_creator_scope(_make_none):
         warnings.simplefilter("ignore")

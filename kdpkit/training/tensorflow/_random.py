@@ -8,7 +8,8 @@ is drawn for the global batch, and sliced.
 
 import copy
 import functools
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import keras
@@ -24,6 +25,7 @@ from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
 
 # What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
+_UNIFORM, _NORMAL = tf.raw_ops.StatelessRandomUniformV2, tf.raw_ops.StatelessRandomNormalV2
 
 
 class Entries(NamedTuple):
@@ -43,8 +45,14 @@ class Entries(NamedTuple):
 def wrappers() -> dict[str, tuple[Callable, tuple[str, ...]]]:
     """Return what is called for random functions of Keras, by name, and their arguments."""
     return {
-        "uniform": (_uniform, ("shape", "minval", "maxval", "dtype", "seed")),
-        "normal": (_normal, ("shape", "mean", "stddev", "dtype", "seed")),
+        "uniform": (
+            functools.partial(_drawn_in_part, _UNIFORM),
+            ("shape", "minval", "maxval", "dtype", "seed"),
+        ),
+        "normal": (
+            functools.partial(_drawn_in_part, _NORMAL),
+            ("shape", "mean", "stddev", "dtype", "seed"),
+        ),
         "dropout": (_dropout, ("inputs", "rate", "noise_shape", "seed")),
         "shuffle": (_shuffle, ("x", "axis", "seed")),
         "categorical": (_categorical, ("logits", "num_samples", "dtype", "seed")),
@@ -56,38 +64,18 @@ def wrappers() -> dict[str, tuple[Callable, tuple[str, ...]]]:
     }
 
 
-def _uniform(
-    original: Callable,
-    shape: Any,
-    minval: Any = 0.0,
-    maxval: Any = 1.0,
-    dtype: str | None = None,
-    seed: Any = None,
-) -> Any:
+def _drawn_in_part(op: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Draw uniform numbers between two limits, or normal ones of a mean and a deviation."""
+    given = inspect.signature(original).bind(*args, **kwargs)
+    given.apply_defaults()
+    shape, low, high, dtype, seed = given.args
     step, dims, part = _located(shape, seed)
     if part is None:
-        return original(shape, minval, maxval, dtype, seed)
+        return original(*given.args)
     dtype = tf.as_dtype(dtype or keras.config.floatx())
-    low, high = tf.cast(minval, dtype), tf.cast(maxval, dtype)
-    op = tf.raw_ops.StatelessRandomUniformV2
-    return _numbers(op, step, dims, part, dtype, _cast(seed)) * (high - low) + low
-
-
-def _normal(
-    original: Callable,
-    shape: Any,
-    mean: Any = 0.0,
-    stddev: Any = 1.0,
-    dtype: str | None = None,
-    seed: Any = None,
-) -> Any:
-    step, dims, part = _located(shape, seed)
-    if part is None:
-        return original(shape, mean, stddev, dtype, seed)
-    dtype = tf.as_dtype(dtype or keras.config.floatx())
-    mean, stddev = (tf.convert_to_tensor(moment, dtype) for moment in (mean, stddev))
-    op = tf.raw_ops.StatelessRandomNormalV2
-    return _numbers(op, step, dims, part, dtype, _cast(seed)) * stddev + mean
+    low, high = tf.cast(low, dtype), tf.cast(high, dtype)
+    size = high - low if op is _UNIFORM else high
+    return _numbers(op, step, dims, part, dtype, _cast(seed)) * size + low
 
 
 def _dropout(
@@ -105,8 +93,7 @@ def _dropout(
     seed = _cast(seed)
 
     def sample(shape: Any, dtype: tf.DType) -> Any:  # noqa: ARG001  # it is `noise`
-        op = tf.raw_ops.StatelessRandomUniformV2
-        return _numbers(op, step, dims, part, dtype, seed)
+        return _numbers(_UNIFORM, step, dims, part, dtype, seed)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, noise_shape=tf.stack(noise))
 
@@ -220,10 +207,8 @@ def _numbers(
     """Draw the numbers of a part of the first axis, bit by bit as one device draws them."""
     shape = tf.stack(dims)
     if isinstance(step.strategy, tf.distribute.TPUStrategy):  # which counts otherwise
-        drawn = {
-            tf.raw_ops.StatelessRandomUniformV2: tf.random.stateless_uniform,
-            tf.raw_ops.StatelessRandomNormalV2: tf.random.stateless_normal,
-        }[op]([part.total, *dims[1:]], seed=seed, dtype=dtype)
+        draw_all = tf.random.stateless_uniform if op is _UNIFORM else tf.random.stateless_normal
+        drawn = draw_all([part.total, *dims[1:]], seed=seed, dtype=dtype)
         return _sliced(drawn, part)
     of_each = functools.reduce(
         lambda a, b: a * tf.cast(b, tf.int64), dims[1:], tf.constant(1, tf.int64)
@@ -262,11 +247,7 @@ def _dims_of_shape(shape: Any) -> list[Any]:
         if shape.shape.rank != 1 or shape.shape[0] is None:
             return []
         shape = tf.unstack(shape)
-    return [_static(dimension) for dimension in _sequence(shape)]
-
-
-def _sequence(shape: Any) -> Sequence[Any]:
-    return [shape] if isinstance(shape, int) else list(shape)
+    return [_static(dimension) for dimension in ([shape] if isinstance(shape, int) else shape)]
 
 
 def _static(dimension: Any) -> Any:

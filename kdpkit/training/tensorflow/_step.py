@@ -140,7 +140,7 @@ class ReplicaStep:
 
     def weigh(self, value: Any) -> Any:
         """Multiply by the share. A replica without examples gives zero, whatever it computed."""
-        return _map_values(lambda v: tf.math.multiply_no_nan(v, self.share_as(v.dtype)), value)
+        return map_values(lambda v: tf.math.multiply_no_nan(v, self.share_as(v.dtype)), value)
 
     def share_as(self, dtype: tf.DType) -> Any:
         """Return the share in a type, with all of its precision."""
@@ -150,7 +150,7 @@ class ReplicaStep:
 
     def if_examples(self, value: Any) -> Any:
         """Return the value, or zero on a replica without examples, which may have computed NaN."""
-        return _map_values(
+        return map_values(
             lambda v: tf.math.multiply_no_nan(v, tf.cast(self.num_examples > 0, v.dtype)), value
         )
 
@@ -307,12 +307,7 @@ def _are_unique(indices: tf.Tensor) -> bool:
     return op.type in _BY_ENTRY and bool(entries) and all(map(_are_unique, entries))
 
 
-def divided_by(gradient: Any, divisor: int) -> Any:
-    """Divide a gradient, which may be sparse."""
-    return _map_values(lambda values: values / divisor, gradient)
-
-
-def _map_values(function: Callable[[Any], Any], value: Any) -> Any:
+def map_values(function: Callable[[Any], Any], value: Any) -> Any:
     """Apply an elementwise function to a tensor or to the slices of a sparse gradient."""
     if isinstance(value, tf.IndexedSlices):
         return tf.IndexedSlices(function(value.values), value.indices, value.dense_shape)

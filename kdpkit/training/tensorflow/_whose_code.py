@@ -49,7 +49,13 @@ def is_composed(layer: keras.layers.Layer) -> bool:
     )
 
 
-def takes_from_each_example(operation: Any) -> bool:
+def is_of_layers(layer: keras.layers.Layer) -> bool:
+    """Return whether a model has no operations but layers, and such as take from each example."""
+    operations = [op for part in layers_of(layer) for op in getattr(part, "operations", ())]
+    return all(isinstance(op, keras.layers.Layer) or _takes_from_each(op) for op in operations)
+
+
+def _takes_from_each(operation: Any) -> bool:
     """Return whether an operation of a model is `x[:, ...]`, as of BERT's first token."""
     keys = [node.arguments.args[1:] for node in operation._inbound_nodes]
     return type(operation).__name__ == "GetItem" and all(
@@ -59,13 +65,10 @@ def takes_from_each_example(operation: Any) -> bool:
 
 def is_of_a_library(layer: keras.layers.Layer) -> bool:
     """Return whether a library's layer computes each example by itself."""
-    parts = _layers(layer)
-    operations = [op for part in parts for op in getattr(part, "operations", ())]
+    parts = layers_of(layer)
     return (
         all(_is_of_a_library(type(part)) and not _is_of_one_model(part) for part in parts)
-        and all(
-            isinstance(op, keras.layers.Layer) or takes_from_each_example(op) for op in operations
-        )
+        and is_of_layers(layer)
         and not any(_may_compare_examples(part) for part in parts)
         and not calls_the_users(layer)
     )
@@ -73,7 +76,7 @@ def is_of_a_library(layer: keras.layers.Layer) -> bool:
 
 def calls_the_users(layer: keras.layers.Layer) -> bool:
     """Return whether a layer calls a function of the user's, such as an activation."""
-    return not all(map(_is_of_a_library, _functions_in(_layers(layer))))
+    return not all(map(_is_of_a_library, _functions_in(layers_of(layer))))
 
 
 def _is_of_one_model(layer: keras.layers.Layer) -> bool:
@@ -209,5 +212,6 @@ def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
     )
 
 
-def _layers(layer: keras.layers.Layer) -> list[Any]:
+def layers_of(layer: keras.layers.Layer) -> list[Any]:
+    """List a layer and all layers in it."""
     return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]
