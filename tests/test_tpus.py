@@ -44,12 +44,6 @@ def unnamed(monkeypatch):
     return monkeypatch
 
 
-def test_on_colab_the_way_to_a_tpu_is_its_menu(unnamed):
-    assert "this machine has no TPU chip" in machine.nowhere()
-    unnamed.setenv("COLAB_RELEASE_TAG", "release-colab_20251110")
-    assert "Runtime > Change runtime type" in machine.nowhere()
-
-
 @pytest.mark.parametrize(
     ("text", "holder"),
     [  # of libtpu, through JAX (jax issue 22070) and TensorFlow
