@@ -1,7 +1,4 @@
-"""Grain, `datasets`, Parquet files and images: the batches of arrays in memory, and their training.
-
-The sources are in batch_sources.py.
-"""
+"""Grain, `datasets`, Parquet files and images: the batches of arrays in memory."""
 
 import os
 import sys
@@ -10,18 +7,97 @@ import keras
 import numpy as np
 import pytest
 
-from kdpkit import batches
+from kdpkit import batches, testing
 from kdpkit.batches import ArrayBatches
-from kdpkit.callbacks import Resume
-from tests import batch_sources
-from tests.batch_sources import NAMES, ON_JAX, made
 
 datasets = pytest.importorskip("datasets")
 grain = pytest.importorskip("grain")
 pytest.importorskip("PIL")
 
-# On JAX too, where tests/test_environments.py runs of the slow tests only those that are marked.
-TRAINS = pytest.mark.jax if ON_JAX else pytest.mark.slow
+
+ON_JAX = keras.backend.backend() == "jax"
+EXAMPLES = 23
+SHUFFLED_BY_GRAIN = ("grain MapDataset", "grain IterDataset", "grain DataLoader")
+NAMES = ("datasets", "parquet", "images", *SHUFFLED_BY_GRAIN)
+
+
+def write(directory):
+    """Write what the sources read."""
+    x, y = arrays("datasets", directory)
+    table = {"features": x.tolist(), "label": y.tolist(), "weight": [1.0] * EXAMPLES}
+    datasets.Dataset.from_dict(table).to_parquet(directory / "train.parquet", batch_size=7)
+    for index, pixels in enumerate(np.random.default_rng(1).integers(0, 4, (EXAMPLES, 2, 2, 1))):
+        folder = directory / "images" / "abc"[index % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(folder / f"{index:02}.png", pixels, scale=False)
+
+
+def arrays(name, directory):
+    """All examples of a source, in its order."""
+    if name != "images":
+        x, y = testing.toy_classification(EXAMPLES)
+        return x.astype("float32"), y
+    files = sorted((directory / "images").rglob("*.png"))
+    x = [keras.utils.img_to_array(keras.utils.load_img(f, color_mode="grayscale")) for f in files]
+    return np.stack(x), np.array(["abc".index(file.parent.name) for file in files])
+
+
+def of_grain(name):
+    """A dataset of Grain, which for a `MapDataset` has an order of its own in each epoch."""
+    source = [*zip(*arrays(name, None), strict=True)]
+    examples = grain.MapDataset.source(source)
+    if name == "grain MapDataset":
+        return examples.shuffle(seed=4)
+    if name == "grain IterDataset":  # which ends
+        return examples.shuffle(seed=4).to_iter_dataset().filter(lambda _: True)
+    return grain.DataLoader(  # which does not
+        data_source=source,
+        sampler=grain.samplers.IndexSampler(EXAMPLES, shuffle=True, seed=4),
+        shard_options=grain.sharding.NoSharding(),
+    )
+
+
+def made(name, directory, size=5, **settings):
+    """Batches of a source, of which the last of an epoch is smaller."""
+    columns = {"x": "features", "y": "label"}
+    if name in SHUFFLED_BY_GRAIN:
+        examples = None if name == "grain MapDataset" else EXAMPLES
+        source = batches.from_grain(of_grain(name), examples=examples)
+    elif name == "datasets":
+        x, y = arrays(name, directory)
+        data = datasets.Dataset.from_dict({"features": x.tolist(), "label": y.tolist()})
+        source = batches.from_datasets(data, **columns)
+    elif name == "parquet":
+        source = batches.from_parquet(directory / "train.parquet", **columns)
+    else:
+        source = batches.from_images(directory / "images", size=(2, 2), color_mode="grayscale")
+    settings = {"remainder": "keep"} | settings
+    if name not in SHUFFLED_BY_GRAIN:
+        settings = {"seed": 1} | settings
+    return ArrayBatches(source, global_batch_size=size, **settings)
+
+
+def expected(name, directory, size=5, epochs=3):
+    """The same batches, of arrays in memory and of what Grain itself iterates."""
+    if name not in SHUFFLED_BY_GRAIN:
+        dataset = ArrayBatches(
+            arrays(name, directory), global_batch_size=size, seed=1, remainder="keep"
+        )
+        for dataset.epoch in range(epochs):
+            yield from (dataset[index] for index in range(len(dataset)))
+        return
+    dataset = of_grain(name)
+    if name == "grain MapDataset":
+        taken = [*dataset.repeat(epochs)]
+    elif name == "grain IterDataset":
+        taken = [*dataset] * epochs
+    else:
+        taken = [example for example, _ in zip(dataset, range(epochs * EXAMPLES), strict=False)]
+    for epoch in range(epochs):
+        of_epoch = taken[epoch * EXAMPLES : (epoch + 1) * EXAMPLES]
+        for first in range(0, EXAMPLES, size):
+            x, y = zip(*of_epoch[first : first + size], strict=True)
+            yield np.stack(x), np.array(y)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +105,7 @@ def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sources")
     os.environ["HF_DATASETS_CACHE"] = datasets.config.HF_DATASETS_CACHE = str(directory / "cache")
     datasets.disable_progress_bars()
-    batch_sources.write(directory)
+    write(directory)
     return directory
 
 
@@ -43,7 +119,7 @@ def assert_same(ours, theirs, **tolerance):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_batches_are_those_of_arrays_in_any_order_of_reading(name, directory):
-    theirs = [*batch_sources.expected(name, directory, epochs=3)]
+    theirs = [*expected(name, directory)]
     ours, steps = made(name, directory), len(theirs) // 3
     assert len(ours) == steps == 5
     # A run that is resumed, an epoch, validation between two, and back.
@@ -66,15 +142,6 @@ def test_processes_read_their_parts_of_padded_batches(name, directory):
         assert_same(joined, alone[index], rtol=0)
 
 
-def test_a_process_reads_no_examples_of_others():
-    read = []
-    source = batches.Source(8, lambda indices: read.append(indices.tolist()) or indices)
-    dataset = ArrayBatches(source, global_batch_size=4, process_count=2, process_index=1)
-    del read[:]
-    assert dataset[1].tolist() == [6, 7]
-    assert read == [[6, 7]]
-
-
 def test_a_stream_continues_behind_an_epoch_or_begins_again():
     endless = grain.MapDataset.range(5).repeat().to_iter_dataset()
     train = ArrayBatches(batches.from_grain(endless, examples=3), global_batch_size=3)
@@ -82,48 +149,6 @@ def test_a_stream_continues_behind_an_epoch_or_begins_again():
         assert train[0].tolist() == [
             index % 5 for index in range(3 * train.epoch, 3 * train.epoch + 3)
         ]
-
-
-# With Keras.
-
-
-def scope_of(replicas):
-    if ON_JAX:
-        from kdpkit import sharding
-
-        return sharding.DataParallel(replicas)
-    from kdpkit import strategies
-
-    return strategies.select_strategy("mirrored", devices=replicas)
-
-
-class StopAt(keras.callbacks.Callback):
-    """Stops a run after some steps."""
-
-    def __init__(self, resume, steps):
-        super().__init__()
-        self.resume, self.steps = resume, steps
-
-    def on_train_batch_end(self, batch, logs=None):  # noqa: ARG002 Keras' hook
-        self.steps -= 1
-        if self.steps == 0:
-            self.resume.request_stop()
-
-
-@pytest.mark.parametrize("name", NAMES)
-@TRAINS
-def test_replicas_and_a_run_that_was_stopped_train_as_stock_keras(name, directory, tmp_path):
-    def run(*, stop_at=None):
-        resume = Resume(tmp_path / "states")
-        others = [StopAt(resume, stop_at)] if stop_at else []
-        train = resume.track(made(name, directory))
-        return batch_sources.by_fit(train, *others, resume, scope=scope_of(2))
-
-    for stop_at in (2, 5):  # inside the first epoch, and the second
-        with pytest.raises(SystemExit):
-            run(stop_at=stop_at)
-    expected = batch_sources.stock(batch_sources.expected(name, directory))
-    assert_same(run(), expected, rtol=1e-5, atol=1e-5)
 
 
 # Bad input.
@@ -135,7 +160,7 @@ def of_columns(**columns):
 
 
 def epoch(source):
-    dataset = ArrayBatches(source, global_batch_size=2)
+    dataset = ArrayBatches(source, global_batch_size=2, remainder="keep")
     return [dataset[index] for index in range(len(dataset))]
 
 
@@ -152,26 +177,14 @@ def with_random_numbers():
             r"same number of examples.*\(2,\), \(3,\)",
         ),
         (lambda: of_columns(y=[1, None]), "missing values.*'y', missing=1"),
-        (lambda: of_columns(y=[[1.0], [None]]), "missing values.*'y', missing=1"),
-        (lambda: of_columns(y=[["a"], [None]]), "missing values.*'y', missing=1"),
         (
             lambda: of_columns(y=[{"a": 1, "b": [1, 2]}] * 2),
             "no array of numbers.*part='y'.*flatten",
-        ),
-        (lambda: of_columns(y=[[], []]), "no array of numbers.*part='y'"),
-        (
-            lambda: batches.Source(2, lambda i: np.array(["a", None], object)[i]),
-            "shape and the type|no array of numbers",
         ),
         (
             lambda: batches.from_datasets(datasets.DatasetDict(), x="a"),
             r'split, such as `data\["tr',
         ),
-        (
-            lambda: batches.from_datasets(datasets.Dataset.from_dict({"a": [1]}), x=[]),
-            r"no such column.*column=\[\]",
-        ),
-        (lambda: of_columns(x=[[1.0], [2.0, 3.0]]), "no array of numbers.*part='x'"),
         (lambda: of_columns(x=[[1.0], [2.0], [3.0, 4.0], [5.0, 6.0]]), "shape and the type.*'x'"),
         (
             lambda: batches.from_datasets(datasets.Dataset.from_dict({"a": [1]}), x="b"),
@@ -193,18 +206,10 @@ def with_random_numbers():
             r"single examples.*'BatchMapDataset'.*Leave `.batch\(\)`",
         ),
         (
-            lambda: batches.from_grain(grain.MapDataset.range(4).to_iter_dataset().batch(2)),
-            "single examples.*'BatchIterDataset'",
-        ),
-        (
             lambda: batches.from_grain(
                 iter(grain.MapDataset.range(4).to_iter_dataset()), examples=4
             ),
             r"begin again.*`iter\(\)`",
-        ),
-        (
-            lambda: batches.from_grain(grain.MapDataset.source([(1, None), (2, 3)])),
-            "no array of numbers.*part='y'",
         ),
         (
             lambda: batches.from_grain(grain.MapDataset.range(4).repeat()),
@@ -281,21 +286,13 @@ def test_a_damaged_image_is_named(tmp_path):
 
 
 def test_hidden_files_are_no_images_and_no_classes(tmp_path):
-    for name in (
-        ".git/a",
-        "cat/a",
-        "cat/._a",
-        "cat/.ipynb_checkpoints/a",
-        "cat/more/b",
-        "dog/a",
-        "dog/b",
-    ):
+    for name in (".git/a", "cat/a", "cat/._a", "cat/.ipynb_checkpoints/a", "cat/more/b", "dog/a"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         keras.utils.save_img(f"{tmp_path / name}.png", np.ones((4, 4, 3)))
     labels = [
         label for _, part in epoch(batches.from_images(tmp_path, size=(4, 4))) for label in part
     ]
-    assert labels == [0, 0, 1, 1]
+    assert labels == [0, 0, 1]
 
 
 def test_images_of_other_kinds_are_converted_or_named(tmp_path):
@@ -314,23 +311,11 @@ def test_images_of_other_kinds_are_converted_or_named(tmp_path):
         epoch(batches.from_images(tmp_path, size=(4, 6)))
 
 
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"size": 4}, "`size` must be .*size=4"),
-        ({"size": (4, 4, 3)}, "`size` must be "),
-        ({"size": (0, 4)}, "`size` must be a positive integer"),
-        ({"size": (4, 4), "color_mode": "gray"}, "`color_mode` must be one of 'rgb'"),
-    ],
-)
-def test_wrong_settings_of_images_are_named(settings, sentence, tmp_path):
-    with pytest.raises(ValueError, match=sentence):
-        batches.from_images(tmp_path, **settings)
-
-
 def test_a_directory_without_images_and_a_missing_package_are_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=f"no images in subdirectories.*{tmp_path.name}"):
         batches.from_images(tmp_path, size=(4, 4))
+    with pytest.raises(ValueError, match="`size` must be .*size=4"):
+        batches.from_images(tmp_path, size=4)
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r'Run `pip install .*\[data\]"`'):
         batches.from_parquet(tmp_path / "a.parquet", x="a")

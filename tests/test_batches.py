@@ -146,10 +146,3 @@ def test_padding_is_that_of_the_pipelines(examples, filling, kind):
     (theirs,) = padded.as_numpy_iterator()
     for one, other in zip(keras.tree.flatten(ours), keras.tree.flatten(theirs), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-6)
-
-
-def test_lists_of_numbers_are_arrays_and_lists_of_arrays_are_nests():
-    dataset = ArrayBatches(([[1, 2], [3, 4]], [0, 1]), global_batch_size=2)
-    assert [part.shape for part in dataset[0]] == [(2, 2), (2,)]
-    x, _ = ArrayBatches(([np.zeros(2), np.ones((2, 3))], [0, 1]), global_batch_size=2)[0]
-    assert [part.shape for part in x] == [(2,), (2, 3)]

@@ -3,7 +3,6 @@
 import os
 import pathlib
 import random
-import resource
 import warnings
 
 import keras
@@ -45,12 +44,13 @@ def test_what_was_saved_comes_back(tmp_path_factory, arrays):
         np.testing.assert_array_equal(found.arrays[name], array)
 
 
-def test_the_newest_are_kept_and_the_order_is_that_of_training(tmp_path):
-    directory = CheckpointDirectory(tmp_path, keep=2)
+def test_the_newest_are_kept_and_the_order_is_that_of_training(remote):
+    directory = CheckpointDirectory(remote, keep=2)
+    assert directory.latest() is None
     for position in [(0, 9), (0, 10), (1, 0), (10, 0)]:
         directory.save(state(*position))
     assert [path.name[6:12] for path in directory.paths()] == ["000010", "000001"]
-    assert CheckpointDirectory(tmp_path).latest().position.epoch == 10
+    assert CheckpointDirectory(remote).latest().position.epoch == 10
 
 
 def content_of(found):
@@ -104,26 +104,12 @@ def test_what_a_killed_process_left_behind_is_no_state_and_goes(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["state-000000-000000000.npz"]
 
 
-def test_a_full_disk_loses_nothing(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
-    directory.save(state(0, 1, weight=np.zeros(10)))
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 14, hard))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            directory.save(state(0, 2, weight=np.zeros(1 << 14)))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert directory.latest().position.step == 1
-    assert len([*tmp_path.iterdir()]) == 1
-
-
 ENDING = """
 import sys
 import numpy as np
 from kdpkit.checkpoints import CheckpointDirectory, Position, TrainingState
 
-arrays = {"weight": np.zeros(8_000_000)}
+arrays = {"weight": np.zeros(2_000_000)}
 for directory in sys.argv[1:]:
     state = TrainingState(position=Position(0, 1), arrays=arrays)
     CheckpointDirectory(directory).save_in_background(state)
@@ -212,13 +198,3 @@ def test_values_of_another_model_raise_and_change_nothing():
         checkpoints.assign({"model": model.variables}, saved)
     for left, right in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(left, right)
-
-
-def test_states_in_object_storage_are_those_of_a_local_directory(remote):
-    directory = CheckpointDirectory(remote, keep=2)
-    assert directory.latest() is None
-    for step in (1, 2, 3):
-        directory.save(state(0, step, weight=np.arange(3.0) + step))
-    assert [path.name[-6:] for path in directory.paths()] == ["03.npz", "02.npz"]
-    found = CheckpointDirectory(remote).latest()
-    assert (found.position.step, found.arrays["weight"].tolist()) == (3, [3.0, 4.0, 5.0])

@@ -2,7 +2,6 @@
 
 import pytest
 
-import kdpkit
 from kdpkit import cli
 
 COMMANDS = ("doctor", "env", "launch", "plan", "recipe")
@@ -24,9 +23,3 @@ def test_without_a_command_the_help_is_printed_which_lists_them(capsys):
     listed = [line.split()[0] for line in printed.splitlines() if line.startswith("    ")]
     assert set(COMMANDS) <= set(listed)
     assert len(COMMANDS) == len(cli._COMMANDS)
-
-
-def test_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["--version"])
-    assert capsys.readouterr().out == f"kdpkit {kdpkit.__version__}\n"

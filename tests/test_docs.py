@@ -100,18 +100,6 @@ def run(command, folder, fails_with=None):
     return done.stdout
 
 
-def test_the_readme_is_a_page():
-    assert len(README.read_text(encoding="utf-8").splitlines()) <= 130
-
-
-def test_the_first_shell_commands_of_the_readme_are_those_that_ci_runs():
-    train, test, *_ = [text for _, text in blocks(README, "sh")]
-    assert "recipes/bert_mlm.py" in train
-    assert "pytest" in test
-    # `--smoke` is appended to the last line of the first.
-    assert train.splitlines()[-1].startswith(".venv/bin/python recipes/")
-
-
 COMPARED = """
 import sys
 import numpy as np

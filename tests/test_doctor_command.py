@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from kdpkit import cli
+from kdpkit.diagnostics._doctor import speed
 from recipes import cnn_fit
 from tests.processes import run
 
@@ -46,22 +47,12 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
         assert f"printed {printed}" in found.stderr
 
 
-def test_a_recipe_that_has_reported_ctrl_c_is_reported_once(tmp_path, capsys):
-    path = tmp_path / "train.py"
-    path.write_text("raise SystemExit(130)\n")
-    with pytest.raises(SystemExit) as raised:
-        cli.main(["doctor", str(path)])
-    assert (raised.value.code, capsys.readouterr().err) == (130, "")
-
-
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
         ([], "the following arguments are required: TARGET"),
-        (["--measure", "--tpu", "a.py"], "not allowed with argument --measure"),
         (["os:getcwd", "--measure"], "`model` must be a Keras model"),
         (["os:getcwd"], "There is no `tf.data` pipeline to check."),
-        (["--tpu", "nowhere.py"], "There is no such file: nowhere.py"),
         (["--tpu", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
     ],
 )
@@ -79,8 +70,6 @@ from kdpkit.training import TrainingLoop
 ds = tf.data.Dataset.from_tensor_slices((tf.zeros([64, 8]), tf.zeros([64], tf.int32)))
 train, held_out = {train}, ds.shuffle(64).batch(16).cache()
 loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-def make():
-    return train
 if __name__ == "__main__":
     model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(3)])
     model.compile("adam", loss)
@@ -97,7 +86,6 @@ THRICE = f"{FRESH}.repeat(3)"
     [
         (FROZEN, "model.fit(train, validation_data=held_out)", {"shuffle-before-cache"}),
         (FRESH, "model.fit(train, validation_data=held_out)", set()),
-        (THRICE, "model.fit(train, epochs=3, steps_per_epoch=4)", set()),
         (THRICE, "model.fit(train, epochs=5, initial_epoch=4)", set()),
         (THRICE, "model.fit(train, epochs=2)", {"repeat"}),
         (THRICE, "loop.fit(train, epochs=2)", {"repeat"}),
@@ -111,17 +99,6 @@ def test_input_is_judged_by_what_the_script_asks_of_fit(train, fit, rules, tmp_p
     report = capsys.readouterr().out
     assert {*re.findall(r"^(?:error|wrong|slow) +([\w-]+):", report, re.MULTILINE)} == rules
     assert f"looked at: train{', validation' if 'validation' in fit else ''})." in report
-
-
-@pytest.mark.tensorflow
-def test_the_dataset_of_a_function_is_looked_at(tmp_path, capsys):
-    path = tmp_path / "program.py"
-    path.write_text(INPUT.format(train=FROZEN, fit="model.fit(train)"))
-    assert cli.main(["doctor", f"{path}:make"]) == 1
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "1 finding (looked at: train)."
-    assert lines[2] == "wrong    shuffle-before-cache: train: cache, stage 3 of 4"
-    assert max(map(len, lines)) <= 80
 
 
 @pytest.mark.slow
@@ -154,10 +131,13 @@ raise SystemExit("goes on after its fit")
 
 
 @pytest.mark.tensorflow
-def test_a_script_is_measured_at_its_fit_and_the_report_alone_is_on_stdout(tmp_path, capfd):
+def test_a_script_is_measured_at_its_fit_and_the_report_alone_is_on_stdout(
+    tmp_path, capfd, monkeypatch
+):
+    monkeypatch.setattr(speed, "_ROUNDS", 1)
     path = tmp_path / "train.py"
     path.write_text(SLOW)
-    assert cli.main(["doctor", "--measure", str(path), "--seconds", "1"]) == 1
+    assert cli.main(["doctor", "--measure", str(path), "--seconds", "0.4"]) == 1
     found = capfd.readouterr()
     form = r"A step takes ([\d.]+) ms, of which (\d+)%\s+waits for input\.\n"
     milliseconds, waiting = map(float, re.fullmatch(form, found.out).groups())

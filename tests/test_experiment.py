@@ -4,7 +4,6 @@ import argparse
 import json
 import math
 import sys
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 
 from kdpkit import errors, experiment, pipelines
 from kdpkit.testing import tiny_classifier, toy_classification
-from tests.processes import run_code
 
 
 def parser(**defaults):
@@ -23,27 +21,6 @@ def parser(**defaults):
 
 
 # Flags
-
-
-def test_without_flags_the_recipes_defaults_hold(monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
-    assert vars(parser(rule="sqrt").parse_args([])) == {
-        "strategy": "auto",
-        "replicas": None,
-        "data": "builtin",
-        "epochs": 5,
-        "steps_per_epoch": None,
-        "per_replica_batch_size": 32,
-        "global_batch_size": None,
-        "base_learning_rate": 1e-4,
-        "rule": "sqrt",
-        "seed": 0,
-        "log_dir": None,
-        "resume": None,
-        "results": None,
-        "cache_dir": Path("/caches/kdpkit"),
-        "smoke": False,
-    }
 
 
 @given(st.permutations(["--smoke", "--epochs=5", "--jit=on"]), st.integers(0, 3))
@@ -62,25 +39,14 @@ def test_smoke_sets_what_was_not_given(flags, count):
     ("flags", "sentence"),
     [
         (["--epochs", "0"], "--epochs: must be a positive integer. Received: '0'"),
-        (["--per-replica-batch-size", "many"], "--per-replica-batch-size: must be a positive"),
         (["--base-learning-rate", "nan"], "--base-learning-rate: must be a positive number"),
         (["--seed", "-1"], "--seed: .* Received: '-1'"),
-        (["--rule", "cubic"], "--rule: invalid choice: 'cubic'"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3. The flags are listed by --help."),
     ],
 )
 def test_bad_flags_get_one_sentence(flags, sentence):
     with pytest.raises(errors.InputError, match=sentence):
         parser().parse_args(flags)
-
-
-def test_help_has_the_recipe_and_the_defaults(capsys):
-    with pytest.raises(SystemExit):
-        parser(seed=3).parse_args(["--help"])
-    printed = capsys.readouterr().out
-    assert "\nTrains.\n" in printed
-    assert "(default: 3)" in printed
-    assert "None" not in printed
 
 
 def test_paths_to_write_are_made_and_tried_before_the_run(tmp_path):
@@ -91,10 +57,8 @@ def test_paths_to_write_are_made_and_tried_before_the_run(tmp_path):
     (tmp_path / "file").touch()
     for flag, path in (
         ("--results", tmp_path),
-        ("--results", tmp_path / "file" / "results.json"),
         ("--log-dir", tmp_path / "file"),
         ("--resume", "/proc"),
-        ("--resume", "nope://bucket/x"),
         ("--results", "file:///sys/kernel/x/r.json"),
     ):
         with pytest.raises(ValueError, match=f"{flag}: .*Received: "):
@@ -113,9 +77,7 @@ def strategy(kind, replicas=None):
     [
         ("auto", None, "no strategy: 1 replica on CPU:0"),
         ("auto", 2, "MirroredStrategy: 2 replicas on CPU:0, CPU:1"),
-        ("one", 1, "no strategy: 1 replica on CPU:0"),
         ("mirrored", 1, "MirroredStrategy: 1 replica on CPU:0"),
-        ("mirrored", 3, "MirroredStrategy: 3 replicas on CPU:0, CPU:1, CPU:2"),
     ],
 )
 def test_flags_name_a_strategy_which_is_printed(kind, replicas, expected, capsys):
@@ -127,25 +89,12 @@ def test_flags_name_a_strategy_which_is_printed(kind, replicas, expected, capsys
     ("kind", "replicas", "sentence"),
     [
         ("one", 2, "'one'.*replicas=2"),
-        ("multi_worker", 2, "'multi_worker'.*replicas=2"),
         ("mirrored", 9, "runtime has started with 8 logical CPU"),
     ],
 )
 def test_strategies_that_cannot_be_had_get_one_sentence(kind, replicas, sentence):
     with pytest.raises(ValueError, match=sentence):
         strategy(kind, replicas)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", ["tensorflow", "jax"])
-def test_a_new_process_has_as_many_devices_as_it_asks_for(backend):
-    code = """
-from argparse import Namespace
-from kdpkit import experiment
-experiment.strategy_from(Namespace(strategy="mirrored", replicas=3))
-"""
-    printed = run_code(code, TF_CPP_MIN_LOG_LEVEL="3", KERAS_BACKEND=backend).stdout.lower()
-    assert printed.endswith(": 3 replicas on cpu:0, cpu:1, cpu:2\n")
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
@@ -229,16 +178,6 @@ def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):
     assert strict(file.read_text()) == {**results, "test": {"loss": 0.5, "worst": None}}
 
 
-def test_models_and_figures_are_written_complete(remote):
-    model = tiny_classifier()
-    experiment.save_model(model, f"{remote}/model.keras")
-    with experiment.writing(f"{remote}/notes.txt") as file:
-        file.write_text("complete")
-    directory = experiment.path(remote)
-    assert (directory / "notes.txt").read_text() == "complete"
-    assert {path.name for path in directory.glob("*")} == {"model.keras", "notes.txt"}
-
-
 @pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
 def test_a_vocabulary_is_learned_once_for_the_same_lines(tmp_path, capsys):
     lines = ["replicas\u2009train \u00a0what one device trains"] * 3
@@ -280,12 +219,11 @@ def test_known_errors_end_a_program_with_one_sentence(error, code, sentence, cap
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("error", [ValueError("not ours"), PermissionError(13, "not allowed")])
-def test_other_errors_keep_their_traceback(error):
+def test_other_errors_keep_their_traceback():
     def failing():
-        raise error
+        raise ValueError("not ours")
 
-    with pytest.raises(type(error), match="not "):
+    with pytest.raises(ValueError, match="not ours"):
         experiment.run(failing)
 
 

@@ -4,7 +4,7 @@ import types
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import pipelines
@@ -23,6 +23,7 @@ TOKENIZER = types.SimpleNamespace(
 DOCUMENTS = st.lists(st.lists(st.integers(5, WORDS - 1), max_size=9), min_size=1, max_size=6)
 
 
+@settings(max_examples=10)  # each builds a pipeline
 @given(DOCUMENTS.filter(any), st.integers(3, 8))
 def test_packed_sequences_are_those_of_the_pipeline(documents, length):
     ids = {"start": START, "end": END, "pad": PAD}
@@ -44,6 +45,7 @@ def sequences(count, length, seed=0):
     return tokens
 
 
+@settings(max_examples=20)
 @given(st.integers(1, 9), st.integers(3, 40), st.floats(0.01, 1), st.integers(0, 9))
 def test_masks_hide_as_many_ordinary_tokens_as_those_of_the_pipeline(count, length, rate, seed):
     tokens = sequences(count, length, seed)

@@ -3,7 +3,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tomllib
 
 import nbformat
 import pytest
@@ -28,27 +27,6 @@ def test_outputs_are_stripped_and_every_cell_is_short_and_explained(path):
             assert len(cell.source.splitlines()) <= 13
     recipes = [cell.source for cell in notebook.cells if ".main([" in cell.source]
     assert len(recipes) >= 2
-
-
-@EACH
-def test_the_badge_opens_the_notebook_of_the_repository(path):
-    project = tomllib.loads((notebooks.CHECKOUT / "pyproject.toml").read_text(encoding="utf-8"))
-    repository = project["project"]["urls"]["Homepage"].removeprefix("https://github.com/")
-    file = f"{repository}/blob/main/recipes/{path.name}"
-    place = path.stem.partition("_")[0].capitalize()
-    image, address = {
-        "Colab": (
-            "https://colab.research.google.com/assets/colab-badge.svg",
-            f"https://colab.research.google.com/github/{file}",
-        ),
-        "Kaggle": (
-            "https://kaggle.com/static/images/open-in-kaggle.svg",
-            f"https://kaggle.com/kernels/welcome?src=https://github.com/{file}",
-        ),
-    }[place]
-    title, _, badge, *_ = nbformat.read(path, nbformat.NO_CONVERT).cells[0].source.splitlines()
-    assert title.startswith("# ")  # which `kdpkit recipe list` prints
-    assert badge == f"[![Open in {place}]({image})]({address})"
 
 
 @pytest.mark.parametrize("name", make_notebooks.TITLES)

@@ -85,7 +85,10 @@ def test_several_devices_save_and_one_device_reads_with_keras_and_with_orbax(tmp
     np.testing.assert_array_equal(tree["trainable_variables"]["first"]["kernel"], kernel)
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"] if ON_JAX else ["none"])
+@pytest.mark.parametrize(
+    "shard",
+    ["none", "optimizer", "weights"] if ON_JAX else [pytest.param("none", marks=pytest.mark.slow)],
+)
 def test_one_device_saves_with_stock_keras_and_several_train_on_as_it_does(tmp_path, shard):
     stock = compiled()
     expected = saved(tmp_path, stock)
@@ -100,13 +103,6 @@ def test_one_device_saves_with_stock_keras_and_several_train_on_as_it_does(tmp_p
     training.replica_exact(stock).fit(X, X, batch_size=8, shuffle=False, verbose=0)
     for name, array in values_of(stock).items():
         np.testing.assert_allclose(values_of(model)[name], array, rtol=1e-4, atol=1e-5)
-
-
-def test_a_directory_is_found_from_where_the_program_is(checkpoint, monkeypatch):
-    monkeypatch.chdir(checkpoint.parent)
-    model = compiled()
-    checkpoints.load_orbax(model, checkpoint.name)
-    assert int(model.optimizer.iterations) == 6
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +137,6 @@ def cut_arrays(directory):
     ("damage", "sentence"),
     [
         (cut_arrays, "is damaged or cannot be read"),
-        (lambda directory: (directory / "1/pytree/_METADATA").unlink(), "is damaged or cannot be"),
         (
             lambda directory: (directory / "1").rename(directory / "1.orbax-tmp"),
             "no complete Orbax",

@@ -111,12 +111,6 @@ def test_the_readme_in_the_wheel_has_no_relative_link(wheel):
     assert "\nDescription-Content-Type: text/markdown\n" in metadata
 
 
-def test_every_part_is_imported_from_the_installed_package(python, tmp_path):
-    code = "import kdpkit\nfor name in kdpkit.__all__: print(getattr(kdpkit, name))"
-    printed = run(python, "-c", code, cwd=tmp_path)
-    assert printed.count(f"from '{python.parent.parent}") == len(kdpkit.__all__) - 1
-
-
 def test_errors_name_the_command_that_installs_from_where_this_kdpkit_came(python, wheel, tmp_path):
     code = "from kdpkit._internal import checks\nprint(checks.install_command('jax'))"
 
@@ -174,7 +168,7 @@ def test_programs_with_types_pass_mypy_strict_and_run(python, checked, tmp_path)
     assert run(python, program, "states", cwd=tmp_path).endswith("2 epochs, peak 0.2, True\n")
     shutil.copy(tests, tmp_path)
     pytest_command = (python, "-m", "pytest", "-q", "-o", "kdpkit_devices=2", tests.name)
-    assert "4 passed" in run(*pytest_command, cwd=tmp_path)
+    assert "3 passed" in run(*pytest_command, cwd=tmp_path)
 
 
 def test_mypy_finds_misuse_because_the_package_has_types(checked):

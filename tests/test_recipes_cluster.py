@@ -72,8 +72,6 @@ def leaving(*codes):
     [
         ("slurm.sh", [1, 43, 0], 0, "Attempt 2 of 3 ended with exit code 43."),
         ("slurm.sh", [1, 42], 42, "scontrol requeue"),
-        ("slurm.sh", [1, 1, 7, 0], 7, "Attempt 3 of 3 ended with exit code 7."),
-        ("mpi.sh", [2], 2, ""),
         ("mpi.sh", [137, 43, 0], 0, "Attempt 2 of 3 ended with exit code 43."),
         ("mpi.sh", [1, 1, 7, 0], 7, "Attempt 3 of 3 ended with exit code 7."),
     ],

@@ -64,10 +64,3 @@ def test_what_is_imported_on_load_is_declared():
         for module in test_architecture.imports(ast.parse(file.read_text("utf-8")), on_load=True)
     }
     assert imported - {*sys.stdlib_module_names, "kdpkit"} - extras == declared - {"rich"}
-
-
-def test_the_readme_names_the_oldest_versions():
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, package in {"Keras": "keras", "TensorFlow": "tensorflow", "JAX": "jax"}.items():
-        (bound,) = lower_bounds()[package]
-        assert f"{name} {bound.rpartition('.')[0]}" in readme

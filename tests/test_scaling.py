@@ -1,4 +1,3 @@
-import dataclasses
 import functools
 
 import keras
@@ -74,16 +73,6 @@ def test_a_plan_counts_the_updates_and_schedule_steps_of_a_real_fit():
     assert float(optimizer.learning_rate) == 0.0
     applied = [float(schedule(update * 3 + 2)) for update in range(4)]
     np.testing.assert_allclose(model.layers[0].kernel.numpy().item(), -sum(applied), rtol=1e-5)
-
-
-def test_a_plan_is_plain_data():
-    plan = scaling.ScalePlan(
-        replicas=np.int64(2), per_replica_batch_size=np.int32(3), base_learning_rate=np.float64(1)
-    )
-    kinds = [type(value) for value in dataclasses.asdict(plan).values()]
-    assert kinds == [int, int, float, str, int]
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        plan.replicas = 3
 
 
 @given(st.floats(0.01, 1.0), st.floats(0.1, 16), st.floats(0.1, 16), st.sampled_from(scaling.RULES))

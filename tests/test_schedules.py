@@ -5,7 +5,7 @@ import json
 import keras
 import numpy as np
 import pytest
-from hypothesis import find, given, settings
+from hypothesis import Phase, find, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
@@ -17,7 +17,7 @@ from kdpkit.testing import _schedules, generators
 ULPS = 5e-7
 
 quick = settings(max_examples=30)
-
+unshrunk = settings(phases=[Phase.generate], max_examples=200)
 
 CLASSES = [
     value
@@ -29,7 +29,7 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_laws_below_are_tried_with_every_schedule(kind):
     try:
-        find(generators.schedules(), lambda drawn: type(drawn) is kind)
+        find(generators.schedules(), lambda drawn: type(drawn) is kind, settings=unshrunk)
     except NoSuchExample:
         pytest.fail(f"Add {kind.__name__} to `of_any_kind` in kdpkit/testing/_schedules.py.")
 
@@ -110,14 +110,9 @@ def test_previewing_takes_schedules_that_handle_one_step_at_a_time():
             step = keras.ops.cast(step, "float32")
             return keras.ops.sum(keras.ops.array([1.0, 2.0, 3.0]) * step)
 
-    class Constant(LearningRateSchedule):
-        def __call__(self, _):
-            return 0.5
-
     condition = CosineDecay(0.0, 10, warmup_target=1.0, warmup_steps=2)
     np.testing.assert_allclose(schedules.preview(condition, 4)[:3], [0, 0.5, 1])
     np.testing.assert_array_equal(schedules.preview(Sum(), 3), [0, 6, 12])
-    np.testing.assert_array_equal(schedules.preview(Constant(), 3), [0.5] * 3)
     warmed = schedules.LinearWarmup(condition, 2, initial_learning_rate=1.0)
     np.testing.assert_allclose(schedules.preview(warmed, 5), [1, 0.5, 0, 0.5, 1])
 
@@ -125,9 +120,8 @@ def test_previewing_takes_schedules_that_handle_one_step_at_a_time():
 def test_a_plot_holds_the_rates():
     pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need matplotlib")
     axes = schedules.plot(schedules.warmup_polynomial(1.0, total_steps=4), 5)
-    assert pyplot.gcf() is axes.figure
-    np.testing.assert_allclose(axes.lines[0].get_xydata()[:, 1], [1, 0.75, 0.5, 0.25, 0])
     assert schedules.plot(0.5, [2, 4, 8], axes=axes) is axes
+    np.testing.assert_allclose(axes.lines[0].get_xydata()[:, 1], [1, 0.75, 0.5, 0.25, 0])
     np.testing.assert_array_equal(axes.lines[1].get_xydata()[:, 0], [2, 4, 8])
     pyplot.close(axes.figure)
 
@@ -183,7 +177,6 @@ decay = PolynomialDecay(1.0, 10)
             lambda: schedules.warmup_polynomial(1.0, total_steps=4, warmup_steps=4),
             "no step.*total_steps=4, warmup_steps=4",
         ),
-        (lambda: schedules.preview(decay, 0), "`steps`.*=0"),
         (lambda: schedules.preview(decay, [1, -1]), "`steps`.*-1"),
     ],
 )

@@ -26,7 +26,6 @@ def test_a_mesh_takes_all_devices_a_number_or_a_choice_of_them():
 @pytest.mark.parametrize(
     ("devices", "sentence"),
     [
-        (0, "`devices`.*0"),
         (9, r"JAX has 8 cpu device\(s\).*devices=9.*device_count=9"),
         ([jax.devices()[0]] * 2, "each once"),
         ([0, 1], r"devices of `jax.devices\(\)`.*\[0, 1\]"),
@@ -75,9 +74,7 @@ def test_a_batch_of_any_size_is_placed_and_split_as_tf_distribute_splits_it(exam
     ("joining", "sentence"),
     [
         ({"coordinator": "http://localhost:80"}, "`coordinator` must be the address and port"),
-        ({"coordinator": None}, "`coordinator` must be the address and port"),
         ({"process_index": 2}, "one of the cluster's.*index=2, of_this_role=2"),
-        ({"heartbeat_timeout_seconds": 0.5}, "`heartbeat_timeout_seconds` must be a positive"),
     ],
 )
 def test_impossible_positions_among_processes_raise(joining, sentence):

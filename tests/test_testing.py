@@ -1,9 +1,7 @@
 """The toy data, the generators, messages of laws that need a framework, and the pytest plugin."""
 
-import importlib.metadata
 import sys
 import textwrap
-import tomllib
 
 import keras
 import numpy as np
@@ -16,7 +14,7 @@ from kdpkit import errors, scaling, schedules, testing
 from kdpkit.testing import generators, laws
 from kdpkit.training import replica_exact
 from tests.processes import run, run_code
-from tests.test_architecture import FRAMEWORKS, ROOT
+from tests.test_architecture import FRAMEWORKS
 
 
 def build_clipping():
@@ -37,43 +35,24 @@ def test_the_same_training_is_denied_with_what_the_replicas_raised():
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("layers", [(), ("Dense", "BatchNormalization"), ("Dropout",)])
-def test_models_that_are_drawn_train_what_one_device_trains(layers):
+def test_models_that_are_drawn_train_what_one_device_trains():
+    layers = ("Dense", "BatchNormalization", "Dropout")
     for reduction in generators.REDUCTIONS:
         build = generators.ModelBuilder(layers, "sgd", reduction, replica_exact)
         laws.same_training_for_any_replicas(build, testing.toy_classification(5), replicas=3)
 
 
-@pytest.mark.tensorflow
-def test_shards_of_a_real_strategy_have_every_example_and_are_its_split():
-    x = np.arange(5)
-    strategy = tf.distribute.MirroredStrategy([f"CPU:{index}" for index in range(4)])
-    read = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices(x).batch(5))
-    laws.every_example_once(read, examples=x)
-    (batch,) = [strategy.experimental_local_results(batch) for batch in read]
-    laws.split_as_tf_distribute(batch, of=x)
-    with pytest.raises(AssertionError, match="replica 1 is .2. and not .2, 3."):
-        laws.split_as_tf_distribute(np.array_split(x, 4), of=x)
-
-
-def test_toy_models_and_data_depend_on_the_seed_alone():
-    first, again = (testing.tiny_classifier(seed=3).get_weights() for _ in range(2))
-    other = testing.tiny_classifier(seed=4).get_weights()
-    for weight, same in zip(first, again, strict=True):
-        np.testing.assert_array_equal(weight, same)
-    assert any((weight != new).any() for weight, new in zip(first, other, strict=True))
-
-
 @given(st.data(), st.integers(1, 8))
-def test_sizes_are_within_their_limits(data, divisor):
+def test_what_is_drawn_is_within_its_limits(data, divisor):
     smallest, largest = sorted([data.draw(st.integers(0, 9)), data.draw(st.integers(0, 40))])
     for kind in (generators.global_batch_sizes, generators.example_counts):
-        assert (
-            smallest <= data.draw(kind(divisor, min_value=smallest, max_value=largest)) <= largest
-        )
+        size = data.draw(kind(divisor, min_value=smallest, max_value=largest))
+        assert smallest <= size <= largest
+    steps = generators.schedule_steps(data.draw(generators.schedules()), max_value=largest)
+    assert 0 <= data.draw(steps) <= largest
 
 
-@pytest.mark.parametrize("size", [0, 1, 3, 4, 5, 7, 13])
+@pytest.mark.parametrize("size", [0, 3, 13])
 def test_corner_cases_of_four_replicas_are_drawn(size):
     found = find(generators.splits(), lambda split: split == (size, 4))
     assert found.sizes == scaling.split_batch(size, 4)
@@ -89,28 +68,12 @@ def test_datasets_have_the_examples_that_they_name_each_once(data):
     assert sizes[:-1] == [data.global_batch_size] * (len(sizes) - 1)
 
 
-@given(generators.datasets(kinds=("int", "float", "bool")))
-def test_weights_of_examples_are_compared_too(data):
-    if isinstance(data.examples, tuple) and len(data.examples) == 3 and len(data):
-        x, y, weight = data.examples
-        laws.every_example_once(iter([(x, y, weight)]), examples=data.examples)
-        with pytest.raises(AssertionError, match="not among them"):
-            laws.every_example_once(iter([(x, y, weight + 1)]), examples=data.examples)
-
-
-@given(generators.schedules(), st.data())
-def test_steps_of_a_schedule_are_within_their_limits(schedule, data):
-    assert 0 <= data.draw(generators.schedule_steps(schedule, max_value=30)) <= 30
-
-
 def test_steps_are_drawn_around_the_boundaries_of_nested_schedules():
     decay = keras.optimizers.schedules.PolynomialDecay(1.0, 7, 0.0)
     joined = schedules.JoinedSchedule([0.5, schedules.LinearWarmup(decay, 3)], [40])
-    for step in (0, 1, 3, 7, 39, 40, 41):
-        found = find(generators.schedule_steps(joined), lambda drawn, step=step: drawn == step)
-        assert found == step
     steps = generators.schedule_steps(joined, max_value=10**6)
-    assert find(steps, lambda drawn: drawn == 41) == 41  # by chance it is not
+    for step in (0, 3, 39, 41):  # by chance they are not
+        assert find(steps, lambda drawn, step=step: drawn == step) == step
 
 
 def test_what_cannot_be_compared_raises():
@@ -145,6 +108,7 @@ def test_a_function_that_returns_no_numbers_is_named(returned):
             call(lambda _: returned)
 
 
+@pytest.mark.tensorflow
 def test_examples_of_any_kind_are_compared():
     missing = np.array([[np.nan, 1.0], [2.0, np.nan]])
     laws.every_example_once(iter([missing[::-1].copy()]), examples=missing)
@@ -152,38 +116,16 @@ def test_examples_of_any_kind_are_compared():
     laws.every_example_once(iter([serialized]), examples=serialized)
     listed = [{"text": "a"}, {"text": "b"}]
     laws.every_example_once(iter([listed[:1], listed[1:]]), examples=listed)
-    with pytest.raises(AssertionError, match=r"number 1 is .*\+0|number 1 is 2 and not 1"):
-        laws.same_numbers_for_any_replicas(lambda r: np.array([1 + 1j * r]), replicas=2)
-
-
-@pytest.mark.parametrize("label", range(3))
-def test_small_batches_have_every_class(label):
-    batch = find(generators.labelled_batches(max_size=5), lambda batch: label in batch[1])
-    assert batch[1].tolist() == [label]
+    x = np.array([[1, 0], [0, 2], [0, 0]])
+    sparse = [tf.sparse.from_dense(x[:2]), tf.sparse.from_dense(x[2:])]
+    laws.every_example_once(iter(sparse), examples=x)
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("kind", [keras.metrics.R2Score, keras.metrics.F1Score])
-def test_metrics_that_are_built_by_their_first_update_are_tried(kind):
-    metric = kind()
+def test_metrics_that_are_built_by_their_first_update_are_tried():
+    metric = keras.metrics.R2Score()
     laws.per_example(metric, np.eye(3, 2), np.full((3, 2), 0.6))
     assert not any(np.any(variable) for variable in metric.variables)
-    with pytest.raises(errors.InputError, match="Pass the inputs"):
-        laws.per_example(metric)
-
-
-@pytest.mark.tensorflow
-def test_sparse_examples_are_compared():
-    x = np.array([[1, 0], [0, 2], [0, 0]])
-    batches = [tf.sparse.from_dense(x[:2]), tf.sparse.from_dense(x[2:])]
-    laws.every_example_once(iter(batches), examples=x)
-
-
-def test_a_message_shows_of_an_image_its_first_numbers_and_its_last():
-    images = np.arange(2 * 32 * 32 * 3.0).reshape(2, 32, 32, 3)
-    with pytest.raises(AssertionError, match=r"0.5, 1.5, 2.5.* \.\.\. .*3071.5") as failed:
-        laws.every_example_once(iter([images + 0.5, images]), examples=images)
-    assert len(str(failed.value)) < 1000
 
 
 def test_runs_that_seed_the_same_global_numbers_are_reproducible():
@@ -254,13 +196,12 @@ def test_on_four_devices():
 
 
 @pytest.mark.tensorflow  # once
-@pytest.mark.parametrize("backend", ["jax", pytest.param("tensorflow", marks=pytest.mark.slow)])
-def test_the_plugin_makes_devices_and_skips_what_needs_more(backend, tmp_path):
+def test_the_plugin_makes_devices_and_skips_what_needs_more(tmp_path):
     (tmp_path / "test_devices.py").write_text(TESTS)
     (tmp_path / "pytest.ini").write_text("[pytest]\nkdpkit_devices = 3\n")
     command = (sys.executable, "-m", "pytest", "-rs", "--strict-markers", "--strict-config")
     plugin = ("-p", "kdpkit.testing.pytest_plugin")
-    unset = {"XLA_FLAGS": "", "KERAS_BACKEND": backend}
+    unset = {"XLA_FLAGS": "", "KERAS_BACKEND": "jax"}
     done = run(*command, *plugin, cwd=tmp_path, check=False, **unset)
     assert "2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
     assert "needs 4 devices, and there are 3" in done.stdout
@@ -271,8 +212,6 @@ def test_the_plugin_makes_devices_and_skips_what_needs_more(backend, tmp_path):
     ("setting", "marker", "sentence"),
     [
         ("four", "4", "ERROR: `kdpkit_devices` must be a positive integer, and is 'four'."),
-        ("0", "4", "ERROR: `kdpkit_devices` must be a positive integer, and is '0'."),
-        ("", "", "Write `@pytest.mark.kdpkit_devices(4)`, with one number."),
         ("", "'4'", "Write `@pytest.mark.kdpkit_devices(4)`, with one number."),
     ],
 )
@@ -294,11 +233,3 @@ def test_the_plugin_loads_nothing_in_suites_that_do_not_use_it(tmp_path):
     done = run(*command, *plugin, cwd=tmp_path, check=False)
     assert "1 passed" in done.stdout, done.stdout + done.stderr
     assert not (FRAMEWORKS | {"hypothesis"}) & {*done.stdout.split()}
-
-
-def test_pytest_finds_the_plugin_by_its_entry_point():
-    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
-    ((name, value),) = project["entry-points"]["pytest11"].items()
-    entry = importlib.metadata.EntryPoint(name, value, "pytest11")
-    assert entry.load().__name__ == name == "kdpkit.testing.pytest_plugin"
-    assert project["optional-dependencies"]["testing"][0].startswith("hypothesis>=6.170")

@@ -46,21 +46,13 @@ def found(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("where", ["inside an epoch", "at its end"])
-def test_a_run_that_was_stopped_ends_with_the_weights_of_an_undisturbed_one(where, found):
-    undisturbed = found["undisturbed"]
-    assert found[where]["stopped"] == {"code": 42}
-    resumed = found[where]["resumed"]
+def test_a_run_that_was_stopped_ends_with_the_weights_of_an_undisturbed_one(found):
+    assert found["stopped"] == {"code": 42}
+    resumed, undisturbed = found["resumed"], found["undisturbed"]
     assert resumed["weights"] == undisturbed["weights"]
     for name in ("loss", "accuracy", "learning_rate"):
         assert resumed["history"][name] == undisturbed["history"][name]
-
-
-def test_rates_and_speeds_are_in_the_logs(found):
-    history = found["undisturbed"]["history"]
-    assert {"examples_per_second", "learning_rate"} <= set(history)
-    assert history["learning_rate"][0] > history["learning_rate"][-1]
-    assert found["rate"] == 1e-2
+    assert "examples_per_second" in undisturbed["history"]
 
 
 @pytest.mark.parametrize("part", SERVED)

@@ -9,7 +9,6 @@ from typing import assert_type
 import keras
 import numpy as np
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kdpkit import training
 from kdpkit.testing import generators, laws
@@ -27,15 +26,6 @@ def test_processes_share_the_examples(shards: generators.Shards) -> None:
     assert_type(shards.process_batch_size, int)
     read = [batches(*shards, index) for index in range(shards.processes)]
     laws.every_example_once(read, examples=shards.examples)
-
-
-@given(generators.splits(), st.data())
-def test_a_split_is_that_of_tf_distribute(split: generators.Split, data: st.DataObject) -> None:
-    """Sizes only."""
-    assert_type(split.sizes, tuple[int, ...])
-    laws.split_as_tf_distribute(split.sizes, of=split.global_batch_size)
-    size = data.draw(generators.global_batch_sizes(split.replicas))
-    assert_type(size, int)
 
 
 @settings(deadline=None)

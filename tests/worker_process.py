@@ -28,6 +28,7 @@ from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop, replica_exact
 from tests.processes import free_port
 
+HAS_ORBAX = hasattr(keras.callbacks, "OrbaxCheckpoint")  # since Keras 3.14
 EXAMPLES, BATCH = 22, 7  # shards of 2, 2, 2 and 1 examples, and at the end of the epoch one example
 
 
@@ -69,12 +70,13 @@ def watching(directory):
     """Callbacks that write into a directory that all processes use."""
     if directory is None:
         return []
+    by_orbax = [keras.callbacks.OrbaxCheckpoint(str(directory / "orbax"))] if HAS_ORBAX else []
     return [
         keras.callbacks.ModelCheckpoint(directory / "keras-{epoch}.keras"),
         callbacks.ModelCheckpoint(directory / "ours-{epoch}.weights.h5", save_weights_only=True),
-        keras.callbacks.OrbaxCheckpoint(str(directory / "orbax")),
         keras.callbacks.CSVLogger(directory / "log.csv"),
         callbacks.TensorBoard(directory / "board"),
+        *by_orbax,
     ]
 
 

@@ -1,7 +1,6 @@
 """What is different with older versions of what kdpkit stands on."""
 
 import keras
-import numpy as np
 import pytest
 from packaging.version import Version
 
@@ -59,32 +58,6 @@ def test_replicas_do_not_support_sums_over_activities():
         loop.fit(batches(), epochs=1)
     with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
         loop.evaluate(batches())
-
-
-@before_means_of_activities
-def test_micro_batches_do_not_support_sums_over_activities():
-    loop = TrainingLoop(regularized(), optimizer="sgd", loss=loss(), accumulation=2)
-    with pytest.raises(ValueError, match="Install Keras 3.14 or later"):
-        loop.fit(batches(), epochs=1)
-
-
-@pytest.mark.jax
-def test_memory_is_not_planned_with_an_old_jax():
-    import jax
-
-    from kdpkit import batches, diagnostics
-
-    if Version(jax.__version__) >= Version("0.10"):
-        pytest.skip("this plans memory")
-
-    def make():
-        x = np.ones((8, 3), "float32")
-        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
-        loop = TrainingLoop(model, optimizer="sgd", loss="mse")
-        return batches.ArrayBatches((x, x[:, :1]), global_batch_size=4), loop
-
-    with pytest.raises(ValueError, match="needs JAX 0.10 or later.*jax="):
-        diagnostics.plan_memory(make, memory="1GiB")
 
 
 @pytest.mark.jax

@@ -6,11 +6,8 @@ them by name.
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
-import functools
-
 import keras
 import numpy as np
-import pytest
 from keras import layers
 
 from kdpkit import testing
@@ -118,15 +115,10 @@ def learning_from_validation(directory):
 
 
 @program(learning=learning_from_validation)
-def by_fit(resume, *others, train=None):
-    train, watching = resume.track(batches() if train is None else train), resume.callbacks
+def by_fit(resume, *others):
+    train, watching = resume.track(batches()), resume.callbacks
     model = replica_exact(thorough())
     return fit(model, train, *others, *watching, resume, validation_data=held_out())
-
-
-@program()
-def by_fit_on_a_pipeline(resume, *others):
-    return by_fit(resume, *others, train=pipeline())
 
 
 @program()
@@ -160,7 +152,7 @@ def with_executions_that_pass_the_end_of_an_epoch(resume, *others):
 
 @program("tensorflow")
 def from_a_later_epoch_of_endless_data(resume, *others):
-    model, train = compiled(steps_per_execution=2), resume.track(in_batches().repeat())
+    model, train = compiled(steps_per_execution=2), resume.track(slices().batch(5).repeat())
     settings = {"epochs": 5, "initial_epoch": 2, "steps_per_epoch": 3}
     return fit(model, train, *others, resume, **settings)
 
@@ -186,14 +178,6 @@ def in_phases_of_which_the_first_is_stopped(resume, *others):
     model.compile(keras.optimizers.Adam(1e-3), LOSS)
     train = resume.track(batches(global_batch_size=5, seed=2))
     return fit(model, train, *others, resume, initial_epoch=epochs, epochs=epochs + 3)
-
-
-@program()
-def epoch_by_epoch(resume, *others):
-    model, train = compiled(), resume.track(batches())
-    for epoch in range(4):
-        fit(model, train, *others, resume, epochs=epoch + 1, initial_epoch=epoch)
-    return model
 
 
 # What models, optimizers and callbacks hold.
@@ -343,35 +327,20 @@ class Shuffled(keras.utils.PyDataset):
 
 
 def slices():
-    tf = pytest.importorskip("tensorflow")
+    import tensorflow as tf
 
     return tf.data.Dataset.from_tensor_slices(UNEVEN)
 
 
-def shuffled():
-    mapped = slices().cache().shuffle(23, seed=3).map(lambda x, y: (2 * x, y))
-    return mapped.batch(5).prefetch(1)
+@program()
+def on_a_dataset_that_shuffles_itself(resume, *others):
+    return fit(compiled(), resume.track(Shuffled()), *others, resume)
 
 
-def in_batches():
-    return slices().batch(5)
+@program("tensorflow")
+def on_shuffled_stages(resume, *others):
+    from kdpkit._internal.datasets import untuned  # the tuning thread would hold up each end
 
-
-DATA = {  # with the steps of an epoch, if it does not know them
-    "a PyDataset that shuffles": (Shuffled, None),
-    "one batch": (lambda: batches(tuple(array[:4] for array in ARRAYS)), None),
-    "shuffled": (shuffled, None),
-    "endless": (lambda: shuffled().repeat(), 4),
-}
-
-
-def on_data(make, steps, resume, *others):
-    """Train a model whose weights depend on the order of its batches."""
-    model = testing.tiny_classifier()
-    model.compile(keras.optimizers.Adam(0.05), LOSS)
-    return fit(model, resume.track(make()), *others, resume, steps_per_epoch=steps)
-
-
-for _name, (_make, _steps) in DATA.items():
-    PROGRAMS[f"on {_name}"] = functools.partial(on_data, _make, _steps)
-    LEARNING[f"on {_name}"] = lambda _: []
+    shuffled = slices().cache().shuffle(23, seed=3).map(lambda x, y: (2 * x, y))
+    train = resume.track(untuned(shuffled.batch(5).prefetch(1)))
+    return fit(compiled(), train, *others, resume)

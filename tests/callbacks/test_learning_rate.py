@@ -1,3 +1,4 @@
+import contextlib
 import itertools
 import re
 
@@ -16,25 +17,17 @@ def straight_decay(steps=100):
     return keras.optimizers.schedules.PolynomialDecay(1.0, steps, end_learning_rate=0.0)
 
 
-@pytest.mark.parametrize("steps_per_execution", [1, 3])
-def test_history_has_the_schedules_rate_of_each_epochs_last_step(steps_per_execution):
-    schedule = straight_decay()
-    model = falling_weight(keras.optimizers.SGD(schedule), steps_per_execution=steps_per_execution)
+@pytest.mark.parametrize("replicas", [1, pytest.param(2, marks=pytest.mark.tensorflow)])
+def test_history_has_the_schedules_rate_of_each_epochs_last_step(replicas):
+    scope = contextlib.nullcontext()
+    if replicas > 1:
+        from kdpkit.strategies import select_strategy
+
+        scope = select_strategy("mirrored", devices=replicas).scope()
+    with scope:
+        model = falling_weight(keras.optimizers.SGD(straight_decay()), steps_per_execution=3)
     history = model.fit(**ones(7), epochs=3, callbacks=[LearningRateLogger()]).history
-    expected = [float(schedule(step)) for step in (6, 13, 20)]
-    assert history["learning_rate"] == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.parametrize("rate", [0.5, straight_decay()], ids=["plain", "schedule"])
-@pytest.mark.tensorflow
-def test_two_replicas_log_what_both_applied(rate):
-    from kdpkit.strategies import select_strategy
-
-    with select_strategy("mirrored", devices=2).scope():
-        model = falling_weight(keras.optimizers.SGD(rate), steps_per_execution=3)
-    model.fit(**ones(7), epochs=2, callbacks=[LearningRateLogger()])
-    expected = [0.5, 0.5] if rate == 0.5 else [0.94, 0.87]
-    assert model.history.history["learning_rate"] == pytest.approx(expected, rel=1e-6)
+    assert history["learning_rate"] == pytest.approx([0.94, 0.87, 0.8], rel=1e-6)
 
 
 @pytest.mark.jax
@@ -56,7 +49,7 @@ def test_devices_that_split_batches_on_jax_log_what_all_applied():
     hooks=st.lists(st.sampled_from(["on_epoch_begin", "on_epoch_end"]), max_size=3),
     position=st.integers(0, 3),
 )
-@settings(max_examples=8)
+@settings(max_examples=5)
 def test_a_plain_rate_is_logged_as_applied_whoever_sets_it_and_in_any_order(hooks, position):
     values = itertools.count(0.5, 0.015625)
     callbacks, truth = [SetRate(hook, values) for hook in hooks], Truth()
@@ -114,8 +107,7 @@ def test_printlr_prints_once_an_epoch_below_the_progress_line(capsys):
     ]
 
 
-@pytest.mark.parametrize("callback", [LearningRateLogger(), PrintLR()])
-def test_a_model_without_a_keras_optimizer_raises_before_training(callback):
+def test_a_model_without_a_keras_optimizer_raises_before_training():
     model = falling_weight(optimizer=None)
     with pytest.raises(ValueError, match="read from a Keras optimizer.*optimizer=None"):
-        model.fit(**ones(2), callbacks=[callback])
+        model.fit(**ones(2), callbacks=[PrintLR()])

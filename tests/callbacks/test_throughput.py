@@ -32,12 +32,15 @@ class Clock(keras.callbacks.Callback):
         """Make Keras on JAX wait for each step, so that steps and clock are in step."""
 
 
-@pytest.mark.parametrize(("steps_per_execution", "executions"), [(1, 8), (3, 3)])
-def test_the_epochs_steps_are_counted_exactly(monkeypatch, steps_per_execution, executions):
-    model = falling_weight("sgd", steps_per_execution=steps_per_execution)
-    callbacks = [Throughput(), Clock(monkeypatch)]
+def test_the_epochs_steps_are_counted_exactly_and_all_else_is_a_multiple(monkeypatch):
+    model = falling_weight("sgd", steps_per_execution=3)
+    speed = Throughput(4, tokens_per_example=2.5, step_flops=6e9, peak_flops=2e12)
+    callbacks = [speed, Clock(monkeypatch)]
     history = model.fit(**ones(8), epochs=3, callbacks=callbacks).history
-    assert history["steps_per_second"][1:] == [8 / executions] * 2
+    steps = 8 / 3  # a second, in which an execution has three of them
+    for name, factor in (("steps", 1), ("examples", 4), ("tokens", 10)):
+        assert history[f"{name}_per_second"][1:] == pytest.approx([factor * steps] * 2)
+    assert history["mfu"][1:] == pytest.approx([0.003 * steps] * 2)
 
 
 def test_compilation_validation_and_the_time_between_epochs_are_left_out(monkeypatch):
@@ -58,32 +61,32 @@ def test_compilation_validation_and_the_time_between_epochs_are_left_out(monkeyp
     assert history.history["steps_per_second"] == [1.0, 1.0]
 
 
+STEP_SECONDS = 0.05
+
+
+class Sleeping(keras.layers.Layer):
+    """Is part of a step on the device, which lasts; the machine's load can only lengthen it."""
+
+    def call(self, x):
+        def zero(_):
+            time.sleep(STEP_SECONDS)
+            return np.zeros((), "float32")
+
+        if keras.backend.backend() == "jax":
+            import jax
+
+            number = jax.lax.stop_gradient(x[0, 0])
+            return x + jax.pure_callback(zero, jax.ShapeDtypeStruct((), "float32"), number)
+        import tensorflow as tf
+
+        return x + tf.ensure_shape(tf.numpy_function(zero, [x[0, 0]], tf.float32), ())
+
+
 def test_the_time_is_that_of_the_work_and_not_of_its_dispatch():
-    width, steps = 1024, 6  # so much that what Keras does around it weighs little
-    model = keras.Sequential([keras.Input((width,)), keras.layers.Dense(width, use_bias=False)])
+    model = keras.Sequential([keras.Input((1,)), Sleeping(), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-    x = np.ones((256 * steps, width), "float32")
-
-    class Epochs(keras.callbacks.Callback):
-        async_safe = True  # or Keras would wait for each step on JAX
-        on_epoch_begin = on_epoch_end = lambda *_, **__: times.append(time.perf_counter())
-
-    times = []
-    history = model.fit(
-        x, x, batch_size=256, epochs=3, verbose=0, callbacks=[Throughput(), Epochs()]
-    ).history
-    measured = steps / np.array(history["steps_per_second"])
-    # In some epoch at least; in others the machine may have been busy with something else.
-    assert max(measured / np.diff(times)[::2]) > 0.5
-
-
-def test_examples_tokens_and_the_mfu_are_multiples_of_the_steps():
-    speed = Throughput(4, tokens_per_example=2.5, step_flops=6e9, peak_flops=2e12)
-    history = falling_weight("sgd").fit(**ones(5, batch_size=4), callbacks=[speed]).history
-    steps = history["steps_per_second"][0]
-    assert history["examples_per_second"] == [pytest.approx(4 * steps)]
-    assert history["tokens_per_second"] == [pytest.approx(10 * steps)]
-    assert history["mfu"] == [pytest.approx(0.003 * steps)]
+    history = model.fit(**ones(6), epochs=2, callbacks=[Throughput()]).history
+    assert max(history["steps_per_second"]) <= 1 / STEP_SECONDS
 
 
 @pytest.mark.parametrize(
@@ -92,7 +95,6 @@ def test_examples_tokens_and_the_mfu_are_multiples_of_the_steps():
         ({"tokens_per_example": 9}, "need the number of examples.*Pass `global_batch_size`"),
         ({"global_batch_size": 2, "tokens_per_example": 0}, "`tokens_per_example` must be above 0"),
         ({"step_flops": 1e9}, "`peak_flops` must be a finite number.*None"),
-        ({"step_flops": 0, "peak_flops": 1}, "`step_flops` must be above 0"),
     ],
 )
 def test_bad_arguments_get_one_sentence(arguments, sentence):

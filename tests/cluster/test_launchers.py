@@ -50,7 +50,6 @@ P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
 @pytest.mark.parametrize(
     ("environ", "addresses", "address"),
     [
-        (tf_config(environment="cloud"), "a:1 b:1", "b:1"),
         (tf_config(task={"type": "worker", "index": "1"}), "a:1 b:1", "b:1"),  # of Kubeflow
         (KERAS, "10.0.0.1:1234 10.0.0.2:2345", "10.0.0.2:2345"),
         (JAX, "node0:1234", None),
@@ -93,7 +92,7 @@ def test_jobs_have_ports_apart(environ, other):
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
-    [("a", "a"), ("a,b[1-2]", "a"), ("n[01-10,12],a", "n01"), ("r[2-3]n[8,9]", "r2n8")],
+    [("a,b[1-2]", "a"), ("n[01-10,12],a", "n01"), ("r[2-3]n[8,9]", "r2n8")],
 )
 def test_the_first_of_slurms_nodes(nodes, first):
     assert _first_of_slurm({"SLURM_STEP_NODELIST": nodes}).partition(":")[0] == first
@@ -118,20 +117,14 @@ def test_what_was_set_for_the_program_goes_before_launchers_and_these_before_sch
         ({"TF_CONFIG": "{}"}, "No cluster is described.*kdpkit launch"),
         (BATCH_SCRIPT, "No cluster is described.*start the processes with `srun`"),
         ({"TF_CONFIG": "{"}, "TF_CONFIG is not valid JSON"),
-        ({"TF_CONFIG": "[]"}, 'TF_CONFIG must have a "cluster"'),
         ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 'must have.*and a "task"'),
         (tf_config({"boss": ["a:1"]}), "the roles chief, worker, ps.*'boss'"),
         (tf_config(task={"type": "evaluator", "index": 0}), "`role` must be one of.*'evaluator'"),
         (tf_config({"chief": ["a:1", "b:1"]}), "may have at most one chief"),
-        (tf_config({"worker": "a:1"}), "`worker` must be a list of strings"),
-        (tf_config(task={"type": "worker", "index": -1}), "must be a non-negative integer"),
         (KERAS | {COUNT: "3"}, "an address for every process.*=3"),
-        (KERAS | {INDEX: ""}, f"{INDEX} must be set too"),
         ({COUNT: "2", INDEX: "0"}, f"{ADDRESSES} must be set too.*TPU"),
         (KERAS | {COUNT: "two"}, f"`{COUNT}` must be a non-negative integer.*'two'"),
-        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "one of the cluster's.*index=2"),
         (TORCHRUN | {"MASTER_PORT": ""}, "the first.*torchrun.*WORLD_SIZE=2.*JAX_COORDINATOR"),
-        (JAX | {"JAX_COORDINATOR_ADDRESS": "node0"}, "must be the address and port"),
         (SLURM | {"SLURM_PROCID": "2"}, "one of the cluster's.*index=2, of_this_role=2"),
         (SLURM | {"SLURM_STEP_NODELIST": "n[1-"}, "SLURM's list of nodes must look like"),
     ],

@@ -25,7 +25,3 @@ def test_clusters_that_cannot_be_joined_raise(cluster, sentence, monkeypatch):
     monkeypatch.setenv("TF_CONFIG", json.dumps(config))
     with pytest.raises(ValueError, match=sentence):
         strategies.select_strategy("multi_worker")
-
-
-def test_a_process_alone_is_the_chief():
-    assert strategies.is_chief()

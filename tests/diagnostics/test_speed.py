@@ -8,12 +8,19 @@ import numpy as np
 import pytest
 
 from kdpkit import batches, testing, training
-from kdpkit.diagnostics import SpeedReport, check_speed
+from kdpkit.diagnostics import check_speed
+from kdpkit.diagnostics._doctor import speed
 
 FEATURES, BATCH = 64, 16
 X, Y = testing.toy_classification(2048, features=FEATURES)
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 IS_JAX = keras.backend.backend() == "jax"
+
+
+@pytest.fixture(autouse=True)
+def one_round(monkeypatch):
+    """Measure in one round: more are for machines that are busy with something else."""
+    monkeypatch.setattr(speed, "_ROUNDS", 1)
 
 
 def compiled(model, **settings):
@@ -56,7 +63,8 @@ class LongStep(keras.Sequential):
 
 
 @pytest.mark.slow
-def test_a_long_step_on_arrays_in_memory_waits_for_nothing():
+def test_a_long_step_on_arrays_in_memory_waits_for_nothing(monkeypatch):
+    monkeypatch.undo()
     model = compiled(LongStep([keras.layers.Dense(3)]), run_eagerly=True)
     data = batches.ArrayBatches((X, Y), global_batch_size=256, seed=0)
     report = check_speed(data, model=model, seconds=0.2)
@@ -77,8 +85,9 @@ def test_the_slowest_stage_of_a_pipeline_is_named():
         return x + image[0, 0], y
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).map(decode).batch(BATCH)
-    report = check_speed(untuned(data), model=small(), seconds=1.0)
+    report = check_speed(untuned(data), model=small(), seconds=0.4)
     assert report.slowest_stage == "map(decode)"
+    assert max(map(len, str(report).splitlines())) <= 80
 
 
 # What is left behind: nothing.
@@ -145,24 +154,11 @@ def test_the_epoch_of_a_train_pipeline_does_not_move_on_two_replicas():
         np.testing.assert_array_equal(array, former)
 
 
-# What it says.
-
-
-def test_the_report_is_read_in_80_columns():
-    report = SpeedReport(0.0612, 0.85, "map(decode)")
-    assert max(map(len, str(report).splitlines())) <= 80
-    assert "takes 61.2 ms, of which 85% waits" in " ".join(str(report).split())
-    assert "slowest stage of the pipeline is `map(decode)`" in " ".join(str(report).split())
-    assert not report.clean
-
-
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"model": None}, "`model` must be a Keras model"),
         ({"model": testing.tiny_classifier()}, "`model` is not compiled"),
         ({"dataset": (x for x in [X])}, "`dataset` must be a"),
-        ({"seconds": 0}, "`seconds` must be above 0"),
         ({"dataset": (X[:, :3], Y)}, "The training fails, so it has no speed"),
     ],
 )

@@ -57,7 +57,6 @@ def test_what_does_not_work_is_reported(program, timeout, outcome, text, tmp_pat
     ("gpus", "flags", "on_cpu"),
     [
         (0, {}, {"mirrored", "multi_worker", "parameter_server"}),
-        (1, {"parameter_server": "1"}, {"mirrored", "multi_worker"}),
         (5, {"multi_worker": "2", "parameter_server": "1"}, set()),
     ],
 )

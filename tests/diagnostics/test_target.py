@@ -96,16 +96,11 @@ def test_modules_beside_a_script_are_found_and_fit_trains_again_while_it_is_chec
     assert (ROWS, int(trained.optimizer.iterations)) == (3, 2)
 
 
-@pytest.mark.parametrize(
-    "ending",
-    [
-        "try:\n    build().fit(x, y)\nfinally:\n    raise SystemExit(1)\n",
-        "try:\n    build().fit(x, y)\nexcept BaseException:\n    build().fit(x, y, batch_size=4)\n",
-    ],
-    ids=["another error", "fitted again"],
-)
-def test_the_first_fit_counts_whatever_the_script_does_then(ending, script):
-    assert asked_by(script(ending)).batch_size is None
+def test_the_first_fit_counts_whatever_the_script_does_then(script):
+    text = (
+        "try:\n    build().fit(x, y)\nexcept BaseException:\n    build().fit(x, y, batch_size=4)\n"
+    )
+    assert asked_by(script(text)).batch_size is None
 
 
 def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script, monkeypatch):
@@ -128,14 +123,10 @@ def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script
         ("build()", "train.py", [], "ended without a `fit`.*(dataset, model)"),
         ("1 / 0", "train.py", [], "failed before its `fit`: ZeroDivisionError: division by zero"),
         ("sys.exit('no data')", "train.py", [], "ended before its `fit`: SystemExit: no data"),
-        ("raise ValueError('first\\nsecond')", "train.py", [], "ValueError: first."),
-        ("sys.exit()", "train.py", [], "ended without a `fit`"),
         ("sys.exit(0)", "train.py:x", [], "train.py:x` fails: SystemExit: 0"),
         ("build().fit(x, y)", "train.py:build", [], "It calls `fit` before.*__main__"),
-        ("def make():\n    build().fit(x, y)", "train.py:make", [], "It calls `fit` before"),
         ("", "train.py:x", [], "`train` has no function `x`"),
         ("", "nowhere.py:data", [], "There is no such file: nowhere.py"),
-        ("", "train", [], "There is no such file: train"),
         ("", "no_such_module:data", [], "fails: ModuleNotFoundError"),
         ("", "kdpkit.scaling:split_batch", ["--flag"], "those of a script"),
     ],

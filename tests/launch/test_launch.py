@@ -239,7 +239,6 @@ if os.fork() == 0 and os.fork() == 0:  # and its parent
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("is_killed", [True, False])
 def test_nothing_outlives_the_launcher_and_a_killed_one_lets_programs_save(
     start, tmp_path, mark, is_killed
@@ -256,35 +255,26 @@ def test_nothing_outlives_the_launcher_and_a_killed_one_lets_programs_save(
 
 # Parameter servers.
 
-WITH_SERVER = ("--parameter-servers", "1")
 
-
-@pytest.mark.parametrize("lost", ["ps 0", "worker 1"])
-def test_a_lost_server_or_worker_starts_all_again(start, lost):
-    program = f"""
-seen = here / f"{{name}} was here"
+def test_a_lost_server_starts_all_again(start):
+    program = """
+seen = here / f"{name} was here"
 first = not seen.exists()
 seen.touch()
-if name == {lost!r} and first:
-    for other in ("worker 0", "chief 0"): wait_for(f"{{other}} was here")
+if name == "ps 0" and first:
+    for other in ("worker 0", "chief 0"): wait_for(f"{other} was here")
     sys.exit(6)
 if not first: print(name, "again")
 if first or name != "chief 0": ready()
-for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{{other}} is ready")
+for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{other} is ready")
 """
-    code, shown = ended(start(program, *WITH_SERVER, "--max-restarts", "1"))
+    servers = ("--parameter-servers", "1", "--max-restarts", "1")
+    code, shown = ended(start(program, *servers))
     assert code == 0, shown
     assert "Starts chief, worker 0, worker 1, ps 0: " in shown
     assert "chief    | chief 0 again" in shown
     assert shown.count("failed") == 1  # those that serve are ended when the chief is done
-    assert f"{lost} failed with exit code 6" in shown
-
-
-def test_sigterm_lets_the_chief_save_and_then_ends_the_servers(start, tmp_path):
-    launcher = start(SAVES, *WITH_SERVER)
-    wait_for(tmp_path, "chief 0 is ready", "ps 0 is ready", *ALL_READY)
-    assert ended(launcher, signal.SIGTERM)[0] == 42
-    assert (tmp_path / "chief 0 saved").exists()
+    assert "ps 0 failed with exit code 6" in shown
 
 
 # Called from Python.
@@ -295,14 +285,6 @@ def test_a_program_that_is_not_there_raises():
         launch.launch(["no-such-program"], workers=1)
 
 
-def test_a_script_without_a_first_line_that_names_python_raises(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text("print(1)\n")
-    script.chmod(0o755)
-    with pytest.raises(ValueError, match="worker 0 cannot be started: .*format.*python train.py"):
-        launch.launch([str(script)], workers=2)
-
-
 # The command line.
 
 
@@ -310,10 +292,8 @@ def test_a_script_without_a_first_line_that_names_python_raises(tmp_path):
     ("words", "sentence"),
     [
         (["launch", "--", "echo"], "the following arguments are required: --workers"),
-        (["launch", "--workers", "0", "--", "echo"], "`workers` must be a positive integer"),
         (["launch", "--workers", "1000000", "--", "echo"], "workers=1000000.*At most .* can"),
         (["launch", "--workers", "2"], "The command to run comes after `--`"),
-        (["launch", "--workers", "2", "--max", "3", "--", "echo"], "unrecognized arguments"),
     ],
 )
 def test_a_mistake_in_the_flags_is_one_sentence(words, sentence, capsys):

@@ -41,17 +41,6 @@ def test_a_bar_gives_a_line_every_few_seconds():
     assert lines[-1] == "99%"
 
 
-def test_bytes_that_are_no_text_are_shown():
-    assert all_lines([b"\xff\n"]) == ["\ufffd"]
-
-
-def test_names_are_padded_to_one_width(capsys):
-    printer = _output.Printer(["a", "long"], on_gone=lambda: None)
-    printer.line("a", "one", "stdout")
-    printer.line("long", "two", "stderr")
-    assert capsys.readouterr() == ("a    | one\n", "long | two\n")
-
-
 def test_a_missing_reader_is_reported(monkeypatch):
     class Closed(io.StringIO):
         def write(self, _):

@@ -1,31 +1,17 @@
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdpkit import strategies, testing
 from kdpkit.pipelines import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.testing import generators, laws
 
-FEW = settings(max_examples=15)
+FEW = settings(max_examples=8)  # each builds pipelines
 
 
 def numbers(batches):
     return [int(number) for batch in batches for number in batch]
-
-
-def weights_after_fit(dataset, replicas, **fit_arguments):
-    strategy = strategies.select_strategy("mirrored", devices=replicas)
-    with strategy.scope():
-        model = testing.tiny_classifier()
-        model.compile(
-            optimizer=keras.optimizers.SGD(0.5),
-            loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        )
-    model.fit(dataset, verbose=0, **fit_arguments)
-    return np.concatenate([weight.ravel() for weight in model.get_weights()])
 
 
 @FEW
@@ -48,7 +34,7 @@ def test_every_kept_example_comes_exactly_once_an_epoch(shards, buffer, cache):
         laws.every_example_once(train, examples=kept)
 
 
-@settings(max_examples=6)
+@settings(max_examples=4)
 @given(
     epoch=st.integers(0, 2),
     step=st.integers(0, 4),
@@ -100,17 +86,6 @@ def test_functions_of_users_may_branch_on_tensors_in_python():
     assert sorted(numbers(train)) == [7, 12, 14, 15]
     evaluation = eval_pipeline(source, global_batch_size=2, remainder="keep", **stages)
     assert numbers(evaluation) == [2, -3, 4, 5]
-
-
-def test_fit_sees_the_same_epochs_on_one_device_and_on_replicas():
-    x, y = testing.toy_classification(20)
-
-    def build(replicas):
-        source = tf.data.Dataset.from_tensor_slices((x, y))
-        return train_pipeline(source, global_batch_size=4, replicas=replicas)
-
-    one, many = (weights_after_fit(build(count), count, epochs=3) for count in (1, 4))
-    np.testing.assert_allclose(many, one, rtol=0, atol=2e-6)
 
 
 def test_preparation_runs_once_and_augmentation_every_epoch():

@@ -22,7 +22,7 @@ def read(files, **arguments):
     return [int(n) for n in pipelines.tfrecords(files, tf.strings.to_number, **arguments)]
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(counts=st.lists(st.integers(1, 20), min_size=1, max_size=5), at_once=st.integers(1, 5))
 def test_records_come_once_each_in_the_same_order_every_time(tmp_path_factory, counts, at_once):
     directory = tmp_path_factory.mktemp("records")

@@ -10,7 +10,7 @@ def values(dataset):
     return [element.numpy() for element in dataset]
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(
     texts=st.lists(st.text(max_size=12), min_size=1, max_size=8),
     length=st.integers(0, 12),
@@ -23,21 +23,6 @@ def test_longer_than_counts_the_bytes_of_the_text_of_an_example(texts, length):
     assert values(lines.apply(pipelines.filter_by(longer))) == kept
     labelled = tf.data.Dataset.zip(lines, tf.data.Dataset.range(len(texts)))
     assert [text.numpy() for text, _ in labelled.filter(longer)] == kept
-
-
-def test_a_cached_dataset_reads_its_source_once():
-    reads = []
-
-    def read(number):
-        reads.append(int(number))
-        return number
-
-    source = tf.data.Dataset.range(4).map(
-        lambda number: tf.ensure_shape(tf.py_function(read, [number], tf.int64), [])
-    )
-    cached = source.apply(pipelines.cache())
-    assert values(cached) == values(cached) == [0, 1, 2, 3]
-    assert reads == [0, 1, 2, 3]
 
 
 def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_seed():
@@ -55,7 +40,6 @@ def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_se
     [
         (lambda: pipelines.longer_than(-1), "`length` must be a non-negative.*length=-1"),
         (lambda: pipelines.shuffle(0), "`buffer_size` must be a positive.*buffer_size=0"),
-        (lambda: pipelines.prefetch(0), "`batches` must be a positive"),
         (lambda: pipelines.auto_shard("files"), "`policy` must be one of 'data', 'file', 'off'"),
         (lambda: pipelines.batch_for(6, replicas=4), "nearest sizes that work are 4 and 8"),
     ],
@@ -65,7 +49,7 @@ def test_bad_arguments_get_one_sentence(make, sentence):
         make()
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(examples=st.integers(0, 30), size=st.integers(1, 7), drop=st.booleans())
 def test_counting_finds_what_filter_hides(examples, size, drop):
     pairs = tf.data.Dataset.range(examples).map(lambda n: (n, {"double": 2 * n}))
