@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from kdpkit._internal import atomic_files, checks, processes, storage
-from kdpkit.callbacks._devices import is_reading
 from kdpkit.callbacks._learning_rate import AppliedRateCallback
 
 
@@ -22,8 +21,8 @@ class TensorBoard(AppliedRateCallback):
     Tags and runs of `fit` are those of `keras.callbacks.TensorBoard`, with two differences:
     `epoch_learning_rate` is the rate of the epoch's last update, where Keras writes the next
     step's; and scalars only need the package `tensorboard`, so they work on JAX too and no step
-    waits for them. All logs are written; callbacks that add to them (`Throughput`, `DeviceMonitor`)
-    must be earlier in the list, as in `training_callbacks`. With several processes only the first
+    waits for them. All logs are written; callbacks that add to them, such as `Throughput`, must
+    be earlier in the list, as in `training_callbacks`. With several processes only the first
     one writes.
 
     Args:
@@ -121,7 +120,7 @@ def _run_and_tag(name: str) -> tuple[str, str]:
     """Return the run and the tag of an epoch's value."""
     if name.startswith("val_"):
         return "validation", f"epoch_{name[4:]}"
-    return "train", f"device/{name}" if is_reading(name) else f"epoch_{name}"
+    return "train", f"epoch_{name}"
 
 
 def _writer_class() -> Any:
