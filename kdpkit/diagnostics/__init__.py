@@ -2,8 +2,8 @@
 
 `plan_memory` works out what each device needs and the cheapest way to make it fit. `environment`
 reports what this machine and this Python offer, and which strategies train on it. `check_input`
-checks `tf.data` pipelines, `check_tpu` a dataset and a model for a TPU. `check_speed` finds how long
-a step takes and waits for input, `largest_batch` how many examples fit. Each name loads the
+checks `tf.data` pipelines, `check_tpu` a dataset and a model for a TPU. `check_speed` finds how
+long a step takes and waits for input, `largest_batch` how many examples fit. Each name loads the
 framework that it needs on first use; `environment` loads none.
 """
 

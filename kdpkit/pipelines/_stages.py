@@ -1,4 +1,4 @@
-"""The stages of a dataset: the one reader for `lint`, `measure` and `Resume`.
+"""The stages of a dataset: the one reader for `lint`, `doctor --measure` and `Resume`.
 
 This file uses private parts of tf.data: the names of its dataset classes, their attributes,
 `_inputs()` and `_functions()`, which are the same in TensorFlow 2.20 and 2.21. Unlike a serialized
