@@ -9,7 +9,7 @@ any pipeline from its stages.
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.pipelines._lint import lint
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
-from kdpkit.pipelines._sources import interleave_files, tfrecords
+from kdpkit.pipelines._sources import interleave_files
 from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, pack_tokens, tokenize
 from kdpkit.pipelines._transforms import (
     Transform,
@@ -42,7 +42,6 @@ __all__ = [
     "pad_to_global_batch",
     "prefetch",
     "shuffle",
-    "tfrecords",
     "tokenize",
     "train_pipeline",
 ]
