@@ -294,7 +294,7 @@ def gathered_on_read(model: keras.Model) -> Iterator[None]:
     A process cannot read what is on another's devices. Inside this scope a variable that is read,
     as `model.save` and `get_weights` do, is gathered from all devices, one at a time. So every
     process must read the same variables in the same order: all save, to files of their own.
-    `kdpkit.callbacks.ModelCheckpoint` and `Resume` do so by themselves.
+    `kdpkit.callbacks.Resume` does so by itself.
 
     >>> import tempfile
     >>> with DataParallel(2, shard="weights").scope():

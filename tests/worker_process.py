@@ -71,7 +71,6 @@ def watching(directory):
         return []
     return [
         keras.callbacks.ModelCheckpoint(directory / "keras-{epoch}.keras"),
-        callbacks.ModelCheckpoint(directory / "ours-{epoch}.weights.h5", save_weights_only=True),
         keras.callbacks.OrbaxCheckpoint(str(directory / "orbax")),
         keras.callbacks.CSVLogger(directory / "log.csv"),
         callbacks.TensorBoard(directory / "board"),
