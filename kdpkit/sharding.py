@@ -137,39 +137,23 @@ def _platform() -> str:
     try:
         return str(jax.default_backend())
     except (RuntimeError, AssertionError) as error:  # the second for an unknown platform
-        raise errors.InputError(_why_not_started(error)) from error
+        platforms = jax.config.jax_platforms
+        if "tpu" in str(platforms).split(","):  # if libtpu finds chips, JAX only tries these
+            raise errors.InputError(_why_no_tpu(checks.first_line(error))) from error
+        raise errors.InputError(
+            f"JAX cannot start its platform ({checks.first_line(error)}). Received: "
+            f"JAX_PLATFORMS={platforms}. Leave it out, or install the JAX for it."
+        ) from error
 
 
-def _why_not_started(error: Exception) -> str:
-    """Return why JAX found nothing; if libtpu finds chips, JAX only tries these."""
-    if "tpu" in str(jax.config.jax_platforms).split(","):
-        return _why_no_tpu(error)
-    return (
-        f"JAX cannot start its platform ({checks.first_line(error)}). "
-        f"Received: JAX_PLATFORMS={jax.config.jax_platforms}. Leave the environment variable out, "
-        "or install the JAX for it."
-    )
-
-
-def _why_no_tpu(error: Exception | None = None) -> str:
-    """Return why there is no TPU, or, from JAX's error, why it is not available."""
+def _why_no_tpu(reason: str = "it trains on another device") -> str:
     if not machine.chips():
-        return machine.nowhere()
-    platforms = jax.config.jax_platforms
-    if platforms and "tpu" not in platforms.split(","):
-        return f"JAX was asked for other devices (JAX_PLATFORMS={platforms}). Leave that out."
-    try:
-        if error is None:
-            jax.devices("tpu")
-    except RuntimeError as raised:
-        error = raised
-    assert error is not None, "with a TPU that starts, JAX trains on it"
+        return machine.NO_TPU
     return (
-        machine.in_use(error)
-        or machine.without_libtpu()
-        or f"JAX could not start this machine's {machine.counted(machine.chips())} "
-        f"({checks.first_line(error)}). Restart Python, in a notebook the runtime; if that "
-        'does not help, `pip install --upgrade "jax[tpu]"`.'
+        f"JAX does not start this machine's {machine.counted(machine.chips())} ({reason}; "
+        f"JAX_PLATFORMS={jax.config.jax_platforms}). They serve one process at a time: end any "
+        "other, in a notebook by restarting its session. Otherwise leave JAX_PLATFORMS out, run "
+        '`pip install --upgrade "jax[tpu]"`, and restart Python.'
     )
 
 

@@ -4,8 +4,6 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Sequence
 
-from kdpkit._internal import checks
-
 LEVELS = ("error", "wrong", "slow", "note")
 WIDTH = 80
 
@@ -33,9 +31,6 @@ class Finding:
     where: str
     problem: str
     remedy: str
-
-    def __post_init__(self) -> None:
-        checks.one_of("level", self.level, LEVELS)
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns, unless a word is longer."""

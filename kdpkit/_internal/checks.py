@@ -12,7 +12,7 @@ import operator
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
 
@@ -43,14 +43,9 @@ def fail(problem: str, *, remedy: str = "", **received: object) -> NoReturn:
     ...
     kdpkit.errors.InputError: `replicas` must be positive. Received: replicas=0. Use at least 1.
     """
-    raise errors.InputError(sentence(problem, received, remedy))
-
-
-def sentence(problem: str, received: Mapping[str, object], remedy: str) -> str:
-    """Put a problem, the values received and the remedy into one message."""
     shown = ", ".join(f"{name}={_shortened(repr(value))}" for name, value in received.items())
     parts = [problem, f"Received: {shown}." if shown else "", remedy]
-    return " ".join(part for part in parts if part)
+    raise errors.InputError(" ".join(part for part in parts if part))
 
 
 def _shortened(text: str) -> str:
@@ -70,10 +65,6 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(words)
 
 
-def _reject(problem: str, name: str, value: object) -> NoReturn:
-    raise errors.InputError(sentence(problem, {name: value}, ""))
-
-
 def integer(name: str, value: object, *, minimum: int = 1) -> int:
     """Accept an integer of any integer type (not a bool) that is at least `minimum`."""
     with contextlib.suppress(TypeError):
@@ -85,7 +76,7 @@ def integer(name: str, value: object, *, minimum: int = 1) -> int:
     kind = {0: "a non-negative integer", 1: "a positive integer"}.get(
         minimum, f"an integer of at least {minimum}"
     )
-    _reject(f"`{name}` must be {kind}.", name, value)
+    fail(f"`{name}` must be {kind}.", **{name: value})
 
 
 def number(
@@ -103,11 +94,11 @@ def number(
     except (TypeError, ValueError):
         real = math.nan
     if isinstance(value, bool | str) or not math.isfinite(real):
-        _reject(f"`{name}` must be a finite number.", name, value)
+        fail(f"`{name}` must be a finite number.", **{name: value})
     if not (minimum <= real <= maximum and above < real < below):
         limits = {"at least": minimum, "above": above, "at most": maximum, "below": below}
         texts = [f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit)]
-        _reject(f"`{name}` must be {' and '.join(texts)}.", name, value)
+        fail(f"`{name}` must be {' and '.join(texts)}.", **{name: value})
     return real
 
 
@@ -115,7 +106,7 @@ def one_of(name: str, value: _T, choices: Iterable[_T]) -> _T:
     """Accept one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
-        _reject(f"`{name}` must be one of {', '.join(map(repr, choices))}.", name, value)
+        fail(f"`{name}` must be one of {', '.join(map(repr, choices))}.", **{name: value})
     return value
 
 
@@ -164,7 +155,7 @@ def strings(name: str, values: Sequence[str]) -> tuple[str, ...]:
     """Accept several strings, and not one."""
     are_several = isinstance(values, Sequence) and not isinstance(values, str)
     if not are_several or not all(isinstance(value, str) for value in values):
-        _reject(f"`{name}` must be a list of strings.", name, values)
+        fail(f"`{name}` must be a list of strings.", **{name: values})
     return tuple(values)
 
 
@@ -177,18 +168,14 @@ def address(name: str, value: str | None) -> tuple[str, int]:
     host, _, port = str(value).rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]")
     wrong_colons = ":" in host and not in_brackets
-    if not host or wrong_colons or set(host) & set("/, \t\n") or not _is_port(port):
-        _reject(
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16
+    if not host or wrong_colons or set(host) & set("/, \t\n") or not is_port:
+        fail(
             f"`{name}` must be the address and port of a process, such as '10.0.0.1:9876', the "
             "port from 1 to 65535.",
-            name,
-            value,
+            **{name: value},
         )
     return host.strip("[]"), int(port)
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 1 << 16
 
 
 def global_batch(global_batch_size: object, replicas: object) -> tuple[int, int]:
