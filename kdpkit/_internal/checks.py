@@ -14,7 +14,7 @@ import re
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from kdpkit import errors
 
@@ -65,6 +65,10 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(words)
 
 
+def _reject(problem: str, name: str, value: Any) -> NoReturn:
+    fail(problem, **{name: value})
+
+
 def integer(name: str, value: object, *, minimum: int = 1) -> int:
     """Accept an integer of any integer type (not a bool) that is at least `minimum`."""
     with contextlib.suppress(TypeError):
@@ -76,7 +80,7 @@ def integer(name: str, value: object, *, minimum: int = 1) -> int:
     kind = {0: "a non-negative integer", 1: "a positive integer"}.get(
         minimum, f"an integer of at least {minimum}"
     )
-    fail(f"`{name}` must be {kind}.", **{name: value})
+    _reject(f"`{name}` must be {kind}.", name, value)
 
 
 def number(
@@ -94,19 +98,18 @@ def number(
     except (TypeError, ValueError):
         real = math.nan
     if isinstance(value, bool | str) or not math.isfinite(real):
-        fail(f"`{name}` must be a finite number.", **{name: value})
+        _reject(f"`{name}` must be a finite number.", name, value)
     if not (minimum <= real <= maximum and above < real < below):
         limits = {"at least": minimum, "above": above, "at most": maximum, "below": below}
         texts = [f"{word} {limit:g}" for word, limit in limits.items() if math.isfinite(limit)]
-        fail(f"`{name}` must be {' and '.join(texts)}.", **{name: value})
+        _reject(f"`{name}` must be {' and '.join(texts)}.", name, value)
     return real
 
 
 def one_of(name: str, value: _T, choices: Iterable[_T]) -> _T:
-    """Accept one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
-        fail(f"`{name}` must be one of {', '.join(map(repr, choices))}.", **{name: value})
+        _reject(f"`{name}` must be one of {', '.join(map(repr, choices))}.", name, value)
     return value
 
 
@@ -155,7 +158,7 @@ def strings(name: str, values: Sequence[str]) -> tuple[str, ...]:
     """Accept several strings, and not one."""
     are_several = isinstance(values, Sequence) and not isinstance(values, str)
     if not are_several or not all(isinstance(value, str) for value in values):
-        fail(f"`{name}` must be a list of strings.", **{name: values})
+        _reject(f"`{name}` must be a list of strings.", name, values)
     return tuple(values)
 
 
@@ -170,10 +173,11 @@ def address(name: str, value: str | None) -> tuple[str, int]:
     wrong_colons = ":" in host and not in_brackets
     is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16
     if not host or wrong_colons or set(host) & set("/, \t\n") or not is_port:
-        fail(
+        _reject(
             f"`{name}` must be the address and port of a process, such as '10.0.0.1:9876', the "
             "port from 1 to 65535.",
-            **{name: value},
+            name,
+            value,
         )
     return host.strip("[]"), int(port)
 
@@ -210,7 +214,6 @@ def steps_per_epoch(wanted: int | None, available: int) -> int:
 
 
 def fail_for_file(problem: str, path: str | os.PathLike[str], *, remedy: str = "") -> NoReturn:
-    """Raise a `FileInputError` about the file at `path`."""
     raise errors.FileInputError(f"{problem}: {os.fspath(path)}.{' ' + remedy if remedy else ''}")
 
 

@@ -102,7 +102,6 @@ class ArrayBatches(keras.utils.PyDataset):
         return min(self._num_examples, self.steps_per_epoch * self.global_batch_size)
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return self.steps_per_epoch
 
     def __getitem__(self, index: int) -> Batch:

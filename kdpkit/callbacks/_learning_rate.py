@@ -172,7 +172,6 @@ class PrintLR(AppliedRateCallback):
         self._line = f"Learning rate of epoch {epoch + 1}: {value}"
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Print the line of the last epoch."""
         self._print()
 
     def _print(self) -> None:

@@ -80,7 +80,6 @@ class TensorBoard(AppliedRateCallback):
         self._flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Close the files."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()

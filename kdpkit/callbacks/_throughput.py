@@ -107,11 +107,9 @@ class Throughput(keras.callbacks.Callback):
         self._compiled = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Record the time."""
         self._ends.append((batch + 1, time.perf_counter()))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the speed of the epoch."""
         if logs is None or self._start is None or not self._ends:
             return
         first, started = self._start

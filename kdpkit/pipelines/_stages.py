@@ -72,7 +72,6 @@ class Function:
 
     @property
     def name(self) -> str:
-        """Its name in Python."""
         return str(getattr(self.call, "__name__", "")).strip("<>")
 
     @property
@@ -158,7 +157,6 @@ class Stage:
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
-        """The functions that it calls."""
         return tuple(map(_function, self.dataset._functions()))
 
     def argument(self, name: str) -> Any:
@@ -196,7 +194,6 @@ class Stage:
 
     @property
     def keeps(self) -> bool:
-        """Whether it is a cache."""
         return self.kind in ("cache", "snapshot")
 
     @property

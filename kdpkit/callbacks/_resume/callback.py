@@ -275,7 +275,6 @@ class Resume(keras.callbacks.Callback):
             self._report(position)
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
-        """Raise if training would not continue the same run."""
         saved, present = state.notes["setup"], self._setup()
         for name, value in present.items():
             is_of_data = name in _OF_DATA and self._data.full_length is not None
@@ -298,7 +297,6 @@ class Resume(keras.callbacks.Callback):
         }
 
     def _restore(self, state: checkpoints.TrainingState, call: _Call) -> None:
-        """Restore the model and callbacks."""
         if not call.was_left_here:
             self._of_model.restore(state)
         for index, values in enumerate(state.notes["callbacks"]):

@@ -25,7 +25,6 @@ a step waits for input. 1: findings, or more. 2: the target cannot be checked.""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to check, and whether to time it."""
     parser.usage = "kdpkit doctor [--measure] TARGET [flags] [-- script's arguments]"
     parser.add_argument("target", metavar="TARGET", help="check the tf.data pipelines of this")
     time = "train it for a moment, and report how long a step takes and waits for input"

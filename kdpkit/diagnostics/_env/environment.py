@@ -176,7 +176,6 @@ def _machine(gpus: str) -> dict[str, str]:
 
 
 def processor() -> str:
-    """Return the processor's name."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

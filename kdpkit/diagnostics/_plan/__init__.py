@@ -16,7 +16,6 @@ Exit code 0: something fits; 1: nothing fits; 2: no such plan is possible."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the devices and the training."""
     parser.usage = "kdpkit plan --memory LIMIT TARGET [--replicas R]"
     memory = "how `file.py:name` or `module:name` fits devices of this memory, such as 16GiB"
     parser.add_argument(
