@@ -207,7 +207,9 @@ def test_importing_kdpkit_loads_no_framework():
     assert not FRAMEWORKS & set(loaded.split())
 
 
-@pytest.mark.parametrize("part", ["scaling", "cluster", "launch", "cli", "testing"])
+@pytest.mark.parametrize(
+    "part", ["scaling", "cluster", "launch", "cli", "testing", "testing.pytest_plugin"]
+)
 def test_pure_parts_load_no_framework(part):
     loaded = run_code(
         f"import sys, kdpkit.{part}; print(*{{m.split('.')[0] for m in sys.modules}})"

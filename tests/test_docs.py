@@ -87,7 +87,7 @@ def run(command, folder, fails_with=None):
     known = {
         "python": [sys.executable],
         "kdpkit": [sys.executable, "-m", "kdpkit"],
-        "pytest": [sys.executable, "-m", "pytest"],
+        "pytest": [sys.executable, "-m", "pytest", "-p", "kdpkit.testing.pytest_plugin"],
     }
     words = [part for word in words for part in known.get(word, [word])]
     done = subprocess.run(

@@ -173,7 +173,7 @@ def test_programs_with_types_pass_mypy_strict_and_run(python, checked, tmp_path)
     program, tests = (ROOT / "tests" / name for name in TYPED)
     assert run(python, program, "states", cwd=tmp_path).endswith("2 epochs, peak 0.2, True\n")
     shutil.copy(tests, tmp_path)
-    pytest_command = (python, "-m", "pytest", "-q", tests.name)
+    pytest_command = (python, "-m", "pytest", "-q", "-o", "kdpkit_devices=2", tests.name)
     assert "4 passed" in run(*pytest_command, cwd=tmp_path)
 
 

@@ -1,6 +1,9 @@
-"""The toy data, the generators, and messages of laws that need a framework."""
+"""The toy data, the generators, messages of laws that need a framework, and the pytest plugin."""
 
+import importlib.metadata
+import sys
 import textwrap
+import tomllib
 
 import keras
 import numpy as np
@@ -12,8 +15,8 @@ from hypothesis import strategies as st
 from kdpkit import errors, scaling, schedules, testing
 from kdpkit.testing import generators, laws
 from kdpkit.training import replica_exact
-from tests.processes import run_code
-from tests.test_architecture import FRAMEWORKS
+from tests.processes import run, run_code
+from tests.test_architecture import FRAMEWORKS, ROOT
 
 
 def build_clipping():
@@ -230,3 +233,72 @@ def test_without_tensorflow_datasets_are_arrays():
     """
     done = run_code(textwrap.dedent(code), KERAS_BACKEND="jax", check=False)
     assert done.stdout == "passed\n", done.stderr
+
+
+TESTS = """
+import sys
+import pytest
+
+def test_what_is_loaded():
+    print(*{name.split(".")[0] for name in sys.modules})
+
+@pytest.mark.kdpkit_devices(3)
+def test_on_three_devices():
+    import keras
+    assert len(keras.distribution.list_devices()) == 3
+
+@pytest.mark.kdpkit_devices(4)
+def test_on_four_devices():
+    raise RuntimeError
+"""
+
+
+@pytest.mark.tensorflow  # once
+@pytest.mark.parametrize("backend", ["jax", pytest.param("tensorflow", marks=pytest.mark.slow)])
+def test_the_plugin_makes_devices_and_skips_what_needs_more(backend, tmp_path):
+    (tmp_path / "test_devices.py").write_text(TESTS)
+    (tmp_path / "pytest.ini").write_text("[pytest]\nkdpkit_devices = 3\n")
+    command = (sys.executable, "-m", "pytest", "-rs", "--strict-markers", "--strict-config")
+    plugin = ("-p", "kdpkit.testing.pytest_plugin")
+    unset = {"XLA_FLAGS": "", "KERAS_BACKEND": backend}
+    done = run(*command, *plugin, cwd=tmp_path, check=False, **unset)
+    assert "2 passed, 1 skipped" in done.stdout, done.stdout + done.stderr
+    assert "needs 4 devices, and there are 3" in done.stdout
+
+
+@pytest.mark.tensorflow  # once
+@pytest.mark.parametrize(
+    ("setting", "marker", "sentence"),
+    [
+        ("four", "4", "ERROR: `kdpkit_devices` must be a positive integer, and is 'four'."),
+        ("0", "4", "ERROR: `kdpkit_devices` must be a positive integer, and is '0'."),
+        ("", "", "Write `@pytest.mark.kdpkit_devices(4)`, with one number."),
+        ("", "'4'", "Write `@pytest.mark.kdpkit_devices(4)`, with one number."),
+    ],
+)
+def test_a_wrong_setting_or_marker_is_one_sentence(setting, marker, sentence, tmp_path):
+    test = f"import pytest\n@pytest.mark.kdpkit_devices({marker})\nclass TestA:\n"
+    (tmp_path / "test_marked.py").write_text(f"{test}    def test_a(self):\n        pass\n")
+    (tmp_path / "pytest.ini").write_text(f"[pytest]\nkdpkit_devices = {setting}\n")
+    plugin = ("-p", "kdpkit.testing.pytest_plugin")
+    done = run(sys.executable, "-m", "pytest", *plugin, cwd=tmp_path, check=False)
+    assert sentence in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+@pytest.mark.tensorflow  # once
+def test_the_plugin_loads_nothing_in_suites_that_do_not_use_it(tmp_path):
+    (tmp_path / "test_devices.py").write_text(TESTS)
+    plugin = ("-p", "kdpkit.testing.pytest_plugin")
+    command = (sys.executable, "-m", "pytest", "-s", "-k", "loaded")
+    done = run(*command, *plugin, cwd=tmp_path, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+    assert not (FRAMEWORKS | {"hypothesis"}) & {*done.stdout.split()}
+
+
+def test_pytest_finds_the_plugin_by_its_entry_point():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    ((name, value),) = project["entry-points"]["pytest11"].items()
+    entry = importlib.metadata.EntryPoint(name, value, "pytest11")
+    assert entry.load().__name__ == name == "kdpkit.testing.pytest_plugin"
+    assert project["optional-dependencies"]["testing"][0].startswith("hypothesis>=6.170")

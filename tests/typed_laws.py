@@ -11,10 +11,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdpkit import testing, training
+from kdpkit import training
 from kdpkit.testing import generators, laws
-
-testing.use_logical_cpus(2)
 
 
 def batches(examples: int, size: int, processes: int, index: int) -> Iterator[np.ndarray]:
@@ -53,6 +51,6 @@ def test_a_dataset_has_every_example(data: generators.Batches) -> None:
 def test_a_model_trains_alike(
     build: generators.ModelBuilder, batch: tuple[np.ndarray, ...]
 ) -> None:
-    """On two logical CPUs."""
+    """On the two logical CPUs that `kdpkit_devices` makes."""
     laws.same_training_for_any_replicas(build, batch, replicas=2)
     laws.per_example(keras.layers.Dense(2), batch[0])

@@ -3,7 +3,8 @@
 `generators` has Hypothesis strategies for batch sizes, replicas, shards, nested examples, datasets,
 schedules and models; `laws` has what must hold for code of your own that works on them. Four
 logical CPUs are real replicas: what breaks on four GPUs when batches are split and gradients are
-summed breaks on them too; `use_logical_cpus(4)`, called first in a `conftest.py`, makes them.
+summed breaks on them too. With pytest, `kdpkit_devices = 4` under `[tool.pytest.ini_options]` makes
+them, and `@pytest.mark.kdpkit_devices(4)` skips a test where there are fewer.
 """
 
 from typing import TYPE_CHECKING
