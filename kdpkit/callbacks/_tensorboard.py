@@ -123,11 +123,6 @@ def _run_and_tag(name: str) -> tuple[str, str]:
 
 
 def _writer_class() -> Any:
-    try:
-        from tensorboard.summary import Writer
-    except ImportError as error:
-        raise ImportError(
-            "TensorBoard's event files are written by the package `tensorboard`, which cannot be "
-            f"imported ({error}). Install it with `pip install tensorboard`."
-        ) from error
+    from tensorboard.summary import Writer
+
     return Writer
