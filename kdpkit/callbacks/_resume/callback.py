@@ -185,11 +185,8 @@ class Resume(keras.callbacks.Callback):
         if self._data.full_length is not None:
             return Position(epoch, position.step)
         # `fit` has no execution of fewer steps at an epoch's end, and a loop has.
-        at_once = 1 if self._is_of_a_loop() else self.model.steps_per_execution
+        at_once = 1 if "steps_at_once" in self.params else self.model.steps_per_execution
         return Position(0, epoch * math.ceil(self._length / at_once) * at_once + position.step)
-
-    def _is_of_a_loop(self) -> bool:
-        return "steps_at_once" in self.params
 
     # Beginning.
 
