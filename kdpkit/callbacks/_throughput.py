@@ -68,20 +68,11 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self.global_batch_size = global_batch_size
         self.tokens_per_example = tokens_per_example
-        if global_batch_size is not None:
-            self.global_batch_size = checks.integer("global_batch_size", global_batch_size)
-        if tokens_per_example is not None:
-            self.tokens_per_example = checks.number(
-                "tokens_per_example", tokens_per_example, above=0
-            )
-            if global_batch_size is None:
-                checks.fail(
-                    "Tokens per second need the number of examples in a batch.",
-                    global_batch_size=global_batch_size,
-                    tokens_per_example=tokens_per_example,
-                    remedy="Pass `global_batch_size` too.",
-                )
         self.step_flops, self.peak_flops = step_flops, peak_flops
+        if tokens_per_example is not None:
+            checks.number("tokens_per_example", tokens_per_example, above=0)
+        if global_batch_size is not None or tokens_per_example is not None:
+            checks.integer("global_batch_size", global_batch_size)
         if step_flops is not None or peak_flops is not None:
             for name in ("step_flops", "peak_flops"):
                 checks.number(name, getattr(self, name), above=0)

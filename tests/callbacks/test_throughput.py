@@ -89,7 +89,7 @@ def test_examples_tokens_and_the_mfu_are_multiples_of_the_steps():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"tokens_per_example": 9}, "need the number of examples.*Pass `global_batch_size`"),
+        ({"tokens_per_example": 9}, "`global_batch_size` must be a positive integer.*None"),
         ({"global_batch_size": 2, "tokens_per_example": 0}, "`tokens_per_example` must be above 0"),
         ({"step_flops": 1e9}, "`peak_flops` must be a finite number.*None"),
         ({"step_flops": 0, "peak_flops": 1}, "`step_flops` must be above 0"),
