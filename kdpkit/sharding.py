@@ -141,7 +141,7 @@ def _why_no_tpu(reason: str = "it trains on another device") -> str:
     if not machine.chips():
         return machine.NO_TPU
     return (
-        f"JAX does not start this machine's {machine.counted(machine.chips())} ({reason}; "
+        f"JAX does not start this machine's {machine.chips()} TPU chip(s) ({reason}; "
         f"JAX_PLATFORMS={jax.config.jax_platforms}). They serve one process at a time: end any "
         "other, in a notebook by restarting its session. Otherwise leave JAX_PLATFORMS out, run "
         '`pip install --upgrade "jax[tpu]"`, and restart Python.'

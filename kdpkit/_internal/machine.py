@@ -59,12 +59,3 @@ def chips(pci_devices: Path = _PCI_DEVICES) -> int:
         return vendor == _GOOGLE and kind in _TPU_CHIPS
 
     return sum(is_tpu(device.parent) for device in pci_devices.glob("*/vendor"))
-
-
-def counted(number: int) -> str:
-    """How many chips there are, in words.
-
-    >>> counted(1), counted(8)
-    ('1 TPU chip', '8 TPU chips')
-    """
-    return f"{number} TPU chip{'' if number == 1 else 's'}"

@@ -107,17 +107,12 @@ class Throughput(keras.callbacks.Callback):
         done, finished = max(self._ends)
         # With `steps_per_execution` the last index can be beyond the end of the epoch.
         steps = min(done, (self.params or {}).get("steps") or done) - first
-        if steps > 0:
-            logs.update(self._speeds(steps, finished - started))
-
-    def _speeds(self, steps: int, seconds: float) -> dict[str, float]:
-        speeds = {"steps_per_second": steps / seconds}
+        if steps <= 0:
+            return
+        rate = logs["steps_per_second"] = steps / (finished - started)
         if self.global_batch_size is not None:
-            speeds["examples_per_second"] = speeds["steps_per_second"] * self.global_batch_size
+            logs["examples_per_second"] = rate * self.global_batch_size
             if self.tokens_per_example is not None:
-                speeds["tokens_per_second"] = (
-                    speeds["examples_per_second"] * self.tokens_per_example
-                )
+                logs["tokens_per_second"] = logs["examples_per_second"] * self.tokens_per_example
         if self.step_flops and self.peak_flops:
-            speeds["mfu"] = speeds["steps_per_second"] * self.step_flops / self.peak_flops
-        return speeds
+            logs["mfu"] = rate * self.step_flops / self.peak_flops

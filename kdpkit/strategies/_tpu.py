@@ -48,7 +48,7 @@ def _insist_that_it_can_be_reached(address: str) -> None:
         if not tf.config.list_physical_devices("TPU_SYSTEM"):  # what drives them
             checks.fail(
                 "This build of TensorFlow cannot drive this machine's "
-                f"{machine.counted(machine.chips())}; {_THROUGH_JAX}.",
+                f"{machine.chips()} TPU chip(s); {_THROUGH_JAX}.",
                 name=address,
                 remedy="Or put `tensorflow-tpu` of the same version instead of `tensorflow`.",
             )

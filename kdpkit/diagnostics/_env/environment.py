@@ -171,7 +171,7 @@ def _machine(gpus: str) -> dict[str, str]:
         "processor": f"{processor()}, {machine.cores()} cores",
         "memory": f"{memory / 2**30:.1f} GiB",
         "GPU": gpus or "none that NVML finds (package nvidia-ml-py)",
-        "TPU": machine.counted(machine.chips()),
+        "TPU chips": str(machine.chips()),
     }
 
 
