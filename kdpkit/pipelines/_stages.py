@@ -188,11 +188,6 @@ class Stage:
         return self.kind == "from_generator" or self.runs(PYTHON)
 
     @property
-    def is_parallel(self) -> bool:
-        """Whether its own threads produce elements ahead of time."""
-        return "Parallel" in type(self.dataset).__name__
-
-    @property
     def keeps(self) -> bool:
         return self.kind in ("cache", "snapshot")
 
