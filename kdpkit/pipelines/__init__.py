@@ -13,10 +13,12 @@ from kdpkit.pipelines._sources import interleave_files
 from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, pack_tokens, tokenize
 from kdpkit.pipelines._transforms import (
     Transform,
+    auto_shard,
     batch_for,
     cache,
     count_batches,
     filter_by,
+    longer_than,
     prefetch,
     shuffle,
 )
@@ -24,6 +26,7 @@ from kdpkit.pipelines._transforms import (
 __all__ = [
     "PipelineConfig",
     "Transform",
+    "auto_shard",
     "batch_for",
     "cache",
     "count_batches",
@@ -32,6 +35,7 @@ __all__ = [
     "interleave_files",
     "learn_vocabulary",
     "lint",
+    "longer_than",
     "mask_tokens",
     "normalize_weights",
     "pack_tokens",

@@ -1,4 +1,4 @@
-"""The stages of a dataset: the one reader for `lint` and `Resume`.
+"""The stages of a dataset: the one reader for `lint`, `doctor --measure` and `Resume`.
 
 This file uses private parts of tf.data: the names of its dataset classes, their attributes,
 `_inputs()` and `_functions()`, which are the same in TensorFlow 2.20 and 2.21. Unlike a serialized
@@ -18,7 +18,7 @@ import tensorflow as tf
 from tensorflow.python.framework import op_def_registry
 
 from kdpkit._internal import checks
-from kdpkit.pipelines._epochs import EpochCounter, TrainDataset
+from kdpkit.pipelines._epochs import TrainDataset
 
 # Names of operations, as regular expressions: what `Function.runs` takes.
 PYTHON = r"PyFunc(Stateless)?|EagerPyFunc"
@@ -235,13 +235,6 @@ def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
                 yield stage, after
                 after = (stage, *after)
             waiting += [(before, after) for before in stage.inputs]
-
-
-def counters_of(dataset: tf.data.Dataset) -> Iterator[EpochCounter]:
-    """Yield what counts the epochs of each `train_pipeline` inside a dataset."""
-    for stage, _ in paths(Stage(dataset)):
-        if isinstance(stage.dataset, TrainDataset):
-            yield stage.dataset.epoch_counter
 
 
 def before(stage: Stage) -> Iterator[Stage]:

@@ -10,6 +10,12 @@ from kdpkit.pipelines._stages import require_dataset
 
 Transform: TypeAlias = Callable[[tf.data.Dataset], tf.data.Dataset]
 
+_POLICIES = {
+    "data": tf.data.experimental.AutoShardPolicy.DATA,
+    "file": tf.data.experimental.AutoShardPolicy.FILE,
+    "off": tf.data.experimental.AutoShardPolicy.OFF,
+}
+
 
 def filter_by(predicate: Callable[..., Any]) -> Transform:
     """Keep the examples for which `predicate` is true.
@@ -21,6 +27,20 @@ def filter_by(predicate: Callable[..., Any]) -> Transform:
     [0, 2, 4]
     """
     return lambda dataset: dataset.filter(predicate)
+
+
+def longer_than(length: int) -> Callable[..., tf.Tensor]:
+    """Return a predicate for texts of more than `length` bytes.
+
+    Use it with `train_pipeline(keep=...)`, `filter_by` or `Dataset.filter`, if the first part of an
+    example is the text.
+
+    >>> lines = tf.data.Dataset.from_tensor_slices(["one", "three"])
+    >>> [line.numpy() for line in lines.filter(longer_than(3))]
+    [b'three']
+    """
+    length = checks.integer("length", length, minimum=0)
+    return lambda text, *_: tf.strings.length(text) > length
 
 
 def cache() -> Transform:
@@ -97,6 +117,28 @@ def prefetch(batches: int = tf.data.AUTOTUNE) -> Transform:
     if batches != tf.data.AUTOTUNE:
         batches = checks.integer("batches", batches)
     return lambda dataset: dataset.prefetch(batches)
+
+
+def auto_shard(policy: str = "data") -> Transform:
+    """Set how several workers shard the dataset.
+
+    By default TensorFlow guesses, and with one file and two workers leaves one worker without data.
+    The policy only matters under MultiWorkerMirroredStrategy; the replicas of one process always
+    split its global batches.
+
+    Args:
+        policy: With `"data"` every worker reads all examples and keeps its shard; with `"file"` the
+            files are sharded, at least one per worker; with `"off"` every worker sees everything,
+            for a source that is already sharded.
+
+    >>> stage = auto_shard("data")
+    >>> stage(tf.data.Dataset.range(3)).options().experimental_distribute.auto_shard_policy.name
+    'DATA'
+    """
+    checks.one_of("policy", policy, _POLICIES)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = _POLICIES[policy]
+    return lambda dataset: dataset.with_options(options)
 
 
 def count_batches(dataset: tf.data.Dataset) -> int:

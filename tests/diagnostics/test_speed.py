@@ -61,6 +61,24 @@ def test_a_long_step_on_arrays_in_memory_waits_for_nothing():
     data = batches.ArrayBatches((X, Y), global_batch_size=256, seed=0)
     report = check_speed(data, model=model, seconds=0.2)
     assert report.clean, report
+    assert report.slowest_stage is None
+
+
+@pytest.mark.tensorflow
+def test_the_slowest_stage_of_a_pipeline_is_named():
+    import tensorflow as tf
+
+    from kdpkit._internal.datasets import untuned
+
+    def decode(x, y):
+        image = tf.ones((128, 128)) * x[0]
+        for _ in range(8):
+            image = tf.linalg.matmul(image, image) / 128
+        return x + image[0, 0], y
+
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).map(decode).batch(BATCH)
+    report = check_speed(untuned(data), model=small(), seconds=1.0)
+    assert report.slowest_stage == "map(decode)"
 
 
 # What is left behind: nothing.
@@ -131,9 +149,10 @@ def test_the_epoch_of_a_train_pipeline_does_not_move_on_two_replicas():
 
 
 def test_the_report_is_read_in_80_columns():
-    report = SpeedReport(0.0612, 0.85)
+    report = SpeedReport(0.0612, 0.85, "map(decode)")
     assert max(map(len, str(report).splitlines())) <= 80
     assert "takes 61.2 ms, of which 85% waits" in " ".join(str(report).split())
+    assert "slowest stage of the pipeline is `map(decode)`" in " ".join(str(report).split())
     assert not report.clean
 
 

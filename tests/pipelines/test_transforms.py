@@ -10,6 +10,21 @@ def values(dataset):
     return [element.numpy() for element in dataset]
 
 
+@settings(max_examples=15)
+@given(
+    texts=st.lists(st.text(max_size=12), min_size=1, max_size=8),
+    length=st.integers(0, 12),
+)
+def test_longer_than_counts_the_bytes_of_the_text_of_an_example(texts, length):
+    written = [text.encode() for text in texts]
+    kept = [text for text in written if len(text) > length]
+    longer = pipelines.longer_than(length)
+    lines = tf.data.Dataset.from_tensor_slices(written)
+    assert values(lines.apply(pipelines.filter_by(longer))) == kept
+    labelled = tf.data.Dataset.zip(lines, tf.data.Dataset.range(len(texts)))
+    assert [text.numpy() for text, _ in labelled.filter(longer)] == kept
+
+
 def test_a_cached_dataset_reads_its_source_once():
     reads = []
 
@@ -38,8 +53,10 @@ def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_se
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
+        (lambda: pipelines.longer_than(-1), "`length` must be a non-negative.*length=-1"),
         (lambda: pipelines.shuffle(0), "`buffer_size` must be a positive.*buffer_size=0"),
         (lambda: pipelines.prefetch(0), "`batches` must be a positive"),
+        (lambda: pipelines.auto_shard("files"), "`policy` must be one of 'data', 'file', 'off'"),
         (lambda: pipelines.batch_for(6, replicas=4), "nearest sizes that work are 4 and 8"),
     ],
 )

@@ -18,7 +18,7 @@ TARGET is a script, which runs up to its first `fit` and trains nothing, or
     KERAS_BACKEND=jax kdpkit doctor --measure train.py:make
 
 With --measure it trains for a moment, undoes that, and reports how long a step
-takes, and how much of it waits for input.
+takes, how much of it waits for input, and the slowest stage of the pipeline.
 
 Exit code 0: nothing found, or only notes; with --measure: less than a fifth of
 a step waits for input. 1: findings, or more. 2: the target cannot be checked."""

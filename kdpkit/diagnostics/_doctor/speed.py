@@ -1,4 +1,4 @@
-"""The time of a training step, and how much of it waits for input."""
+"""The time of a training step, how much of it waits for input, and the slowest stage."""
 
 import contextlib
 import copy
@@ -29,10 +29,13 @@ class SpeedReport:
     Attributes:
         step_seconds: What a step takes, without callbacks.
         waiting_share: How much of it waits for input, from 0 to 1.
+        slowest_stage: The stage of the pipeline that takes longest, such as `"map(decode)"`; None
+            if the dataset is no `tf.data.Dataset`, or no stage could be measured alone.
     """
 
     step_seconds: float
     waiting_share: float
+    slowest_stage: str | None = None
 
     @property
     def clean(self) -> bool:
@@ -43,6 +46,8 @@ class SpeedReport:
         """Return lines of at most 80 columns."""
         found = f"A step takes {1000 * self.step_seconds:,.3g} ms, of which "
         found += f"{self.waiting_share:.0%} waits for input."
+        if self.slowest_stage:
+            found += f" The slowest stage of the pipeline is `{self.slowest_stage}`."
         return wrapped(found)
 
 
@@ -52,7 +57,7 @@ def check_speed(
     """Train for a moment without callbacks, and report how long a step takes and waits for input.
 
     Real training is timed beside the same step on one batch held in memory; what it takes longer is
-    waiting for input.
+    waiting for input. A `tf.data` pipeline is also run up to each of its stages.
     Afterwards weights, optimizer, metrics and random states of layers are what they were, and the
     epoch of a `train_pipeline` or an `ArrayBatches` has not moved; but a model that was not built
     is built, `model.history` is that of the measurement, `Dataset.shuffle` has drawn some orders,
@@ -85,11 +90,12 @@ def check_speed(
         with contextlib.ExitStack() as undisturbed:
             training_step.build(model, first)
             undisturbed.enter_context(unchanged(training_step.model_of(model)))
+            stage = None
             if batches.is_tf_dataset(dataset):
-                from kdpkit.pipelines._stages import counters_of  # TensorFlow is there
+                from kdpkit.pipelines import _measure  # TensorFlow is there
 
-                for counter in counters_of(dataset):
-                    undisturbed.enter_context(counter.undisturbed())
+                undisturbed.enter_context(_measure.undisturbed(dataset))
+                stage = _measure.slowest_stage(dataset, seconds=seconds / 8)
             each, held = seconds / (2 * _ROUNDS), batches.repeated(first)
             rounds = [
                 [_seconds_per_step(model, data, batch_size, each) for data in (dataset, held)]
@@ -102,7 +108,7 @@ def check_speed(
         raise errors.InputError(
             f"The training fails, so it has no speed: {checks.reason_of(error)}"
         ) from error
-    return SpeedReport(real, max(0.0, 1 - ideal / real))
+    return SpeedReport(real, max(0.0, 1 - ideal / real), stage)
 
 
 def check_trainer(trainer: Any) -> None:

@@ -94,8 +94,8 @@ def distribute(strategy: tf.distribute.Strategy, dataset: Any, name: str = "the 
             "With this policy every process would train on a part of its own pipeline, and nobody "
             "would know on which examples.",
             auto_shard_policy=policy.name,
-            remedy="Pass the same dataset in all processes with the policy DATA, which deals its "
-            "examples out, or what `strategy.distribute_datasets_from_function` makes.",
+            remedy='Pass the same dataset in all processes with `auto_shard("data")`, which deals '
+            "its examples out, or what `strategy.distribute_datasets_from_function` makes.",
         )
     kind = int(_hash(repr(dataset.element_spec), 1 << 60))
     for what, number in (
