@@ -22,7 +22,8 @@ KAGGLE_BADGE = (
     f"(https://kaggle.com/kernels/welcome?src=https://{HOME}/{{name}}.ipynb)"
 )
 UNTRIED = """\
-No TPU was available when this was written: what is below has run on CPUs."""
+No TPU was available when this was written: what is below has run on CPUs, and
+`kdpkit doctor --tpu` has checked what would fail on a TPU."""
 ON_TPU = """\
 BERT and a convolutional network, trained over all cores of a TPU by the recipes of kdpkit.
 Keras reaches TPUs best through JAX, so this notebook uses JAX."""

@@ -38,9 +38,10 @@ def test_a_script_chooses_its_backend_and_stdout_has_the_report_alone(tmp_path):
     """It also leaves a thread behind, for which the command does not wait."""
     path = tmp_path / "train.py"
     path.write_text(PRINTING)
-    found = doctor("--measure", path, "--seconds", "0.5", KERAS_BACKEND="tensorflow")
-    assert found.stdout.startswith("A step takes "), found.stderr
-    assert len(found.stdout.splitlines()) == 1
+    found = doctor("--tpu", path, KERAS_BACKEND="tensorflow")
+    assert found.returncode == 1, found.stderr
+    assert found.stdout.startswith("1 finding (looked at: train).\n\nslow     64-bit: train, y\n")
+    assert found.stdout.count("Remedy:") == 1
     for printed in ("by Python", "past sys.stdout", "to the descriptor", "by a child"):
         assert f"printed {printed}" in found.stderr
 
@@ -57,9 +58,11 @@ def test_a_recipe_that_has_reported_ctrl_c_is_reported_once(tmp_path, capsys):
     ("flags", "sentence"),
     [
         ([], "the following arguments are required: TARGET"),
+        (["--measure", "--tpu", "a.py"], "not allowed with argument --measure"),
         (["os:getcwd", "--measure"], "`model` must be a Keras model"),
         (["os:getcwd"], "There is no `tf.data` pipeline to check."),
-        (["nowhere.py"], "There is no such file: nowhere.py"),
+        (["--tpu", "nowhere.py"], "There is no such file: nowhere.py"),
+        (["--tpu", "os:getcwd"], "`dataset` must be a `tf.data.Dataset`"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(flags, sentence, capsys):
@@ -123,11 +126,12 @@ def test_the_dataset_of_a_function_is_looked_at(tmp_path, capsys):
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-def test_a_recipe_is_clean(tmp_path, capfd):
+@pytest.mark.parametrize("flags", [[], ["--tpu"]])
+def test_a_recipe_is_clean(flags, tmp_path, capfd):
     words = ["--smoke", "--cache-dir", str(tmp_path), "--strategy", "one"]
     words += ["--per-replica-batch-size", "64"]
     recipe = RECIPES / "cnn_fit.py"
-    code = cli.main(["doctor", str(recipe), "--", *words])
+    code = cli.main(["doctor", *flags, str(recipe), "--", *words])
     found = capfd.readouterr().out
     assert code == 0, found
     assert found.startswith("Nothing found (looked at: train")

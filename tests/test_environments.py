@@ -94,6 +94,10 @@ try:
     callbacks.Resume("gs://bucket/run")
 except ValueError as error:
     print("gs:", error)
+
+from kdpkit import diagnostics
+report = diagnostics.check_tpu(Batches(), model=loop, replicas=1)
+print("TPU:", *sorted({finding.rule for finding in report.findings}))
 """
 
 
@@ -106,6 +110,7 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     assert "loop: loss (12, 1)" in printed
     assert "stored: ['logs', 'state-000001-000000000.npz']" in printed
     assert "gs: No installed package reads and writes gs:// (" in printed
+    assert "TPU: tile-batch\n" in printed  # three examples in each of four
     assert list((tmp_path / "logs").rglob("events.out.tfevents.*"))
     flags = ["--smoke", "--replicas", "2", "--resume", tmp_path / "states"]
     recipe = [python, "recipes/cnn_jax.py", *flags, "--log-dir", tmp_path / "recipe"]

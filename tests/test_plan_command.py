@@ -100,7 +100,7 @@ def test_flags_are_parsed_without_a_framework():
         ["plan", "--memory", "1GiB", "train.py"],
         ["plan", "--nonsense"],
         ["doctor"],
-        ["doctor", "missing.py"],
+        ["doctor", "--tpu", "missing.py"],
         ["doctor", "train.py", "--workers", "0"],
         ["doctor", "--measure", "train.py", "--seconds", "-1"],
         ["env", "--timeout", "0"],

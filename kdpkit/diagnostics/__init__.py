@@ -2,7 +2,7 @@
 
 `plan_memory` works out what each device needs and the cheapest way to make it fit. `environment`
 reports what this machine and this Python offer, and which strategies train on it. `check_input`
-checks `tf.data` pipelines, `check_speed` finds how
+checks `tf.data` pipelines, `check_tpu` a dataset and a model for a TPU. `check_speed` finds how
 long a step takes and waits for input, `largest_batch` how many examples fit. Each name loads the
 framework that it needs on first use; `environment` loads none.
 """
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kdpkit.diagnostics._doctor.largest_batch import largest_batch
     from kdpkit.diagnostics._doctor.reports import Report, check_input
     from kdpkit.diagnostics._doctor.speed import SpeedReport, check_speed
+    from kdpkit.diagnostics._doctor.tpu import check_tpu
     from kdpkit.diagnostics._env.environment import Environment, environment
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, plan_memory
 
@@ -25,6 +26,7 @@ _HOMES = {
     "SpeedReport": "_doctor.speed",
     "check_input": "_doctor.reports",
     "check_speed": "_doctor.speed",
+    "check_tpu": "_doctor.tpu",
     "environment": "_env.environment",
     "largest_batch": "_doctor.largest_batch",
     "plan_memory": "_plan.memory_plan",
@@ -37,6 +39,7 @@ __all__ = [
     "SpeedReport",
     "check_input",
     "check_speed",
+    "check_tpu",
     "environment",
     "largest_batch",
     "plan_memory",

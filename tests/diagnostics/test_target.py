@@ -113,11 +113,11 @@ def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script
         "import argparse\nargparse.ArgumentParser().parse_args()\n"
         "def make():\n    return x\ndef both():\n    return (x, y), build()\n"
     )
-    monkeypatch.setattr(sys, "argv", ["kdpkit", "doctor", "--measure", "data.py:make"])
+    monkeypatch.setattr(sys, "argv", ["kdpkit", "doctor", "--tpu", "data.py:make"])
     path = script(text, "data.py")
     assert asked_by(f"{path}:make").dataset.shape == (64, 8)
     assert isinstance(asked_by(f"{path}:both").model, keras.Model)
-    assert sys.argv == ["kdpkit", "doctor", "--measure", "data.py:make"]
+    assert sys.argv == ["kdpkit", "doctor", "--tpu", "data.py:make"]
     monkeypatch.chdir(path.rpartition("/")[0])
     assert asked_by("data:make").dataset.shape == (64, 8)
 

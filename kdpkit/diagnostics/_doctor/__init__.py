@@ -1,12 +1,18 @@
-"""`kdpkit doctor`: mistakes in a training's input, and slow steps."""
+"""`kdpkit doctor`: mistakes in a training's input, slow steps, TPU obstacles."""
 
 import argparse
 
 from kdpkit._internal import checks
 
 TAKES_REST = True
-HELP = "find mistakes in a training's input, or what slows it"
+HELP = "find mistakes in a training's input, what slows it, or what would stop it on a TPU"
 _SECONDS = 20.0
+# What each check is passed of the program, besides its dataset.
+_OF_PROGRAM = {
+    "check_input": ("model", "validation_data", "epochs", "steps_per_epoch"),
+    "check_speed": ("model", "batch_size"),
+    "check_tpu": ("model", "validation_data", "batch_size"),
+}
 
 EXAMPLE = """\
 TARGET is a script, which runs up to its first `fit` and trains nothing, or
@@ -15,7 +21,8 @@ TARGET is a script, which runs up to its first `fit` and trains nothing, or
 
     kdpkit doctor train.py -- --epochs 3
     kdpkit doctor --measure train.py -- --epochs 3
-    KERAS_BACKEND=jax kdpkit doctor --measure train.py:make
+    kdpkit doctor --tpu recipes/cnn_jax.py -- --per-replica-batch-size 256
+    KERAS_BACKEND=jax kdpkit doctor --tpu train.py:make
 
 With --measure it trains for a moment, undoes that, and reports how long a step
 takes, how much of it waits for input, and the slowest stage of the pipeline.
@@ -25,37 +32,33 @@ a step waits for input. 1: findings, or more. 2: the target cannot be checked.""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.usage = "kdpkit doctor [--measure] TARGET [flags] [-- script's arguments]"
+    parser.usage = "kdpkit doctor [--tpu | --measure] TARGET [flags] [-- script's arguments]"
     parser.add_argument("target", metavar="TARGET", help="check the tf.data pipelines of this")
+    for_what = parser.add_mutually_exclusive_group()
+    for_what.add_argument("--tpu", action="store_true", help="check it for a TPU instead")
     time = "train it for a moment, and report how long a step takes and waits for input"
-    parser.add_argument("--measure", action="store_true", help=time)
+    for_what.add_argument("--measure", action="store_true", help=time)
     seconds = "about how long to measure, without compiling (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=_SECONDS, metavar="S", help=seconds)
+    replicas = "cores of the TPU that share a global batch (default: %(default)s)"
+    parser.add_argument("--replicas", type=int, default=8, metavar="N", help=replicas)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the report; return 0 if it is clean, else 1."""
-    seconds = checks.number("seconds", args.seconds, above=0)
+    settings: dict[str, float]
+    if args.tpu:
+        name, settings = "check_tpu", {"replicas": checks.integer("replicas", args.replicas)}
+    elif args.measure:
+        name, settings = "check_speed", {"seconds": checks.number("seconds", args.seconds, above=0)}
+    else:
+        name, settings = "check_input", {}
     from kdpkit.diagnostics._doctor import target
 
     with target.program_of(args.target, args.rest) as program:
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
-        report: diagnostics.SpeedReport | diagnostics.Report
-        if args.measure:
-            report = diagnostics.check_speed(
-                program.dataset,
-                model=program.model,
-                batch_size=program.batch_size,
-                seconds=seconds,
-            )
-        else:
-            report = diagnostics.check_input(
-                program.dataset,
-                model=program.model,
-                validation_data=program.validation_data,
-                epochs=program.epochs,
-                steps_per_epoch=program.steps_per_epoch,
-            )
+        given = {field: getattr(program, field) for field in _OF_PROGRAM[name]}
+        report = getattr(diagnostics, name)(program.dataset, **given, **settings)
     print(report)
     return 0 if report.clean else 1

@@ -1,12 +1,13 @@
-"""The first batch of a dataset of any kind, and a dataset that gives it again and again.
+"""The batches of a dataset of any kind: their parts, and which sizes vary.
 
 A dataset that counts its epochs begins afterwards where it did before. The exception is a
 `tf.data.Dataset.shuffle` that shuffles each iteration again, which counts this one too.
 """
 
 import copy
+import dataclasses
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import keras
@@ -14,48 +15,84 @@ import numpy as np
 
 from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.batches import num_examples
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again
+_NAMES = ("x", "y", "sample_weight")
 
 
-def first_batch(dataset: Any, batch_size: int | None = None) -> Any:
-    """Return the first batch of a dataset.
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One array of all batches.
+
+    Attributes:
+        name: As in `x['token_ids']`.
+        shape: With None where batches may differ; None if even the number of axes is open.
+        dtype: The name of its type, or `"string"`, or `"object"` for other objects of Python.
+        is_dense: Whether it is a plain array, neither ragged nor sparse.
+    """
+
+    name: str
+    shape: tuple[int | None, ...] | None
+    dtype: str
+    is_dense: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Batches:
+    """What the batches of a dataset are, and the first of them with its number of examples."""
+
+    parts: tuple[Part, ...]
+    first: Any
+    examples: int
+
+
+def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "dataset") -> Batches:
+    """Look at the first batch of a dataset, and at what shows whether others differ.
 
     Args:
         dataset: A `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain dataset, a PyTorch
             `DataLoader`, or arrays.
         batch_size: Of the batches that `fit` splits arrays into; None as in Keras.
+        name: Of the argument.
 
     Raises:
         ValueError: It is none of these, is empty, or raises before its first batch.
     """
     size = _BATCH_SIZE_OF_KERAS if batch_size is None else checks.integer("batch_size", batch_size)
-    is_iterable = isinstance(dataset, Iterable) and not isinstance(dataset, str | Iterator)
-    received = {"dataset": type(dataset).__name__}
-    if not (is_iterable or isinstance(dataset, keras.utils.PyDataset)):
+    try:
+        ends = _ends(dataset, size)
+    except Exception as error:  # reading and preparing examples may raise anything
+        raise errors.InputError(
+            f"`{name}` raises before its first batch: {checks.reason_of(error)}. Fix that first: "
+            "training would fail in the same way."
+        ) from error
+    received = {name: type(dataset).__name__}
+    if ends is None:
         checks.fail(
-            "`dataset` must be a `tf.data.Dataset`, a `keras.utils.PyDataset` such as "
+            f"`{name}` must be a `tf.data.Dataset`, a `keras.utils.PyDataset` such as "
             "`kdpkit.batches.ArrayBatches`, a Grain dataset, or arrays; a generator yields each "
             "batch once, and a check would use one up.",
             **received,
         )
-    try:
-        if isinstance(dataset, keras.utils.PyDataset):
-            own = copy.copy(untracked(dataset))  # which may count what is taken
-            first = None if own.num_batches == 0 else own[0]
-        elif are_arrays(dataset):
-            first = as_arrays(dataset, 0, size)
-        else:
-            first = next(iter(dataset), None)  # also of Grain's, and of PyTorch's `DataLoader`
-    except Exception as error:  # reading and preparing examples may raise anything
-        raise errors.InputError(
-            f"`dataset` raises before its first batch: {checks.reason_of(error)}. Fix that first: "
-            "training would fail in the same way."
-        ) from error
+    first, other = (tuple(end) if isinstance(end, list) else end for end in ends)
     if first is None:
-        checks.fail("`dataset` is empty: it has no batch.", **received)
-    return tuple(first) if isinstance(first, list) else first
+        checks.fail(f"`{name}` is empty: it has no batch.", **received)
+    leaves, others = _leaves(first), [leaf for _, leaf in _leaves(other)]
+    sizes = {(_shape(leaf) or ())[:1] for _, leaf in leaves}
+    is_known = not isinstance(first, tuple) or len(first) <= len(_NAMES)
+    if not is_known or len(sizes) != 1 or () in sizes or len(leaves) != len(others):
+        checks.fail(
+            f"`{name}` must have batches of arrays `x`, `(x, y)` or `(x, y, sample_weight)`, and "
+            "has single examples, lists, or other parts.",
+            **received,
+            remedy="Add `.batch(global_batch_size, drop_remainder=True)`, or make arrays with "
+            "`np.asarray`.",
+        )
+    parts = (_part(*leaf, other) for leaf, other in zip(leaves, others, strict=True))
+    ((examples,),) = sizes
+    return Batches(tuple(parts), first, int(examples or 0))
 
 
 class _SameBatch(keras.utils.PyDataset):
@@ -108,3 +145,52 @@ def is_tf_dataset(value: Any) -> bool:
 def untracked(dataset: keras.utils.PyDataset) -> keras.utils.PyDataset:
     """Return the dataset that `Resume` tracks, or one that it does not track itself."""
     return vars(dataset).get("_dataset", dataset)
+
+
+def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
+    """Return the first batch, None without one, and the last or the specification of all."""
+    if isinstance(dataset, keras.utils.PyDataset):
+        own = copy.copy(untracked(dataset))  # which may count what is taken
+        count = own.num_batches
+        first = None if count == 0 else own[0]
+        return first, own[count - 1] if count and count > 1 else first
+    if are_arrays(dataset):
+        last = (num_examples(dataset) - 1) // size * size
+        return as_arrays(dataset, 0, size), as_arrays(dataset, last, last + size)
+    iterator = (
+        None if isinstance(dataset, str) or not isinstance(dataset, Iterable) else iter(dataset)
+    )
+    if iterator is None or iterator is dataset:
+        return None
+    first = next(iterator, None)  # also of Grain's datasets, and of PyTorch's `DataLoader`
+    return first, getattr(dataset, "element_spec", first)
+
+
+def _leaves(batch: Any) -> list[tuple[tuple[Any, ...], Any]]:
+    """Return the arrays of a batch, or their specifications, with their paths."""
+    batch = batch if isinstance(batch, tuple) else (batch,)
+    return [
+        (path, leaf)
+        for path, leaf in keras.tree.flatten_with_path(batch)
+        if leaf is not None and type(leaf).__name__ != "NoneTensorSpec"  # of `tf.data`
+    ]
+
+
+def _shape(array: Any) -> tuple[int | None, ...] | None:
+    shape = array.shape if hasattr(array, "shape") else np.shape(array)
+    return None if getattr(shape, "rank", 0) is None else tuple(shape)  # of TensorFlow
+
+
+def _part(path: tuple[Any, ...], array: Any, other: Any) -> Part:
+    """Describe a part of all batches by that of the first, and by another or its specification."""
+    name = _NAMES[path[0]] + "".join(f"[{key!r}]" for key in path[1:])
+    shape, others = _shape(array) or (), _shape(other)
+    common = None
+    if others is not None and len(shape) == len(others):
+        common = tuple(one if one == two else None for one, two in zip(shape, others, strict=True))
+    if hasattr(array, "shape") and not hasattr(array, "__array__"):  # ragged or sparse
+        return Part(name, common, getattr(array.dtype, "name", ""), is_dense=False)
+    array = np.asarray(array)
+    if array.dtype.kind == "O" and not any(isinstance(v, str | bytes) for v in array.flat):
+        return Part(name, common, "object", is_dense=False)
+    return Part(name, common, "string" if array.dtype.kind in "OSU" else array.dtype.name, True)

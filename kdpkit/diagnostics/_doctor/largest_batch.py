@@ -10,7 +10,6 @@ import numpy as np
 
 from kdpkit import checkpoints, errors
 from kdpkit._internal import checks
-from kdpkit.batches import num_examples
 from kdpkit.diagnostics._doctor import batches, speed, training_step
 
 _STEPS = 3  # of a trial: while the second runs, the first has not been cleared away
@@ -30,7 +29,7 @@ def largest_batch(
     anything runs out of memory: limit the trials by `most`, or the process by `ulimit -v`.
 
     Args:
-        dataset: What `fit` trains on: as for `check_speed`.
+        dataset: What `fit` trains on: as for `check_tpu`.
         model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
             replicas, in one process.
         multiple_of: What divides each size that is tried, such as 8 examples for each replica.
@@ -52,17 +51,19 @@ def largest_batch(
     unit = checks.integer("multiple_of", multiple_of)
     limit = sys.maxsize if most is None else checks.integer("most", most, minimum=unit) // unit
     speed.check_trainer(model)
-    first = batches.first_batch(dataset)
-    if not batches.are_arrays(first):
-        checks.fail("The size of a batch is changed where all of its parts are plain arrays.")
-    examples = num_examples(first)
+    found = batches.batches_of(dataset)
+    if not all(part.is_dense for part in found.parts):
+        checks.fail(
+            "The size of a batch is changed where all of its parts are plain arrays.",
+            others=[part.name for part in found.parts if not part.is_dense],
+        )
 
     def fits(count: int) -> bool:
-        return _trains(model, first, np.arange(count * unit) % examples)
+        return _trains(model, found, count * unit)
 
     try:
-        training_step.build(model, first)
-        largest = search(fits, max(1, examples // unit), limit)
+        training_step.build(model, found.first)
+        largest = search(fits, max(1, found.examples // unit), limit)
     except errors.InputError:
         raise
     except Exception as error:  # training runs the user's code, which may raise anything
@@ -92,15 +93,16 @@ def search(fits: Callable[[int], bool], start: int = 1, most: int = sys.maxsize)
     return fitting
 
 
-def _trains(trainer: Any, first: Any, which: np.ndarray) -> bool:
-    """Return whether steps on these examples fit; what they change is restored."""
+def _trains(trainer: Any, found: batches.Batches, examples: int) -> bool:
+    """Return whether steps on so many examples fit; what they change is restored."""
     model = training_step.model_of(trainer)
     fit = trainer.fit if training_step.is_loop(trainer) else training_step.fit_of(model)
     settings = {} if training_step.is_loop(trainer) else {"shuffle": False}
     try:
         with speed.unchanged(model):
+            which = np.arange(examples) % found.examples
             batch = keras.tree.map_structure(
-                lambda part: part if part is None else np.asarray(part)[which], first
+                lambda part: part if part is None else np.asarray(part)[which], found.first
             )
             data = batches.repeated(batch)
             fit(data, epochs=1, steps_per_epoch=_STEPS, verbose=0, **settings)

@@ -1,4 +1,4 @@
-"""`check_input`, and its report."""
+"""`check_input`, and the report of both checks."""
 
 import dataclasses
 from typing import Any
@@ -9,7 +9,7 @@ from kdpkit.diagnostics._doctor import batches, training_step
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What `check_input` found.
+    """What `check_input` or `check_tpu` found.
 
     Attributes:
         findings: Each has a rule, level, where, problem and remedy; the worst first.
@@ -61,6 +61,7 @@ def check_input(
         checks.fail(
             "There is no `tf.data` pipeline to check.",
             dataset=type(dataset).__name__,
+            remedy="`kdpkit doctor --tpu` checks arrays and `PyDataset` too.",
         )
     from kdpkit import pipelines  # TensorFlow is there
 

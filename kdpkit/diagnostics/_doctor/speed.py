@@ -64,9 +64,7 @@ def check_speed(
     and caches are filled.
 
     Args:
-        dataset: What `fit` trains on: a `tf.data.Dataset`, a `keras.utils.PyDataset`, a Grain
-            dataset or a PyTorch `DataLoader` of global batches, or arrays `x`, `(x, y)` or `(x, y,
-            sample_weight)`.
+        dataset: What `fit` trains on: as for `check_tpu`.
         model: A compiled model, or a `kdpkit.training.TrainingLoop`; on one device or on several
             replicas, in one process.
         batch_size: Examples in the batches that `fit` splits arrays into; None takes 32, as Keras.
@@ -85,7 +83,7 @@ def check_speed(
     """
     seconds = checks.number("seconds", seconds, above=0)
     check_trainer(model)
-    first = batches.first_batch(dataset, batch_size)
+    first = batches.batches_of(dataset, batch_size).first
     try:
         with contextlib.ExitStack() as undisturbed:
             training_step.build(model, first)
