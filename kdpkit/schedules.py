@@ -10,7 +10,7 @@ as from `kdpkit.scaling.ScalePlan.total_steps`.
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import keras
 import numpy as np
@@ -19,6 +19,9 @@ from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, Polyno
 
 from kdpkit import scaling
 from kdpkit._internal import checks
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 Rate: TypeAlias = LearningRateSchedule | float
 
@@ -241,8 +244,7 @@ def warmup_cosine(
 def preview(schedule: Rate, steps: int | Sequence[int]) -> np.ndarray:
     """Compute the rates that a schedule will give, without training.
 
-    All steps are computed together: a hundred thousand take milliseconds. To draw them, write
-    `pyplot.plot(preview(schedule, 1000))`.
+    All steps are computed together: a hundred thousand take milliseconds.
 
     >>> preview(keras.optimizers.schedules.PolynomialDecay(1.0, 4, 0.0), [0, 3, 9]).tolist()
     [1.0, 0.25, 0.0]
@@ -258,11 +260,33 @@ def preview(schedule: Rate, steps: int | Sequence[int]) -> np.ndarray:
         ValueError: No schedule, or a step that is no integer of at least 0.
     """
     schedule = _schedule("schedule", schedule)
-    if isinstance(steps, Sequence | np.ndarray):
-        numbers = np.asarray([checks.integer("steps", step, minimum=0) for step in steps])
-    else:
-        numbers = np.arange(checks.integer("steps", steps))
-    return ops.convert_to_numpy(_rates(schedule, ops.convert_to_tensor(numbers)))
+    return ops.convert_to_numpy(_rates(schedule, ops.convert_to_tensor(_step_numbers(steps))))
+
+
+def plot(schedule: Rate, steps: int | Sequence[int], *, axes: "Axes | None" = None) -> "Axes":
+    """Draw a schedule's rate over the steps, with matplotlib.
+
+    A notebook shows the figure; elsewhere save it: `plot(schedule, 1000).figure.savefig(path)`.
+
+    Args:
+        schedule: A schedule, or a number for a constant rate.
+        steps: Number of steps, from step 0; or the steps themselves.
+        axes: matplotlib `Axes` to draw into, to compare several schedules; None makes a figure.
+
+    Returns:
+        The matplotlib `Axes`, for titles and limits.
+
+    Raises:
+        ValueError: As `preview`.
+    """
+    rates = preview(schedule, steps)
+    if axes is None:
+        from matplotlib import pyplot  # an extra, which nothing else here needs
+
+        axes = pyplot.subplots(layout="constrained")[1]
+    axes.plot(_step_numbers(steps), rates)
+    axes.set(xlabel="step", ylabel="learning rate")
+    return axes
 
 
 def _schedule(name: str, value: Rate) -> Rate:
@@ -294,6 +318,12 @@ def _steps_after_warmup(total_steps: int, warmup_steps: int) -> int:
             remedy="`total_steps` includes the warmup; use a shorter warmup.",
         )
     return total - warmup
+
+
+def _step_numbers(steps: int | Sequence[int]) -> np.ndarray:
+    if isinstance(steps, Sequence | np.ndarray):
+        return np.asarray([checks.integer("steps", step, minimum=0) for step in steps])
+    return np.arange(checks.integer("steps", steps))
 
 
 def _count(step: Any) -> Any:

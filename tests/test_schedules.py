@@ -122,6 +122,16 @@ def test_previewing_takes_schedules_that_handle_one_step_at_a_time():
     np.testing.assert_allclose(schedules.preview(warmed, 5), [1, 0.5, 0, 0.5, 1])
 
 
+def test_a_plot_holds_the_rates():
+    pyplot = pytest.importorskip("matplotlib.pyplot", reason="plots need matplotlib")
+    axes = schedules.plot(schedules.warmup_polynomial(1.0, total_steps=4), 5)
+    assert pyplot.gcf() is axes.figure
+    np.testing.assert_allclose(axes.lines[0].get_xydata()[:, 1], [1, 0.75, 0.5, 0.25, 0])
+    assert schedules.plot(0.5, [2, 4, 8], axes=axes) is axes
+    np.testing.assert_array_equal(axes.lines[1].get_xydata()[:, 0], [2, 4, 8])
+    pyplot.close(axes.figure)
+
+
 def linear_model(optimizer):
     """Build a model of one weight whose gradient is always 1, so that SGD sums the rates."""
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False)])
