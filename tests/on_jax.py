@@ -22,6 +22,7 @@ ON_JAX = {
     "diagnostics": [
         "tests/diagnostics/test_largest_batch.py",
         "tests/diagnostics/test_memory_plan.py",
+        "tests/diagnostics/test_plan.py",
         "tests/diagnostics/test_speed.py",
         "tests/diagnostics/test_tpu_data.py",
     ],

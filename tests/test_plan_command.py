@@ -1,6 +1,7 @@
-"""`kdpkit plan`: what memory needs; and what all commands have in common."""
+"""`kdpkit plan`: one plan or several, as a table; and memory."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,13 +12,51 @@ import pytest
 from kdpkit import cli
 from tests.processes import run, run_code
 
+RUN = ["--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1"]
+
+
+def plan(*words):
+    return cli.main(["plan", *RUN, *words])
+
+
+def test_several_replicas_are_columns_of_one_table(capsys):
+    assert plan("--replicas", "8", "1", "2", "--optimizer", "sgd", "--epochs", "5") == 0
+    output = capsys.readouterr()
+    cells = (re.split(r"\s\s+", line.strip()) for line in output.out.splitlines())
+    rows = {name: numbers for name, *numbers in cells}
+    assert rows["replicas"] == ["1", "2", "8"]
+    assert rows["global batch"] == ["32", "64", "256"]
+    assert rows["steps per epoch"] == ["1,875", "937", "234"]
+    assert rows["left out per epoch"] == ["0", "32", "96"]
+    assert rows["steps"] == ["9,375", "4,685", "1,170"]
+    assert rows["scaled rate"] == ["0.1", "0.2", "0.8"]
+
+
+def test_many_replicas_are_tables_below_each_other_and_a_finding_comes_once(capsys):
+    counts = ["1", "2", "4", "8", "16", "32"]
+    assert plan("--replicas", *counts, "--optimizer", "adam", "--warmup-epochs", "0.5") == 1
+    output = capsys.readouterr().out
+    heads = [line.split()[1:] for line in output.splitlines() if line.startswith("replicas")]
+    assert heads == [counts[:4], counts[4:]]
+    assert output.count("Remedy:") == 1
+    assert "wrong    linear-adam: rule (replicas: 2, 4, 8, 16, 32)" in output
+
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ([], "the following arguments are required: --memory. See `kdpkit plan --help`"),
+        *(
+            ([*RUN, *flags], sentence)
+            for flags, sentence in [
+                (["--rule", "log"], "`rule` must be one of 'linear', 'sqrt', 'none'"),
+                (["--base-learning-rate", "1e308", "--replicas", "64"], "`learning_rate` must be"),
+                (["--epochs", "many"], "invalid int value: 'many'. See `kdpkit plan --help`"),
+                (["--warmup-epochs", "1e308"], "`warmup_epochs` must be at least 0 and below 1"),
+            ]
+        ),
+        ([], "needs --examples, --per-replica-batch-size, --base-learning-rate, or --memory"),
         (["--memory", "1GiB", "train.py"], "Write `kdpkit plan --memory 16GiB train.py:make"),
-        (["--memory", "1GiB", "a.py:make", "--replicas", "0"], "replicas=0"),
+        (["--memory", "1GiB", "a.py:make", "--replicas", "1", "2"], "replicas=[1, 2]"),
         (["--memory", "1GiB", "missing.py:make"], "missing.py"),
         (["--memory", "1GiB"], "expected 2 arguments"),
     ],
@@ -32,7 +71,7 @@ def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys, monk
 
 
 def into(output):
-    command = [sys.executable, "-m", "kdpkit", "recipe", "list"]
+    command = [sys.executable, "-m", "kdpkit", "plan", *RUN]
     ended = subprocess.run(
         command, stdout=output, stderr=subprocess.PIPE, text=True, timeout=240, check=False
     )
@@ -40,7 +79,7 @@ def into(output):
 
 
 def test_nobody_who_reads_the_output_is_no_error():
-    """As in `kdpkit recipe list | head -1`, with the reader gone before the first line."""
+    """As in `kdpkit plan ... | head -1`, with the reader gone before the first line."""
     reader, writer = os.pipe()
     os.close(reader)
     with os.fdopen(writer, "wb") as output:
@@ -92,11 +131,13 @@ print(*{{name.partition(".")[0] for name in sys.modules}})
 """
 
 
-def test_flags_are_parsed_without_a_framework():
+def test_flags_are_parsed_and_plans_are_made_without_a_framework():
     """Those of `doctor` and `env` too; wrong ones take no seconds until a framework is there."""
     words = [
         [],
         *([name, "--help"] for name in ("plan", "doctor", "env")),
+        ["plan", *RUN, "--epochs", "9", "--optimizer", "sgd"],
+        ["plan", *RUN, "--rule", "round"],
         ["plan", "--memory", "1GiB", "train.py"],
         ["plan", "--nonsense"],
         ["doctor"],

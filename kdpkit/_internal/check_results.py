@@ -1,8 +1,9 @@
-"""Findings: the form in which all of kdpkit's checks report, and how reports are laid out."""
+"""Findings: the form in which all of kdpkit's checks report, and rules that several have."""
 
 import dataclasses
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TypeAlias, TypeVar
 
 LEVELS = ("error", "wrong", "slow", "note")
 WIDTH = 80
@@ -43,6 +44,28 @@ class Finding:
         )
 
 
+K = TypeVar("K")
+W = TypeVar("W")
+Rule: TypeAlias = Callable[[K], Iterable[tuple[str, W, str, str]]]  # level, where, problem, remedy
+
+
+def found(
+    rules: Mapping[str, Rule[K, W]], known: K, where: Callable[[W], str] = str
+) -> tuple[Finding, ...]:
+    """Return what rules find, in order.
+
+    Args:
+        rules: By name, functions from what is known to levels, positions, problems and remedies.
+        known: What is known of a program.
+        where: Returns the name of a position.
+    """
+    return in_order(
+        Finding(name, level, where(position), problem, remedy)
+        for name, rule in rules.items()
+        for level, position, problem, remedy in rule(known)
+    )
+
+
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """Return findings with the worst first and without repetitions.
 
@@ -50,16 +73,16 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     >>> [finding.level for finding in in_order([slow, error, slow])]
     ['error', 'slow']
     """
-
-    def rank(finding: Finding) -> tuple[int, str, str, str]:
-        return LEVELS.index(finding.level), finding.rule, finding.where, finding.problem
-
-    return tuple(sorted(dict.fromkeys(findings), key=rank))
+    return tuple(sorted(dict.fromkeys(findings), key=_rank))
 
 
 def are_notes(findings: Iterable[Finding]) -> bool:
     """Whether no finding is more than a note."""
     return all(finding.level == "note" for finding in findings)
+
+
+def _rank(finding: Finding) -> tuple[int, str, str, str]:
+    return LEVELS.index(finding.level), finding.rule, finding.where, finding.problem
 
 
 def wrapped(text: str, *, indent: int = 0, first: str | None = None) -> str:

@@ -1,10 +1,11 @@
 """Checks of a training before it runs somewhere else, and reports on a machine.
 
-`plan_memory` works out what each device needs and the cheapest way to make it fit. `environment`
-reports what this machine and this Python offer, and which strategies train on it. `check_input`
-checks `tf.data` pipelines, `check_tpu` a dataset and a model for a TPU. `check_speed` finds how
-long a step takes and waits for input, `largest_batch` how many examples fit. Each name loads the
-framework that it needs on first use; `environment` loads none.
+`plan` works out batches, steps and learning rates of a run on several replicas, `plan_memory` what
+each device needs and the cheapest way to make it fit. `environment` reports what this machine and
+this Python offer, and which strategies train on it. `check_input` checks `tf.data` pipelines,
+`check_tpu` a dataset and a model for a TPU. `check_speed` finds how long a step takes and waits for
+input, `largest_batch` how many examples fit. Each name loads the framework that it needs on first
+use; `environment` loads none.
 """
 
 from typing import TYPE_CHECKING
@@ -18,17 +19,20 @@ if TYPE_CHECKING:
     from kdpkit.diagnostics._doctor.tpu import check_tpu
     from kdpkit.diagnostics._env.environment import Environment, environment
     from kdpkit.diagnostics._plan.memory_plan import MemoryPlan, plan_memory
+    from kdpkit.diagnostics._plan.training_plan import TrainingPlan, plan
 
 _HOMES = {
     "Environment": "_env.environment",
     "MemoryPlan": "_plan.memory_plan",
     "Report": "_doctor.reports",
     "SpeedReport": "_doctor.speed",
+    "TrainingPlan": "_plan.training_plan",
     "check_input": "_doctor.reports",
     "check_speed": "_doctor.speed",
     "check_tpu": "_doctor.tpu",
     "environment": "_env.environment",
     "largest_batch": "_doctor.largest_batch",
+    "plan": "_plan.training_plan",
     "plan_memory": "_plan.memory_plan",
 }
 
@@ -37,11 +41,13 @@ __all__ = [
     "MemoryPlan",
     "Report",
     "SpeedReport",
+    "TrainingPlan",
     "check_input",
     "check_speed",
     "check_tpu",
     "environment",
     "largest_batch",
+    "plan",
     "plan_memory",
 ]
 
