@@ -27,7 +27,7 @@ import jax
 import keras
 import numpy as np
 
-from kdpkit import experiment, sharding, testing
+from kdpkit import callbacks, experiment, sharding, testing
 from kdpkit._internal import processes, shards
 from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop, replica_exact
@@ -121,6 +121,7 @@ def trained(
     epochs=3,
     seconds_a_step=0,
     fails_at=None,
+    monitors=False,
     data=None,
     own_data=None,
     loop=None,
@@ -131,6 +132,8 @@ def trained(
     SEEDS[: len(seeds)] = seeds
     train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
     watching = [Slow(seconds_a_step, fails_at if INDEX else None)]
+    if monitors:
+        watching.append(callbacks.DeviceMonitor())
     if orbax:
         watching.append(keras.callbacks.OrbaxCheckpoint(orbax))
     train_by = {"loop": by_loop, "fit": by_fit}[by]

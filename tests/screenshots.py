@@ -30,7 +30,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 RECIPE = ("recipes/cnn_custom_loop.py", "--strategy", "mirrored", "--replicas", "2")
 SHOWN = (
     *("epoch_loss", "epoch_accuracy", "epoch_learning_rate"),
-    *("epoch_examples_per_second", "epoch_steps_per_second"),
+    *("epoch_examples_per_second", "device/cpu_utilization", "device/memory_gib"),
 )
 SIZE = (1900, 1120)
 SECONDS = 240  # for TensorBoard to start, and for a picture

@@ -38,7 +38,7 @@ def started(python, *words):
 
 
 REHEARSED = ("correct", "bert", "profile", "watching")  # the others take minutes more
-EXPLAINED = ("PyTorch is not installed", "not report its memory")
+EXPLAINED = ("PyTorch is not installed", "not report its memory", "no nvidia-smi")
 
 
 @pytest.fixture(scope="module")

@@ -26,7 +26,7 @@ PROMISED = {
     "gan": ([], ["steps_per_second"], ["generator-2*"]),
     "images": (
         ["Learning rate of epoch 1: 0.01 (step 3)", "Learning rate of epoch 3: 0.001 (step 9)"],
-        ["learning_rate", "examples_per_second"],
+        ["learning_rate", "examples_per_second", "memory_gib"],
         ["logs/train/events*"],
     ),
     "own_loop": (
@@ -38,7 +38,7 @@ PROMISED = {
     "tickets": ([], ["examples_per_second"], ["states/*.npz"]),
     "warmup": (["Learning rate of epoch 4: 0.000465703 (step 28)"], ["learning_rate"], []),
 }
-MEASURED = re.compile(r".*per_second.*")
+MEASURED = re.compile(r".*per_second.*|cpu_utilization|memory_gib")
 
 REPLICAS = {  # by backend: in place of a line that builds a model
     "tensorflow": r"""

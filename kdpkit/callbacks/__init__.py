@@ -1,4 +1,4 @@
-"""Keras callbacks for learning rates, speed, TensorBoard and resuming.
+"""Keras callbacks for learning rates, speed, devices, TensorBoard and resuming.
 
 They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` returns
 the usual set in the right order; each callback also works alone.
@@ -8,12 +8,14 @@ import os
 
 import keras
 
+from kdpkit.callbacks._devices import DeviceMonitor
 from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR
 from kdpkit.callbacks._resume import Resume
 from kdpkit.callbacks._tensorboard import TensorBoard
 from kdpkit.callbacks._throughput import Throughput
 
 __all__ = [
+    "DeviceMonitor",
     "LearningRateLogger",
     "PrintLR",
     "Resume",
@@ -32,9 +34,9 @@ def training_callbacks(
     """Return the usual callbacks in the right order.
 
     Those that add to the logs come before those that write them: `LearningRateLogger`,
-    `Throughput`, `PrintLR`, and with `log_dir` `TensorBoard`. Your own callbacks that set a
-    learning rate in `on_train_batch_begin` or add to the logs go before them. Where the output
-    goes to a file, `fit(verbose=2)` writes a line for each epoch.
+    `Throughput`, `PrintLR`, and with `log_dir` `DeviceMonitor` and `TensorBoard`. Your own
+    callbacks that set a learning rate in `on_train_batch_begin` or add to the logs go before them.
+    Where the output goes to a file, `fit(verbose=2)` writes a line for each epoch.
 
     Args:
         log_dir: Directory for TensorBoard's event files; None writes none.
@@ -50,4 +52,4 @@ def training_callbacks(
     speed = Throughput(global_batch_size, tokens_per_example=tokens_per_example)
     if log_dir is None:
         return [LearningRateLogger(), speed, PrintLR()]
-    return [LearningRateLogger(), speed, PrintLR(), TensorBoard(log_dir)]
+    return [LearningRateLogger(), speed, DeviceMonitor(), PrintLR(), TensorBoard(log_dir)]

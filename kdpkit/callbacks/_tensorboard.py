@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kdpkit._internal import atomic_files, checks, processes, storage
+from kdpkit.callbacks._devices import is_reading
 from kdpkit.callbacks._learning_rate import AppliedRateCallback
 
 
@@ -21,8 +22,8 @@ class TensorBoard(AppliedRateCallback):
     Tags and runs of `fit` are those of `keras.callbacks.TensorBoard`, with two differences:
     `epoch_learning_rate` is the rate of the epoch's last update, where Keras writes the next
     step's; and scalars only need the package `tensorboard`, so they work on JAX too and no step
-    waits for them. All logs are written; callbacks that add to them, such as `Throughput`, must
-    be earlier in the list, as in `training_callbacks`. With several processes only the first
+    waits for them. All logs are written; callbacks that add to them (`Throughput`, `DeviceMonitor`)
+    must be earlier in the list, as in `training_callbacks`. With several processes only the first
     one writes.
 
     Args:
@@ -79,7 +80,8 @@ class TensorBoard(AppliedRateCallback):
         for name, value in scalars.items():
             if processes.index() == 0 and isinstance(value, numbers.Real):
                 writer = self._writer("validation" if name.startswith("val_") else "train")
-                writer.add_scalar(f"epoch_{name.removeprefix('val_')}", value, epoch)
+                tag = f"epoch_{name.removeprefix('val_')}"
+                writer.add_scalar(f"device/{name}" if is_reading(name) else tag, value, epoch)
         self._flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

@@ -1,7 +1,10 @@
 """What watching a run costs, and whether what it shows is true."""
 
 import math
+import shutil
+import subprocess
 import tempfile
+import threading
 import time
 from typing import Any
 
@@ -19,6 +22,7 @@ def measure(results: Results, *, rehearse: bool) -> None:
     """Measure one after the other: they share the device."""
     results.add(*_steps_per_loop(steps=64 if rehearse else 512, rounds=1 if rehearse else 7))
     results.add(_pause_of_resume(rehearse=rehearse))
+    _readings(results, rehearse=rehearse)
     if device.current().count > 1:
         results.add(*_replicas(rounds=1 if rehearse else 5))
     else:
@@ -106,6 +110,45 @@ def _pause_of_resume(*, rehearse: bool) -> Row:
     gib = sum(4 * math.prod(of.shape) for of in loop.model.optimizer.variables) / 2**30
     note = f"{gib:.2f} GiB of optimizer state in each"
     return Row("BERT-base, pause of Resume", "ms", Spread.of(pauses[1:]), note=note)
+
+
+def _readings(results: Results, *, rehearse: bool) -> None:
+    """Compare `DeviceMonitor` with `nvidia-smi`, while a model trains that keeps the GPU busy."""
+    from kdpkit.callbacks import DeviceMonitor
+    from tests.accelerator import jax_training
+
+    width, batch, seconds = (64, 64, 0.5) if rehearse else (4096, 8192, 5.0)
+    loop, data = _mlp(width=width, batch=batch)
+    epoch = jax_training.by_loop(loop, data, 20)
+    epoch()  # compiles
+    steps = max(20, int(20 * seconds / seconds_of(epoch)))
+    shown: list[tuple[float, float]] = []
+    stop = threading.Event()
+    watcher = threading.Thread(target=_watch, args=(shown, stop))
+    watcher.start()
+    repeated = jax_training.Repeated(data, steps)
+    monitor = DeviceMonitor(0.2)
+    history = loop.fit(repeated, epochs=1, callbacks=[monitor], verbose=0).history
+    stop.set()
+    watcher.join()
+    if not shown:
+        results.miss("watching: readings: there is no nvidia-smi to compare them with.")
+        return
+    utilization, gib = zip(*shown, strict=True)
+    for name, unit, other in (
+        ("gpu_0_utilization", "%", float(np.mean(utilization))),
+        ("gpu_0_memory_gib", "GiB", max(gib)),
+    ):
+        what = f"DeviceMonitor, {name}, against nvidia-smi"
+        results.add(compared(what, unit, history[name], [other]))
+
+
+def _watch(shown: list[tuple[float, float]], stop: threading.Event) -> None:
+    command = ["nvidia-smi", "--query-gpu=utilization.gpu,memory.used", "--id=0"]
+    while shutil.which("nvidia-smi") and not stop.wait(0.2):
+        printed = subprocess.check_output([*command, "--format=csv,noheader,nounits"], text=True)
+        utilization, mebibytes = map(float, printed.split(","))
+        shown.append((utilization, mebibytes / 1024))
 
 
 def _replicas(rounds: int) -> list[Row]:

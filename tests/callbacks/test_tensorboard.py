@@ -6,6 +6,7 @@ import pytest
 
 from kdpkit._internal import atomic_files, storage
 from kdpkit.callbacks import (
+    DeviceMonitor,
     LearningRateLogger,
     PrintLR,
     TensorBoard,
@@ -119,9 +120,10 @@ def test_scalars_are_in_object_storage_at_the_end_of_every_epoch(remote):
 
 def test_the_usual_set_writes_what_it_measures_because_of_its_order(tmp_path):
     usual = training_callbacks(tmp_path, global_batch_size=2, tokens_per_example=3)
-    order = [LearningRateLogger, Throughput, PrintLR, TensorBoard]
-    assert [type(each) for each in usual] == order
+    measuring = [LearningRateLogger, Throughput, DeviceMonitor]
+    assert [type(each) for each in usual] == [*measuring, PrintLR, TensorBoard]
     fit(usual)
     written = scalars(tmp_path / "train")
     speeds = {f"epoch_{unit}_per_second" for unit in ("steps", "examples", "tokens")}
-    assert speeds <= written.keys()
+    assert speeds | {"device/cpu_utilization", "device/memory_gib"} <= written.keys()
+    assert written["device/memory_gib"].keys() == {0, 1}

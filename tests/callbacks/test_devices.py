@@ -1,0 +1,169 @@
+# ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
+
+import itertools
+import math
+import sys
+import threading
+import time
+
+import keras
+import pytest
+
+from kdpkit.callbacks import DeviceMonitor, _devices
+from kdpkit.callbacks._devices import is_reading, starving
+
+from .falling_weight import falling_weight, ones
+
+HOST = {"cpu_utilization", "memory_gib"}
+PATIENCE = 60  # seconds; on a machine that is busy with something else
+
+
+def fit(*callbacks, steps=4, epochs=2, model=None, **settings):
+    model = model or falling_weight("sgd")
+    return model.fit(**ones(steps), epochs=epochs, callbacks=[*callbacks], **settings).history
+
+
+def of_users(warned):
+    """Leave out what TensorFlow 2.20's AutoGraph deprecates on Python 3.13."""
+    return [warning for warning in warned if warning.category is UserWarning]
+
+
+class Recorded:
+    """Readings as a machine with GPUs gave them, one after the other and then again."""
+
+    __name__ = "recorded"
+
+    def __init__(self, *readings):
+        self.calls = 0
+        self._readings = itertools.cycle(readings)
+
+    def __call__(self):
+        self.calls += 1
+        return next(self._readings)
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """Return a function that has these sources read, in place of the machine's."""
+    return lambda *sources: monkeypatch.setattr(_devices, "_sources", lambda: sources)
+
+
+class LongSteps(keras.callbacks.Callback):
+    """Makes every step last until a source was read some times more."""
+
+    def __init__(self, source, readings):
+        super().__init__()
+        self._source, self._readings = source, readings
+
+    def on_train_batch_end(self, batch, logs=None):
+        wanted, end = self._source.calls + self._readings, time.monotonic() + PATIENCE
+        while self._source.calls < wanted:
+            assert time.monotonic() < end, "the source is not read"
+            time.sleep(0.001)
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name == "kdpkit devices"]
+
+
+def gpus(*busy):
+    return {f"gpu_{i}_utilization": value for i, value in enumerate(busy)}
+
+
+@pytest.mark.parametrize(
+    ("busy", "waits"),
+    [((), False), ((50.0,), False), ((49.0,), True), ((100.0, 50.0), False), ((100.0, 49.0), True)],
+)
+def test_a_gpu_waits_if_it_is_busy_for_less_than_half_as_long_as_another(busy, waits):
+    assert bool(starving(gpus(*busy) | {"cpu_utilization": 1.0})) == waits
+
+
+def test_without_nvml_one_sentence_reports_it_and_the_rest_is_read(monkeypatch):
+    monkeypatch.setattr(_devices, "_gpus_of_backend", lambda: [0])
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.warns(UserWarning, match="`nvidia-ml-py` cannot.*`pip install nvidia") as warned:
+        history = fit(DeviceMonitor())
+    assert len(of_users(warned)) == 1
+    assert history.keys() >= HOST
+
+
+def test_each_epoch_has_the_readings_and_no_thread_is_left():
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: seen.extend(threads()))
+    history = fit(DeviceMonitor(), watch, epochs=3)
+    assert history.keys() == {"loss", *HOST}  # a CPU does not report the memory it handed out
+    assert all(len(values) == 3 and all(map(math.isfinite, values)) for values in history.values())
+    assert all(map(is_reading, HOST))
+    assert not any(map(is_reading, ("loss", "learning_rate", "val_memory_gib", "gpu_accuracy")))
+    assert len(set(seen)) == 1
+    assert threads() == []
+
+
+def test_compilation_and_validation_are_left_out(read):
+    now = {"steps": 0, "validates": False}
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            now.update(steps=now["steps"] + 1, validates=False)
+            time.sleep(0.01)
+
+    class Validation(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            now["validates"] = True
+            time.sleep(0.05)
+
+    # The first step compiles.
+    read(lambda: {"fan_utilization": 0.0 if now["steps"] > 1 and not now["validates"] else 99.0})
+    data = ones(6)
+    validation = (data["x"], data["y"])
+    around = Steps(), DeviceMonitor(0.001), Validation()
+    history = fit(*around, steps=6, validation_data=validation)
+    assert history["fan_utilization"][0] == 0.0
+
+
+def test_a_gpu_that_waits_is_reported_once_in_a_training(read):
+    source = Recorded(gpus(98.0, 20.0), gpus(94.0, 40.0))
+    read(source)
+    monitor = DeviceMonitor(0.001)
+    printed = "Epoch 1: a GPU waits.*gpu_0_utilization 9. %, gpu_1_utilization .*measure.train"
+    for _ in range(2):
+        with pytest.warns(UserWarning, match=printed) as warned:
+            fit(monitor, LongSteps(source, 10))
+        assert len(of_users(warned)) == 1
+
+
+def test_a_source_that_fails_midway_is_reported_and_training_goes_on(read):
+    def failing():
+        if len(seen) < 2:
+            return {"watts": 5.0}
+        raise RuntimeError("GPU is lost")
+
+    seen = []
+    epochs = keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, _: seen.append(epoch))
+    read(failing, lambda: {"fan_utilization": 1.0})
+    with pytest.warns(UserWarning, match="failing failed .*GPU is lost") as warned:
+        history = fit(epochs, DeviceMonitor(), epochs=4)
+    assert len(of_users(warned)) == 1
+    assert history["watts"] == [5.0]
+    assert history["fan_utilization"] == [1.0] * 4
+
+
+def fail(*_):
+    raise ZeroDivisionError
+
+
+def test_a_training_after_one_that_failed_has_one_thread(read):
+    read(lambda: {"watts": 3})
+    monitor = DeviceMonitor(1000.0)  # which would wake up late
+    with pytest.raises(ZeroDivisionError):
+        fit(monitor, keras.callbacks.LambdaCallback(on_epoch_end=fail))
+    seen = []
+    watch = keras.callbacks.LambdaCallback(on_epoch_begin=lambda *_: seen.extend(threads()))
+    assert fit(monitor, watch)["watts"] == [3.0, 3.0]
+    assert len(seen) == 2
+    assert threads() == []
+
+
+def test_a_bad_interval_gets_one_sentence():
+    with pytest.raises(ValueError, match="`interval_seconds` must be above 0.*=0"):
+        DeviceMonitor(interval_seconds=0)
