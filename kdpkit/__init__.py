@@ -7,31 +7,14 @@ Every part lives at one path and loads on first use, so `import kdpkit` costs no
 (3, 3, 3, 1)
 """
 
+import pkgutil
 from typing import TYPE_CHECKING
 
 from kdpkit._internal import lazy_names
 
 __version__ = "0.1.0"
 
-_SUBMODULES = (
-    "batches",
-    "callbacks",
-    "checkpoints",
-    "cli",
-    "cluster",
-    "corpora",
-    "diagnostics",
-    "errors",
-    "experiment",
-    "launch",
-    "pipelines",
-    "scaling",
-    "schedules",
-    "sharding",
-    "strategies",
-    "testing",
-    "training",
-)
+_SUBMODULES = [name for _, name, _ in pkgutil.iter_modules(__path__) if not name.startswith("_")]
 
 __all__ = ["__version__", *_SUBMODULES]
 

@@ -12,7 +12,6 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 from typing import NoReturn
 
 from kdpkit import __version__, errors
@@ -41,20 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is not None:
         return _run([*argv])
-    _prepare_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     code = _run([*sys.argv[1:]])
     _leave(code)
     return code
-
-
-def _prepare_streams() -> None:
-    """Make every character printable, and replace closed streams by the null device."""
-    for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # as after `kdpkit ... >&-`
-            nowhere = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 until the end
-            setattr(sys, name, nowhere)
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 def _run(words: list[str]) -> int:

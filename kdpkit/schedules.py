@@ -87,7 +87,7 @@ class LinearWarmup(_Schedule):
     def _rate_at(self, step: Any) -> Any:
         # Clamped, this is the first rate during warmup and never asks for a negative step.
         rate = _rate(self.schedule, ops.maximum(step - self.warmup_steps, 0))
-        done = _float(step) / self.warmup_steps
+        done = ops.cast(step, keras.config.floatx()) / self.warmup_steps
         warming = self.initial_learning_rate + (rate - self.initial_learning_rate) * done
         return ops.where(step < self.warmup_steps, warming, rate)
 
@@ -334,10 +334,6 @@ def _count(step: Any) -> Any:
     step = ops.convert_to_tensor(step)
     fractional = keras.backend.is_float_dtype(keras.backend.standardize_dtype(step.dtype))
     return step if fractional else ops.cast(step, "int")
-
-
-def _float(step: Any) -> Any:
-    return ops.cast(step, keras.config.floatx())
 
 
 def _rates(schedule: Rate, steps: Any) -> Any:

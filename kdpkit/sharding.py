@@ -8,7 +8,6 @@ are for your own loop.
 """
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
@@ -29,7 +28,6 @@ __all__ = [
     "by_examples",
     "data_mesh",
     "describe_choice",
-    "describe_variables",
     "gathered_on_read",
     "join_processes",
     "place_batch",
@@ -75,7 +73,9 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
             checks.fail(
                 f"JAX has {len(present)} {present[0].platform} device(s).",
                 devices=count,
-                remedy=_way_to_more(present[0].platform, count),
+                remedy="For logical CPU devices set "
+                f"XLA_FLAGS=--xla_force_host_platform_device_count={count}, and on fewer than "
+                f"{2 * count} cores PJRT_NPROC={2 * count}, before JAX starts.",
             )
         chosen = present[:count]
     if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):
@@ -83,15 +83,6 @@ def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
             "A mesh needs devices of `jax.devices()`, at least one, each once.", devices=devices
         )
     return Mesh(np.array(chosen), (BATCH_AXIS,), axis_types=(AxisType.Auto,))
-
-
-def _way_to_more(platform: str, count: int) -> str:
-    if platform != "cpu":
-        return "Ask for no more, or for None, which takes all."
-    return (
-        f"For logical CPU devices set XLA_FLAGS=--xla_force_host_platform_device_count={count}, "
-        f"and on fewer than {2 * count} cores PJRT_NPROC={2 * count}, before JAX starts."
-    )
 
 
 def tpu_devices() -> list[jax.Device]:
@@ -137,39 +128,23 @@ def _platform() -> str:
     try:
         return str(jax.default_backend())
     except (RuntimeError, AssertionError) as error:  # the second for an unknown platform
-        raise errors.InputError(_why_not_started(error)) from error
+        platforms = jax.config.jax_platforms
+        if "tpu" in str(platforms).split(","):  # if libtpu finds chips, JAX only tries these
+            raise errors.InputError(_why_no_tpu(checks.first_line(error))) from error
+        raise errors.InputError(
+            f"JAX cannot start its platform ({checks.first_line(error)}). Received: "
+            f"JAX_PLATFORMS={platforms}. Leave it out, or install the JAX for it."
+        ) from error
 
 
-def _why_not_started(error: Exception) -> str:
-    """Return why JAX found nothing; if libtpu finds chips, JAX only tries these."""
-    if "tpu" in str(jax.config.jax_platforms).split(","):
-        return _why_no_tpu(error)
-    return (
-        f"JAX cannot start its platform ({checks.first_line(error)}). "
-        f"Received: JAX_PLATFORMS={jax.config.jax_platforms}. Leave the environment variable out, "
-        "or install the JAX for it."
-    )
-
-
-def _why_no_tpu(error: Exception | None = None) -> str:
-    """Return why there is no TPU, or, from JAX's error, why it is not available."""
+def _why_no_tpu(reason: str = "it trains on another device") -> str:
     if not machine.chips():
-        return machine.nowhere()
-    platforms = jax.config.jax_platforms
-    if platforms and "tpu" not in platforms.split(","):
-        return f"JAX was asked for other devices (JAX_PLATFORMS={platforms}). Leave that out."
-    try:
-        if error is None:
-            jax.devices("tpu")
-    except RuntimeError as raised:
-        error = raised
-    assert error is not None, "with a TPU that starts, JAX trains on it"
+        return machine.NO_TPU
     return (
-        machine.in_use(error)
-        or machine.without_libtpu()
-        or f"JAX could not start this machine's {machine.counted(machine.chips())} "
-        f"({checks.first_line(error)}). Restart Python, in a notebook the runtime; if that "
-        'does not help, `pip install --upgrade "jax[tpu]"`.'
+        f"JAX does not start this machine's {machine.chips()} TPU chip(s) ({reason}; "
+        f"JAX_PLATFORMS={jax.config.jax_platforms}). They serve one process at a time: end any "
+        "other, in a notebook by restarting its session. Otherwise leave JAX_PLATFORMS out, run "
+        '`pip install --upgrade "jax[tpu]"`, and restart Python.'
     )
 
 
@@ -207,8 +182,8 @@ class DataParallel(keras.distribution.DataParallel):
     device, as without. Each weight is gathered when the model uses it, so a step of `fit` or of
     `kdpkit.training.TrainingLoop` holds a few complete ones at a time. Variables of fewer than
     4,096 numbers, and those of which the devices divide no axis, are replicated; of the latter a
-    warning tells, once. `describe_variables` returns how many bytes that is. With several processes
-    see `gathered_on_read`.
+    warning tells, once; `kdpkit plan --memory` works out the bytes. With several processes see
+    `gathered_on_read`.
 
     Args:
         devices: As for `data_mesh`.
@@ -265,28 +240,6 @@ class DataParallel(keras.distribution.DataParallel):
         return shards.layout(self, self.shards.of_weight(variable.shape))
 
 
-def describe_variables(model: keras.Model) -> str:
-    """Describe in one line how many bytes of a model's variables are on each device.
-
-    Args:
-        model: A built model; the optimizer's variables count if they are made, as after `fit`.
-
-    >>> with DataParallel(4, shard="weights").scope():
-    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(256)])
-    >>> describe_variables(model)
-    'On each device 0.0166 of 0.0635 MiB of variables, of which 0.000977 are replicated.'
-    """
-    everywhere = here = replicated = 0
-    for variable in _all_variables(model):
-        value = variable.value
-        part = math.prod(value.sharding.shard_shape(value.shape)) * value.dtype.itemsize
-        everywhere += value.nbytes
-        here += part
-        replicated += part if part == value.nbytes else 0
-    shown = [f"{size / 2**20:,.3g}" for size in (here, everywhere, replicated)]
-    return "On each device {} of {} MiB of variables, of which {} are replicated.".format(*shown)
-
-
 @contextlib.contextmanager
 def gathered_on_read(model: keras.Model) -> Iterator[None]:
     """Let a model be saved whose variables are sharded over the devices of several processes.
@@ -294,7 +247,7 @@ def gathered_on_read(model: keras.Model) -> Iterator[None]:
     A process cannot read what is on another's devices. Inside this scope a variable that is read,
     as `model.save` and `get_weights` do, is gathered from all devices, one at a time. So every
     process must read the same variables in the same order: all save, to files of their own.
-    `kdpkit.callbacks.ModelCheckpoint` and `Resume` do so by themselves.
+    `kdpkit.callbacks.Resume` does so by itself.
 
     >>> import tempfile
     >>> with DataParallel(2, shard="weights").scope():
@@ -302,7 +255,9 @@ def gathered_on_read(model: keras.Model) -> Iterator[None]:
     >>> with gathered_on_read(model):
     ...     model.save_weights(f"{tempfile.mkdtemp()}/of-process-{jax.process_index()}.weights.h5")
     """
-    before = [(variable, variable._value) for variable in _all_variables(model)]
+    optimizer = getattr(model, "optimizer", None)
+    variables = [*model.variables, *(optimizer.variables if optimizer else [])]
+    before = [(v, v._value) for v in {id(v): v for v in variables}.values()]
     try:
         for variable, value in before:
             if not (value.is_fully_addressable or value.is_fully_replicated):
@@ -311,12 +266,6 @@ def gathered_on_read(model: keras.Model) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable._value = value
-
-
-def _all_variables(model: keras.Model) -> list[keras.Variable]:
-    optimizer = getattr(model, "optimizer", None)
-    variables = [*model.variables, *(optimizer.variables if optimizer else [])]
-    return [*{id(variable): variable for variable in variables}.values()]
 
 
 def replicated(mesh: Mesh) -> NamedSharding:

@@ -28,7 +28,7 @@ with experiment.program(parser, __name__):
     from keras import layers, ops
     from matplotlib.figure import Figure
 
-    from kdpkit import callbacks, corpora, pipelines, training
+    from kdpkit import corpora, pipelines, training
 
 
 def build_model(shape, classes):
@@ -110,13 +110,11 @@ def main(argv=None):
         accumulation=args.accumulation,
     )
     loop.label_smoothing = args.label_smoothing
-    saving = []
-    if args.log_dir:
-        saving = [callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras")]
-    with experiment.recording(args, model, strategy, plan, also=saving) as record:
+    with experiment.recording(args, model, strategy, plan) as record:
         loop.fit(record.resumed(train), test, epochs=args.epochs, callbacks=record.callbacks)
     results = record.results(test=loop.evaluate(test, verbose=0))
     if args.log_dir:
+        experiment.save_model(model, args.log_dir / "model.keras")
         draw(images, labels, results["history"], args.log_dir)
     print(f"Test: {results['test']}")
     return results

@@ -8,7 +8,7 @@ Start each process with the same flags and a TF_CONFIG with its own index; each 
 GPUs, or on its CPU. This is the workload of TensorFlow's guide to multi-worker training: a small
 convnet and `fit`. Every process reads the same images in the same order and takes its examples of
 every batch, so the losses equal those of one device with the same global batch, even with uneven
-last batches and batch normalization. The first process writes checkpoints, results and TensorBoard
+last batches and batch normalization. The first process writes the model, results and TensorBoard
 files. If a process is killed or fails, the others end within seconds with the reason; started
 again, they continue from the last epoch:
 
@@ -31,7 +31,7 @@ with experiment.program(parser, __name__):
     import tensorflow as tf
     from keras import layers
 
-    from kdpkit import callbacks, corpora, pipelines, schedules, strategies, training
+    from kdpkit import corpora, pipelines, schedules, strategies, training
 
 
 def build_model(shape, classes):
@@ -77,8 +77,7 @@ def main(argv=None):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
-    saving = [callbacks.ModelCheckpoint(args.log_dir / "model.keras")] if args.log_dir else []
-    with experiment.recording(args, model, strategy, plan, also=saving) as record:
+    with experiment.recording(args, model, strategy, plan) as record:
         model.fit(
             record.resumed(train),
             validation_data=test,
@@ -87,6 +86,8 @@ def main(argv=None):
             shuffle=False,  # the pipeline shuffles
         )
     results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
+    if args.log_dir:
+        experiment.save_model(model, args.log_dir / "model.keras")
     if strategies.is_chief():
         print(f"Test: {results['test']}")
     return results

@@ -29,7 +29,7 @@ with experiment.program(parser, __name__):
     import tensorflow as tf
     from keras import layers
 
-    from kdpkit import callbacks, corpora, pipelines, schedules, strategies, training
+    from kdpkit import corpora, pipelines, schedules, strategies, training
 
 
 def build_model(shape, classes):
@@ -82,10 +82,7 @@ def main(argv=None):
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
     )
-    saving = []
-    if args.log_dir:
-        saving = [callbacks.ModelCheckpoint(args.log_dir / "epoch-{epoch:02d}.keras")]
-    with experiment.recording(args, model, strategy, plan, also=saving) as record:
+    with experiment.recording(args, model, strategy, plan) as record:
         loop.fit(
             record.resumed(train),
             test,
@@ -93,6 +90,8 @@ def main(argv=None):
             callbacks=record.callbacks,
         )
     results = record.results(test=loop.evaluate(test, verbose=0))
+    if args.log_dir:
+        experiment.save_model(model, args.log_dir / "model.keras")
     print(f"Test: {results['test']}")
     return results
 

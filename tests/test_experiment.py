@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from kdpkit import errors, experiment, pipelines
 from kdpkit.testing import tiny_classifier, toy_classification
+from tests.processes import run_code
 
 
 def parser(**defaults):
@@ -138,10 +139,8 @@ def trained(flags, *, epochs=2):
         if args.results:
             written.append(strict(args.results.read_text()))
 
-    also = [keras.callbacks.LambdaCallback(on_epoch_end=note)]
-    with experiment.recording(
-        args, model, mirrored, plan, also=also, tokens_per_example=5
-    ) as record:
+    with experiment.recording(args, model, mirrored, plan, tokens_per_example=5) as record:
+        record.callbacks.insert(1, keras.callbacks.LambdaCallback(on_epoch_end=note))
         x, y = toy_classification(80)
         data = record.resumed(pipelines.train_pipeline(dataset(x, y), global_batch_size=8))
         model.fit(data, epochs=epochs, verbose=0, callbacks=record.callbacks)

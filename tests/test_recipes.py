@@ -291,7 +291,6 @@ def test_the_custom_loop_learns_the_digits_and_saves_and_draws(tmp_path):
     assert results["test"]["accuracy"] > 0.9
     assert results["steps"] == 5 * 12  # 1,442 images in batches of 128, the last one of 34
     assert results["history"]["val_loss"][-1] == pytest.approx(results["test"]["loss"])
-    saved = {path.name for path in tmp_path.glob("*.keras")}
-    assert saved == {f"epoch-0{epoch}.keras" for epoch in range(1, 6)}
+    assert (tmp_path / "model.keras").exists()
     for name in ("samples", "curves"):
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -38,24 +38,8 @@ def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, dev
 
 @pytest.fixture
 def unnamed(monkeypatch):
-    """An environment that names no TPU and no driver, and is not Colab's."""
-    for name in ("COLAB_RELEASE_TAG", "TPU_LIBRARY_PATH", "TPU_NAME"):
-        monkeypatch.delenv(name, raising=False)
-    return monkeypatch
-
-
-@pytest.mark.parametrize(
-    ("text", "holder"),
-    [  # of libtpu, through JAX (jax issue 22070) and TensorFlow
-        (
-            "Unable to initialize backend 'tpu': ABORTED: The TPU is already in use by process "
-            "with pid 176028. Not attempting to load libtpu.so in this process.",
-            "process 176028",
-        ),
-    ],
-)
-def test_a_tpu_that_another_process_holds_is_reported(text, holder):
-    assert machine.in_use(RuntimeError(text)).startswith(f"The TPU is taken by {holder}, ")
+    """An environment that names no TPU."""
+    monkeypatch.delenv("TPU_NAME", raising=False)
 
 
 CONNECT = """

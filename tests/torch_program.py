@@ -55,7 +55,6 @@ def trained(name, *, seed, stops_after=0):
     train = resume.track(batches.ArrayBatches((X, Y), global_batch_size=4, seed=1))
     watching = [
         *callbacks.training_callbacks(None, global_batch_size=4),
-        callbacks.ModelCheckpoint(DIRECTORY / name / "model.keras"),
         stopping,
         Stopping(resume, stops_after),
         resume,

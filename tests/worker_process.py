@@ -73,7 +73,6 @@ def watching(directory):
     by_orbax = [keras.callbacks.OrbaxCheckpoint(str(directory / "orbax"))] if HAS_ORBAX else []
     return [
         keras.callbacks.ModelCheckpoint(directory / "keras-{epoch}.keras"),
-        callbacks.ModelCheckpoint(directory / "ours-{epoch}.weights.h5", save_weights_only=True),
         keras.callbacks.CSVLogger(directory / "log.csv"),
         callbacks.TensorBoard(directory / "board"),
         *by_orbax,

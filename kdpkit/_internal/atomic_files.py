@@ -94,14 +94,6 @@ def readable(path: str | os.PathLike[str]) -> storage.AnyPath:
     return file
 
 
-def readable_here(path: str | os.PathLike[str]) -> Path:
-    """Accept what `readable` does, if it is a file of this machine."""
-    file = readable(path)
-    if isinstance(file, storage.RemotePath):
-        checks.fail_for_file("A file of this machine is needed", file, remedy="Copy it first.")
-    return file
-
-
 def make_writable(directory: storage.AnyPath) -> None:
     """Make a directory if need be, and write a file there that is gone again: before a long run.
 

@@ -5,8 +5,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias, TypeVar
 
-from kdpkit._internal import checks
-
 LEVELS = ("error", "wrong", "slow", "note")
 WIDTH = 80
 
@@ -34,9 +32,6 @@ class Finding:
     where: str
     problem: str
     remedy: str
-
-    def __post_init__(self) -> None:
-        checks.one_of("level", self.level, LEVELS)
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns, unless a word is longer."""

@@ -12,9 +12,9 @@ import operator
 import os
 import re
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
+from typing import Any, NoReturn, SupportsFloat, SupportsIndex, TypeVar, cast
 
 from kdpkit import errors
 
@@ -43,14 +43,9 @@ def fail(problem: str, *, remedy: str = "", **received: object) -> NoReturn:
     ...
     kdpkit.errors.InputError: `replicas` must be positive. Received: replicas=0. Use at least 1.
     """
-    raise errors.InputError(sentence(problem, received, remedy))
-
-
-def sentence(problem: str, received: Mapping[str, object], remedy: str) -> str:
-    """Put a problem, the values received and the remedy into one message."""
     shown = ", ".join(f"{name}={_shortened(repr(value))}" for name, value in received.items())
     parts = [problem, f"Received: {shown}." if shown else "", remedy]
-    return " ".join(part for part in parts if part)
+    raise errors.InputError(" ".join(part for part in parts if part))
 
 
 def _shortened(text: str) -> str:
@@ -70,8 +65,8 @@ def listed(names: Iterable[object]) -> str:
     return ", ".join(words)
 
 
-def _reject(problem: str, name: str, value: object) -> NoReturn:
-    raise errors.InputError(sentence(problem, {name: value}, ""))
+def _reject(problem: str, name: str, value: Any) -> NoReturn:
+    fail(problem, **{name: value})
 
 
 def integer(name: str, value: object, *, minimum: int = 1) -> int:
@@ -112,7 +107,6 @@ def number(
 
 
 def one_of(name: str, value: _T, choices: Iterable[_T]) -> _T:
-    """Accept one of `choices`."""
     choices = tuple(choices)
     if value not in choices:
         _reject(f"`{name}` must be one of {', '.join(map(repr, choices))}.", name, value)
@@ -177,7 +171,8 @@ def address(name: str, value: str | None) -> tuple[str, int]:
     host, _, port = str(value).rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]")
     wrong_colons = ":" in host and not in_brackets
-    if not host or wrong_colons or set(host) & set("/, \t\n") or not _is_port(port):
+    is_port = port.isascii() and port.isdecimal() and 0 < int(port[:6]) < 1 << 16
+    if not host or wrong_colons or set(host) & set("/, \t\n") or not is_port:
         _reject(
             f"`{name}` must be the address and port of a process, such as '10.0.0.1:9876', the "
             "port from 1 to 65535.",
@@ -185,10 +180,6 @@ def address(name: str, value: str | None) -> tuple[str, int]:
             value,
         )
     return host.strip("[]"), int(port)
-
-
-def _is_port(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and 0 < int(text[:6]) < 1 << 16
 
 
 def global_batch(global_batch_size: object, replicas: object) -> tuple[int, int]:
@@ -223,7 +214,6 @@ def steps_per_epoch(wanted: int | None, available: int) -> int:
 
 
 def fail_for_file(problem: str, path: str | os.PathLike[str], *, remedy: str = "") -> NoReturn:
-    """Raise a `FileInputError` about the file at `path`."""
     raise errors.FileInputError(f"{problem}: {os.fspath(path)}.{' ' + remedy if remedy else ''}")
 
 

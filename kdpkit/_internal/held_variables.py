@@ -36,7 +36,6 @@ class HeldVariable:
         self.shape = value.shape
 
     def assign(self, value: Any) -> None:
-        """Set its value, on all replicas."""
         self.value.assign(value)
 
 

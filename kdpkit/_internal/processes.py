@@ -209,15 +209,10 @@ def _sign_of_loss(error: Exception) -> str:
         if silent:
             return ", ".join(f"{job} {task}" for job, task in silent) + " shows no sign of life"
         return checks.first_line(message.partition(aborted)[2] or error)
-    is_of_gloo = message.startswith("UNKNOWN: Gloo ")  # without a status, JAX raises a ValueError
-    of_jax = is_of_gloo or (isinstance(error, RuntimeError) and _has_joined())
+    of_jax = message.startswith("UNKNOWN: Gloo ")  # without a status, JAX raises a ValueError
+    if isinstance(error, RuntimeError) and keras.backend.backend() == "jax":
+        import jax
+
+        of_jax |= jax.distributed.is_initialized()
     is_loss = of_jax and any(sign in message.lower() for sign in _SIGNS)
     return checks.first_line(error) if is_loss else ""
-
-
-def _has_joined() -> bool:
-    if keras.backend.backend() != "jax":
-        return False
-    import jax
-
-    return bool(jax.distributed.is_initialized())

@@ -71,8 +71,7 @@ class Shards(NamedTuple):
         if not axes:
             warnings.warn(  # of this line, and so shown once
                 f"A large variable stays complete on all {self.mesh.size} devices, as they divide "
-                "none of its axes. `sharding.describe_variables(model)` returns how many bytes "
-                "such variables have.",
+                "none of its axes.",
                 stacklevel=1,
             )
             return _everywhere(self.mesh)

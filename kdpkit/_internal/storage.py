@@ -38,15 +38,12 @@ class RemotePath(pathlib.PurePosixPath):
             return getattr(_system(self), method)(str(self), *arguments)
 
     def exists(self) -> bool:
-        """Whether there is a file or a directory."""
         return bool(self.ask("exists"))
 
     def is_dir(self) -> bool:
-        """Whether there is a directory."""
         return bool(self.ask("isdir"))
 
     def is_file(self) -> bool:
-        """Whether there is a file."""
         return bool(self.ask("isfile"))
 
     def glob(self, pattern: str) -> Iterator[Self]:
@@ -55,16 +52,13 @@ class RemotePath(pathlib.PurePosixPath):
         return (self / posixpath.basename(name) for name in sorted(names))
 
     def unlink(self, *, missing_ok: bool = False) -> None:
-        """Remove the file."""
         with contextlib.suppress(*[FileNotFoundError] * missing_ok):
             self.ask("rm_file")
 
     def read_bytes(self) -> bytes:
-        """Read the file."""
         return self.ask("cat_file")
 
     def read_text(self, encoding: str = "utf-8") -> str:
-        """Read the file as text."""
         return self.read_bytes().decode(encoding)
 
     def upload(self, file: pathlib.Path) -> None:

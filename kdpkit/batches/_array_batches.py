@@ -75,7 +75,10 @@ class ArrayBatches(keras.utils.PyDataset):
         process_index: int = 0,
     ) -> None:
         super().__init__()
-        self._source = data if isinstance(data, Source) else _in_memory(data)
+        if not isinstance(data, Source):
+            arrays = _as_batch(data)
+            data = Source(num_examples(arrays), functools.partial(_taken, arrays))
+        self._source = data
         self.global_batch_size = checks.integer("global_batch_size", global_batch_size)
         self.seed = seed if seed is None else checks.integer("seed", seed, minimum=0)
         self.remainder = checks.one_of("remainder", remainder, ("drop", "pad", "keep"))
@@ -102,7 +105,6 @@ class ArrayBatches(keras.utils.PyDataset):
         return min(self._num_examples, self.steps_per_epoch * self.global_batch_size)
 
     def __len__(self) -> int:
-        """Return the number of batches in an epoch."""
         return self.steps_per_epoch
 
     def __getitem__(self, index: int) -> Batch:
@@ -210,11 +212,6 @@ def num_examples(batch: Nest) -> int:
             remedy="The examples lie along the first axis; convert other values with `np.asarray`.",
         )
     return counts.pop()
-
-
-def _in_memory(data: Batch) -> Source:
-    data = _as_batch(data)
-    return Source(num_examples(data), functools.partial(_taken, data))
 
 
 def _first_example(source: Source) -> Batch:

@@ -1,4 +1,4 @@
-"""Keras callbacks for learning rates, speed, devices, checkpoints and resuming.
+"""Keras callbacks for learning rates, speed, devices, TensorBoard and resuming.
 
 They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` returns
 the usual set in the right order; each callback also works alone.
@@ -8,7 +8,6 @@ import os
 
 import keras
 
-from kdpkit.callbacks._checkpoint import ModelCheckpoint
 from kdpkit.callbacks._devices import DeviceMonitor
 from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR
 from kdpkit.callbacks._resume import Resume
@@ -18,7 +17,6 @@ from kdpkit.callbacks._throughput import Throughput
 __all__ = [
     "DeviceMonitor",
     "LearningRateLogger",
-    "ModelCheckpoint",
     "PrintLR",
     "Resume",
     "TensorBoard",

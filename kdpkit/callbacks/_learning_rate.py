@@ -77,7 +77,10 @@ class AppliedRateCallback(keras.callbacks.Callback):
         """Read the rate, if this is the epoch's first batch."""
         if self._has_rate and self._look is None:
             optimizer = inner_optimizer(self.model.optimizer)
-            self._look = keras.ops.copy(optimizer._iterations), _rate_of(optimizer)
+            rate = optimizer._learning_rate  # `learning_rate` would be a number, not the schedule
+            if not isinstance(rate, LearningRateSchedule):
+                rate = keras.ops.copy(optimizer.learning_rate)
+            self._look = keras.ops.copy(optimizer._iterations), rate
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the batch; on JAX Keras may call this in any thread and order."""
@@ -93,7 +96,9 @@ class AppliedRateCallback(keras.callbacks.Callback):
         counted = min(_batches_counted(optimizer), int(before) + max(self._ended, default=0))
         last = _last_update(optimizer, counted)
         if last != self._last_update:
-            self._last_update, self._rate = last, _rate_at(rate, last)
+            if isinstance(rate, LearningRateSchedule):
+                rate = rate(keras.ops.convert_to_tensor(last, dtype="int32"))
+            self._last_update, self._rate = last, float(rate)
         return self._rate
 
 
@@ -172,27 +177,12 @@ class PrintLR(AppliedRateCallback):
         self._line = f"Learning rate of epoch {epoch + 1}: {value}"
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Print the line of the last epoch."""
         self._print()
 
     def _print(self) -> None:
         if self._line and processes.index() == 0:
             self.print_fn(self._line)
         self._line = ""
-
-
-def _rate_of(optimizer: Optimizer) -> Any:
-    """Return the schedule, or a copy of the plain rate as it is now."""
-    rate = optimizer._learning_rate  # `learning_rate` would be a number instead of the schedule
-    return (
-        rate if isinstance(rate, LearningRateSchedule) else keras.ops.copy(optimizer.learning_rate)
-    )
-
-
-def _rate_at(rate: Any, batch: int) -> float:
-    if isinstance(rate, LearningRateSchedule):
-        rate = rate(keras.ops.convert_to_tensor(batch, dtype="int32"))
-    return float(rate)
 
 
 def _last_update(optimizer: Optimizer, counted: int) -> int:

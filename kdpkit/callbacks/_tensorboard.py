@@ -50,18 +50,19 @@ class TensorBoard(AppliedRateCallback):
     _rate_is_optional = True
 
     def __init__(self, log_dir: str | os.PathLike[str] = "logs") -> None:
+        from tensorboard.summary import Writer
+
         super().__init__()
-        _writer_class()
         if not isinstance(log_dir, (str, os.PathLike)):
             checks.fail("`log_dir` must be the path of a directory.", log_dir=log_dir)
-        self.log_dir = os.fspath(storage.path(log_dir))
-        self._local: Path | None = None  # a directory whose files are copied to object storage
+        path = storage.path(log_dir)
+        self.log_dir = self._directory = os.fspath(path)
         if processes.index() == 0:
-            path = storage.path(log_dir)
             atomic_files.make_writable(path)  # now, so errors are raised before data are prepared
             if isinstance(path, storage.RemotePath):
-                self._local = Path(tempfile.mkdtemp())
-                weakref.finalize(self, shutil.rmtree, self._local, ignore_errors=True)
+                self._directory = tempfile.mkdtemp()  # whose files are copied there
+                weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
+        self._make_writer = Writer
         self._writers: dict[str, Any] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -77,27 +78,22 @@ class TensorBoard(AppliedRateCallback):
         if self._has_rate:
             scalars["learning_rate"] = self._applied_rate()
         for name, value in scalars.items():
-            self._write(*_run_and_tag(name), value, epoch)
+            if processes.index() == 0 and isinstance(value, numbers.Real):
+                writer = self._writer("validation" if name.startswith("val_") else "train")
+                tag = f"epoch_{name.removeprefix('val_')}"
+                writer.add_scalar(f"device/{name}" if is_reading(name) else tag, value, epoch)
         self._flush()
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Close the files."""
         for writer in self._writers.values():
             writer.close()
         self._writers.clear()
         self._copy()
 
-    def _write(self, run: str, tag: str, value: Any, step: int) -> None:
-        if processes.index() == 0 and isinstance(value, numbers.Real):
-            self._writer(run).add_scalar(tag, value, step)
-
     def _writer(self, run: str) -> Any:
         if run not in self._writers:
-            self._writers[run] = _writer_class()(f"{self._directory()}/{run}")
+            self._writers[run] = self._make_writer(f"{self._directory}/{run}")
         return self._writers[run]
-
-    def _directory(self) -> str:
-        return os.fspath(self._local or self.log_dir)
 
     def _flush(self) -> None:
         for writer in self._writers.values():
@@ -106,30 +102,13 @@ class TensorBoard(AppliedRateCallback):
 
     def _copy(self) -> None:
         """Copy the files to object storage, where they cannot grow; warn of what fails."""
-        files = [path for path in self._local.rglob("*") if path.is_file()] if self._local else []
+        if self._directory == self.log_dir:
+            return
         try:
-            for file in files:
-                name = file.relative_to(self._directory())
+            for file in filter(Path.is_file, Path(self._directory).rglob("*")):
+                name = file.relative_to(self._directory)
                 storage.RemotePath(self.log_dir, name).upload(file)
         except OSError as error:
             warnings.warn(
                 f"{error} The end of the next epoch, if there is one, tries again.", stacklevel=2
             )
-
-
-def _run_and_tag(name: str) -> tuple[str, str]:
-    """Return the run and the tag of an epoch's value."""
-    if name.startswith("val_"):
-        return "validation", f"epoch_{name[4:]}"
-    return "train", f"device/{name}" if is_reading(name) else f"epoch_{name}"
-
-
-def _writer_class() -> Any:
-    try:
-        from tensorboard.summary import Writer
-    except ImportError as error:
-        raise ImportError(
-            "TensorBoard's event files are written by the package `tensorboard`, which cannot be "
-            f"imported ({error}). Install it with `pip install tensorboard`."
-        ) from error
-    return Writer

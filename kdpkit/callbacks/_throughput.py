@@ -68,20 +68,11 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self.global_batch_size = global_batch_size
         self.tokens_per_example = tokens_per_example
-        if global_batch_size is not None:
-            self.global_batch_size = checks.integer("global_batch_size", global_batch_size)
-        if tokens_per_example is not None:
-            self.tokens_per_example = checks.number(
-                "tokens_per_example", tokens_per_example, above=0
-            )
-            if global_batch_size is None:
-                checks.fail(
-                    "Tokens per second need the number of examples in a batch.",
-                    global_batch_size=global_batch_size,
-                    tokens_per_example=tokens_per_example,
-                    remedy="Pass `global_batch_size` too.",
-                )
         self.step_flops, self.peak_flops = step_flops, peak_flops
+        if tokens_per_example is not None:
+            checks.number("tokens_per_example", tokens_per_example, above=0)
+        if global_batch_size is not None or tokens_per_example is not None:
+            checks.integer("global_batch_size", global_batch_size)
         if step_flops is not None or peak_flops is not None:
             for name in ("step_flops", "peak_flops"):
                 checks.number(name, getattr(self, name), above=0)
@@ -107,28 +98,21 @@ class Throughput(keras.callbacks.Callback):
         self._compiled = True
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Record the time."""
         self._ends.append((batch + 1, time.perf_counter()))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the speed of the epoch."""
         if logs is None or self._start is None or not self._ends:
             return
         first, started = self._start
         done, finished = max(self._ends)
         # With `steps_per_execution` the last index can be beyond the end of the epoch.
         steps = min(done, (self.params or {}).get("steps") or done) - first
-        if steps > 0:
-            logs.update(self._speeds(steps, finished - started))
-
-    def _speeds(self, steps: int, seconds: float) -> dict[str, float]:
-        speeds = {"steps_per_second": steps / seconds}
+        if steps <= 0:
+            return
+        rate = logs["steps_per_second"] = steps / (finished - started)
         if self.global_batch_size is not None:
-            speeds["examples_per_second"] = speeds["steps_per_second"] * self.global_batch_size
+            logs["examples_per_second"] = rate * self.global_batch_size
             if self.tokens_per_example is not None:
-                speeds["tokens_per_second"] = (
-                    speeds["examples_per_second"] * self.tokens_per_example
-                )
+                logs["tokens_per_second"] = logs["examples_per_second"] * self.tokens_per_example
         if self.step_flops and self.peak_flops:
-            speeds["mfu"] = speeds["steps_per_second"] * self.step_flops / self.peak_flops
-        return speeds
+            logs["mfu"] = rate * self.step_flops / self.peak_flops

@@ -85,20 +85,16 @@ def require_port(address: str) -> None:
             )
 
 
-def is_loopback(host: str) -> bool:
-    """Return whether a host is only reached from this machine.
+def are_loopback(addresses: Sequence[str]) -> bool:
+    """Return whether all addresses, `"host:port"`, are only reached from this machine.
 
     Names except `localhost` are not: some machines resolve their own to 127.0.1.1, others do not.
     """
+    hosts = {checks.address("address", one)[0] for one in addresses} - {"localhost"}
     try:
-        return ipaddress.ip_address(host).is_loopback
+        return all(ipaddress.ip_address(host).is_loopback for host in hosts)
     except ValueError:
-        return host == "localhost"
-
-
-def are_loopback(addresses: Sequence[str]) -> bool:
-    """Return whether all addresses, `"host:port"`, are only reached from this machine."""
-    return all(is_loopback(checks.address("address", one)[0]) for one in addresses)
+        return False
 
 
 def keep_local(address: str, cluster: Sequence[str]) -> None:

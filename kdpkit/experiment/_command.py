@@ -22,7 +22,6 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the actions, and what each takes."""
     actions = parser.add_subparsers(metavar="action", required=True, dest="action")
     actions.add_parser("list", help="print all recipes", allow_abbrev=False)
     add = actions.add_parser("copy", help="copy a recipe", allow_abbrev=False).add_argument
@@ -31,7 +30,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """List or copy, and return 0."""
     if args.action == "copy":
         print(f"Copied to {_copy(args.name, Path(args.directory))}.")
         return 0

@@ -108,7 +108,6 @@ class _Parser(argparse.ArgumentParser):
         return super().parse_known_args(args, argparse.Namespace(**_SMOKE))
 
     def error(self, message: str) -> NoReturn:
-        """Raise the error instead of printing the usage and exiting."""
         raise errors.InputError(f"{message.rstrip('.')}. The flags are listed by --help.")
 
 

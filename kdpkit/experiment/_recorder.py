@@ -7,7 +7,7 @@ import platform
 import statistics
 import sys
 from argparse import Namespace
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
@@ -80,26 +80,21 @@ def recording(
     model: keras.Model,
     strategy: _strategy.Strategy,
     plan: scaling.ScalePlan,
-    *,
-    also: Sequence[keras.callbacks.Callback] = (),
     **settings: Any,
 ) -> Iterator[Recorder]:
     """Keep the results of training in `args.results`.
 
     The `with` statement returns a `record` whose `callbacks` are for `fit`: its own, those of
-    `kdpkit.callbacks.training_callbacks` (with `settings` such as `tokens_per_example`), those of
-    `also`, and with `--resume` `kdpkit.callbacks.Resume`, for which `record.resumed(data)` returns
-    the data to train on. The results are written after each epoch, before anything else is, and in
-    the end; `record.results(test=...)` adds those of the test, and returns all.
+    `kdpkit.callbacks.training_callbacks` (with `settings` such as `tokens_per_example`), and with
+    `--resume` `kdpkit.callbacks.Resume`, for which `record.resumed(data)` returns the data to train
+    on. The results are written after each epoch, before anything else is, and in the end;
+    `record.results(test=...)` adds those of the test, and returns all.
     """
     record = Recorder(args, strategy, plan)
     record.set_model(model)
-    record.callbacks += callbacks.training_callbacks(
-        args.log_dir,
-        global_batch_size=plan.global_batch_size,
-        **settings,
-    )
-    record.callbacks += [*also, *([record.resume] if record.resume else [])]
+    usual = {"global_batch_size": plan.global_batch_size} | settings
+    record.callbacks += callbacks.training_callbacks(args.log_dir, **usual)
+    record.callbacks += [record.resume] if record.resume else []
     yield record
     record.results()
 

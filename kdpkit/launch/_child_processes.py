@@ -128,7 +128,6 @@ class Guard:
 
 
 def marked(mark: str) -> list[int]:
-    """Find the processes that bear a mark."""
     found = []
     for entry in _PROC.iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():

@@ -18,7 +18,6 @@ Exit code: that of the process that failed first, else 0."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what `kdpkit.launch.launch` takes."""
     parser.usage = "kdpkit launch --workers N [flags] -- command ..."
     add = parser.add_argument
     add("--workers", type=int, required=True, metavar="N", help="processes that train")
@@ -33,7 +32,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Launch, and return the exit code."""
     if not args.rest:
         checks.fail(
             "The command to run comes after `--`.",

@@ -60,7 +60,6 @@ class _Process:
         )
 
     def signal(self, number: int) -> None:
-        """Ask it to end."""
         if not self.has_ended:
             self.is_signalled = True
             self.child.send(number)

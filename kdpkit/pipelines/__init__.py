@@ -3,14 +3,13 @@
 A `Transform` is a function from dataset to dataset, for `Dataset.apply`. `train_pipeline` and
 `eval_pipeline` combine the stages in the order that gives every epoch a new order and new
 augmentation: filter, prepare, cache, shuffle, batch, augment, prefetch. `lint` finds mistakes in
-any pipeline from its stages, and `measure` times each stage.
+any pipeline from its stages.
 """
 
 from kdpkit.pipelines._builders import PipelineConfig, eval_pipeline, train_pipeline
 from kdpkit.pipelines._lint import lint
-from kdpkit.pipelines._measure import PipelineReport, measure
 from kdpkit.pipelines._padding import normalize_weights, pad_to_global_batch
-from kdpkit.pipelines._sources import interleave_files, tfrecords
+from kdpkit.pipelines._sources import interleave_files
 from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, pack_tokens, tokenize
 from kdpkit.pipelines._transforms import (
     Transform,
@@ -26,7 +25,6 @@ from kdpkit.pipelines._transforms import (
 
 __all__ = [
     "PipelineConfig",
-    "PipelineReport",
     "Transform",
     "auto_shard",
     "batch_for",
@@ -39,13 +37,11 @@ __all__ = [
     "lint",
     "longer_than",
     "mask_tokens",
-    "measure",
     "normalize_weights",
     "pack_tokens",
     "pad_to_global_batch",
     "prefetch",
     "shuffle",
-    "tfrecords",
     "tokenize",
     "train_pipeline",
 ]

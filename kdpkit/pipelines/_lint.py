@@ -351,5 +351,6 @@ def _serial_map(pipeline: _Pipeline) -> _Found:
     remedy = "Write `.map(..., num_parallel_calls=tf.data.AUTOTUNE)`."
     for stage, after in pipeline.of("map"):
         is_stateful = any(one.is_stateful for one in stage.functions)
-        if is_stateful and not (stage.is_parallel or stage.calls_python or _is_kept(after)):
+        is_parallel = "Parallel" in type(stage.dataset).__name__
+        if is_stateful and not (is_parallel or stage.calls_python or _is_kept(after)):
             yield "slow", stage, problem, remedy

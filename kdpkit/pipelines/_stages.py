@@ -1,4 +1,4 @@
-"""The stages of a dataset: the one reader for `lint`, `measure` and `Resume`.
+"""The stages of a dataset: the one reader for `lint`, `doctor --measure` and `Resume`.
 
 This file uses private parts of tf.data: the names of its dataset classes, their attributes,
 `_inputs()` and `_functions()`, which are the same in TensorFlow 2.20 and 2.21. Unlike a serialized
@@ -72,7 +72,6 @@ class Function:
 
     @property
     def name(self) -> str:
-        """Its name in Python."""
         return str(getattr(self.call, "__name__", "")).strip("<>")
 
     @property
@@ -158,7 +157,6 @@ class Stage:
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
-        """The functions that it calls."""
         return tuple(map(_function, self.dataset._functions()))
 
     def argument(self, name: str) -> Any:
@@ -190,13 +188,7 @@ class Stage:
         return self.kind == "from_generator" or self.runs(PYTHON)
 
     @property
-    def is_parallel(self) -> bool:
-        """Whether its own threads produce elements ahead of time."""
-        return "Parallel" in type(self.dataset).__name__
-
-    @property
     def keeps(self) -> bool:
-        """Whether it is a cache."""
         return self.kind in ("cache", "snapshot")
 
     @property

@@ -193,7 +193,7 @@ def _best_kind() -> tuple[str, str]:
         return "mirrored", f"one replica on each of {gpus} GPUs"
     why = f"there is {'no other GPU' if gpus else 'no GPU'} and no TPU"
     if chips := machine.chips():
-        why = f"this machine's {machine.counted(chips)} train through JAX: set KERAS_BACKEND=jax"
+        why = f"this machine's {chips} TPU chip(s) train through JAX: set KERAS_BACKEND=jax"
     return "one", f"one replica on {_default_device()}: {why}"
 
 

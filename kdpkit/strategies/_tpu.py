@@ -44,11 +44,11 @@ def connect_tpu(
 def _insist_that_it_can_be_reached(address: str) -> None:
     if address == "local":
         if not machine.chips():
-            checks.fail(machine.nowhere(), name=address)
+            checks.fail(machine.NO_TPU, name=address)
         if not tf.config.list_physical_devices("TPU_SYSTEM"):  # what drives them
             checks.fail(
                 "This build of TensorFlow cannot drive this machine's "
-                f"{machine.counted(machine.chips())}; {_THROUGH_JAX}.",
+                f"{machine.chips()} TPU chip(s); {_THROUGH_JAX}.",
                 name=address,
                 remedy="Or put `tensorflow-tpu` of the same version instead of `tensorflow`.",
             )
@@ -71,10 +71,10 @@ def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResol
         tf.tpu.experimental.initialize_tpu_system(resolver)
     except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
         raise errors.InputError(
-            machine.in_use(error)
-            or f"The TPU {address} could not be initialised ({checks.first_line(error)}). Pass its "
-            "address as grpc://HOST:8470, or 'local' on a TPU virtual machine, and check that a "
-            f"TPU build of TensorFlow {tf.__version__} runs there. Or: {_THROUGH_JAX}."
+            f"The TPU {address} could not be initialised ({checks.first_line(error)}). End any "
+            "other process that uses it, pass its address as grpc://HOST:8470, or 'local' on a TPU "
+            f"virtual machine, and check that a TPU build of TensorFlow {tf.__version__} runs "
+            f"there. Or: {_THROUGH_JAX}."
         ) from error
     warnings.warn(
         f"Training on a TPU through TensorFlow is unproven with Keras 3; {_THROUGH_JAX}.",

@@ -112,7 +112,6 @@ def leaves(nest: Any) -> list[Any]:
 
 
 def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
-    """Apply a function to the arrays of dictionaries and tuples."""
     if isinstance(nest, Mapping):
         return {name: mapped(function, part) for name, part in nest.items()}
     if isinstance(nest, tuple):
@@ -121,7 +120,6 @@ def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
 
 
 def taken(batch: Any, part: slice) -> Any:
-    """Return some examples of a batch."""
     return mapped(lambda array: array[part], batch)
 
 

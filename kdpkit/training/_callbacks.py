@@ -52,8 +52,6 @@ def of_this_process(callbacks: Any) -> list[keras.callbacks.Callback]:
 
 def _drop_files(checkpoint: keras.callbacks.ModelCheckpoint) -> None:
     """Set a model whose files are dropped, in a checkpoint callback of Keras."""
-    if getattr(checkpoint, "writes_once", False):  # `kdpkit.callbacks.ModelCheckpoint`
-        return
     set_model = type(checkpoint).set_model
     checkpoint.set_model = lambda model: set_model(checkpoint, SavingNothing(model))
 

@@ -92,8 +92,6 @@ def test_a_readable_file_is_one_with_content(remote):
     put(directory / "file", b"x")
     put(directory / "empty", b"")
     assert atomic_files.readable(directory / "file").read_bytes() == b"x"
-    with pytest.raises(ValueError, match="A file of this machine is needed.*Copy it"):
-        atomic_files.readable_here(directory / "file")
     with pytest.raises(ValueError, match="The file is empty: .*://.*empty"):
         atomic_files.readable(directory / "empty")
     with pytest.raises(ValueError, match="A file is needed, and this is a directory: .*://.*data"):

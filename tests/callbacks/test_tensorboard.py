@@ -84,11 +84,11 @@ def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path
     assert scalars(tmp_path / "train") == {"epoch_own": {0: 2.0}}
 
 
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tmp_path, monkeypatch):
+def test_a_missing_package_is_named(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "tensorboard", None)  # as if it were not installed
-    with pytest.raises(ImportError, match="`pip install tensorboard`"):
+    with pytest.raises(ImportError, match="tensorboard"):
         TensorBoard(tmp_path)
 
 

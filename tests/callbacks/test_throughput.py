@@ -92,7 +92,7 @@ def test_the_time_is_that_of_the_work_and_not_of_its_dispatch():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"tokens_per_example": 9}, "need the number of examples.*Pass `global_batch_size`"),
+        ({"tokens_per_example": 9}, "`global_batch_size` must be a positive integer.*None"),
         ({"global_batch_size": 2, "tokens_per_example": 0}, "`tokens_per_example` must be above 0"),
         ({"step_flops": 1e9}, "`peak_flops` must be a finite number.*None"),
     ],

@@ -302,10 +302,8 @@ def test_a_run_goes_on_with_other_devices_cut_or_not(train, first, then, tmp_pat
     assert_equal(undisturbed, resumed, before, 1e-5)
 
 
-def test_a_cut_model_is_described_saved_and_loaded_cut_or_on_one_device(tmp_path):
+def test_a_cut_model_is_saved_and_loaded_cut_or_on_one_device(tmp_path):
     model, _ = trained(by_fit, 8, "weights")
-    wanted = r"On each device [\d.]+ of 0\.394 MiB .* [\d.]+ are replicated\."
-    assert re.fullmatch(wanted, sharding.describe_variables(model))
     model.save(tmp_path / "model.keras")
     model.save_weights(tmp_path / "model.weights.h5")
     alone = keras.saving.load_model(tmp_path / "model.keras")

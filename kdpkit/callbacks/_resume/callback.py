@@ -185,11 +185,8 @@ class Resume(keras.callbacks.Callback):
         if self._data.full_length is not None:
             return Position(epoch, position.step)
         # `fit` has no execution of fewer steps at an epoch's end, and a loop has.
-        at_once = 1 if self._is_of_a_loop() else self.model.steps_per_execution
+        at_once = 1 if "steps_at_once" in self.params else self.model.steps_per_execution
         return Position(0, epoch * math.ceil(self._length / at_once) * at_once + position.step)
-
-    def _is_of_a_loop(self) -> bool:
-        return "steps_at_once" in self.params
 
     # Beginning.
 
@@ -275,7 +272,6 @@ class Resume(keras.callbacks.Callback):
             self._report(position)
 
     def _check_setup(self, state: checkpoints.TrainingState) -> None:
-        """Raise if training would not continue the same run."""
         saved, present = state.notes["setup"], self._setup()
         for name, value in present.items():
             is_of_data = name in _OF_DATA and self._data.full_length is not None
@@ -298,7 +294,6 @@ class Resume(keras.callbacks.Callback):
         }
 
     def _restore(self, state: checkpoints.TrainingState, call: _Call) -> None:
-        """Restore the model and callbacks."""
         if not call.was_left_here:
             self._of_model.restore(state)
         for index, values in enumerate(state.notes["callbacks"]):

@@ -160,7 +160,6 @@ class TrackedBatches(Tracked, keras.utils.PyDataset):
         self.begin_epoch(self.first_epoch)
 
     def go_to(self, position: Position) -> None:
-        """Start at a position, after all that the dataset does between epochs."""
         changes = type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
         if self._epoch is None:
             for _ in range(self.first_epoch, position.epoch):

@@ -32,7 +32,6 @@ a step waits for input. 1: findings, or more. 2: the target cannot be checked.""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add what to check, and for what."""
     parser.usage = "kdpkit doctor [--tpu | --measure] TARGET [flags] [-- script's arguments]"
     parser.add_argument("target", metavar="TARGET", help="check the tf.data pipelines of this")
     for_what = parser.add_mutually_exclusive_group()

@@ -57,7 +57,7 @@ def check_speed(
     """Train for a moment without callbacks, and report how long a step takes and waits for input.
 
     Real training is timed beside the same step on one batch held in memory; what it takes longer is
-    waiting for input. Of a `tf.data` pipeline `kdpkit.pipelines.measure` finds the slowest stage.
+    waiting for input. A `tf.data` pipeline is also run up to each of its stages.
     Afterwards weights, optimizer, metrics and random states of layers are what they were, and the
     epoch of a `train_pipeline` or an `ArrayBatches` has not moved; but a model that was not built
     is built, `model.history` is that of the measurement, `Dataset.shuffle` has drawn some orders,
@@ -93,7 +93,7 @@ def check_speed(
                 from kdpkit.pipelines import _measure  # TensorFlow is there
 
                 undisturbed.enter_context(_measure.undisturbed(dataset))
-                stage = _measure.measure(dataset, seconds=seconds / 4).slowest
+                stage = _measure.slowest_stage(dataset, seconds=seconds / 8)
             each, held = seconds / (2 * _ROUNDS), batches.repeated(first)
             rounds = [
                 [_seconds_per_step(model, data, batch_size, each) for data in (dataset, held)]

@@ -53,7 +53,8 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
         ValueError: There is no such target, or it raises or trains nothing.
     """
     if ":" not in target:
-        path = atomic_files.readable_here(target)
+        path = Path(target)
+        atomic_files.readable(path)
         with _as_program(str(path), arguments, path.resolve().parent):
             yield _at_fit_of(target, path)
         return
@@ -99,7 +100,8 @@ def named(target: str) -> Iterator[Callable[[], Any]]:
     module, _, name = target.rpartition(":")
     directory = Path.cwd()
     if module.endswith(".py"):
-        path = atomic_files.readable_here(module).resolve()
+        atomic_files.readable(Path(module))
+        path = Path(module).resolve()
         module, directory = path.stem, path.parent
     with _as_program(module, (), directory):
         function = getattr(_untrained(target, lambda: importlib.import_module(module)), name, None)

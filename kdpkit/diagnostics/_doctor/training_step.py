@@ -32,7 +32,6 @@ def check_model(trainer: Any) -> None:
 
 
 def is_loop(trainer: Any) -> TypeGuard[TrainingLoop]:
-    """Return whether it is a `TrainingLoop`."""
     return isinstance(trainer, TrainingLoop)
 
 
@@ -42,7 +41,6 @@ def is_exact(trainer: Any) -> bool:
 
 
 def model_of(trainer: Trainable) -> keras.Model:
-    """Return the model that is trained."""
     return trainer.model if is_loop(trainer) else trainer
 
 

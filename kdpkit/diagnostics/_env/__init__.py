@@ -17,7 +17,6 @@ fails or takes too long."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `kdpkit.diagnostics.environment`."""
     add = parser.add_argument
     trials = "train two steps with every strategy, and compare them with one device's"
     add("--try", action="store_true", dest="try_strategies", help=trials)

@@ -171,12 +171,11 @@ def _machine(gpus: str) -> dict[str, str]:
         "processor": f"{processor()}, {machine.cores()} cores",
         "memory": f"{memory / 2**30:.1f} GiB",
         "GPU": gpus or "none that NVML finds (package nvidia-ml-py)",
-        "TPU": machine.counted(machine.chips()),
+        "TPU chips": str(machine.chips()),
     }
 
 
 def processor() -> str:
-    """Return the processor's name."""
     lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
     names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(names, platform.machine())

@@ -57,7 +57,6 @@ class MemoryUse:
 
     @property
     def total(self) -> int:
-        """Bytes on each device."""
         return sum(getattr(self, part) for part in _PARTS)
 
     def __str__(self) -> str:
@@ -96,7 +95,6 @@ class MemoryPlan:
 
     @property
     def smallest(self) -> MemoryUse:
-        """The one that needs least."""
         return min(self.uses, key=lambda use: use.total)
 
     @property
