@@ -44,9 +44,9 @@ def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
     earlier = 0.0  # seconds for an element of the last stage
     for stage, elements in measured:
         if stage.kind == "shuffle":
-            buffer, available = stage.setting("buffer_size") or 0, stage.inputs[0].cardinality
-            is_known = available is not None and available >= 0
-            filled = min(buffer, available) if is_known else buffer
+            filled, available = int(stage.setting("buffer_size") or 0), stage.inputs[0].cardinality
+            if available is not None and available >= 0:
+                filled = min(filled, available)
             if filled * earlier / elements > each:
                 break
         spent = max(0.0, (_seconds(stage.dataset, each) - clock) * elements)
