@@ -105,8 +105,12 @@ def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
     All processes must call this, since each may hold parts of the model; the first one's file is
     kept.
     """
-    with atomic_files.replacing_in_first_process(path) as temporary:
-        model.save(temporary)
+    with contextlib.ExitStack() as stack:
+        if keras.backend.backend() == "jax":
+            from kdpkit import sharding
+
+            stack.enter_context(sharding.gathered_on_read(model))
+        model.save(stack.enter_context(atomic_files.replacing_in_first_process(path)))
 
 
 def versions() -> dict[str, str]:

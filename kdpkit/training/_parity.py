@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -119,19 +120,7 @@ def check_parity(build: Callable[[], keras.Model], data: Any, *, replicas: int) 
             run.logs = model.fit(dataset, callbacks=[run], shuffle=False, verbose=0).history
         return run
 
-    def nudge(model: keras.Model) -> None:
-        """Change every weight by about the rounding of the type that the model computes in."""
-        if not model.built and type(model).call is not keras.Model.call:
-            model(keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))[0])
-        types = {layer.compute_dtype for layer in model._flatten_layers()}
-        epsilon = max(_EPSILONS.get(dtype, _FLOAT32_EPSILON) for dtype in types)
-        random = np.random.default_rng(0)
-        for weight in model.trainable_weights:
-            value = np.asarray(weight.numpy())
-            size = epsilon * (_largest(value) or 1.0)
-            weight.assign((value + size * random.standard_normal(value.shape)).astype(value.dtype))
-
-    one = train(one_device)
+    one, nudge = train(one_device), functools.partial(_nudge, dataset)
     try:
         many = train(strategy)
     except Exception as error:  # of any kind: one device trained, so it is what we look for
@@ -272,6 +261,19 @@ class _Gradients(keras.optimizers.Optimizer):
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:  # noqa: ARG002
         _, kept = self.kept[self._get_variable_index(variable)]
         self.assign(kept, tf.convert_to_tensor(gradient))  # of slices: their sum
+
+
+def _nudge(dataset: tf.data.Dataset, model: keras.Model) -> None:
+    """Change every weight by about the rounding of the type that the model computes in."""
+    if not model.built and type(model).call is not keras.Model.call:
+        model(keras.utils.unpack_x_y_sample_weight(next(iter(dataset)))[0])
+    types = {layer.compute_dtype for layer in model._flatten_layers()}
+    epsilon = max(_EPSILONS.get(dtype, _FLOAT32_EPSILON) for dtype in types)
+    random = np.random.default_rng(0)
+    for weight in model.trainable_weights:
+        value = np.asarray(weight.numpy())
+        size = epsilon * (_largest(value) or 1.0)
+        weight.assign((value + size * random.standard_normal(value.shape)).astype(value.dtype))
 
 
 def _record_gradients(model: keras.Model) -> None:

@@ -121,7 +121,8 @@ def _is_out_of_memory(error: Exception) -> bool:
     if keras.backend.backend() == "jax":
         import jax
 
-        reasons = ("RESOURCE_EXHAUSTED", "Out of memory")  # on accelerators, and on a CPU
+        # On accelerators, and on a CPU, where the library of its kernels gives no other reason.
+        reasons = ("RESOURCE_EXHAUSTED", "Out of memory", "YNNPACK operation failed")
         is_of_backend = isinstance(error, jax.errors.JaxRuntimeError)
         return isinstance(error, MemoryError) or (
             is_of_backend and any(reason in str(error) for reason in reasons)
