@@ -1,7 +1,16 @@
-"""What several parts of kdpkit share and users never import; in this file, lazy names."""
+"""What several parts of kdpkit share and users never import; here, lazy names and `Tensor`."""
 
 import importlib
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+if TYPE_CHECKING:
+    import jax
+    import tensorflow as tf
+
+    Tensor: TypeAlias = tf.Tensor | jax.Array  # the backend's
+else:
+    Tensor = Any
 
 
 def lazy_names(package: str, homes: Mapping[str, str]) -> tuple[Callable, Callable]:

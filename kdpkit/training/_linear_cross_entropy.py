@@ -8,8 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from kdpkit._internal import checks
-from kdpkit.training._tensors import Tensor
+from kdpkit._internal import Tensor, checks
 
 # Goes on from a carry over a chunk: `(carry, start, length)` to the next carry, and tensors with
 # `length` tokens of the vocabulary along their first axis.

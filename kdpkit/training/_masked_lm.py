@@ -6,11 +6,10 @@ from typing import Any
 import keras
 from keras import ops
 
-from kdpkit._internal import checks
+from kdpkit._internal import Tensor, checks
 from kdpkit.training import _masked_positions
 from kdpkit.training._linear_cross_entropy import linear_cross_entropy
 from kdpkit.training._loop import TrainingLoop
-from kdpkit.training._tensors import Tensor
 
 
 class MaskedLMLoop(TrainingLoop):

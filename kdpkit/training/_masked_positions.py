@@ -10,8 +10,7 @@ import keras
 import keras_hub
 from keras import ops
 
-from kdpkit._internal import checks
-from kdpkit.training._tensors import Tensor
+from kdpkit._internal import Tensor, checks
 
 # The same in KerasHub 0.26 to 0.32.
 _PARTS_OF_HEAD = ("_intermediate_dense", "_intermediate_layer_norm", "_bias")

@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 import keras
 from keras import ops
 
-from kdpkit._internal import checks
+from kdpkit._internal import Tensor, checks
 from kdpkit.training._keras_internals import compute_output_spec, get_keras_mask, get_loss
-from kdpkit.training._tensors import Tensor
 
 if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop

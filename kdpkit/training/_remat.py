@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import keras
 
-from kdpkit._internal import checks
+from kdpkit._internal import Tensor, checks
 from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope, set_keras_mask
-from kdpkit.training._tensors import Tensor
 
 if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop

@@ -14,7 +14,7 @@
 5. `_optimizer_patches` adds up the gradients and has optimizers work once, on their sums;
    `_metric_patches` has metrics count the global batch.
 
-XLA compiles parts of this in `_xla_call` and `_loop`; `_xla_trial` measures whether that is faster.
+XLA compiles parts of this in `_xla` and `_loop`, and `_xla` measures whether that is faster.
 The scope that a model was made in, and its datasets, are checked in `_checks`.
 What is private in Keras and TensorFlow is in `_keras_internals`.
 """

@@ -24,7 +24,7 @@ from kdpkit.training.tensorflow import (
     _placeholders,
     _whose_code,
     _workers,
-    _xla_call,
+    _xla,
 )
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 
@@ -151,7 +151,7 @@ class _ExactSteps:
         model = self.model
         several = self.strategy.num_replicas_in_sync > 1
         if several and model.jit_compile:
-            _xla_call.compile_call(model, self.global_batch_norms())
+            _xla.compile_call(model, self.global_batch_norms())
         self.attach_optimizers()
         if iterator is not None:
             specs = iterator._distributed_dataset.element_spec

@@ -50,7 +50,7 @@ from kdpkit.training.tensorflow._gradients import (
 from kdpkit.training.tensorflow._keras_internals import PyDatasetAdapter
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from kdpkit.training.tensorflow._xla_trial import XlaTrial
+from kdpkit.training.tensorflow._xla import XlaTrial
 
 T = TypeVar("T")
 # Strategies whose replicas can put their examples together.

@@ -2,7 +2,7 @@
 
 import pytest
 
-from kdpkit.training.tensorflow._xla_trial import XlaTrial
+from kdpkit.training.tensorflow._xla import XlaTrial
 
 
 def tried(seconds, compiling, steps=1):

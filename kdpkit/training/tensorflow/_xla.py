@@ -1,0 +1,129 @@
+"""XLA on replicas: what it compiles, and whether that is faster.
+
+With `compile(jit_compile=True)` XLA cannot compile the step of all replicas as one
+(keras-team/keras#20763), since replicas meet in it: in sums of gradients and metrics. What it
+compiles here is the model's `call`, and with it the backward pass; losses, optimizer and metrics
+stay TensorFlow's. `TrainingLoop(jit="measure")` finds out, while it trains, which way is faster.
+"""
+
+import math
+import statistics
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdpkit._internal import checks
+from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
+from kdpkit.training.tensorflow._step import current_step
+
+_CALLS = 5  # timed for each choice, after the one that compiles
+_SECONDS = 0.2  # that the timed calls of a choice take at least
+
+
+def compile_call(model: keras.Model, global_batch_norms: list[Any]) -> None:
+    """Have XLA compile a model's `call` in the steps of replicas; set on the instance, once."""
+    if global_batch_norms:
+        checks.fail(
+            "XLA compiles each replica's forward pass apart, where a BatchNormalization cannot "
+            "meet the other replicas.",
+            layer=global_batch_norms[0].name,
+            jit_compile=model.jit_compile,
+            remedy="Compile the model with `jit_compile=False`, or use `replica_exact(model, "
+            'batch_norm="replica")`.',
+        )
+    if "call" in vars(model):
+        return
+    stock_call = model.call
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if current_step() is None or not model.jit_compile:
+            return stock_call(*args, **kwargs)
+        return _compiled(model, stock_call, args, kwargs)
+
+    model.call = call
+
+
+def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
+    """Call what XLA compiles; masks, and what layers add to the loss, are no outputs by nature."""
+
+    def run(*tensors: Any) -> Any:
+        following = iter(tensors)
+        given = [next(following) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+        inner_args, inner_kwargs = tf.nest.pack_sequence_as((args, kwargs), given)
+        outputs = call(*inner_args, **inner_kwargs)
+        losses = [[*layer._losses] for layer in layers]
+        for layer in layers:
+            layer._losses.clear()
+        return outputs, keras.tree.map_structure(get_keras_mask, outputs), losses
+
+    layers = list(model._flatten_layers())
+    leaves = tf.nest.flatten((args, kwargs))
+    compiled = tf.function(run, jit_compile=True, autograph=False)
+    outputs, masks, losses = compiled(*(leaf for leaf in leaves if tf.is_tensor(leaf)))
+    keras.tree.map_structure(
+        lambda output, mask: mask is None or set_keras_mask(output, mask), outputs, masks
+    )
+    for layer, added in zip(layers, losses, strict=True):
+        layer._losses.extend(added)
+    return outputs
+
+
+class XlaTrial:
+    """Decides for each call of the training function whether XLA compiles it, until one way wins.
+
+    Calls without and with XLA take turns, so that a busy machine slows both alike; the first call
+    of each compiles and is not counted. Every call trains, and none is made for the measurement.
+
+    >>> trial = XlaTrial()
+    >>> while not trial.verdict:
+    ...     trial.record(steps=4, seconds=0.2 if trial.jit else 0.4)
+    >>> trial.jit, trial.verdict
+    (True, 'XLA: on, a step takes 50.0 ms with it and 100 ms without.')
+    """
+
+    def __init__(self) -> None:
+        self.jit = False
+        self.verdict = ""
+        self._seconds_of_steps: dict[bool, list[float]] = {False: [], True: []}
+        self._seconds = {False: 0.0, True: 0.0}
+        self._is_compiled = {False: False, True: False}
+
+    @property
+    def is_new(self) -> bool:
+        """Whether no call was recorded."""
+        return not any(self._is_compiled.values())
+
+    def record(self, *, steps: int, seconds: float) -> None:
+        """Note how long a call took that ran as `jit` says, and choose how the next one runs."""
+        if not steps or self.verdict:
+            return
+        if self._is_compiled[self.jit]:
+            self._seconds_of_steps[self.jit].append(seconds / steps)
+            self._seconds[self.jit] += seconds
+        self._is_compiled[self.jit] = True
+        self.jit = not self.jit
+        if all(map(self._is_known, (False, True))):
+            self._decide()
+
+    def _is_known(self, jit: bool) -> bool:
+        return len(self._seconds_of_steps[jit]) >= _CALLS and self._seconds[jit] >= _SECONDS
+
+    def _decide(self) -> None:
+        plain, compiled = (statistics.median(self._seconds_of_steps[jit]) for jit in (False, True))
+        self.jit = compiled < plain
+        self.verdict = (
+            f"XLA: {'on' if self.jit else 'off'}, a step takes {_milliseconds(compiled)} with it "
+            f"and {_milliseconds(plain)} without."
+        )
+
+
+def _milliseconds(seconds: float) -> str:
+    """Return three digits of a time.
+
+    >>> [_milliseconds(seconds) for seconds in (0.0000123, 0.0123, 1.23456)]
+    ['0.0123 ms', '12.3 ms', '1230 ms']
+    """
+    number = seconds * 1000
+    digits = max(2 - math.floor(math.log10(number)), 0) if number else 0
+    return f"{float(f'{number:.3g}'):.{digits}f} ms"
