@@ -128,6 +128,12 @@ def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script
         ("", "train.py:x", [], "`train` has no function `x`"),
         ("", "nowhere.py:data", [], "There is no such file: nowhere.py"),
         ("", "no_such_module:data", [], "fails: ModuleNotFoundError"),
+        (
+            "def other():\n    return build(), x",
+            "train.py:other",
+            [],
+            r"\(dataset, model\).*'Sequential', 'ndarray'",
+        ),
         ("", "kdpkit.scaling:split_batch", ["--flag"], "those of a script"),
     ],
 )

@@ -50,7 +50,7 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
         arguments: Of the script.
 
     Raises:
-        ValueError: There is no such target, or it raises or trains nothing.
+        ValueError: There is no such target, or it raises, trains nothing or returns something else.
     """
     if ":" not in target:
         path = Path(target)
@@ -64,6 +64,12 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
         )
     with named(target) as make:
         given = _untrained(target, make)
+        if isinstance(given, tuple) and given and hasattr(given[0], "fit"):
+            checks.fail(
+                "A function has to return a dataset or (dataset, model), in this order.",
+                target=target,
+                returned=tuple(type(part).__name__ for part in given),
+            )
         has_model = isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit")
         yield Program(*given) if has_model else Program(given)
 
