@@ -119,7 +119,7 @@ def starving(values: Mapping[str, float]) -> str:
     each = ", ".join(f"{name} {value:.0f} %" for name, value in busy.items())
     return (
         f"a GPU waits, most often for its data ({each}). "
-        "`kdpkit.pipelines.measure(train)` measures the input pipeline, stage by stage."
+        "`kdpkit doctor --measure train.py` reports how long a step waits, and the slowest stage."
     )
 
 

@@ -96,7 +96,7 @@ def test_a_gpu_that_waits_is_reported_once_in_a_training(read, monkeypatch):
     monitor = DeviceMonitor()
     fit(monitor)  # a reading or two are not enough for a warning
     monkeypatch.setattr(_devices, "_ENOUGH", 1)
-    printed = "Epoch 1: a GPU waits.*gpu_0_utilization 98 %, gpu_1_utilization .*measure.train"
+    printed = "Epoch 1: a GPU waits.*gpu_0_utilization 98 %, gpu_1_utilization .*doctor --measure"
     for _ in range(2):
         with pytest.warns(UserWarning, match=printed) as warned:
             fit(monitor)
