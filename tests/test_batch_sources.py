@@ -176,6 +176,8 @@ def with_random_numbers():
             lambda: batches.Source(4, lambda i: (i, np.zeros(len(i) + 1))),
             r"same number of examples.*\(2,\), \(3,\)",
         ),
+        (lambda: batches.Source(4, lambda _: np.zeros(3)), "indices=2, examples=3"),
+        (lambda: [[1, 2], [3]], r"one shape.*first=\[1, 2\]"),
         (lambda: of_columns(y=[1, None]), "missing values.*'y', missing=1"),
         (
             lambda: of_columns(y=[{"a": 1, "b": [1, 2]}] * 2),

@@ -138,8 +138,14 @@ class ArrayBatches(keras.utils.PyDataset):
         """Read those of the examples that are this process's."""
         indices = self._of_process(taken)
         batch = _as_batch(self._source.read(indices))
-        kinds = _kinds_of(batch)
-        if kinds != self._kinds or num_examples(batch) != len(indices):
+        kinds, count = _kinds_of(batch), num_examples(batch)
+        if count != len(indices):
+            checks.fail(
+                "`read` of a `Source` must return as many examples as it is given indices.",
+                indices=len(indices),
+                examples=count,
+            )
+        if kinds != self._kinds:
             checks.fail(
                 "Every example must have the shape and the type of the first one.",
                 first=self._kinds,
@@ -265,7 +271,7 @@ def _as_batch(data: Batch) -> Batch:
 def _as_arrays(nest: Nest) -> Nest:
     """Convert the leaves to arrays; a list is a nest if it contains arrays, else an array."""
     if isinstance(nest, list) and not any(hasattr(part, "shape") for part in nest):
-        return np.asarray(nest)
+        return _array_of(nest)
     if isinstance(nest, list | tuple):
         return type(nest)(map(_as_arrays, nest))
     if isinstance(nest, dict):
@@ -279,6 +285,18 @@ def _as_arrays(nest: Nest) -> Nest:
             remedy="Pass datasets as `from_datasets(...)` or `from_grain(...)`.",
         )
     return nest if nest is None else np.asarray(nest)
+
+
+def _array_of(values: list[Any]) -> np.ndarray:
+    try:
+        return np.asarray(values)
+    except ValueError as error:
+        checks.fail(
+            "The examples of an array must have one shape.",
+            first=values[0],
+            error=checks.first_line(error),
+            remedy="Pad or cut them before.",
+        )
 
 
 def _as_tensor_of_texts(part: Any) -> Any:
