@@ -33,7 +33,7 @@ def tracked(path):
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda path: Resume(path, save_freq="batch"), "`save_freq`.*'batch'"),
+        (lambda path: Resume(path, save_freq="batch"), "`save_freq`.*\"epoch\".*'batch'"),
         (lambda path: Resume(path).track(Resume(path).track(batches())), "tracked already"),
         (
             lambda path: Resume(path, callbacks=[keras.callbacks.Callback()]),

@@ -97,6 +97,11 @@ class Resume(keras.callbacks.Callback):
         callbacks: Iterable[keras.callbacks.Callback] = (),
     ) -> None:
         super().__init__()
+        if isinstance(save_freq, str) and save_freq != "epoch":
+            checks.fail(
+                '`save_freq` must be "epoch" or a number of batches.',
+                save_freq=save_freq,
+            )
         self.save_freq = (
             save_freq if save_freq == "epoch" else checks.integer("save_freq", save_freq)
         )
