@@ -53,7 +53,7 @@ class TensorBoard(AppliedRateCallback):
         from tensorboard.summary import Writer
 
         super().__init__()
-        if not isinstance(log_dir, (str, os.PathLike)):
+        if not isinstance(log_dir, str | os.PathLike) or not os.fspath(log_dir):
             checks.fail("`log_dir` must be the path of a directory.", log_dir=log_dir)
         path = storage.path(log_dir)
         self.log_dir = self._directory = os.fspath(path)

@@ -84,6 +84,12 @@ def test_a_model_that_keeps_its_own_optimizer_is_written_without_a_rate(tmp_path
     assert scalars(tmp_path / "train") == {"epoch_own": {0: 2.0}}
 
 
+@pytest.mark.parametrize("log_dir", ["", 5])
+def test_a_path_that_is_none_is_named(log_dir):
+    with pytest.raises(ValueError, match=f"`log_dir`.*{log_dir!r}"):
+        TensorBoard(log_dir)
+
+
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "tensorboard"]:
         monkeypatch.delitem(sys.modules, name)
