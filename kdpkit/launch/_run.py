@@ -210,7 +210,7 @@ class Run:
         if cause.child.exit_code == errors.STOPPED:
             self._report(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
             return
-        follow = ", before any other; the errors of the others follow from that"
+        follow = ", before any other; the errors of the others may follow from that"
         self._report(f"{cause}{follow if len(self.running) > 1 else ''}.")
 
     def _exit_code(self) -> int:
