@@ -18,6 +18,7 @@ def gathered(x: Any) -> Any:
     start = step.start * (count // tf.maximum(step.num_examples, 1))
 
     def gradient(upstream: Any) -> Any:
+        step.reject_gradient_of_gradient()
         (of_all,) = step.merge(sums, [upstream])
         return of_all[start : start + count]
 
@@ -27,8 +28,12 @@ def gathered(x: Any) -> Any:
 def summed(step: ReplicaStep, value: Any, *counts: Any) -> list[Any]:
     """Return the sums of a tensor over the replicas, and of counts, which have no gradient."""
     total, *others = step.merge(sums, [value, *counts])
-    total = with_gradient(total, value, lambda upstream: step.merge(sums, [upstream]))
-    return [total, *others]
+
+    def gradient(upstream: Any) -> Any:
+        step.reject_gradient_of_gradient()
+        return step.merge(sums, [upstream])
+
+    return [with_gradient(total, value, gradient), *others]
 
 
 def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:

@@ -89,6 +89,8 @@ class Division:
                 return call()
             except UndividedError as error:
                 if not isinstance(error, TraceAgainError):
+                    if kind in self.undivided:
+                        raise
                     self.undivided.add(kind)
             again()
 
@@ -483,7 +485,12 @@ def _joined(step: ReplicaStep, part: ReplicaStep, output: tf.Tensor) -> Any:
 
 def _mean_of_parts(step: ReplicaStep, part: ReplicaStep, value: Any) -> Any:
     (total,) = step.merge(sums, [part.weigh(value)])
-    return with_gradient(total, value, lambda upstream: step.replicas * part.weigh(upstream))
+
+    def gradient(upstream: tf.Tensor) -> Any:
+        step.reject_gradient_of_gradient()
+        return step.replicas * part.weigh(upstream)
+
+    return with_gradient(total, value, gradient)
 
 
 # Losses and metrics.
@@ -507,7 +514,7 @@ def parts_of_known(step: ReplicaStep, nest: Any) -> tuple[ReplicaStep, Any] | No
 
 def loss_of_parts(step: ReplicaStep, compute: Callable, *given: Any) -> Any:
     """Compute a library's loss on this replica's part; on the global batch if it has no part."""
-    parts = parts_of_known(step, given)
+    parts = parts_of_known(step, given) if step.divides is not None else None
     if parts is None:
         return compute(*given)
     part, cut = parts
@@ -601,6 +608,7 @@ def computed_once(
         )
 
     def gradient(*upstream: Any) -> Any:
+        step.reject_gradient_of_gradient()
         own_gradients = on_first(
             lambda: tape.gradient(own, inputs, [*upstream], "zero"),
             lambda: [tf.zeros_like(of) for of in inputs],

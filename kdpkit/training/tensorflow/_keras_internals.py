@@ -140,6 +140,11 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     return copies
 
 
+def is_recorded() -> bool:
+    """Return whether a tape may record what is computed now."""
+    return bool(record.could_possibly_record())
+
+
 def build_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     """Build a layer for what it is called on, as its call does."""
     args, kwargs = tf.nest.map_structure(_placeholder, (args, kwargs))

@@ -21,6 +21,7 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training.tensorflow import _workers
+from kdpkit.training.tensorflow._keras_internals import is_recorded
 
 _running = threading.local()
 
@@ -121,6 +122,17 @@ class ReplicaStep:
             raise UndividedError(
                 "A gradient inside a condition or a loop needs what the layers of other replicas "
                 "compute. Pass these layers to `replica_exact` in `undivided=[...]`."
+            )
+
+    def reject_gradient_of_gradient(self) -> None:
+        """Raise if a tape records a gradient that replicas add up, which it would not see.
+
+        A penalty of a gradient takes its gradient inside of another tape.
+        """
+        if is_recorded() and (self.is_divided or self.divides is not None):
+            raise UndividedError(
+                "The gradient of a gradient needs what the layers of other replicas compute. Pass "
+                "these layers to `replica_exact` in `undivided=[...]`."
             )
 
     def know(self, joined: tf.Tensor, step: "ReplicaStep", tensor: tf.Tensor) -> None:

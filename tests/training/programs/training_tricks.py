@@ -425,6 +425,32 @@ class Contractive(Classifier):
         return {"loss": loss, "penalty": penalty}
 
 
+class InputGradient(keras.Model):
+    """Adds to a loss how much a function of it changes with the inputs, by batch statistics too."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.net = keras.Sequential([_mlp(4), layers.BatchNormalization(), layers.Dense(3)])
+        self.cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        self.function = function
+
+    def call(self, x, training=False):
+        return self.net(x, training=training)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                loss = self.cross_entropy(y, self(x, training=True))
+                value = self.function(loss)
+            gradient = inner.gradient(value, x)
+            total = loss + 10.0 * tf.reduce_sum(gradient**2)
+        weights = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(total, weights), weights, strict=True))
+        return {"loss": loss, "total": total}
+
+
 def _compiled(make, optimizer="adam"):
     def build():
         model = make()
@@ -460,6 +486,14 @@ PROGRAMS = [
         optimizer="sgd",
     ),
     _program("meta-learning by gradients of gradients", MAML),
+    _program(
+        "input gradients through batch statistics", lambda: InputGradient(ops.abs), optimizer="sgd"
+    ),
+    _program(
+        "input gradients of the logarithm of a loss",
+        lambda: InputGradient(ops.log),
+        optimizer="sgd",
+    ),
     _program("a codebook of moving averages", Codebook, _unlabeled),
     _program("free bits", lambda: FreeBits(0.3), _unlabeled),
     _program("free bits that the first batches have not", lambda: FreeBits(2.0), _unlabeled),
