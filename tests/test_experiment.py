@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+import os
 import sys
 
 import keras
@@ -12,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit import errors, experiment, pipelines
+from kdpkit.experiment import _framework_messages
 from kdpkit.testing import tiny_classifier, toy_classification
 from tests.processes import run_code
 
@@ -246,6 +248,20 @@ with experiment.program(argparse.ArgumentParser(), "__main__"):
     import tensorflow
     os.write(2, b"an error\\n")
 """
+
+
+@pytest.mark.parametrize(("level", "is_shown"), [("0", True), ("2", False)])
+def test_lines_of_a_build_are_shown_where_the_log_level_asks_for_all(
+    level, is_shown, monkeypatch, capfd
+):
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
+    line = "I0000 00:00:1795762955.510618   31730 port.cc:153] oneDNN custom operations are on.\n"
+    with _framework_messages.hidden():
+        os.write(2, f"{line}mine\n".encode())
+    assert capfd.readouterr().err == (line if is_shown else "") + "mine\n"
+    monkeypatch.setattr("sys.stderr", None)  # as of a process that was started without one
+    with _framework_messages.hidden():
+        pass
 
 
 @pytest.mark.tensorflow

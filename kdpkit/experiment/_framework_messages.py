@@ -22,10 +22,10 @@ def hidden() -> Iterator[None]:
     """Hold back what the block writes to stderr, and then write it without such lines.
 
     Where it is not set, TF_CPP_MIN_LOG_LEVEL is set: it hides what TensorFlow writes of the kind
-    once it is loaded. Nothing is held back if it is 0.
+    once it is loaded. Nothing is held back if it is 0, or if there is no stderr.
     """
     level = "2" if Path("/proc/driver/nvidia").exists() else "3"  # 2 shows errors, as of CUDA
-    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level) == "0":
+    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level) == "0" or sys.stderr is None:
         yield
         return
     sys.stderr.flush()
