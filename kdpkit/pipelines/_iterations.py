@@ -5,11 +5,10 @@ for whatever reason, and nothing outside can set that count. So the stages after
 caches are made again for each epoch, with the order that each `shuffle` has drawn by then.
 """
 
-import dataclasses
 import inspect
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import tensorflow as tf
 
@@ -21,11 +20,6 @@ from kdpkit.pipelines._stages import ASSIGNING, Stage, before, paths
 # Arguments that stages do not keep, or that let threads change the order.
 _ARGUMENTS = {"deterministic": True, "sloppy": False, "row_splits_dtype": tf.int64}
 _PHILOX = 1  # the algorithm of tf.data's random numbers
-# Stages that ask their input for all that it has, however much they are asked for.
-_DRAINING = (
-    *("batch", "padded_batch", "unbatch", "rebatch", "map", "filter", "flat_map", "interleave"),
-    *("shuffle", "prefetch", "repeat", "enumerate", "concatenate", "skip"),
-)
 
 
 def replayed(dataset: tf.data.Dataset) -> TrainDataset:
@@ -42,7 +36,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     end = Stage(dataset)
     stages = [*_all(end)]
     _require_an_order(stages)
-    _require_known_repeats(end)
+    _require_endless_repeats(end)
     if batches == tf.data.UNKNOWN_CARDINALITY:
         checks.fail(
             "The number of batches is unknown, which tells one epoch from the next.",
@@ -53,7 +47,7 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
     replay = _Replay(rewriting())
 
     def one_epoch(epoch: tf.Tensor, skipped: tf.Tensor) -> tf.data.Dataset:
-        return replay.of(end, (_Level(epoch),), skipped).enumerate(skipped)
+        return replay.of(end, epoch, skipped).enumerate(skipped)
 
     counter = EpochCounter(batches=batches)
     options = tf.data.Options().merge(dataset.options())
@@ -138,19 +132,12 @@ def _require_an_order(stages: list[Stage]) -> None:
                 _reject(stage, problem, remedy)
 
 
-def _require_known_repeats(end: Stage) -> None:
-    """Raise where it is not known how often a `repeat` starts a `shuffle` in an epoch."""
-    optimized = end.dataset.options().experimental_optimization
-    is_plain = False in (optimized.apply_default_optimizations, optimized.noop_elimination)
-    is_plain |= optimized.shuffle_and_repeat_fusion is False
+def _require_endless_repeats(end: Stage) -> None:
+    """Raise for a `repeat` of a `shuffle` that ends, since it starts that once more at its end."""
     for stage, after in paths(end):
         if stage.kind != "repeat" or not any(one.reshuffles for one in _all(stage)):
             continue
-        if stage.setting("count") < 0:
-            is_known = all(one.cardinality == tf.data.INFINITE_CARDINALITY for one in (end, *after))
-        else:
-            is_known = all(one.kind in _DRAINING for one in after)
-        if is_plain or not is_known:
+        if any(one.cardinality != tf.data.INFINITE_CARDINALITY for one in (end, stage, *after)):
             _reject(
                 stage,
                 "starts `shuffle` again in an epoch, and how often depends on what is read ahead",
@@ -170,24 +157,6 @@ def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
 # What is made again.
 
 
-@dataclasses.dataclass(frozen=True)
-class _Level:
-    """Which iteration of a dataset it is, of those that a `repeat` or the epochs start.
-
-    Attributes:
-        index: Its number, from 0.
-        count: How many there are in an iteration of the `repeat`.
-        is_started_again: Whether the dataset is started once more at the end.
-    """
-
-    index: tf.Tensor
-    count: int = 0
-    is_started_again: bool = False
-
-
-_Levels: TypeAlias = tuple[_Level, ...]  # the epochs first
-
-
 class _Replay:
     """Iterations of stages, made again.
 
@@ -198,45 +167,28 @@ class _Replay:
     def __init__(self, traced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._traced = traced
 
-    def of(self, stage: Stage, levels: _Levels, skip: tf.Tensor | None = None) -> tf.data.Dataset:
+    def of(
+        self, stage: Stage, iteration: tf.Tensor, skip: tf.Tensor | None = None
+    ) -> tf.data.Dataset:
         """Return an iteration of a stage, from the element after those that are skipped."""
         if not stage.inputs:
             return _after(stage.dataset, skip)
         if stage.kind == "cache":
             return _after(_as_it_is(stage), skip)
         if stage.kind == "repeat" and any(one.reshuffles for one in _all(stage)):
-            return _after(self._repeated(stage, levels), skip)
+            again = as_written(lambda number: self.of(stage.inputs[0], number))
+            return _after(tf.data.Dataset.counter().flat_map(again), skip)
         if stage.kind == "shuffle":
-            inner = self.of(stage.inputs[0], _started_late(levels))
-            return _after(_shuffled(stage, inner, levels), skip)
+            inner = self.of(stage.inputs[0], iteration)
+            return _after(_shuffled(stage, inner, iteration), skip)
         if stage.kind == "assert_cardinality" and skip is not None:
             left = tf.data.experimental.assert_cardinality(stage.dataset.cardinality() - skip)
-            return self.of(stage.inputs[0], levels, skip).apply(left)
+            return self.of(stage.inputs[0], iteration, skip).apply(left)
         sooner = _skipped_before(stage, skip)
-
-        def other(one: tf.data.Dataset) -> tf.data.Dataset:
-            is_late = stage.kind == "concatenate" and one is not stage.inputs[0].dataset
-            return self.of(Stage(one), _started_late(levels) if is_late else levels, sooner)
-
-        made = self._remade(stage, other)
+        made = self._remade(stage, lambda one: self.of(Stage(one), iteration, sooner))
         if made is None:
             return _after(_as_it_is(stage), skip)
         return made if sooner is not None else _after(made, skip)
-
-    def _repeated(self, stage: Stage, levels: _Levels) -> tf.data.Dataset:
-        """Return the iterations of the input that one of a `repeat` starts, one after the other."""
-        count = stage.setting("count")
-        starts = tf.data.Dataset.counter() if count < 0 else tf.data.Dataset.range(count)
-        # TensorFlow fuses it with a `shuffle`, and drops it where the count is 1.
-        is_fused = count == 1 or stage.inputs[0].kind == "shuffle"
-
-        @as_written
-        def start(index: tf.Tensor) -> tf.data.Dataset:
-            # One that never ends has one iteration.
-            level = _Level(index, max(count, 1), count > 0 and not is_fused)
-            return self.of(stage.inputs[0], (*levels, level))
-
-        return starts.flat_map(start)
 
     def _remade(
         self, stage: Stage, other: Callable[[tf.data.Dataset], tf.data.Dataset]
@@ -297,12 +249,7 @@ def _skipped_before(stage: Stage, skip: tf.Tensor | None) -> Any:
     return skip if stage.kind in ("map", "zip", "prefetch", "options") and is_pure else None
 
 
-def _started_late(levels: _Levels) -> _Levels:
-    """Return the levels of what is not started together with its consumer."""
-    return tuple(dataclasses.replace(level, is_started_again=False) for level in levels)
-
-
-def _shuffled(stage: Stage, inner: tf.data.Dataset, levels: _Levels) -> tf.data.Dataset:
+def _shuffled(stage: Stage, inner: tf.data.Dataset, iteration: tf.Tensor) -> tf.data.Dataset:
     """Shuffle in the order that one of the iterations of a `shuffle` has.
 
     Each iteration takes the next two numbers of a generator as its seeds (`RandomSeedGenerator` in
@@ -311,18 +258,14 @@ def _shuffled(stage: Stage, inner: tf.data.Dataset, levels: _Levels) -> tf.data.
     """
     seed, seed2 = (tf.constant(value, tf.int64) for value in _seeds(stage))
     if stage.reshuffles:
-        number, starts = tf.constant(0, tf.int64), 1
-        for level in reversed(levels):
-            number += level.index * starts
-            starts = level.count * starts + level.is_started_again
         block = tf.raw_ops.StatelessRandomUniformFullIntV2(
             shape=[2, 2],
             key=tf.cast([seed], tf.uint64),
-            counter=tf.cast(tf.stack([number // 2, seed2]), tf.uint64),
+            counter=tf.cast(tf.stack([iteration // 2, seed2]), tf.uint64),
             alg=_PHILOX,
             dtype=tf.uint32,
         )
-        seed, seed2 = tf.unstack(tf.cast(block, tf.int64)[number % 2])
+        seed, seed2 = tf.unstack(tf.cast(block, tf.int64)[iteration % 2])
     variant = tf.raw_ops.ShuffleDatasetV3(
         input_dataset=tf.data.experimental.to_variant(inner),
         buffer_size=tf.constant(stage.setting("buffer_size"), tf.int64),

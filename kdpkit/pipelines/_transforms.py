@@ -10,12 +10,6 @@ from kdpkit.pipelines._stages import require_dataset
 
 Transform: TypeAlias = Callable[[tf.data.Dataset], tf.data.Dataset]
 
-_POLICIES = {
-    "data": tf.data.experimental.AutoShardPolicy.DATA,
-    "file": tf.data.experimental.AutoShardPolicy.FILE,
-    "off": tf.data.experimental.AutoShardPolicy.OFF,
-}
-
 
 def longer_than(length: int) -> Callable[..., tf.Tensor]:
     """Return a predicate for texts of more than `length` bytes.
@@ -78,9 +72,9 @@ def auto_shard(policy: str = "data") -> Transform:
     >>> stage(tf.data.Dataset.range(3)).options().experimental_distribute.auto_shard_policy.name
     'DATA'
     """
-    checks.one_of("policy", policy, _POLICIES)
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = _POLICIES[policy]
+    checks.one_of("policy", policy, ("data", "file", "off"))
+    options, policies = tf.data.Options(), tf.data.experimental.AutoShardPolicy
+    options.experimental_distribute.auto_shard_policy = policies[policy.upper()]
     return lambda dataset: dataset.with_options(options)
 
 

@@ -36,15 +36,14 @@ def of_two_sources():
 DATASETS = {
     "shuffle": lambda: shuffled(10).batch(2),
     "fixed order": lambda: shuffled(reshuffle_each_iteration=False).shuffle(3, seed=1).batch(2),
-    "zip": lambda: (
-        Dataset.zip((shuffled(seed=2**40), shuffled(3))).shuffle(5, seed=9).batch(3).repeat(2)
-    ),
+    "zip": lambda: Dataset.zip((shuffled(seed=2**40), shuffled(3))).shuffle(5, seed=9).batch(3),
     "choice": of_two_sources,
-    "concatenated": lambda: shuffled().batch(2).concatenate(shuffled(4).batch(2)).repeat(2),
+    "concatenated": lambda: shuffled().batch(2).concatenate(shuffled(4).batch(2)),
     "interleaved": lambda: (
-        (shuffled().interleave(numbers, cycle_length=2, num_parallel_calls=2).batch(3))
+        shuffled()
+        .interleave(numbers, cycle_length=2, num_parallel_calls=2)
+        .batch(3)
         .apply(known(10))
-        .repeat(2)
     ),
     "within a function": lambda: (
         (
@@ -55,11 +54,8 @@ DATASETS = {
         .batch(3)
         .apply(known(7))
     ),
-    # A `repeat` starts its input once more at its end, unless TensorFlow fuses it.
-    "fused repeat": lambda: shuffled().repeat(2).shuffle(3, seed=1).repeat(2).batch(2),
-    "repeat": lambda: shuffled().batch(2).repeat(3),
-    "repeats": lambda: shuffled().batch(2).repeat(3).repeat(2).shuffle(3, seed=2).repeat(2),
-    "repeat of options": lambda: shuffled().with_options(tf.data.Options()).repeat(2).batch(3),
+    "repeat before shuffle": lambda: Dataset.range(5).repeat(2).shuffle(3, seed=1).batch(2),
+    "options": lambda: shuffled().with_options(tf.data.Options()).batch(3),
 }
 
 
@@ -77,25 +73,33 @@ def test_each_epoch_is_tensorflows_from_any_of_its_batches(make):
     assert elements(tracked) == epochs[-1][2:]
 
 
-ENDLESS = lambda: shuffled().repeat().batch(4)  # noqa: E731
-
-
-def test_an_endless_dataset_goes_on_from_any_batch():
-    tracked = replayed(ENDLESS()).tracked()
-    tracked.epoch_counter.move(0, 7)
-    assert elements(tracked.take(9)) == elements(ENDLESS().take(16))[7:]
+def endless():
+    return shuffled().repeat().batch(4)
 
 
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: ENDLESS().take(7),
-        lambda: shuffled().batch(3).repeat(3).take(8),
-        lambda: Dataset.zip((ENDLESS(), Dataset.range(9))),
-        lambda: shuffled().repeat(3).batch(3).with_options(unoptimized()),
+        endless,
+        lambda: endless().with_options(unoptimized()),
+        lambda: shuffled().batch(3).repeat().shuffle(3, seed=2).prefetch(2),
     ],
 )
-def test_what_stops_reading_a_repeat_raises(make):
+def test_an_endless_dataset_goes_on_from_any_batch(make):
+    tracked = replayed(make()).tracked()
+    tracked.epoch_counter.move(0, 7)
+    assert elements(tracked.take(9)) == elements(make().take(16))[7:]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: endless().take(7),
+        lambda: shuffled().batch(3).repeat(3),
+        lambda: Dataset.zip((endless(), Dataset.range(9))),
+    ],
+)
+def test_a_repeat_that_ends_or_is_not_read_to_its_end_raises(make):
     with pytest.raises(ValueError, match=r"`repeat\(3?\)` starts `shuffle` again.*steps_per_epoch"):
         replayed(make())
 
