@@ -290,7 +290,6 @@ def plot(schedule: Rate, steps: int | Sequence[int], *, axes: "Axes | None" = No
 
 
 def _schedule(name: str, value: Rate) -> Rate:
-    """Accept a schedule, or a number for a constant rate."""
     if isinstance(value, LearningRateSchedule):
         return value
     if not isinstance(value, (int, float, np.number)):

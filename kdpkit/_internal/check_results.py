@@ -77,7 +77,6 @@ def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 
 def are_notes(findings: Iterable[Finding]) -> bool:
-    """Whether no finding is more than a note."""
     return all(finding.level == "note" for finding in findings)
 
 

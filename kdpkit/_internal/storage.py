@@ -96,7 +96,6 @@ def path(value: str | os.PathLike[str]) -> AnyPath:
 
 
 def is_remote(value: str | os.PathLike[str]) -> bool:
-    """Whether a path has a scheme."""
     return bool(_SCHEME.match(os.fspath(value)))
 
 
@@ -125,7 +124,6 @@ def reporting(url: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the first line of a library's message."""
     message = getattr(error, "message", None) or getattr(error, "strerror", None) or str(error)
     return str(message).strip().partition("\n")[0].rstrip(".") or type(error).__name__
 

@@ -159,7 +159,6 @@ def random_state_of_torch() -> dict[str, np.ndarray]:
 
 
 def restore_random_state_of_torch(arrays: Mapping[str, np.ndarray]) -> None:
-    """Set what `random_state_of_torch` has returned."""
     names = random_state_of_torch().keys() & arrays.keys()
     if not names:
         return

@@ -66,14 +66,12 @@ class DeviceMonitor(keras.callbacks.Callback):
         self._sampler = _Sampler([], interval_seconds)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Find the sources, and start the thread."""
         self._sampler.end()  # of an earlier training that failed
         self._executions, self._has_warned = 0, False
         self._sampler = _Sampler(_sources(), self.interval_seconds)
         self._sampler.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Start counting."""
         self._sampler.count()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -83,11 +81,9 @@ class DeviceMonitor(keras.callbacks.Callback):
             self._sampler.count()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Exclude validation."""
         self._sampler.pause()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the epoch's readings, and warn about GPUs that wait."""
         self._sampler.pause()
         values = self._sampler.values()
         if logs is not None and processes.index() == 0:
@@ -99,7 +95,6 @@ class DeviceMonitor(keras.callbacks.Callback):
             _warn(f"Epoch {epoch + 1}: {problem}")
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """End the thread."""
         self._sampler.end()
 
 
@@ -124,7 +119,6 @@ def starving(values: Mapping[str, float]) -> str:
 
 
 def is_reading(name: str) -> bool:
-    """Return whether a name is that of a reading, not of a loss or metric."""
     return bool(re.match(r"gpu_\d+_|cpu_utilization$|memory_gib$", name))
 
 
@@ -168,13 +162,11 @@ class _Sampler(threading.Thread):
         }
 
     def end(self) -> None:
-        """End the thread."""
         self._has_ended.set()
         if self.is_alive():
             self.join(_PATIENCE)
 
     def run(self) -> None:
-        """Read until the end."""
         while not self._has_ended.wait(self._interval):
             self._add()
 
@@ -201,7 +193,6 @@ class _Sampler(threading.Thread):
 
 
 def _sources() -> Iterator[Source]:
-    """Yield what can be read here, and warn about what cannot."""
     makers: dict[str, Callable[[], Source]] = {"psutil": _host}
     if gpus := _gpus_of_backend():
         makers["nvidia-ml-py"] = functools.partial(_nvml, gpus)

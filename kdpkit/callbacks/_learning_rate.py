@@ -19,7 +19,6 @@ from kdpkit._internal import checks, optimizers, processes
 
 
 def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer inside a `LossScaleOptimizer`."""
     inner = optimizers.wrapped(optimizer)
     if not isinstance(inner, Optimizer):
         checks.fail(
@@ -60,7 +59,6 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._rate: float | None = None  # and the rate applied
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Raise if the optimizer's rate cannot be determined."""
         optimizer = self.model.optimizer
         self._has_rate = isinstance(optimizer, Optimizer) or not self._rate_is_optional
         if self._has_rate:
@@ -69,7 +67,6 @@ class AppliedRateCallback(keras.callbacks.Callback):
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Discard the previous epoch."""
         self._look = None
         self._ended.clear()
 
@@ -127,7 +124,6 @@ class LearningRateLogger(AppliedRateCallback):
     """
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Log the rate of the epoch's last update."""
         rate = self._applied_rate()
         if logs is not None and rate is not None:
             logs["learning_rate"] = rate
@@ -162,7 +158,6 @@ class PrintLR(AppliedRateCallback):
         self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Print the line of the previous epoch."""
         self._print()
         super().on_epoch_begin(epoch, logs)
 

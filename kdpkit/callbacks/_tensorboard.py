@@ -73,7 +73,6 @@ class TensorBoard(AppliedRateCallback):
         self._flush()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Write the epoch's logs with the rate of its last update."""
         scalars = dict(logs or {})
         if self._has_rate:
             scalars["learning_rate"] = self._applied_rate()

@@ -83,16 +83,13 @@ class Throughput(keras.callbacks.Callback):
         self._ends: deque[tuple[int, float]] = deque(maxlen=64)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Expect that the first execution compiles."""
         self._compiled = False
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Stop the clock until the first batch."""
         self._start = None
         self._ends.clear()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        """Start the clock, unless this execution compiles the step."""
         if self._start is None and self._compiled:
             self._start = batch, time.perf_counter()
         self._compiled = True

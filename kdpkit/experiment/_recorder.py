@@ -46,7 +46,6 @@ class Recorder(keras.callbacks.Callback):
         return self._write(self.model.history.history, test or {})
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
-        """Write what there is."""
         del epoch
         before = self.model.history.history
         history = {name: [*before.get(name, ()), value] for name, value in (logs or {}).items()}

@@ -120,7 +120,6 @@ class Guard:
             self._process.communicate()
 
     def all_ended(self) -> None:
-        """Report that nothing is left to end."""
         pipe = cast(IO[bytes], self._process.stdin)
         with contextlib.suppress(BrokenPipeError):
             pipe.write(_ALL_ENDED.encode())

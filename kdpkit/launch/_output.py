@@ -66,7 +66,6 @@ class Printer:
         self._lock = threading.Lock()
 
     def line(self, name: str, text: str, to: str) -> None:
-        """Write one line of one process to "stdout" or "stderr"."""
         stream = getattr(sys, to)
         with self._lock:
             try:

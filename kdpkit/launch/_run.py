@@ -143,7 +143,6 @@ class Run:
     # Events.
 
     def _wait(self, done: Callable[[], bool]) -> None:
-        """Handle events until `done` returns true."""
         while not done():
             with contextlib.suppress(queue.Empty):
                 self._events.get(timeout=_TICK_SECONDS)()

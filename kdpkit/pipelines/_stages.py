@@ -106,7 +106,6 @@ def _is_stateful(op: str) -> bool:
 
 
 def require_dataset(name: str, value: Any) -> None:
-    """Raise unless `value` is a `tf.data.Dataset`."""
     if not isinstance(value, tf.data.Dataset):
         checks.fail(
             f"`{name}` must be a tf.data.Dataset.",

@@ -102,19 +102,16 @@ def connect() -> tf.distribute.ParameterServerStrategy:
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
-    """Describe in one line what serves a chief."""
     workers, servers = (len(addresses(strategy, role)) for role in ("worker", "ps"))
     return f"ParameterServerStrategy: workers: {workers}, parameter servers: {servers}"
 
 
 def addresses(strategy: tf.distribute.Strategy, role: str) -> list[str]:
-    """Return the addresses of the processes of a role."""
     # In TensorFlow 2.21 the public `cluster_resolver` of this strategy is None.
     return list(strategy._cluster_resolver.cluster_spec().job_tasks(role))
 
 
 def lost_servers(strategy: tf.distribute.Strategy) -> list[str]:
-    """Name the parameter servers at whose addresses nothing listens."""
     known = enumerate(addresses(strategy, "ps"))
     return [f"ps {index}" for index, address in known if _network.problem(address)]
 

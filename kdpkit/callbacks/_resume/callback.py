@@ -181,7 +181,6 @@ class Resume(keras.callbacks.Callback):
 
     @property
     def _length(self) -> int:
-        """The number of batches in a complete epoch."""
         return self._data.full_length or self.params["steps"]
 
     def _in_data(self, position: Position) -> Position:
@@ -399,7 +398,6 @@ class Resume(keras.callbacks.Callback):
             self._save_inside_an_epoch()
 
     def _save_inside_an_epoch(self) -> None:
-        """Save an epoch that a callback has ended before its last step, once."""
         is_inside = self._at.step < self._length and self._data.full_length is not None
         if is_inside and self._saved_at != self._at:
             self._save(self._at)

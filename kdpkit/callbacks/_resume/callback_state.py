@@ -39,7 +39,6 @@ def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[n
 def set_state(
     callback: keras.callbacks.Callback, values: dict[str, Any], weights: list[np.ndarray]
 ) -> None:
-    """Set what `state_of` returned."""
     if hasattr(callback, "set_state"):
         callback.set_state(values)
         return

@@ -106,8 +106,6 @@ class TrackedPipeline(Tracked):
 
 
 class TrackedBatches(Tracked, keras.utils.PyDataset):
-    """A `PyDataset` that can start at any batch."""
-
     def __init__(self, dataset: Any) -> None:
         super().__init__(
             workers=dataset.workers,

@@ -45,7 +45,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 0 if it is clean, else 1."""
     settings: dict[str, float]
     if args.tpu:
         name, settings = "check_tpu", {"replicas": checks.integer("replicas", args.replicas)}

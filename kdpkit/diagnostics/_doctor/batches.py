@@ -120,7 +120,6 @@ def repeated(batch: Any) -> Any:
 
 
 def are_arrays(data: Any) -> bool:
-    """Return whether `fit` splits it into batches itself."""
     parts = [part for part in keras.tree.flatten(data) if part is not None]
     return bool(parts) and all(hasattr(part, "__array__") for part in parts)
 

@@ -159,12 +159,10 @@ class _Clock(keras.callbacks.Callback):
         self._trained = model
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Continue the count of steps."""
         del epoch, logs
         self._before = max(self._ends, default=(0, 0.0))[0]
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note the time, and stop if it is enough."""
         del logs
         now = time.perf_counter()
         self._ends.append((self._before + batch + 1, now))
@@ -174,7 +172,6 @@ class _Clock(keras.callbacks.Callback):
 
     @property
     def seconds_per_step(self) -> float:
-        """The mean over what came after the warm-up."""
         (first, started), *_, (last, ended) = sorted(self._ends)[_WARM_UP - 1 :]
         return (ended - started) / (last - first)
 

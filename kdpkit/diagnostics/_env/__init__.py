@@ -25,7 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; return 0 if nothing is wrong, else 1."""
     from kdpkit import diagnostics
 
     found = diagnostics.environment(

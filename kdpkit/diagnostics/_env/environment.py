@@ -164,7 +164,6 @@ def findings(
 
 
 def _machine(gpus: str) -> dict[str, str]:
-    """Return what there is, without a framework."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "system": f"{platform.system()}, {platform.machine()}",

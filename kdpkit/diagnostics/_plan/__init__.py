@@ -26,7 +26,6 @@ nothing fits; 2: no such plan is possible."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the run: its data, its batches, its learning rate."""
     parser.usage = (
         "kdpkit plan --examples N --per-replica-batch-size N\n"
         "                   --base-learning-rate RATE [--replicas R ...] [flags]\n"
@@ -52,7 +51,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the plans; return 0 if they are clean, else 1."""
     if args.memory:
         return _run_memory(args)
     if missing := [name for name in _REQUIRED if getattr(args, name) is None]:
@@ -69,7 +67,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _run_memory(args: argparse.Namespace) -> int:
-    """Print what each device needs; return 0 if it fits in some way, else 1."""
     memory, target = args.memory
     if len(args.replicas) > 1 or ":" not in target:
         checks.fail(
