@@ -24,7 +24,7 @@ from typing import NamedTuple
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import atomic_files, checks, storage
+from kdpkit._internal import checks, storage
 
 _HELD_OUT = 0.05  # of the lines or words, each for validation and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
@@ -199,9 +199,18 @@ def _split_documents(documents: dict[str, list[str]]) -> list[tuple[str, ...]]:
     ]
 
 
+def _content(path: storage.AnyPath) -> bytes:
+    try:
+        return path.read_bytes()
+    except errors.InputError:  # of object storage
+        raise
+    except OSError as error:
+        checks.fail_for_file(f"The file cannot be read ({error.strerror})", path)
+
+
 def _lines(path: storage.AnyPath) -> tuple[str, ...]:
     """Read the lines of a UTF-8 file, stripped, without the blank ones."""
-    content = atomic_files.readable(path).read_bytes()
+    content = _content(path)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -249,7 +258,7 @@ def _downloaded(name: str) -> ImageSplits:
 
 
 def _from_npz(path: storage.AnyPath) -> ImageSplits:
-    content = atomic_files.readable(path).read_bytes()
+    content = _content(path)
     names = ("x_train", "y_train", "x_test", "y_test")
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as arrays:

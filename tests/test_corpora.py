@@ -164,6 +164,7 @@ def test_a_file_as_of_keras_has_both_splits(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
+        (None, "cannot be read .No such file or directory.: .*images"),
         (b"\x89PNG\r\n", "not an .npz file.*images.*'builtin', 'mnist'"),
         (packed(**FEW)[:-30], "not an .npz file with x_train"),
         (packed(**FEW | {"y_test": FEW["y_train"]}), r"shape \(1, 2, 3\), and labels of \(2,\)"),
@@ -172,7 +173,8 @@ def test_a_file_as_of_keras_has_both_splits(tmp_path):
 )
 def test_bad_image_files_get_one_sentence(tmp_path, content, sentence):
     path = tmp_path / "images"
-    path.write_bytes(content)
+    if content is not None:
+        path.write_bytes(content)
     with pytest.raises(OSError, match=sentence):
         corpora.load_images(path)
 

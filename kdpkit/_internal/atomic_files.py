@@ -72,28 +72,6 @@ def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield copy
 
 
-def readable(path: str | os.PathLike[str]) -> storage.AnyPath:
-    """Accept a path to a file that exists, is not empty and may be read."""
-    file = storage.path(path)
-    if file.is_dir():
-        checks.fail_for_file("A file is needed, and this is a directory", file)
-    try:
-        if isinstance(file, storage.RemotePath):
-            has_content = bool(file.ask("size"))
-        else:
-            with file.open("rb") as stream:  # a pipe has no size
-                has_content = bool(stream.read(1))
-    except FileNotFoundError:
-        checks.fail_for_file("There is no such file", file, remedy="Check the path.")
-    except errors.InputError:
-        raise
-    except OSError as error:
-        checks.fail_for_file(f"The file cannot be read ({error.strerror})", file)
-    if not has_content:
-        checks.fail_for_file("The file is empty", file)
-    return file
-
-
 def make_writable(directory: storage.AnyPath) -> None:
     """Make a directory if need be, and write a file there that is gone again: before a long run.
 

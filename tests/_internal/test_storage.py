@@ -87,17 +87,6 @@ def test_the_file_appears_when_the_block_ends_well(kind, remote, tmp_path):
     assert [*directory.glob("*")] == [path]
 
 
-def test_a_readable_file_is_one_with_content(remote):
-    directory = storage.path(remote) / "data"
-    put(directory / "file", b"x")
-    put(directory / "empty", b"")
-    assert atomic_files.readable(directory / "file").read_bytes() == b"x"
-    with pytest.raises(ValueError, match="The file is empty: .*://.*empty"):
-        atomic_files.readable(directory / "empty")
-    with pytest.raises(ValueError, match="A file is needed, and this is a directory: .*://.*data"):
-        atomic_files.readable(directory)
-
-
 def test_no_permission_is_reported_in_a_sentence():
     where = "file:///sys/kernel/kdpkit.txt"  # nobody may write there, nor root
     with pytest.raises(OSError, match=f"{where} cannot be used.*Check the") as caught:

@@ -5,23 +5,20 @@ loaded by the script, after it chose its backend; so `fit` is replaced at that m
 when the script has ended.
 """
 
+import builtins
 import contextlib
 import importlib
-import importlib.abc
-import importlib.util
 import inspect
 import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from kdpkit import errors
-from kdpkit._internal import atomic_files, checks
+from kdpkit._internal import checks
 
 _STDOUT, _STDERR = 1, 2  # file descriptors
 
@@ -53,9 +50,8 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
         ValueError: There is no such target, or it raises, trains nothing or returns something else.
     """
     if ":" not in target:
-        path = Path(target)
-        atomic_files.readable(path)
-        with _as_program(str(path), arguments, path.resolve().parent):
+        path = _script(target)
+        with _as_program(target, arguments, path.parent):
             yield _at_fit_of(target, path)
         return
     if arguments:
@@ -72,6 +68,13 @@ def program_of(target: str, arguments: Sequence[str]) -> Iterator[Program]:
             )
         has_model = isinstance(given, tuple) and len(given) == 2 and hasattr(given[1], "fit")
         yield Program(*given) if has_model else Program(given)
+
+
+def _script(name: str) -> Path:
+    path = Path(name).resolve()
+    if not path.is_file():
+        checks.fail_for_file("There is no such file", name)
+    return path
 
 
 def _at_fit_of(script: str, path: Path) -> Program:
@@ -106,8 +109,7 @@ def named(target: str) -> Iterator[Callable[[], Any]]:
     module, _, name = target.rpartition(":")
     directory = Path.cwd()
     if module.endswith(".py"):
-        atomic_files.readable(Path(module))
-        path = Path(module).resolve()
+        path = _script(module)
         module, directory = path.stem, path.parent
     with _as_program(module, (), directory):
         function = getattr(_untrained(target, lambda: importlib.import_module(module)), name, None)
@@ -182,39 +184,28 @@ def _stopped_at_fit() -> Iterator[list[Program]]:
             undo.callback(setattr, owner, "fit", owner.fit)
             owner.fit = fit
 
-        actions: dict[str, Callable[[Any], object]] = {
-            "keras": lambda keras: replace(keras.Model, _of_keras),
-            "kdpkit.training._loop": lambda loop: replace(loop.TrainingLoop, _of_loop),
+        waiting = {
+            "keras": ("Model", _of_keras),
+            "kdpkit.training._loop": ("TrainingLoop", _of_loop),
         }
-        for name in actions.keys() & sys.modules.keys():
-            actions.pop(name)(sys.modules[name])
-        finder = _WhenLoaded(actions)
-        sys.meta_path.insert(0, finder)
-        undo.callback(sys.meta_path.remove, finder)
+
+        def replace_in_what_is_loaded() -> None:
+            for module, (name, read) in [*waiting.items()]:
+                owner = getattr(sys.modules.get(module), name, None)
+                if owner is not None:
+                    del waiting[module]
+                    replace(owner, read)
+
+        def importing(*args: Any, **settings: Any) -> Any:
+            module = load(*args, **settings)
+            replace_in_what_is_loaded()
+            return module
+
+        load = builtins.__import__
+        undo.callback(setattr, builtins, "__import__", load)
+        builtins.__import__ = importing
+        replace_in_what_is_loaded()
         yield found
-
-
-class _WhenLoaded(importlib.abc.MetaPathFinder):
-    """Calls functions of modules as soon as these are loaded."""
-
-    def __init__(self, actions: dict[str, Callable[[Any], object]]) -> None:
-        self._actions = actions
-
-    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Find a module with the other finders, and make its loader call the function too."""
-        del path, target
-        action = self._actions.pop(name, None)
-        spec = importlib.util.find_spec(name) if action else None
-        if action is None or spec is None or spec.loader is None:
-            return None
-        load = spec.loader.exec_module
-
-        def load_and_act(module: ModuleType) -> None:
-            load(module)
-            action(module)
-
-        spec.loader.exec_module = load_and_act  # type: ignore[method-assign]
-        return spec
 
 
 def _of_keras(model: Any, given: dict[str, Any]) -> Program:
