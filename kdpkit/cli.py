@@ -56,7 +56,9 @@ def _run(words: list[str]) -> int:
             return 0
         args, unknown = parser.parse_known_args(words[:split])
         if unknown:
-            _fail(f"kdpkit {args.command}", f"unrecognized arguments: {' '.join(unknown)}")
+            of_program = "; those of a program come after `--`" if args.takes_rest else ""
+            problem = f"unrecognized arguments: {' '.join(unknown)}{of_program}"
+            _fail(f"kdpkit {args.command}", problem)
         args.rest = words[split + 1 :]
         if args.rest and not args.takes_rest:
             _fail(f"kdpkit {args.command}", f"it takes nothing after `--`: {args.rest[0]}")

@@ -37,6 +37,7 @@ def test_several_replicas_are_columns_of_one_table(capsys):
         (["--memory", "1GiB", "train.py"], "Write `kdpkit plan --memory 16GiB train.py:make"),
         (["--memory", "1GiB", "a.py:make", "--replicas", "1", "2"], "replicas=[1, 2]"),
         (["--memory", "1GiB", "missing.py:make"], "missing.py"),
+        (["--memory", "16QB", "train.py:make"], "the bytes of a device. Received: memory='16QB'"),
     ],
 )
 def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys, monkeypatch):
@@ -117,6 +118,7 @@ def test_flags_are_parsed_and_plans_are_made_without_a_framework():
         ["plan", *RUN, "--epochs", "9", "--optimizer", "sgd"],
         ["plan", *RUN, "--rule", "round"],
         ["plan", "--memory", "1GiB", "train.py"],
+        ["plan", "--memory", "16QB", "train.py:make"],
         ["plan", "--nonsense"],
         ["doctor"],
         ["doctor", "--tpu", "missing.py"],

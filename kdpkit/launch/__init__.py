@@ -11,8 +11,6 @@ import contextlib
 import dataclasses
 import os
 import random
-import resource
-import shutil
 import socket
 from collections.abc import Sequence
 
@@ -23,7 +21,6 @@ from kdpkit.launch._run import Run, Task
 __all__ = ["launch"]
 
 _PORTS = range(15_000, 32_768)  # below Linux' ephemeral ports
-_MOST = 1000  # processes: each gets the addresses of all
 
 
 def launch(
@@ -73,22 +70,9 @@ def launch(
     """
     workers = checks.integer("workers", workers)
     servers = checks.integer("parameter_servers", parameter_servers, minimum=0)
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = min(_MOST, files // 2 - 20)  # of each process the output and the errors are read
-    if workers + servers + bool(servers) > most:
-        checks.fail(
-            "So many processes cannot be started on one machine.",
-            workers=workers,
-            parameter_servers=servers,
-            remedy=f"At most {most} can, with an open-file limit (`ulimit -n`) of {files}.",
-        )
     words = checks.strings("command", command)
-    if not words or shutil.which(words[0]) is None:
-        checks.fail(
-            "The program was not found.",
-            command=words,
-            remedy="Check its name and the PATH; for a script write `python train.py`.",
-        )
+    if not words:
+        checks.fail("`command` must be the words of a command.", command=words)
     gpus = _gpus(os.environ.get("CUDA_VISIBLE_DEVICES"), workers, gpus_per_worker)
     return Run(
         lambda: _tasks(words, workers, servers, gpus),

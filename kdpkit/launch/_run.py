@@ -120,7 +120,7 @@ class Run:
                 checks.fail(
                     f"{task.name} cannot be started: {checks.first_line(error)}.",
                     command=task.command,
-                    remedy="For a script write `python train.py`.",
+                    remedy="Check its name and the PATH; for a script write `python train.py`.",
                 )
         self._wait(lambda: bool(self.stop or self.failed) or _all_ended(self._heads()))
         self.is_ending = True

@@ -2,10 +2,12 @@
 
 import argparse
 import dataclasses
+import re
 
 from kdpkit._internal import checks, machine
 
 HELP = "work out batches, steps, learning rates or memory of a run on several replicas"
+_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 _REQUIRED = ("examples", "per_replica_batch_size", "base_learning_rate")
 
 EXAMPLE = """\
@@ -75,7 +77,7 @@ def _run_memory(args: argparse.Namespace) -> int:
             replicas=args.replicas,
             remedy="Write `kdpkit plan --memory 16GiB train.py:make --replicas 8`.",
         )
-    (replicas,) = args.replicas
+    (replicas,), memory = args.replicas, bytes_of(memory)
     machine.split_for_jax(checks.integer("replicas", replicas))  # before the target starts it
     from kdpkit.diagnostics._doctor import target as targets
 
@@ -85,3 +87,18 @@ def _run_memory(args: argparse.Namespace) -> int:
         plan = diagnostics.plan_memory(make, memory=memory, replicas=replicas)
     print(plan)
     return 0 if plan.chosen else 1
+
+
+def bytes_of(memory: int | str) -> int:
+    if not isinstance(memory, str):
+        return checks.integer("memory", memory)
+    match = _SIZE.fullmatch(memory)
+    if match is None:
+        checks.fail(
+            "`memory` must be the bytes of a device.",
+            memory=memory,
+            remedy="Write it as '16GiB', '80GB' or '512MiB'.",
+        )
+    number, unit, is_binary = match.groups()
+    base = 1024 if is_binary else 1000
+    return checks.integer("memory", int(float(number) * base ** (1 + "KMGT".index(unit))))

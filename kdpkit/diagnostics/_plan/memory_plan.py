@@ -5,17 +5,16 @@ Which ways there are is decided here; bytes come from `kdpkit.training.jax._memo
 
 import dataclasses
 import itertools
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import check_results, checks, versions
 from kdpkit.diagnostics._doctor.training_step import check_model, is_loop
+from kdpkit.diagnostics._plan import bytes_of
 from kdpkit.training import TrainingLoop
 
 _SHARDS = ("none", "optimizer", "weights")  # what sends least first
-_SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 _PARTS = ("weights", "gradients", "optimizer", "activations", "temporaries")
 _WHY_NOT_EQUAL = (
     "* does not train the same: micro-batches have statistics (BatchNormalization) or random "
@@ -159,7 +158,7 @@ def plan_memory(make: Make, *, memory: int | str, replicas: int = 1) -> MemoryPl
     >>> if keras.backend.backend() == "jax":  # 0.10 or later
     ...     assert plan_memory(make, memory="1GiB").chosen.accumulation == 1
     """
-    limit = _bytes_of(memory)
+    limit = bytes_of(memory)
     replicas = checks.integer("replicas", replicas)
     if not callable(make):
         checks.fail("`make` must be a function.", make=type(make).__name__)
@@ -230,21 +229,6 @@ def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
     settings += ["remat=True"] if use.remat else []
     if settings:
         yield f"loop = kdpkit.training.TrainingLoop(model, ..., {', '.join(settings)})"
-
-
-def _bytes_of(memory: int | str) -> int:
-    if not isinstance(memory, str):
-        return checks.integer("memory", memory)
-    match = _SIZE.fullmatch(memory)
-    if match is None:
-        checks.fail(
-            "`memory` must be the bytes of a device.",
-            memory=memory,
-            remedy="Write it as '16GiB', '80GB' or '512MiB'.",
-        )
-    number, unit, is_binary = match.groups()
-    base = 1024 if is_binary else 1000
-    return checks.integer("memory", int(float(number) * base ** (1 + "KMGT".index(unit))))
 
 
 def _mebibytes(size: int) -> str:
