@@ -1,9 +1,8 @@
-"""Findings: the form in which all of kdpkit's checks report, and rules that several have."""
+"""Findings: the form in which all of kdpkit's checks report, and how reports are printed."""
 
 import dataclasses
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias, TypeVar
+from collections.abc import Iterable, Sequence
 
 LEVELS = ("error", "wrong", "slow", "note")
 WIDTH = 80
@@ -42,28 +41,6 @@ class Finding:
                 wrapped(f"Remedy: {self.remedy}", indent=4),
             ]
         )
-
-
-K = TypeVar("K")
-W = TypeVar("W")
-Rule: TypeAlias = Callable[[K], Iterable[tuple[str, W, str, str]]]  # level, where, problem, remedy
-
-
-def found(
-    rules: Mapping[str, Rule[K, W]], known: K, where: Callable[[W], str] = str
-) -> tuple[Finding, ...]:
-    """Return what rules find, in order.
-
-    Args:
-        rules: By name, functions from what is known to levels, positions, problems and remedies.
-        known: What is known of a program.
-        where: Returns the name of a position.
-    """
-    return in_order(
-        Finding(name, level, where(position), problem, remedy)
-        for name, rule in rules.items()
-        for level, position, problem, remedy in rule(known)
-    )
 
 
 def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:

@@ -75,7 +75,12 @@ def lint(
         else checks.integer("steps_per_epoch", steps_per_epoch),
     )
     rules = {**_RULES, **_TRAINING_RULES} if training else _RULES
-    return [*check_results.found(rules, pipeline, pipeline.where)]
+    findings = (
+        Finding(name, level, pipeline.where(stage), problem, remedy)
+        for name, rule in rules.items()
+        for level, stage, problem, remedy in rule(pipeline)
+    )
+    return [*check_results.in_order(findings)]
 
 
 @dataclasses.dataclass(frozen=True)
