@@ -19,13 +19,13 @@ def plan(*words):
     return cli.main(["plan", *RUN, *words])
 
 
-def test_several_replicas_are_columns_of_one_table(capsys):
+def test_several_replicas_are_lines_of_one_table(capsys):
     assert plan("--replicas", "8", "1", "2", "--optimizer", "sgd", "--epochs", "5") == 0
     output = capsys.readouterr()
-    cells = (re.split(r"\s\s+", line.strip()) for line in output.out.splitlines())
-    rows = {name: numbers for name, *numbers in cells}
-    assert rows["replicas"] == ["1", "2", "8"]
-    assert rows["steps"] == ["9,375", "4,685", "1,170"]
+    names, *rows = (re.split(r"\s\s+", line.strip()) for line in output.out.splitlines())
+    found = dict(zip(names, zip(*rows, strict=True), strict=True))
+    assert found["replicas"] == ("1", "2", "8")
+    assert found["steps"] == ("9,375", "4,685", "1,170")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?) ?([KMGT])(i?)B")
 _REQUIRED = ("examples", "per_replica_batch_size", "base_learning_rate")
 
 EXAMPLE = """\
-One column for each number of replicas, then what is wrong with the plan and how
+One line for each number of replicas, then what is wrong with the plan and how
 to fix it:
 
     kdpkit plan --examples 60000 --per-replica-batch-size 32 \\
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     settings = {name: value for name, value in vars(args).items() if name in names}
     counts = sorted({*args.replicas})
     plans = [training_plan.plan(**settings | {"replicas": count}) for count in counts]
-    print(training_plan.Plans(plans))
+    print(training_plan.printed(plans))
     return 0 if all(plan.clean for plan in plans) else 1
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Iterator, Sequence
 
 from kdpkit import scaling
@@ -11,7 +10,6 @@ from kdpkit._internal.check_results import Finding
 
 OPTIMIZERS = ("sgd", "adam")
 
-_COLUMNS = 4  # plans that fit side by side
 _FACTOR_WITHOUT_WARMUP = 8  # a rate that grows more at once is where Goyal et al. 2017 warm up
 _SHARE_LEFT_OUT = 0.05
 _GOYAL = "Goyal et al. 2017 (arXiv:1706.02677)"
@@ -104,7 +102,7 @@ class TrainingPlan:
 
     def __str__(self) -> str:
         """Return lines of at most 80 columns."""
-        return str(Plans([self]))
+        return printed([self])
 
 
 plan = TrainingPlan
@@ -142,59 +140,27 @@ def _findings(plan: TrainingPlan) -> Iterator[Finding]:
         yield Finding("linear-adam", "wrong", "rule", problem, "Use the rule 'sqrt'.")
 
 
-@dataclasses.dataclass(frozen=True)
-class Plans:
-    """Plans that differ in their replicas; they print in lines of at most 80 columns."""
-
-    plans: Sequence[TrainingPlan]
-
-    def __str__(self) -> str:
-        """Return the settings, the table, and the findings."""
-        starts = range(0, len(self.plans), _COLUMNS)
-        tables = [_table(self.plans[start : start + _COLUMNS]) for start in starts]
-        return "\n\n".join([_heading(self.plans[0]), *tables, *map(str, self._found())])
-
-    def _found(self) -> Iterator[Finding]:
-        """Return each kind of finding once, as it is for the most replicas that have it."""
-        alike: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
-        for plan in self.plans:
-            for finding in plan.findings:
-                alike.setdefault((finding.rule, finding.level), []).append((plan.replicas, finding))
-        replicas = {found[-1][1]: [str(count) for count, _ in found] for found in alike.values()}
-        for finding in check_results.in_order(replicas):
-            where = f"{finding.where} (replicas: {checks.listed(replicas[finding])})"
-            yield finding if len(self.plans) == 1 else dataclasses.replace(finding, where=where)
-
-
-def _heading(plan: TrainingPlan) -> str:
-    settings = [
-        f"{plan.examples:,} examples",
-        f"{plan.epochs:,} epoch{'s' * (plan.epochs > 1)}",
-        f"{plan.per_replica_batch_size:,} examples per replica",
-        f"base rate {plan.base_learning_rate:g}",
-        f"rule {plan.rule}",
-        *([f"optimizer {plan.optimizer}"] if plan.optimizer else []),
-    ]
-    return check_results.wrapped(", ".join(settings))
-
-
-def _table(plans: Sequence[TrainingPlan]) -> str:
-    columns = [_numbers(plan) for plan in plans]
-    names = dict.fromkeys(itertools.chain.from_iterable(columns))
-    return check_results.table(
-        [(name, *(column.get(name, "-") for column in columns)) for name in names]
+def printed(plans: Sequence[TrainingPlan]) -> str:
+    """Return a line for each of some plans that differ in their replicas, and what is found."""
+    heading = ("replicas", "global batch", "steps per epoch", "left out", "steps", "warmup", "rate")
+    return "\n\n".join(
+        [check_results.table([heading, *map(_row, plans)]), *map(str, _found(plans))]
     )
 
 
-def _numbers(plan: TrainingPlan) -> dict[str, str]:
-    scale = plan.scale
-    found: dict[str, str | int] = {
-        "replicas": plan.replicas,
-        "global batch": scale.global_batch_size,
-        "steps per epoch": plan.steps_per_epoch,
-        "left out per epoch": plan.left_out,
-        "steps": plan.total_steps,
-        **({"warmup steps": plan.warmup_steps} if plan.warmup_steps else {}),
-        "scaled rate": f"{scale.learning_rate:.4g}",
-    }
-    return {name: f"{n:,}" if isinstance(n, int) else n for name, n in found.items()}
+def _row(plan: TrainingPlan) -> tuple[str, ...]:
+    steps = plan.steps_per_epoch, plan.left_out, plan.total_steps, plan.warmup_steps
+    numbers = (plan.replicas, plan.scale.global_batch_size, *steps)
+    return *(f"{number:,}" for number in numbers), f"{plan.scale.learning_rate:.4g}"
+
+
+def _found(plans: Sequence[TrainingPlan]) -> Iterator[Finding]:
+    """Yield each kind of finding once, as it is for the most replicas that have it."""
+    alike: dict[tuple[str, str], list[tuple[int, Finding]]] = {}
+    for plan in plans:
+        for finding in plan.findings:
+            alike.setdefault((finding.rule, finding.level), []).append((plan.replicas, finding))
+    replicas = {found[-1][1]: [count for count, _ in found] for found in alike.values()}
+    for finding in check_results.in_order(replicas):
+        where = f"{finding.where} (replicas: {checks.listed(replicas[finding])})"
+        yield dataclasses.replace(finding, where=where)
