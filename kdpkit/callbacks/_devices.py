@@ -2,20 +2,17 @@
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
-import functools
 import os
 import re
 import statistics
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import keras
 
 from kdpkit._internal import checks, machine, processes
-
-Source = Callable[[], Mapping[str, float]]
 
 _GIB = 2**30
 _BUSY = 50  # percent; below it a GPU is idle most of the time
@@ -63,7 +60,7 @@ class DeviceMonitor(keras.callbacks.Callback):
     def __init__(self, interval_seconds: float = 1.0) -> None:
         super().__init__()
         self.interval_seconds = checks.number("interval_seconds", interval_seconds, above=0)
-        self._sampler = _Sampler([], interval_seconds)
+        self._sampler = _Sampler({}, interval_seconds)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         self._sampler.end()  # of an earlier training that failed
@@ -128,12 +125,14 @@ def _warn(sentence: str) -> None:
 
 
 class _Sampler(threading.Thread):
-    """Reads sources until `end` or the end of the program; one that raises is not called again."""
+    """Reads sources until `end` or the end of the program; one that raises is not read again."""
 
-    def __init__(self, sources: Iterable[Source], interval_seconds: float) -> None:
+    def __init__(
+        self, sources: Mapping[str, Iterator[Mapping[str, float]]], interval_seconds: float
+    ) -> None:
         super().__init__(name="kdpkit devices", daemon=True)
         self.readings: list[dict[str, float]] = []
-        self._sources = [*sources]
+        self._sources = dict(sources)
         self._interval = interval_seconds
         self._counts = False
         self._lock = threading.Lock()  # guards all of the above
@@ -177,51 +176,40 @@ class _Sampler(threading.Thread):
 
     def _read(self) -> dict[str, float]:
         values: dict[str, float] = {}
-        for source in [*self._sources]:
+        for package, readings in [*self._sources.items()]:
             try:
-                values |= source()
-            except Exception as error:  # any error of a driver
-                self._sources.remove(source)
+                values |= next(readings)
+            except Exception as error:  # it is not installed, or any error of a driver
+                del self._sources[package]
+                fix = f" `pip install {package}` installs it." * isinstance(error, ImportError)
                 _warn(
-                    f"{source.__name__} failed ({type(error).__name__}: {error}). Training "
-                    "continues without its readings."
+                    f"`{package}` failed ({type(error).__name__}: {error}). Training continues "
+                    f"without its readings.{fix}"
                 )
         return values
 
 
-# What the machine reports.
+# What the machine reports, by the package that reads it.
 
 
-def _sources() -> Iterator[Source]:
-    makers: dict[str, Callable[[], Source]] = {"psutil": _host}
-    if gpus := _gpus_of_backend():
-        makers["nvidia-ml-py"] = functools.partial(_nvml, gpus)
-    for package, make in makers.items():
-        try:
-            yield make()
-        except Exception as error:  # NVML raises errors of its own
-            _warn(
-                f"`{package}` cannot be used ({type(error).__name__}: {error}). Training continues "
-                f"without its readings; `pip install {package}` installs it."
-            )
+def _sources() -> dict[str, Iterator[Mapping[str, float]]]:
+    gpus = _gpus_of_backend()
+    return {"psutil": _host()} | ({"nvidia-ml-py": _nvml(gpus)} if gpus else {})
 
 
-def _host() -> Source:
+def _host() -> Iterator[dict[str, float]]:
     import psutil
 
     process, cores = psutil.Process(), machine.cores()
-
-    def host() -> dict[str, float]:
-        return {
+    while True:
+        yield {
             "cpu_utilization": process.cpu_percent(None) / cores,  # since the last call
             "memory_gib": process.memory_info().rss / _GIB,
         }
 
-    return host
 
-
-def _nvml(gpus: Iterable[int]) -> Source:
-    """Return what reads GPUs, by the numbers that CUDA shows to this process."""
+def _nvml(gpus: Iterable[int]) -> Iterator[dict[str, float]]:
+    """Read GPUs, by the numbers that CUDA shows to this process."""
     import pynvml as nvml
 
     nvml.nvmlInit()
@@ -232,15 +220,12 @@ def _nvml(gpus: Iterable[int]) -> Source:
         name = names.get(gpu, str(gpu))
         find, by_index = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByIndex
         handles[gpu] = by_index(int(name)) if name.isdecimal() else find(name)
-
-    def read_gpus() -> dict[str, float]:
+    while True:
         values: dict[str, float] = {}
         for gpu, handle in handles.items():
             values[f"gpu_{gpu}_utilization"] = nvml.nvmlDeviceGetUtilizationRates(handle).gpu
             values[f"gpu_{gpu}_memory_gib"] = nvml.nvmlDeviceGetMemoryInfo(handle).used / _GIB
-        return values
-
-    return read_gpus
+        yield values
 
 
 def _gpus_of_backend() -> list[int]:
