@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from kdpkit.cluster import ClusterConfig
-from tests.processes import ROOT
+from tests.processes import ROOT, run
 
 CLUSTER = ROOT / "recipes" / "cluster"
 
@@ -83,6 +83,11 @@ def test_a_script_tries_again_what_may_work_again(tmp_path, script, codes, code,
     assert printed in ended.stdout + ended.stderr
     for task in (0, 1):
         assert len((tmp_path / f"state-{task}").read_text()) == min(len(codes), 3)
+
+
+@pytest.mark.parametrize("program", ["ray_jax.py", "ray_tensorflow.py"])
+def test_the_programs_for_ray_explain_their_flags_before_they_import_it(program):
+    assert "--workers" in run(sys.executable, CLUSTER / program, "--help").stdout
 
 
 def manifests():

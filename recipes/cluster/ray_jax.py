@@ -13,13 +13,11 @@ import argparse
 import pathlib
 import socket
 
-import ray.train
-from ray.train.collective import broadcast_from_rank_zero
-from ray.train.v2.jax import JaxConfig, JaxTrainer
-
 
 def free_address():
     """Return an address of this machine with a free port."""
+    import ray
+
     with socket.socket() as free:
         free.bind(("", 0))
         return f"{ray.util.get_node_ip_address()}:{free.getsockname()[1]}"
@@ -31,6 +29,8 @@ def train(settings):
 
     os.environ["KERAS_BACKEND"] = "jax"
     import keras
+    import ray.train
+    from ray.train.collective import broadcast_from_rank_zero
 
     from kdpkit import batches, callbacks, corpora, sharding, training
 
@@ -73,6 +73,10 @@ def main(argv=None):
     parser.add_argument("--directory", type=pathlib.Path, required=True)
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
     args = parser.parse_args(argv)
+
+    import ray.train
+    from ray.train.v2.jax import JaxConfig, JaxTrainer
+
     trainer = JaxTrainer(
         train,
         train_loop_config=vars(args),

@@ -12,13 +12,11 @@ three times, and they continue from the last state, to the same weights. All mac
 import argparse
 import pathlib
 
-import ray.train
-from ray.train.tensorflow import TensorflowTrainer
-
 
 def train(settings):
     """Train in a worker: all of them run this, each in a thread."""
     import keras
+    import ray.train
     import tensorflow as tf
 
     from kdpkit import callbacks, corpora, strategies, training
@@ -54,6 +52,10 @@ def main(argv=None):
     parser.add_argument("--directory", type=pathlib.Path, required=True)
     parser.add_argument("--gpu", action="store_true", help="one GPU for each worker")
     args = parser.parse_args(argv)
+
+    import ray.train
+    from ray.train.tensorflow import TensorflowTrainer
+
     trainer = TensorflowTrainer(
         train,
         train_loop_config=vars(args),
