@@ -9,7 +9,6 @@ import builtins
 import contextlib
 import importlib
 import inspect
-import os
 import runpy
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -19,8 +18,6 @@ from typing import Any
 
 from kdpkit import errors
 from kdpkit._internal import checks
-
-_STDOUT, _STDERR = 1, 2  # file descriptors
 
 
 @dataclass(frozen=True)
@@ -144,20 +141,14 @@ class _Reached(BaseException):
 
 @contextlib.contextmanager
 def _as_program(name: str, arguments: Sequence[str], directory: Path) -> Iterator[None]:
-    """Set `sys.argv` and `sys.path` as for a program; its stdout, of children too, is stderr."""
+    """Set `sys.argv` and `sys.path` as for a program; what it prints goes to stderr."""
     before = sys.argv, sys.path[:]
-    sys.stdout.flush()
-    stdout = os.dup(_STDOUT)
-    os.dup2(_STDERR, _STDOUT)
     sys.argv = [name, *arguments]
     sys.path.insert(0, str(directory))
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        (sys.__stdout__ or sys.stdout).flush()  # what is left in it goes to stderr too
-        os.dup2(stdout, _STDOUT)
-        os.close(stdout)
         sys.argv, sys.path[:] = before
 
 
@@ -231,7 +222,4 @@ def _of_loop(loop: Any, given: dict[str, Any]) -> Program:
 
 def _epochs(given: dict[str, Any]) -> int:
     """Return the number of epochs to train, at least one."""
-    begin, end = (
-        checks.integer(name, given[name], minimum=0) for name in ("initial_epoch", "epochs")
-    )
-    return max(end - begin, 1)
+    return max(given["epochs"] - given["initial_epoch"], 1)
