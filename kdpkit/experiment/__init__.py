@@ -24,7 +24,7 @@ A recipe looks like this:
 
 from typing import TYPE_CHECKING
 
-from kdpkit._internal import ctrl_c, lazy_names  # noqa: F401 Ctrl-C is one line from here on
+from kdpkit._internal import lazy_names
 from kdpkit._internal.atomic_files import replacing as writing
 from kdpkit._internal.storage import path
 from kdpkit.experiment._flags import argument_parser, count, positive_integer, positive_number

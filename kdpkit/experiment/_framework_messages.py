@@ -12,8 +12,6 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from kdpkit._internal import ctrl_c
-
 _HIDDEN = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} [\d:.]+ ")
 
 
@@ -29,15 +27,14 @@ def hidden() -> Iterator[None]:
         yield
         return
     sys.stderr.flush()
-    ctrl_c.stderr = os.dup(2)
+    stderr = os.dup(2)
     with tempfile.TemporaryFile() as held:
         os.dup2(held.fileno(), 2)
         try:
             yield
         finally:
             sys.stderr.flush()
-            os.dup2(ctrl_c.stderr, 2)
-            os.close(ctrl_c.stderr)
-            ctrl_c.stderr = 2
+            os.dup2(stderr, 2)
+            os.close(stderr)
             held.seek(0)
             os.write(2, b"".join(line for line in held if not _HIDDEN.match(line)))

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import importlib
+import signal
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterator
@@ -22,7 +23,7 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
     """Check the flags of a program, then import its frameworks, which takes seconds.
 
     A wrong flag, or a package that is not installed, ends the program with one sentence; `--help`
-    ends it too. What TensorFlow writes about how it was built is hidden, unless
+    ends it too, and Ctrl-C at once. What TensorFlow writes about how it was built is hidden, unless
     TF_CPP_MIN_LOG_LEVEL is 0.
 
     Args:
@@ -32,10 +33,11 @@ def program(parser: ArgumentParser, name: str) -> Iterator[None]:
     Raises:
         kdpkit.errors.PackageInputError: A package is not installed, where the recipe is imported.
     """
-    is_program = name == "__main__" and "ipykernel" not in sys.modules
-    with _ending_in_one_sentence() if is_program else contextlib.nullcontext():
-        if is_program:
+    with contextlib.ExitStack() as stack:
+        if name == "__main__" and "ipykernel" not in sys.modules:
+            stack.enter_context(_ending_in_one_sentence())
             parser.parse_args()
+            stack.enter_context(_ending_at_once_by_ctrl_c())
         try:
             with _framework_messages.hidden():
                 yield
@@ -62,6 +64,22 @@ def run(main: Callable[[], Any]) -> None:
 
     with _ending_in_one_sentence(processes.leave_without_waiting), processes.explain_lost_process():
         main()
+
+
+@contextlib.contextmanager
+def _ending_at_once_by_ctrl_c() -> Iterator[None]:
+    """Have the system end the process: libraries catch an exception, or crash, as they are loaded.
+
+    A program in the background, which ignores Ctrl-C, goes on doing so.
+    """
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager
