@@ -62,13 +62,7 @@ def _rank(finding: Finding) -> tuple[int, str, str, str]:
 
 
 def wrapped(text: str, *, indent: int = 0, first: str | None = None) -> str:
-    """Break a text into lines of at most 80 columns; paths are not broken.
-
-    Args:
-        text: The text.
-        indent: Spaces before each line.
-        first: What the first line begins with instead.
-    """
+    """Break a text into lines of at most 80 columns; `first` stands before it, then an indent."""
     space = " " * indent
     return textwrap.fill(
         text,

@@ -23,12 +23,7 @@ def _parts_of_attributes(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
 
 
 class HeldVariable:
-    """A variable of TensorFlow, with the attributes of a Keras variable that states need.
-
-    Args:
-        path: What it is called.
-        value: The variable.
-    """
+    """A variable of TensorFlow, with the attributes of a Keras variable that states need."""
 
     def __init__(self, path: str, value: tf.Variable) -> None:
         self.path = path

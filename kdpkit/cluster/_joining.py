@@ -155,9 +155,6 @@ def require_joined(remedy: str) -> None:
     """Raise if this process was started with others and has not joined them.
 
     Each would train the same model from the same data, and write to the same files.
-
-    Args:
-        remedy: How to join them.
     """
     launcher = _launchers.of(os.environ)
     if processes.count() > 1 or launcher is None:

@@ -53,12 +53,7 @@ def _last_state(text: bytes) -> bytes:
 
 
 class Printer:
-    """Writes lines of several processes to stdout and stderr, one at a time.
-
-    Args:
-        names: Of all who print; they are padded to one width.
-        on_gone: Called when nobody reads the output any more.
-    """
+    """Writes lines of several processes to stdout and stderr, until nobody reads them any more."""
 
     def __init__(self, names: Iterable[str], *, on_gone: Callable[[], None]) -> None:
         self._width = max(map(len, names))

@@ -158,11 +158,7 @@ def _reject(stage: Stage, problem: str, remedy: str) -> NoReturn:
 
 
 class _Replay:
-    """Iterations of stages, made again.
-
-    Args:
-        traced: Returns a user's function as it is to be traced.
-    """
+    """Iterations of stages, made again; `traced` has users' functions traced as they were."""
 
     def __init__(self, traced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         self._traced = traced

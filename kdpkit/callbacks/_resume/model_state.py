@@ -12,12 +12,7 @@ from kdpkit._internal import versions
 
 
 class ModelState:
-    """Reads the values of a model's variables, and assigns those of a state.
-
-    Args:
-        model: The model.
-        metrics: Metrics besides those of the model.
-    """
+    """Reads the values of a model's and further metrics' variables, and assigns a state's."""
 
     def __init__(self, model: keras.Model, metrics: Sequence[Any] = ()) -> None:
         self._model = model
@@ -58,12 +53,7 @@ class ModelState:
         ]
 
     def build(self, state: checkpoints.TrainingState, batch: Callable[[], Any]) -> None:
-        """Make the variables of a state that Keras makes in the first step.
-
-        Args:
-            state: The state.
-            batch: Returns a batch, called if the model has to see one.
-        """
+        """Make the variables of a state that Keras makes in the first step, if need be of a batch."""
         if self._lacks_variables_of(state):
             # Only on TensorFlow without a strategy `fit` leaves this to the first step:
             # `_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py. Not by

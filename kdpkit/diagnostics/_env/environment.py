@@ -128,14 +128,7 @@ def findings(
     *,
     has_gpu: bool,
 ) -> Iterator[Finding]:
-    """Yield what prevents training, or leaves a GPU unused.
-
-    Args:
-        backend: Keras' backend.
-        devices: Of TensorFlow and JAX, by kind, where they start.
-        broken: Why they do not.
-        has_gpu: Whether there is one, used or not.
-    """
+    """Yield what prevents training, or leaves a GPU unused: there may be one that nothing sees."""
     for package, supported in packages.wanted().items():
         installed = packages.version(package)
         if installed and not supported.contains(installed, prereleases=True):

@@ -37,13 +37,7 @@ def run_all(
     timeout_seconds: float,
     on_start: Callable[[str], None],
 ) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Try every strategy, one after the other; yield its name, the result and a sentence.
-
-    Args:
-        devices: Those of each framework that starts, by kind.
-        timeout_seconds: For each strategy, the start of its processes included.
-        on_start: Called with the name of each before it starts.
-    """
+    """Try every strategy, one after the other; yield its name, the result and a sentence."""
     for name, words, variables in _programs(devices):
         on_start(name)
         result, text = run(words, variables | _ALWAYS, timeout_seconds)
@@ -81,10 +75,8 @@ def run(
 ) -> tuple[str, Any]:
     """Run a module of kdpkit with these variables, in no cluster, and end it when the time is up.
 
-    What `kdpkit launch` started ends with it, however it ends.
-
-    Returns:
-        The result, and what the program returned, or why it does not work.
+    What `kdpkit launch` started ends with it, however it ends. The result comes with what the
+    program returned, or why it does not work.
     """
     kept = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
     quiet = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
