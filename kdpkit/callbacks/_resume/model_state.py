@@ -53,7 +53,7 @@ class ModelState:
         ]
 
     def build(self, state: checkpoints.TrainingState, batch: Callable[[], Any]) -> None:
-        """Make the variables of a state that Keras makes in the first step, if need be of a batch."""
+        """Make the variables of a state that Keras makes in the first step."""
         if self._lacks_variables_of(state):
             # Only on TensorFlow without a strategy `fit` leaves this to the first step:
             # `_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py. Not by
