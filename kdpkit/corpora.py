@@ -76,11 +76,11 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
             (`gs://bucket/...`). Blank lines are left out.
 
     Raises:
-        ValueError: A file is missing, empty or not UTF-8, or has fewer than 3 lines; or this Python
-            comes without the source of its standard library.
+        ValueError: A file is missing, empty or not UTF-8, or has fewer than 3 lines.
     """
     if data == "builtin":
-        return _documentation_text()
+        documents = _documents(Path(sysconfig.get_path("stdlib")))
+        return TextSplits(*_split_documents(documents))
     path = storage.path(data)
     if path.is_dir():
         files = [path / f"wiki.{name}.tokens" for name in ("train", "valid", "test")]
@@ -117,16 +117,6 @@ def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:
 
 
 # Text.
-
-
-def _documentation_text() -> TextSplits:
-    documents = _documents(Path(sysconfig.get_path("stdlib")))
-    splits = _split_documents(documents)
-    if not all(splits):
-        problem = "This Python has too few source files to train on their documentation."
-        remedy = "Pass a text file or a directory of WikiText files."
-        checks.fail(problem, files=len(documents), remedy=remedy)
-    return TextSplits(*splits)
 
 
 def _documents(root: Path) -> dict[str, list[str]]:

@@ -233,7 +233,7 @@ def test_a_port_that_another_program_has_ends_the_first_process_and_no_other_wai
 
 
 def test_processes_join_on_jax_alone():
-    with pytest.raises(ValueError, match="Processes join like this on JAX.*'tensorflow'"):
+    with pytest.raises(ValueError, match="`join_processes` does not work on.*'tensorflow'"):
         join_processes("localhost:9876", process_count=2, process_index=0)
 
 

@@ -12,8 +12,6 @@ import sys
 from collections.abc import Callable
 from types import TracebackType
 
-import keras
-
 from kdpkit import errors
 from kdpkit._internal import checks, processes, versions
 from kdpkit.cluster import _launchers, _network
@@ -59,12 +57,7 @@ def join_processes(
             that another program has, a process that does not come, or one that has joined or
             computed already.
     """
-    if keras.backend.backend() != "jax":
-        checks.fail(
-            "Processes join like this on JAX.",
-            backend=keras.backend.backend(),
-            remedy="Run with KERAS_BACKEND=jax.",
-        )
+    checks.backend("`join_processes`", "jax")
     checks.address("coordinator", coordinator)
     here = ClusterConfig([coordinator], index=process_index, processes=process_count)
     heartbeat = checks.integer("heartbeat_timeout_seconds", heartbeat_timeout_seconds)

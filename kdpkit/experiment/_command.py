@@ -63,12 +63,8 @@ def _recipes() -> dict[str, Path]:
     """Return the recipes by name: those in the installed package, else the checkout's."""
     installed = _PACKAGE / "_recipes"  # which setup.py adds to a wheel
     directory = installed if installed.is_dir() else _PACKAGE.parent / "recipes"
-    found = [
-        path for kind in ("*.py", "*.ipynb", "cluster") for path in sorted(directory.glob(kind))
-    ]
-    if not found:
-        checks.fail("This installation has no recipes.", remedy="Install a wheel of kdpkit.")
-    return {path.stem: path for path in found}
+    kinds = ("*.py", "*.ipynb", "cluster")
+    return {path.stem: path for kind in kinds for path in sorted(directory.glob(kind))}
 
 
 def _summary(path: Path) -> str:

@@ -38,8 +38,7 @@ class PipelineConfig:
     def __post_init__(self) -> None:
         checks.one_of("cache", self.cache, (True, False))
         checks.integer("shuffle_buffer", self.shuffle_buffer, minimum=0)
-        if checks.integer("seed", self.seed, minimum=0) >= 1 << 63:
-            checks.fail("`seed` must be below 2**63.", seed=self.seed)
+        checks.integer("seed", self.seed, minimum=0)
         checks.one_of("remainder", self.remainder, _REMAINDERS)
 
 
