@@ -110,14 +110,14 @@ class Resume(keras.callbacks.Callback):
         for callback in self.callbacks:
             callback_state.state_of(callback)  # raises for an unknown kind
         self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
-        self._dataset: data.Tracked | None = None
+        self._data: Any = None  # a `data.Tracked`, once `track` was called
         self._stop = stopping.AgreedStop()
         # Of the program.
         self._ends: list[dict[str, Any]] = []  # of the calls of `fit` that are over
         self._left_at: Position | None = None  # of a state with which a call of `fit` ended here
         self._epochs_ahead: int | None = None  # of the data, if Keras does not count from its first
         # Of a call of `fit`.
-        self._call: _Call | None = None  # None if this is no training
+        self._call: Any = None  # a `_Call`, or None if this is no training
         self._catching = contextlib.ExitStack()
         # Of an epoch.
         self._first = 0  # batches that an earlier run trained
@@ -146,8 +146,8 @@ class Resume(keras.callbacks.Callback):
                 stage.
 
         """
-        self._dataset = data.tracked(dataset)
-        return self._dataset.given
+        self._data = data.tracked(dataset)
+        return self._data.given
 
     def request_stop(self) -> None:
         """Save the state before the next step and exit with code 42, as after SIGTERM.
@@ -160,16 +160,6 @@ class Resume(keras.callbacks.Callback):
         >>> Resume(tempfile.mkdtemp()).request_stop()
         """
         self._stop.request()
-
-    @property
-    def _data(self) -> data.Tracked:
-        assert self._dataset is not None  # `on_train_begin` raises if there is none
-        return self._dataset
-
-    @property
-    def _this_call(self) -> _Call:
-        assert self._call is not None  # in training
-        return self._call
 
     @property
     def _of_model(self) -> model_state.ModelState:
@@ -197,9 +187,9 @@ class Resume(keras.callbacks.Callback):
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Find the newest state; restore it if it is of the end of an epoch."""
         self._catching.close()  # if an earlier training failed
-        if self._dataset is None:
+        if self._data is None:
             checks.fail("`Resume` does not know the dataset; train on `resume.track(dataset)`.")
-        self._check_steps(self._dataset)
+        self._check_steps()
         if processes.index() == 0:
             self._checkpoints.acquire()
         state = self._checkpoints.latest()
@@ -214,11 +204,11 @@ class Resume(keras.callbacks.Callback):
             self._begin_after(state, self._call)
         else:
             self._epochs_ahead = None
-            self._dataset.start()
+            self._data.start()
         self._stop.begin()
 
-    def _check_steps(self, dataset: data.Tracked) -> None:
-        steps, length = self.params.get("steps"), dataset.full_length
+    def _check_steps(self) -> None:
+        steps, length = self.params.get("steps"), self._data.full_length
         if (steps is None) if length is None else (steps not in (None, length)):
             checks.fail(
                 "`Resume` counts complete epochs: pass `steps_per_epoch` to `fit` if the dataset "
@@ -315,7 +305,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begin to count; in the first epoch of a resumed run, restore the state."""
-        call = self._this_call
+        call = self._call
         self._first, self._left_at, self._saved_at = 0, None, None
         if self._epochs_ahead is None:
             self._epochs_ahead = self._data.first_epoch - epoch
@@ -420,7 +410,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Wait until the last state is on disk; restore History if no epoch was left."""
-        call, self._call = self._this_call, None
+        call, self._call = self._call, None
         self._restore_history(call)
         self._ends.append(
             call.end

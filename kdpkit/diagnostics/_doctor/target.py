@@ -162,30 +162,27 @@ def _stopped_at_fit() -> Iterator[list[Program]]:
     found: list[Program] = []
     with contextlib.ExitStack() as undo:
 
-        def replace(owner: Any, read: Callable[..., Program]) -> None:
+        def replace(owner: Any) -> None:
             owner = next(each for each in owner.__mro__ if "fit" in vars(each))
             signature = inspect.signature(owner.fit)
 
             def fit(*args: Any, **settings: Any) -> Any:
                 call = signature.bind(*args, **settings)
                 call.apply_defaults()
-                found.append(read(args[0], call.arguments))
+                found.append(_asked(args[0], call.arguments))
                 raise _Reached
 
             undo.callback(setattr, owner, "fit", owner.fit)
             owner.fit = fit
 
-        waiting = {
-            "keras": ("Model", _of_keras),
-            "kdpkit.training._loop": ("TrainingLoop", _of_loop),
-        }
+        waiting = {"keras": "Model", "kdpkit.training._loop": "TrainingLoop"}
 
         def replace_in_what_is_loaded() -> None:
-            for module, (name, read) in [*waiting.items()]:
+            for module, name in [*waiting.items()]:
                 owner = getattr(sys.modules.get(module), name, None)
                 if owner is not None:
                     del waiting[module]
-                    replace(owner, read)
+                    replace(owner)
 
         def importing(*args: Any, **settings: Any) -> Any:
             module = load(*args, **settings)
@@ -199,27 +196,15 @@ def _stopped_at_fit() -> Iterator[list[Program]]:
         yield found
 
 
-def _of_keras(model: Any, given: dict[str, Any]) -> Program:
-    x, y, sample_weight = (given[name] for name in ("x", "y", "sample_weight"))
-    names = ("validation_data", "batch_size", "steps_per_epoch")
+def _asked(model: Any, given: dict[str, Any]) -> Program:
+    """Return what `fit` of a Keras model or a `TrainingLoop` is asked for."""
+    x, y, sample_weight = (given.get(name) for name in ("x", "y", "sample_weight"))
+    arrays = x if y is None and sample_weight is None else (x, y, sample_weight)
     return Program(
-        x if y is None and sample_weight is None else (x, y, sample_weight),
+        given.get("train", arrays),
         model,
-        epochs=_epochs(given),
-        **{name: given[name] for name in names},
-    )
-
-
-def _of_loop(loop: Any, given: dict[str, Any]) -> Program:
-    return Program(
-        given["train"],
-        loop,
-        validation_data=given["validation"],
-        epochs=_epochs(given),
+        validation_data=given.get("validation", given.get("validation_data")),
+        batch_size=given.get("batch_size"),
+        epochs=max(given["epochs"] - given["initial_epoch"], 1),
         steps_per_epoch=given["steps_per_epoch"],
     )
-
-
-def _epochs(given: dict[str, Any]) -> int:
-    """Return the number of epochs to train, at least one."""
-    return max(given["epochs"] - given["initial_epoch"], 1)
