@@ -30,19 +30,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.action == "copy":
-        print(f"Copied to {_copy(args.name, Path(args.directory))}.")
-        return 0
     recipes = _recipes()
+    if args.action == "copy":
+        print(f"Copied to {_copy(recipes, args.name, Path(args.directory))}.")
+        return 0
     width = max(map(len, recipes)) + 2
     for name, path in recipes.items():
         print(check_results.wrapped(_summary(path), first=name.ljust(width), indent=width))
     return 0
 
 
-def _copy(name: str, directory: Path) -> Path:
-    recipes = _recipes()
-    source = recipes.get(name.removesuffix(".py").removesuffix(".ipynb"))
+def _copy(recipes: dict[str, Path], name: str, directory: Path) -> Path:
+    source = recipes.get(Path(name).stem)
     if source is None:
         checks.fail(
             "There is no such recipe.", name=name, remedy=f"There are {', '.join(recipes)}."

@@ -45,7 +45,6 @@ class Child:
         on_bytes: Callable[[bytes, str], None],
         on_end: Callable[[], None],
     ) -> None:
-        self.mark = mark
         self.ended_at: float | None = None
         self._process = subprocess.Popen(  # noqa: S603 the caller's command is what is asked for
             command,
@@ -55,7 +54,6 @@ class Child:
             stderr=subprocess.PIPE,
             start_new_session=True,
         )
-        self.started_at = time.monotonic()
         threading.Thread(target=self._watch, args=(on_bytes, on_end), daemon=True).start()
 
     @property

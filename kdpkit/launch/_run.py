@@ -36,8 +36,8 @@ class Task:
     serves: bool
 
 
-class _Process:
-    """A started task: its child process, and whether it was asked to end."""
+class _Process(child_processes.Child):
+    """A started task, and whether it was asked to end."""
 
     def __init__(
         self, task: Task, mark: str, show: Callable[..., None], on_end: Callable[..., None]
@@ -51,7 +51,7 @@ class _Process:
                 show(task.name, line, stream)
 
         others = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
-        self.child = child_processes.Child(
+        super().__init__(
             task.command,
             {"PYTHONUNBUFFERED": "1"} | others | dict(task.variables),
             mark=mark,
@@ -62,14 +62,14 @@ class _Process:
     def signal(self, number: int) -> None:
         if not self.has_ended:
             self.is_signalled = True
-            self.child.send(number)
+            self.send(number)
 
     def __str__(self) -> str:
         """How it failed, in words."""
-        number = self.child.exit_code - 128
+        number = self.exit_code - 128
         if number in set(signal.Signals):
             return f"{self.task.name} was ended by {signal.Signals(number).name}"
-        return f"{self.task.name} failed with exit code {self.child.exit_code}"
+        return f"{self.task.name} failed with exit code {self.exit_code}"
 
 
 @dataclasses.dataclass
@@ -162,11 +162,11 @@ class Run:
 
     def _on_end(self, process: _Process) -> None:
         process.has_ended = True
-        if process.child.exit_code and not process.is_signalled:
+        if process.exit_code and not process.is_signalled:
             self.failed.append(process)
 
     def _may_restart(self) -> bool:
-        has_failed = self.failed and self._cause().child.exit_code != errors.STOPPED
+        has_failed = self.failed and self._cause().exit_code != errors.STOPPED
         return bool(has_failed and self.stop is None and self.restarts < self.max_restarts)
 
     def _note_signal(self, number: int, _frame: object = None) -> None:
@@ -191,7 +191,7 @@ class Run:
         rest = [process for process in self.running if not process.is_signalled]
         self._signal_and_wait(rest, signal.SIGTERM)
         for process in self.running:
-            process.child.send(signal.SIGKILL)
+            process.send(signal.SIGKILL)
         self._wait_for_ends(self.running, _KILL_SECONDS)
         child_processes.end_marked(self._mark, grace_seconds=self.grace_seconds)
 
@@ -199,14 +199,14 @@ class Run:
         """Return the process that failed first, and not because it lost another."""
 
         def is_consequence(process: _Process) -> tuple[bool, float]:
-            left_alone = process.child.exit_code == errors.LEFT_ALONE
-            return left_alone, process.child.ended_at or 0.0
+            left_alone = process.exit_code == errors.LEFT_ALONE
+            return left_alone, process.ended_at or 0.0
 
         return min(self.failed, key=is_consequence)
 
     def _report_failure(self) -> None:
         cause = self._cause()
-        if cause.child.exit_code == errors.STOPPED:
+        if cause.exit_code == errors.STOPPED:
             self._report(f"{cause.task.name} was stopped by SIGTERM and saved its state.")
             return
         follow = ", before any other; the errors of the others may follow from that"
@@ -214,8 +214,8 @@ class Run:
 
     def _exit_code(self) -> int:
         if self.stop is None:
-            return self._cause().child.exit_code if self.failed else 0
-        codes = [process.child.exit_code for process in self._heads()]
+            return self._cause().exit_code if self.failed else 0
+        codes = [process.exit_code for process in self._heads()]
         if self.stop == signal.SIGTERM and errors.STOPPED in codes:
             return errors.STOPPED
         return 0 if self.stop == signal.SIGTERM and not any(codes) else 128 + self.stop
