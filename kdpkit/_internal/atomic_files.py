@@ -42,18 +42,6 @@ def replacing(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def replacing_in_first_process(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Do as `replacing` does, in every process; of several the first one's file stays.
-
-    For a model, which all processes save since each may hold parts of it.
-    """
-    from kdpkit._internal import processes  # which loads Keras
-
-    with (replacing if processes.index() == 0 else _passing)(storage.path(path)) as temporary:
-        yield temporary
-
-
-@contextlib.contextmanager
 def _passing(path: storage.AnyPath) -> Iterator[Path]:
     """Yield a file of the same name that is gone after the block."""
     with tempfile.TemporaryDirectory() as directory:

@@ -6,8 +6,10 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 from argparse import Namespace
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -109,7 +111,9 @@ def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
             from kdpkit import sharding
 
             stack.enter_context(sharding.gathered_on_read(model))
-        model.save(stack.enter_context(atomic_files.replacing_in_first_process(path)))
+        if processes.index() > 0:
+            path = Path(stack.enter_context(tempfile.TemporaryDirectory()), Path(path).name)
+        model.save(stack.enter_context(atomic_files.replacing(path)))
 
 
 def versions() -> dict[str, str]:
