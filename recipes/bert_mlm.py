@@ -109,8 +109,8 @@ def main(argv=None):
         jit={"on": True, "off": False}.get(args.jit, "measure"),
     )
     validation = held_out(splits.validation)
-    with experiment.recording(args, model, strategy, plan, tokens_per_example=length) as record:
-        loop.fit(record.resumed(train), validation, epochs=args.epochs, callbacks=record.callbacks)
+    record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
+    loop.fit(record.resumed(train), validation, epochs=args.epochs, callbacks=record.callbacks)
     results = record.results(test=loop.evaluate(held_out(splits.test), verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")

@@ -107,9 +107,9 @@ def main(argv=None):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
-    with experiment.recording(args, model, strategy, plan) as record:
-        train, watching = record.resumed(train), record.callbacks
-        model.fit(train, epochs=args.epochs, callbacks=watching, shuffle=False)
+    record = experiment.Recorder(args, model, strategy, plan)
+    train, watching = record.resumed(train), record.callbacks
+    model.fit(train, epochs=args.epochs, callbacks=watching, shuffle=False)
     results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")

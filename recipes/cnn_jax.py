@@ -113,8 +113,8 @@ def main(argv=None):
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
     )
-    with experiment.recording(args, model, strategy, plan) as record:
-        loop.fit(record.resumed(train), test, epochs=args.epochs, callbacks=record.callbacks)
+    record = experiment.Recorder(args, model, strategy, plan)
+    loop.fit(record.resumed(train), test, epochs=args.epochs, callbacks=record.callbacks)
     results = record.results(test=loop.evaluate(test, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")

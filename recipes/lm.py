@@ -113,8 +113,8 @@ def main(argv=None):
         remat=args.remat,
         jit={"on": True, "off": False}.get(args.jit, "measure"),
     )
-    with experiment.recording(args, model, strategy, plan, tokens_per_example=length) as record:
-        loop.fit(record.resumed(train), validation, epochs=args.epochs, callbacks=record.callbacks)
+    record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
+    loop.fit(record.resumed(train), validation, epochs=args.epochs, callbacks=record.callbacks)
     loss = loop.evaluate(test, verbose=0)["loss"]
     results = record.results(test={"loss": loss, "perplexity": np.exp(loss)})
     if args.log_dir:

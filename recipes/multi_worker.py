@@ -77,14 +77,14 @@ def main(argv=None):
             loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
             metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
-    with experiment.recording(args, model, strategy, plan) as record:
-        model.fit(
-            record.resumed(train),
-            validation_data=test,
-            epochs=args.epochs,
-            callbacks=record.callbacks,
-            shuffle=False,  # the pipeline shuffles
-        )
+    record = experiment.Recorder(args, model, strategy, plan)
+    model.fit(
+        record.resumed(train),
+        validation_data=test,
+        epochs=args.epochs,
+        callbacks=record.callbacks,
+        shuffle=False,  # the pipeline shuffles
+    )
     results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")

@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import signal
 import sys
 
 import keras
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from kdpkit import errors, experiment, pipelines
 from kdpkit.experiment import _framework_messages
 from kdpkit.testing import tiny_classifier, toy_classification
-from tests.processes import run_code
+from tests.processes import ROOT, run, run_code
 
 
 def parser(**defaults):
@@ -141,11 +142,11 @@ def trained(flags, *, epochs=2):
         if args.results:
             written.append(strict(args.results.read_text()))
 
-    with experiment.recording(args, model, mirrored, plan, tokens_per_example=5) as record:
-        record.callbacks.insert(1, keras.callbacks.LambdaCallback(on_epoch_end=note))
-        x, y = toy_classification(80)
-        data = record.resumed(pipelines.train_pipeline(dataset(x, y), global_batch_size=8))
-        model.fit(data, epochs=epochs, verbose=0, callbacks=record.callbacks)
+    record = experiment.Recorder(args, model, mirrored, plan, tokens_per_example=5)
+    record.callbacks.insert(1, keras.callbacks.LambdaCallback(on_epoch_end=note))
+    x, y = toy_classification(80)
+    data = record.resumed(pipelines.train_pipeline(dataset(x, y), global_batch_size=8))
+    model.fit(data, epochs=epochs, verbose=0, callbacks=record.callbacks)
     return record.results(test={"loss": np.float32(0.5), "worst": math.nan}), written
 
 
@@ -239,6 +240,28 @@ def test_a_missing_package_is_one_sentence_with_the_command_that_installs_it():
         experiment.program(parser(), "cnn_fit"),
     ):
         import not_installed  # noqa: F401 a module of the program's own
+
+
+AT_THE_START = """
+import signal, sys
+
+class AtImport:
+    def find_spec(self, name, path=None, target=None):
+        if name == "keras":
+            {happens}
+
+sys.meta_path.insert(0, AtImport())
+"""
+COMES = "signal.raise_signal(signal.SIGINT)"
+
+
+@pytest.mark.parametrize("happens", [COMES, f"exec('try: {COMES}\\nexcept BaseException: pass')"])
+def test_ctrl_c_ends_a_program_that_imports_also_where_it_is_caught(happens, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(AT_THE_START.format(happens=happens))
+    paths = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    words = (ROOT / "recipes/cnn_fit.py", "--smoke")
+    ended = run(sys.executable, *words, check=False, PYTHONPATH=paths)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 LOADS_TENSORFLOW = """

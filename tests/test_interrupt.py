@@ -8,30 +8,7 @@ import sys
 
 import pytest
 
-from tests.processes import run
-
 RECIPES = pathlib.Path(__file__).parents[1] / "recipes"
-
-
-AT_THE_START = """
-import signal, sys
-
-class AtImport:
-    def find_spec(self, name, path=None, target=None):
-        if name == "keras":
-            {happens}
-
-sys.meta_path.insert(0, AtImport())
-"""
-COMES = "signal.raise_signal(signal.SIGINT)"
-
-
-@pytest.mark.parametrize("happens", [COMES, f"exec('try: {COMES}\\nexcept BaseException: pass')"])
-def test_ctrl_c_ends_a_program_that_imports_also_where_it_is_caught(happens, tmp_path):
-    (tmp_path / "sitecustomize.py").write_text(AT_THE_START.format(happens=happens))
-    paths = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    ended = run(sys.executable, RECIPES / "cnn_fit.py", "--smoke", check=False, PYTHONPATH=paths)
-    assert (ended.returncode, ended.stdout, ended.stderr) == (-signal.SIGINT, "", "")
 
 
 @pytest.mark.slow

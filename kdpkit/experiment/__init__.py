@@ -14,8 +14,8 @@ A recipe looks like this:
         strategy = experiment.strategy_from(args)
         plan = experiment.plan_from(args, strategy)
         ...
-        with experiment.recording(args, model, strategy, plan) as record:
-            model.fit(..., callbacks=[record, ...])
+        record = experiment.Recorder(args, model, strategy, plan)
+        model.fit(record.resumed(...), callbacks=record.callbacks)
         return record.results(test=model.evaluate(..., return_dict=True))
 
     if __name__ == "__main__":
@@ -33,12 +33,13 @@ from kdpkit.experiment._strategy import describe, plan_from, strategy_from
 
 if TYPE_CHECKING:
     from kdpkit.experiment import text
-    from kdpkit.experiment._recorder import recording, save_model, versions
+    from kdpkit.experiment._recorder import Recorder, save_model, versions
 else:  # they load Keras
-    _RECORDER = dict.fromkeys(("recording", "save_model", "versions"), "_recorder")
+    _RECORDER = dict.fromkeys(("Recorder", "save_model", "versions"), "_recorder")
     __getattr__, _ = lazy_names(__name__, _RECORDER | {"text": "text"})
 
 __all__ = [
+    "Recorder",
     "argument_parser",
     "count",
     "describe",
@@ -47,7 +48,6 @@ __all__ = [
     "positive_integer",
     "positive_number",
     "program",
-    "recording",
     "run",
     "save_model",
     "strategy_from",

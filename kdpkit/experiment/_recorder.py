@@ -8,7 +8,7 @@ import statistics
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +24,33 @@ _SPEEDS = ("examples_per_second", "tokens_per_second")
 
 
 class Recorder(keras.callbacks.Callback):
-    """Writes the results of each epoch, before other callbacks write, which may fill the disk."""
+    """Keeps the results of training in `args.results`, and has the callbacks for it.
 
-    def __init__(self, args: Namespace, strategy: _strategy.Strategy, plan: scaling.ScalePlan):
+    Its `callbacks` are for `fit`: itself, those of `kdpkit.callbacks.training_callbacks` (with
+    `settings` such as `tokens_per_example`), and with `--resume` `kdpkit.callbacks.Resume`, for
+    which `resumed(data)` returns the data to train on. The results are written after each epoch,
+    before other callbacks write, which may fill the disk. `results(test=...)` adds those of the
+    test, and returns all.
+    """
+
+    def __init__(
+        self,
+        args: Namespace,
+        model: keras.Model,
+        strategy: _strategy.Strategy,
+        plan: scaling.ScalePlan,
+        **settings: Any,
+    ) -> None:
         super().__init__()
+        self.set_model(model)
         self._args, self._strategy, self._plan = args, strategy, plan
         self.resume = callbacks.Resume(args.resume) if args.resume else None
-        self.callbacks: list[keras.callbacks.Callback] = [self]
+        usual = {"global_batch_size": plan.global_batch_size} | settings
+        self.callbacks: list[keras.callbacks.Callback] = [
+            self,
+            *callbacks.training_callbacks(args.log_dir, **usual),
+            *([self.resume] if self.resume else []),
+        ]
 
     def resumed(self, train: Any) -> Any:
         """Return data for `fit` that go on where the last run stopped, with `--resume`."""
@@ -73,31 +93,6 @@ class Recorder(keras.callbacks.Callback):
             with atomic_files.replacing(self._args.results) as temporary:
                 temporary.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
         return dict(json.loads(text))
-
-
-@contextlib.contextmanager
-def recording(
-    args: Namespace,
-    model: keras.Model,
-    strategy: _strategy.Strategy,
-    plan: scaling.ScalePlan,
-    **settings: Any,
-) -> Iterator[Recorder]:
-    """Keep the results of training in `args.results`.
-
-    The `with` statement returns a `record` whose `callbacks` are for `fit`: its own, those of
-    `kdpkit.callbacks.training_callbacks` (with `settings` such as `tokens_per_example`), and with
-    `--resume` `kdpkit.callbacks.Resume`, for which `record.resumed(data)` returns the data to train
-    on. The results are written after each epoch, before anything else is, and in the end;
-    `record.results(test=...)` adds those of the test, and returns all.
-    """
-    record = Recorder(args, strategy, plan)
-    record.set_model(model)
-    usual = {"global_batch_size": plan.global_batch_size} | settings
-    record.callbacks += callbacks.training_callbacks(args.log_dir, **usual)
-    record.callbacks += [record.resume] if record.resume else []
-    yield record
-    record.results()
 
 
 def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
