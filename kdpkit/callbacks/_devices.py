@@ -151,10 +151,8 @@ class _Sampler(threading.Thread):
 
     def values(self) -> dict[str, float]:
         """Return the mean of each reading, or the peak of memory."""
-        found: dict[str, list[float]] = {}
-        for reading in self.readings:
-            for name, value in reading.items():
-                found.setdefault(name, []).append(value)
+        names = {name: None for reading in self.readings for name in reading}
+        found = {name: [r[name] for r in self.readings if name in r] for name in names}
         return {
             name: max(values) if name.endswith("memory_gib") else statistics.fmean(values)
             for name, values in found.items()
