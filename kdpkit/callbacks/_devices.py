@@ -190,7 +190,7 @@ class _Sampler(threading.Thread):
 # What the machine reports, by the package that reads it.
 
 
-def _sources() -> dict[str, Iterator[Mapping[str, float]]]:
+def _sources() -> dict[str, Iterator[dict[str, float]]]:
     gpus = _gpus_of_backend()
     return {"psutil": _host()} | ({"nvidia-ml-py": _nvml(gpus)} if gpus else {})
 

@@ -229,17 +229,14 @@ def _handling(
 
     A signal that is ignored stays so, and one that is handled outside of Python too.
     """
-    former = {}
-    if threading.current_thread() is threading.main_thread():
-        former = {number: signal.getsignal(number) for number in numbers}
-        former = {n: h for n, h in former.items() if h not in (None, signal.SIG_IGN)}
-    for number in former:
-        signal.signal(number, handler)
-    try:
+    is_main = threading.current_thread() is threading.main_thread()
+    with contextlib.ExitStack() as restored:
+        for number in numbers if is_main else ():
+            former = signal.getsignal(number)
+            if former not in (None, signal.SIG_IGN):
+                restored.callback(signal.signal, number, former)
+                signal.signal(number, handler)
         yield
-    finally:
-        for number, before in former.items():
-            signal.signal(number, before)
 
 
 def _all_ended(processes: Sequence[_Process]) -> bool:
