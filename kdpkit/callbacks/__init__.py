@@ -10,7 +10,7 @@ import keras
 
 from kdpkit.callbacks._devices import DeviceMonitor
 from kdpkit.callbacks._learning_rate import LearningRateLogger, PrintLR
-from kdpkit.callbacks._resume import Resume
+from kdpkit.callbacks._resume.callback import Resume
 from kdpkit.callbacks._tensorboard import TensorBoard
 from kdpkit.callbacks._throughput import Throughput
 

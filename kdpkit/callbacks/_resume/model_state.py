@@ -106,7 +106,7 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """Return what is in lists, tuples and dicts, and in those in them."""
+    """Return what is in lists, tuples and dicts, whose keys `keras.tree` may fail to sort."""
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list | tuple):
