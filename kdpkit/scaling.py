@@ -42,46 +42,6 @@ def split_batch(size: int, replicas: int) -> tuple[int, ...]:
     return tuple(min(shard, max(0, size - index * shard)) for index in range(replicas))
 
 
-def padded_examples(
-    examples: int, global_batch_size: int, *, mode: str = "train"
-) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    """Return the index and the weight of each example in a padded batch.
-
-    `pad_to_global_batch` of the pipelines and `ArrayBatches(remainder="pad")` follow this rule.
-
-    Args:
-        examples: Number of real examples.
-        global_batch_size: Number of examples in the padded batch.
-        mode: `"train"` weights the real examples `global_batch_size / examples`, so that a loss
-            averaged over the padded batch is the mean over the real examples. `"eval"` weights them
-            1, for weighted metrics.
-
-    Returns:
-        Indices of examples, the last one repeated, and weights, 0 for the padding.
-
-    Raises:
-        ValueError: There are more examples than `global_batch_size`, or none.
-
-    >>> padded_examples(2, 4)
-    ((0, 1, 1, 1), (2.0, 2.0, 0.0, 0.0))
-    >>> padded_examples(2, 4, mode="eval")
-    ((0, 1, 1, 1), (1.0, 1.0, 0.0, 0.0))
-    """
-    examples = checks.integer("examples", examples)
-    size = checks.integer("global_batch_size", global_batch_size)
-    checks.one_of("mode", mode, ("train", "eval"))
-    if examples > size:
-        checks.fail(
-            "A batch has more examples than `global_batch_size`.",
-            examples=examples,
-            global_batch_size=size,
-        )
-    weight = size / examples if mode == "train" else 1.0
-    padding = size - examples
-    indices = (*range(examples), *[examples - 1] * padding)
-    return indices, (*[weight] * examples, *[0.0] * padding)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ScalePlan:
     """The batch sizes, learning rate and step counts of a run on several replicas.

@@ -94,7 +94,7 @@ def divided(split, drawn_split):
 @law(generators.labelled_batches(max_size=6, weighted=True), of_batch)
 def padded_loss(pad, batch):
     x, y, weights = batch
-    indices, _ = scaling.padded_examples(len(x), 6)
+    indices = np.minimum(np.arange(6), len(x) - 1)
     laws.padding_keeps_the_loss(
         lambda x, y, weight: np.mean(weight * (x[:, 0] - y) ** 2),
         batch,

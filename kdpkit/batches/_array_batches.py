@@ -8,7 +8,6 @@ from typing import Any, TypeAlias
 import keras
 import numpy as np
 
-from kdpkit import scaling
 from kdpkit._internal import checks
 from kdpkit.batches._sources import Batch, Source
 
@@ -33,10 +32,11 @@ class ArrayBatches(keras.utils.PyDataset):
         seed: Fixes the order of every epoch; None keeps the order of the data.
         remainder: `"drop"`, `"pad"` or `"keep"` a smaller last batch. On JAX plain Keras raises if
             the devices do not divide a batch; `kdpkit.training` trains on it exactly.
-        mode: How a padded batch is weighted. With `"train"` its loss is the mean over its real
-            examples (see `kdpkit.scaling.padded_examples`). With `"eval"` all real examples have
-            the same weight, and weights average 1 over an epoch, so the loss of `evaluate` is
-            the mean over all real examples; use `weighted_metrics`.
+        mode: How a padded batch, which repeats its last example with weight 0, is weighted. With
+            `"train"` its loss is the mean over its real examples, which weigh `global_batch_size /
+            n` each. With `"eval"` all real examples have the same weight, and weights average 1
+            over an epoch, so the loss of `evaluate` is the mean over all real examples; use
+            `weighted_metrics`.
         augment: A function of a batch and a `numpy.random.Generator`, a new one for every batch of
             every epoch. It gets the examples of this process.
         steps_per_epoch: Batches in an epoch; None takes all. If fewer, each epoch takes the first
@@ -155,11 +155,11 @@ class ArrayBatches(keras.utils.PyDataset):
         return batch
 
     def _padded(self, taken: np.ndarray) -> Batch:
-        size = self.global_batch_size
-        source, weights = scaling.padded_examples(len(taken), size, mode=self.mode)
-        factor = len(self) * size / self.examples if self.mode == "eval" else 1.0
-        own_weights = self._of_process(factor * np.asarray(weights))
-        return _weighted(self._read(taken[[*source]]), own_weights)
+        size, count = self.global_batch_size, len(taken)
+        weight = size / count if self.mode == "train" else len(self) * size / self.examples
+        weights = np.where(np.arange(size) < count, weight, 0.0)
+        padded = taken[np.minimum(np.arange(size), count - 1)]
+        return _weighted(self._read(padded), self._of_process(weights))
 
     def _of_process(self, part: np.ndarray) -> np.ndarray:
         count = len(part) // self.process_count
