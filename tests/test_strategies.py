@@ -91,7 +91,7 @@ def test_a_strategy_inside_anothers_scope_raises():
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ({"kind": "CPU", "count": 2, "memory_limit_mb": 100}, "memory_limit_mb=100"),
+        ({"kind": "GPU", "count": 2}, "`kind` must be one of 'CPU'.*'GPU'"),
         ({"kind": "CPU", "count": 9}, "8 logical CPU.*count=9"),
     ],
 )

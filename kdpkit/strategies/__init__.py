@@ -109,57 +109,41 @@ def is_chief() -> bool:
     return processes.index() == 0
 
 
-def split_device(kind: str, count: int, *, memory_limit_mb: int | None = None) -> list[str]:
-    """Split the first CPU or GPU into logical devices, where replicas behave as on real ones.
+def split_device(kind: str, count: int) -> list[str]:
+    """Split the first CPU into logical devices, where replicas behave as on real ones.
 
     Call it before TensorFlow's runtime starts, that is before the first tensor, variable or
-    `list_logical_devices`. Repeating the same split is allowed.
+    `list_logical_devices`. Repeating the same split is allowed. A GPU is split by TensorFlow's own
+    `tf.config.set_logical_device_configuration`, with a limit of its memory for each part.
 
     Args:
-        kind: `"CPU"` or `"GPU"`.
+        kind: `"CPU"`.
         count: Number of logical devices.
-        memory_limit_mb: Megabytes of GPU memory for each logical GPU; needed for `"GPU"` with more
-            than one, invalid for `"CPU"`.
 
     Returns:
         The device strings, for `select_strategy("mirrored", devices=...)`.
 
     Raises:
-        ValueError: There is no such device, or the runtime has started with another split.
+        ValueError: The runtime has started with another split.
 
     >>> split_device("CPU", 4)
     ['CPU:0', 'CPU:1', 'CPU:2', 'CPU:3']
     """
-    checks.one_of("kind", kind, ("CPU", "GPU"))
+    checks.one_of("kind", kind, ("CPU",))
     count = checks.integer("count", count)
-    physical = tf.config.list_physical_devices(kind)
-    if not physical:
-        checks.fail(f"This machine has no {kind} that TensorFlow can use.", kind=kind)
-    needs_limit = kind == "GPU" and count > 1
-    if (needs_limit or kind == "CPU") and needs_limit != (memory_limit_mb is not None):
-        checks.fail(
-            "`memory_limit_mb`, the megabytes that each may use, is for GPUs, and several logical "
-            "ones need it.",
-            kind=kind,
-            count=count,
-            memory_limit_mb=memory_limit_mb,
-            remedy="Divide the GPU's free memory by `count`.",
-        )
-    wanted = [tf.config.LogicalDeviceConfiguration(memory_limit=memory_limit_mb)] * count
-    names = [f"{kind}:{index}" for index in range(count)]
-    if kind == "GPU" and memory_limit_mb is None:  # one, that stays as it is
-        return names
+    cpu, *_ = tf.config.list_physical_devices("CPU")
+    wanted = [tf.config.LogicalDeviceConfiguration()] * count
     try:
-        tf.config.set_logical_device_configuration(physical[0], wanted)
+        tf.config.set_logical_device_configuration(cpu, wanted)
     except RuntimeError as error:
-        present = len(tf.config.list_logical_devices(kind))
+        present = len(tf.config.list_logical_devices("CPU"))
         if present < count:
             raise errors.InputError(
-                f"TensorFlow's runtime has started with {present} logical {kind} device(s), and "
-                f"can no longer be split. Received: count={count}. Call `split_device` (or a "
-                "recipe's `main`) before the first tensor, or in a new process."
+                f"TensorFlow's runtime has started with {present} logical CPU device(s), and can "
+                f"no longer be split. Received: count={count}. Call `split_device` (or a recipe's "
+                "`main`) before the first tensor, or in a new process."
             ) from error
-    return names
+    return [f"CPU:{index}" for index in range(count)]
 
 
 def describe(strategy: tf.distribute.Strategy) -> str:
@@ -218,12 +202,11 @@ def _existing(devices: int | Sequence[str] | None) -> list[str]:
     count = checks.integer("devices", devices)
     available = gpus if len(gpus) >= count or len(gpus) > len(cpus) else cpus
     if count > len(available):
-        kind = "GPU" if gpus else "CPU"
         checks.fail(
             f"More replicas were asked for than there are devices ({len(gpus)} GPU(s), "
             f"{len(cpus)} logical CPU(s)).",
             devices=count,
-            remedy=f'Call `kdpkit.strategies.split_device("{kind}", {count})` first, or use '
+            remedy=f'Call `kdpkit.strategies.split_device("CPU", {count})` first, or use '
             f"at most {max(len(gpus), len(cpus))}.",
         )
     return available[:count]
