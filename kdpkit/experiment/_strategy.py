@@ -88,9 +88,6 @@ def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespa
         return strategies.select_strategy(kind, communication=communication)
     if kind == "auto":
         kind = "mirrored" if replicas > 1 else "one"
-    if kind in ("multi_worker", "parameter_server"):
-        problem = f"The strategy {kind!r} gets its replicas from the cluster."
-        checks.fail(problem, replicas=replicas, remedy="Leave `--replicas` out.")
     import tensorflow as tf
 
     gpus, (cpu, *_) = map(tf.config.list_physical_devices, ("GPU", "CPU"))
