@@ -42,9 +42,9 @@ def test_smoke_sets_what_was_not_given(flags, count):
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--epochs", "0"], "--epochs: must be a positive integer. Received: '0'"),
-        (["--base-learning-rate", "nan"], "--base-learning-rate: must be a positive number"),
-        (["--seed", "-1"], "--seed: .* Received: '-1'"),
+        (["--epochs", "0"], "--epochs: invalid positive_integer value: '0'"),
+        (["--base-learning-rate", "nan"], "--base-learning-rate: invalid positive_number value"),
+        (["--seed", "-1"], "--seed: .*'-1'"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3. The flags are listed by --help."),
     ],
 )

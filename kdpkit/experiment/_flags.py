@@ -1,19 +1,15 @@
 """The common flags of the recipes, and types for a recipe's own flags."""
 
 import argparse
-import contextlib
-import math
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from kdpkit import errors, scaling
-from kdpkit._internal import atomic_files, storage
+from kdpkit._internal import atomic_files, checks, storage
 
 _SMOKE = {"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8, "jit": "off"}
-
-Number = TypeVar("Number", int, float)
 
 
 def argument_parser(description: str | None, **defaults: Any) -> argparse.ArgumentParser:
@@ -113,27 +109,17 @@ class _Parser(argparse.ArgumentParser):
 
 def positive_integer(text: str) -> int:
     """Parse a positive integer, for `add_argument(type=...)`."""
-    return _parsed(text, int, "a positive integer", lambda number: number > 0)
+    return checks.integer("text", int(text))
 
 
 def count(text: str) -> int:
     """Parse a non-negative integer."""
-    return _parsed(text, int, "a non-negative integer", lambda number: number >= 0)
+    return checks.integer("text", int(text), minimum=0)
 
 
 def positive_number(text: str) -> float:
     """Parse a positive number."""
-    return _parsed(text, float, "a positive number", lambda number: 0 < number < math.inf)
-
-
-def _parsed(
-    text: str, parse: Callable[[str], Number], kind: str, is_valid: Callable[[Number], bool]
-) -> Number:
-    """Parse a flag's value; argparse adds the flag's name to the error."""
-    with contextlib.suppress(ValueError):
-        if is_valid(value := parse(text)):
-            return value
-    raise argparse.ArgumentTypeError(f"must be {kind}. Received: {text!r}")
+    return checks.number("text", float(text), above=0)
 
 
 def _writable_directory(text: str) -> storage.AnyPath:
