@@ -17,6 +17,7 @@ import numpy as np
 from keras import ops
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
+from kdpkit import scaling
 from kdpkit._internal import checks
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ class LinearWarmup(_Schedule):
     [0.0, 0.5, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
 
     For the gradual warmup of Goyal et al. 2017 (arXiv:1706.02677) start from the rate of one
-    replica, and decay from the scaled one:
-    `LinearWarmup(decay, steps, initial_learning_rate=base)`.
+    replica: `LinearWarmup(ScaledSchedule(decay, replicas), steps, initial_learning_rate=base)`.
 
     Args:
         schedule: The schedule that follows, or a number for a constant rate.
@@ -90,6 +90,34 @@ class LinearWarmup(_Schedule):
         done = ops.cast(step, keras.config.floatx()) / self.warmup_steps
         warming = self.initial_learning_rate + (rate - self.initial_learning_rate) * done
         return ops.where(step < self.warmup_steps, warming, rate)
+
+
+@keras.saving.register_keras_serializable(package="kdpkit")
+class ScaledSchedule(_Schedule):
+    """Multiplies another schedule's rate as a `factor` times larger batch asks for.
+
+    >>> decay = keras.optimizers.schedules.PolynomialDecay(1.0, 4, 0.0)
+    >>> preview(ScaledSchedule(decay, 4, rule="sqrt"), 5).tolist()
+    [2.0, 1.5, 1.0, 0.5, 0.0]
+
+    Args:
+        schedule: The schedule that suits the smaller batch, or a number for a constant rate.
+        factor: Size of the new batch over the old one, usually `ScalePlan.factor`.
+        rule: `"linear"`, `"sqrt"` or `"none"`; see `kdpkit.scaling.scale_learning_rate`.
+
+    Raises:
+        ValueError: No schedule, a factor that is not positive, or an unknown rule.
+    """
+
+    def __init__(self, schedule: Rate, factor: float, rule: str = "linear") -> None:
+        super().__init__()
+        self.schedule = _schedule("schedule", schedule)
+        self.factor = checks.number("factor", factor, above=0)
+        self.rule = checks.one_of("rule", rule, scaling.RULES)
+
+    def _rate_at(self, step: Any) -> Any:
+        scale = scaling.scale_learning_rate(1.0, factor=self.factor, rule=self.rule)
+        return scale * _rate(self.schedule, step)
 
 
 @keras.saving.register_keras_serializable(package="kdpkit")

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.errors import NoSuchExample
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
-from kdpkit import schedules
+from kdpkit import scaling, schedules
 from kdpkit.testing import _schedules, generators
 
 # TensorFlow rounds an element by its position in the vector.
@@ -32,6 +32,15 @@ def test_the_laws_below_are_tried_with_every_schedule(kind):
         find(generators.schedules(), lambda drawn: type(drawn) is kind, settings=unshrunk)
     except NoSuchExample:
         pytest.fail(f"Add {kind.__name__} to `of_any_kind` in kdpkit/testing/_schedules.py.")
+
+
+@quick
+@given(generators.schedules(), st.floats(0.25, 8), st.sampled_from(scaling.RULES))
+def test_a_scaled_schedule_is_a_multiple(schedule, factor, rule):
+    power = {"none": 0, "sqrt": 1 / 2, "linear": 1}[rule]
+    scaled = schedules.ScaledSchedule(schedule, factor, rule)
+    expected = factor**power * schedules.preview(schedule, 60)
+    np.testing.assert_allclose(schedules.preview(scaled, 60), expected, rtol=ULPS)
 
 
 @quick
@@ -137,7 +146,7 @@ def train(model, steps):
 
 def nested():
     decay = schedules.warmup_cosine(0.5, total_steps=9, warmup_steps=2)
-    later = schedules.LinearWarmup(schedules.JoinedSchedule([1.0, decay], [2]), 3, 0.25)
+    later = schedules.LinearWarmup(schedules.ScaledSchedule(decay, 4, rule="sqrt"), 3, 0.25)
     return schedules.JoinedSchedule([schedules.LinearWarmup(0.5, 4), later, 0.125], [5, 14])
 
 
@@ -160,6 +169,7 @@ decay = PolynomialDecay(1.0, 10)
     [
         (lambda: schedules.LinearWarmup(decay, 0), "`warmup_steps`.*=0"),
         (lambda: schedules.LinearWarmup(lambda _: 0.1, 2), "`schedule` must be a keras.*number"),
+        (lambda: schedules.ScaledSchedule(decay, 0), "`factor`.*=0"),
         (lambda: schedules.JoinedSchedule([], []), "one boundary between.*schedules=0"),
         (lambda: schedules.JoinedSchedule([1.0, 2.0, 3.0], [4, 4]), "must increase.*4, 4"),
         (lambda: schedules.warmup_cosine(0.0, total_steps=4), "`peak` must be above 0"),

@@ -5,6 +5,7 @@ from typing import Any
 from hypothesis import strategies as st
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
+from kdpkit import scaling
 from kdpkit import schedules as kinds
 
 RATES = st.floats(0.01, 1.0)
@@ -52,6 +53,7 @@ def _around(
 ) -> st.SearchStrategy[kinds.Rate]:
     return st.one_of(
         st.builds(kinds.LinearWarmup, parts, lengths, RATES),
+        st.builds(kinds.ScaledSchedule, parts, st.floats(0.25, 8), st.sampled_from(scaling.RULES)),
         _joined(parts),
     )
 
