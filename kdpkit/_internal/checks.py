@@ -182,6 +182,25 @@ def address(name: str, value: str | None) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
+def global_batch(global_batch_size: object, replicas: object) -> tuple[int, int]:
+    """Accept a global batch that the replicas divide evenly; else name the nearest that work."""
+    size = integer("global_batch_size", global_batch_size)
+    count = integer("replicas", replicas)
+    if size % count == 0:
+        return size, count
+    lower = size // count * count
+    nearest = f"The nearest sizes that work are {lower} and {lower + count}."
+    if not lower:
+        nearest = f"The nearest size that works is {count}."
+    fail(
+        "`global_batch_size` must be a multiple of `replicas`, so that every replica gets the "
+        "same number of examples.",
+        global_batch_size=size,
+        replicas=count,
+        remedy=nearest,
+    )
+
+
 def steps_per_epoch(wanted: int | None, available: int) -> int:
     """Accept the batches of an epoch, None for all that the data have."""
     steps = available if wanted is None else integer("steps_per_epoch", wanted)

@@ -14,6 +14,7 @@ from kdpkit.pipelines._text import learn_vocabulary, mask_tokens, pack_tokens, t
 from kdpkit.pipelines._transforms import (
     Transform,
     auto_shard,
+    batch_for,
     count_batches,
     longer_than,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "PipelineConfig",
     "Transform",
     "auto_shard",
+    "batch_for",
     "count_batches",
     "eval_pipeline",
     "interleave_files",

@@ -164,30 +164,12 @@ def _batching(
     global_batch_size: int, replicas: int, remainder: str, *, mode: str
 ) -> _transforms.Transform:
     checks.one_of("remainder", remainder, _REMAINDERS)
-    size = checks.integer("global_batch_size", global_batch_size)
-    if left := size % checks.integer("replicas", replicas):
-        checks.fail(
-            "`global_batch_size` must be a multiple of `replicas`, so that every replica gets the "
-            "same number of examples.",
-            global_batch_size=size,
-            replicas=replicas,
-            remedy=f"The nearest sizes are {size - left} and {size - left + replicas}.",
-        )
-
-    def batched(examples: tf.data.Dataset) -> tf.data.Dataset:
-        count = tf.get_static_value(examples.cardinality())  # None while a graph is being traced
-        if remainder == "drop" and count is not None and count < size:
-            checks.fail(
-                "The dataset has too few examples for one full batch.",
-                examples=int(count),
-                global_batch_size=size,
-                remedy="Use a smaller batch, or keep the smaller last one.",
-            )
-        batches = examples.batch(size, drop_remainder=remainder == "drop")
-        pads = remainder == "pad"
-        return batches.apply(pad_to_global_batch(size, mode=mode)) if pads else batches
-
-    return batched
+    drop = remainder == "drop"
+    batched = _transforms.batch_for(global_batch_size, replicas=replicas, drop_remainder=drop)
+    if remainder != "pad":
+        return batched
+    padded = pad_to_global_batch(global_batch_size, mode=mode)
+    return lambda examples: examples.apply(batched).apply(padded)
 
 
 def _examples(

@@ -25,6 +25,37 @@ def longer_than(length: int) -> Callable[..., tf.Tensor]:
     return lambda text, *_: tf.strings.length(text) > length
 
 
+def batch_for(
+    global_batch_size: int, *, replicas: int = 1, drop_remainder: bool = True
+) -> Transform:
+    """Batch examples with a global batch size that the replicas divide.
+
+    `tf.distribute` then gives each replica `global_batch_size / replicas` examples of every
+    batch. With `drop_remainder=False` the last batch may be smaller, and uneven.
+
+    Raises:
+        ValueError: The replicas do not divide the batch, or the dataset is known to be smaller than
+            one batch.
+
+    >>> [batch.shape[0] for batch in tf.data.Dataset.range(10).apply(batch_for(4, replicas=2))]
+    [4, 4]
+    """
+    global_batch_size, replicas = checks.global_batch(global_batch_size, replicas)
+
+    def apply(dataset: tf.data.Dataset) -> tf.data.Dataset:
+        examples = _cardinality(dataset)
+        if drop_remainder and examples is not None and examples < global_batch_size:
+            checks.fail(
+                "The dataset has too few examples for one full batch.",
+                examples=examples,
+                global_batch_size=global_batch_size,
+                remedy="Use a smaller batch, or keep the smaller last one.",
+            )
+        return dataset.batch(global_batch_size, drop_remainder=drop_remainder)
+
+    return apply
+
+
 def auto_shard(policy: str = "data") -> Transform:
     """Set how several workers shard the dataset.
 

@@ -39,6 +39,7 @@ def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_se
     [
         (lambda: pipelines.longer_than(-1), "`length` must be a non-negative.*length=-1"),
         (lambda: pipelines.auto_shard("files"), "`policy` must be one of 'data', 'file', 'off'"),
+        (lambda: pipelines.batch_for(6, replicas=4), "nearest sizes that work are 4 and 8"),
     ],
 )
 def test_bad_arguments_get_one_sentence(make, sentence):
