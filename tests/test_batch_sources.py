@@ -1,6 +1,7 @@
-"""Grain and `datasets`: the batches of arrays in memory."""
+"""Grain, `datasets` and images: the batches of arrays in memory."""
 
 import os
+import sys
 
 import keras
 import numpy as np
@@ -11,23 +12,39 @@ from kdpkit.batches import ArrayBatches
 
 datasets = pytest.importorskip("datasets")
 grain = pytest.importorskip("grain")
+pytest.importorskip("PIL")
 
 
 ON_JAX = keras.backend.backend() == "jax"
 EXAMPLES = 23
 SHUFFLED_BY_GRAIN = ("grain MapDataset", "grain IterDataset", "grain DataLoader")
-NAMES = ("datasets", *SHUFFLED_BY_GRAIN)
+NAMES = ("datasets", "images", *SHUFFLED_BY_GRAIN)
 
 
-def arrays():
-    """All examples, in their order."""
-    x, y = testing.toy_classification(EXAMPLES)
-    return x.astype("float32"), y
+def write(directory):
+    """Write what the sources read."""
+    x, y = arrays("datasets", directory)
+    table = {"features": x.tolist(), "label": y.tolist()}
+    datasets.Dataset.from_dict(table).to_parquet(directory / "train.parquet", batch_size=7)
+    for index, pixels in enumerate(np.random.default_rng(1).integers(0, 4, (EXAMPLES, 2, 2, 1))):
+        folder = directory / "images" / "abc"[index % 3]
+        folder.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(folder / f"{index:02}.png", pixels, scale=False)
+
+
+def arrays(name, directory):
+    """All examples of a source, in its order."""
+    if name != "images":
+        x, y = testing.toy_classification(EXAMPLES)
+        return x.astype("float32"), y
+    files = sorted((directory / "images").rglob("*.png"))
+    x = [keras.utils.img_to_array(keras.utils.load_img(f, color_mode="grayscale")) for f in files]
+    return np.stack(x), np.array(["abc".index(file.parent.name) for file in files])
 
 
 def of_grain(name):
     """A dataset of Grain, which for a `MapDataset` has an order of its own in each epoch."""
-    source = [*zip(*arrays(), strict=True)]
+    source = [*zip(*arrays(name, None), strict=True)]
     examples = grain.MapDataset.source(source)
     if name == "grain MapDataset":
         return examples.shuffle(seed=4)
@@ -45,19 +62,23 @@ def made(name, directory, size=5, **settings):
     if name in SHUFFLED_BY_GRAIN:
         examples = None if name == "grain MapDataset" else EXAMPLES
         source = batches.from_grain(of_grain(name), examples=examples)
-    else:
+    elif name == "datasets":
         data = datasets.Dataset.from_parquet(str(directory / "train.parquet"))
         source = batches.from_datasets(data, x="features", y="label")
+    else:
+        source = batches.from_images(directory / "images", size=(2, 2), color_mode="grayscale")
     settings = {"remainder": "keep"} | settings
     if name not in SHUFFLED_BY_GRAIN:
         settings = {"seed": 1} | settings
     return ArrayBatches(source, global_batch_size=size, **settings)
 
 
-def expected(name, size=5, epochs=3):
+def expected(name, directory, size=5, epochs=3):
     """The same batches, of arrays in memory and of what Grain itself iterates."""
     if name not in SHUFFLED_BY_GRAIN:
-        dataset = ArrayBatches(arrays(), global_batch_size=size, seed=1, remainder="keep")
+        dataset = ArrayBatches(
+            arrays(name, directory), global_batch_size=size, seed=1, remainder="keep"
+        )
         for dataset.epoch in range(epochs):
             yield from (dataset[index] for index in range(len(dataset)))
         return
@@ -80,9 +101,7 @@ def directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("sources")
     os.environ["HF_DATASETS_CACHE"] = datasets.config.HF_DATASETS_CACHE = str(directory / "cache")
     datasets.disable_progress_bars()
-    x, y = arrays()
-    data = datasets.Dataset.from_dict({"features": x.tolist(), "label": y.tolist()})
-    data.to_parquet(directory / "train.parquet", batch_size=7)
+    write(directory)
     return directory
 
 
@@ -96,7 +115,7 @@ def assert_same(ours, theirs, **tolerance):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_batches_are_those_of_arrays_in_any_order_of_reading(name, directory):
-    theirs = [*expected(name)]
+    theirs = [*expected(name, directory)]
     ours, steps = made(name, directory), len(theirs) // 3
     assert len(ours) == steps == 5
     # A run that is resumed, an epoch, validation between two, and back.
@@ -233,3 +252,51 @@ def test_text_is_for_tensorflow():
             epoch(source)
     else:
         assert epoch(source)[0][1].numpy().tolist() == [b"a", b"b"]
+
+
+def test_a_damaged_image_is_named(tmp_path):
+    folder = tmp_path / "cat"
+    folder.mkdir()
+    for name in "ab":
+        keras.utils.save_img(folder / f"{name}.png", np.random.rand(30, 30, 3))
+    whole = (folder / "b.png").read_bytes()
+    for damaged in (whole[: len(whole) // 2], b"no image"):
+        (folder / "b.png").write_bytes(damaged)
+        with pytest.raises(ValueError, match="image cannot be read: .*b.png"):
+            epoch(batches.from_images(tmp_path, size=(4, 4)))
+
+
+def test_hidden_files_are_no_images_and_no_classes(tmp_path):
+    for name in (".git/a", "cat/a", "cat/._a", "cat/.ipynb_checkpoints/a", "cat/more/b", "dog/a"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        keras.utils.save_img(f"{tmp_path / name}.png", np.ones((4, 4, 3)))
+    labels = [
+        label for _, part in epoch(batches.from_images(tmp_path, size=(4, 4))) for label in part
+    ]
+    assert labels == [0, 0, 1]
+
+
+def test_images_of_other_kinds_are_converted_or_named(tmp_path):
+    from PIL import Image
+
+    (tmp_path / "a").mkdir()
+    for mode in ("RGBA", "LA", "P", "1", "CMYK"):
+        name = f"{mode}.jpg" if mode == "CMYK" else f"{mode}.png"
+        Image.new(mode, (5, 3)).save(tmp_path / "a" / name)
+    for color_mode, channels in (("rgb", 3), ("rgba", 4), ("grayscale", 1)):
+        source = batches.from_images(tmp_path, size=(4, 6), color_mode=color_mode)
+        assert {x.shape[1:] for x, _ in epoch(source)} == {(4, 6, channels)}
+        assert max(x.max() for x, _ in epoch(source)) <= 255
+    Image.fromarray(np.full((3, 5), 40_000, "uint16")).save(tmp_path / "a" / "deep.png")
+    with pytest.raises(ValueError, match="more than 8 bits a value: .*deep.png"):
+        epoch(batches.from_images(tmp_path, size=(4, 6)))
+
+
+def test_a_directory_without_images_and_a_missing_package_are_named(tmp_path, monkeypatch):
+    with pytest.raises(ValueError, match=f"no images in subdirectories.*{tmp_path.name}"):
+        batches.from_images(tmp_path, size=(4, 4))
+    with pytest.raises(ValueError, match="`size` must be .*size=4"):
+        batches.from_images(tmp_path, size=4)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ImportError, match=r'Run `pip install .*\[data\]"`'):
+        batches.from_images(tmp_path, size=(4, 4))

@@ -1,8 +1,8 @@
 """Batches of numpy arrays by the rules of `kdpkit.pipelines`, without TensorFlow.
 
 `ArrayBatches` is a `keras.utils.PyDataset`, so `fit`, `evaluate` and `TrainingLoop` take it on
-every backend. It splits arrays, or a `Source` of examples, such as `from_datasets` and `from_grain`
-return.
+every backend. It splits arrays, or a `Source` of examples, such as `from_datasets`, `from_images`
+and `from_grain` return.
 """
 
 from kdpkit.batches._array_batches import ArrayBatches, num_examples
@@ -10,6 +10,7 @@ from kdpkit.batches._sources import (
     Source,
     from_datasets,
     from_grain,
+    from_images,
 )
 
 __all__ = [
@@ -17,5 +18,6 @@ __all__ = [
     "Source",
     "from_datasets",
     "from_grain",
+    "from_images",
     "num_examples",
 ]

@@ -1,7 +1,9 @@
-"""Sources of examples that are not in memory: `datasets` and Grain."""
+"""Sources of examples that are not in memory: `datasets`, images and Grain."""
 
 import dataclasses
 import itertools
+import os
+import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeAlias
@@ -9,9 +11,13 @@ from typing import Any, TypeAlias
 import keras
 import numpy as np
 
+from kdpkit import errors
 from kdpkit._internal import checks
 
 Batch: TypeAlias = Any  # a nest `x`, `(x, y)` or `(x, y, sample_weight)`
+
+_IMAGES = (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".webp")
+_MODES = {"rgb": "RGB", "rgba": "RGBA", "grayscale": "L"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +52,7 @@ def from_datasets(
     """Return the examples of a Hugging Face `datasets.Dataset`, for `ArrayBatches`.
 
     They become NumPy arrays as with `with_format("numpy")`, unless the dataset has a format or a
-    transform of its own. `datasets.Dataset.from_parquet(path)` reads a Parquet file, and
-    `datasets.load_dataset("imagefolder", ...)` a directory of images.
+    transform of its own. `datasets.Dataset.from_parquet(path)` reads a Parquet file.
 
     Args:
         dataset: The dataset; of a `DatasetDict` a split, such as `data["train"]`.
@@ -116,6 +121,83 @@ def _column(values: Any) -> Any:
     """Return an array of what a transform gives as a list of arrays."""
     has_arrays = isinstance(values, list) and any(hasattr(value, "shape") for value in values)
     return _stacked(values) if has_arrays else values
+
+
+def from_images(
+    directory: str | os.PathLike[str], *, size: tuple[int, int], color_mode: str = "rgb"
+) -> Source:
+    """Return the images of a directory and their labels, for `ArrayBatches`.
+
+    Images are decoded when their batch is read, to float32 from 0 to 255, of shape `(height, width,
+    channels)`. A label is the index of the subdirectory in the order of the names. What has a name
+    that begins with a dot is left out, as Keras does.
+
+    Args:
+        directory: A directory with a subdirectory for each class.
+        size: Height and width, to which images are resized.
+        color_mode: `"rgb"`, `"rgba"` or `"grayscale"`.
+
+    Raises:
+        ValueError: There are no images; or, when its batch is read, one is damaged, or has more
+            than 8 bits a value.
+        ImportError: Pillow is not installed.
+
+    >>> import pathlib, tempfile
+    >>> from kdpkit import batches
+    >>> directory = pathlib.Path(tempfile.mkdtemp())
+    >>> for name in ("cat", "dog"):
+    ...     (directory / name).mkdir()
+    ...     keras.utils.save_img(directory / name / "1.png", np.ones((6, 6, 3)))
+    >>> source = batches.from_images(directory, size=(4, 4))
+    >>> x, y = batches.ArrayBatches(source, global_batch_size=2)[0]
+    >>> x.shape, y.tolist()
+    ((2, 4, 4, 3), [0, 1])
+    """
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise errors.PackageInputError(
+            f"Pillow is not installed. Run `{checks.install_command('data')}`."
+        ) from error
+
+    mode = _MODES[checks.one_of("color_mode", color_mode, _MODES)]
+    if np.shape(size) != (2,):
+        checks.fail("`size` must be `(height, width)`.", size=size)
+    height, width = (checks.integer("size", pixels) for pixels in size)
+    classes = sorted(path for path in pathlib.Path(directory).glob("[!.]*") if path.is_dir())
+    files = [
+        (path, label)
+        for label, of_class in enumerate(classes)
+        for path in sorted(of_class.rglob("*"))
+        if path.suffix.lower() in _IMAGES
+        and not any(part.startswith(".") for part in path.relative_to(of_class).parts)
+    ]
+    if not files:
+        checks.fail_for_file(
+            "There are no images in subdirectories of this directory",
+            directory,
+            remedy=f"Each class has a subdirectory; names end in {', '.join(_IMAGES)}.",
+        )
+
+    def decoded(path: pathlib.Path) -> np.ndarray:
+        try:
+            with Image.open(path) as opened:
+                depth = opened.mode[0]
+                image = opened.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
+        except Exception as error:  # damaged bytes raise many kinds
+            raise errors.FileInputError(
+                f"This image cannot be read: {path}. Received: {checks.first_line(error)}. If it "
+                "is missing, cut off or damaged, copy it again or remove it."
+            ) from error
+        if depth in "IF":  # converting cuts values off at 255
+            checks.fail_for_file("This image has more than 8 bits a value", path)
+        return keras.utils.img_to_array(image, dtype="float32")
+
+    def read(indices: np.ndarray) -> Batch:
+        paths, labels = zip(*(files[index] for index in indices), strict=True)
+        return np.stack([*map(decoded, paths)]), np.array(labels)
+
+    return Source(len(files), read)
 
 
 def from_grain(dataset: Any, *, examples: int | None = None) -> Source:
