@@ -1,4 +1,4 @@
-"""Grain, `datasets` and images: the batches of arrays in memory."""
+"""Grain, `datasets`, Parquet files and images: the batches of arrays in memory."""
 
 import os
 import sys
@@ -18,13 +18,13 @@ pytest.importorskip("PIL")
 ON_JAX = keras.backend.backend() == "jax"
 EXAMPLES = 23
 SHUFFLED_BY_GRAIN = ("grain MapDataset", "grain IterDataset", "grain DataLoader")
-NAMES = ("datasets", "images", *SHUFFLED_BY_GRAIN)
+NAMES = ("datasets", "parquet", "images", *SHUFFLED_BY_GRAIN)
 
 
 def write(directory):
     """Write what the sources read."""
     x, y = arrays("datasets", directory)
-    table = {"features": x.tolist(), "label": y.tolist()}
+    table = {"features": x.tolist(), "label": y.tolist(), "weight": [1.0] * EXAMPLES}
     datasets.Dataset.from_dict(table).to_parquet(directory / "train.parquet", batch_size=7)
     for index, pixels in enumerate(np.random.default_rng(1).integers(0, 4, (EXAMPLES, 2, 2, 1))):
         folder = directory / "images" / "abc"[index % 3]
@@ -59,12 +59,16 @@ def of_grain(name):
 
 def made(name, directory, size=5, **settings):
     """Batches of a source, of which the last of an epoch is smaller."""
+    columns = {"x": "features", "y": "label"}
     if name in SHUFFLED_BY_GRAIN:
         examples = None if name == "grain MapDataset" else EXAMPLES
         source = batches.from_grain(of_grain(name), examples=examples)
     elif name == "datasets":
-        data = datasets.Dataset.from_parquet(str(directory / "train.parquet"))
-        source = batches.from_datasets(data, x="features", y="label")
+        x, y = arrays(name, directory)
+        data = datasets.Dataset.from_dict({"features": x.tolist(), "label": y.tolist()})
+        source = batches.from_datasets(data, **columns)
+    elif name == "parquet":
+        source = batches.from_parquet(directory / "train.parquet", **columns)
     else:
         source = batches.from_images(directory / "images", size=(2, 2), color_mode="grayscale")
     settings = {"remainder": "keep"} | settings
@@ -254,6 +258,23 @@ def test_text_is_for_tensorflow():
         assert epoch(source)[0][1].numpy().tolist() == [b"a", b"b"]
 
 
+def test_a_parquet_file_that_is_cut_off_or_missing_is_named(directory, tmp_path):
+    path = tmp_path / "cut.parquet"
+    path.write_bytes((directory / "train.parquet").read_bytes()[:100])
+    for named in (path, tmp_path / "none.parquet"):
+        with pytest.raises(ValueError, match=f"Parquet file cannot be read: .*{named.name}"):
+            batches.from_parquet(named, x="features")
+
+
+def test_a_file_whose_name_is_a_pattern_is_read_alone(tmp_path):
+    for index, name in enumerate(("a*b", "a and b", "a [1]")):
+        path = str(tmp_path / f"{name}.parquet")
+        datasets.Dataset.from_dict({"x": [index, index]}).to_parquet(path)
+    for index, name in ((0, "a*b"), (2, "a [1]")):
+        (batch,) = epoch(batches.from_parquet(tmp_path / f"{name}.parquet", x="x"))
+        assert batch.tolist() == [index, index]
+
+
 def test_a_damaged_image_is_named(tmp_path):
     folder = tmp_path / "cat"
     folder.mkdir()
@@ -297,6 +318,6 @@ def test_a_directory_without_images_and_a_missing_package_are_named(tmp_path, mo
         batches.from_images(tmp_path, size=(4, 4))
     with pytest.raises(ValueError, match="`size` must be .*size=4"):
         batches.from_images(tmp_path, size=4)
-    monkeypatch.setitem(sys.modules, "PIL", None)
+    monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ImportError, match=r'Run `pip install .*\[data\]"`'):
-        batches.from_images(tmp_path, size=(4, 4))
+        batches.from_parquet(tmp_path / "a.parquet", x="a")

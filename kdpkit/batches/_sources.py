@@ -1,12 +1,14 @@
-"""Sources of examples that are not in memory: `datasets`, images and Grain."""
+"""Sources of examples that are not in memory: `datasets`, Parquet, images and Grain."""
 
 import dataclasses
+import glob
+import importlib
 import itertools
 import os
 import pathlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import keras
 import numpy as np
@@ -52,7 +54,7 @@ def from_datasets(
     """Return the examples of a Hugging Face `datasets.Dataset`, for `ArrayBatches`.
 
     They become NumPy arrays as with `with_format("numpy")`, unless the dataset has a format or a
-    transform of its own. `datasets.Dataset.from_parquet(path)` reads a Parquet file.
+    transform of its own.
 
     Args:
         dataset: The dataset; of a `DatasetDict` a split, such as `data["train"]`.
@@ -123,6 +125,36 @@ def _column(values: Any) -> Any:
     return _stacked(values) if has_arrays else values
 
 
+def from_parquet(path: str | os.PathLike[str], **columns: Any) -> Source:
+    """Return the examples of a Parquet file, for `ArrayBatches`.
+
+    `datasets` copies it into its cache, from which the examples of each batch are read.
+
+    Args:
+        path: The file.
+        **columns: `x`, `y` and `sample_weight`, as in `from_datasets`.
+
+    Raises:
+        ValueError: The file is missing, cut off or damaged, or as in `from_datasets`.
+        ImportError: The package `datasets` is not installed.
+
+    >>> import datasets, tempfile
+    >>> from kdpkit import batches
+    >>> path = tempfile.mkdtemp() + "/train.parquet"
+    >>> _ = datasets.Dataset.from_dict({"tokens": [[7, 8], [5, 6]]}).to_parquet(path)
+    >>> source = batches.from_parquet(path, x="tokens")
+    >>> batches.ArrayBatches(source, global_batch_size=1)[1].tolist()
+    [[5, 6]]
+    """
+    datasets, name = _imported("datasets"), os.fspath(path)
+    name = name if "://" in name else glob.escape(name)  # or "a*b" is read with "a and b"
+    try:
+        dataset = datasets.Dataset.from_parquet(name, batch_size=1000)  # also of no row
+    except Exception as error:  # damaged bytes, and what `datasets` has no type for
+        _fail_for_file("Parquet file", path, error.__cause__ or error)
+    return from_datasets(dataset, **columns)
+
+
 def from_images(
     directory: str | os.PathLike[str], *, size: tuple[int, int], color_mode: str = "rgb"
 ) -> Source:
@@ -153,12 +185,8 @@ def from_images(
     >>> x.shape, y.tolist()
     ((2, 4, 4, 3), [0, 1])
     """
-    try:
-        from PIL import Image
-    except ModuleNotFoundError as error:
-        raise errors.PackageInputError(
-            f"Pillow is not installed. Run `{checks.install_command('data')}`."
-        ) from error
+    _imported("PIL")
+    from PIL import Image
 
     mode = _MODES[checks.one_of("color_mode", color_mode, _MODES)]
     if np.shape(size) != (2,):
@@ -185,10 +213,7 @@ def from_images(
                 depth = opened.mode[0]
                 image = opened.convert(mode).resize((width, height), Image.Resampling.BILINEAR)
         except Exception as error:  # damaged bytes raise many kinds
-            raise errors.FileInputError(
-                f"This image cannot be read: {path}. Received: {checks.first_line(error)}. If it "
-                "is missing, cut off or damaged, copy it again or remove it."
-            ) from error
+            _fail_for_file("image", path, error)
         if depth in "IF":  # converting cuts values off at 255
             checks.fail_for_file("This image has more than 8 bits a value", path)
         return keras.utils.img_to_array(image, dtype="float32")
@@ -287,3 +312,19 @@ def _stacked(examples: Sequence[Any]) -> Batch:
             error=checks.first_line(error),
             remedy="Pad or cut them in Grain, and leave `.batch()` to `ArrayBatches`.",
         )
+
+
+def _fail_for_file(kind: str, path: str | os.PathLike[str], error: BaseException) -> NoReturn:
+    raise errors.FileInputError(
+        f"This {kind} cannot be read: {os.fspath(path)}. Received: {checks.first_line(error)}. If "
+        "it is missing, cut off or damaged, copy it again or remove it."
+    ) from error
+
+
+def _imported(package: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise errors.PackageInputError(
+            f"`{package}` is not installed. Run `{checks.install_command('data')}`."
+        ) from error

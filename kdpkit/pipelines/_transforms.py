@@ -1,7 +1,7 @@
 """Single stages: functions from dataset to dataset, for `Dataset.apply`."""
 
 from collections.abc import Callable
-from typing import NoReturn, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import tensorflow as tf
 
