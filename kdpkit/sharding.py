@@ -140,8 +140,8 @@ def _platform() -> str:
 def _why_no_tpu(reason: str = "it trains on another device") -> str:
     if not machine.chips():
         return (
-            "There is no TPU: this machine has no TPU chip. Run on a TPU virtual machine, or "
-            "choose a runtime that has one (in Colab: Runtime > Change runtime type)."
+            "There is no TPU: this machine has no TPU chip. Run on a TPU virtual machine, or choose "
+            "a runtime that has one (in Colab: Runtime > Change runtime type)."
         )
     return (
         f"JAX does not start this machine's {machine.chips()} TPU chip(s) ({reason}; "

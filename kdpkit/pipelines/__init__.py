@@ -1,4 +1,4 @@
-"""tf.data input pipelines for several replicas: stages that tf.data lacks, and two builders.
+"""tf.data input pipelines for several replicas: single stages, and two builders.
 
 A `Transform` is a function from dataset to dataset, for `Dataset.apply`. `train_pipeline` and
 `eval_pipeline` combine the stages in the order that gives every epoch a new order and new
@@ -15,8 +15,12 @@ from kdpkit.pipelines._transforms import (
     Transform,
     auto_shard,
     batch_for,
+    cache,
     count_batches,
+    filter_by,
     longer_than,
+    prefetch,
+    shuffle,
 )
 
 __all__ = [
@@ -24,8 +28,10 @@ __all__ = [
     "Transform",
     "auto_shard",
     "batch_for",
+    "cache",
     "count_batches",
     "eval_pipeline",
+    "filter_by",
     "interleave_files",
     "learn_vocabulary",
     "lint",
@@ -34,6 +40,8 @@ __all__ = [
     "normalize_weights",
     "pack_tokens",
     "pad_to_global_batch",
+    "prefetch",
+    "shuffle",
     "tokenize",
     "train_pipeline",
 ]

@@ -11,11 +11,23 @@ from kdpkit.pipelines._stages import require_dataset
 Transform: TypeAlias = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
+def filter_by(predicate: Callable[..., Any]) -> Transform:
+    """Keep the examples for which `predicate` is true.
+
+    The length of the result is unknown to TensorFlow; use `count_batches`.
+
+    >>> even = tf.data.Dataset.range(6).apply(filter_by(lambda number: number % 2 == 0))
+    >>> [int(number) for number in even]
+    [0, 2, 4]
+    """
+    return lambda dataset: dataset.filter(predicate)
+
+
 def longer_than(length: int) -> Callable[..., tf.Tensor]:
     """Return a predicate for texts of more than `length` bytes.
 
-    Use it with `train_pipeline(keep=...)` or `Dataset.filter`, if the first part of an example is
-    the text.
+    Use it with `train_pipeline(keep=...)`, `filter_by` or `Dataset.filter`, if the first part of an
+    example is the text.
 
     >>> lines = tf.data.Dataset.from_tensor_slices(["one", "three"])
     >>> [line.numpy() for line in lines.filter(longer_than(3))]
@@ -23,6 +35,40 @@ def longer_than(length: int) -> Callable[..., tf.Tensor]:
     """
     length = checks.integer("length", length, minimum=0)
     return lambda text, *_: tf.strings.length(text) > length
+
+
+def cache() -> Transform:
+    """Cache the examples in memory when they are first read.
+
+    Put it before `shuffle`; after it, every epoch would have the same order. For a cache on disk
+    write `dataset.cache(filename)`, which trusts any file of that name, and which an interrupted
+    first pass leaves locked.
+
+    >>> numbers = tf.data.Dataset.range(3).apply(cache())
+    >>> [int(number) for number in numbers]
+    [0, 1, 2]
+    """
+    return lambda dataset: dataset.cache()
+
+
+def shuffle(buffer_size: int, *, seed: int = 0) -> Transform:
+    """Shuffle within a buffer, in a new order each time the dataset is iterated.
+
+    The order is the same for any number of replicas, but `fit` starts more iterators under a
+    strategy than on one device, and each draws an order. `train_pipeline` counts epochs instead.
+
+    Args:
+        buffer_size: Examples to draw from; use the dataset's size to shuffle uniformly.
+        seed: Fixes the sequence of orders.
+
+    >>> numbers = tf.data.Dataset.range(5).apply(shuffle(5, seed=3))
+    >>> first, second = ([int(number) for number in numbers] for _ in range(2))
+    >>> first != second, sorted(first) == sorted(second)
+    (True, True)
+    """
+    buffer_size = checks.integer("buffer_size", buffer_size)
+    seed = checks.integer("seed", seed, minimum=0)
+    return lambda dataset: dataset.shuffle(buffer_size, seed=seed, reshuffle_each_iteration=True)
 
 
 def batch_for(
@@ -54,6 +100,17 @@ def batch_for(
         return dataset.batch(global_batch_size, drop_remainder=drop_remainder)
 
     return apply
+
+
+def prefetch(batches: int = tf.data.AUTOTUNE) -> Transform:
+    """Prepare the next batches during training on the current one.
+
+    >>> tf.data.Dataset.range(3).apply(prefetch(2)).cardinality().numpy()
+    np.int64(3)
+    """
+    if batches != tf.data.AUTOTUNE:
+        batches = checks.integer("batches", batches)
+    return lambda dataset: dataset.prefetch(batches)
 
 
 def auto_shard(policy: str = "data") -> Transform:

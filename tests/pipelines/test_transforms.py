@@ -20,14 +20,15 @@ def test_longer_than_counts_the_bytes_of_the_text_of_an_example(texts, length):
     kept = [text for text in written if len(text) > length]
     longer = pipelines.longer_than(length)
     lines = tf.data.Dataset.from_tensor_slices(written)
-    assert values(lines.filter(longer)) == kept
+    assert values(lines.apply(pipelines.filter_by(longer))) == kept
     labelled = tf.data.Dataset.zip(lines, tf.data.Dataset.range(len(texts)))
     assert [text.numpy() for text, _ in labelled.filter(longer)] == kept
 
 
 def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_seed():
     def orders(seed):
-        shuffled = tf.data.Dataset.range(50).cache().shuffle(50, seed=seed)
+        numbers = tf.data.Dataset.range(50).apply(pipelines.cache())
+        shuffled = numbers.apply(pipelines.shuffle(50, seed=seed))
         return [tuple(values(shuffled)) for _ in range(2)]
 
     assert orders(1) == orders(1)
@@ -38,6 +39,7 @@ def test_shuffling_after_the_cache_gives_new_orders_and_the_same_for_the_same_se
     ("make", "sentence"),
     [
         (lambda: pipelines.longer_than(-1), "`length` must be a non-negative.*length=-1"),
+        (lambda: pipelines.shuffle(0), "`buffer_size` must be a positive.*buffer_size=0"),
         (lambda: pipelines.auto_shard("files"), "`policy` must be one of 'data', 'file', 'off'"),
         (lambda: pipelines.batch_for(6, replicas=4), "nearest sizes that work are 4 and 8"),
     ],
