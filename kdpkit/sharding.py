@@ -139,10 +139,7 @@ def _platform() -> str:
 
 def _why_no_tpu(reason: str = "it trains on another device") -> str:
     if not machine.chips():
-        return (
-            "There is no TPU: this machine has no TPU chip. Run on a TPU virtual machine, or choose "
-            "a runtime that has one (in Colab: Runtime > Change runtime type)."
-        )
+        return machine.NO_TPU
     return (
         f"JAX does not start this machine's {machine.chips()} TPU chip(s) ({reason}; "
         f"JAX_PLATFORMS={jax.config.jax_platforms}). They serve one process at a time: end any "

@@ -12,6 +12,8 @@ NETWORK_CARD = ("0x1ae0", "0x0042")  # Google's, on every virtual machine of the
 TPU_V5E = ("0x1ae0", "0x0063")
 DISK = ("0x1af4", "0x1001")
 
+where_no_tpu_is_named = pytest.mark.usefixtures("unnamed")
+
 
 def bus(directory, *devices):
     for index, (vendor, kind) in enumerate(devices):
@@ -34,7 +36,41 @@ def test_tpu_chips_are_distinguished_from_other_devices_on_the_bus(tmp_path, dev
     assert machine.chips(bus(tmp_path / "devices", *devices)) == chips
 
 
+@pytest.fixture
+def unnamed(monkeypatch):
+    """An environment that names no TPU."""
+    monkeypatch.delenv("TPU_NAME", raising=False)
+
+
+CONNECT = """
+import sys, tensorflow as tf
+from kdpkit import strategies
+server = tf.distribute.Server({"worker": ["localhost:0"]}, "worker", 0)
+for name in (server.target, *sys.argv[1:], None):
+    try: strategies.connect_tpu(name)
+    except ValueError as error: print(error)
+"""
+
+
 @pytest.mark.tensorflow
+@where_no_tpu_is_named
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_each_way_in_which_a_tpu_cannot_be_had_is_one_sentence():
+    """The first is a server that has none."""
+    names = ["grpc://localhost:1", "grpc://nowhere.invalid:8470", "grpc://localhost", "no-such-tpu"]
+    printed = run_code(CONNECT, *names).stdout.splitlines()
+    without, silent, unknown, portless, unnamed_tpu, nothing = printed
+    assert "TPUs not found" in without
+    assert "does not answer (Connection refused)" in silent
+    assert "The TPU's host does not answer" in unknown
+    assert "address and port" in portless
+    assert "TPU no-such-tpu could not be initialised" in unnamed_tpu
+    assert "this machine has no TPU chip" in nothing
+
+
+@pytest.mark.tensorflow
+@where_no_tpu_is_named
 def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
     from kdpkit import strategies
 
@@ -68,6 +104,7 @@ def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
 
 
 @pytest.mark.jax
+@where_no_tpu_is_named
 def test_on_jax_no_tpu_is_one_sentence_and_the_cpu_is_reported():
     from kdpkit import experiment, sharding
 

@@ -11,6 +11,10 @@ _PCI_DEVICES = Path("/sys/bus/pci/devices")
 _GOOGLE = "0x1ae0"  # whose network cards, on every virtual machine of theirs, are no TPUs
 # From jax/_src/hardware_utils.py of JAX 0.10: v3, (unnamed), v4, v5p, v5e, v6e, 7x.
 _TPU_CHIPS = {"0x0027", "0x0056", "0x005e", "0x0062", "0x0063", "0x006f", "0x0076"}
+NO_TPU = (
+    "There is no TPU: this machine has no TPU chip. Run on a TPU virtual machine, or choose a "
+    "runtime that has one (in Colab: Runtime > Change runtime type)."
+)
 
 
 # Cores.

@@ -42,10 +42,10 @@ _FROM_LOOPBACK = [
 # Other processes.
 
 
-def problem(address: str) -> str | None:
+def problem(address: str, timeout_seconds: float = _ANSWER_SECONDS) -> str | None:
     """Return why nothing answers at an address; None if something listens there."""
     try:
-        socket.create_connection(checks.address("address", address), _ANSWER_SECONDS).close()
+        socket.create_connection(checks.address("address", address), timeout_seconds).close()
     except OSError as error:
         return error.strerror or str(error)
     return None

@@ -15,8 +15,9 @@ from kdpkit._internal import checks, machine, processes
 from kdpkit.cluster import _joining
 from kdpkit.strategies import _parameter_servers
 from kdpkit.strategies._parameter_servers import serve_if_server as serve_if_server
+from kdpkit.strategies._tpu import connect_tpu as connect_tpu
 
-_KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server")
+_KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
 
 
@@ -37,8 +38,8 @@ def select_strategy(
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
             environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
             then trains on all its GPUs, or its CPU; `"parameter_server"` is for the chief, see
-            `serve_if_server`. `"auto"` mirrors over several GPUs, else uses one device; it prints
-            its choice and the reason in one line. TPUs train through JAX: `kdpkit.sharding`.
+            `serve_if_server`. `"tpu"` connects to a TPU, see `connect_tpu`. `"auto"` mirrors over
+            several GPUs, else uses one device; it prints its choice and the reason in one line.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no GPU.
         communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the
@@ -73,6 +74,8 @@ def select_strategy(
         return tf.distribute.get_strategy()
     if kind == "mirrored":
         return _mirrored(devices)
+    if kind == "tpu":
+        return tf.distribute.TPUStrategy(connect_tpu())
     if kind == "parameter_server":
         return _parameter_servers.connect()
     from kdpkit.cluster import _multi_worker  # uses TensorFlow's internals, only for this strategy
@@ -83,8 +86,6 @@ def select_strategy(
 
 
 def _check_kind(kind: str, devices: int | Sequence[str] | None) -> None:
-    if kind == "tpu":
-        checks.fail("Keras trains on TPUs through JAX.", kind=kind, remedy="Set KERAS_BACKEND=jax.")
     checks.one_of("kind", kind, _KINDS)
     if tf.distribute.has_strategy():
         checks.fail(

@@ -1,0 +1,83 @@
+"""TensorFlow's connection to a TPU, made once, and each way in which it can fail."""
+
+import functools
+import os
+import warnings
+
+import tensorflow as tf
+
+from kdpkit import errors
+from kdpkit._internal import checks, machine
+from kdpkit.cluster import _network
+
+_ANSWER_SECONDS = 10.0
+_THROUGH_JAX = "this TPU works through JAX: set KERAS_BACKEND=jax before Keras is imported"
+
+
+def connect_tpu(
+    name: str | None = None,
+) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    """Connect to a TPU, initialise it, and return the resolver that `TPUStrategy` takes.
+
+    Initialising wipes the TPU's memory, so this does it once in a process: asked again for the same
+    TPU, it returns the same resolver. Call it before anything else that uses TensorFlow. Not proven
+    on a TPU: none was available, and Keras 3's `fit` is reported to fail under `TPUStrategy`
+    (keras-team/keras#19448). Keras' usual way to a TPU is JAX (`kdpkit.sharding.tpu_devices`).
+
+    Args:
+        name: `"local"` for the TPU of this machine, as on a TPU virtual machine and on Colab; the
+            name or the address (`"grpc://10.0.0.2:8470"`) of one on the network. None takes the
+            one that TPU_NAME names, else the local one.
+
+    Raises:
+        ValueError: There is no TPU, it does not answer, another process has it, or this TensorFlow
+            cannot drive it. The message names the reason and the fix.
+
+    >>> connect_tpu("grpc://localhost:1")
+    Traceback (most recent call last):
+    ...
+    kdpkit.errors.InputError: The TPU's host does not answer (Connection refused). ...
+    """
+    return _initialised(name or os.environ.get("TPU_NAME") or "local")
+
+
+def _insist_that_it_can_be_reached(address: str) -> None:
+    if address == "local":
+        if not machine.chips():
+            checks.fail(machine.NO_TPU, name=address)
+        if not tf.config.list_physical_devices("TPU_SYSTEM"):  # what drives them
+            checks.fail(
+                "This build of TensorFlow cannot drive this machine's "
+                f"{machine.chips()} TPU chip(s); {_THROUGH_JAX}.",
+                name=address,
+                remedy="Or put `tensorflow-tpu` of the same version instead of `tensorflow`.",
+            )
+    elif address.startswith("grpc://"):
+        problem = _network.problem(address.removeprefix("grpc://"), _ANSWER_SECONDS)
+        if problem:
+            checks.fail(
+                f"The TPU's host does not answer ({problem}).",
+                name=address,
+                remedy="Check that the TPU runs, and its address.",
+            )
+
+
+@functools.cache
+def _initialised(address: str) -> tf.distribute.cluster_resolver.TPUClusterResolver:
+    _insist_that_it_can_be_reached(address)
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=address)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (ValueError, OSError, RuntimeError, tf.errors.OpError) as error:
+        raise errors.InputError(
+            f"The TPU {address} could not be initialised ({checks.first_line(error)}). End any "
+            "other process that uses it, pass its address as grpc://HOST:8470, or 'local' on a TPU "
+            f"virtual machine, and check that a TPU build of TensorFlow {tf.__version__} runs "
+            f"there. Or: {_THROUGH_JAX}."
+        ) from error
+    warnings.warn(
+        f"Training on a TPU through TensorFlow is unproven with Keras 3; {_THROUGH_JAX}.",
+        stacklevel=3,
+    )
+    return resolver
