@@ -1,15 +1,13 @@
 """Ctrl-C while a program imports what it needs is one line, and exit code 130."""
 
 import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
 
-import kdpkit
+from tests.processes import ROOT, run
 
-RECIPE = pathlib.Path(kdpkit.__file__).parents[1] / "recipes" / "cnn_fit.py"
+RECIPE = ROOT / "recipes" / "cnn_fit.py"
 AT_THE_START = """
 import signal, sys
 
@@ -25,14 +23,7 @@ sys.meta_path.insert(0, AtImport())
 def ended(directory, words, module, happens):
     (directory / "sitecustomize.py").write_text(AT_THE_START.format(module=module, happens=happens))
     paths = os.pathsep.join([str(directory), os.environ["PYTHONPATH"]])
-    return subprocess.run(
-        [sys.executable, *words],
-        env=os.environ | {"PYTHONPATH": paths},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return run(sys.executable, *words, check=False, PYTHONPATH=paths)
 
 
 @pytest.mark.parametrize(
