@@ -47,7 +47,8 @@ class Leg:
         replicas: Those of all processes.
         end: "SIGTERM", "request", "error", "SIGKILL", or `LAST`.
         at: The step of this leg at which it ends, or the seconds after its first step.
-        processes: Those that train together; the last one is that which the end happens to.
+        processes: Those that are launched and train together, of which the end happens to the last
+            one; 0 is this process.
         shard: As in `sharding.DataParallel`, on JAX.
         accumulation: As in `TrainingLoop`, of the program "loop".
         save_freq: As in `Resume`.
@@ -56,7 +57,7 @@ class Leg:
     replicas: int
     end: str = LAST
     at: float = 0
-    processes: int = 1
+    processes: int = 0
     shard: str = "none"
     accumulation: int = 1
     save_freq: str | int = 2
@@ -74,7 +75,7 @@ def strategy_of(leg):
     if ON_JAX:
         from kdpkit import sharding
 
-        replicas = leg.replicas if leg and leg.processes == 1 else None
+        replicas = leg.replicas if leg and leg.processes <= 1 else None
         return sharding.DataParallel(replicas, shard=leg.shard) if leg else None
     from kdpkit import strategies
 
@@ -158,7 +159,7 @@ class Ending(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         time.sleep(self.seconds_a_step)
-        if processes.index() == self.leg.processes - 1:
+        if processes.index() == processes.count() - 1:
             if self.leg.end == "SIGKILL" and not self.steps:
                 threading.Timer(self.leg.at, os.kill, (os.getpid(), signal.SIGKILL)).start()
             elif self.steps == self.leg.at:
@@ -195,25 +196,23 @@ def lived_here(program, leg, directory):
 
 def lived_by_children(program, leg, directory):
     """Live through a leg in processes of its own."""
-    result = directory / "result.json"
     what = {"program": program, "leg": dataclasses.asdict(leg), "directory": str(directory)}
     command = [sys.executable, "-m", "tests.elastic_process", json.dumps(what)]
-    # Restarts to spare: once in a while TensorFlow crashes while processes come together.
-    spare = 3 if leg.end == LAST and not ON_JAX else 0
-    code = launch.launch(command, workers=leg.processes, max_restarts=spare)
-    ends = {LAST: [0], "SIGKILL": [0, 128 + signal.SIGKILL]}.get(leg.end, [0, errors.STOPPED])
-    crashed = not ON_JAX and leg.processes > 1 and leg.end != LAST
-    assert code in ends or crashed, code
-    return json.loads(result.read_text()) if result.exists() else None
+    code = launch.launch(command, workers=leg.processes)
+    # Once in a while TensorFlow crashes while processes come together.
+    crashed = not ON_JAX and leg.processes > 1
+    ended = 128 + signal.SIGKILL if leg.end == "SIGKILL" else errors.STOPPED
+    assert code in (0, ended) or crashed, code
 
 
-def assert_ends_as_undisturbed(program, legs, directory, *, live=lived_here):
+def assert_ends_as_undisturbed(program, legs, directory):
     """Live through all legs; compare with one device that nothing stops.
 
     Weights are compared by the largest change in training.
     """
     expected = trained(program, None, *callbacks_of(program))
     for leg in legs:
+        live = lived_by_children if leg.processes else lived_here
         found = live(program, leg, directory)
     assert found["iterations"] == expected["iterations"] == STEPS * EPOCHS
     pairs = [*zip(expected["before"], expected["weights"], strict=True)]

@@ -33,9 +33,7 @@ def main():
             HERE.coordinator, process_count=HERE.process_count, process_index=HERE.process_index
         )
     leg = elastic.Leg(**LEG)
-    result = elastic.lived(SETTINGS["program"], leg, DIRECTORY, seconds_a_step=0.05)
-    if HERE.process_index == 0:
-        (DIRECTORY / "result.json").write_text(json.dumps(result))
+    elastic.lived(SETTINGS["program"], leg, DIRECTORY, seconds_a_step=0.05)
 
 
 if __name__ == "__main__":

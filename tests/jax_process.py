@@ -15,7 +15,7 @@ import time
 
 SETTINGS = json.loads(sys.argv[1])
 PROCESSES, INDEX = SETTINGS["processes"], SETTINGS["index"]
-DEVICES = int(os.getenv("KDPKIT_TESTS_DEVICES", "4"))  # of all processes
+DEVICES = 4  # of all processes
 os.environ["KERAS_BACKEND"] = "jax"
 os.environ["XLA_FLAGS"] = " ".join(
     [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES // PROCESSES}"]
@@ -164,12 +164,8 @@ def sentence_of(**settings):
 
 def main():
     if PROCESSES > 1:
-        sharding.join_processes(
-            f"localhost:{SETTINGS['port']}",
-            process_count=PROCESSES,
-            process_index=INDEX,
-            **SETTINGS.get("joining", {}),
-        )
+        coordinator = f"localhost:{SETTINGS['port']}"
+        sharding.join_processes(coordinator, process_count=PROCESSES, process_index=INDEX)
     assert jax.device_count() == DEVICES
     for run in SETTINGS["runs"]:
         make = sentence_of if run.pop("raises", False) else trained

@@ -81,7 +81,7 @@ def _python(directory):
         for entry in packages.iterdir():
             if "kdpkit" not in entry.name:
                 (others / entry.name).symlink_to(entry)
-    venv.create(directory / "venv", with_pip=True)
+    venv.create(directory / "venv")  # with the pip of the other packages
     (packages,) = (directory / "venv").glob("lib/python*/site-packages")
     (packages / "others.pth").write_text(str(others))
     return directory / "venv" / "bin" / "python"

@@ -34,7 +34,6 @@ ON_JAX = {
     "runs": [
         "tests/callbacks/test_resume.py",
         "tests/test_elastic.py",
-        "tests/test_interrupt.py",
         "tests/test_recipes.py",
         "tests/test_scripts.py",
     ],

@@ -20,16 +20,24 @@ LIMIT = 600.0  # seconds for anything, on a machine that is slow and busy
 
 
 def run(*command, check=True, cwd=None, seconds=SOON, **variables):
-    """Run a program to its end, with some more variables; return it with what it printed."""
-    return subprocess.run(
+    """Run a program to its end, with some more variables; return it with what it printed.
+
+    Variables that are None are left out.
+    """
+    environment = os.environ | {name: str(value) for name, value in variables.items()}
+    for name in [name for name, value in variables.items() if value is None]:
+        del environment[name]
+    ended = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
-        env=os.environ | variables,
+        env=environment,
         capture_output=True,
         text=True,
         timeout=seconds,
-        check=check,
+        check=False,
     )
+    assert not check or ended.returncode == 0, ended.stdout[-5000:] + ended.stderr[-5000:]
+    return ended
 
 
 def run_code(code, *words, **settings):

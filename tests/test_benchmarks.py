@@ -1,6 +1,6 @@
 """What the benchmarks make of their figures."""
 
-import json
+import re
 
 import pytest
 
@@ -38,11 +38,8 @@ def test_every_round_begins_with_another_and_the_first_counts_for_nothing():
 
 
 @pytest.mark.slow
-def test_the_command_measures_and_writes_what_it_prints(tmp_path, capsys):
-    files = {"--json": tmp_path / "rows.json", "--markdown": tmp_path / "rows.md"}
-    flags = [str(part) for flag in files.items() for part in flag]
-    assert command.main(["machine", "--rounds", "1", *flags]) == 0
-    report = json.loads(files["--json"].read_text())
-    assert {row["unit"] for row in report["rows"]} == {"GFLOP/s", "GiB/s"}
-    assert all(row["ours"]["median"] > 0 for row in report["rows"])
-    assert files["--markdown"].read_text().strip() in capsys.readouterr().out
+def test_the_command_prints_what_it_measures(capsys):
+    assert command.main(["machine", "--rounds", "1"]) == 0
+    rows = re.findall(r"\| limit: .* \| (G\S+/s) \| ([\d.,]+) \|", capsys.readouterr().out)
+    assert [unit for unit, _ in rows] == ["GFLOP/s"] * 2 + ["GiB/s"] * 2
+    assert all(float(figure.replace(",", "")) > 0 for _, figure in rows)

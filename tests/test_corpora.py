@@ -3,7 +3,7 @@ import sysconfig
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import corpora
@@ -13,11 +13,6 @@ from tests.processes import run_code
 
 def words(lines):
     return sum(len(line.split()) for line in lines)
-
-
-@pytest.fixture(scope="module")
-def documentation():
-    return corpora.load_text("builtin")
 
 
 @pytest.fixture
@@ -43,9 +38,9 @@ def modules(count, text='"""Module {0} does what {0} others do not.\n\nIt does i
 # Documentation
 
 
-def test_documentation_is_of_paragraphs_in_one_split_each_in_the_promised_proportions(
-    documentation,
-):
+@pytest.mark.slow
+def test_documentation_is_of_paragraphs_in_one_split_each_in_the_promised_proportions():
+    documentation = corpora.load_text("builtin")
     lines = [*documentation.train, *documentation.validation, *documentation.test]
     sizes = [
         words(split)
@@ -95,6 +90,7 @@ line_text = st.text(st.characters(codec="utf-8", exclude_characters="\n\r"), min
 )
 
 
+@settings(max_examples=20)
 @given(lines=st.lists(line_text.filter(bool), min_size=3, max_size=80))
 def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines):
     path = tmp_path_factory.getbasetemp() / "lines.txt"

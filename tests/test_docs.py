@@ -1,12 +1,12 @@
 """The README and the pages under `docs/`: their programs run, and their links lead somewhere.
 
 The ```python blocks of a page without a title are one program, in their order, and so are the new
-lines of a ```diff block. A block whose title
-is a command with `python train.py` or `pytest test_NAME.py` in it is a program of its own, which
-that command runs; the title may end in "which fails: " and the message. A block whose title begins
-with "on " (`title="on a cluster"`) cannot run here, and is only compiled. A program that imports a
-package of the extra `trackers` is skipped where that is not installed. Programs that a Python alone
-runs share the process of the tests, those on JAX that of tests/test_environments.py.
+lines of a ```diff block. A block whose title is a command with `python train.py` or
+`pytest test_NAME.py` in it is a program of its own, which that command runs; the title may end in
+"which fails: " and the message. The page of errors has programs that work or fail. A block whose
+title begins with "on " (`title="on a cluster"`) cannot run here, and is only compiled. A program
+that imports a package of the extra `trackers` is skipped where that is not installed. Programs that
+a Python alone runs share the process of the tests, those on JAX that of tests/test_environments.py.
 """
 
 import contextlib
@@ -16,7 +16,6 @@ import os
 import re
 import runpy
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 from unittest import mock
@@ -25,8 +24,9 @@ import keras
 import pytest
 
 from kdpkit import cli
+from tests import processes
+from tests.processes import ROOT
 
-ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
 ERRORS = ROOT / "docs" / "errors.md"
@@ -58,9 +58,17 @@ def programs():
         for _, text in blocks(page, "diff"):
             kept = [line[2:] for line in text.splitlines() if not line.startswith("- ")]
             found[f"{name}: changed"] = "python train.py", "\n".join(kept)
+    (_, before), *of_errors = blocks(ERRORS, "python")
+    for number, (title, text) in enumerate(of_errors, 1):
+        kind, _, message = title.partition("fails: ")
+        on_jax = kind == "on JAX "
+        command = f"{'KERAS_BACKEND=jax ' * on_jax}python train.py{FAILS * bool(message)}{message}"
+        if message or kind == "works":
+            found[f"errors: {number}"] = command, text if on_jax else before + text
     return found
 
 
+FAILS = ", which fails: "
 PROGRAMS = programs()
 HERE = {
     "python train.py": [pytest.mark.tensorflow],
@@ -76,65 +84,50 @@ REPEATING = (  # others show nearly the same, or have tests of their own
 )
 
 
-def run(command, folder, fails_with=None):
-    """Run a command with the Python of the tests, and return what it prints."""
-    unset = ("KERAS_BACKEND", "TF_CONFIG", "XLA_FLAGS")
-    environ = {name: value for name, value in os.environ.items() if name not in unset}
+def run(command, folder, fails_with):
+    """Run a command with the Python of the tests; it works, or fails with a message."""
+    variables = dict.fromkeys(("KERAS_BACKEND", "TF_CONFIG", "XLA_FLAGS"))
     words = shlex.split(command)
     while "=" in words[0]:
         name, _, value = words.pop(0).partition("=")
-        environ[name] = value
+        variables[name] = value
     known = {
         "python": [sys.executable],
         "kdpkit": [sys.executable, "-m", "kdpkit"],
         "pytest": [sys.executable, "-m", "pytest", "-p", "kdpkit.testing.pytest_plugin"],
     }
     words = [part for word in words for part in known.get(word, [word])]
-    done = subprocess.run(
-        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=500
-    )
-    said = f"{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    if fails_with:
-        assert fails_with in done.stderr + done.stdout, said
-    assert bool(done.returncode) == bool(fails_with), said
-    return done.stdout
+    done = processes.run(*words, cwd=folder, check=not fails_with, seconds=500, **variables)
+    assert fails_with in done.stderr + done.stdout
+    assert bool(done.returncode) == bool(fails_with)
 
 
-COMPARED = """
-import sys
-import numpy as np
-
-code = open("readme.py").read()
-
-def weights(code):
-    names = {}
-    exec(code, names)
-    return [weight.numpy() for weight in names["model"].weights]
-
-changed = {
-    "start": ("model.fit(x, y", "model.fit(x[:1], y[:1], initial_epoch=3"),
-    "one device": ('"mirrored", devices=cpus', '"one"'),
-    "stock Keras": ("replica_exact(keras.Seq", "(keras.Seq"),
-}
-for old, new in changed.values():
-    assert code.count(old) == 1, old
-start, one, stock = (weights(code.replace(*change)) for change in changed.values())
-difference = lambda a, b: max(abs(x - y).max() for x, y in zip(a, b, strict=True))
-change = difference(one, start)
-print(difference(one, weights(code)) / change, difference(one, stock) / change)
-"""
+@pytest.fixture(autouse=True)
+def _has_all_devices():
+    """Start the backend, before a program takes fewer devices for the whole process."""
+    keras.ops.zeros(())
 
 
 @pytest.mark.slow
-def test_the_example_of_the_readme_trains_as_on_one_device(tmp_path):
+@pytest.mark.tensorflow
+def test_the_example_of_the_readme_trains_as_on_one_device():
     ((_, code),) = blocks(README, "python")
     assert len(code.splitlines()) <= 18
-    (tmp_path / "readme.py").write_text(code, encoding="utf-8")
-    (tmp_path / "compared.py").write_text(COMPARED, encoding="utf-8")
-    printed = run("python compared.py", tmp_path)
-    exact, stock = map(float, printed.splitlines()[-1].split())
-    assert exact < 1e-5
-    assert stock > 1e-2  # so the comparison finds what is wrong
+
+    def weights(old, new):
+        names = {}
+        assert code.count(old) == 1
+        exec(code.replace(old, new), names)
+        return [weight.numpy() for weight in names["model"].weights]
+
+    def difference(one, other):
+        return max(abs(a - b).max() for a, b in zip(one, other, strict=True))
+
+    start = weights("model.fit(x, y", "model.fit(x[:1], y[:1], initial_epoch=3")
+    one = weights('"mirrored", devices=cpus', '"one"')
+    exact, stock = weights("model.fit", "model.fit"), weights("replica_exact(keras", "(keras")
+    assert difference(one, exact) < 1e-5 * difference(one, start)
+    assert difference(one, stock) > 1e-2 * difference(one, start)  # so that it finds what is wrong
 
 
 def test_pages_have_programs_and_no_other_titles():
@@ -149,21 +142,25 @@ def test_pages_have_programs_and_no_other_titles():
 def of_programs(*, here):
     """Give names of programs as a test's parameters."""
     for name, (command, _) in PROGRAMS.items():
-        if (command in HERE) == here:
-            marks = [pytest.mark.exhaustive] if name.startswith(REPEATING) else []
-            yield pytest.param(name, marks=[*HERE.get(command, []), *marks])
+        marks = HERE.get(command.partition(FAILS)[0], [])
+        if bool(marks) == here:
+            repeats = [pytest.mark.exhaustive] if name.startswith(REPEATING) else []
+            yield pytest.param(name, marks=[*marks, *repeats])
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", [*of_programs(here=True)])
 def test_a_program_of_a_page_trains(name, tmp_path, monkeypatch):
-    _, text = PROGRAMS[name]
+    command, text = PROGRAMS[name]
+    message = command.partition(FAILS)[2]
+    fails = pytest.raises(Exception, match=re.escape(message)) if message else None
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text(text, encoding="utf-8")
     policy = keras.config.dtype_policy()
     try:
-        with mock.patch.dict(os.environ):  # of which a program sets the number of devices
+        # A program sets the number of devices in the environment.
+        with mock.patch.dict(os.environ), fails or contextlib.nullcontext():
             runpy.run_path("train.py", run_name="__main__")
     finally:
         keras.config.set_dtype_policy(policy)
@@ -177,24 +174,9 @@ def test_a_program_of_a_page_runs(name, tmp_path):
     for package in ("mlflow", "wandb"):
         if f"import {package}\n" in text:
             pytest.importorskip(package)
-    command, _, message = command.partition(", which fails: ")
+    command, _, message = command.partition(FAILS)
     (tmp_path / f"{RUNS.search(command)[1]}.py").write_text(text, encoding="utf-8")
     run(command, tmp_path, fails_with=message)
-
-
-@pytest.mark.sampled(4)
-@pytest.mark.slow
-@pytest.mark.parametrize("number", range(1, len(blocks(ERRORS, "python"))))
-def test_a_program_of_the_page_of_errors_does_what_its_title_says(number, tmp_path):
-    page_blocks = blocks(ERRORS, "python")
-    (first, before), (title, text) = page_blocks[0], page_blocks[number]
-    assert first == "before each program"
-    kind, _, message = title.partition("fails: ")
-    assert message or kind == "works"
-    on_jax = kind == "on JAX "
-    (tmp_path / "train.py").write_text(text if on_jax else before + text, encoding="utf-8")
-    backend = "jax" if on_jax else "tensorflow"
-    run(f"KERAS_BACKEND={backend} python train.py", tmp_path, fails_with=message)
 
 
 def anchors(page):
@@ -302,14 +284,8 @@ def test_the_site_is_built_and_loads_nothing_from_elsewhere():
     for package in ("zensical", "mkdocstrings"):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed: pip install 'kdpkit[docs]'")
-    done = subprocess.run(
-        [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", "mkdocs.yml"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    build = [sys.executable, "-m", "zensical", "build", "--clean", "--strict", "-f", "mkdocs.yml"]
+    processes.run(*build, cwd=ROOT)
     built = sorted((ROOT / "build" / "site").rglob("*.html"))
     assert len(built) > len(DOCS)
     for page in built:

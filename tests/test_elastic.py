@@ -44,8 +44,9 @@ def test_a_run_goes_on_with_other_replicas(program, tmp_path):
 @pytest.mark.usefixtures("mark")
 def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(tmp_path):
     legs = [
-        Leg(2, "SIGTERM", 2, processes=2, **CUT),
-        Leg(2, "SIGKILL", 0.3, save_freq=1),
-        Leg(4, processes=2),
+        Leg(1, "request", 2),
+        Leg(4, "SIGTERM", 2, processes=2, **CUT),
+        Leg(2, "SIGKILL", 0.3, processes=1, save_freq=1),
+        Leg(1),
     ]
-    elastic.assert_ends_as_undisturbed("fit", legs, tmp_path, live=elastic.lived_by_children)
+    elastic.assert_ends_as_undisturbed("fit", legs, tmp_path)

@@ -117,7 +117,6 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
     recipe = [python, "recipes/cnn_jax.py", *flags, "--log-dir", tmp_path / "recipe"]
     assert "DataParallel: 2 replicas" in run(recipe)
     assert (tmp_path / "recipe" / "model.keras").exists()
-    assert "Epoch 1" not in run(recipe)  # it was over, and is only evaluated again
     with pytest.raises(AssertionError, match=r"kdpkit.pipelines. needs .tensorflow. .*install -e"):
         run([python, "-c", "from kdpkit import pipelines"])
 
@@ -125,10 +124,7 @@ def test_training_works_where_tensorflow_is_not_installed(tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.needs(reason="tokenizes with TensorFlow alone", keras_hub="0.32")
-@pytest.mark.parametrize("recipe", ["bert_mlm", "lm"])
-def test_a_language_model_trains_where_tensorflow_is_not_installed_as_on_one_device(
-    recipe, tmp_path
-):
+def test_language_models_train_where_tensorflow_is_not_installed_as_on_one_device(tmp_path):
     python = python_without(tmp_path / "venv", "tensorflow")
     words = [*"abcdefghijklmnopqrstuvwxyz"]
     random = np.random.default_rng(0)
@@ -137,17 +133,20 @@ def test_a_language_model_trains_where_tensorflow_is_not_installed_as_on_one_dev
     flags = ["--data", tmp_path / "corpus.txt", "--cache-dir", tmp_path, "--vocabulary-size", "60"]
     flags += ["--sequence-length", "16", "--epochs", "1", "--steps-per-epoch", "4"]
     flags += ["--per-replica-batch-size", "4", "--global-batch-size", "8"]
-    histories = []
-    for replicas in ("1", "3"):
-        results = tmp_path / f"{replicas}.json"
-        command = [python, f"recipes/{recipe}.py", *flags, "--replicas", replicas]
+
+    def trained(recipe, replicas, *more):
+        results = tmp_path / f"{recipe}{replicas}.json"
+        command = [python, f"recipes/{recipe}.py", *flags, *more, "--replicas", replicas]
         printed = run([*command, "--results", results], KERAS_BACKEND="jax")
-        histories.append(json.loads(results.read_text())["history"])
-    assert "DataParallel: 3 replicas" in printed
+        assert f"DataParallel: {replicas} replicas" in printed or replicas == 1
+        return printed, json.loads(results.read_text())["history"]
+
+    _, one = trained("lm", 1, "--layers", 1)
+    printed, three = trained("lm", 3, "--layers", 1)
     assert "Vocabulary: read from" in printed  # the first run has learned it
-    one, three = histories
     for name in ("loss", "val_loss"):
         assert three[name] == pytest.approx(one[name], rel=1e-5)
+    trained("bert_mlm", 3)
 
 
 @pytest.fixture(scope="module")

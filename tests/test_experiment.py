@@ -89,18 +89,6 @@ def test_flags_name_a_strategy_which_is_printed(kind, replicas, expected, capsys
     assert capsys.readouterr().out.endswith(f"{expected}\n")
 
 
-@pytest.mark.parametrize(
-    ("kind", "replicas", "sentence"),
-    [
-        ("one", 2, "'one'.*replicas=2"),
-        ("mirrored", 9, "runtime has started with 8 logical CPU"),
-    ],
-)
-def test_strategies_that_cannot_be_had_get_one_sentence(kind, replicas, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        strategy(kind, replicas)
-
-
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
 def test_a_given_global_batch_is_that_of_its_replicas_whatever_number_trains(size, wanted, present):
     flags = [f"--per-replica-batch-size={size}", "--rule=linear", "--base-learning-rate=0.1"]
@@ -287,6 +275,7 @@ def test_lines_of_a_build_are_shown_where_the_log_level_asks_for_all(
         pass
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_what_tensorflow_writes_of_its_build_is_hidden_and_nothing_else(monkeypatch):
     monkeypatch.delenv("TF_CPP_MIN_LOG_LEVEL", raising=False)

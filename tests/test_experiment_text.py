@@ -23,7 +23,7 @@ TOKENIZER = types.SimpleNamespace(
 DOCUMENTS = st.lists(st.lists(st.integers(5, WORDS - 1), max_size=9), min_size=1, max_size=6)
 
 
-@settings(max_examples=10)  # each builds a pipeline
+@settings(max_examples=4)  # each builds a pipeline
 @given(DOCUMENTS.filter(any), st.integers(3, 8))
 def test_packed_sequences_are_those_of_the_pipeline(documents, length):
     ids = {"start": START, "end": END, "pad": PAD}

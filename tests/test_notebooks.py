@@ -1,4 +1,3 @@
-import os
 import re
 import shutil
 import subprocess
@@ -36,27 +35,16 @@ def test_the_other_notebooks_are_made_from_the_first(name):
     assert written.strip() == made.strip(), "Run `python -m tests.make_notebooks`."
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory):
-    """A copy of the checkout, as a build leaves files behind."""
-    copy = tmp_path_factory.mktemp("checkout")
+@pytest.fixture
+def source(tmp_path):
+    """What a notebook installs, a copy of the checkout: a build leaves files behind."""
+    copy = tmp_path / "checkout"
     for part in ("kdpkit", "recipes"):
         ignored = shutil.ignore_patterns("__pycache__")
         shutil.copytree(notebooks.CHECKOUT / part, copy / part, ignore=ignored)
     for file in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(notebooks.CHECKOUT / file, copy / file)
-    return copy
-
-
-@pytest.fixture
-def source(path, checkout, tmp_path):
-    """What a notebook installs, by address or by name, and the settings of pip for it."""
-    if path.stem.endswith("tpu"):
-        return checkout.as_uri(), {}
-    wheels = tmp_path / "wheels"
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", wheels]
-    subprocess.run([*pip, checkout], check=True)
-    return "kdpkit", {"PIP_FIND_LINKS": str(wheels), "PIP_NO_INDEX": "1"}
+    return copy.as_uri()
 
 
 @pytest.mark.sampled(1)
@@ -66,14 +54,8 @@ def source(path, checkout, tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_notebook_runs_from_its_top_where_kdpkit_is_not_installed(path, source, tmp_path):
     output = tmp_path / "done.ipynb"
-    package, settings = source
-    command = [sys.executable, "-m", "tests.notebooks", path, "--smoke", "--output", output]
-    subprocess.run(
-        [*command, "--source", package],
-        cwd=notebooks.CHECKOUT,
-        env=os.environ | settings,
-        check=True,
-    )
+    program = [sys.executable, "-m", "tests.notebooks", path, "--smoke", "--output", output]
+    subprocess.run([*program, "--source", source], cwd=notebooks.CHECKOUT, check=True)
     done = nbformat.read(output, nbformat.NO_CONVERT)
     where, backend = done.cells[-1].outputs[0].text.split()
     assert "/venv/lib/" in where

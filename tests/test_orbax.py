@@ -11,6 +11,10 @@ import pytest
 from kdpkit import checkpoints, training
 
 ON_JAX = keras.backend.backend() == "jax"
+SHARDED = pytest.mark.parametrize(
+    "shard",
+    ["none", "optimizer", "weights"] if ON_JAX else [pytest.param("none", marks=pytest.mark.slow)],
+)
 X = np.random.default_rng(0).normal(size=(22, 64)).astype("float32")
 
 pytestmark = [
@@ -66,7 +70,7 @@ def assert_equal(model, expected):
         np.testing.assert_array_equal(found[name], array, err_msg=name)
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "weights"] if ON_JAX else ["none"])
+@SHARDED
 def test_several_devices_save_and_one_device_reads_with_keras_and_with_orbax(tmp_path, shard):
     strategy = several(shard)
     with strategy.scope():
@@ -85,10 +89,7 @@ def test_several_devices_save_and_one_device_reads_with_keras_and_with_orbax(tmp
     np.testing.assert_array_equal(tree["trainable_variables"]["first"]["kernel"], kernel)
 
 
-@pytest.mark.parametrize(
-    "shard",
-    ["none", "optimizer", "weights"] if ON_JAX else [pytest.param("none", marks=pytest.mark.slow)],
-)
+@SHARDED
 def test_one_device_saves_with_stock_keras_and_several_train_on_as_it_does(tmp_path, shard):
     stock = compiled()
     expected = saved(tmp_path, stock)

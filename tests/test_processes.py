@@ -38,9 +38,9 @@ pytestmark = [
 ]
 
 
-def together(count, *runs, **settings):
+def together(count, *runs):
     """Start tests/jax_process.py as so many processes."""
-    shared = {"processes": count, "port": free_port(), "runs": runs} | settings
+    shared = {"processes": count, "port": free_port(), "runs": runs}
     program = [sys.executable, "-m", "tests.jax_process"]
     return Together(
         Process(*program, json.dumps(shared | {"index": i}), KERAS_BACKEND="jax")
@@ -76,14 +76,13 @@ def two(tmp_path_factory):
 
     def train():
         runs = {
-            "loop": RUNS["loop"] | {"monitors": True},
-            "fit": RUNS["fit"],
-            "weights cut, loop": {
+            "loop": {
                 "by": "loop",
+                "monitors": True,
                 "orbax": str(directory),
                 "loop": {"shard": "weights", "accumulation": 2, "steps_per_loop": 3},
             },
-            "optimizer cut, fit": {"by": "fit", "loop": {"shard": "optimizer"}},
+            "fit": RUNS["fit"],
         }
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}
         with together(2, *runs.values(), {"fails_at": 2, "seeds": [0, 0]}) as started:
@@ -105,24 +104,15 @@ def assert_close(one, other, tolerance=1e-5):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("way", "as_one"),
-    [
-        ("loop", "loop"),
-        ("fit", "fit"),
-        ("weights cut, loop", "loop"),
-        ("optimizer cut, fit", "fit"),
-    ],
-)
-def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way, as_one):
+@pytest.mark.parametrize("way", RUNS)
+def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
     first, second = two[way]
-    logged = first["history"].keys() - second["history"].keys()
-    devices = {"memory_gib", "cpu_utilization"}  # which the first alone logs, where it is asked to
-    assert devices & logged == (devices if way == "loop" else set())
-    for name in logged if way == "loop" else ():
+    monitored = {"memory_gib", "cpu_utilization"} if way == "loop" else set()
+    assert monitored <= first["history"].keys()  # the first process alone logs them
+    for name in first["history"].keys() - second["history"].keys() if monitored else ():
         del first["history"][name]
     assert_close(first, second, tolerance=0)
-    assert_close(first, alone[as_one])
+    assert_close(first, alone[way])
 
 
 @pytest.mark.slow
@@ -134,7 +124,7 @@ def test_what_two_processes_saved_by_orbax_is_read_by_one(two):
     model = keras.Sequential([keras.Input((4,)), *stack], name="net")
     model.compile("adam", "mse")
     checkpoints.load_orbax(model, two["orbax"])
-    found = two["weights cut, loop"][0]
+    found = two["loop"][0]
     for name, owner in {"weights": model, "optimizer": model.optimizer}.items():
         for variable, saved in zip(owner.variables, found[name], strict=True):
             np.testing.assert_array_equal(variable, np.array(saved, variable.dtype))
@@ -217,11 +207,21 @@ def test_a_killed_process_ends_the_other_soon_with_one_sentence():
     assert "its output has the reason. Start all processes again" in printed
 
 
+JOINING = """
+import sys
+from kdpkit import experiment, sharding
+port, index = map(int, sys.argv[1:])
+settings = {"process_count": 2, "process_index": index, "start_timeout_seconds": 5}
+experiment.run(lambda: sharding.join_processes(f"localhost:{port}", **settings))
+"""
+
+
 @pytest.mark.slow
 def test_a_port_that_another_program_has_ends_the_first_process_and_no_other_waits_for_ever():
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-        with together(2, port=port, joining={"start_timeout_seconds": 5}) as started:
+        program = [sys.executable, "-c", JOINING, port]
+        with Together(Process(*program, i, KERAS_BACKEND="jax") for i in range(2)) as started:
             codes = started.end(SOON)
     assert codes[0] == 2
     assert codes[1] != 0

@@ -4,20 +4,18 @@ import contextlib
 import importlib
 import itertools
 import json
-import os
-import pathlib
-import subprocess
+import resource
+import signal
 import sys
 
 import keras
 import numpy as np
 import pytest
 
-from kdpkit import callbacks, errors, schedules
-from recipes import bert_mlm, cnn_custom_loop, cnn_fit
-from tests.processes import run_code
+from kdpkit import callbacks, errors, experiment, schedules
+from recipes import cnn_custom_loop, cnn_fit
+from tests.processes import ROOT, SOON, Process, Together, run, run_code
 
-ROOT = pathlib.Path(bert_mlm.__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "recipes").glob("*.py"))
 ON_ONE = ("--strategy", "one", "--replicas", "1")
 ON_TWO = ("--strategy", "mirrored", "--replicas", "2")
@@ -28,7 +26,7 @@ EXACT = ("--per-replica-batch-size", "4", "--global-batch-size", "8", "--epochs"
 EXACT += ("--steps-per-epoch", str(STEPS))
 FLAGS = {
     "bert_mlm": ("--sequence-length", "16", "--jit", "off"),
-    "lm": ("--vocabulary-size", "60", "--sequence-length", "16", "--layers", "1", "--jit", "off"),
+    "lm": ("--vocabulary-size", "60", "--sequence-length", "16", "--layers", "1"),
     "cnn_custom_loop": ("--label-smoothing", "0.1", "--steps-per-loop", "1"),
 }
 AS_WELL = {"lm": ("--remat",), "cnn_custom_loop": ("--accumulation", "2")}
@@ -78,14 +76,14 @@ def train(text, images, tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache")
     preset = saved_bert(tmp_path_factory.mktemp("preset") / "bert")
 
-    def run(name, *flags):
+    def train(name, *flags):
         data = text if name in ("bert_mlm", "lm") else images
         usual = ["--data", data, "--cache-dir", cache, *FLAGS.get(name, ())]
         usual += ["--preset", preset] if name == "bert_mlm" else []
         recipe = importlib.import_module(f"recipes.{name}")
         return recipe.main([*map(str, usual), *map(str, flags)])
 
-    return run
+    return train
 
 
 @contextlib.contextmanager
@@ -98,7 +96,7 @@ def watching(callback):
         yield
 
 
-def losses_equal_one_devices(train, name):
+def losses_equal_one_devices(train, name, *more):
     def losses(*flags):
         means = [0.0]  # of the steps so far
         noting = keras.callbacks.LambdaCallback(
@@ -110,15 +108,37 @@ def losses_equal_one_devices(train, name):
 
     one = losses(*ON_ONE)
     assert len(set(one)) == STEPS
-    many = ("--strategy", "mirrored", "--replicas", "3", *AS_WELL.get(name, ()))
+    many = ("--strategy", "mirrored", "--replicas", "3", *AS_WELL.get(name, ()), *more)
     np.testing.assert_allclose(losses(*many), one, rtol=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("name", ["bert_mlm", "cnn_custom_loop", "cnn_fit", "lm"])
+@pytest.mark.parametrize("name", ["cnn_custom_loop", "cnn_fit", "lm"])
 def test_three_replicas_have_the_losses_of_one_device(train, name):
     losses_equal_one_devices(train, name)
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_three_replicas_of_bert_have_the_losses_of_one_device_and_show_what_they_do(
+    train, text, tmp_path, capfd
+):
+    results = tmp_path / "results.json"
+    losses_equal_one_devices(train, "bert_mlm", "--log-dir", tmp_path, "--results", results)
+    printed = capfd.readouterr()
+    assert "kdpkit: " not in printed.err
+    lines = printed.out.splitlines()
+    lines = lines[lines.index("MirroredStrategy: 3 replicas on CPU:0, CPU:1, CPU:2") :]
+    (start,) = (number for number, line in enumerate(lines) if "with a word left out" in line)
+    for sentence, guesses in zip(lines[start + 1 :: 2], lines[start + 2 :: 2], strict=True):
+        word = guesses.partition("; it was: ")[2]
+        assert sentence.strip().replace("____", word) in text.read_text()
+    found = json.loads(results.read_text())
+    assert {"val_loss", "val_masked_accuracy", "learning_rate"} < set(found["history"])
+    assert set(found["test"]) == {"loss", "masked_accuracy"}
+    assert (tmp_path / "model.keras").exists()
+    assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
 @pytest.mark.slow
@@ -139,35 +159,8 @@ def test_a_single_worker_of_a_parameter_server_has_the_losses_of_one_device(
     launched = ["-m", "kdpkit", "launch", "--workers", "1", "--parameter-servers", "1", "--"]
     recipe = [sys.executable, "recipes/parameter_server.py", "--data", images, *flags]
     command = [sys.executable, *launched, *recipe, "--results", results]
-    subprocess.run(command, cwd=ROOT, check=True, timeout=500, capture_output=True)
+    run(*command, cwd=ROOT)
     assert json.loads(results.read_text())["history"]["loss"] == pytest.approx(one, rel=1e-5)
-
-
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_a_run_shows_what_it_does_and_nothing_else(text, tmp_path):
-    program = [sys.executable, bert_mlm.__file__, *ON_TWO, *FLAGS["bert_mlm"], "--smoke"]
-    files = ["--cache-dir", tmp_path, "--log-dir", tmp_path, "--results", tmp_path / "r.json"]
-    done = subprocess.run(
-        [*program, "--data", text, *files],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=300,
-        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "PYTHONPATH": str(ROOT)},
-    )
-    lines = done.stdout.splitlines()
-    assert lines[0].startswith("MirroredStrategy: 2 replicas")
-    (start,) = (number for number, line in enumerate(lines) if "with a word left out" in line)
-    for sentence, guesses in zip(lines[start + 1 :: 2], lines[start + 2 :: 2], strict=True):
-        word = guesses.partition("; it was: ")[2]
-        assert sentence.strip().replace("____", word) in text.read_text()
-    assert "kdpkit: " not in done.stderr
-    results = json.loads((tmp_path / "r.json").read_text())
-    assert {"val_loss", "val_masked_accuracy", "learning_rate"} < set(results["history"])
-    assert set(results["test"]) == {"loss", "masked_accuracy"}
-    assert (tmp_path / "model.keras").exists()
-    assert list(tmp_path.rglob("events.out.tfevents.*"))
 
 
 FLAGS_FIRST = """
@@ -191,41 +184,41 @@ def test_flags_are_read_before_a_framework_is_loaded(name):
     assert lines[-1] == "set()"
 
 
-# A full disk
+# Ends
 
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(images, tmp_path):
-    flags = [*ON_ONE, "--smoke", "--data", images, "--results", tmp_path / "results.json"]
-    limited = (  # a file may have 64 KiB, less than a model
-        "import os, resource, sys; resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, 1 << 16)); "
-        "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
-    )
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            limited,
-            "recipes/cnn_fit.py",
-            *flags,
-            "--log-dir",
-            tmp_path / "logs",
-        ],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
-    assert done.returncode == 1
-    assert done.stderr.splitlines()[-1].startswith("cnn_fit.py: No space is left (")
-    assert "Traceback" not in done.stderr
+def test_a_full_disk_ends_in_one_sentence_and_leaves_the_results(
+    train, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(sys, "argv", ["recipes/cnn_fit.py"])
+    flags = [*ON_ONE, "--smoke", "--results", tmp_path / "results.json"]
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))  # less than a model
+    try:
+        with pytest.raises(SystemExit, match="^1$"):
+            experiment.run(lambda: train("cnn_fit", *flags, "--log-dir", tmp_path / "logs"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "cnn_fit.py: No space is left (" in capsys.readouterr().err
     results = json.loads((tmp_path / "results.json").read_text())
     assert len(results["history"]["loss"]) == 2
     assert results["test"]
     assert not list(tmp_path.rglob("*.keras"))
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_ctrl_c_ends_a_program_with_130_and_one_line(tmp_path):
+    flags = ["--resume", tmp_path / "state", "--smoke", "--epochs", "1000000"]
+    with Together([Process(sys.executable, "recipes/cnn_fit.py", *flags)]) as (training,):
+        training.wait_for("Learning rate of epoch 1")
+        training.send(signal.SIGINT)
+        assert training.end(SOON) == 130
+    sentence = f"Training was stopped by Ctrl-C. Its state is in {tmp_path / 'state'}, and the same"
+    assert training.lines[-1].startswith(f"cnn_fit.py: {sentence}")
+    assert "Traceback" not in training.shown
 
 
 # Single recipes

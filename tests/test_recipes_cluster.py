@@ -3,7 +3,6 @@
 import os
 import pathlib
 import re
-import subprocess
 import sys
 
 import pytest
@@ -40,20 +39,12 @@ def started(directory, script, *command):
     for name, text in (("srun", START), ("mpirun", START), ("scontrol", SCONTROL)):
         (commands / name).write_text(text)
         (commands / name).chmod(0o755)
-    environment = os.environ | {
+    variables = {
         "PATH": f"{commands}:{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}",
-        "SLURM_JOB_ID": str(os.getpid()),
-        "STATE_DIRECTORY": str(directory / "state"),
+        "SLURM_JOB_ID": os.getpid(),
+        "STATE_DIRECTORY": directory / "state",
     }
-    return subprocess.run(
-        ["bash", CLUSTER / script, *map(str, command)],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    return run("bash", CLUSTER / script, *command, cwd=ROOT, check=False, **variables)
 
 
 def leaving(*codes):

@@ -16,7 +16,7 @@ def mirrored(replicas):
     return strategies.select_strategy("mirrored", devices=replicas)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     generators.splits(min_size=1, max_size=12, max_replicas=4),
     generators.example_counts(min_value=1, max_value=24),

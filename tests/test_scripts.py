@@ -51,7 +51,6 @@ def run(text, directory, monkeypatch):
             "logs/train/events*",
             marks=TENSORFLOW,
         ),
-        pytest.param("tickets", [], {"examples_per_second"}, "states/*.npz", marks=SLOW),
     ],
 )
 def test_with_the_kits_parts_training_is_what_it_was(

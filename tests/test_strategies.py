@@ -1,3 +1,4 @@
+import json
 import re
 
 import pytest
@@ -49,6 +50,22 @@ def test_bad_arguments_get_one_sentence(arguments, sentence, monkeypatch):
     monkeypatch.delenv("TF_CONFIG", raising=False)
     with pytest.raises(ValueError, match=sentence):
         strategies.select_strategy(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("others", "sentence"),
+    [
+        ({"chief": ["d:4"], "ps": ["c:3"]}, "parameter_servers=.*'parameter_server'"),
+        ({}, "has computed before .* Received: process=0. Call"),
+    ],
+)
+def test_clusters_that_cannot_be_joined_raise(others, sentence, monkeypatch):
+    tf.constant(0)
+    cluster = {"worker": ["a:1", "b:2"]} | others
+    config = {"cluster": cluster, "task": {"type": "worker", "index": 0}}
+    monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+    with pytest.raises(ValueError, match=sentence):
+        strategies.select_strategy("multi_worker")
 
 
 OPEN_MPI = {

@@ -2,16 +2,12 @@
 
 import importlib.util
 import json
-import os
-import pathlib
-import subprocess
 import sys
 
 import pytest
 
-import kdpkit
+from tests.processes import ROOT, run
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 SERVED = {
     "replica_exact": ("tensorflow", "jax"),
     "TrainingLoop": ("tensorflow", "jax"),
@@ -31,16 +27,8 @@ pytestmark = [
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
     """Return what the program prints, which trains in a process with that backend."""
-    finished = subprocess.run(
-        [sys.executable, "-m", "tests.torch_program", tmp_path_factory.mktemp("torch"), *SERVED],
-        cwd=ROOT,
-        env=os.environ | {"KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=500,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-5000:]
+    program = [sys.executable, "-m", "tests.torch_program", tmp_path_factory.mktemp("torch")]
+    finished = run(*program, *SERVED, cwd=ROOT, KERAS_BACKEND="torch", CUDA_VISIBLE_DEVICES="")
     found = json.loads(finished.stdout.splitlines()[-1])
     assert found["backend"] == "torch"
     return found

@@ -1,14 +1,12 @@
 """The faults upstream that kdpkit works around are still there: `docs/upstream/README.md`."""
 
-import os
 import platform
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.processes import ROOT, run
+
 PROGRAMS = sorted((ROOT / "docs" / "upstream").glob("*.py"))
 INDEX = (ROOT / "docs" / "upstream" / "README.md").read_text(encoding="utf-8")
 
@@ -23,10 +21,7 @@ def test_the_fault_is_still_there(program):
     if program.stem.startswith("onednn") and platform.machine() not in ("x86_64", "AMD64"):
         pytest.skip("TensorFlow has oneDNN on x86 alone")
     others = ("KERAS_BACKEND", "XLA_FLAGS", "PJRT_NPROC", "JAX_PLATFORMS", "TF_ENABLE_ONEDNN_OPTS")
-    environ = {name: value for name, value in os.environ.items() if name not in others}
-    done = subprocess.run(
-        [sys.executable, program], capture_output=True, text=True, timeout=300, env=environ
-    )
+    done = run(sys.executable, program, check=False, **dict.fromkeys(others))
     raised = "Traceback" in done.stderr and "Check failed" not in done.stderr
     assert not raised, done.stderr
     assert done.returncode != 0, f"fixed upstream? Remove its workaround.\n{done.stdout}"

@@ -1,17 +1,20 @@
-"""A program as a user writes it, which `mypy --strict` accepts and which trains.
+"""A program and tests as a user writes them, which `mypy --strict` accepts and which pass.
 
 tests/test_package.py does both with the installed package. `assert_type` fails for what is `Any`.
 """
 
-import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import assert_type
 
 import keras
 import numpy as np
 import tensorflow as tf
+from hypothesis import given, settings
 
 import kdpkit
 from kdpkit import callbacks, pipelines, scaling, schedules, strategies, testing, training
+from kdpkit.testing import generators, laws
 
 EPOCHS = 2
 
@@ -32,9 +35,8 @@ def build(schedule: keras.optimizers.schedules.LearningRateSchedule) -> Classifi
     return model
 
 
-def main(directory: str) -> None:
-    """Train on two replicas, and resume for one more epoch."""
-    testing.use_logical_cpus(2)
+def test_the_program_trains(tmp_path: Path) -> None:
+    """On the two logical CPUs that `kdpkit_devices` makes."""
     strategy = strategies.select_strategy("mirrored")
     plan = scaling.ScalePlan(replicas=2, per_replica_batch_size=8, base_learning_rate=0.1)
     assert_type(plan.global_batch_size, int)
@@ -52,13 +54,13 @@ def main(directory: str) -> None:
     assert_type(len(train), int)
     schedule = schedules.warmup_cosine(plan.learning_rate, total_steps=9, warmup_steps=2)
     assert_type(schedules.LinearWarmup(schedule, warmup_steps=2), schedules.LinearWarmup)
-    peak = float(np.max(schedules.preview(schedule, 9)))
+    assert float(np.max(schedules.preview(schedule, 9))) > 0
 
     with strategy.scope():
         model = training.replica_exact(build(schedule))
     assert_type(model, Classifier)
     assert_type(model.units(), int)
-    resume = callbacks.Resume(directory)
+    resume = callbacks.Resume(tmp_path)
     watching = [*callbacks.training_callbacks(global_batch_size=plan.global_batch_size), resume]
     history = model.fit(resume.track(train), epochs=EPOCHS, callbacks=watching, verbose=0).history
 
@@ -70,8 +72,34 @@ def main(directory: str) -> None:
     report = training.check_parity(lambda: build(schedule), train, replicas=2)
     assert_type(report.equal, bool)
     assert_type(report.variable, str)
-    sys.stdout.write(f"{len(history['loss'])} epochs, peak {peak:.1f}, {report.equal}\n")
+    assert (len(history["loss"]), report.equal) == (EPOCHS, True)
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+def batches(examples: int, size: int, processes: int, index: int) -> Iterator[np.ndarray]:
+    """Return the parts of each batch that a process reads."""
+    for start in range(0, examples, size):
+        yield np.arange(examples)[start : start + size][index::processes]
+
+
+@given(generators.shards())
+def test_processes_share_the_examples(shards: generators.Shards) -> None:
+    """The parts of a NamedTuple are integers."""
+    assert_type(shards.process_batch_size, int)
+    read = [batches(*shards, index) for index in range(shards.processes)]
+    laws.every_example_once(read, examples=shards.examples)
+
+
+@settings(deadline=None)
+@given(generators.datasets())
+def test_a_dataset_has_every_example(data: generators.Batches) -> None:
+    """A tf.data.Dataset, or arrays."""
+    assert_type(len(data), int)
+    laws.every_example_once(data.dataset, examples=data.examples)
+
+
+@settings(deadline=None, max_examples=1)
+@given(generators.models(wrap=training.replica_exact), generators.labelled_batches())
+def test_a_model_trains_alike(make: generators.ModelBuilder, batch: tuple[np.ndarray, ...]) -> None:
+    """Trains it on two replicas."""
+    laws.same_training_for_any_replicas(make, batch, replicas=2)
+    laws.per_example(keras.layers.Dense(2), batch[0])

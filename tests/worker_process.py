@@ -87,6 +87,7 @@ def by_fit(strategy, directory=None):
         crossentropy(),
         weighted_metrics=["accuracy"],
         steps_per_execution=2,
+        jit_compile=False,
     )
     history = model.fit(
         ArrayBatches(toy_data()[:2], global_batch_size=BATCH, remainder="keep", seed=3),
@@ -118,6 +119,7 @@ def by_loop(strategy):
         strategy=strategy,
         steps_per_loop=3,
         accumulation=2,
+        jit=False,
     )
     unknown_length = dataset().filter(lambda *_: True)
     history = loop.fit(unknown_length, dataset(), epochs=2, verbose=0).history

@@ -1,6 +1,6 @@
 """Correctness, speed and memory on a machine with a GPU or TPU, with JAX and without TensorFlow.
 
-    python -m tests.accelerator --out figures               # twenty minutes, half of it compiling
+    python -m tests.accelerator --out figures               # 18 minutes, most of them compiling
     python -m tests.accelerator --out figures bert memory   # these parts
     python -m tests.accelerator --out rehearsal --rehearse  # on a CPU, at tiny sizes
 
@@ -36,7 +36,6 @@ PARTS = {
     "resnet": 300,
     "memory": 480,
     "watching": 210,
-    "profile": 240,
 }
 WORKLOADS = ("bert", "gpt2", "resnet")
 _SOON_COMPILED = (

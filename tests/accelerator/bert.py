@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator.speed import OURS, Work
+from tests.accelerator.speed import Work
 
 RATE = 1e-4
 
@@ -26,8 +26,9 @@ class Size:
 
 SIZES = {
     False: Size(12, 768, 12, 30_522, 128, 20, batch=256, steps=20),
-    True: Size(2, 32, 2, 500, 16, 3, batch=4, steps=2),
+    True: Size(1, 16, 2, 50, 8, 2, batch=4, steps=2),
 }
+MORE: dict[str, Any] = {}
 
 
 def work(size: Size) -> Work:
@@ -82,44 +83,24 @@ def plain_model_of(size: Size, **settings: Any) -> Any:
     return keras.Model(model.input, model.output)
 
 
-def loss() -> Any:
-    """All logits, in the way of the published guide."""
+def compiled_parts() -> tuple[Any, Any]:
+    """Return AdamW, and the loss of all logits, in the way of the published guide."""
     import keras
 
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    return keras.optimizers.AdamW(RATE), loss
 
 
-def optimizer() -> Any:
-    """AdamW, for all."""
-    import keras
-
-    return keras.optimizers.AdamW(RATE)
-
-
-def _kdpkit(size: Size, **settings: Any) -> Any:
+def loop_of(size: Size, **settings: Any) -> Any:
+    """Make the kit's loop, whose loss goes over the vocabulary in chunks."""
     from kdpkit.training import MaskedLMLoop
-    from tests.accelerator import jax_training
 
-    loop = MaskedLMLoop(model_of(size), optimizer=optimizer(), **settings)
-    return jax_training.by_loop(loop, batch_of(size), size.steps)
-
-
-def _stock_fit(size: Size) -> Any:
-    from tests.accelerator import jax_training
-
-    model = plain_model_of(size)
-    model.compile(optimizer(), loss())
-    return jax_training.by_fit(model, batch_of(size), size.steps)
+    optimizer, _ = compiled_parts()
+    return MaskedLMLoop(model_of(size), optimizer=optimizer, **settings)
 
 
-def _by_hand(size: Size) -> Any:
-    from tests.accelerator import jax_training
-
-    model = plain_model_of(size)
-    return jax_training.by_hand(model, optimizer(), loss(), batch_of(size), size.steps)
-
-
-def _torch(size: Size, *, compiled: bool) -> Any:
+def torch_of(size: Size) -> tuple[Any, ...]:
+    """Return the same in PyTorch: the model, its loss, a batch and what makes the optimizer."""
     import torch
     import transformers
 
@@ -134,7 +115,6 @@ def _torch(size: Size, *, compiled: bool) -> Any:
         max_position_embeddings=size.length,
         attn_implementation="sdpa",
     )
-    model = transformers.BertForMaskedLM(config)
 
     def loss_of(model: Any, ids: Any, positions: Any, labels: Any) -> Any:
         hidden = model.bert(ids).last_hidden_state
@@ -144,14 +124,4 @@ def _torch(size: Size, *, compiled: bool) -> Any:
 
     x, labels, _ = batch_of(size)
     batch = [x["token_ids"], x["mask_positions"].astype("int64"), labels.astype("int64")]
-    update = torch_training.adamw
-    return torch_training.trained(model, loss_of, batch, size.steps, update, compiled=compiled)
-
-
-WAYS = {
-    OURS: _kdpkit,
-    "stock fit": _stock_fit,
-    "a bare JAX loop": _by_hand,
-    "PyTorch compiled": lambda size: _torch(size, compiled=True),
-    "PyTorch eager": lambda size: _torch(size, compiled=False),
-}
+    return transformers.BertForMaskedLM(config), loss_of, batch, torch_training.adamw

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator.bert import loss, optimizer
-from tests.accelerator.speed import OURS, Work
+from tests.accelerator.bert import compiled_parts
+from tests.accelerator.speed import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +24,11 @@ class Size:
 
 SIZES = {
     False: Size(12, 768, 12, 50_257, 1024, batch=16, steps=10),
-    True: Size(2, 32, 2, 500, 16, batch=4, steps=2),
+    True: Size(1, 16, 2, 50, 8, batch=4, steps=2),
+}
+MORE: dict[str, Any] = {
+    "kdpkit with remat": {"remat": True},
+    "kdpkit with accumulation=4": {"accumulation": 4},
 }
 
 
@@ -44,12 +48,12 @@ def batch_of(size: Size) -> tuple[dict[str, np.ndarray], np.ndarray]:
     return {"token_ids": seen, "padding_mask": np.ones_like(seen)}, tokens[:, 1:].copy()
 
 
-def model_of(size: Size, policy: str = "mixed_bfloat16", dropout: float = 0.1) -> Any:
+def model_of(size: Size) -> Any:
     """Build the KerasHub model up to its hidden states, from scratch."""
     import keras
     import keras_hub
 
-    keras.config.set_dtype_policy(policy)
+    keras.config.set_dtype_policy("mixed_bfloat16")
     keras.utils.set_random_seed(0)
     return keras_hub.models.GPT2Backbone(
         vocabulary_size=size.vocabulary,
@@ -58,11 +62,11 @@ def model_of(size: Size, policy: str = "mixed_bfloat16", dropout: float = 0.1) -
         hidden_dim=size.width,
         intermediate_dim=4 * size.width,
         max_sequence_length=size.length,
-        dropout=dropout,
+        dropout=0.1,
     )
 
 
-def with_logits(size: Size) -> Any:
+def plain_model_of(size: Size) -> Any:
     """Build the same model with the logits of every position."""
     import keras
 
@@ -83,31 +87,12 @@ def loop_of(size: Size, **settings: Any) -> Any:
             kernel = ops.cast(self.model.token_embedding.embeddings, hidden.dtype)
             return linear_cross_entropy(hidden, kernel, y)
 
-    return CausalLMLoop(model_of(size), optimizer=optimizer(), **settings)
+    optimizer, _ = compiled_parts()
+    return CausalLMLoop(model_of(size), optimizer=optimizer, **settings)
 
 
-def _kdpkit(size: Size, **settings: Any) -> Any:
-    from tests.accelerator import jax_training
-
-    return jax_training.by_loop(loop_of(size, **settings), batch_of(size), size.steps)
-
-
-def _stock_fit(size: Size) -> Any:
-    from tests.accelerator import jax_training
-
-    model = with_logits(size)
-    model.compile(optimizer(), loss())
-    return jax_training.by_fit(model, batch_of(size), size.steps)
-
-
-def _by_hand(size: Size) -> Any:
-    from tests.accelerator import jax_training
-
-    batch = batch_of(size)
-    return jax_training.by_hand(with_logits(size), optimizer(), loss(), batch, size.steps)
-
-
-def _torch(size: Size, *, compiled: bool) -> Any:
+def torch_of(size: Size) -> tuple[Any, ...]:
+    """Return the same in PyTorch: the model, its loss, a batch and what makes the optimizer."""
     import torch
     import transformers
 
@@ -121,7 +106,6 @@ def _torch(size: Size, *, compiled: bool) -> Any:
         n_positions=size.length,
         attn_implementation="sdpa",
     )
-    model = transformers.GPT2LMHeadModel(config)
 
     def loss_of(model: Any, ids: Any, labels: Any) -> Any:
         logits = model(ids, use_cache=False).logits
@@ -129,16 +113,4 @@ def _torch(size: Size, *, compiled: bool) -> Any:
 
     x, labels = batch_of(size)
     batch = [x["token_ids"].astype("int64"), labels.astype("int64")]
-    update = torch_training.adamw
-    return torch_training.trained(model, loss_of, batch, size.steps, update, compiled=compiled)
-
-
-WAYS = {
-    OURS: _kdpkit,
-    "stock fit": _stock_fit,
-    "a bare JAX loop": _by_hand,
-    "PyTorch compiled": lambda size: _torch(size, compiled=True),
-    "PyTorch eager": lambda size: _torch(size, compiled=False),
-    "kdpkit with remat": lambda size: _kdpkit(size, remat=True),
-    "kdpkit with accumulation=4": lambda size: _kdpkit(size, accumulation=4),
-}
+    return transformers.GPT2LMHeadModel(config), loss_of, batch, torch_training.adamw

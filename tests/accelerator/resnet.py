@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator.speed import OURS, Work
+from tests.accelerator.speed import Work
 
 CLASSES = 1000
 FLOPS = 7.716e9  # of a forward pass at 224 x 224
@@ -21,6 +21,7 @@ class Size:
 
 
 SIZES = {False: Size(224, batch=256, steps=12), True: Size(32, batch=4, steps=2)}
+MORE: dict[str, Any] = {}
 
 
 def work(size: Size) -> Work:
@@ -29,18 +30,18 @@ def work(size: Size) -> Work:
     return Work("images", images, 3.0 * FLOPS * (size.side / 224) ** 2 * images)
 
 
-def images_of(size: Size, count: int) -> tuple[np.ndarray, np.ndarray]:
+def batch_of(size: Size) -> tuple[np.ndarray, np.ndarray]:
     """Return random images of bytes, and classes."""
     random = np.random.default_rng(0)
-    images = random.integers(0, 256, (count, size.side, size.side, 3), "uint8")
-    return images, random.integers(0, CLASSES, count, "int32")
+    images = random.integers(0, 256, (size.batch, size.side, size.side, 3), "uint8")
+    return images, random.integers(0, CLASSES, size.batch, "int32")
 
 
-def model_of(size: Size, policy: str = "mixed_bfloat16") -> Any:
+def plain_model_of(size: Size) -> Any:
     """Build Keras' own ResNet-50, which takes bytes."""
     import keras
 
-    keras.config.set_dtype_policy(policy)
+    keras.config.set_dtype_policy("mixed_bfloat16")
     keras.utils.set_random_seed(0)
     images = keras.Input((size.side, size.side, 3), dtype="uint8")
     resnet = keras.applications.ResNet50(
@@ -60,43 +61,16 @@ def compiled_parts() -> tuple[Any, Any]:
     )
 
 
-def _kdpkit(size: Size) -> Any:
-    from kdpkit.training import TrainingLoop
-    from tests.accelerator import jax_training
-
-    optimizer, loss = compiled_parts()
-    loop = TrainingLoop(model_of(size), optimizer=optimizer, loss=loss)
-    return jax_training.by_loop(loop, images_of(size, size.batch), size.steps)
-
-
-def _from_array_batches(size: Size) -> Any:
-    """Shuffle the images of an epoch, and take each batch from them."""
-    from kdpkit.batches import ArrayBatches
+def loop_of(size: Size, **settings: Any) -> Any:
+    """Make the kit's loop."""
     from kdpkit.training import TrainingLoop
 
     optimizer, loss = compiled_parts()
-    loop = TrainingLoop(model_of(size), optimizer=optimizer, loss=loss)
-    images = images_of(size, size.batch * size.steps)
-    data = ArrayBatches(images, global_batch_size=size.batch, seed=0)
-    return lambda: loop.fit(data, epochs=1, verbose=0)
+    return TrainingLoop(plain_model_of(size), optimizer=optimizer, loss=loss, **settings)
 
 
-def _stock_fit(size: Size) -> Any:
-    from tests.accelerator import jax_training
-
-    model = model_of(size)
-    model.compile(*compiled_parts())
-    return jax_training.by_fit(model, images_of(size, size.batch), size.steps)
-
-
-def _by_hand(size: Size) -> Any:
-    from tests.accelerator import jax_training
-
-    images = images_of(size, size.batch)
-    return jax_training.by_hand(model_of(size), *compiled_parts(), images, size.steps)
-
-
-def _torch(size: Size, *, compiled: bool) -> Any:
+def torch_of(size: Size) -> tuple[Any, ...]:
+    """Return the same in PyTorch: the model, its loss, a batch and what makes the optimizer."""
     import torch
     import torchvision
 
@@ -112,17 +86,5 @@ def _torch(size: Size, *, compiled: bool) -> Any:
         scaled = images.permute(0, 3, 1, 2).float() / 127.5 - 1.0
         return torch.nn.functional.cross_entropy(model(scaled).float(), labels)
 
-    images, labels = images_of(size, size.batch)
-    batch = [images, labels.astype("int64")]
-    update = torch_training.momentum
-    return torch_training.trained(model, loss_of, batch, size.steps, update, compiled=compiled)
-
-
-WAYS = {
-    OURS: _kdpkit,
-    "stock fit": _stock_fit,
-    "a bare JAX loop": _by_hand,
-    "PyTorch compiled": lambda size: _torch(size, compiled=True),
-    "PyTorch eager": lambda size: _torch(size, compiled=False),
-    "kdpkit from ArrayBatches": _from_array_batches,
-}
+    images, labels = batch_of(size)
+    return model, loss_of, [images, labels.astype("int64")], torch_training.momentum

@@ -3,8 +3,9 @@
 All start and build their models together. Then one after the other compiles, and trains in turn
 with the kit, so that no more than two have a step's memory on the device.
 
-A workload is a module with `SIZES` (by whether it is a rehearsal), `WAYS` (by name a function of a
-size that returns an epoch) and `work(size)`.
+A workload is a module with `SIZES` (by whether it is a rehearsal), `work(size)`, what contestants
+train (`plain_model_of`, `compiled_parts`, `loop_of`, `torch_of`, `batch_of`), and `MORE` settings
+of the kit's loop, by name.
 
     python -m tests.accelerator.speed tests.accelerator.bert kdpkit [--rehearse]
 """
@@ -52,8 +53,9 @@ def measure(workload: types.ModuleType, results: Results, *, rehearse: bool, rou
         results.miss(f"{title}: batches of {size.batch}, for want of memory on the device.")
     work = workload.work(size)
     rows_of = functools.partial(_rows, title, work)
-    names = [name for name in workload.WAYS if _is_installed(name)]
-    for name in workload.WAYS.keys() - {*names}:
+    ways = [*WAYS, *workload.MORE]
+    names = [name for name in ways if _is_installed(name)]
+    for name in {*ways} - {*names}:
         results.miss(f"{title}: {name} has no figures: PyTorch is not installed.")
     one_at_a_time = device.current().platform == "tpu"  # it serves one process
     with contextlib.ExitStack() as ends:
@@ -112,11 +114,52 @@ def _rows(
         yield Row(f"{title}, {name}, peak of memory", "GiB", Spread.of([peak / 2**30]))
 
 
+# What follows runs in a contestant's process.
+
+
+def _kdpkit(workload: Any, size: Any, **settings: Any) -> Any:
+    from tests.accelerator import jax_training
+
+    loop = workload.loop_of(size, **settings)
+    return jax_training.by_loop(loop, workload.batch_of(size), size.steps)
+
+
+def _stock_fit(workload: Any, size: Any) -> Any:
+    from tests.accelerator import jax_training
+
+    model = workload.plain_model_of(size)
+    model.compile(*workload.compiled_parts())
+    return jax_training.by_fit(model, workload.batch_of(size), size.steps)
+
+
+def _by_hand(workload: Any, size: Any) -> Any:
+    from tests.accelerator import jax_training
+
+    model, batch = workload.plain_model_of(size), workload.batch_of(size)
+    return jax_training.by_hand(model, *workload.compiled_parts(), batch, size.steps)
+
+
+def _torch(workload: Any, size: Any, *, compiled: bool) -> Any:
+    from tests.accelerator import torch_training
+
+    model, loss_of, batch, optimizer = workload.torch_of(size)
+    return torch_training.trained(model, loss_of, batch, size.steps, optimizer, compiled=compiled)
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    OURS: _kdpkit,
+    "stock fit": _stock_fit,
+    "a bare JAX loop": _by_hand,
+    "PyTorch compiled": functools.partial(_torch, compiled=True),
+    "PyTorch eager": functools.partial(_torch, compiled=False),
+}
+
+
 def main(module: str, way: str, *flags: str) -> None:
     """Build a contestant, and train whenever it is asked to; the first epoch compiles."""
     workload = importlib.import_module(module)
     size = size_of(workload, rehearse="--rehearse" in flags)
-    epoch: Callable[[], object] = workload.WAYS[way](size)
+    epoch = WAYS.get(way, _kdpkit)(workload, size, **workload.MORE.get(way, {}))
     if way.startswith("PyTorch"):
         from tests.accelerator import torch_training
 

@@ -24,21 +24,17 @@ def measure(results: Results, *, rehearse: bool) -> None:
     results.add(_pause_of_resume(rehearse=rehearse))
     _readings(results, rehearse=rehearse)
     if device.current().count > 1:
-        results.add(*_replicas(rounds=1 if rehearse else 5))
+        results.add(*_replicas(rehearse=rehearse))
     else:
         results.miss("watching: several devices: there is one.")
 
 
 def _mlp(strategy: Any = None, width: int = 64, batch: int = 64, **settings: Any) -> Any:
-    import keras
-
     from kdpkit.training import TrainingLoop
 
     model, data = _mlp_model(width, batch)
-    loop = TrainingLoop(
-        model, optimizer=keras.optimizers.Adam(), loss=bert.loss(), strategy=strategy, **settings
-    )
-    return loop, data
+    optimizer, loss = bert.compiled_parts()
+    return TrainingLoop(model, optimizer=optimizer, loss=loss, strategy=strategy, **settings), data
 
 
 def _mlp_model(width: int, batch: int) -> tuple[Any, Any]:
@@ -54,16 +50,14 @@ def _mlp_model(width: int, batch: int) -> tuple[Any, Any]:
 
 def _steps_per_loop(steps: int, rounds: int) -> list[Row]:
     """Measure a model whose step is nothing but overhead."""
-    import keras
-
     from tests.accelerator import jax_training
 
     model, batch = _mlp_model(64, 64)
-    model.compile(keras.optimizers.Adam(), bert.loss())
-    by_hand, optimizer = _mlp_model(64, 64)[0], keras.optimizers.Adam()
+    model.compile(*bert.compiled_parts())
+    by_hand, _ = _mlp_model(64, 64)
     contestants = {
         "stock fit": jax_training.by_fit(model, batch, steps),
-        "a bare loop": jax_training.by_hand(by_hand, optimizer, bert.loss(), batch, steps),
+        "a bare loop": jax_training.by_hand(by_hand, *bert.compiled_parts(), batch, steps),
     }
     for count in CALLS:
         loop, _ = _mlp(steps_per_loop=count)
@@ -89,11 +83,10 @@ def _pause_of_resume(*, rehearse: bool) -> Row:
     import keras
 
     from kdpkit.callbacks import Resume
-    from kdpkit.training import MaskedLMLoop
     from tests.accelerator.jax_training import Repeated
 
     size = size_of(bert, rehearse=rehearse)
-    loop = MaskedLMLoop(bert.model_of(size), optimizer=bert.optimizer())
+    loop = bert.loop_of(size)
     starts, ends = [], []
     before, after = (
         keras.callbacks.LambdaCallback(
@@ -151,15 +144,16 @@ def _watch(shown: list[tuple[float, float]], stop: threading.Event) -> None:
         shown.append((utilization, mebibytes / 1024))
 
 
-def _replicas(rounds: int) -> list[Row]:
+def _replicas(*, rehearse: bool) -> list[Row]:
     """Measure the same global batch on 1, 2, 4 and 8 devices."""
     from kdpkit import sharding
     from tests.accelerator.jax_training import Repeated
 
     counts = [count for count in (1, 2, 4, 8) if count <= device.current().count]
+    size, rounds = (64, 1) if rehearse else (1024, 5)
     epochs = {}
     for count in counts:
-        loop, data = _mlp(sharding.data_mesh(count), width=1024, batch=1024)
+        loop, data = _mlp(sharding.data_mesh(count), width=size, batch=size)
         repeated = Repeated(data, 20)
         epochs[count] = lambda loop=loop, of=repeated: loop.fit(of, epochs=1, verbose=0)
     figures = in_turns(

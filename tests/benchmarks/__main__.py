@@ -1,11 +1,11 @@
 """What kdpkit costs and gains, measured side by side in one run.
 
     python -m tests.benchmarks                                    # all, on built-in data
-    python -m tests.benchmarks bert --text wiki.tokens --vocabulary vocab.txt --json bert.json
+    python -m tests.benchmarks bert --text wiki.tokens --vocabulary vocab.txt > bert.md
 
 Every benchmark is a module beside this file and runs in a process of its own. Its contestants
 alternate, so that a busy machine slows all alike; figures are medians over the rounds with
-quartiles, ratios are taken round by round. PyTorch takes part where it is installed.
+quartiles, ratios are taken round by round.
 """
 
 # ruff: noqa: T201 a command-line program prints
@@ -26,8 +26,7 @@ from kdpkit._internal import machine as machines
 from kdpkit.diagnostics._env.environment import processor
 from tests.benchmarks.paired import row_of, table
 
-NAMES = ("machine", "bert", "loops", "exact", "pauses", "jax_guide")
-BACKENDS = {"jax_guide": {"KERAS_BACKEND": "jax"}}
+NAMES = ("machine", "bert", "loops", "exact", "pauses")
 
 
 def parser():
@@ -40,8 +39,6 @@ def parser():
     add("--text", type=pathlib.Path, metavar="FILE", help="lines of text (default: built-in)")
     add("--vocabulary", type=pathlib.Path, metavar="FILE", help="(default: one of 30,522 learned)")
     add("--images", default="builtin", metavar="DIRECTORY", help="with MNIST (default: built-in)")
-    add("--json", type=pathlib.Path, metavar="FILE", help="write all figures there")
-    add("--markdown", type=pathlib.Path, metavar="FILE", help="write the table there")
     add("--child", help=argparse.SUPPRESS)  # the file that a benchmark's own process writes
     return found
 
@@ -54,15 +51,12 @@ def name(word):
 
 
 def checked(argv):
-    """Read the arguments, and reject now what would be missed when all has been measured."""
+    """Read the arguments, and reject files that there are not."""
     found = parser()
     args = found.parse_args(argv)
     for file in (args.text, args.vocabulary):
         if file and not file.is_file():
             found.error(f"there is no such file: {file}")
-    for file in (args.json, args.markdown):
-        if file and (file.is_dir() or not os.access(file.absolute().parent, os.W_OK)):
-            found.error(f"the figures cannot be written there: {file}")
     return args
 
 
@@ -86,18 +80,9 @@ def main(argv=None):
     except KeyboardInterrupt:
         print("interrupted.", file=sys.stderr)
         code = 130
-    report = {
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
-        "machine": machine(),
-        "versions": experiment.versions(),
-        "rows": [dataclasses.asdict(row) | {"is_met": row.is_met} for row in rows],
-    }
-    if args.json:
-        args.json.write_text(json.dumps(report, indent=2) + "\n")
-    table = markdown(report, rows)
-    if args.markdown:
-        args.markdown.write_text(table)
-    print(table)
+    versions = ", ".join(" ".join(pair) for pair in experiment.versions().items())
+    today = datetime.datetime.now(tz=datetime.UTC).date()
+    print(f"{machines.cores()} cores of {processor()}; {versions}; {today}.\n\n{table(rows)}")
     return code or int(any(row.is_met is False for row in rows))
 
 
@@ -114,26 +99,12 @@ def measured(name, flags):
         command = [sys.executable, "-m", "tests.benchmarks", name, *flags, "--child", str(file)]
         print(f"{name} ...", file=sys.stderr, flush=True)
         finished = subprocess.run(
-            command, check=False, env=os.environ | QUIET | BACKENDS.get(name, {})
+            command, check=False, env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"}
         )
         if finished.returncode:
             print(f"{name} failed, exit code {finished.returncode}", file=sys.stderr)
             return None
         return [row_of(values) for values in json.loads(file.read_text())]
-
-
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-
-
-def machine():
-    """Return what the figures were measured on."""
-    return f"{machines.cores()} cores of {processor()}"
-
-
-def markdown(report, rows):
-    """Return the table for people."""
-    versions = ", ".join(" ".join(pair) for pair in report["versions"].items())
-    return f"{report['machine']}; {versions}; {report['date']}.\n\n{table(rows)}\n"
 
 
 if __name__ == "__main__":

@@ -95,15 +95,6 @@ def loop(model, train, *watching, of_loop=None, **settings):
     return model
 
 
-def on_replicas(count):
-    if ON_JAX:
-        devices = [f"cpu:{i}" for i in range(count)]
-        return keras.distribution.DataParallel(devices=devices).scope()
-    from kdpkit import strategies
-
-    return strategies.select_strategy("mirrored", devices=count).scope()
-
-
 # With validation, and all that a state has.
 
 
@@ -122,17 +113,10 @@ def by_fit(resume, *others):
 
 
 @program()
-def by_a_loop(resume, *others, **settings):
+def by_a_loop(resume, *others):
     train = resume.track(batches() if ON_JAX else pipeline())
-    settings = {"steps_per_loop": 1 if ON_JAX else 2} | settings
+    settings = {"steps_per_loop": 1 if ON_JAX else 2}
     return loop(thorough(), train, *others, resume, validation=held_out(), of_loop=settings)
-
-
-@program("jax")
-def by_a_loop_on_four_devices(resume, *others):
-    from kdpkit import sharding
-
-    return by_a_loop(resume, *others, strategy=sharding.data_mesh(4))
 
 
 @program()
@@ -230,7 +214,9 @@ class Noise(layers.Layer):
 
 @program("tensorflow")
 def with_numbers_drawn_without_a_seed_on_two_replicas(resume, *others):
-    with on_replicas(2):
+    from kdpkit import strategies
+
+    with strategies.select_strategy("mirrored", devices=2).scope():
         model = replica_exact(compiled(None, Noise()))
         return fit(model, resume.track(pipeline()), *others, resume)
 

@@ -123,19 +123,13 @@ def assert_ends_as_undisturbed(name, tmp_path, *stops, **settings):
         assert one == pytest.approx(other, rel=1e-6)
 
 
-QUICK = {"by_fit", "in_two_phases", "on_shuffled_stages"}
-ALSO_ON_JAX = {"by_a_loop_on_four_devices"}
+QUICK = {"by_fit", "in_two_phases", "by_a_loop" if ON_JAX else "on_shuffled_stages"}
 
 
-def cases():
-    for name in PROGRAMS:
-        marks = [] if name in QUICK else [pytest.mark.slow]
-        yield pytest.param(
-            name, marks=[*marks, pytest.mark.jax] if ON_JAX and name in ALSO_ON_JAX else marks
-        )
-
-
-@pytest.mark.parametrize("name", [*cases()])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.slow) for name in PROGRAMS],
+)
 def test_a_program_that_was_stopped_ends_as_one_that_was_not(name, tmp_path):
     assert_ends_as_undisturbed(name, tmp_path, Stop("request", STEPS + 2))
 

@@ -84,7 +84,8 @@ def test_the_slowest_stage_of_a_pipeline_is_named():
             image = tf.linalg.matmul(image, image) / 128
         return x + image[0, 0], y
 
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).map(decode).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).map(decode)
+    data = data.shuffle(10).batch(BATCH).prefetch(2)
     report = check_speed(untuned(data), model=small(), seconds=0.4)
     assert report.slowest_stage == "map(decode)"
     assert max(map(len, str(report).splitlines())) <= 80

@@ -13,19 +13,24 @@ pytestmark = [pytest.mark.timeout(600), pytest.mark.usefixtures("mark")]
 
 
 @pytest.mark.slow
-def test_every_strategy_trains_what_one_device_does(monkeypatch):
-    """The frameworks are asked for their devices before."""
+def test_strategies_train_what_one_device_does(monkeypatch):
+    """All but "parameter_server", which tests/test_recipes.py has: each process takes seconds."""
+    all_of_them = strategy_trials._programs
+    monkeypatch.setattr(
+        strategy_trials,
+        "_programs",
+        lambda devices: [each for each in all_of_them(devices) if each[0] != "parameter_server"],
+    )
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     found = diagnostics.environment(try_strategies=True, timeout_seconds=SOON)
     assert found.devices["jax"] == "CPU: 2"
     assert found.devices["tensorflow"].startswith("CPU: ")
     trials = found.strategies
     assert {result for result, _ in trials.values()} == {"works"}, trials
-    assert list(trials) == ["mirrored", "multi_worker", "parameter_server", "jax"]
+    assert list(trials) == ["mirrored", "multi_worker", "jax"]
     assert found.clean, found
     assert "2 replicas on" in trials["mirrored"][1]
     assert "each of 2 workers" in trials["multi_worker"][1]
-    assert "workers: 1, parameter servers: 1" in trials["parameter_server"][1]
 
 
 @pytest.mark.parametrize(

@@ -81,20 +81,6 @@ def test_a_script_is_run_up_to_its_first_fit_and_nothing_is_trained(script, caps
     assert model.fit(np.zeros((8, 8)), np.zeros((8, 3)), verbose=0).epoch == [0]
 
 
-def test_the_fit_of_a_loop_ends_a_script_too(script):
-    text = (
-        "from kdpkit import batches, training\n"
-        "loop = training.TrainingLoop(build(), optimizer='adam', loss=loss)\n"
-        "try:\n"
-        "    loop.fit(batches.ArrayBatches((x, y), global_batch_size=64), None, epochs=1)\n"
-        "except Exception:\n"
-        "    print('what a script catches')\n"
-    )
-    reached = asked_by(script(text))
-    assert isinstance(reached.model, training.TrainingLoop)
-    assert len(reached.dataset) == 1
-
-
 def test_modules_beside_a_script_are_found_and_fit_trains_again_while_it_is_checked(
     script, tmp_path
 ):

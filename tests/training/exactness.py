@@ -4,11 +4,6 @@ The tests run kdpkit's columns at 2 replicas. The documented tables have stock K
 which may abort the process, so every column and replica count is measured in processes of its own:
 
     python -m tests.training.exactness > tables.md
-
-With a TF_CONFIG in its environment, and so in every process of the cluster, it measures
-`MultiWorkerMirroredStrategy`, on batches that are uneven, and prints one line of JSON a setting:
-
-    python -m tests.training.exactness --here --columns replica_exact --replicas 2
 """
 
 import argparse
@@ -31,7 +26,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, losses, optimizers
 
-from kdpkit import strategies, testing
+from kdpkit import testing
 from kdpkit.training import replica_exact
 from tests.training.loop_column import trained_by_loop
 
@@ -157,8 +152,6 @@ def scopes(replicas: int | None) -> tuple[Any, Any]:
     if ON_JAX:
         devices = [f"cpu:{i}" for i in range(replicas)]
         return nothing, keras.distribution.DataParallel(devices=devices).scope()
-    if "TF_CONFIG" in os.environ:
-        return strategies.select_strategy("multi_worker").scope(), nothing
     return tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)]).scope(), nothing
 
 
@@ -715,15 +708,10 @@ def _table(columns: list[str], replica_counts: list[int], settings: list[str]) -
 
 
 def _measure_here(column: str, replicas: int, names: list[str]) -> None:
-    rows = EVEN
-    if "TF_CONFIG" in os.environ:
-        rows = UNEVEN
-        strategies.select_strategy("multi_worker")  # before anything computes
-    else:
-        testing.use_logical_cpus(8)
+    testing.use_logical_cpus(8)
     settings = {setting.name: setting for setting in SETTINGS}
     for name in names:
-        outcome = measure(settings[name], column, replicas, rows)
+        outcome = measure(settings[name], column, replicas)
         sys.stdout.write(json.dumps(dataclasses.asdict(outcome)) + "\n")
         sys.stdout.flush()
         if outcome.verdict == "crash":

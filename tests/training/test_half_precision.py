@@ -58,7 +58,7 @@ PROGRAMS = {program.name: program for program in [*ALL, Program("scaling", Scali
         ("built-in training with dropout and batch statistics", "mixed_float16"),
         ("scaling", "mixed_float16"),
         ("adversaries", "mixed_float16"),
-        ("translation with a transformer", "mixed_bfloat16"),  # under a mask
+        ("masked language model with sample weights", "mixed_bfloat16"),
         ("experts of a constant capacity", "mixed_bfloat16"),
     ],
 )

@@ -114,20 +114,12 @@ def _leaving(self, x):  # noqa: ARG001
     return x
 
 
-def _leaving_in_an_object(of):
-    return lambda _, x: setattr(of, "features", x) or x
-
-
 def _mixed_by_a_negative_weight(self, x):
     return ops.where(self.weight < 0, x - ops.mean(x, axis=0), x)
 
 
 def _at_least(upstream):
     return upstream * tf.maximum(1.0, 0.3 / (tf.norm(upstream) + 1e-6))
-
-
-class Holder:
-    """Has what others leave."""
 
 
 def _counting(self, x):
@@ -188,10 +180,6 @@ BREAKS = {
     "its gradient has a least norm": (_with_gradient(_at_least), CHANGES_GRADIENTS),
     "mixed by a negative weight": (_mixed_by_a_negative_weight, CHANGES_OUTPUTS),
     "leaves a tensor in a list": (_leaving, "leaves a tensor outside of itself .`function"),
-    "leaves a tensor in an object": (
-        _leaving_in_an_object(Holder()),
-        "leaves a tensor outside of itself .`function",
-    ),
     "a weight's gradient is clipped": (
         _gradient_of_weight(lambda of_each: tf.clip_by_value(tf.reduce_sum(of_each), -0.1, 0.1)),
         "has a gradient that is no sum",

@@ -40,6 +40,7 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a mean over ragged tokens",
     "the same noise for all",
     "a gradient of its own",
+    "layers that a step builds",
     "images cut and mixed in the model",
     "tensors that layers keep",
     "the gradient of each example is clipped",
@@ -51,7 +52,7 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "KerasHub's Mixtral",
 )
 MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
-REPLICAS = [2, *(pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 4, 8))]
+REPLICAS = [2, *(pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 8))]
 
 
 @pytest.mark.parametrize("replicas", REPLICAS)

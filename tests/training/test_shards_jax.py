@@ -100,12 +100,6 @@ def with_frozen_and_low_rank_weights(model):
     by_loop(model)
 
 
-def in_half_precision(model):
-    for layer in model.layers:
-        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
-    by_loop(model)
-
-
 @functools.cache
 def trained(train, devices=None, shard="none"):
     with scope(devices, shard):
@@ -119,11 +113,11 @@ def values_of(model):
     return {v.path: keras.ops.convert_to_numpy(v.value) for v in model.weights}
 
 
-def assert_equal(one, many, before, tolerance):
+def assert_equal(one, many, before):
     after = values_of(one)
     change = max(np.abs(after[path] - value).max() for path, value in before.items())
     for a, b in zip(after.values(), values_of(many).values(), strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * change)
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5 * change)
 
 
 def bytes_here(variables):
@@ -165,25 +159,20 @@ def test_large_variables_that_no_axis_lets_be_cut_are_named_once():
 
 
 @pytest.mark.parametrize(
-    ("train", "shard", "tolerance"),
+    ("train", "shard"),
     [
-        (by_fit, "weights", 1e-5),
-        (by_fit, "optimizer", 1e-5),
-        (by_loop, "weights", 1e-5),
-        (by_loop, "optimizer", 1e-5),
-        (functools.partial(by_loop, accumulation=2), "weights", 1e-5),
-        (by_own_step, "weights", 1e-5),
-        (with_frozen_and_low_rank_weights, "weights", 1e-5),
-        (in_half_precision, "weights", 10 * 2.0**-7),
+        (by_fit, "weights"),
+        (by_loop, "optimizer"),
+        (functools.partial(by_loop, accumulation=2), "weights"),
+        (by_own_step, "weights"),
+        (with_frozen_and_low_rank_weights, "weights"),
     ],
 )
-def test_cut_variables_train_as_on_one_device(train, shard, tolerance):
+def test_cut_variables_train_as_on_one_device(train, shard):
     one, before = trained(train)
     many, _ = trained(train, 8, shard)
-    assert_equal(one, many, before, tolerance)
-    np.testing.assert_allclose(
-        many.predict(X, verbose=0), one.predict(X, verbose=0), atol=100 * tolerance
-    )
+    assert_equal(one, many, before)
+    np.testing.assert_allclose(many.predict(X, verbose=0), one.predict(X, verbose=0), atol=1e-3)
     large = [v for v in many.weights if math.prod(v.shape) >= shards.SMALL]
     slots = [v for v in many.optimizer.variables if math.prod(v.shape) >= shards.SMALL]
     assert len(large) == 2
@@ -198,7 +187,7 @@ def test_a_loop_cuts_the_variables_of_a_model_that_was_built_before():
     strategy = sharding.DataParallel(4, shard="weights")
     loop = training.TrainingLoop(many, optimizer=optimizer(), loss=CROSS_ENTROPY, strategy=strategy)
     loop.fit(data(), epochs=2, verbose=0)
-    assert_equal(one, many, before, 1e-5)
+    assert_equal(one, many, before)
     assert many.weights[0].value.sharding.shard_shape((64, 256)) == (64, 64)
 
 
@@ -268,7 +257,6 @@ def test_a_step_gathers_weights_and_no_activations(shard, step_of):
     ("step_of", "precision"),
     [
         (step_of_fit, "float32"),
-        (step_of_loop, "mixed_bfloat16"),
         (functools.partial(step_of_loop, accumulation=3), "float32"),
         (functools.partial(step_of_loop, remat=True), "mixed_bfloat16"),
     ],
@@ -299,7 +287,7 @@ def test_a_run_goes_on_with_other_devices_cut_or_not(train, first, then, tmp_pat
     undisturbed, before = trained(train)
     trained(lambda model: train(model, epochs=1, resume=Resume(tmp_path)), *first)
     resumed, _ = trained(lambda model: train(model, resume=Resume(tmp_path)), *then)
-    assert_equal(undisturbed, resumed, before, 1e-5)
+    assert_equal(undisturbed, resumed, before)
 
 
 def test_a_cut_model_is_saved_and_loaded_cut_or_on_one_device(tmp_path):

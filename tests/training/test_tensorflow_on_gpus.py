@@ -16,15 +16,12 @@ from kdpkit import strategies
 from kdpkit.training import check_parity, replica_exact
 from kdpkit.training.tensorflow import _no_examples
 from kdpkit.training.tensorflow._step import ReplicaStep, running
-from tests.processes import run_code
 
 pytestmark = [
     pytest.mark.tensorflow,
     pytest.mark.skipif(not tf.test.is_built_with_cuda(), reason="TensorFlow without CUDA"),
 ]
 
-# Operations that TensorFlow computes on the CPU where a GPU is used: none in the step below.
-ON_THE_HOST = {"StatelessRandomBinomial": "keras.random.binomial: there is no kernel for GPUs"}
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -83,63 +80,6 @@ def test_every_operation_of_an_exact_step_has_a_kernel_for_gpus():
     assert without_gpu_kernel(graph) == set()
     operations = {operation.type for operation in graph.get_operations()}
     assert {"StatelessRandomUniformV2", "StatelessRandomNormalV2", "MatMul"} <= operations
-
-
-DRAWS = {
-    "uniform": lambda: keras.random.uniform((6, 2)),
-    "normal": lambda: keras.random.normal((6, 2)),
-    "truncated_normal": lambda: keras.random.truncated_normal((6, 2)),
-    "randint": lambda: keras.random.randint((6, 2), 0, 5),
-    "categorical": lambda: keras.random.categorical(tf.zeros((6, 2)), 3),
-    "shuffle": lambda: keras.random.shuffle(tf.zeros((6, 2))),
-    "gamma": lambda: keras.random.gamma((6, 2), 1.0),
-    "beta": lambda: keras.random.beta((6, 2), 1.0, 2.0),
-    "binomial": lambda: keras.random.binomial((6, 2), 3.0, 0.5),
-}
-
-
-def test_random_functions_of_keras_have_kernels_for_gpus():
-    keras.random.uniform((1,))  # makes the global seeds
-    for name, draw in DRAWS.items():
-        graph = tf.function(draw).get_concrete_function().graph
-        expected = ON_THE_HOST if name == "binomial" else {}
-        assert without_gpu_kernel(graph) == set(expected), name
-
-
-# Collectives, as NCCL's, on CPUs. In a process of its own: they remember the size of a group.
-COLLECTIVE = """
-import tensorflow as tf
-from tensorflow.python.distribute import cross_device_ops
-from kdpkit import strategies
-from kdpkit.training.tensorflow._optimizer_patches import sum_gradients
-
-strategies.split_device("CPU", 2)
-strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-assert isinstance(strategy.extended._cross_device_ops, cross_device_ops.CollectiveAllReduce)
-with strategy.scope():
-    types = ("float32", "float64", "bfloat16", "float32")
-    variables = [tf.Variable(tf.zeros([4], dtype)) for dtype in types]
-
-def gradients():
-    own = tf.distribute.get_replica_context().replica_id_in_sync_group + 1
-    dense = [tf.cast(own, v.dtype) * tf.ones([4], v.dtype) for v in variables[:3]]
-    slices = tf.IndexedSlices(tf.ones([own]), tf.range(own), tf.constant([4]))
-    return [*dense, slices]
-
-@tf.function
-def step():
-    totals = sum_gradients(strategy, [None, *strategy.run(gradients)], [None, *variables])
-    return [tf.convert_to_tensor(strategy.experimental_local_results(t)[0]) for t in totals[1:]]
-
-totals = [total.numpy().astype("float32").tolist() for total in step()]
-assert totals == [[3.0] * 4] * 3 + [[2.0, 1.0, 0.0, 0.0]], totals
-"""
-
-
-@pytest.mark.slow
-def test_collectives_sum_gradients_of_several_types():
-    finished = run_code(COLLECTIVE, check=False)
-    assert finished.returncode == 0, finished.stderr[-2000:]
 
 
 def sequence_sums(inputs, initial_state_h, initial_state_c, kernel, mask):
