@@ -386,10 +386,9 @@ def _part_for(step: ReplicaStep, tensor: tf.Tensor) -> ReplicaStep:
 
 def _part(own: ReplicaStep, of_replicas: tf.Tensor) -> ReplicaStep:
     """Return the step of a replica's part of some examples, of which replicas have so many each."""
-    start = tf.reduce_sum(tf.where(tf.range(own.replicas) < own.shard, of_replicas, 0))
     part = own.of_examples(of_replicas[own.shard])
-    part.start, part.num_global_examples = start, tf.reduce_sum(of_replicas)
-    part.is_divided = True
+    part.start = tf.reduce_sum(tf.where(tf.range(own.replicas) < own.shard, of_replicas, 0))
+    part.num_global_examples, part.is_divided = tf.reduce_sum(of_replicas), True
     return part
 
 
@@ -415,7 +414,11 @@ def _taken(step: ReplicaStep, part: ReplicaStep, x: Any, *, is_sure: bool) -> An
     """
     known = step.part_of(x)
     if known is not None and (is_sure or known.step.examples is part.examples):
-        return _linked_part(step, known.step, known.tensor, x)
+        if not x.dtype.is_floating:
+            return tf.identity(known.tensor)
+        return with_gradient(
+            known.tensor, x, lambda upstream: join(step, known.step, upstream / step.replicas)
+        )
     start, stop = part.start, part.start + part.num_examples
     num_examples = part.num_global_examples
     if not is_sure:
@@ -427,13 +430,6 @@ def _taken(step: ReplicaStep, part: ReplicaStep, x: Any, *, is_sure: bool) -> An
         gradient = functools.partial(_mean_at, step, start, stop, num_examples)
         shard = with_gradient(shard, x, gradient)
     return shard
-
-
-def _linked_part(step: ReplicaStep, part: ReplicaStep, shard: tf.Tensor, x: tf.Tensor) -> Any:
-    """Return a replica's part, whose gradients flow to the tensor of all examples."""
-    if not x.dtype.is_floating:
-        return tf.identity(shard)
-    return with_gradient(shard, x, lambda upstream: join(step, part, upstream / step.replicas))
 
 
 def join(step: ReplicaStep, part: ReplicaStep, shard: tf.Tensor) -> Any:
@@ -596,23 +592,14 @@ def computed_once(
     step: ReplicaStep, compute: Callable, inputs: list[tf.Tensor], dtypes: Sequence[tf.DType]
 ) -> list[tf.Tensor]:
     """Return, on all replicas, what the first of them computes."""
-
-    def on_first(compute: Callable, otherwise: Callable) -> Any:
-        with running(None):  # the Python function, or its gradient, is called as it is
-            return compute() if is_first() else otherwise()
-
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(inputs)
-        own = on_first(
-            lambda: compute(input=inputs), lambda: [tf.zeros([], dtype) for dtype in dtypes]
-        )
+    with running(None), tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(inputs)  # of which zeros have no gradient
+        own = compute(input=inputs) if is_first() else [tf.zeros([], dtype) for dtype in dtypes]
 
     def gradient(*upstream: Any) -> Any:
         step.reject_gradient_of_gradient()
-        own_gradients = on_first(
-            lambda: tape.gradient(own, inputs, [*upstream], "zero"),
-            lambda: [tf.zeros_like(of) for of in inputs],
-        )
+        with running(None):  # what calls Python for its gradient is called as it is
+            own_gradients = tape.gradient(own, inputs, [*upstream], "zero")
         return step.merge(_of_first, own_gradients)
 
     return with_gradient(step.merge(_of_first, own), inputs, gradient)

@@ -64,27 +64,20 @@ def keep_tensors_apart(model: keras.Model) -> None:
 
 
 # Python's own methods: those of Keras' containers track what is put into them.
-_CONTAINERS: tuple[tuple[type, Callable, Callable], ...] = (
-    (list, list.clear, list.extend),
-    (dict, dict.clear, dict.update),
-    (set, set.clear, set.update),
-)
+_FILLING: dict[Any, Callable] = {list: list.extend, dict: dict.update, set: set.update}
 
 
 def noted(values: Iterable[Any]) -> Callable[[], None]:
     """Note what is in containers among some values, and return what puts it back."""
     plain = [getattr(of, "__wrapped__", getattr(of, "_storage", of)) for of in values]
     contents = [
-        (clear, fill, of, kind(of))
-        for of in plain
-        for kind, clear, fill in _CONTAINERS
-        if issubclass(type(of), kind)
+        (of, kind, kind(of)) for of in plain for kind in _FILLING if issubclass(type(of), kind)
     ]
 
     def put_back() -> None:
-        for clear, fill, container, content in contents:
-            clear(container)
-            fill(container, content)
+        for container, kind, content in contents:
+            kind.clear(container)
+            _FILLING[kind](container, content)
 
     return put_back
 
@@ -115,12 +108,10 @@ def average(step: ReplicaStep) -> None:
     if not variables:
         return
     weighed = [(step.own or step).weigh(tf.convert_to_tensor(variable)) for variable in variables]
-    tf.distribute.get_replica_context().merge_call(
-        lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
-    )
 
+    def assign(strategy: tf.distribute.Strategy, values: list[Any]) -> None:
+        sums = sums_for_variables(strategy, values, variables)
+        for of, new in zip(variables, sums, strict=True):
+            strategy.extended.update(of, lambda v, new: v.assign(new), args=(new,), group=False)
 
-def _assign_sums(strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]) -> None:
-    sums = sums_for_variables(strategy, values, variables)
-    for owner, total in zip(variables, sums, strict=True):
-        strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)
+    tf.distribute.get_replica_context().merge_call(assign, args=(weighed,))

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks, optimizers
+from kdpkit._internal import checks, held_variables, optimizers
 from kdpkit.training.tensorflow import _checks, _global_batch, _keras_internals, _whose_code
 from kdpkit.training.tensorflow._collectives import sums_for_variables
 from kdpkit.training.tensorflow._step import current_step, dense_if_unique
@@ -19,12 +19,8 @@ from kdpkit.training.tensorflow._step import current_step, dense_if_unique
 
 def optimizers_of(model: keras.Model) -> list[Any]:
     """Find the optimizers in the attributes of a model and its layers, also in lists and dicts."""
-    found: dict[int, Any] = {}
-    for layer in model._flatten_layers():
-        for value in vars(layer).values():
-            values = value.values() if isinstance(value, dict) else value
-            values = values if isinstance(value, dict | list | tuple) else [value]
-            found |= {id(v): v for v in values if isinstance(v, keras.optimizers.Optimizer)}
+    parts = held_variables.parts_of_attributes(model._flatten_layers())
+    found = {id(of): of for _, of in parts if isinstance(of, keras.optimizers.Optimizer)}
     return [*found.values()]
 
 

@@ -18,7 +18,6 @@ _OF_ONE_MODEL = "keras_hub.src.models."
 
 
 def is_library(module: str) -> bool:
-    """Return whether a module is of a library, by its name."""
     return module.partition(".")[0] in _LIBRARIES
 
 
