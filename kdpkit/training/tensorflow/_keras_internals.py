@@ -27,7 +27,7 @@ from tensorflow.python.eager import cancellation, context, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import op_def_registry
-from tensorflow.python.ops import gen_nn_ops, gen_resource_variable_ops
+from tensorflow.python.ops import control_flow_util, gen_nn_ops, gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
 
@@ -55,6 +55,7 @@ __all__ = [
     "cancellation",
     "config_pb2",
     "context",
+    "control_flow_util",
     "gen_nn_ops",
     "global_state",
     "keras_random",
