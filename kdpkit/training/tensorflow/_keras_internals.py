@@ -32,6 +32,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import op_def_registry as op_def_registry
+from tensorflow.python.ops import control_flow_util as control_flow_util
 from tensorflow.python.ops import gen_nn_ops as gen_nn_ops
 from tensorflow.python.ops import gen_resource_variable_ops
 
