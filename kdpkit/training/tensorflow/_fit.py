@@ -255,7 +255,7 @@ class _ExactSteps:
 
     def run_step(self, kind: str, data: Any) -> Any:
         """Run a replica's step: what Keras calls for the model's own."""
-        _layer_state.keep_tensors_apart(self.model)
+        _layer_state.keep_apart(self.model, is_own=self.is_own[kind])
         step = ReplicaStep(data, batch_norm=self.batch_norm)
         # Under XLA by position on one replica too: it draws other numbers for other shapes.
         step.is_part |= bool(self.model.jit_compile)

@@ -129,6 +129,15 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     return copies
 
 
+def get_logits(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Return what a softmax or sigmoid computed a tensor from, with which Keras' losses compute."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits(tensor: tf.Tensor, logits: tf.Tensor) -> None:
+    tensor._keras_logits = logits
+
+
 def is_recorded() -> bool:
     """Return whether a tape may record what is computed now."""
     return bool(record.could_possibly_record())

@@ -306,7 +306,7 @@ class TensorFlowSteps(Steps):
         Micro-batches, and what XLA compiles, cannot meet other replicas: there a loss for each
         example, as `per_example_loss` has to give it, is computed from the replica's own examples.
         """
-        _layer_state.keep_tensors_apart(self.model)
+        _layer_state.keep_apart(self.model, is_own=True)
         may_meet = kind != "train" or (self.loop.accumulation == 1 and not self._may_jit)
         step = ReplicaStep(batch, batch_norm=self.loop.batch_norm if may_meet else REPLICA)
         may_meet &= isinstance(self.strategy, _GATHERING)

@@ -11,9 +11,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _global_batch
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
-from kdpkit.training.tensorflow._whose_code import is_metric_of_a_library
+from kdpkit.training.tensorflow._whose_code import compares_predictions, is_metric_of_a_library
 
 
 def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
@@ -27,6 +28,8 @@ def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
     for part in getattr(metric, "metrics", [metric]):
         if not hasattr(part.update_state, "kdpkit_counts"):
             part.update_state = _on_global_batch(part, part.update_state, is_global)
+            if is_metric_of_a_library(part):
+                part.reset_state = _on_each_replica(part.reset_state)
     if not is_global or "result" in vars(metric):
         return
     stock_result = metric.result
@@ -57,20 +60,41 @@ def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: 
         if step.own is None:
             return _count_part(step, metric, update, *args, **kwargs)
         if is_of_library:
-            parts = _global_batch.parts_of_known(step, (args, kwargs))
+            parts = None
+            if not compares_predictions(metric, args[1:]):
+                parts = _global_batch.parts_of_known(step, (args, kwargs))
             if parts is not None:
                 part, (args, kwargs) = parts
                 with running(part):
-                    return _count_part(part, metric, update, *args, **kwargs)
+                    _count_part(part, metric, update, *args, **kwargs)
+                return _mark_as_counted(metric)
         elif is_global:
             return update(*args, **kwargs)
         if not _global_batch.is_first():
             return None
         with running(None):  # it adds up over the replicas, where others may have parts
-            return update(*args, **kwargs)
+            update(*args, **kwargs)
+        return _mark_as_counted(metric)
 
     update_state.kdpkit_counts = True  # type: ignore[attr-defined]  # marks what is wrapped
     return update_state
+
+
+def _on_each_replica(reset: Callable) -> Callable:
+    """Have every replica reset what it has counted, which is added up over them."""
+
+    @functools.wraps(reset)
+    def reset_state() -> None:
+        with running(None):
+            reset()
+
+    return reset_state
+
+
+def _mark_as_counted(metric: keras.metrics.Metric) -> None:
+    """Have a step that reads a metric's variables read the sums over the replicas (`_patches`)."""
+    for variable in metric.variables:
+        variable.value.kdpkit_is_counted = True
 
 
 def _read(value: Any) -> Any:
@@ -96,6 +120,13 @@ def _count_part(
             return update(step.if_examples(tf.reduce_mean(values)), weight)
     elif isinstance(metric, keras.metrics.MeanMetricWrapper):
         *inputs, weight = given.args
+        if step.replicas > 1 and compares_predictions(metric, inputs[1:]):
+            checks.fail(
+                "The metric takes the predictions of a batch for one example's, and each replica "
+                "has some of them alone.",
+                metric=metric.name,
+                remedy="Give them another axis: `keras.layers.Reshape((1,))`.",
+            )
         value = tf.convert_to_tensor(metric._fn(*inputs, **metric._fn_kwargs))
         if value.shape.rank == 0:
             weight = tf.cast(1.0 if weight is None else tf.reduce_mean(weight), tf.float32)

@@ -88,7 +88,7 @@ def _is_compiled(given: dict[str, Any]) -> bool:
     if control_flow_util.GraphOrParentsInXlaContext(graph):
         _COMPILED.add(graph)
     return graph in _COMPILED or any(
-        of.graph in _COMPILED for of in given.values() if isinstance(of, tf.Tensor)
+        of.graph in _COMPILED for of in given.values() if tf.is_symbolic_tensor(of)
     )
 
 

@@ -5,6 +5,7 @@ They are changed on the instance alone, and do what they always did outside of a
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,6 +66,14 @@ def _move_into_scope(
         _checks.reject_scope(name, strategy, variable=variable.path)
     with tf.init_scope(), strategy.scope():
         _keras_internals.move_into_scope(variable)
+
+
+_updating = threading.local()
+
+
+def is_updating() -> bool:
+    """Return whether this thread updates variables with what the replicas have added up."""
+    return getattr(_updating, "is_on", False)
 
 
 class _OptimizerPatch:
@@ -150,8 +159,12 @@ class _OptimizerPatch:
         owners = self.optimizer._trainable_variables if variables is None else variables
         _reject_gradients_that_are_values(owners)
         grads = sum_gradients(self.strategy, grads, owners)
-        with _keras_internals.updates_without_merging(self.strategy):
-            method(self.optimizer, grads, variables)
+        _updating.is_on = True
+        try:
+            with _keras_internals.updates_without_merging(self.strategy):
+                method(self.optimizer, grads, variables)
+        finally:
+            _updating.is_on = False
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ def _gradient(
 
 
 def _jacobian(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Compute a jacobian, from gradients in a loop, where no layer can be divided."""
+    """Compute a jacobian, in a loop or forward, where no layer can be divided."""
     step = current_step()
     if step is not None:
         step.reject_divided()
@@ -221,9 +221,26 @@ def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> An
     return original(variable, *args, **kwargs)
 
 
+def _reads(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a step on the global batch what a metric has counted on all replicas."""
+    step = current_step()
+    is_sum = "kdpkit_is_counted" in vars(variable)
+    if step is None or step.own is None or not is_sum or tf.distribute.in_cross_replica_context():
+        return original(variable, *args, **kwargs)
+    return step.merge(lambda _: variable.read_value())
+
+
 def _seeds(original: Callable, op_seed: Any) -> Any:
     """Have operations of TensorFlow that draw draw the same on all replicas."""
     step = current_step()
+    if _optimizer_patches.is_updating() and distribute_lib.get_update_replica_id() is not None:
+        checks.fail(
+            "The optimizer draws random numbers of TensorFlow's own for each replica's copy of a "
+            "variable, which would differ.",
+            seed=op_seed,
+            remedy="Draw in `apply`, once for all copies: `super().apply([g + noise(g) for g in "
+            "grads], trainable_variables)`.",
+        )
     if step is None or step.replicas == 1 or op_seed is not None:
         return original(op_seed)
     if (
@@ -309,6 +326,7 @@ _TABLE = (
     Patch(tf.GradientTape, "gradient", _gradient),
     Patch(tf.GradientTape, "jacobian", _jacobian),
     Patch(tf.GradientTape, "batch_jacobian", _jacobian),
+    Patch(tf.autodiff.ForwardAccumulator, "__enter__", _jacobian),
     *_rejected(
         {tf: ("gradients",), tf.compat.v1: ("gradients",)},
         "`tf.gradients` walks a graph that has this replica's part of layers alone",
@@ -336,6 +354,7 @@ _TABLE = (
     ),
     Patch(gen_logging_ops, "print_v2", _print),
     *(Patch(gen_script_ops, name, _calls_python) for name in ("py_func", "eager_py_func")),
+    *(Patch(SyncOnReadVariable, name, _reads) for name in ("value", "_get")),
     *(
         Patch(owner, name, _assigns)
         for owner in _ASSIGNING

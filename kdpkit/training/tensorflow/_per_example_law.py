@@ -40,7 +40,7 @@ from kdpkit.training.tensorflow._keras_internals import (
     op_def_registry,
 )
 from kdpkit.training.tensorflow._layer_state import noted
-from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
 from kdpkit.training.tensorflow._whose_code import is_library, layers_of
 
 LEAVES = "leaves a tensor outside of itself"  # in a list of its module, or in another object
@@ -680,10 +680,13 @@ def _make_none(*_: Any, **__: Any) -> Any:
 
 
 def _same_moments(layer: keras.layers.Layer) -> Callable:
-    """Return statistics that all examples share, whatever they are."""
+    """Return statistics that all examples share, whatever they are; NaN for some of them alone."""
     shape = layer.moving_mean.shape
 
     def moments(inputs: tf.Tensor, mask: Any) -> Any:  # noqa: ARG001  # Keras' signature
-        return tf.zeros(shape, inputs.dtype), tf.ones(shape, inputs.dtype)
+        step = current_step()
+        is_of_some = tf.shape(inputs)[0] % step.num_examples != 0 if step else False
+        mean = tf.where(is_of_some, tf.constant(math.nan, inputs.dtype), 0.0)
+        return tf.fill(shape, mean), tf.ones(shape, inputs.dtype)
 
     return moments

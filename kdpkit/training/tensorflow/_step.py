@@ -7,6 +7,7 @@ regularizer) comes out as it went in. What is no mean over examples (a sum, a me
 unmasked entries) is first put in a form that is.
 """
 
+import collections
 import contextlib
 import copy
 import random
@@ -83,6 +84,7 @@ class ReplicaStep:
         self.is_part = self.replicas > 1  # of a batch
         self.examples = object()  # which these are: parts of others may have other sizes
         self.divided: set[int] = set()  # the variables of these layers, by identity
+        self.calls = collections.Counter[int]()  # of layers in them, by their variables' identity
         self._parts: dict[Any, Part] = {}
         self._addends: dict[Any, Any] = {}
         self.assigned: dict[int, Any] = {}  # variables of layers, by identity

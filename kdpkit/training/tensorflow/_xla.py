@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
+from kdpkit.training.tensorflow._keras_internals import get_logits, set_logits
 from kdpkit.training.tensorflow._step import current_step
 
 _CALLS = 5  # timed for each choice, after the one that compiles
@@ -44,7 +45,7 @@ def compile_call(model: keras.Model, global_batch_norms: list[Any]) -> None:
 
 
 def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
-    """Call what XLA compiles; masks, and what layers add to the loss, are no outputs by nature."""
+    """Call what XLA compiles; masks, logits and added losses are no outputs by nature."""
 
     def run(*tensors: Any) -> Any:
         following = iter(tensors)
@@ -54,15 +55,21 @@ def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
         losses = [[*layer._losses] for layer in layers]
         for layer in layers:
             layer._losses.clear()
-        return outputs, keras.tree.map_structure(get_keras_mask, outputs), losses
+        masks, logits = (
+            keras.tree.map_structure(of, outputs) for of in (get_keras_mask, get_logits)
+        )
+        return outputs, masks, logits, losses
 
     layers = list(model._flatten_layers())
     leaves = tf.nest.flatten((args, kwargs))
     compiled = tf.function(run, jit_compile=True, autograph=False)
-    outputs, masks, losses = compiled(*(leaf for leaf in leaves if tf.is_tensor(leaf)))
-    keras.tree.map_structure(
-        lambda output, mask: mask is None or set_keras_mask(output, mask), outputs, masks
-    )
+    outputs, masks, logits, losses = compiled(*(leaf for leaf in leaves if tf.is_tensor(leaf)))
+    for set_on, values in ((set_keras_mask, masks), (set_logits, logits)):
+        keras.tree.map_structure(
+            lambda output, value, set_on=set_on: value is None or set_on(output, value),
+            outputs,
+            values,
+        )
     for layer, added in zip(layers, losses, strict=True):
         layer._losses.extend(added)
     return outputs
