@@ -9,12 +9,13 @@ import tensorflow as tf
 
 def variables_in_attributes(model: keras.Model) -> Iterator[tuple[str, Any]]:
     """Return the variables of TensorFlow that layers hold, and what they are called there."""
-    for name, part in _parts_of_attributes(model._flatten_layers()):
+    for name, part in parts_of_attributes(model._flatten_layers()):
         if isinstance(part, tf.Variable):
             yield name, part
 
 
-def _parts_of_attributes(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+def parts_of_attributes(owners: Iterable[Any]) -> Iterator[tuple[str, Any]]:
+    """Return what is in attributes, also in lists and dicts, and what it is called there."""
     for owner in owners:
         for name, value in vars(owner).items():
             held = value.values() if isinstance(value, dict) else value
@@ -44,7 +45,7 @@ def of_model(model: keras.Model) -> list[HeldVariable]:
     found = {}
     losses = keras.tree.flatten(getattr(model, "loss", None))
     owners = [loss for loss in losses if isinstance(loss, keras.losses.Loss)]
-    for path, part in _parts_of_attributes([*model._flatten_layers(), *owners]):
+    for path, part in parts_of_attributes([*model._flatten_layers(), *owners]):
         of_generator = part.state if isinstance(part, tf.random.Generator) else part
         value = part.value if isinstance(part, keras.Variable) else of_generator
         if isinstance(value, tf.Variable) and id(value) not in listed:

@@ -1,5 +1,6 @@
 """The callbacks of processes other than the first, which neither write nor report."""
 
+import functools
 import os
 import tempfile
 from collections.abc import Callable
@@ -73,18 +74,11 @@ class SavingNothing:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._model, name)
+        method = getattr(self._model, name)
+        writes = name in ("save", "save_weights")
+        return functools.partial(_save_nowhere, method) if writes else method
 
-    def save(self, filepath: str | os.PathLike[str], **arguments: Any) -> None:
-        """Save the model to nowhere."""
-        self._save(self._model.save, filepath, arguments)
 
-    def save_weights(self, filepath: str | os.PathLike[str], **arguments: Any) -> None:
-        """Save the weights to nowhere."""
-        self._save(self._model.save_weights, filepath, arguments)
-
-    def _save(
-        self, save: Callable[..., None], filepath: str | os.PathLike[str], arguments: dict[str, Any]
-    ) -> None:
-        with tempfile.TemporaryDirectory() as directory:
-            save(str(Path(directory) / Path(filepath).name), **arguments)
+def _save_nowhere(save: Callable, filepath: str | os.PathLike[str], **arguments: Any) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        save(str(Path(directory) / Path(filepath).name), **arguments)

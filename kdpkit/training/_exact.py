@@ -10,11 +10,6 @@ from kdpkit._internal import checks
 
 Model = TypeVar("Model", bound=keras.Model)
 
-_ATTACHING = {
-    "tensorflow": "kdpkit.training.tensorflow._fit",
-    "jax": "kdpkit.training.jax._fit",
-}
-
 
 def replica_exact(
     model: Model,
@@ -62,11 +57,11 @@ def replica_exact(
     ...     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     >>> history = model.fit(x, y, batch_size=5, verbose=0)  # shards of 2, 2, 1 and 0 examples
     """
-    backend = checks.backend("`replica_exact`", *_ATTACHING)
+    backend = checks.backend("`replica_exact`", "tensorflow", "jax")
     if not isinstance(model, keras.Model):
         checks.fail("`model` must be a Keras model.", model=model)
     batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
-    importlib.import_module(_ATTACHING[backend]).attach(
+    importlib.import_module(f"kdpkit.training.{backend}._fit").attach(
         model,
         batch_norm=batch_norm,
         divided=_layers("divided", divided),

@@ -129,7 +129,8 @@ class TrainingLoop:
             getattr(model, "output_names", None),
             in_parts=self.accumulation > 1,
         )
-        self._steps: Steps = _steps_of_backend()(self, strategy, jit)
+        module, steps = _STEPS[checks.backend("`TrainingLoop`", *_STEPS)]
+        self._steps: Steps = getattr(importlib.import_module(module), steps)(self, strategy, jit)
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
         with self._steps.scope():
             versions.forget_metrics(model)
@@ -216,6 +217,8 @@ class TrainingLoop:
         """
         epochs = checks.integer("epochs", epochs)
         initial_epoch = checks.integer("initial_epoch", initial_epoch, minimum=0)
+        if steps_per_epoch is not None:
+            steps_per_epoch = checks.integer("steps_per_epoch", steps_per_epoch)
         feed = self._steps.open(train, "train", steps_per_epoch=steps_per_epoch)
         held_out = validation is not None and self._steps.open(validation, "validation", take=None)
         self._steps.build(feed, training=True)
@@ -228,7 +231,13 @@ class TrainingLoop:
         for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
             self._steps.reset_metrics()
             all_callbacks.on_epoch_begin(epoch)
-            logs = self._train_epoch(feed, all_callbacks)
+            logs = self._go_through(
+                feed,
+                self._steps.train,
+                all_callbacks.on_train_batch_begin,
+                all_callbacks.on_train_batch_end,
+                lambda: model.stop_training,
+            )
             if held_out:
                 validated = self._evaluate(held_out, all_callbacks)
                 logs |= {f"val_{name}": value for name, value in validated.items()}
@@ -307,15 +316,6 @@ class TrainingLoop:
                 remedy="Make a new loop and a new optimizer when layers are frozen or thawed.",
             )
 
-    def _train_epoch(self, feed: Feed, callbacks: Any) -> dict[str, Any]:
-        return self._go_through(
-            feed,
-            self._steps.train,
-            callbacks.on_train_batch_begin,
-            callbacks.on_train_batch_end,
-            lambda: self.model.stop_training,
-        )
-
     def _evaluate(self, feed: Feed, callbacks: Any) -> dict[str, float]:
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
@@ -385,8 +385,3 @@ def _reject_own_step(model: Any) -> None:
                 "`replica_exact(model)` and `fit`.",
                 model=type(model).__name__,
             )
-
-
-def _steps_of_backend() -> Callable[..., Steps]:
-    module, name = _STEPS[checks.backend("`TrainingLoop`", *_STEPS)]
-    return getattr(importlib.import_module(module), name)

@@ -5,22 +5,6 @@ import tensorflow as tf
 from kdpkit._internal import checks
 
 
-def sum_over_replicas(value: tf.Tensor) -> tf.Tensor:
-    """Sum a tensor over all replicas; each gets the sum, and no gradient flows through it.
-
-    Outside replicas, and with one replica, it is the value itself.
-    """
-    context = tf.distribute.get_replica_context()
-    if context is None or context.num_replicas_in_sync == 1:
-        return value
-    # Not `context.all_reduce`: it would launch one NCCL collective for each count.
-    return context.merge_call(_sum, args=(tf.stop_gradient(value),))
-
-
-def _sum(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
-    return strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)
-
-
 def global_mean_loss(
     per_example: tf.Tensor,
     *,
@@ -66,9 +50,14 @@ def global_mean_loss(
             per_example=per_example,
         )
     if sample_weight is not None:
-        losses *= _with_rank_of(losses, tf.cast(sample_weight, losses.dtype))
+        weight = tf.cast(sample_weight, losses.dtype)
+        further_axes = tf.ones(losses.shape.rank - weight.shape.rank, tf.int32)
+        losses *= tf.reshape(weight, tf.concat([tf.shape(weight), further_axes], axis=0))
     if global_batch_size is None:
-        global_batch_size = sum_over_replicas(tf.shape(losses)[0])
+        global_batch_size, context = tf.shape(losses)[0], tf.distribute.get_replica_context()
+        if context is not None and context.num_replicas_in_sync > 1:
+            # Not `context.all_reduce`, which would launch one NCCL collective for each loss.
+            global_batch_size = context.merge_call(_sum, args=(global_batch_size,))
     elif not tf.is_tensor(global_batch_size):
         global_batch_size = checks.integer("global_batch_size", global_batch_size)
     losses_per_example = tf.reduce_prod(tf.shape(losses)[1:])
@@ -78,7 +67,5 @@ def global_mean_loss(
     return tf.cast(tf.math.divide_no_nan(total, divisor), losses.dtype)
 
 
-def _with_rank_of(losses: tf.Tensor, weight: tf.Tensor) -> tf.Tensor:
-    """Append axes to weights of shape `(examples,)` until they broadcast to the losses."""
-    missing = losses.shape.rank - weight.shape.rank
-    return tf.reshape(weight, tf.concat([tf.shape(weight), tf.ones(missing, tf.int32)], axis=0))
+def _sum(strategy: tf.distribute.Strategy, value: tf.Tensor) -> tf.Tensor:
+    return strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None)

@@ -35,17 +35,6 @@ class Term:
     counted: Tensor | None = None  # the divisor, where weights or masks decide it
     is_sum: bool = False  # without a divisor
 
-    def plain_divisor(self, num_global_examples: Tensor | int, copies: int = 1) -> Tensor | int:
-        """Return the divisor of the global batch without weights and masks.
-
-        Args:
-            num_global_examples: Those that replicas count, each as often as there are copies of it.
-            copies: How many replicas compute the same loss, whose parts are then added up.
-        """
-        if self.is_sum:
-            return copies
-        return ops.cast(num_global_examples, self.total.dtype) * self.per_example_count
-
 
 class Sums(NamedTuple):
     """What some examples add to the loss and its gradients; those of more examples are added.
@@ -145,10 +134,9 @@ class Objective:
 
     def terms(self, losses: Nest, predictions: Nest, sample_weight: Nest) -> list[Term]:
         """Weigh and sum the losses of `per_example_loss`."""
-        if not isinstance(losses, Mapping):
-            first, *_ = keras.tree.flatten(predictions)
-            return [_term("", losses, first, _only(self.loss), _only(sample_weight))]
         names = self._names(predictions)
+        if not isinstance(losses, Mapping):
+            losses, predictions = {"": losses}, keras.tree.flatten(predictions)[0]
         nests = (predictions, self.loss, sample_weight)
         return [
             _term(name, loss, *(_of(name, nest, names) for nest in nests))
@@ -167,7 +155,12 @@ class Objective:
             copies: How many replicas compute the same.
         """
         divide, num_global_examples = ops.divide_no_nan, counts[1]
-        plain = {term.name: term.plain_divisor(num_global_examples, copies) for term in terms}
+        plain = {
+            term.name: copies
+            if term.is_sum
+            else ops.cast(num_global_examples, term.total.dtype) * term.per_example_count
+            for term in terms
+        }
         share = divide(*(ops.cast(count, "float32") for count in counts))
         return Sums(
             losses={term.name: divide(term.total, plain[term.name]) for term in terms},
@@ -183,10 +176,7 @@ class Objective:
 
     def weight(self, name: str) -> float:
         """Return an output's factor in the loss that is minimised."""
-        nest = self.loss_weights
-        if name and isinstance(nest, list | tuple):
-            nest = dict(zip(self._named or self.output_names or [], nest, strict=False))
-        weight = nest.get(name) if name and isinstance(nest, Mapping) else _only(nest)
+        weight = _of(name, self.loss_weights, self._named or self.output_names or [])
         return 1.0 if weight is None else weight
 
     def _names(self, outputs: Nest) -> list[str]:
@@ -225,6 +215,8 @@ def _reject_mismatch(setting: str, nest: Nest, outputs: Nest) -> NoReturn:
 
 def _of(name: str, nest: Nest, names: list[str]) -> Any:
     """Return an output's part of a nest; what is not nested belongs to every output."""
+    if not name:  # the only output
+        return _only(nest)
     if isinstance(nest, Mapping):
         return nest.get(name)
     if isinstance(nest, list | tuple) and name in names and len(nest) == len(names):

@@ -34,7 +34,6 @@ class Steps(Protocol):
 
     @property
     def means(self) -> list[Any]:
-        """The metrics of the losses."""
         return [*self._means.values()]
 
     def scope(self) -> AbstractContextManager[Any]:

@@ -16,11 +16,11 @@ pytestmark = pytest.mark.tensorflow
 SHAPE = (6, 6, 2)
 
 
-def network(*middle, shape=SHAPE):
+def network(*middle, shape=SHAPE, jit=False):
     def build():
         parts = [make() for make in middle]
         model = keras.Sequential([keras.Input(shape), *parts, layers.Flatten(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.05), "mse")
+        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=jit)
         return model
 
     return build
@@ -40,6 +40,13 @@ NETWORKS = {
         lambda: layers.Conv3DTranspose(2, 2),
         lambda: layers.MaxPooling3D(2),
         shape=(4, 4, 4, 2),
+    ),
+    "in groups, which XLA computes": network(lambda: layers.Conv2D(4, 3, groups=2)),
+    "compiled by XLA": network(
+        lambda: layers.Conv2D(3, 3),
+        lambda: layers.Conv2DTranspose(2, 2),
+        layers.MaxPooling2D,
+        jit=True,
     ),
 }
 

@@ -70,8 +70,6 @@ class JaxSteps(Steps):
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
         ((argument, wanted),) = steps.items()
-        if wanted is not None:
-            wanted = checks.integer(argument, wanted)
         source = Source(dataset, name, self.strategy)
         if source.is_endless and wanted is None:
             checks.fail(f"`{name}` never ends; limit it with `{argument}`.")

@@ -54,7 +54,6 @@ class StepMemory:
 
     @property
     def can_remat(self) -> bool:
-        """Whether the model has blocks to compute again."""
         return any(True for _ in blocks_of(self._steps.model))
 
     @functools.cached_property

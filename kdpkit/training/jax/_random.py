@@ -19,7 +19,6 @@ from keras.src.backend.jax import random as keras_random
 from kdpkit._internal import versions
 
 _SHAPE_FIRST = ("normal", "uniform", "truncated_normal", "randint")
-_DROPOUT = ["inputs", "rate", "noise_shape", "seed"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,13 +65,11 @@ def _install() -> None:
     """Wrap Keras' random functions, once."""
     for name in (*_SHAPE_FIRST, "dropout"):
         original = getattr(keras_random, name, None)
-        if hasattr(original, "kdpkit_wrapper"):
-            continue
-        arguments = [] if original is None else [*inspect.signature(original).parameters]
-        if arguments != _DROPOUT if name == "dropout" else arguments[:1] != ["shape"]:
+        if original is None:
             versions.reject_unknown(f"keras.random.{name}", jax=jax.__version__)
-        wrapper = _dropout if name == "dropout" else _of_shape
-        setattr(keras_random, name, _wrapped(original, wrapper))
+        if not hasattr(original, "kdpkit_wrapper"):
+            wrapper = _dropout if name == "dropout" else _of_shape
+            setattr(keras_random, name, _wrapped(original, wrapper))
 
 
 def _wrapped(original: Any, wrapper: Callable) -> Callable:

@@ -14,7 +14,6 @@ GLOBAL, REPLICA = "global", "replica"
 
 
 def batch_norm_layers(model: keras.Model) -> list[Any]:
-    """List the BatchNormalization layers of a model."""
     return [
         layer
         for layer in model._flatten_layers()
@@ -24,8 +23,8 @@ def batch_norm_layers(model: keras.Model) -> list[Any]:
 
 def warn_of_local_statistics(model: keras.Model, replicas: int) -> None:
     """Report which layers normalize by a replica's examples alone, and how to change that."""
-    layers = [of for of in batch_norm_layers(model) if of.trainable and not of.synchronized]
-    local = [layer.name for layer in layers]
+    layers = batch_norm_layers(model)
+    local = [of.name for of in layers if of.trainable and not of.synchronized]
     if local and replicas > 1:
         warnings.warn(
             f"BatchNormalization ({', '.join(local)}) normalizes by each replica's own examples, "

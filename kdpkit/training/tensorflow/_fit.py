@@ -116,7 +116,7 @@ class _ExactSteps:
         self.model = model
         self.strategy = strategy
         self.batch_norm = batch_norm
-        self.is_own: dict[str, bool] = {}  # kinds of steps, in which some code is the user's
+        self.is_own: dict[str, bool] = {}  # whether some code of a kind of steps is the user's
         self.is_own_step = {
             kind: getattr(step, "__func__", None) is not getattr(keras.Model, f"{kind}_step")
             for kind in _KINDS
@@ -151,11 +151,12 @@ class _ExactSteps:
         model = self.model
         several = self.strategy.num_replicas_in_sync > 1
         if several and model.jit_compile:
-            _xla.compile_call(model, self.global_batch_norms())
+            is_global = self.batch_norm == _batch_norm.GLOBAL
+            layers = _batch_norm.batch_norm_layers(model)
+            _xla.compile_call(model, [of for of in layers if is_global or of.synchronized])
         self.attach_optimizers()
         if iterator is not None:
-            specs = iterator._distributed_dataset.element_spec
-            data_batch = _placeholders.placeholders(_workers.specs_of(specs))
+            data_batch = _placeholders.placeholders(iterator._distributed_dataset.element_spec)
         with self.strategy.scope():
             _keras_internals.move_global_seeds(self.strategy)
             self.move_loss_tracker()
@@ -193,23 +194,29 @@ class _ExactSteps:
                 _placeholders.build_for_ragged(model, *data)
             model._symbolic_build(data_batch=data_batch)
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
-            if not self.is_own_step["train"]:  # else it takes its data otherwise, and builds them
-                _explain_fixed_size(error, data_batch)
-                raise
-
-    def global_batch_norms(self) -> list[Any]:
-        """List the BatchNormalization layers whose statistics are those of the global batch."""
-        layers = _batch_norm.batch_norm_layers(self.model)
-        return [
-            layer for layer in layers if self.batch_norm == _batch_norm.GLOBAL or layer.synchronized
-        ]
+            if self.is_own_step["train"]:  # which takes its data otherwise, and builds them
+                return
+            if "Dimensions must be equal" in str(error):
+                parts = [part for part in keras.tree.flatten(data_batch) if part is not None]
+                checks.fail(
+                    "The model takes batches of one size, and each replica gets a part of a batch.",
+                    error=checks.first_line(error),
+                    batch=[tuple(part.shape) for part in parts],
+                    remedy="Let it take any number of examples, and keep no state for each.",
+                )
+            raise
 
     def make_function(self, kind: str, force: bool = False) -> None:  # Keras'
         """Compile a step as Keras does, and split batches that would reach every replica."""
         model, name = self.model, f"{kind}_function"
         if getattr(model, name) is not None and not force:
             return
-        self.is_own.pop(kind, None)  # it may be compiled with another loss
+        several = self.strategy.num_replicas_in_sync > 1
+        self.is_own[kind] = several and (
+            self.is_declared
+            or self.is_own_step[kind]
+            or not _whose_code.is_all_of_libraries(model, kind)
+        )
         self.division.forget()
         self.attach_optimizers()
         if kind == "train" and self.batch_norm == _batch_norm.REPLICA:
@@ -222,11 +229,12 @@ class _ExactSteps:
             setattr(model, name, function)
 
         def function(batches: Any) -> Any:
-            self.find_own_code(kind)
-            batches = _split_global_batches(batches, self.strategy)
-            if model.steps_per_execution == 1 and not model.run_eagerly:
+            if not isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
+                batches = [_split(batch, self.strategy) for batch in batches]  # `train_on_batch`'s
+            in_loop, keys = model.steps_per_execution > 1, _keras_internals.constant_collective_keys
+            if not in_loop and not model.run_eagerly:
                 batches = _keras_internals.taken_before_tracing(batches)
-            with self.keys_for_loops():
+            with keys() if in_loop else contextlib.nullcontext():
                 if model.run_eagerly:
                     logs = compiled(batches)
                 else:
@@ -245,36 +253,14 @@ class _ExactSteps:
         compiled: Callable = getattr(model, f"{kind}_function")
         return compiled
 
-    def find_own_code(self, kind: str) -> None:
-        """Find out, before a step is traced, whether any of its code is the user's."""
-        if kind not in self.is_own:
-            several = self.strategy.num_replicas_in_sync > 1
-            is_own = (
-                self.is_declared
-                or self.is_own_step[kind]
-                or not _whose_code.is_all_of_libraries(self.model, kind)
-            )
-            self.is_own[kind] = several and is_own
-
-    def keys_for_loops(self) -> contextlib.AbstractContextManager[None]:
-        """Let collectives run inside the loop that `steps_per_execution` compiles."""
-        if self.model.steps_per_execution > 1:
-            return _keras_internals.constant_collective_keys()
-        return contextlib.nullcontext()
-
-    def step_of(self, data: Any, kind: str) -> ReplicaStep:
-        """Return the step of a replica that has these examples."""
-        _layer_state.keep_tensors_apart(self.model)
+    def run_step(self, kind: str, data: Any) -> Any:
+        """Run a replica's step: what Keras calls for the model's own."""
+        _layer_state.keep_apart(self.model, is_own=self.is_own[kind])
         step = ReplicaStep(data, batch_norm=self.batch_norm)
         # Under XLA by position on one replica too: it draws other numbers for other shapes.
         step.is_part |= bool(self.model.jit_compile)
-        if not self.is_own[kind]:
-            return step
-        return _global_batch.step_on_global_batch(step, self.division, kind)
-
-    def run_step(self, kind: str, data: Any) -> Any:
-        """Run a replica's step: what Keras calls for the model's own."""
-        step = self.step_of(data, kind)
+        if self.is_own[kind]:
+            step = _global_batch.step_on_global_batch(step, self.division, kind)
         with _patches.installed(), running(step), _rejecting_numpy_draws(step):
             given = self.steps_of_model[kind](step.data)
             if kind == "predict":
@@ -315,35 +301,15 @@ def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
     return exact
 
 
-def _split_global_batches(batches: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Split the batches of `train_on_batch` and its like; those of a dataset are split already."""
-    if isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
-        return batches
-    return [_split(batch, strategy) for batch in batches]
-
-
-def _explain_fixed_size(error: Exception, data_batch: Any) -> None:
-    """Raise a sentence where a model does not take the examples of a replica."""
-    specs = [part for part in keras.tree.flatten(data_batch) if part is not None]
-    if "Dimensions must be equal" in str(error):
-        checks.fail(
-            "The model takes batches of one size, and each replica gets a part of a batch.",
-            error=checks.first_line(error),
-            batch=[tuple(part.shape) for part in specs],
-            remedy="Let it take any number of examples, and keep no state for each of them.",
-        )
-
-
-def _is_spread(leaf: Any) -> bool:
-    return isinstance(leaf, tf.distribute.DistributedValues)
-
-
 def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
+    """Split a batch that would reach every replica; those of a dataset are split already."""
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
-    if not all(np.ndim(leaf) for leaf in leaves if not _is_spread(leaf)):
+    if isinstance(leaves[0], tf.distribute.DistributedValues):
+        return batch
+    if not all(map(np.ndim, leaves)):
         checks.fail("A batch must consist of arrays with examples; make them with `np.array`.")
     replicas = strategy.num_replicas_in_sync
-    if replicas == 1 or _is_spread(leaves[0]):
+    if replicas == 1:
         return batch
     sizes = scaling.split_batch(len(leaves[0]), replicas)
     starts = [sum(sizes[:replica]) for replica in range(replicas)]

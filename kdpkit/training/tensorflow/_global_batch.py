@@ -19,6 +19,8 @@ import contextlib
 import copy
 import functools
 import inspect
+import pathlib
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
@@ -30,7 +32,12 @@ from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope
 from kdpkit.training._remat import BlockScope
 from kdpkit.training.tensorflow import _keras_internals
 from kdpkit.training.tensorflow._collectives import concatenated, sums
-from kdpkit.training.tensorflow._keras_internals import global_state, with_gradient
+from kdpkit.training.tensorflow._keras_internals import (
+    get_logits,
+    global_state,
+    set_logits,
+    with_gradient,
+)
 from kdpkit.training.tensorflow._per_example_law import LEAVES, broken_law
 from kdpkit.training.tensorflow._step import (
     ReplicaStep,
@@ -92,6 +99,9 @@ class Division:
                     if kind in self.undivided:
                         raise
                     self.undivided.add(kind)
+            except AssertionError as error:  # without a word
+                _explain_other_values(error)
+                raise
             again()
 
     def __call__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
@@ -140,6 +150,17 @@ class Division:
         """Try layers again: their attributes may have changed."""
         self._tried.clear()
         self.mixing.clear()
+
+
+def _explain_other_values(error: AssertionError) -> None:
+    """Raise a sentence where TensorFlow has not found the same kinds of values on all replicas."""
+    *_, last = traceback.extract_tb(error.__traceback__)
+    if not str(error) and {"kdpkit", "tensorflow"} & {*pathlib.Path(last.filename).parts}:
+        checks.fail(
+            "The replicas of a step have computed values of different kinds: it keeps what it "
+            "computes in an object or a module, which they share.",
+            remedy="Keep it in an attribute of the model or of a layer, or in a local variable.",
+        )
 
 
 class _AsOne(NamedTuple):
@@ -250,6 +271,12 @@ def own_part(step: ReplicaStep, outputs: Any) -> Any:
         return outputs
 
     def part(output: Any) -> Any:
+        if isinstance(output, tf.RaggedTensor | tf.SparseTensor):
+            checks.fail(
+                "A step of your own gives a ragged or sparse tensor, which replicas cannot divide.",
+                replicas=step.replicas,
+                remedy="Return a dense one: `to_tensor()`, or `tf.sparse.to_dense`.",
+            )
         if not _has_examples(output):
             return output
         return _taken(step, _part_for(step, output), output, is_sure=True)
@@ -276,12 +303,15 @@ def call_divided(
         inner.rejects = None if step.rejects(layer, args, kwargs) else step.rejects
         with running(inner):
             return original(layer, *args, **kwargs)
+    if step.is_divided:
+        _count_call(step, layer)
     if step.divides is None or not step.is_here() or _has_weights_of_the_users():
         return original(layer, *args, **kwargs)
     first = _first_with_examples((args, kwargs))
     if first is None or not step.divides(layer, args, kwargs):
         return original(layer, *args, **kwargs)
     step.divided.update(id(variable) for variable in layer.variables)
+    _count_call(step, layer)
     part = _part_for(step, first)
     if _is_asked_by_layers(layer):
         part.rejects = _AsOne(step.divides, layer)
@@ -294,6 +324,13 @@ def call_divided(
     with _joining_losses(layer, joined), running(part):
         outputs = original(layer, *args, **kwargs)
     return tf.nest.map_structure(joined, outputs)
+
+
+def _count_call(step: ReplicaStep, layer: keras.layers.Layer) -> None:
+    """Count how often replicas use a layer's own variables for their parts."""
+    held = [of for of in vars(layer).values() if isinstance(of, tf.Variable)]
+    own = [of for variable in layer._trainable_variables for of in (variable, variable.value)]
+    step.calls.update(map(id, [*own, *held]))
 
 
 def _has_weights_of_the_users() -> bool:
@@ -386,10 +423,9 @@ def _part_for(step: ReplicaStep, tensor: tf.Tensor) -> ReplicaStep:
 
 def _part(own: ReplicaStep, of_replicas: tf.Tensor) -> ReplicaStep:
     """Return the step of a replica's part of some examples, of which replicas have so many each."""
-    start = tf.reduce_sum(tf.where(tf.range(own.replicas) < own.shard, of_replicas, 0))
     part = own.of_examples(of_replicas[own.shard])
-    part.start, part.num_global_examples = start, tf.reduce_sum(of_replicas)
-    part.is_divided = True
+    part.start = tf.reduce_sum(tf.where(tf.range(own.replicas) < own.shard, of_replicas, 0))
+    part.num_global_examples, part.is_divided = tf.reduce_sum(of_replicas), True
     return part
 
 
@@ -400,6 +436,8 @@ def _cut(step: ReplicaStep, part: ReplicaStep, is_sure: bool, leaf: Any) -> Any:
     shard = _taken(step, part, leaf, is_sure=is_sure)
     if (mask := get_keras_mask(leaf)) is not None:
         set_keras_mask(shard, _taken(step, part, mask, is_sure=is_sure))
+    if (logits := get_logits(leaf)) is not None:
+        set_logits(shard, _taken(step, part, logits, is_sure=is_sure))
     return shard
 
 
@@ -414,8 +452,12 @@ def _taken(step: ReplicaStep, part: ReplicaStep, x: Any, *, is_sure: bool) -> An
             another number of them.
     """
     known = step.part_of(x)
-    if known is not None and (is_sure or known.step.examples is part.examples):
-        return _linked_part(step, known.step, known.tensor, x)
+    if known is not None and known.step.examples is part.examples:
+        if not x.dtype.is_floating:
+            return tf.identity(known.tensor)
+        return with_gradient(
+            known.tensor, x, lambda upstream: join(step, known.step, upstream / step.replicas)
+        )
     start, stop = part.start, part.start + part.num_examples
     num_examples = part.num_global_examples
     if not is_sure:
@@ -427,13 +469,6 @@ def _taken(step: ReplicaStep, part: ReplicaStep, x: Any, *, is_sure: bool) -> An
         gradient = functools.partial(_mean_at, step, start, stop, num_examples)
         shard = with_gradient(shard, x, gradient)
     return shard
-
-
-def _linked_part(step: ReplicaStep, part: ReplicaStep, shard: tf.Tensor, x: tf.Tensor) -> Any:
-    """Return a replica's part, whose gradients flow to the tensor of all examples."""
-    if not x.dtype.is_floating:
-        return tf.identity(shard)
-    return with_gradient(shard, x, lambda upstream: join(step, part, upstream / step.replicas))
 
 
 def join(step: ReplicaStep, part: ReplicaStep, shard: tf.Tensor) -> Any:
@@ -480,6 +515,8 @@ def _joined(step: ReplicaStep, part: ReplicaStep, output: tf.Tensor) -> Any:
     joined = join(step, part, output)
     if (mask := get_keras_mask(output)) is not None:
         set_keras_mask(joined, join(step, part, mask))
+    if (logits := get_logits(output)) is not None:
+        set_logits(joined, join(step, part, logits))
     return joined
 
 
@@ -546,12 +583,24 @@ def gradients_of_variables(step: ReplicaStep, sources: list[Any], gradients: lis
     for index, gradient in own.items():
         if index in dense:
             continue
+        if _num_lookups(gradient.indices) > step.calls[id(sources[index])]:
+            raise UndividedError(
+                "A table is looked up by a layer and outside of it, and optimizers square each "
+                "lookup's gradient. Pass the layer to `replica_exact` in `undivided=[...]`."
+            )
         values, indices = (
             step.merge(concatenated, of) for of in (gradient.values, gradient.indices)
         )
         given[index] = tf.IndexedSlices(values / step.replicas, indices, gradient.dense_shape)
         step.know_addend((given[index].values, indices), gradient)
     return given
+
+
+def _num_lookups(indices: tf.Tensor) -> int:
+    """Return how many gradients of lookups a tape has put together."""
+    if not tf.is_symbolic_tensor(indices) or indices.op.type != "ConcatV2":
+        return 1
+    return sum(map(_num_lookups, [*indices.op.inputs][:-1]))
 
 
 def _may_have_parts(step: ReplicaStep, source: Any) -> bool:
@@ -596,23 +645,14 @@ def computed_once(
     step: ReplicaStep, compute: Callable, inputs: list[tf.Tensor], dtypes: Sequence[tf.DType]
 ) -> list[tf.Tensor]:
     """Return, on all replicas, what the first of them computes."""
-
-    def on_first(compute: Callable, otherwise: Callable) -> Any:
-        with running(None):  # the Python function, or its gradient, is called as it is
-            return compute() if is_first() else otherwise()
-
-    with tf.GradientTape(watch_accessed_variables=False) as tape:
-        tape.watch(inputs)
-        own = on_first(
-            lambda: compute(input=inputs), lambda: [tf.zeros([], dtype) for dtype in dtypes]
-        )
+    with running(None), tf.GradientTape(watch_accessed_variables=False) as tape:
+        tape.watch(inputs)  # of which zeros have no gradient
+        own = compute(input=inputs) if is_first() else [tf.zeros([], dtype) for dtype in dtypes]
 
     def gradient(*upstream: Any) -> Any:
         step.reject_gradient_of_gradient()
-        own_gradients = on_first(
-            lambda: tape.gradient(own, inputs, [*upstream], "zero"),
-            lambda: [tf.zeros_like(of) for of in inputs],
-        )
+        with running(None):  # what calls Python for its gradient is called as it is
+            own_gradients = tape.gradient(own, inputs, [*upstream], "zero")
         return step.merge(_of_first, own_gradients)
 
     return with_gradient(step.merge(_of_first, own), inputs, gradient)

@@ -1,4 +1,7 @@
-"""What is private in Keras and TensorFlow and used here, in one file."""
+"""What is private in Keras and TensorFlow and used here, in one file.
+
+Others import from here what is written `x as x`.
+"""
 
 import contextlib
 import functools
@@ -8,26 +11,30 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state
+from keras.src.backend.common import global_state as global_state
 from keras.src.backend.tensorflow import random as keras_random
 from keras.src.backend.tensorflow.trainer import reduce_per_replica
 from keras.src.layers.layer import CallSpec
 from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
-    BaseImagePreprocessingLayer,
+    BaseImagePreprocessingLayer as BaseImagePreprocessingLayer,
 )
-from keras.src.models.functional import Functional
-from keras.src.random import seed_generator
-from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR
-from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
-from tensorflow.core.protobuf import config_pb2
+from keras.src.models.functional import Functional as Functional
+from keras.src.random import seed_generator as seed_generator
+from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
+from tensorflow.core.protobuf import config_pb2 as config_pb2
 from tensorflow.python.autograph.core import ag_ctx
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.distribute.values import MirroredVariable
-from tensorflow.python.eager import cancellation, context, record
+from tensorflow.python.distribute.values import MirroredVariable as MirroredVariable
+from tensorflow.python.eager import cancellation as cancellation
+from tensorflow.python.eager import context as context
+from tensorflow.python.eager import record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
-from tensorflow.python.framework import op_def_registry
-from tensorflow.python.ops import gen_nn_ops, gen_resource_variable_ops
+from tensorflow.python.framework import op_def_registry as op_def_registry
+from tensorflow.python.ops import control_flow_util as control_flow_util
+from tensorflow.python.ops import gen_nn_ops as gen_nn_ops
+from tensorflow.python.ops import gen_resource_variable_ops
 
 from kdpkit._internal import optimizers, versions
 
@@ -36,6 +43,7 @@ try:
 except ImportError:  # before Keras 3.16
     from keras.src.backend.tensorflow import nn
 
+KERAS_RANDOM: Any = keras_random
 # Of these `_patches` replaces parts.
 KERAS_NN: Any = nn
 KERAS_RNN: Any = importlib.import_module("keras.src.backend.tensorflow.rnn")  # a function, too
@@ -43,25 +51,6 @@ KERAS_RNN: Any = importlib.import_module("keras.src.backend.tensorflow.rnn")  # 
 # What a thread's global state has of the calls around: the types that the layers there cast to, and
 # other values than variables have.
 AROUND_CALLS = ("autocast_scope", "stateless_scope")
-
-# Imported from here by others.
-__all__ = [
-    "AROUND_CALLS",
-    "GLOBAL_SEED_GENERATOR",
-    "BaseImagePreprocessingLayer",
-    "Functional",
-    "MirroredVariable",
-    "PyDatasetAdapter",
-    "cancellation",
-    "config_pb2",
-    "context",
-    "gen_nn_ops",
-    "global_state",
-    "keras_random",
-    "op_def_registry",
-    "seed_generator",
-    "with_gradient",
-]
 
 
 @contextlib.contextmanager
@@ -140,6 +129,15 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     return copies
 
 
+def get_logits(tensor: tf.Tensor) -> tf.Tensor | None:
+    """Return what a softmax or sigmoid computed a tensor from, with which Keras' losses compute."""
+    return getattr(tensor, "_keras_logits", None)
+
+
+def set_logits(tensor: tf.Tensor, logits: tf.Tensor) -> None:
+    tensor._keras_logits = logits
+
+
 def is_recorded() -> bool:
     """Return whether a tape may record what is computed now."""
     return bool(record.could_possibly_record())
@@ -147,34 +145,26 @@ def is_recorded() -> bool:
 
 def build_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     """Build a layer for what it is called on, as its call does."""
-    args, kwargs = tf.nest.map_structure(_placeholder, (args, kwargs))
-    call = CallSpec(layer._call_signature, layer._call_context_args, args, kwargs)
-    layer._maybe_build(call)
 
+    def placeholder(leaf: Any) -> Any:
+        is_tensor = isinstance(leaf, tf.Tensor)
+        return keras.KerasTensor(leaf.shape, leaf.dtype.name) if is_tensor else leaf
 
-def _placeholder(leaf: Any) -> Any:
-    if not isinstance(leaf, tf.Tensor):
-        return leaf
-    return keras.KerasTensor(leaf.shape, leaf.dtype.name)
+    args, kwargs = tf.nest.map_structure(placeholder, (args, kwargs))
+    layer._maybe_build(CallSpec(layer._call_signature, layer._call_context_args, args, kwargs))
 
 
 def joined_over_processes(output: Any, strategy: tf.distribute.Strategy) -> Any:
     """Put the examples of all replicas in all processes together, in every process, as `predict`.
 
-    Processes send each other no other types of numbers than these.
+    Of small numbers processes can send each other few types only.
     """
     dtype = strategy.experimental_local_results(output)[0].dtype
-    cast = tf.nest.map_structure(
-        lambda part: tf.cast(part, _sent_as(dtype)), output, expand_composites=True
-    )
+    sent = tf.float32 if dtype == tf.bfloat16 else dtype
+    if not (dtype.is_floating or dtype.is_complex):
+        sent = tf.int64 if dtype.size >= 4 else tf.int32
+    cast = tf.nest.map_structure(lambda of: tf.cast(of, sent), output, expand_composites=True)
     return tf.cast(reduce_per_replica(cast, strategy, reduction="concat"), dtype)
-
-
-def _sent_as(dtype: tf.DType) -> tf.DType:
-    """Return the type that processes can send each other, for one that they perhaps cannot."""
-    if dtype.is_floating or dtype.is_complex:
-        return tf.float32 if dtype == tf.bfloat16 else dtype
-    return tf.int64 if dtype.size >= 4 else tf.int32
 
 
 def prefer_one_device_sums(strategy: tf.distribute.Strategy) -> None:
@@ -236,25 +226,25 @@ def call_of_layers() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
     These know whether they train, and which type their variables are cast to.
     """
-    names = ("current_call_ctx", "autocast_scope")
-    values = [*map(global_state.get_global_attribute, names)]
-    if values[0] is None:  # but a layer is being called
-        versions.reject_unknown(names[0])
-
-    def set_to(values: list[Any]) -> None:
-        for name, value in zip(names, values, strict=True):
-            global_state.set_global_attribute(name, value)
+    inside = _layers_being_called()
+    if inside["current_call_ctx"] is None:  # but a layer is being called
+        versions.reject_unknown("current_call_ctx")
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        former = [*map(global_state.get_global_attribute, names)]
-        set_to(values)
+        former = _layers_being_called()
+        vars(global_state.GLOBAL_STATE_TRACKER).update(inside)
         try:
             yield
         finally:
-            set_to(former)
+            vars(global_state.GLOBAL_STATE_TRACKER).update(former)
 
     return entered
+
+
+def _layers_being_called() -> dict[str, Any]:
+    names = ("current_call_ctx", "autocast_scope")
+    return {name: global_state.get_global_attribute(name) for name in names}
 
 
 def move_global_seeds(strategy: tf.distribute.Strategy) -> None:
@@ -274,21 +264,14 @@ def one_learning_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
     """
     # docs/upstream/keras_asks_the_schedule_for_every_variable.md
     inner = optimizers.unscaled(optimizer)
-    if not _asks_for_the_same_rate(inner):
+    is_of_keras = type(inner).__module__.partition(".")[0] == "keras"
+    has_schedule = isinstance(inner._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
+    if not is_of_keras or not has_schedule or "_get_current_learning_rate" in vars(inner):
         yield
         return
     rate = inner._get_current_learning_rate()
     with replaced(inner, "_get_current_learning_rate", lambda: rate):
         yield
-
-
-def _asks_for_the_same_rate(optimizer: keras.optimizers.Optimizer) -> bool:
-    """Recognize Keras' own optimizers with a schedule, as they were made."""
-    return (
-        type(optimizer).__module__.partition(".")[0] == "keras"
-        and isinstance(optimizer._learning_rate, keras.optimizers.schedules.LearningRateSchedule)
-        and "_get_current_learning_rate" not in vars(optimizer)
-    )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from kdpkit._internal import checks
 from kdpkit.training.tensorflow._collectives import sums_for_variables
 from kdpkit.training.tensorflow._keras_internals import MirroredVariable
 from kdpkit.training.tensorflow._step import ReplicaStep
-from kdpkit.training.tensorflow._whose_code import is_library
+from kdpkit.training.tensorflow._whose_code import is_library, layers_of
 
 
 def reject_states_of_examples(model: keras.Model) -> None:
@@ -31,11 +31,15 @@ _LISTS_OF_KERAS = frozenset(
 )
 
 
-def keep_tensors_apart(model: keras.Model) -> None:
+def keep_apart(model: keras.Model, *, is_own: bool) -> None:
     """Keep what this replica's step leaves on layers apart: `add_loss`, and tensors in attributes.
 
     All replicas share the layers, and are traced alternately where they meet, as in batch
     statistics: what a layer holds would be another replica's afterwards.
+
+    Args:
+        model: The model.
+        is_own: Whether the step is the user's, which may freeze layers for a part of it.
     """
     context = tf.distribute.get_replica_context()
     if context.num_replicas_in_sync == 1 or "merge_call" in vars(context):
@@ -54,46 +58,61 @@ def keep_tensors_apart(model: keras.Model) -> None:
             or (name not in _LISTS_OF_KERAS and _holds_tensors(attributes[name]))
         ]
         put_back = noted(value for _, _, value in kept)
+        flags = _flags(model) if is_own else []
+        num_parts = _num_parts(model)
         merged = merge_call(function, args, kwargs)
         for attributes, name, value in kept:
             attributes[name] = value
         put_back()
+        if _num_parts(model) == num_parts:  # else a flag may say that something has been made
+            for attributes, name, value in flags:
+                attributes[name] = value
         return merged
 
     context.merge_call = keeping
 
 
+def _flags(model: keras.Model) -> list[tuple[dict[str, Any], str, bool]]:
+    """Return what a step of the user's may switch: which parts are trained, and flags of layers."""
+    layers = layers_of(model)
+    own = [vars(layer) for layer in layers if not is_library(type(layer).__module__)]
+    trained = [(vars(part), "_trainable") for part in [*layers, *model.variables]]
+    flags = [(of, name) for of in own for name, value in of.items() if type(value) is bool]
+    return [(of, name, of[name]) for of, name in [*trained, *flags]]
+
+
+def _num_parts(model: keras.Model) -> int:
+    """Return how many variables, layers and other objects there are."""
+    attributes = [vars(layer) for layer in layers_of(model)]
+    return len(model.variables) + sum(
+        of is not None for values in attributes for of in values.values()
+    )
+
+
 # Python's own methods: those of Keras' containers track what is put into them.
-_CONTAINERS: tuple[tuple[type, Callable, Callable], ...] = (
-    (list, list.clear, list.extend),
-    (dict, dict.clear, dict.update),
-    (set, set.clear, set.update),
-)
+_FILLING: dict[Any, Callable] = {list: list.extend, dict: dict.update, set: set.update}
 
 
 def noted(values: Iterable[Any]) -> Callable[[], None]:
     """Note what is in containers among some values, and return what puts it back."""
     plain = [getattr(of, "__wrapped__", getattr(of, "_storage", of)) for of in values]
     contents = [
-        (clear, fill, of, kind(of))
-        for of in plain
-        for kind, clear, fill in _CONTAINERS
-        if issubclass(type(of), kind)
+        (of, kind, kind(of)) for of in plain for kind in _FILLING if issubclass(type(of), kind)
     ]
 
     def put_back() -> None:
-        for clear, fill, container, content in contents:
-            clear(container)
-            fill(container, content)
+        for container, kind, content in contents:
+            kind.clear(container)
+            _FILLING[kind](container, content)
 
     return put_back
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return whether a value is a tensor, or a container of nothing else."""
+    """Return whether a value is a tensor, or a container of some or of nothing."""
     parts = value.values() if isinstance(value, dict) else value
     if isinstance(value, dict | list | tuple):
-        return all(map(_holds_tensors, parts))
+        return not value or any(map(_holds_tensors, parts))
     return bool(tf.is_tensor(value))
 
 
@@ -115,12 +134,10 @@ def average(step: ReplicaStep) -> None:
     if not variables:
         return
     weighed = [(step.own or step).weigh(tf.convert_to_tensor(variable)) for variable in variables]
-    tf.distribute.get_replica_context().merge_call(
-        lambda strategy, values: _assign_sums(strategy, values, variables), args=(weighed,)
-    )
 
+    def assign(strategy: tf.distribute.Strategy, values: list[Any]) -> None:
+        sums = sums_for_variables(strategy, values, variables)
+        for of, new in zip(variables, sums, strict=True):
+            strategy.extended.update(of, lambda v, new: v.assign(new), args=(new,), group=False)
 
-def _assign_sums(strategy: tf.distribute.Strategy, values: list[Any], variables: list[Any]) -> None:
-    sums = sums_for_variables(strategy, values, variables)
-    for owner, total in zip(variables, sums, strict=True):
-        strategy.extended.update(owner, lambda v, new: v.assign(new), args=(total,), group=False)
+    tf.distribute.get_replica_context().merge_call(assign, args=(weighed,))

@@ -22,7 +22,6 @@ from kdpkit._internal import checks, processes, versions
 from kdpkit._internal.datasets import untuned
 from kdpkit.training._feed import Feed
 from kdpkit.training._keras_internals import set_keras_mask
-from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES, Sums, trace_metrics
 from kdpkit.training._remat import rematerialised
 from kdpkit.training._steps import Steps
@@ -100,10 +99,6 @@ class TensorFlowSteps(Steps):
     def _may_jit(self) -> bool:
         return self._trial is not None or self.jit
 
-    @property
-    def _spans_processes(self) -> bool:
-        return _workers.spans_processes(self.strategy)
-
     def scope(self) -> Any:
         return self.strategy.scope()
 
@@ -116,8 +111,6 @@ class TensorFlowSteps(Steps):
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
         ((argument, wanted),) = steps.items()
-        if wanted is not None:
-            wanted = checks.integer(argument, wanted)
         if isinstance(dataset, keras.utils.PyDataset):
             epochs = _PyEpochs(dataset)
             feed = self.open(epochs.given, name, **steps)
@@ -135,18 +128,15 @@ class TensorFlowSteps(Steps):
         if isinstance(dataset, tf.data.Dataset):
             is_silent = dataset.options().autotune.enabled is None  # it is tuned if it asks for it
             batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
-        self._build_model(batches.element_spec)
+        if not self.model.built and type(self.model).call is not keras.Model.call:
+            batch = _placeholders.placeholders(batches.element_spec, PLACEHOLDER_EXAMPLES)
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            with self.scope():
+                _placeholders.trace(functools.partial(self.model, training=False), x)
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
     def _distributed(self, dataset: Any, name: str) -> Any:
         return _workers.distribute(self.strategy, dataset, name)
-
-    def _build_model(self, spec: Any) -> None:
-        if self.model.built or type(self.model).call is keras.Model.call:
-            return
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(_placeholders_of(spec))
-        with self.scope():
-            _placeholders.trace(functools.partial(self.model, training=False), x)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         with self.scope():  # in which a compiled loop can make no variables
@@ -154,18 +144,17 @@ class TensorFlowSteps(Steps):
             if not self._is_built:
                 if self.strategy.num_replicas_in_sync > 1 or self.loop.accumulation > 1:
                     versions.reject_sums_over_examples(self.model)
-                self._build_metrics(feed.batches.element_spec)
+                spec = feed.batches.element_spec
+                placeholders = _placeholders.placeholders(spec, PLACEHOLDER_EXAMPLES)
+                names = trace_metrics(self.loop, placeholders, _placeholders.trace)
+                for metric in self.model.metrics:
+                    _metric_patches.attach_to_metric(metric, is_global=False)
+                self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
                 self._is_built = True
             if training and not self._is_optimizer_built:
                 self._build_optimizer()
                 self._prepare_layers()
                 self._is_optimizer_built = True
-
-    def _build_metrics(self, spec: Any) -> None:
-        names = trace_metrics(self.loop, _placeholders_of(spec), _placeholders.trace)
-        for metric in self.model.metrics:
-            _metric_patches.attach_to_metric(metric, is_global=False)
-        self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
 
     def _build_optimizer(self) -> None:
         optimizer = self.model.optimizer
@@ -223,19 +212,19 @@ class TensorFlowSteps(Steps):
             while len(outputs) < steps:
                 batch = next(iterator)
                 predictions = self._traced("predict", functools.partial(self._predict, batch))
-                _workers.reject_differences()
                 outputs.append(keras.tree.map_structure(np.asarray, predictions))
         return len(outputs), outputs
 
     def _traced(self, kind: str, call: Callable[[], T]) -> T:
-        if tf.config.functions_run_eagerly():
-            return call()
-        return self._division.traced(kind, call, again=lambda: None)
+        is_eager = tf.config.functions_run_eagerly()
+        result = call() if is_eager else self._division.traced(kind, call, again=lambda: None)
+        _workers.reject_differences()
+        return result
 
     def _run(
         self, kind: str, function: Any, iterator: Any, steps: int
     ) -> tuple[int, dict[str, Any]]:
-        fresh_keys = self._spans_processes
+        fresh_keys = _workers.spans_processes(self.strategy)
         keys = _keras_internals.constant_collective_keys
         with contextlib.nullcontext() if fresh_keys else keys():
             is_traced = function.experimental_get_tracing_count() > 0
@@ -246,7 +235,6 @@ class TensorFlowSteps(Steps):
                 with _uncollected():
                     self._traced(kind, trace)
             done, logs = self._traced(kind, lambda: function(iterator, tf.constant(steps)))
-        _workers.reject_differences()
         return int(done), logs
 
     def _repeated(self, step: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
@@ -300,7 +288,8 @@ class TensorFlowSteps(Steps):
         Of an optimizer that was made outside of the scope, the first alone has the count of steps.
         """
         kept = [v for v in self.model.optimizer.variables if v.name != "learning_rate"]
-        return not self._spans_processes and _checks.is_in_scope(kept, self.strategy)
+        several = _workers.spans_processes(self.strategy)
+        return not several and _checks.is_in_scope(kept, self.strategy)
 
     def _test_step(self, batch: Any) -> None:
         self.strategy.run(self._test_replica, args=(batch,))
@@ -317,7 +306,7 @@ class TensorFlowSteps(Steps):
         Micro-batches, and what XLA compiles, cannot meet other replicas: there a loss for each
         example, as `per_example_loss` has to give it, is computed from the replica's own examples.
         """
-        _layer_state.keep_tensors_apart(self.model)
+        _layer_state.keep_apart(self.model, is_own=True)
         may_meet = kind != "train" or (self.loop.accumulation == 1 and not self._may_jit)
         step = ReplicaStep(batch, batch_norm=self.loop.batch_norm if may_meet else REPLICA)
         may_meet &= isinstance(self.strategy, _GATHERING)
@@ -341,10 +330,14 @@ class TensorFlowSteps(Steps):
         # Under XLA by position on one replica too: it draws all of them otherwise.
         step.is_part |= jit
         batch = step.data
-        seeds = _SeedStates(self.model) if self.loop.accumulation > 1 else None
+        micro_batches = self.loop.accumulation
+        layers = self.model._flatten_layers() if micro_batches > 1 else ()
+        seeds = {id(seed): seed.state for layer in layers for seed in layer._seed_generators}
+        # All micro-batches draw from these, each at the positions of its examples in the batch.
+        before = [(state, tf.identity(state.value)) for state in seeds.values()]
 
         def forward_and_backward_of(micro_batch: Any, start: tf.Tensor) -> Any:
-            if seeds is None:
+            if micro_batches == 1:
                 return forward_and_backward(self.loop, step, micro_batch)
             part = step.of_examples(_workers.examples_in_batch(micro_batch), offset=start)
             return forward_and_backward(self.loop, part, micro_batch)
@@ -352,14 +345,13 @@ class TensorFlowSteps(Steps):
         differentiate = _compiled(forward_and_backward_of, jit=jit)
 
         def compute(micro_batch: Any, start: tf.Tensor) -> Sums:
-            if seeds is not None:
-                seeds.restore()
+            for state, value in before:
+                state.assign(value)
             sums, predictions, masks = differentiate(micro_batch, start)
             keras.tree.map_structure(set_keras_mask, predictions, masks)
             self._update_metrics(step, micro_batch, predictions)
             return sums
 
-        micro_batches = self.loop.accumulation
         sums = over_micro_batches(
             compute, batch, num_examples=step.num_examples, micro_batches=micro_batches
         )
@@ -396,7 +388,7 @@ class TensorFlowSteps(Steps):
             self.model.compute_metrics(x, y, predictions, sample_weight)
 
     def _update_losses(self, step: ReplicaStep, sums: Sums) -> list[Any]:
-        real = {name: sum_over_replicas(of) for name, of in sums.real.items()}
+        real = {name: step.total(of) for name, of in sums.real.items()}
         return self._log_losses(sums._replace(real=real), functools.partial(_as_mean, step))
 
 
@@ -414,23 +406,6 @@ def _explaining_xla() -> Iterator[None]:
         raise
 
 
-class _SeedStates:
-    """The states of a model's random seeds before a step.
-
-    All micro-batches of it draw from these, each at the positions of its examples in the global
-    batch, so that they draw what the batch draws in one.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        layers = model._flatten_layers()
-        seeds = {id(seed): seed for layer in layers for seed in layer._seed_generators}
-        self._states = [(seed.state, tf.identity(seed.state.value)) for seed in seeds.values()]
-
-    def restore(self) -> None:
-        for state, value in self._states:
-            state.assign(value)
-
-
 def _compiled(function: Callable[..., T], *, jit: bool) -> Callable[..., T]:
     """Have XLA compile a part of a step, or leave it as it is."""
     return tf.function(function, jit_compile=True, autograph=False) if jit else function
@@ -438,10 +413,7 @@ def _compiled(function: Callable[..., T], *, jit: bool) -> Callable[..., T]:
 
 def _as_mean(step: ReplicaStep, part: Any) -> tuple[Any, Any]:
     """Return value and weight for a `Mean`, which then counts the sum of all parts."""
-    num_examples, num_global_examples = (
-        tf.cast(count, part.dtype) for count in (step.num_examples, step.num_global_examples)
-    )
-    return tf.math.divide_no_nan(part * num_global_examples, num_examples), num_examples
+    return step.quotient(part, 1), tf.cast(step.num_examples, part.dtype)
 
 
 def _strategy_of(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:
@@ -486,10 +458,6 @@ def _length_of(dataset: Any) -> int | None:
         return None
     length = int(dataset.cardinality())
     return length if length >= 0 else None
-
-
-def _placeholders_of(spec: Any) -> Any:
-    return _placeholders.placeholders(_workers.specs_of(spec), PLACEHOLDER_EXAMPLES)
 
 
 @contextlib.contextmanager

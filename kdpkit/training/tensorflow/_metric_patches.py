@@ -4,15 +4,17 @@ They are changed on the instance alone, and do what they always did outside of a
 """
 
 import functools
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _global_batch
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
-from kdpkit.training.tensorflow._whose_code import is_metric_of_a_library
+from kdpkit.training.tensorflow._whose_code import compares_predictions, is_metric_of_a_library
 
 
 def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
@@ -25,7 +27,9 @@ def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
     """
     for part in getattr(metric, "metrics", [metric]):
         if not hasattr(part.update_state, "kdpkit_counts"):
-            part.update_state = _on_global_batch(part, _weighing(part), is_global)
+            part.update_state = _on_global_batch(part, part.update_state, is_global)
+            if is_metric_of_a_library(part):
+                part.reset_state = _on_each_replica(part.reset_state)
     if not is_global or "result" in vars(metric):
         return
     stock_result = metric.result
@@ -51,23 +55,46 @@ def _on_global_batch(metric: keras.metrics.Metric, update: Callable, is_global: 
     @functools.wraps(update)
     def update_state(*args: Any, **kwargs: Any) -> Any:
         step = current_step()
-        if step is None or step.own is None:
+        if step is None:
             return update(*args, **kwargs)
+        if step.own is None:
+            return _count_part(step, metric, update, *args, **kwargs)
         if is_of_library:
-            parts = _global_batch.parts_of_known(step, (args, kwargs))
+            parts = None
+            if not compares_predictions(metric, args[1:]):
+                parts = _global_batch.parts_of_known(step, (args, kwargs))
             if parts is not None:
                 part, (args, kwargs) = parts
                 with running(part):
-                    return update(*args, **kwargs)
+                    _count_part(part, metric, update, *args, **kwargs)
+                return _mark_as_counted(metric)
         elif is_global:
             return update(*args, **kwargs)
         if not _global_batch.is_first():
             return None
         with running(None):  # it adds up over the replicas, where others may have parts
-            return update(*args, **kwargs)
+            update(*args, **kwargs)
+        return _mark_as_counted(metric)
 
     update_state.kdpkit_counts = True  # type: ignore[attr-defined]  # marks what is wrapped
     return update_state
+
+
+def _on_each_replica(reset: Callable) -> Callable:
+    """Have every replica reset what it has counted, which is added up over them."""
+
+    @functools.wraps(reset)
+    def reset_state() -> None:
+        with running(None):
+            reset()
+
+    return reset_state
+
+
+def _mark_as_counted(metric: keras.metrics.Metric) -> None:
+    """Have a step that reads a metric's variables read the sums over the replicas (`_patches`)."""
+    for variable in metric.variables:
+        variable.value.kdpkit_is_counted = True
 
 
 def _read(value: Any) -> Any:
@@ -76,50 +103,37 @@ def _read(value: Any) -> Any:
     return tf.convert_to_tensor(value) if is_variable else value
 
 
-def _weighing(metric: keras.metrics.Metric) -> Callable:
-    """Return an update that takes of numbers for a global batch this replica's shares.
+def _count_part(
+    step: ReplicaStep, metric: keras.metrics.Metric, update: Callable, *args: Any, **kwargs: Any
+) -> Any:
+    """Count a replica's examples; of numbers for a global batch, as losses, its share of them.
 
-    Such are what a `train_step` logs, a layer tells, or a metric function gives that reduces.
+    Metric functions give such where predictions have the examples as their only axis.
     """
+    given = inspect.signature(update).bind(*args, **kwargs)
+    given.apply_defaults()
     if type(metric) in (keras.metrics.Mean, keras.metrics.Sum):
-        return _weighing_of_mean(metric.update_state)
-    is_of_function = isinstance(metric, keras.metrics.MeanMetricWrapper)
-    return _weighing_of_function(metric) if is_of_function else metric.update_state
+        values, weight = map(_as_tensor, given.args)
+        if weight is None and values.shape.rank == 0:
+            return update(step.if_examples(values), step.share_as(tf.float32))
+        if weight is not None and weight.shape.rank == 0:  # as Keras reduces them, but for NaN
+            return update(step.if_examples(tf.reduce_mean(values)), weight)
+    elif isinstance(metric, keras.metrics.MeanMetricWrapper):
+        *inputs, weight = given.args
+        if step.replicas > 1 and compares_predictions(metric, inputs[1:]):
+            checks.fail(
+                "The metric takes the predictions of a batch for one example's, and each replica "
+                "has some of them alone.",
+                metric=metric.name,
+                remedy="Give them another axis: `keras.layers.Reshape((1,))`.",
+            )
+        value = tf.convert_to_tensor(metric._fn(*inputs, **metric._fn_kwargs))
+        if value.shape.rank == 0:
+            weight = tf.cast(1.0 if weight is None else tf.reduce_mean(weight), tf.float32)
+            value, weight = step.if_examples(value), step.weigh(weight)
+            return keras.metrics.Mean.update_state(metric, value, sample_weight=weight)
+    return update(*args, **kwargs)
 
 
-def _step_of_part() -> ReplicaStep | None:
-    step = current_step()
-    return None if step is None or step.own is not None else step
-
-
-def _weighing_of_mean(update: Callable) -> Callable:
-    def update_state(values: Any, sample_weight: Any = None) -> Any:
-        step = _step_of_part()
-        if step is not None and sample_weight is None:
-            values = tf.convert_to_tensor(values)
-            if values.shape.rank == 0:
-                values, sample_weight = step.if_examples(values), step.share_as(tf.float32)
-        elif step is not None and tf.convert_to_tensor(sample_weight).shape.rank == 0:
-            values = step.if_examples(tf.reduce_mean(values))  # as Keras reduces them, but for NaN
-        return update(values, sample_weight=sample_weight)
-
-    return update_state
-
-
-def _weighing_of_function(metric: keras.metrics.Metric) -> Callable:
-    """Weigh what a metric function gives, if that is one number for all examples."""
-    stock_update = metric.update_state
-
-    def update_state(y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-        step = _step_of_part()
-        if step is None:
-            return stock_update(y_true, y_pred, sample_weight)
-        value = tf.convert_to_tensor(metric._fn(y_true, y_pred, **metric._fn_kwargs))
-        if value.shape.rank != 0:
-            return stock_update(y_true, y_pred, sample_weight)
-        weight = 1.0 if sample_weight is None else tf.reduce_mean(sample_weight)
-        return keras.metrics.Mean.update_state(
-            metric, step.if_examples(value), sample_weight=step.weigh(tf.cast(weight, tf.float32))
-        )
-
-    return update_state
+def _as_tensor(value: Any) -> Any:
+    return value if value is None else tf.convert_to_tensor(value)

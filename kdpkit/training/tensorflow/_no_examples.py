@@ -4,11 +4,13 @@ Of no examples oneDNN's convolutions give the shape of their input, and the grad
 max-pooling ends the process (docs/upstream/onednn_without_examples.md). On a GPU cuDNN's gradient
 of a 3D convolution raises (tensorflow/tensorflow#60935), and its recurrent layers do. The CTC loss
 raises on both. While a step
-is traced these operations get one example where there is none, and it is taken off what they give.
+is traced these operations get one example where there is none, and it is taken off what they give;
+not those that XLA compiles: it needs none, and would know no size that depends on values.
 """
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,6 +19,7 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._keras_internals import (
     KERAS_NN,
     KERAS_RNN,
+    control_flow_util,
     gen_nn_ops,
     with_gradient,
 )
@@ -40,6 +43,7 @@ FUNCTIONS: dict[Any, dict[str, tuple[tuple[str, ...], str]]] = {
     },
     KERAS_NN: {"ctc_loss": (("output", "target", "target_length", "output_length"), "CPU, GPU")},
 }
+_COMPILED: weakref.WeakSet[Any] = weakref.WeakSet()  # graphs of functions that XLA compiles
 
 
 def guarded(
@@ -50,6 +54,8 @@ def guarded(
     first = given[examples[0]]
     # The gradient of what was guarded has an example already.
     if not _may_lack_examples(first, devices) or getattr(first, "kdpkit_has_example", False):
+        return original(*args, **kwargs)
+    if _is_compiled(given):
         return original(*args, **kwargs)
     count = _count(tf.convert_to_tensor(first))
     for name in examples:
@@ -76,6 +82,16 @@ def _may_lack_examples(tensor: Any, devices: str) -> bool:
     )
 
 
+def _is_compiled(given: dict[str, Any]) -> bool:
+    """Return whether XLA compiles an operation, or the one that it is the gradient of."""
+    graph = tf.compat.v1.get_default_graph()
+    if control_flow_util.GraphOrParentsInXlaContext(graph):
+        _COMPILED.add(graph)
+    return graph in _COMPILED or any(
+        of.graph in _COMPILED for of in given.values() if tf.is_symbolic_tensor(of)
+    )
+
+
 class _Count(NamedTuple):
     """How many examples a tensor has, in a vector, whether any, and in which graph of a step."""
 
@@ -99,7 +115,7 @@ def _with_one(count: _Count, x: Any) -> Any:
 
     The two operations are those of a condition without its functions, which take several times as
     long to trace, and nothing is copied. oneDNN would take a `tf.pad` alone for its convolution's.
-    XLA, and loops, need the condition.
+    Loops need the condition.
     """
     if tf.compat.v1.get_default_graph() is count.graph:
         without, given = tf.raw_ops.Switch(data=x, pred=count.is_any)

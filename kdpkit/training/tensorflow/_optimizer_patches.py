@@ -5,13 +5,14 @@ They are changed on the instance alone, and do what they always did outside of a
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks, optimizers
+from kdpkit._internal import checks, held_variables, optimizers
 from kdpkit.training.tensorflow import _checks, _global_batch, _keras_internals, _whose_code
 from kdpkit.training.tensorflow._collectives import sums_for_variables
 from kdpkit.training.tensorflow._step import current_step, dense_if_unique
@@ -19,12 +20,8 @@ from kdpkit.training.tensorflow._step import current_step, dense_if_unique
 
 def optimizers_of(model: keras.Model) -> list[Any]:
     """Find the optimizers in the attributes of a model and its layers, also in lists and dicts."""
-    found: dict[int, Any] = {}
-    for layer in model._flatten_layers():
-        for value in vars(layer).values():
-            values = value.values() if isinstance(value, dict) else value
-            values = values if isinstance(value, dict | list | tuple) else [value]
-            found |= {id(v): v for v in values if isinstance(v, keras.optimizers.Optimizer)}
+    parts = held_variables.parts_of_attributes(model._flatten_layers())
+    found = {id(of): of for _, of in parts if isinstance(of, keras.optimizers.Optimizer)}
     return [*found.values()]
 
 
@@ -69,6 +66,14 @@ def _move_into_scope(
         _checks.reject_scope(name, strategy, variable=variable.path)
     with tf.init_scope(), strategy.scope():
         _keras_internals.move_into_scope(variable)
+
+
+_updating = threading.local()
+
+
+def is_updating() -> bool:
+    """Return whether this thread updates variables with what the replicas have added up."""
+    return getattr(_updating, "is_on", False)
 
 
 class _OptimizerPatch:
@@ -154,8 +159,12 @@ class _OptimizerPatch:
         owners = self.optimizer._trainable_variables if variables is None else variables
         _reject_gradients_that_are_values(owners)
         grads = sum_gradients(self.strategy, grads, owners)
-        with _keras_internals.updates_without_merging(self.strategy):
-            method(self.optimizer, grads, variables)
+        _updating.is_on = True
+        try:
+            with _keras_internals.updates_without_merging(self.strategy):
+                method(self.optimizer, grads, variables)
+        finally:
+            _updating.is_on = False
 
 
 @contextlib.contextmanager

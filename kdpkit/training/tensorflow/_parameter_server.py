@@ -24,7 +24,7 @@ from kdpkit._internal import checks, processes
 from kdpkit.strategies import _parameter_servers
 from kdpkit.training._keras_internals import set_keras_mask
 from kdpkit.training._remat import rematerialised
-from kdpkit.training.tensorflow import _keras_internals, _patches
+from kdpkit.training.tensorflow import _checks, _keras_internals, _patches
 from kdpkit.training.tensorflow._gradients import (
     combined,
     forward,
@@ -111,17 +111,14 @@ class ParameterServerSteps(TensorFlowSteps):
         optimizer = self.model.optimizer
         _reject_waiting_for_others(optimizer)
         for variable in (optimizer.iterations, optimizer._learning_rate):
-            made_outside = isinstance(variable, keras.Variable) and not (
-                self.strategy.extended.variable_created_in_scope(variable.value)
-            )
-            if made_outside:
+            is_variable = isinstance(variable, keras.Variable)  # or a schedule
+            if is_variable and not _checks.is_in_scope([variable], self.strategy):
                 _keras_internals.move_into_scope(variable)
         super()._build_optimizer()
 
     # Many steps, on workers that are free.
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many training steps; return how many there were, and loss and metrics."""
         iterations = self.model.optimizer.iterations
         before = int(iterations.value)
         done, logs = self._counted_steps(self._train, iterator, steps)
@@ -131,11 +128,9 @@ class ParameterServerSteps(TensorFlowSteps):
         return done, logs
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        """Run up to so many evaluation steps; return how many there were, and loss and metrics."""
         return self._counted_steps(self._test, iterator, steps)
 
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
-        """Predict up to so many batches; return how many there were, and their predictions."""
         outputs = [*self._results(self._predict, iterator, steps)]
         return len(outputs), outputs
 

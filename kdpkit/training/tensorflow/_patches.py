@@ -1,8 +1,8 @@
 """What is replaced in Keras and TensorFlow while a model trains on replicas, in one table.
 
 Each wrapper calls what it wraps, unless its thread runs a step of an exact model: `_TABLE` says
-what it does otherwise there, and why. `installed` replaces all of it, and puts it back. Names and
-arguments are checked first: a Keras or TensorFlow that differs is an error.
+what it does otherwise there, and why. `installed` replaces all of it, and puts it back. A Keras or
+TensorFlow that lacks any of it is an error.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from tensorflow.python.ops import (
 )
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
-from kdpkit._internal import checks, versions
+from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
 from kdpkit.training.tensorflow import (
     _batch_norm,
@@ -57,13 +57,11 @@ class Patch(NamedTuple):
         owner: A class or a module.
         name: What it is called there.
         wrapper: Is called with what was there, and with the arguments.
-        arguments: Those of a function of Keras, if they are used by position.
     """
 
     owner: Any
     name: str
     wrapper: Callable
-    arguments: tuple[str, ...] = ()
 
 
 def _reduce_loss(
@@ -134,7 +132,7 @@ def _gradient(
 
 
 def _jacobian(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Compute a jacobian, from gradients in a loop, where no layer can be divided."""
+    """Compute a jacobian, in a loop or forward, where no layer can be divided."""
     step = current_step()
     if step is not None:
         step.reject_divided()
@@ -153,42 +151,16 @@ def _apply_gradients(
     return patch.reduced(original, grads, trainable_variables)
 
 
-def _rejecting(sentence: str, remedy: str) -> Callable:
+def _rejected(owners: dict[Any, tuple[str, ...]], sentence: str, remedy: str) -> Iterator[Patch]:
     """Raise in steps on the global batch, which would do something once for each replica."""
 
     def rejecting(original: Callable, *args: Any, **kwargs: Any) -> Any:
         step = current_step()
         if step is not None and step.own is not None:
-            checks.fail(
-                f"{sentence}, on each replica.",
-                replicas=step.replicas,
-                remedy=remedy,
-            )
+            checks.fail(f"{sentence}, on each replica.", replicas=step.replicas, remedy=remedy)
         return original(*args, **kwargs)
 
-    return rejecting
-
-
-_walks_the_graph = _rejecting(
-    "`tf.gradients` walks a graph that has this replica's part of layers alone",
-    "Use `tf.GradientTape`.",
-)
-_takes_batches = _rejecting(
-    "The step takes batches from an iterator of its own",
-    "Give `fit` both: `tf.data.Dataset.zip((batches, others))`.",
-)
-_draws_from_a_generator = _rejecting(
-    "The step draws from a `tf.random.Generator`, whose state moves on",
-    "Draw with `keras.random` and a `keras.random.SeedGenerator`.",
-)
-_takes_from_a_queue = _rejecting(
-    "The step uses a queue",
-    "Put what it holds into the dataset, or into a variable.",
-)
-_inserts = _rejecting(
-    "The step inserts into a lookup table",
-    "Keep the numbers in a variable: `self.add_weight(..., trainable=False)`.",
-)
+    return (Patch(owner, name, rejecting) for owner, names in owners.items() for name in names)
 
 
 def _print(original: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -249,9 +221,26 @@ def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> An
     return original(variable, *args, **kwargs)
 
 
+def _reads(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:
+    """Give a step on the global batch what a metric has counted on all replicas."""
+    step = current_step()
+    is_sum = "kdpkit_is_counted" in vars(variable)
+    if step is None or step.own is None or not is_sum or tf.distribute.in_cross_replica_context():
+        return original(variable, *args, **kwargs)
+    return step.merge(lambda _: variable.read_value())
+
+
 def _seeds(original: Callable, op_seed: Any) -> Any:
     """Have operations of TensorFlow that draw draw the same on all replicas."""
     step = current_step()
+    if _optimizer_patches.is_updating() and distribute_lib.get_update_replica_id() is not None:
+        checks.fail(
+            "The optimizer draws random numbers of TensorFlow's own for each replica's copy of a "
+            "variable, which would differ.",
+            seed=op_seed,
+            remedy="Draw in `apply`, once for all copies: `super().apply([g + noise(g) for g in "
+            "grads], trainable_variables)`.",
+        )
     if step is None or step.replicas == 1 or op_seed is not None:
         return original(op_seed)
     if (
@@ -306,6 +295,10 @@ for _name, _number in (("__float__", float), ("__int__", int)):
         setattr(DistributedVariable, _name, lambda of, number=_number: number(of.read_value()))
 
 
+_DRAWING = (
+    *("uniform", "uniform_full_int", "normal", "truncated_normal", "binomial"),
+    *("make_seeds", "split", "skip", "reset"),
+)
 _SCATTERING = ("add", "sub", "update", "max", "min", "mul", "div")
 _ASSIGNING = {
     MirroredVariable: [],
@@ -321,19 +314,11 @@ _ASSIGNING = {
 # TensorFlow 2.21.
 _TABLE = (
     # Losses by the global batch's divisor: keras_divides_losses_by_replica.md
-    Patch(
-        keras_loss,
-        "reduce_weighted_values",
-        _reduce_loss,
-        ("values", "sample_weight", "mask", "reduction", "dtype"),
-    ),
-    Patch(keras_loss.Loss, "__call__", _call_loss, ("self", "y_true", "y_pred", "sample_weight")),
+    Patch(keras_loss, "reduce_weighted_values", _reduce_loss),
+    Patch(keras_loss.Loss, "__call__", _call_loss),
     Patch(distribute_lib.StrategyBase, "num_replicas_in_sync", _num_replicas),
     # Random numbers by the examples' positions: keras_draws_the_same_on_replicas.md
-    *(
-        Patch(keras_random, name, wrapper, arguments)
-        for name, (wrapper, arguments) in _random.wrappers().items()
-    ),
+    *(Patch(keras_random, name, wrapper) for name, wrapper in _random.wrappers().items()),
     *(Patch(of, "call", _random.drop) for of in (keras.layers.Dropout, keras.layers.AlphaDropout)),
     Patch(random_seed, "get_seed", _seeds),
     # Steps on the global batch, and what they do once for all replicas.
@@ -341,22 +326,35 @@ _TABLE = (
     Patch(tf.GradientTape, "gradient", _gradient),
     Patch(tf.GradientTape, "jacobian", _jacobian),
     Patch(tf.GradientTape, "batch_jacobian", _jacobian),
-    *(Patch(owner, "gradients", _walks_the_graph) for owner in (tf, tf.compat.v1)),
+    Patch(tf.autodiff.ForwardAccumulator, "__enter__", _jacobian),
+    *_rejected(
+        {tf: ("gradients",), tf.compat.v1: ("gradients",)},
+        "`tf.gradients` walks a graph that has this replica's part of layers alone",
+        "Use `tf.GradientTape`.",
+    ),
+    *_rejected(
+        {OwnedIterator: ("__next__", "get_next")},
+        "The step takes batches from an iterator of its own",
+        "Give `fit` both: `tf.data.Dataset.zip((batches, others))`.",
+    ),
+    *_rejected(
+        {tf.random.Generator: _DRAWING},
+        "The step draws from a `tf.random.Generator`, whose state moves on",
+        "Draw with `keras.random` and a `keras.random.SeedGenerator`.",
+    ),
+    *_rejected(
+        {gen_data_flow_ops: ("queue_enqueue_v2", "queue_dequeue_v2", "queue_dequeue_many_v2")},
+        "The step uses a queue",
+        "Put what it holds into the dataset, or into a variable.",
+    ),
+    *_rejected(
+        {gen_lookup_ops: ("lookup_table_insert_v2",)},
+        "The step inserts into a lookup table",
+        "Keep the numbers in a variable: `self.add_weight(..., trainable=False)`.",
+    ),
     Patch(gen_logging_ops, "print_v2", _print),
-    *(Patch(OwnedIterator, name, _takes_batches) for name in ("__next__", "get_next")),
-    *(
-        Patch(tf.random.Generator, name, _draws_from_a_generator)
-        for name in (
-            *("uniform", "uniform_full_int", "normal", "truncated_normal", "binomial"),
-            *("make_seeds", "split", "skip", "reset"),
-        )
-    ),
-    Patch(gen_lookup_ops, "lookup_table_insert_v2", _inserts),
-    *(
-        Patch(gen_data_flow_ops, name, _takes_from_a_queue)
-        for name in ("queue_enqueue_v2", "queue_dequeue_v2", "queue_dequeue_many_v2")
-    ),
     *(Patch(gen_script_ops, name, _calls_python) for name in ("py_func", "eager_py_func")),
+    *(Patch(SyncOnReadVariable, name, _reads) for name in ("value", "_get")),
     *(
         Patch(owner, name, _assigns)
         for owner in _ASSIGNING
@@ -401,20 +399,12 @@ def installed() -> Iterator[None]:
 
 
 def _replace() -> None:
-    for owner, name, wrapper, arguments in _TABLE:
+    for owner, name, wrapper in _TABLE:
         original = inspect.getattr_static(owner, name, None)
         function = original.fget if isinstance(original, property) else original
-        if not _is_known(function, arguments):
-            versions.reject_unknown(name, tensorflow=tf.__version__)
         wrapped: Any = _wrap(function, wrapper)
         wrapped = property(wrapped) if function is not original else wrapped
         _replaced.enter_context(_keras_internals.replaced(owner, name, wrapped))
-
-
-def _is_known(function: Any, arguments: tuple[str, ...]) -> bool:
-    if function is None:
-        return False
-    return not arguments or (*inspect.signature(function).parameters,) == arguments
 
 
 def _wrap(original: Any, wrapper: Callable) -> Callable:

@@ -40,7 +40,7 @@ from kdpkit.training.tensorflow._keras_internals import (
     op_def_registry,
 )
 from kdpkit.training.tensorflow._layer_state import noted
-from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
 from kdpkit.training.tensorflow._whose_code import is_library, layers_of
 
 LEAVES = "leaves a tensor outside of itself"  # in a list of its module, or in another object
@@ -180,7 +180,6 @@ class _Trial:
                 raise _BrokenError("is called on a number that may be any, beside the examples")
         self.variables = _variables(layer)
         self.seeds = _seeds(layer)
-        self.draws = False
         self.weights: Sequence[float] = _WEIGHTS
 
     def run(self) -> None:
@@ -247,29 +246,26 @@ class _Trial:
 
         args, kwargs = tf.nest.map_structure(replaced, self.call)
         pairs = zip(tensors, self.has_examples, strict=True)
-        floats = [
-            (tensor, of_examples) for tensor, of_examples in pairs if tensor.dtype.is_floating
-        ]
-        inputs, own = [tensor for tensor, _ in floats], [of_examples for _, of_examples in floats]
-        variables = [variable for variable in self.variables if variable.trainable]
+        floats = [(x, own) for x, own in pairs if x.dtype.is_floating]
+        own = [x for x, is_own in floats if is_own]
+        shared = [x for x, is_own in floats if not is_own]
         with tf.GradientTape() as tape, running(_Positions(start, tf.size(weights))) as step:
-            tape.watch(inputs)
+            tape.watch([*own, *shared])
             outputs = self.outputs(args, kwargs)
             if step.drew_for_all:
                 raise _BrokenError("draws numbers that the examples share")
+        sources = [*own, *shared, *(of for of in self.variables if of.trainable)]
         targets = [output for output in outputs if output.dtype.is_floating]
-        gradients = [None] * len([*inputs, *variables])
+        gradients = [None] * len(sources)
         if targets:
             upstream = [_upstream(output, weights) for output in targets]
-            gradients = tape.gradient(targets, [*inputs, *variables], upstream)
+            gradients = tape.gradient(targets, sources, upstream)
         dense = [
             tf.zeros_like(of) if gradient is None else tf.convert_to_tensor(gradient)
-            for of, gradient in zip([*inputs, *variables], gradients, strict=True)
+            for of, gradient in zip(sources, gradients, strict=True)
         ]
         outputs += [mask for output in outputs if (mask := _mask_of(output)) is not None]
-        of_examples = [gradient for gradient, is_own in zip(dense, own, strict=False) if is_own]
-        shared = [gradient for gradient, is_own in zip(dense, own, strict=False) if not is_own]
-        return _Results(outputs, of_examples, shared + dense[len(inputs) :])
+        return _Results(outputs, dense[: len(own)], dense[len(own) :])
 
     def outputs(self, args: Any, kwargs: Any) -> list[Any]:
         """Call the layer, and return its tensors, if it leaves nothing behind in Python."""
@@ -301,12 +297,10 @@ class _Trial:
         names = {inner.op.name: outer for outer, inner in graph.captures}
         seeds = [part.handle for seed in self.seeds for part in _on_replicas(seed)]
         known = seeds + [part.handle for of in _statistics(self.layer) for part in _on_replicas(of)]
-        num_known = 0
-        for operation in graph.get_operations():
-            if operation.type.startswith(_ASSIGNING):
-                handle = names.get(operation.inputs[0].op.name)
-                num_known += any(handle is of for of in known)
-                self.draws |= any(handle is seed for seed in seeds)
+        assigning = [of for of in graph.get_operations() if of.type.startswith(_ASSIGNING)]
+        handles = [names.get(of.inputs[0].op.name) for of in assigning]
+        num_known = sum(any(handle is of for of in known) for handle in handles)
+        self.draws = any(handle is seed for handle in handles for seed in seeds)
         definition = graph.as_graph_def()
         inner = [node for function in definition.library.function for node in function.node_def]
         types = [node.op for node in [*definition.node, *inner]]
@@ -387,9 +381,11 @@ class _Trial:
                 raise
             others = [example for example in range(_EXAMPLES) if example != at]
             self.compare(found, _EXAMPLES, others, others, f"when one is {kind}{when}")
+        inputs = sum(int(tf.size(value)) for value in self.values) // _EXAMPLES
         for order, why in _ORDERS_OF_LARGE if self.is_large else _ORDERS:
             is_drawn_elsewhere = self.draws and len(order) != _EXAMPLES  # numbers have positions
-            if is_drawn_elsewhere or not self.is_within_limits(order):
+            is_too_much = len(order) > 4 * _EXAMPLES and len(order) * inputs > _MOST_INPUTS
+            if is_drawn_elsewhere or is_too_much:
                 continue
             same = [*range(len(order))]
             if self.draws:
@@ -410,11 +406,6 @@ class _Trial:
         for one, other, total in zip(*(of.shared for of in [*parts, self.base]), strict=True):
             if not _agree(one + other, total, self.rounding(is_same_size=False), largest):
                 raise _BrokenError(f"has a gradient that is no sum over the examples{when}")
-
-    def is_within_limits(self, order: list[int]) -> bool:
-        """Return whether many examples are few numbers."""
-        inputs = sum(int(tf.size(value)) for value in self.values) // _EXAMPLES
-        return len(order) <= 4 * _EXAMPLES or len(order) * inputs <= _MOST_INPUTS
 
     def taken(self, order: list[int]) -> Any:
         """Call the layer on some of the examples."""
@@ -443,12 +434,17 @@ class _Trial:
 
     def rounding(self, *, is_same_size: bool) -> float:
         """Return by how much of the largest number two results may differ."""
-        types = [tf.as_dtype(part.compute_dtype) for part in layers_of(self.layer)]
-        units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
-        unit = max(units.get(kind, 2.0**-23) for kind in types)
+        unit = rounding_unit(self.layer)
         if is_same_size:
             return 2 * unit if unit > 1e-4 else 16 * unit
         return max(32 * unit, 1e-3)
+
+
+def rounding_unit(layer: keras.layers.Layer) -> float:
+    """Return the unit in the last place, at 1, of the coarsest type that a layer computes in."""
+    types = [tf.as_dtype(part.compute_dtype) for part in layers_of(layer)]
+    units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
+    return max(units.get(kind, 2.0**-23) for kind in types)
 
 
 def _agree(one: Any, other: Any, rounding: float, largest: float = 1e-3) -> bool:
@@ -492,8 +488,6 @@ def _replacing(values: tf.Tensor, at: int, floats: Any, others: Callable, text: 
     dtype, array = values.dtype, values.numpy()
     if dtype == tf.string:
         array[at] = text.encode()
-    elif dtype == tf.bool:
-        array[at] = others(array.astype("int32"), at)
     elif not dtype.is_floating and not dtype.is_complex:
         array[at] = others(array, at)
     else:
@@ -686,10 +680,13 @@ def _make_none(*_: Any, **__: Any) -> Any:
 
 
 def _same_moments(layer: keras.layers.Layer) -> Callable:
-    """Return statistics that all examples share, whatever they are."""
+    """Return statistics that all examples share, whatever they are; NaN for some of them alone."""
     shape = layer.moving_mean.shape
 
     def moments(inputs: tf.Tensor, mask: Any) -> Any:  # noqa: ARG001  # Keras' signature
-        return tf.zeros(shape, inputs.dtype), tf.ones(shape, inputs.dtype)
+        step = current_step()
+        is_of_some = tf.shape(inputs)[0] % step.num_examples != 0 if step else False
+        mean = tf.where(is_of_some, tf.constant(math.nan, inputs.dtype), 0.0)
+        return tf.fill(shape, mean), tf.ones(shape, inputs.dtype)
 
     return moments

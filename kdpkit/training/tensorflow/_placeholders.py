@@ -7,13 +7,14 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import compute_output_spec
+from kdpkit.training.tensorflow import _workers
 
 
 def placeholders(spec: Any, num_examples: int | None = None) -> Any:
     """Return Keras' placeholders; of ragged parts the specification, for Keras has none of these.
 
     Args:
-        spec: What specifies the dataset's element.
+        spec: What specifies the dataset's element, perhaps a `Shard`.
         num_examples: Stands in for an unknown number of dense examples.
     """
 
@@ -28,7 +29,8 @@ def placeholders(spec: Any, num_examples: int | None = None) -> Any:
             shape = [shape[0] or num_examples, *shape[1:]]
         return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
 
-    return tf.nest.map_structure(placeholder, spec)
+    examples, _ = _workers.opened(spec)
+    return tf.nest.map_structure(placeholder, examples)
 
 
 def trace(function: Callable, *args: Any) -> Any:
@@ -52,7 +54,6 @@ def build_for_ragged(model: keras.Model, x: Any, y: Any, sample_weight: Any) -> 
 
 
 def is_ragged(part: Any) -> bool:
-    """Return whether a placeholder stands for ragged examples."""
     return isinstance(part, tf.RaggedTensorSpec)
 
 

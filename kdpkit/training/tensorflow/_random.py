@@ -17,14 +17,15 @@ import tensorflow as tf
 
 from kdpkit.training.tensorflow._collectives import gathered
 from kdpkit.training.tensorflow._keras_internals import (
+    KERAS_RANDOM,
     global_state,
-    keras_random,
     seed_generator,
 )
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
 
 # What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
+_DRAWN_GLOBALLY = ("randint", "truncated_normal", "gamma", "binomial", "beta")
 _UNIFORM, _NORMAL = tf.raw_ops.StatelessRandomUniformV2, tf.raw_ops.StatelessRandomNormalV2
 
 
@@ -42,38 +43,30 @@ class Entries(NamedTuple):
     total: Any
 
 
-def wrappers() -> dict[str, tuple[Callable, tuple[str, ...]]]:
-    """Return what is called for random functions of Keras, by name, and their arguments."""
+def wrappers() -> dict[str, Callable]:
+    """Return what is called for random functions of Keras, by name."""
     return {
-        "uniform": (
-            functools.partial(_drawn_in_part, _UNIFORM),
-            ("shape", "minval", "maxval", "dtype", "seed"),
-        ),
-        "normal": (
-            functools.partial(_drawn_in_part, _NORMAL),
-            ("shape", "mean", "stddev", "dtype", "seed"),
-        ),
-        "dropout": (_dropout, ("inputs", "rate", "noise_shape", "seed")),
-        "shuffle": (_shuffle, ("x", "axis", "seed")),
-        "categorical": (_categorical, ("logits", "num_samples", "dtype", "seed")),
-        "randint": (_drawn_globally, ("shape", "minval", "maxval", "dtype", "seed")),
-        "truncated_normal": (_drawn_globally, ("shape", "mean", "stddev", "dtype", "seed")),
-        "gamma": (_drawn_globally, ("shape", "alpha", "dtype", "seed")),
-        "binomial": (_drawn_globally, ("shape", "counts", "probabilities", "dtype", "seed")),
-        "beta": (_drawn_globally, ("shape", "alpha", "beta", "dtype", "seed")),
+        "uniform": functools.partial(_drawn_in_part, _UNIFORM, ("minval", "maxval")),
+        "normal": functools.partial(_drawn_in_part, _NORMAL, ("mean", "stddev")),
+        "dropout": _dropout,
+        "shuffle": _shuffle,
+        "categorical": _categorical,
+        **dict.fromkeys(_DRAWN_GLOBALLY, _drawn_globally),
     }
 
 
-def _drawn_in_part(op: Any, original: Callable, *args: Any, **kwargs: Any) -> Any:
+def _drawn_in_part(
+    op: Any, limits: tuple[str, str], original: Callable, *args: Any, **kwargs: Any
+) -> Any:
     """Draw uniform numbers between two limits, or normal ones of a mean and a deviation."""
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
-    shape, low, high, dtype, seed = given.args
+    shape, dtype, seed = (given.arguments[name] for name in ("shape", "dtype", "seed"))
     step, dims, part = _located(shape, seed)
     if part is None:
-        return original(*given.args)
+        return original(*args, **kwargs)
     dtype = tf.as_dtype(dtype or keras.config.floatx())
-    low, high = tf.cast(low, dtype), tf.cast(high, dtype)
+    low, high = (tf.cast(given.arguments[name], dtype) for name in limits)
     size = high - low if op is _UNIFORM else high
     return _numbers(op, step, dims, part, dtype, _cast(seed)) * size + low
 
@@ -133,16 +126,14 @@ def _categorical(
     return _sliced(drawn, part)
 
 
-def _drawn_globally(original: Callable, shape: Any, *args: Any, **kwargs: Any) -> Any:
+def _drawn_globally(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Draw what one device draws, with the parameters of this replica's examples, and slice it."""
-    seed = kwargs.get("seed", args[-1] if args else None)
-    _, dims, part = _located(shape, seed if not isinstance(seed, str) else None)
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    _, dims, part = _located(given["shape"], given.get("seed"))
     if part is None:
-        return original(shape, *args, **kwargs)
-    args = tuple(_spread(value, dims, part) for value in args)
-    kwargs = {name: _spread(value, dims, part) for name, value in kwargs.items()}
-    drawn = original(tf.stack([part.total, *dims[1:]]), *args, **kwargs)
-    return _sliced(drawn, part)
+        return original(*args, **kwargs)
+    given = {name: _spread(value, dims, part) for name, value in given.items()}
+    return _sliced(original(**given | {"shape": tf.stack([part.total, *dims[1:]])}), part)
 
 
 def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Entries | None]:
@@ -163,8 +154,7 @@ def _part(step: ReplicaStep, dims: list[Any]) -> Entries | None:
     count = dims[0]
     if tf.executing_eagerly():
         step_examples = int(step.num_examples)
-        is_of_examples = step_examples > 0 and int(count) % step_examples == 0
-        is_of_examples = is_of_examples or int(count) == step_examples
+        is_of_examples = int(count) % step_examples == 0 if step_examples else int(count) == 0
     elif tf.is_tensor(count):
         is_of_examples = _may_count_examples(count)
     else:
@@ -261,7 +251,7 @@ def _dims(tensor: tf.Tensor) -> list[Any]:
 
 
 def _cast(seed: Any) -> Any:
-    return keras_random._cast_seed(seed_generator.draw_seed(seed))
+    return KERAS_RANDOM._cast_seed(seed_generator.draw_seed(seed))
 
 
 def _have_global_seeds(step: ReplicaStep) -> None:

@@ -40,7 +40,8 @@ def checkpointed(call: BlockCall) -> Result:
         return list(tape.gradient(recomputed, again, output_gradients=upstream))
 
     differentiable = _differentiable(result)
-    if not differentiable or not inputs:
+    has_logits = any(_keras_internals.get_logits(x) is not None for x in result.outputs)
+    if not differentiable or not inputs or has_logits:  # which a loss uses in place of the outputs
         return result
     attached = iter(with_gradient(differentiable, inputs, gradient))
     return result._replace(

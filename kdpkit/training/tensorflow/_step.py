@@ -7,6 +7,7 @@ regularizer) comes out as it went in. What is no mean over examples (a sum, a me
 unmasked entries) is first put in a form that is.
 """
 
+import collections
 import contextlib
 import copy
 import random
@@ -19,7 +20,6 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.training._losses import sum_over_replicas
 from kdpkit.training.tensorflow import _workers
 from kdpkit.training.tensorflow._keras_internals import is_recorded
 
@@ -67,7 +67,7 @@ class ReplicaStep:
 
     def __init__(self, data: Any, *, batch_norm: str = "global") -> None:
         drawn = _python_random()
-        self.batch_norm = batch_norm
+        self.batch_norm, self._graph = batch_norm, _graph()
         context = tf.distribute.get_replica_context()
         self.strategy = context.strategy
         self.replicas = context.num_replicas_in_sync
@@ -84,9 +84,9 @@ class ReplicaStep:
         self.is_part = self.replicas > 1  # of a batch
         self.examples = object()  # which these are: parts of others may have other sizes
         self.divided: set[int] = set()  # the variables of these layers, by identity
+        self.calls = collections.Counter[int]()  # of layers in them, by their variables' identity
         self._parts: dict[Any, Part] = {}
         self._addends: dict[Any, Any] = {}
-        self._graph = _graph()
         self.assigned: dict[int, Any] = {}  # variables of layers, by identity
         self.equal: set[int] = set()  # those that all replicas assign the same
         _set_python_random(*drawn)
@@ -101,12 +101,12 @@ class ReplicaStep:
         is_own = tf.range(self.replicas) == self.shard
         sizes = tf.where(is_own, own[:, None], 0)
         if fingerprint is None:
-            return tf.unstack(sum_over_replicas(sizes), num=len(parts))
+            return tf.unstack(self.total(sizes), num=len(parts))
         numbers = [
             tf.reshape(tf.cast(sizes, tf.int64), [-1]),
             _workers.sums_to_compare(fingerprint),
         ]
-        sums = sum_over_replicas(tf.concat(numbers, axis=0))
+        sums = self.total(tf.concat(numbers, axis=0))
         count = len(parts) * self.replicas
         _workers.compare(sums[count:], self.replicas)
         sizes = tf.reshape(tf.cast(sums[:count], tf.int32), [len(parts), self.replicas])
@@ -142,7 +142,8 @@ class ReplicaStep:
     def part_of(self, tensor: Any) -> "Part | None":
         """Return this replica's part of a tensor, if it is known."""
         known = self._parts.get(_key(tensor))
-        if known is None and _is_sum(tensor):
+        is_symbolic = known is None and tf.is_symbolic_tensor(tensor)
+        if is_symbolic and tensor.op.type == "AddN":  # as tapes sum the gradients of several uses
             terms = [*tensor.op.inputs]
             parts = [part for term in terms if (part := self.part_of(term)) is not None]
             if len(parts) == len(terms):
@@ -202,6 +203,7 @@ class ReplicaStep:
         """Return the sum over the replicas; no gradient flows through it."""
         if self.replicas == 1:
             return value
+        # Not `all_reduce` of a context: it would launch one NCCL collective for each count.
         value = tf.stop_gradient(value)
         return self.merge(lambda of, value: of.reduce("SUM", value, axis=None), value)
 
@@ -255,11 +257,6 @@ def _key(tensor: Any) -> Any:
         return tuple(map(_key, tensor))
     is_symbolic = tf.is_symbolic_tensor(tensor)
     return (tensor.op.name, tensor.value_index) if is_symbolic else id(tensor)
-
-
-def _is_sum(tensor: Any) -> bool:
-    """Return whether a tensor is a sum as tapes make them: of the gradients of several uses."""
-    return tf.is_symbolic_tensor(tensor) and tensor.op.type == "AddN"
 
 
 def of_any_length(x: Any) -> Any:

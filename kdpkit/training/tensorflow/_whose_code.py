@@ -18,7 +18,6 @@ _OF_ONE_MODEL = "keras_hub.src.models."
 
 
 def is_library(module: str) -> bool:
-    """Return whether a module is of a library, by its name."""
     return module.partition(".")[0] in _LIBRARIES
 
 
@@ -106,7 +105,7 @@ def _may_compare_examples(layer: keras.layers.Layer) -> bool:
 # Of a tensor with fewer axes, these take the first one for something else than examples.
 _LEAST_AXES = dict.fromkeys(
     ("Attention", "AdditiveAttention", "FNetEncoder", "PositionEmbedding"), 3
-)
+) | {"Activation": 2}  # a softmax, say
 _LEAST_AXES_OF_IMAGES = 4
 
 
@@ -115,6 +114,8 @@ def has_too_few_axes(layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
     least = _LEAST_AXES.get(type(layer).__name__, 0)
     if isinstance(layer, BaseImagePreprocessingLayer):
         least = _LEAST_AXES_OF_IMAGES
+    if getattr(layer, "output_mode", None) in ("count", "multi_hot", "tf_idf"):
+        least = 2
     negative = [axis for axis in _axes(layer) if isinstance(axis, int) and axis < 0]
     least = max(least, 1 - min(negative, default=0)) if negative else least
     leaves = tf.nest.flatten((args, kwargs)) if least and is_library(type(layer).__module__) else []
@@ -209,6 +210,24 @@ def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
         not _compares_examples(function)
         and _is_along_the_last_axis(metric)
         and all(map(_is_of_a_library, parts))
+    )
+
+
+# Of predictions that have the examples as their only axis, these give the mean over the examples.
+_MEANS = {
+    *("mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error"),
+    *("mean_squared_logarithmic_error", "binary_accuracy", "binary_crossentropy"),
+    *("binary_focal_crossentropy", "huber", "log_cosh", "hinge", "squared_hinge", "poisson"),
+    "accuracy",
+}
+
+
+def compares_predictions(metric: keras.metrics.Metric, y_pred: Any) -> bool:
+    """Return whether a library's metric computes with all examples of predictions of one axis."""
+    function = getattr(metric, "_fn", None)
+    is_mean = function is None or getattr(function, "__name__", "") in _MEANS
+    return not is_mean and any(
+        x.shape.rank == 1 for x in tf.nest.flatten(y_pred) if tf.is_tensor(x)
     )
 
 

@@ -8,6 +8,7 @@ examples that it has on one device. What that needs, that all processes read the
 compared in every step.
 """
 
+import functools
 import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -42,7 +43,6 @@ class Shard(NamedTuple):
 
 
 def spans_processes(strategy: tf.distribute.Strategy) -> bool:
-    """Return whether the replicas of a strategy are in several processes."""
     is_multi_worker = isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)
     return is_multi_worker and strategy.num_replicas_in_sync > len(_local_devices(strategy))
 
@@ -80,8 +80,15 @@ def distribute(strategy: tf.distribute.Strategy, dataset: Any, name: str = "the 
     if not isinstance(dataset, tf.data.Dataset):
         return _stock_distribute(strategy, dataset)
     dataset = with_private_batches(dataset)
+    dealt_out = functools.partial(
+        strategy.distribute_datasets_from_function, functools.partial(_shards, strategy, dataset)
+    )
     if not spans_processes(strategy):
-        return _distribute_here(strategy, dataset)
+        kinds = (tf.SparseTensorSpec, tf.RaggedTensorSpec)
+        is_packed = any(isinstance(spec, kinds) for spec in tf.nest.flatten(dataset.element_spec))
+        if strategy.num_replicas_in_sync == 1 or not is_packed:
+            return _stock_distribute(strategy, dataset)
+        return dealt_out()  # docs/upstream/tensorflow_cuts_no_sparse_examples.md
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _POLICY.FILE:
         _report(
@@ -98,35 +105,15 @@ def distribute(strategy: tf.distribute.Strategy, dataset: Any, name: str = "the 
             "its examples out, or what `strategy.distribute_datasets_from_function` makes.",
         )
     kind = int(_hash(repr(dataset.element_spec), 1 << 60))
-    for what, number in (
-        ("The types and shapes", kind),
-        ("The number", int(dataset.cardinality())),
-    ):
-        processes.require_equal(
-            f"{what} of the batches of {name}",
-            [number],
-            remedy=_SAME,
-            strategy=strategy,
-        )
+    numbers = {"The types and shapes": kind, "The number": int(dataset.cardinality())}
+    for what, number in numbers.items():
+        name_of = f"{what} of the batches of {name}"
+        processes.require_equal(name_of, [number], remedy=_SAME, strategy=strategy)
     _report(
         f"Each of the {processes.count()} processes reads all of the data and takes its examples "
         "of every batch."
     )
-    return strategy.distribute_datasets_from_function(
-        lambda context: _shards(strategy, dataset, context)
-    )
-
-
-def _distribute_here(strategy: tf.distribute.Strategy, dataset: tf.data.Dataset) -> Any:
-    """Spread batches over the replicas of this process."""
-    kinds = (tf.SparseTensorSpec, tf.RaggedTensorSpec)
-    is_packed = any(isinstance(spec, kinds) for spec in tf.nest.flatten(dataset.element_spec))
-    if strategy.num_replicas_in_sync == 1 or not is_packed:
-        return _stock_distribute(strategy, dataset)
-    # docs/upstream/tensorflow_cuts_no_sparse_examples.md
-    return strategy.distribute_datasets_from_function(
-        lambda context: _shards(strategy, dataset, context)
-    )
+    return dealt_out()
 
 
 def _stock_distribute(strategy: tf.distribute.Strategy, dataset: Any) -> Any:
@@ -178,17 +165,17 @@ def _cut(batch: Any, index: int, replicas: int) -> Any:
     size = -(-num_examples // replicas)
     start = tf.minimum(index * size, num_examples)
     stop = tf.minimum(start + size, num_examples)
-
-    return tf.nest.map_structure(
-        lambda part: None if part is None else sliced(part, start, stop), batch
-    )
+    return tf.nest.map_structure(lambda x: None if x is None else sliced(x, start, stop), batch)
 
 
 def sliced(tensor: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
     """Return some examples of a dense, ragged or sparse tensor."""
-    if isinstance(tensor, tf.SparseTensor):
-        return _cut_sparse(tensor, start, stop)
-    return tensor[start:stop]
+    if not isinstance(tensor, tf.SparseTensor):
+        return tensor[start:stop]
+    rest = tf.cast(tf.shape(tensor)[1:], tf.int64)
+    first, size = (tf.cast(number, tf.int64) for number in (start, stop - start))
+    starts, sizes = tf.concat([[first], tf.zeros_like(rest)], 0), tf.concat([[size], rest], 0)
+    return tf.sparse.slice(tensor, starts, sizes)
 
 
 def examples_in_batch(batch: Any) -> Any:
@@ -203,14 +190,6 @@ def examples_in(tensor: Any) -> Any:
     if isinstance(tensor, tf.SparseTensor):
         return tf.cast(tensor.dense_shape[0], tf.int32)
     return tf.shape(tensor)[0] if tensor.shape.rank != 0 else tf.constant(1)
-
-
-def _cut_sparse(part: Any, start: tf.Tensor, stop: tf.Tensor) -> Any:
-    rest = tf.cast(tf.shape(part)[1:], tf.int64)
-    first, size = (tf.cast(number, tf.int64) for number in (start, stop - start))
-    return tf.sparse.slice(
-        part, tf.concat([[first], tf.zeros_like(rest)], 0), tf.concat([[size], rest], 0)
-    )
 
 
 # Agreement, in every step.
@@ -233,11 +212,6 @@ def _hash(text: Any, buckets: int) -> Any:
 def opened(data: Any) -> tuple[Any, Any]:
     """Return a replica's examples, and the fingerprint of the batch if they have one."""
     return (data.data, data.fingerprint) if isinstance(data, Shard) else (data, None)
-
-
-def specs_of(spec: Any) -> Any:
-    """Return the specification of the examples alone."""
-    return opened(spec)[0]
 
 
 def sums_to_compare(fingerprint: Any) -> Any:

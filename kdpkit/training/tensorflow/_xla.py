@@ -6,7 +6,6 @@ compiles here is the model's `call`, and with it the backward pass; losses, opti
 stay TensorFlow's. `TrainingLoop(jit="measure")` finds out, while it trains, which way is faster.
 """
 
-import math
 import statistics
 from typing import Any
 
@@ -15,6 +14,7 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
+from kdpkit.training.tensorflow._keras_internals import get_logits, set_logits
 from kdpkit.training.tensorflow._step import current_step
 
 _CALLS = 5  # timed for each choice, after the one that compiles
@@ -45,7 +45,7 @@ def compile_call(model: keras.Model, global_batch_norms: list[Any]) -> None:
 
 
 def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
-    """Call what XLA compiles; masks, and what layers add to the loss, are no outputs by nature."""
+    """Call what XLA compiles; masks, logits and added losses are no outputs by nature."""
 
     def run(*tensors: Any) -> Any:
         following = iter(tensors)
@@ -55,15 +55,21 @@ def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
         losses = [[*layer._losses] for layer in layers]
         for layer in layers:
             layer._losses.clear()
-        return outputs, keras.tree.map_structure(get_keras_mask, outputs), losses
+        masks, logits = (
+            keras.tree.map_structure(of, outputs) for of in (get_keras_mask, get_logits)
+        )
+        return outputs, masks, logits, losses
 
     layers = list(model._flatten_layers())
     leaves = tf.nest.flatten((args, kwargs))
     compiled = tf.function(run, jit_compile=True, autograph=False)
-    outputs, masks, losses = compiled(*(leaf for leaf in leaves if tf.is_tensor(leaf)))
-    keras.tree.map_structure(
-        lambda output, mask: mask is None or set_keras_mask(output, mask), outputs, masks
-    )
+    outputs, masks, logits, losses = compiled(*(leaf for leaf in leaves if tf.is_tensor(leaf)))
+    for set_on, values in ((set_keras_mask, masks), (set_logits, logits)):
+        keras.tree.map_structure(
+            lambda output, value, set_on=set_on: value is None or set_on(output, value),
+            outputs,
+            values,
+        )
     for layer, added in zip(layers, losses, strict=True):
         layer._losses.extend(added)
     return outputs
@@ -79,51 +85,33 @@ class XlaTrial:
     >>> while not trial.verdict:
     ...     trial.record(steps=4, seconds=0.2 if trial.jit else 0.4)
     >>> trial.jit, trial.verdict
-    (True, 'XLA: on, a step takes 50.0 ms with it and 100 ms without.')
+    (True, 'XLA: on, a step takes 50 ms with it and 100 ms without.')
     """
 
     def __init__(self) -> None:
-        self.jit = False
-        self.verdict = ""
-        self._seconds_of_steps: dict[bool, list[float]] = {False: [], True: []}
-        self._seconds = {False: 0.0, True: 0.0}
-        self._is_compiled = {False: False, True: False}
+        self.jit, self.verdict = False, ""
+        # Steps and seconds of each call; the first one compiles.
+        self._calls: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
 
     @property
     def is_new(self) -> bool:
-        """Whether no call was recorded."""
-        return not any(self._is_compiled.values())
+        return not self._calls[False]
 
     def record(self, *, steps: int, seconds: float) -> None:
         """Note how long a call took that ran as `jit` says, and choose how the next one runs."""
-        if not steps or self.verdict:
+        if not steps:
             return
-        if self._is_compiled[self.jit]:
-            self._seconds_of_steps[self.jit].append(seconds / steps)
-            self._seconds[self.jit] += seconds
-        self._is_compiled[self.jit] = True
+        self._calls[self.jit].append((steps, seconds))
         self.jit = not self.jit
-        if all(map(self._is_known, (False, True))):
-            self._decide()
-
-    def _is_known(self, jit: bool) -> bool:
-        return len(self._seconds_of_steps[jit]) >= _CALLS and self._seconds[jit] >= _SECONDS
-
-    def _decide(self) -> None:
-        plain, compiled = (statistics.median(self._seconds_of_steps[jit]) for jit in (False, True))
-        self.jit = compiled < plain
-        self.verdict = (
-            f"XLA: {'on' if self.jit else 'off'}, a step takes {_milliseconds(compiled)} with it "
-            f"and {_milliseconds(plain)} without."
-        )
+        timed = [calls[1:] for calls in self._calls.values()]
+        if all(len(of) >= _CALLS and sum(s for _, s in of) >= _SECONDS for of in timed):
+            plain, compiled = (statistics.median(s / steps for steps, s in of) for of in timed)
+            self.jit = compiled < plain
+            self.verdict = (
+                f"XLA: {'on' if self.jit else 'off'}, a step takes {_milliseconds(compiled)} with "
+                f"it and {_milliseconds(plain)} without."
+            )
 
 
 def _milliseconds(seconds: float) -> str:
-    """Return three digits of a time.
-
-    >>> [_milliseconds(seconds) for seconds in (0.0000123, 0.0123, 1.23456)]
-    ['0.0123 ms', '12.3 ms', '1230 ms']
-    """
-    number = seconds * 1000
-    digits = max(2 - math.floor(math.log10(number)), 0) if number else 0
-    return f"{float(f'{number:.3g}'):.{digits}f} ms"
+    return f"{float(f'{seconds * 1000:.3g}'):g} ms"
