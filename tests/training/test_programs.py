@@ -15,7 +15,11 @@ MODULES = [
 ]
 ALL = [program for module in MODULES for program in getattr(module, "PROGRAMS", [])]
 HERE = [program for program in ALL if keras.backend.backend() in program.backends]
-QUICK = ("train_step with its own loss and trackers", "a layer that computes loss and accuracy")
+QUICK = (
+    "train_step with its own loss and trackers",
+    "a layer that computes loss and accuracy",
+    "softmax called logits, and a metric of one's own",
+)
 SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "train_step that clips by the global norm",
     "train_step that divides by the number of replicas",
@@ -50,6 +54,12 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a variable that adds up the batch",
     "KerasHub's CLIP",
     "KerasHub's Mixtral",
+    "softmax of large features, compiled by XLA",
+    "a critic that is frozen in the step",
+    "a metric that is reset, and one that is read",
+    "labeled examples cut elsewhere",
+    "halves of a batch normalized apart",
+    "a table looked up in a layer and outside",
 )
 MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
 REPLICAS = [2, *(pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 8))]

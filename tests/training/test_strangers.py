@@ -21,10 +21,10 @@ def losses_of(labels, logits):
     return keras.losses.sparse_categorical_crossentropy(labels, logits, from_logits=True)
 
 
-def stack(*before, loss=None, metrics=None, units=3):
+def stack(*before, loss=None, metrics=None, units=3, optimizer=None):
     model = keras.Sequential([keras.Input((4,)), *before, layers.Dense(units)])
     loss = loss or keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    model.compile(keras.optimizers.SGD(0.1), loss, metrics=metrics)
+    model.compile(optimizer or keras.optimizers.SGD(0.1), loss, metrics=metrics)
     return model
 
 
@@ -56,6 +56,32 @@ class OwnStep(keras.Model):
             tape.gradient(loss, self.trainable_variables), self.trainable_variables
         )
         return {"scaled": loss}
+
+
+class LeavesInObject(OwnStep):
+    """Keeps what its layer gives in an object, and computes with that."""
+
+    def __init__(self):
+        super().__init__()
+        self.kept = types.SimpleNamespace()
+
+    def train_step(self, data):
+        x, labels = data
+        with tf.GradientTape() as tape:
+            self.kept.logits = self(x)
+            self(-x)
+            loss = tf.reduce_mean(losses_of(labels, self.kept.logits + self.dense.bias))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class Langevin(keras.optimizers.SGD):
+    """Adds noise to each gradient."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        noise = 0.1 * tf.random.normal(tf.shape(gradient))
+        super().update_step(gradient + noise, variable, learning_rate)
 
 
 def scaled(scale, make=lambda: None):
@@ -388,6 +414,8 @@ class Tap(layers.Layer):
             r"`tf.gradients`.*GradientTape",
         ),
         (lambda: stack(layers.Softmax(axis=-2)), r"too few axes.*kind='Softmax'"),
+        (lambda: stack(optimizer=Langevin(0.1)), "each replica's copy.*Draw in `apply`"),
+        (LeavesInObject, "values of different kinds.*an attribute of the model"),
     ],
 )
 def test_what_each_replica_would_do_again_is_one_sentence(build, sentence):
