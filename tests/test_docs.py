@@ -142,7 +142,9 @@ def test_pages_have_programs_and_no_other_titles():
 def of_programs(*, here):
     """Give names of programs as a test's parameters."""
     for name, (command, _) in PROGRAMS.items():
-        marks = HERE.get(command.partition(FAILS)[0], [])
+        kind, _, message = command.partition(FAILS)
+        # On JAX stock `fit` works once `replica_exact` was used in the process.
+        marks = [] if message and "=jax" in kind else HERE.get(kind, [])
         if bool(marks) == here:
             repeats = [pytest.mark.exhaustive] if name.startswith(REPEATING) else []
             yield pytest.param(name, marks=[*marks, *repeats])
