@@ -106,7 +106,7 @@ class Objective:
         loss = get_loss(loss, y, prediction)
         y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
         # One that compares the examples of a batch has several numbers, as `Circle`, or one.
-        if not isinstance(loss, keras.losses.Circle):
+        if getattr(loss, "fn", None) is not keras.losses.circle:
             losses = loss.call(y, prediction)
             if len(losses.shape):
                 return losses
@@ -124,12 +124,11 @@ class Objective:
                 remedy="Train with `accumulation=1` and `jit=False`; if it is to be of each "
                 "example, let the model return predictions of two axes, `(examples, 1)`.",
             )
-        losses = loss.call(y, prediction)
+        value = loss.call(y, prediction)
+        if len(value.shape):
+            return value
         if loss.reduction == "sum":  # over the examples that its parts are added up for
-            value = ops.sum(losses)
             value /= ops.cast(ops.shape(prediction)[0], value.dtype)
-        else:
-            value = ops.mean(losses)
         return ops.broadcast_to(value, (ops.shape(prediction)[0],))
 
     def terms(self, losses: Nest, predictions: Nest, sample_weight: Nest) -> list[Term]:

@@ -128,6 +128,11 @@ def of_one_axis():
     return keras.Model(inputs, layers.Reshape(())(layers.Dense(1)(inputs)))
 
 
+def of_directions():
+    keras.utils.set_random_seed(0)
+    return keras.Sequential([keras.Input((4,)), layers.Dense(3), layers.UnitNormalization()])
+
+
 def labels_of_two():
     x, _ = testing.toy_classification(10)
     return tf.data.Dataset.from_tensor_slices((x, {"a": x[:, :1], "b": x[:, 1:2]})).batch(4)
@@ -214,6 +219,13 @@ CASES = {
     ),
     "predictions of one axis": Case(
         {"jit": False}, of_one_axis, compiled={"loss": "mse", "metrics": ["mae"]}, replicas=3
+    ),
+    "a loss that compares the examples, under a mask of its own": Case(
+        {},
+        of_directions,
+        optimizer=sgd(learning_rate=0.01),
+        compiled={"loss": keras.losses.Circle(gamma=2), "metrics": None},
+        replicas=3,
     ),
     "a rate of each variable": Case(
         {"jit": False}, optimizer=lambda: RateOfEach(Counted()), replicas=1
@@ -522,7 +534,7 @@ SETTINGS = [
     ({"jit": "yes"}, "`jit` must be True, False, 'measure' or None.*'yes'"),
     ({"loss": None}, "no loss to train with.*Received: loss=None"),
     (
-        {"loss": keras.losses.Circle(), "accumulation": 2},
+        {"loss": keras.losses.circle, "accumulation": 2},
         r"examples of a batch together.*Received: loss='circle'.*accumulation=1",
     ),
     (
