@@ -139,7 +139,12 @@ def test_the_model_may_be_compiled_after_it_and_outside_the_scope_and_again():
         with strategy.scope():
             model = testing.tiny_classifier()
         replica_exact(model)
-        for optimizer in ("adam", keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)):
+        optimizers = ["adam", keras.optimizers.SGD(0.1, gradient_accumulation_steps=2)]
+        if hasattr(keras.optimizers, "MultiOptimizer"):  # since Keras 3.15
+            of_biases = {".*bias": keras.optimizers.Adam(clipnorm=0.1, use_ema=True)}
+            of_all = keras.optimizers.OptimizerMap(keras.optimizers.SGD(0.1), of_biases)
+            optimizers.insert(1, keras.optimizers.MultiOptimizer(of_all))
+        for optimizer in optimizers:
             model.compile(optimizer, cross_entropy(), metrics=["accuracy"])
             model.fit(X, Y, batch_size=5, shuffle=False, verbose=0)
         return model

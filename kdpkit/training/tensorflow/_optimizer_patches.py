@@ -40,6 +40,8 @@ def attach_to_optimizer(
     _checks.require_scope(f"optimizer `{optimizer.name}`", held, strategy)
     for variable in [*optimizer.variables, *(generator.state for generator in generators)]:
         _move_into_scope(optimizer, variable, strategy)
+    for inner in getattr(optimizer, "optimizers", ()):  # a `MultiOptimizer`'s
+        inner._distribution_strategy = strategy
     patch = _OptimizerPatch(optimizer, strategy)
     if "apply" in vars(optimizer):
         return patch
