@@ -423,3 +423,14 @@ def test_what_each_replica_would_do_again_is_one_sentence(build, sentence):
         model = replica_exact(build())
     with pytest.raises(ValueError, match=sentence):
         model.fit(X, Y, batch_size=7, verbose=0)
+
+
+def test_a_ragged_prediction_of_a_step_is_one_sentence():
+    class Ragged(OwnStep):
+        def predict_step(self, data):
+            return tf.RaggedTensor.from_tensor(self(data))
+
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = replica_exact(Ragged())
+    with pytest.raises(ValueError, match="ragged or sparse tensor.*to_tensor"):
+        model.predict(X, verbose=0)

@@ -123,7 +123,7 @@ def _count_part(
         if step.replicas > 1 and compares_predictions(metric, inputs[1:]):
             checks.fail(
                 "The metric takes the predictions of a batch for one example's, and each replica "
-                "has some of them alone.",
+                "has only some of them.",
                 metric=metric.name,
                 remedy="Give them another axis: `keras.layers.Reshape((1,))`.",
             )

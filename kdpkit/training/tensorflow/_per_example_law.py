@@ -680,7 +680,7 @@ def _make_none(*_: Any, **__: Any) -> Any:
 
 
 def _same_moments(layer: keras.layers.Layer) -> Callable:
-    """Return statistics that all examples share, whatever they are; NaN for some of them alone."""
+    """Return statistics that all examples share, whatever they are; NaN for only some of them."""
     shape = layer.moving_mean.shape
 
     def moments(inputs: tf.Tensor, mask: Any) -> Any:  # noqa: ARG001  # Keras' signature

@@ -45,7 +45,7 @@ def compile_call(model: keras.Model, global_batch_norms: list[Any]) -> None:
 
 
 def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
-    """Call what XLA compiles; masks, logits and added losses are no outputs by nature."""
+    """Call what XLA compiles; masks, logits and added losses are passed beside outputs."""
 
     def run(*tensors: Any) -> Any:
         following = iter(tensors)
