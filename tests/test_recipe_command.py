@@ -2,6 +2,8 @@
 
 import ast
 import pathlib
+import subprocess
+import sys
 
 import pytest
 
@@ -45,6 +47,24 @@ def test_what_exists_is_not_overwritten(name, tmp_path, capsys):
     assert cli.main(["recipe", "copy", name, str(tmp_path)]) == 2
     assert f"existing file: {target}." in capsys.readouterr().err
     assert target.read_text(encoding="utf-8") == "mine"
+
+
+@pytest.mark.parametrize("directory", ["a_file", "a_file/inside", "/dev/null/inside"])
+def test_a_directory_that_cannot_be_made_is_one_sentence(directory, tmp_path, capsys):
+    (tmp_path / "a_file").touch()
+    assert cli.main(["recipe", "copy", "cnn_fit", str(tmp_path / directory)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "cannot be copied" in line
+    assert f"{directory}/cnn_fit.py" in line
+
+
+@pytest.mark.parametrize("name", ["bert_mlm", "cluster"])
+def test_a_full_disk_leaves_no_part_of_a_recipe(name, tmp_path):
+    command = f"ulimit -f 0; {sys.executable} -m kdpkit recipe copy {name} {tmp_path}"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "cannot be copied" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_unknown_recipe_is_one_sentence_with_the_known_ones(tmp_path, capsys):

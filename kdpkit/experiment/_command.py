@@ -3,6 +3,7 @@
 import argparse
 import json
 import shutil
+import tempfile
 from pathlib import Path
 
 from kdpkit._internal import check_results, checks
@@ -53,8 +54,21 @@ def _copy(recipes: dict[str, Path], name: str, directory: Path) -> Path:
             target,
             remedy="Remove it, or name another directory.",
         )
-    directory.mkdir(parents=True, exist_ok=True)
-    (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(
+            prefix=".", dir=directory
+        ) as held:  # all of it, or nothing
+            copied = (shutil.copytree if source.is_dir() else shutil.copy)(
+                source, Path(held, source.name)
+            )
+            Path(copied).rename(target)
+    except OSError as error:
+        checks.fail_for_file(
+            f"The recipe cannot be copied ({error.strerror})",
+            target,
+            remedy="Choose a directory, not a file, with room, where you may write.",
+        )
     return target
 
 

@@ -53,9 +53,14 @@ def _last_state(text: bytes) -> bytes:
 
 
 class Printer:
-    """Writes lines of several processes to stdout and stderr, until nobody reads them any more."""
+    """Writes lines of several processes to stdout and stderr, until that is not possible any more.
 
-    def __init__(self, names: Iterable[str], *, on_gone: Callable[[], None]) -> None:
+    Args:
+        names: Those of the processes.
+        on_gone: Called in a thread if nobody reads on, or if the disk of the file is full.
+    """
+
+    def __init__(self, names: Iterable[str], *, on_gone: Callable[[OSError], None]) -> None:
         self._width = max(map(len, names))
         self._on_gone = on_gone
         self._lock = threading.Lock()
@@ -66,9 +71,9 @@ class Printer:
             try:
                 stream.write(f"{name:<{self._width}} | {text}\n")
                 stream.flush()
-            except BrokenPipeError:
+            except OSError as error:
                 discard(stream)
-                self._on_gone()
+                self._on_gone(error)
 
 
 def discard(stream: TextIO) -> None:

@@ -81,6 +81,7 @@ class Run:
     grace_seconds: float
     restarts: int = 0
     stop: int | None = None  # the signal that asked to end
+    unwritable: OSError | None = None  # why the output ended
     is_ending: bool = False
     running: list[_Process] = dataclasses.field(default_factory=list)
     failed: list[_Process] = dataclasses.field(default_factory=list)
@@ -91,9 +92,7 @@ class Run:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         tasks = self.make_tasks()
         names = [task.name for task in tasks]
-        self._printer = _output.Printer(
-            [_LAUNCHER, *names], on_gone=lambda: self._note_signal(signal.SIGPIPE)
-        )
+        self._printer = _output.Printer([_LAUNCHER, *names], on_gone=self._note_unwritable)
         self._report(f"Starts {checks.listed(names)}: {shlex.join(tasks[0].command)}")
         with (
             child_processes.Guard(self._mark, grace_seconds=self.grace_seconds) as guard,
@@ -109,6 +108,8 @@ class Run:
             finally:
                 self._end_all()
                 guard.all_ended()
+        if self.unwritable and not isinstance(self.unwritable, BrokenPipeError):
+            raise self.unwritable
         return self._exit_code()
 
     def _attempt(self, tasks: Sequence[Task]) -> None:
@@ -171,6 +172,10 @@ class Run:
 
     def _note_signal(self, number: int, _frame: object = None) -> None:
         self._events.put(lambda: self._on_signal(number))  # a `put` may interrupt another one
+
+    def _note_unwritable(self, error: OSError) -> None:
+        self.unwritable = error
+        self._note_signal(signal.SIGPIPE)
 
     def _on_signal(self, number: int) -> None:
         # Not for SIGTERM, which some schedulers send twice: to a process and to its group.

@@ -5,6 +5,7 @@ keep a test from hanging.
 """
 
 import contextlib
+import pathlib
 import re
 import signal
 import subprocess
@@ -89,6 +90,18 @@ def test_all_ends_when_nobody_reads(tmp_path):
         assert process.stdout.readline()
         process.stdout.close()
         assert process.wait(SOON) == 128 + signal.SIGPIPE
+
+
+@pytest.mark.skipif(not pathlib.Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_all_and_is_named_as_the_cause(tmp_path):
+    words = launching(tmp_path, "while True: print('again'); time.sleep(0.01)")
+    with pathlib.Path("/dev/full").open("w") as full:
+        done = subprocess.run(words, stdout=full, stderr=subprocess.PIPE, text=True, timeout=SOON)
+    *_, sentence = done.stderr.splitlines()
+    assert done.returncode == 1
+    assert sentence.startswith("kdpkit: The output cannot be written (No space left on device).")
+    assert "Traceback" not in done.stderr
+    assert "was ended by" not in done.stderr
 
 
 # What each process gets.

@@ -48,5 +48,5 @@ def test_a_missing_reader_is_reported(monkeypatch):
 
     gone = []
     monkeypatch.setattr(sys, "stdout", Closed())
-    _output.Printer(["a"], on_gone=lambda: gone.append(1)).line("a", "one", "stdout")
-    assert gone == [1]
+    _output.Printer(["a"], on_gone=gone.append).line("a", "one", "stdout")
+    assert [type(error) for error in gone] == [BrokenPipeError]
