@@ -6,6 +6,7 @@ import math
 import os
 import signal
 import sys
+import tempfile
 
 import keras
 import numpy as np
@@ -45,6 +46,7 @@ def test_smoke_sets_what_was_not_given(flags, count):
         (["--epochs", "0"], "--epochs: invalid positive_integer value: '0'"),
         (["--base-learning-rate", "nan"], "--base-learning-rate: invalid positive_number value"),
         (["--seed", "-1"], "--seed: .*'-1'"),
+        (["--seed", str(2**32)], "--seed: invalid seed value: '4294967296'"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3. The flags are listed by --help."),
     ],
 )
@@ -270,6 +272,11 @@ def test_lines_of_a_build_are_shown_where_the_log_level_asks_for_all(
     with _framework_messages.hidden():
         os.write(2, f"{line}mine\n".encode())
     assert capfd.readouterr().err == (line if is_shown else "") + "mine\n"
+    with monkeypatch.context() as full:
+        full.setattr(tempfile, "tempdir", "/nowhere")  # as where no disk has room
+        with _framework_messages.hidden():
+            os.write(2, b"mine\n")
+    assert capfd.readouterr().err == "mine\n"
     monkeypatch.setattr("sys.stderr", None)  # as of a process that was started without one
     with _framework_messages.hidden():
         pass

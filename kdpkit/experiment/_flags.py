@@ -69,7 +69,7 @@ def _add_common(add: Callable[..., Any]) -> None:
     rate = "learning rate for one replica's batch"
     add("--base-learning-rate", type=positive_number, metavar="RATE", help=rate)
     add("--rule", choices=scaling.RULES, help="how the rate grows with the replicas")
-    add("--seed", type=count, help="seed of all random numbers")
+    add("--seed", type=seed, help="seed of all random numbers, below 2**32")
     directory = {"type": _writable_directory, "metavar": "DIRECTORY"}
     logs = "for TensorBoard files, and for the model"
     add("--log-dir", **directory, help=logs)
@@ -91,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
         """Add a flag, and its default to its help."""
         action = super().add_argument(*names, **settings)
         if not any(action.default is nothing for nothing in (None, False, argparse.SUPPRESS)):
-            action.help = f"{action.help} (default: %(default)s)"
+            action.help = f"{action.help or ''} (default: %(default)s)".lstrip()
         return action
 
     def parse_known_args(  # type: ignore[override]
@@ -115,6 +115,11 @@ def positive_integer(text: str) -> int:
 def count(text: str) -> int:
     """Parse a non-negative integer."""
     return checks.integer("text", int(text), minimum=0)
+
+
+def seed(text: str) -> int:
+    """Parse a seed, as NumPy takes it."""
+    return int(checks.number("text", count(text), maximum=2**32 - 1))
 
 
 def positive_number(text: str) -> float:

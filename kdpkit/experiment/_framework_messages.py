@@ -11,6 +11,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 _HIDDEN = re.compile(rb"WARNING: All log messages before absl::InitializeLog|[IW]\d{4} [\d:.]+ ")
 
@@ -20,15 +21,17 @@ def hidden() -> Iterator[None]:
     """Hold back what the block writes to stderr, and then write it without such lines.
 
     Where it is not set, TF_CPP_MIN_LOG_LEVEL is set: it hides what TensorFlow writes of the kind
-    once it is loaded. Nothing is held back if it is 0, or if there is no stderr.
+    once it is loaded. Nothing is held back if it is 0, if there is no stderr, or no room for it.
     """
     level = "2" if Path("/proc/driver/nvidia").exists() else "3"  # 2 shows errors, as of CUDA
-    if os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level) == "0" or sys.stderr is None:
+    is_shown = os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", level) == "0" or sys.stderr is None
+    held = None if is_shown else _temporary_file()
+    if held is None:
         yield
         return
     sys.stderr.flush()
     stderr = os.dup(2)
-    with tempfile.TemporaryFile() as held:
+    with held:
         os.dup2(held.fileno(), 2)
         try:
             yield
@@ -38,3 +41,10 @@ def hidden() -> Iterator[None]:
             os.close(stderr)
             held.seek(0)
             os.write(2, b"".join(line for line in held if not _HIDDEN.match(line)))
+
+
+def _temporary_file() -> IO[bytes] | None:
+    try:
+        return tempfile.TemporaryFile()
+    except OSError:
+        return None

@@ -113,6 +113,12 @@ def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script
     assert asked_by("data:make").dataset.shape == (64, 8)
 
 
+@pytest.mark.parametrize("name", ["bert-1.2.py", "queue.py"])
+def test_a_file_of_any_name_is_the_one_that_is_named(name, script):
+    path = script("def make():\n    return x\n", name)
+    assert asked_by(f"{path}:make").dataset.shape == (64, 8)
+
+
 @pytest.mark.parametrize(
     ("text", "target", "arguments", "sentence"),
     [
@@ -121,7 +127,7 @@ def test_a_function_is_found_by_name_and_gets_no_arguments_of_the_command(script
         ("sys.exit('no data')", "train.py", [], "ended before its `fit`: SystemExit: no data"),
         ("sys.exit(0)", "train.py:x", [], "train.py:x` fails: SystemExit: 0"),
         ("build().fit(x, y)", "train.py:build", [], "It calls `fit` before.*__main__"),
-        ("", "train.py:x", [], "`train` has no function `x`"),
+        ("", "train.py:x", [], "train.py` has no function `x`"),
         ("", "nowhere.py:data", [], "There is no such file: nowhere.py"),
         ("", "no_such_module:data", [], "fails: ModuleNotFoundError"),
         (

@@ -104,12 +104,15 @@ def named(target: str) -> Iterator[Callable[[], Any]]:
         ValueError: There is no such function, or its module raises or trains.
     """
     module, _, name = target.rpartition(":")
-    directory = Path.cwd()
-    if module.endswith(".py"):
-        path = _script(module)
-        module, directory = path.stem, path.parent
-    with _as_program(module, (), directory):
-        function = getattr(_untrained(target, lambda: importlib.import_module(module)), name, None)
+    path = _script(module) if module.endswith(".py") else None
+
+    def names() -> dict[str, Any]:
+        if path is None:
+            return vars(importlib.import_module(module))
+        return runpy.run_path(str(path), run_name=path.stem)  # whatever the file is called
+
+    with _as_program(module, (), path.parent if path else Path.cwd()):
+        function = _untrained(target, names).get(name)
         if not callable(function):
             checks.fail(f"`{module}` has no function `{name}`.", target=target)
         yield function
