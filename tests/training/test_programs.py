@@ -57,6 +57,8 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "softmax of large features, compiled by XLA",
     "a critic that is frozen in the step",
     "a metric that is reset, and one that is read",
+    "numbers of metrics read and set by hand",
+    "the perplexity of KerasHub",
     "labeled examples cut elsewhere",
     "halves of a batch normalized apart",
     "a table looked up in a layer and outside",

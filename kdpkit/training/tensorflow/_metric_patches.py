@@ -30,6 +30,7 @@ def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
             part.update_state = _on_global_batch(part, part.update_state, is_global)
             if is_metric_of_a_library(part):
                 part.reset_state = _on_each_replica(part.reset_state)
+                _mark_as_counted(part)
     if not is_global or "result" in vars(metric):
         return
     stock_result = metric.result
@@ -92,7 +93,7 @@ def _on_each_replica(reset: Callable) -> Callable:
 
 
 def _mark_as_counted(metric: keras.metrics.Metric) -> None:
-    """Have a step that reads a metric's variables read the sums over the replicas (`_patches`)."""
+    """Have a step read and assign a metric's sums over the replicas, as numbers (`_patches`)."""
     for variable in metric.variables:
         variable.value.kdpkit_is_counted = True
 
@@ -132,7 +133,8 @@ def _count_part(
             weight = tf.cast(1.0 if weight is None else tf.reduce_mean(weight), tf.float32)
             value, weight = step.if_examples(value), step.weigh(weight)
             return keras.metrics.Mean.update_state(metric, value, sample_weight=weight)
-    return update(*args, **kwargs)
+    with running(None):  # a loss in it, as in `Perplexity`, gives what is added up
+        return update(*args, **kwargs)
 
 
 def _as_tensor(value: Any) -> Any:

@@ -196,29 +196,41 @@ def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> An
     step = current_step()
     if step is None or tf.distribute.in_cross_replica_context():
         return original(variable, *args, **kwargs)
-    is_of_replicas = isinstance(variable, DistributedVariable)
     if step.own is None:
-        if is_of_replicas:
+        if isinstance(variable, DistributedVariable):
             _layer_state.note(step, variable)
-    else:
-        if not is_of_replicas and not hasattr(variable.handle, "_distributed_container"):
-            checks.fail(
-                "The step assigns a variable that was made outside the strategy's scope, on each "
-                "replica.",
-                variable=variable.name,
-                remedy="Make it inside `with strategy.scope():`, as the model.",
-            )
-        is_summed = is_of_replicas and variable.aggregation == tf.VariableAggregation.SUM
-        if is_summed and isinstance(variable, SyncOnReadVariable):  # a metric's: all have it all
-            variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
-        elif is_summed:
+        return original(variable, *args, **kwargs)
+    of_replicas = _of_replicas(variable)
+    if of_replicas is None:
+        checks.fail(
+            "The step assigns a variable that was made outside the strategy's scope, on each "
+            "replica.",
+            variable=variable.name,
+            remedy="Make it inside `with strategy.scope():`, as the model.",
+        )
+    if "kdpkit_is_counted" in vars(of_replicas):
+        if of_replicas is variable and not _global_batch.is_first():  # all have what is meant
+            given = inspect.signature(original).bind(variable, *args, **kwargs)
+            _, name, *_ = given.arguments
+            given.arguments[name] = tf.zeros_like(given.arguments[name])
+            return original(*given.args, **given.kwargs)
+    elif of_replicas.aggregation == tf.VariableAggregation.SUM:
+        if not isinstance(of_replicas, SyncOnReadVariable):
             checks.fail(
                 "The step assigns a variable that adds up what the replicas assign, and each of "
                 "them has the value for the global batch.",
                 variable=variable.name,
                 remedy="Make it without `aggregation`, or with `aggregation='mean'`.",
             )
+        of_replicas._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA  # a metric's
     return original(variable, *args, **kwargs)
+
+
+def _of_replicas(variable: Any) -> Any:
+    """Return the variable that all replicas have; None if this one is not a copy of any."""
+    if isinstance(variable, DistributedVariable):
+        return variable
+    return getattr(variable.handle, "_distributed_container", lambda: None)()
 
 
 def _reads(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:

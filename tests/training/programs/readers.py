@@ -131,6 +131,29 @@ class BatchAccuracy(OwnStep):
         return weight * cross_entropy(y, logits)
 
 
+class MetricsByHand(OwnStep):
+    """Reads, halves and adds to the numbers of its metrics."""
+
+    def __init__(self):
+        super().__init__()
+        self.accuracy = keras.metrics.SparseCategoricalAccuracy()
+        self.average = keras.metrics.Mean()
+
+    def loss_of(self, x, y):
+        accuracy, average, logits = self.accuracy, self.average, self(x)
+        for number in (accuracy.total, accuracy.count):
+            number.assign(0.5 * number)
+        loss = cross_entropy(y, logits) * (1.0 + accuracy.total / (accuracy.count + 1.0))
+        accuracy.update_state(y, logits)
+        average.total.assign_add(loss)
+        average.count.assign_add(1.0)
+        return loss
+
+    def train_step(self, data):
+        super().train_step(data)
+        return {"accuracy": self.accuracy.result(), "average": self.average.result()}
+
+
 class FrozenCritic(OwnStep):
     """Trains the head and clips it, then freezes it and trains what is below against it."""
 
@@ -290,6 +313,22 @@ def cosine():
     return model
 
 
+def next_word_model():
+    import keras_hub
+
+    model = keras.Sequential([keras.Input((5,)), layers.Embedding(9, 4), layers.Dense(9)])
+    perplexity = keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, metrics=[perplexity])
+    return model
+
+
+def next_words():
+    words = np.random.default_rng(1).integers(1, 9, (17, 6))
+    words[::3, 3:] = 0
+    return {"x": words[:, :-1], "y": words[:, 1:], "batch_size": 5}
+
+
 def slow_adam():
     return keras.optimizers.Adam(0.05, epsilon=1e-2)
 
@@ -298,6 +337,7 @@ _OWN_STEPS = {
     "a softmax over the bag": (BagAttention, classified),
     "outputs kept by name": (Endpoints, classified),
     "a metric that is reset, and one that is read": (BatchAccuracy, classified),
+    "numbers of metrics read and set by hand": (MetricsByHand, classified),
     "a critic that is frozen in the step": (FrozenCritic, classified),
     "labeled examples cut elsewhere": (SemiSupervised, unlabeled_and_labeled),
     "curvature by forward over reverse": (HessianVector, classified),
@@ -313,6 +353,7 @@ _PROGRAMS = {
         softmax_classifier(of_probabilities, metrics=[confidence]),
         lambda: classified(60),
     ),
+    "the perplexity of KerasHub": (next_word_model, next_words),
     "softmax of large features, compiled by XLA": (
         softmax_classifier(of_probabilities, jit_compile=True),
         lambda: classified(60),
