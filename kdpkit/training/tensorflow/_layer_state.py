@@ -31,6 +31,10 @@ _LISTS_OF_KERAS = frozenset(
 )
 
 
+# What a library's layer holds for others: losses, and the mask of a cell that a step calls.
+_HELD_BY_LIBRARIES = ("_losses", "_dropout_mask", "_recurrent_dropout_mask")
+
+
 def keep_apart(model: keras.Model, *, is_own: bool) -> None:
     """Keep what this replica's step leaves on layers apart: `add_loss`, and tensors in attributes.
 
@@ -46,15 +50,14 @@ def keep_apart(model: keras.Model, *, is_own: bool) -> None:
         return
     merge_call = context.merge_call
     layers = model._flatten_layers()
-    # What a library's layer holds, other than losses, is for itself.
     shared = [(vars(layer), is_library(type(layer).__module__)) for layer in layers]
 
     def keeping(function: Any, args: Any = (), kwargs: Any = None) -> Any:
         kept = [
             (attributes, name, attributes[name])
             for attributes, of_library in shared
-            for name in (("_losses",) if of_library else attributes)
-            if name == "_losses"
+            for name in (attributes.keys() & _HELD_BY_LIBRARIES if of_library else attributes)
+            if name in _HELD_BY_LIBRARIES
             or (name not in _LISTS_OF_KERAS and _holds_tensors(attributes[name]))
         ]
         put_back = noted(value for _, _, value in kept)

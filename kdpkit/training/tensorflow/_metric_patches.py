@@ -117,8 +117,10 @@ def _count_part(
         values, weight = map(_as_tensor, given.args)
         if weight is None and values.shape.rank == 0:
             return update(step.if_examples(values), step.share_as(tf.float32))
-        if weight is not None and weight.shape.rank == 0:  # as Keras reduces them, but for NaN
+        if _is_number(weight) and not step.is_divided:  # a loss: as Keras reduces it, but for NaN
             return update(step.if_examples(tf.reduce_mean(values)), weight)
+        if _is_number(weight) and type(metric) is keras.metrics.Mean:
+            return update(step.if_examples(tf.reduce_mean(values)), step.weigh(weight))
     elif isinstance(metric, keras.metrics.MeanMetricWrapper):
         *inputs, weight = given.args
         if step.replicas > 1 and compares_predictions(metric, inputs[1:]):
@@ -129,12 +131,17 @@ def _count_part(
                 remedy="Give them another axis: `keras.layers.Reshape((1,))`.",
             )
         value = tf.convert_to_tensor(metric._fn(*inputs, **metric._fn_kwargs))
-        if value.shape.rank == 0:
+        if value.shape.rank == 0 or _is_number(weight):
             weight = tf.cast(1.0 if weight is None else tf.reduce_mean(weight), tf.float32)
-            value, weight = step.if_examples(value), step.weigh(weight)
+            value, weight = step.if_examples(tf.reduce_mean(value)), step.weigh(weight)
             return keras.metrics.Mean.update_state(metric, value, sample_weight=weight)
     with running(None):  # a loss in it, as in `Perplexity`, gives what is added up
         return update(*args, **kwargs)
+
+
+def _is_number(weight: Any) -> bool:
+    """Return whether a weight is one number for all examples."""
+    return weight is not None and tf.convert_to_tensor(weight).shape.rank == 0
 
 
 def _as_tensor(value: Any) -> Any:

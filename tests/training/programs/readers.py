@@ -138,20 +138,46 @@ class MetricsByHand(OwnStep):
         super().__init__()
         self.accuracy = keras.metrics.SparseCategoricalAccuracy()
         self.average = keras.metrics.Mean()
+        self.largest, self.used = keras.metrics.Mean(), keras.metrics.Sum()
 
     def loss_of(self, x, y):
         accuracy, average, logits = self.accuracy, self.average, self(x)
         for number in (accuracy.total, accuracy.count):
             number.assign(0.5 * number)
         loss = cross_entropy(y, logits) * (1.0 + accuracy.total / (accuracy.count + 1.0))
-        accuracy.update_state(y, logits)
+        accuracy.update_state(y, logits, sample_weight=0.5)
+        self.used.update_state(self.features(x), sample_weight=0.5)
+        self.largest.update_state(
+            self.features(x), sample_weight=ops.cast(ops.shape(y)[0], "float32")
+        )
         average.total.assign_add(loss)
         average.count.assign_add(1.0)
         return loss
 
     def train_step(self, data):
         super().train_step(data)
-        return {"accuracy": self.accuracy.result(), "average": self.average.result()}
+        counted = (self.accuracy, self.average, self.largest, self.used)
+        return {str(number): metric.result() for number, metric in enumerate(counted)}
+
+
+class CellsByHand(OwnStep):
+    """Calls a recurrent cell with dropout step by step, as a decoder with attention does."""
+
+    def __init__(self):
+        super().__init__()
+        self.cell = layers.GRUCell(4, dropout=0.4, recurrent_dropout=0.2, seed=3)
+
+    def build(self, shape):
+        super().build(shape)
+        self.cell.build((None, 3))
+
+    def loss_of(self, x, y):
+        self.cell.reset_dropout_mask()
+        self.cell.reset_recurrent_dropout_mask()
+        state = self.features(x)
+        for part in (x[:, :3], x[:, 3:]):
+            _, (state,) = self.cell(part, [state], training=True)
+        return cross_entropy(y, self.head(state))
 
 
 class FrozenCritic(OwnStep):
@@ -338,6 +364,7 @@ _OWN_STEPS = {
     "outputs kept by name": (Endpoints, classified),
     "a metric that is reset, and one that is read": (BatchAccuracy, classified),
     "numbers of metrics read and set by hand": (MetricsByHand, classified),
+    "a cell with dropout, step by step": (CellsByHand, classified),
     "a critic that is frozen in the step": (FrozenCritic, classified),
     "labeled examples cut elsewhere": (SemiSupervised, unlabeled_and_labeled),
     "curvature by forward over reverse": (HessianVector, classified),
