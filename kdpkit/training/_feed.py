@@ -9,17 +9,25 @@ from kdpkit._internal import checks
 class Feed:
     """Iterates over a dataset in epochs: all of it, or some steps after those of the last epoch.
 
-    An epoch has `wanted` batches, or all, of which `length` returns the number if it is known.
+    An epoch has `wanted` batches, or all, of which `length` returns the number if it is known; then
+    `end` is called when they are taken.
     """
 
     def __init__(
-        self, name: str, batches: Any, *, wanted: int | None, length: Callable[[], int | None]
+        self,
+        name: str,
+        batches: Any,
+        *,
+        wanted: int | None,
+        length: Callable[[], int | None],
+        end: Callable[[], None] = lambda: None,
     ) -> None:
         self.steps = wanted or length()
         self.batches = batches
         self._name = name
         self._wanted = wanted
         self._length = length
+        self._end = end
         self._iterator: Any = None
         self._may_restart = False
 
@@ -38,8 +46,8 @@ class Feed:
         self._may_restart = False
         return done, result
 
-    def check_steps(self, done: int) -> None:
-        """Reject an epoch that had no steps, or fewer than it should."""
+    def end_epoch(self, done: int) -> None:
+        """End an epoch, and reject one that had no steps, or fewer than it should."""
         if self.steps is not None and 0 < done < self.steps:
             checks.fail(
                 f"`{self._name}` ended after {done} of the {self.steps} steps of an epoch.",
@@ -48,3 +56,5 @@ class Feed:
             )
         if done == 0:
             checks.fail(f"`{self._name}` gave no batch, so there is nothing to compute.")
+        if self._wanted is None:
+            self._end()

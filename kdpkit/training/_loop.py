@@ -356,7 +356,7 @@ class TrainingLoop:
                 return result
             if done < count:
                 break
-        feed.check_steps(first)
+        feed.end_epoch(first)
         return result
 
     def _callback_list(

@@ -421,19 +421,26 @@ def test_callbacks_read_and_change_what_the_next_step_goes_on_from():
         assert variable.value.sharding.is_fully_replicated
 
 
+@pytest.mark.jax
+def test_what_is_made_outside_of_the_scope_is_put_on_its_devices():
+    one, many = net(), net()
+    with exactness.scopes(2)[1]:
+        replica_exact(many)
+    for model in (one, many):
+        model.compile(keras.optimizers.Adam(0.01), model.loss, metrics=["accuracy"])
+        model.optimizer.build(model.trainable_variables)
+        model.fit(Batches(), shuffle=False, verbose=0)
+    assert_same_weights(many, one)
+    for variable in [*many.variables, *many.optimizer.variables]:
+        assert variable.value.sharding.device_set == {*jax.devices()[:2]}
+
+
 # Bad input.
 
 
 def test_what_is_no_model_raises():
     with pytest.raises(ValueError, match="must be a Keras model. Received: model=3"):
         replica_exact(3)
-
-
-@pytest.mark.jax
-def test_a_model_of_another_distribution_raises():
-    model = net()
-    with exactness.scopes(2)[1], pytest.raises(ValueError, match="before the distribution"):
-        replica_exact(model)
 
 
 @pytest.mark.jax

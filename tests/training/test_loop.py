@@ -5,6 +5,7 @@ On both backends: tests/test_environments.py runs this file again on JAX.
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from keras import layers
 
 import kdpkit
 from kdpkit import strategies, testing
+from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop
 from tests.training.exactness import ON_JAX, assert_same_weights, cross_entropy
 
@@ -99,6 +101,18 @@ def of_sparse_features():
     return keras.Sequential([keras.Input((4,), sparse=True), layers.Dense(3)])
 
 
+class Windows(layers.Layer):
+    """Drops parts of the windows of all examples, which are its first axis, as in a Swin."""
+
+    def __init__(self):
+        super().__init__()
+        self.dropout = layers.Dropout(0.3, seed=5)
+
+    def call(self, x, training=False):
+        windows = keras.ops.reshape(x, (-1, 4))
+        return keras.ops.reshape(self.dropout(windows, training=training), (-1, 2, 4))
+
+
 def drawing():
     """Build a model that draws random numbers for examples, for parts of them, and in a cell."""
     keras.utils.set_random_seed(0)
@@ -109,6 +123,7 @@ def drawing():
             layers.GaussianNoise(0.3),
             layers.Reshape((2, 4)),
             layers.Dropout(0.3, noise_shape=(None, 2, 1)),
+            Windows(),
             layers.SimpleRNN(4, dropout=0.3, recurrent_dropout=0.3, unroll=True),
             layers.Dense(3),
         ]
@@ -494,6 +509,40 @@ def test_a_dataset_of_unknown_length_is_trained_on_to_its_end_from_the_epoch_ask
     history = loop.fit(data, epochs=5, initial_epoch=3, verbose=0)
     assert steps_of(loop) == 10
     assert history.epoch == [3, 4]
+
+
+def test_a_dataset_that_counts_epochs_has_the_next_one_in_the_next_fit():
+    x, y = testing.toy_classification(10)
+    model, counted = testing.tiny_classifier(), []
+    model.compile(keras.optimizers.SGD(0.5), cross_entropy())
+    loop = loop_on(2, optimizer=keras.optimizers.SGD(0.5), metrics=())
+    for fit in (functools.partial(model.fit, shuffle=False), loop.fit):
+        data = ArrayBatches((x, y), global_batch_size=4, seed=0, remainder="keep")
+        for epochs in (1, 2, 1):
+            fit(data, epochs=epochs, verbose=0)
+            counted.append(data.epoch)
+    assert counted == 2 * [1, 3, 4]
+    assert_same_weights(loop.model, model, 2e-6)
+
+
+class AlwaysDropout(layers.Dropout):
+    """Draws while it predicts as well (Gal and Ghahramani 2016)."""
+
+    def call(self, inputs, training=False):  # noqa: ARG002  # Keras passes it
+        return super().call(inputs, training=True)
+
+
+def test_what_is_drawn_while_predicting_is_drawn_anew_by_each_batch_and_call():
+    x, _ = testing.toy_classification(10)
+    data = tf.data.Dataset.from_tensor_slices(x).batch(4)
+
+    def build():
+        keras.utils.set_random_seed(0)
+        return keras.Sequential([keras.Input((4,)), AlwaysDropout(0.5, seed=1), layers.Dense(3)])
+
+    model, loop = build(), loop_on(2, build, metrics=())
+    for _ in range(2):
+        np.testing.assert_allclose(loop.predict(data, verbose=0), model.predict(data), rtol=1e-5)
 
 
 # What cannot be.

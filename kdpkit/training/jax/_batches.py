@@ -1,7 +1,7 @@
 """The batches of a dataset on JAX, epoch by epoch, and on the devices."""
 
 import itertools
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ class Source:
         self._adapter = get_data_adapter(dataset)
         cardinality = getattr(dataset, "cardinality", None)
         self.is_endless = cardinality is not None and int(cardinality()) == -1
-        self._epoch: Generator[Any, None, None] | None = None
+        self._epoch: Iterator[Any] = iter(())
         is_tracked = hasattr(dataset, "is_tracked")  # by `kdpkit.callbacks.Resume`
         self._is_opened = not (is_tracked or isinstance(dataset, keras.utils.PyDataset))
         if self._is_opened:
@@ -56,18 +56,18 @@ class Source:
     def __iter__(self) -> "Batches":
         if self._is_opened:
             self._is_opened = False
-            return Batches(itertools.chain([self._first], self._epoch or ()), self)
-        if self._epoch is not None:
-            self._epoch.close()  # the last epoch may have stopped before its end
+            return Batches(itertools.chain([self._first], self._epoch), self)
         self._epoch = self._new_epoch()
         return Batches(self._epoch, self)
 
-    def _new_epoch(self) -> Generator[Any, None, None]:
+    def _new_epoch(self) -> Iterator[Any]:
         self._adapter.on_epoch_begin()
-        try:
-            yield from self._adapter.get_jax_iterator()
-        finally:
-            self._adapter.on_epoch_end()
+        yield from self._adapter.get_jax_iterator()
+        self._adapter.on_epoch_end()
+
+    def end_epoch(self) -> None:
+        """Tell the dataset that all of its batches are taken."""
+        next(self._epoch, None)
 
     def placeholders(self) -> Any:
         """Return Keras' placeholders for a batch, of the types that it has on the devices."""

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
-from kdpkit._internal import checks, processes, versions
+from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.batches import num_examples
 from kdpkit.training.jax import _consistency_checks
 
@@ -36,7 +36,6 @@ def attach(
     distribution = keras.distribution.distribution()
     if distribution is not None:
         mesh = sharding.as_mesh(distribution)
-        _check_place(model, mesh)
         _place_uneven_batches()
         _place_batches_without_weights()
         model.train_step = _splitting(model.train_step, mesh)
@@ -44,7 +43,7 @@ def attach(
         model.predict_step = _gathering(_splitting(model.predict_step, mesh), mesh)
         model.train_function = model.test_function = model.predict_function = None
     for name in ("fit", "evaluate", "predict"):
-        method = _keeping_weights(model, getattr(model, name))
+        method = _keeping_weights(model, getattr(model, name), distribution)
         # Keras places the data where the variables are, whatever distribution is set by then.
         setattr(model, name, distribution.scope()(method) if distribution else method)
 
@@ -58,15 +57,18 @@ def reject_local_statistics(batch_norm: str) -> None:
         )
 
 
-def _check_place(model: keras.Model, mesh: Mesh) -> None:
-    for variable in model.variables:
-        if variable.value.sharding.device_set != set(mesh.devices.flat):
-            checks.fail(
-                "The model was built before the distribution was set, or under another one. Build "
-                "it after `keras.distribution.set_distribution(...)`.",
-                variable=variable.path,
-                devices=mesh.size,
-            )
+def _place(model: keras.Model, distribution: Any) -> None:
+    """Put on the devices what was made before the distribution was set, or outside its scope."""
+    mesh = sharding.as_mesh(distribution)
+    placements = shards.of(distribution, mesh)
+    for variables, placement in (
+        (model.variables + model.metrics_variables, placements.of_weight),
+        (model.optimizer.variables if model.optimizer else [], placements.of_optimizer),
+    ):
+        for variable in variables:
+            value = variable._value
+            if value is not None and value.sharding.device_set != {*mesh.devices.flat}:
+                variable._value = jax.device_put(np.asarray(value), placement(variable.shape))
 
 
 def _splitting(step: Callable, mesh: Mesh) -> Callable:
@@ -141,13 +143,15 @@ def _place_batches_without_weights() -> None:
     trainer._distribute_data = distribute_data
 
 
-def _keeping_weights(model: keras.Model, method: Callable) -> Callable:
+def _keeping_weights(model: keras.Model, method: Callable, distribution: Any) -> Callable:
     """Put the values of variables back if a method fails while Keras holds them elsewhere."""
     # docs/upstream/keras_jax_evaluate_loses_weights.md
 
     @functools.wraps(method)
     def kept(*args: Any, **kwargs: Any) -> Any:
         _check_data(*args, **kwargs)
+        if distribution is not None:
+            _place(model, distribution)
         before = [(variable, variable._value) for variable in _variables(model)]
         try:
             with processes.explain_lost_process():

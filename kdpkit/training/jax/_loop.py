@@ -73,7 +73,8 @@ class JaxSteps(Steps):
         source = Source(dataset, name, self.strategy)
         if source.is_endless and wanted is None:
             checks.fail(f"`{name}` never ends; limit it with `{argument}`.")
-        return Feed(name, source, wanted=wanted, length=lambda: source.length)
+        length, end = (lambda: source.length), source.end_epoch
+        return Feed(name, source, wanted=wanted, length=length, end=end)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         if not self._is_built:
@@ -86,9 +87,13 @@ class JaxSteps(Steps):
             names = trace_metrics(self.loop, placeholders)
             self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
             self._is_built = True
+        if training and not self.model.optimizer.built:
+            self.model.optimizer.build(self.model.trainable_variables)
+        self._choose_variables()
+
+    def _choose_variables(self) -> None:
+        """Find the variables whose values a step is given, and returns."""
         model = self.model
-        if training and not model.optimizer.built:
-            model.optimizer.build(model.trainable_variables)
         layers = model._flatten_layers()
         self._variables.seeds = {
             id(seed.state) for layer in layers for seed in layer._seed_generators
@@ -111,8 +116,13 @@ class JaxSteps(Steps):
         return self._run(self._test_step, batches, steps)
 
     def predict(self, batches: Batches, steps: int) -> tuple[int, list[Any]]:
-        predict = self._compiled(self._predict_step)
-        outputs = [predict(self._variables.read(), b) for b in itertools.islice(batches, steps)]
+        if not self._is_built:  # the dataset may have no labels to build metrics from
+            self._choose_variables()
+        predict, outputs = self._compiled(self._predict_step), []
+        for batch in itertools.islice(batches, steps):
+            state, predicted = predict(self._variables.read(), batch)
+            self._variables.write(state)
+            outputs.append(predicted)
         return len(outputs), jax.device_get(outputs)
 
     def _run(self, step: Callable, batches: Batches, steps: int) -> tuple[int, Logs]:
@@ -128,14 +138,11 @@ class JaxSteps(Steps):
         return done, logs
 
     def _compiled(self, step: Callable, *, is_repeated: bool = False) -> Callable:
-        """Compile a step once; it may use the buffers of its state, unless it returns none."""
+        """Compile a step once; it may use the buffers of its state."""
         key = step, is_repeated, self.jit
         if key not in self._functions:
             function = self._repeated(step) if is_repeated else step
-            donated = () if step == self._predict_step else 0
-            self._functions[key] = (
-                jax.jit(function, donate_argnums=donated) if self.jit else function
-            )
+            self._functions[key] = jax.jit(function, donate_argnums=0) if self.jit else function
         return self._functions[key]
 
     def _repeated(self, step: Callable) -> Callable:
@@ -180,13 +187,13 @@ class JaxSteps(Steps):
         logs, state = self._variables.run(state, run)
         return state, logs
 
-    def _predict_step(self, state: State, batch: Any) -> Any:
+    def _predict_step(self, state: State, batch: Any) -> tuple[State, Any]:
         batch = sharding.split_examples(batch, self.strategy)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-        outputs, _ = self._variables.run(state, lambda: self.model(x, training=False))
+        outputs, state = self._variables.run(state, lambda: self.model(x, training=False))
         # On every device: at a program's border no array may be sharded unevenly.
         placement = sharding.replicated(self.strategy)
-        return jax.lax.with_sharding_constraint(outputs, placement)
+        return state, jax.lax.with_sharding_constraint(outputs, placement)
 
     def _forward(
         self, batch: Any, num_global_examples: int, *, training: bool

@@ -106,12 +106,14 @@ def _dropout(
     noise_shape: Any = None,
     seed: Any = None,
 ) -> jax.Array:
-    """Drop what dropout over the global batch drops."""
+    """Drop what dropout over the global batch drops; an example may have several entries."""
     noise = inputs.shape if noise_shape is None else noise_shape
     pairs = zip(noise, inputs.shape, strict=True)
     noise = [size if wanted is None else wanted for wanted, size in pairs]
-    if rate in (0.0, 1.0) or noise[0] != micro_batch.size:
+    of_each, rest = divmod(noise[0], micro_batch.size)
+    if rate in (0.0, 1.0) or rest:
         return original(inputs, rate, noise_shape, seed)
-    ones = jnp.ones((micro_batch.num_examples, *noise[1:]), inputs.dtype)
-    kept = micro_batch.of(original(ones, rate, None, seed)) != 0
+    ones = jnp.ones((micro_batch.num_examples * of_each, *noise[1:]), inputs.dtype)
+    whole = original(ones, rate, None, seed).reshape(-1, of_each, *noise[1:])
+    kept = micro_batch.of(whole).reshape(noise) != 0
     return jnp.where(kept, inputs / (1.0 - rate), jnp.zeros_like(inputs))

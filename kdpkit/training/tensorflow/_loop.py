@@ -115,7 +115,8 @@ class TensorFlowSteps(Steps):
             epochs = _PyEpochs(dataset)
             feed = self.open(epochs.given, name, **steps)
             epochs.batches = feed.batches
-            return Feed(name, epochs, wanted=wanted, length=lambda: dataset.num_batches)
+            length = lambda: dataset.num_batches  # noqa: E731
+            return Feed(name, epochs, wanted=wanted, length=length, end=epochs.end)
         if not isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
             checks.fail(
                 f"`{name}` must be a `tf.data.Dataset` or a `keras.utils.PyDataset` of batches, "
@@ -445,11 +446,15 @@ class _PyEpochs:
         return self.batches.element_spec
 
     def __iter__(self) -> Any:
-        if self._has_begun:
-            self._adapter.on_epoch_end()
+        self.end()
         self._has_begun = True
         self._adapter.on_epoch_begin()
         return iter(self.batches)
+
+    def end(self) -> None:
+        if self._has_begun:
+            self._adapter.on_epoch_end()
+        self._has_begun = False
 
 
 def _length_of(dataset: Any) -> int | None:
