@@ -212,12 +212,28 @@ class Noise(layers.Layer):
         return x + 0.3 * keras.random.normal(keras.ops.shape(x)) if training else x
 
 
+class Largest(keras.metrics.Metric):
+    """The mean over the batches of the largest prediction."""
+
+    def __init__(self):
+        super().__init__(name="largest")
+        self.total = self.add_weight(shape=(), initializer="zeros")
+        self.batches = self.add_weight(shape=(), initializer="zeros", dtype="int32")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.total.assign_add(keras.ops.max(y_pred))
+        self.batches.assign_add(1)
+
+    def result(self):
+        return self.total / keras.ops.cast(self.batches, "float32")
+
+
 @program("tensorflow")
-def with_numbers_drawn_without_a_seed_on_two_replicas(resume, *others):
+def with_a_metric_of_its_own_and_numbers_without_a_seed_on_two_replicas(resume, *others):
     from kdpkit import strategies
 
     with strategies.select_strategy("mirrored", devices=2).scope():
-        model = replica_exact(compiled(None, Noise()))
+        model = replica_exact(compiled(None, Noise(), metrics=[Largest()]))
         return fit(model, resume.track(pipeline()), *others, resume)
 
 

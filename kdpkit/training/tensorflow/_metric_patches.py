@@ -31,6 +31,9 @@ def attach_to_metric(metric: keras.metrics.Metric, *, is_global: bool) -> None:
             if is_metric_of_a_library(part):
                 part.reset_state = _on_each_replica(part.reset_state)
                 _mark_as_counted(part)
+            elif is_global:  # before a callback assigns what it goes on from
+                for variable in part.variables:
+                    read_the_first(variable.value)
     if not is_global or "result" in vars(metric):
         return
     stock_result = metric.result
@@ -96,6 +99,12 @@ def _mark_as_counted(metric: keras.metrics.Metric) -> None:
     """Have a step read and assign a metric's sums over the replicas, as numbers (`_patches`)."""
     for variable in metric.variables:
         variable.value.kdpkit_is_counted = True
+
+
+def read_the_first(variable: Any) -> None:
+    """Have the first replica's value read of a variable that each of them has in full."""
+    if isinstance(variable, tf.distribute.DistributedValues):
+        variable._aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
 
 
 def _read(value: Any) -> Any:
