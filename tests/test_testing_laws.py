@@ -218,6 +218,15 @@ def test_training_that_divides_a_loss_by_the_replicas_examples_is_found():
         laws.same_training_for_any_replicas(build, data, replicas=2)
 
 
+@pytest.mark.parametrize("rate", [np.nan, np.inf])
+def test_a_schedule_that_is_no_number_between_its_ends_is_found(rate):
+    def schedule(step):
+        return np.where(step == 3, rate, 0.1)
+
+    with pytest.raises(AssertionError, match="jumps at step 3"):
+        laws.continuous_schedule(schedule, through={0: 0.1, 6: 0.1})
+
+
 def test_tf_data_that_shuffles_before_its_cache_is_found():
     data = tf.data.Dataset.range(8)
     laws.reproducible(lambda seed: data.cache().shuffle(8, seed=seed))

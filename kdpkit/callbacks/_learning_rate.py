@@ -60,7 +60,9 @@ class AppliedRateCallback(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         optimizer = self.model.optimizer
-        self._has_rate = isinstance(optimizer, Optimizer) or not self._rate_is_optional
+        has_several = hasattr(optimizer, "optimizers")  # a `MultiOptimizer`
+        is_needed = isinstance(optimizer, Optimizer) or not self._rate_is_optional
+        self._has_rate = is_needed and not has_several
         if self._has_rate:
             inner = inner_optimizer(optimizer)
             self._last_update = _last_update(inner, _batches_counted(inner))
@@ -106,7 +108,8 @@ class LearningRateLogger(AppliedRateCallback):
     have it. At the end of an epoch it is the rate of the epoch's last update, also with schedules,
     `LossScaleOptimizer`, gradient accumulation and `steps_per_execution`. `LearningRateScheduler`
     and `ReduceLROnPlateau` use the same key. Works in `fit` on TensorFlow and JAX, under any
-    strategy. Before the first update, with gradient accumulation, there is no such key.
+    strategy. Before the first update, with gradient accumulation, there is no such key, and none of
+    a `MultiOptimizer`, which has several rates.
 
     A plain rate may be set by any callback in any epoch hook; one that is set inside an epoch is
     logged as it was at the epoch's first batch. It costs nothing per batch.
@@ -164,11 +167,12 @@ class PrintLR(AppliedRateCallback):
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Format the line, to be printed after Keras' progress line."""
         rate = self._applied_rate()
-        value = (
-            "none, `model.optimizer` has applied no update"
-            if rate is None
-            else f"{rate:.6g} (step {self._last_update + 1})"
-        )
+        if rate is not None:
+            value = f"{rate:.6g} (step {self._last_update + 1})"
+        elif self._has_rate:
+            value = "none, `model.optimizer` has applied no update"
+        else:
+            value = "several, of the optimizers in `model.optimizer`"
         self._line = f"Learning rate of epoch {epoch + 1}: {value}"
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:

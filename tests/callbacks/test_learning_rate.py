@@ -107,6 +107,16 @@ def test_printlr_prints_once_an_epoch_below_the_progress_line(capsys):
     ]
 
 
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="since Keras 3.15")
+def test_several_optimizers_have_no_single_rate(capsys):
+    parts = {".*kernel": keras.optimizers.Adam()}
+    of_all = keras.optimizers.OptimizerMap(keras.optimizers.SGD(), parts)
+    model = falling_weight(keras.optimizers.MultiOptimizer(of_all))
+    history = model.fit(**ones(2), callbacks=[LearningRateLogger(), PrintLR()]).history
+    assert "learning_rate" not in history
+    assert "epoch 1: several, of the optimizers in `model.opt" in capsys.readouterr().out
+
+
 def test_a_model_without_a_keras_optimizer_raises_before_training():
     model = falling_weight(optimizer=None)
     with pytest.raises(ValueError, match="read from a Keras optimizer.*optimizer=None"):

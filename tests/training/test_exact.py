@@ -422,6 +422,38 @@ def test_callbacks_read_and_change_what_the_next_step_goes_on_from():
 
 
 @pytest.mark.jax
+def test_predictions_for_a_graph_have_other_first_axes_than_its_edges():
+    class Graph(keras.Model):
+        def call(self, inputs):
+            nodes, edges = inputs
+            sent = keras.ops.take(nodes, edges[:, 0], axis=0)
+            return nodes + keras.ops.segment_sum(sent, edges[:, 1], num_segments=7)
+
+    class Graphs(Batches):
+        def __getitem__(self, index):
+            edges = np.stack([np.arange(4 + index), np.arange(4 + index)[::-1]], axis=1)
+            return ((np.full((7, 2), index, "float32"), edges.astype("int32")),)
+
+    expected = Graph().predict(Graphs(), verbose=0)
+    with exactness.scopes(2)[1]:
+        np.testing.assert_array_equal(replica_exact(Graph()).predict(Graphs()), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+def test_endless_data_are_asked_for_their_steps_by_the_name_that_the_method_has():
+    with exactness.scopes(2)[1]:
+        model = replica_exact(net())
+        model.compile("sgd", model.loss)
+    endless = tf.data.Dataset.from_tensors((X[:4], Y[:4])).repeat()
+    with pytest.raises(ValueError, match="`x` never ends; say with `steps` how much"):
+        model.evaluate(endless)
+    with pytest.raises(ValueError, match="say with `steps_per_epoch`"):
+        model.fit(endless)
+    assert np.isfinite(model.evaluate(endless, None, None, 0, None, 3))
+
+
+@pytest.mark.jax
 def test_what_is_made_outside_of_the_scope_is_put_on_its_devices():
     one, many = net(), net()
     with exactness.scopes(2)[1]:

@@ -18,7 +18,6 @@ from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
-from kdpkit.batches import num_examples
 from kdpkit.training.jax import _consistency_checks
 
 
@@ -61,9 +60,10 @@ def _place(model: keras.Model, distribution: Any) -> None:
     """Put on the devices what was made before the distribution was set, or outside its scope."""
     mesh = sharding.as_mesh(distribution)
     placements = shards.of(distribution, mesh)
+    optimizer = getattr(model, "optimizer", None)
     for variables, placement in (
         (model.variables + model.metrics_variables, placements.of_weight),
-        (model.optimizer.variables if model.optimizer else [], placements.of_optimizer),
+        (optimizer.variables if optimizer else [], placements.of_optimizer),
     ):
         for variable in variables:
             value = variable._value
@@ -91,7 +91,8 @@ def _gathering(step: Callable, mesh: Mesh) -> Callable:
     @functools.wraps(step)
     def gathered(state: Any, data: Any) -> Any:
         outputs, rest = step(state, data)
-        if num_examples(data) % mesh.size or jax.process_count() > 1:
+        sizes = [size for leaf in jax.tree.leaves((data, outputs)) for size in leaf.shape[:1]]
+        if any(size % mesh.size for size in sizes) or jax.process_count() > 1:
             outputs = jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
         return outputs, rest
 

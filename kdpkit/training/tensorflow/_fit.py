@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -287,13 +288,15 @@ def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
         _keras_internals.replaced, strategy, "experimental_distribute_dataset", distribute
     )
 
+    number_of_steps = "steps_per_epoch" if method.__name__ == "fit" else "steps"
+
     @functools.wraps(method)
     def exact(x: Any = None, *args: Any, **settings: Any) -> Any:
         settings = _callbacks.settings_of_this_process(settings) if several else settings
-        held_out, steps = settings.get("validation_data"), settings.get("validation_steps")
+        given = inspect.signature(method).bind(x, *args, **settings).arguments
+        held_out, steps = given.get("validation_data"), given.get("validation_steps")
         _checks.check_dataset("validation_data", held_out, validation_steps=steps)
-        steps = settings.get("steps_per_epoch", settings.get("steps"))
-        _checks.check_dataset("x", x, steps_per_epoch=steps)
+        _checks.check_dataset("x", x, **{number_of_steps: given.get(number_of_steps)})
         explained = processes.explain_lost_process() if several else contextlib.nullcontext()
         with explained, distributing(), _patches.installed():
             return method(x, *args, **settings)
