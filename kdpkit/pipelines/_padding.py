@@ -28,8 +28,8 @@ def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Trans
 
     Returns:
         A stage from batches `x`, `(x, y)` or `(x, y, sample_weight)`, each any nest of tensors,
-        to `(x, y, sample_weight)`; `x` becomes `(x, None, sample_weight)`. Ragged tensors become
-        dense, padded with zeros.
+        to `(x, y, sample_weight)`; `x` becomes `(x, None, sample_weight)`. Ragged and sparse
+        tensors become dense, padded with zeros.
 
     Raises:
         ValueError: The mode is unknown. A larger batch fails when it arrives.
@@ -99,7 +99,9 @@ def normalize_weights(batches: tf.data.Dataset) -> tf.data.Dataset:
     return batches.map(as_written(lambda x, y, weight: (x, y, weight * factor)))
 
 
-def _dense(part: tf.Tensor | tf.RaggedTensor) -> tf.Tensor:
+def _dense(part: tf.Tensor | tf.RaggedTensor | tf.SparseTensor) -> tf.Tensor:
+    if isinstance(part, tf.SparseTensor):
+        return tf.sparse.to_dense(part)
     return part.to_tensor() if isinstance(part, tf.RaggedTensor) else part
 
 

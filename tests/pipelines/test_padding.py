@@ -29,13 +29,15 @@ def as_tensor(array):
 def test_any_nest_is_padded_and_its_real_examples_kept(x, filling, mode, weighted):
     x = tf.nest.map_structure(as_tensor, x)
     examples = int(tf.nest.flatten(x)[0].shape[0])
-    y = {"a": tf.range(examples), "b": (tf.range(examples) % 2 == 0,)}
+    counted = tf.range(examples)
+    y = {"a": counted, "b": (counted % 2 == 0,), "c": tf.sparse.from_dense(counted[:, None] % 3)}
     size = examples + filling
     weights = np.arange(1.0, 2 * examples + 1, dtype="float32").reshape(examples, 2)
     batch = (x, y, weights) if weighted else (x, y)
     padded = only(tf.data.Dataset.from_tensors(batch).apply(pad_to_global_batch(size, mode=mode)))
     for before, after in zip(tf.nest.flatten((x, y)), tf.nest.flatten(padded[:2]), strict=True):
         dense = before.to_tensor() if isinstance(before, tf.RaggedTensor) else before
+        dense = tf.sparse.to_dense(before) if isinstance(before, tf.SparseTensor) else dense
         assert after.shape[0] == size
         # The last example, not zeros, of which some layers make NaN.
         rows = np.minimum(np.arange(size), examples - 1)
