@@ -59,6 +59,8 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a metric that is reset, and one that is read",
     "numbers of metrics read and set by hand",
     "the perplexity of KerasHub",
+    "a recurrent layer, compiled by XLA",
+    "a cell with dropout, step by step",
     "labeled examples cut elsewhere",
     "halves of a batch normalized apart",
     "a table looked up in a layer and outside",

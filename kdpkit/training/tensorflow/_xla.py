@@ -7,6 +7,7 @@ stay TensorFlow's. `TrainingLoop(jit="measure")` finds out, while it trains, whi
 """
 
 import statistics
+import warnings
 from typing import Any
 
 import keras
@@ -34,6 +35,12 @@ def compile_call(model: keras.Model, global_batch_norms: list[Any]) -> None:
         )
     if "call" in vars(model):
         return
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.RNN) and not layer.unroll:
+            # The gradient of its loop is another program of XLA, to which no list can be passed.
+            problem = f"On replicas XLA does not compile the loop of `{layer.name}`, nor the model."
+            warnings.warn(f"{problem} With `unroll=True` it does.", stacklevel=2)
+            return
     stock_call = model.call
 
     def call(*args: Any, **kwargs: Any) -> Any:

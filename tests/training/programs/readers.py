@@ -339,6 +339,14 @@ def cosine():
     return model
 
 
+def recurrent_classifier():
+    parts = [layers.Reshape((3, 2)), layers.LSTM(4), layers.Dense(3)]
+    model = keras.Sequential([keras.Input((6,)), *parts])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss, jit_compile=True)
+    return model
+
+
 def next_word_model():
     import keras_hub
 
@@ -381,6 +389,7 @@ _PROGRAMS = {
         lambda: classified(60),
     ),
     "the perplexity of KerasHub": (next_word_model, next_words),
+    "a recurrent layer, compiled by XLA": (recurrent_classifier, classified),
     "softmax of large features, compiled by XLA": (
         softmax_classifier(of_probabilities, jit_compile=True),
         lambda: classified(60),
