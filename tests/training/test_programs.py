@@ -59,6 +59,7 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a metric that is reset, and one that is read",
     "numbers of metrics read and set by hand",
     "the perplexity of KerasHub",
+    "attentions that share masked words",
     "a recurrent layer, compiled by XLA",
     "a cell with dropout, step by step",
     "labeled examples cut elsewhere",

@@ -316,13 +316,22 @@ def call_divided(
     if _is_asked_by_layers(layer):
         part.rejects = _AsOne(step.divides, layer)
 
+    masked: list[tuple[Any, Any]] = []
+
     def cut(leaf: Any) -> Any:
-        return _cut(step, part, leaf is first and get_keras_mask(leaf) is None, leaf)
+        is_masked = get_keras_mask(leaf) is not None
+        shard = _cut(step, part, leaf is first and not is_masked, leaf)
+        if is_masked:
+            masked.append((leaf, shard))
+        return shard
 
     args, kwargs = tf.nest.map_structure(cut, (args, kwargs))
     joined = functools.partial(_joined, step, part)
     with _joining_losses(layer, joined), running(part):
         outputs = original(layer, *args, **kwargs)
+    for leaf, shard in masked:
+        if get_keras_mask(shard) is None:  # Keras' attention takes it off what others are given too
+            set_keras_mask(leaf, None)
     return tf.nest.map_structure(joined, outputs)
 
 

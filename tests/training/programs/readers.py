@@ -347,6 +347,25 @@ def recurrent_classifier():
     return model
 
 
+def two_attentions():
+    """Keras calls the second one first here, and it takes the mask off what both are given."""
+    words, others = keras.Input((5,), dtype="int32"), keras.Input((5,), dtype="int32")
+    embedding = layers.Embedding(9, 4, mask_zero=True)
+    pair = embedding(words), embedding(others)
+    attended = layers.Attention()([*pair]), layers.MultiHeadAttention(2, 3)(*pair)
+    pooled = layers.GlobalAveragePooling1D()(layers.Concatenate()([*attended]))
+    model = keras.Model([words, others], layers.Dense(3)(pooled))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    return model
+
+
+def padded_words():
+    words = next_words()["x"]
+    words[::2, 2:] = 0
+    return {"x": [words, words[::-1].copy()], "y": LABELS, "batch_size": 5}
+
+
 def next_word_model():
     import keras_hub
 
@@ -389,6 +408,7 @@ _PROGRAMS = {
         lambda: classified(60),
     ),
     "the perplexity of KerasHub": (next_word_model, next_words),
+    "attentions that share masked words": (two_attentions, padded_words),
     "a recurrent layer, compiled by XLA": (recurrent_classifier, classified),
     "softmax of large features, compiled by XLA": (
         softmax_classifier(of_probabilities, jit_compile=True),
