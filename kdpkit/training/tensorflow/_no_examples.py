@@ -74,7 +74,7 @@ def _may_lack_examples(tensor: Any, devices: str) -> bool:
     return (
         step is not None
         and step.replicas > 1
-        and tensor.shape[0] is None
+        and not tensor.shape[0]  # unknown, or none in a step that runs eagerly
         and any(
             (tf.DeviceSpec.from_string(device).device_type or "") in devices.split(", ")
             for device in step.strategy.extended.worker_devices
@@ -105,7 +105,7 @@ def _count(x: tf.Tensor) -> _Count:
     shape = tf.raw_ops.Shape(input=x)
     number = tf.raw_ops.StridedSlice(input=shape, begin=zero, end=one, strides=one)
     step = current_step()
-    is_here = step is not None and step.is_here()
+    is_here = step is not None and step.is_here() and not tf.executing_eagerly()
     graph = tf.compat.v1.get_default_graph() if is_here else None
     return _Count(number, tf.cast(tf.raw_ops.Squeeze(input=number), tf.bool), graph)
 
@@ -125,7 +125,7 @@ def _with_one(count: _Count, x: Any) -> Any:
     else:
         zeros = functools.partial(tf.zeros, tf.concat([[1], tf.shape(x)[1:]], 0), x.dtype)
         given = tf.cond(count.is_any, lambda: x, zeros)
-    given.set_shape(x.shape)
+    given.set_shape([None, *x.shape[1:]])
     given = with_gradient(given, x, functools.partial(_without_one, count))
     given.kdpkit_has_example = True
     return given
