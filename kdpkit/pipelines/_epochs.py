@@ -14,6 +14,8 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
+from kdpkit._internal import checks
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -180,7 +182,11 @@ class TrainDataset(tf.data.Dataset):
 
 
 class TrackedDataset(TrainDataset):
-    """A `TrainDataset` whose first epoch may start at any of its batches."""
+    """A `TrainDataset` whose first epoch may start at any of its batches.
+
+    What stages after it count, keep or draw would begin again there. So they raise, except for
+    `prefetch`, `take`, and the functions that libraries map, such as Keras' for `class_weight`.
+    """
 
     is_tracked = True
 
@@ -199,3 +205,25 @@ class TrackedDataset(TrainDataset):
             [self._epochs, self._epochs.repeat()], always_first, stop_on_empty_dataset=True
         )
         return endless.take(self.epoch_counter.batches)
+
+
+def _to_add_before(stage: str) -> Callable[..., tf.data.Dataset]:
+    def add(dataset: TrackedDataset, what: Any = None, *args: Any, **settings: Any) -> Any:
+        made_by = str(getattr(what, "__module__", ""))
+        if "map" in stage and made_by.startswith(("kdpkit", "keras", "tensorflow")):
+            return getattr(tf.data.Dataset, stage)(dataset, what, *args, **settings)
+        return checks.fail(
+            f"A resumed run cannot repeat what `{stage}` does after `Resume.track`.",
+            remedy="Add this stage before `track`.",
+        )
+
+    return add
+
+
+for _stage in (
+    *("batch", "bucket_by_sequence_length", "cache", "concatenate", "enumerate", "filter"),
+    *("flat_map", "group_by_window", "interleave", "map", "padded_batch", "ragged_batch"),
+    *("rejection_resample", "scan", "shard", "shuffle", "skip", "snapshot", "take_while"),
+    *("unbatch", "unique", "window"),
+):
+    setattr(TrackedDataset, _stage, _to_add_before(_stage))

@@ -8,6 +8,7 @@ them by name.
 
 import keras
 import numpy as np
+import pytest
 from keras import layers
 
 from kdpkit import testing
@@ -158,10 +159,15 @@ def in_two_phases(resume, *others):
 def in_phases_of_which_the_first_is_stopped(resume, *others):
     """Train until `EarlyStopping` ends it, and then on, on other batches, for three epochs."""
     model, train = compiled(), resume.track(batches())
-    epochs = len(fit(model, train, *others, *resume.callbacks, resume, epochs=9).history.epoch)
-    model.compile(keras.optimizers.Adam(1e-3), LOSS)
+    settings = {"validation_data": held_out(), "validation_freq": 2}
+    fit(model, train, *others, *resume.callbacks, resume, epochs=9, **settings)
+    history = model.history.history
+    assert {name: len(values) for name, values in history.items()} == {"loss": 2, "val_loss": 1}
+    epochs = len(model.history.epoch)
+    model.compile(keras.optimizers.Adam(1e-3), LOSS, metrics=["accuracy"])
     train = resume.track(batches(global_batch_size=5, seed=2))
-    return fit(model, train, *others, resume, initial_epoch=epochs, epochs=epochs + 3)
+    settings |= {"initial_epoch": epochs, "epochs": epochs + 3}
+    return fit(model, train, *others, resume, **settings)
 
 
 # What models, optimizers and callbacks hold.
@@ -203,6 +209,18 @@ def with_a_model_not_built_and_a_rate_that_is_lowered_each_epoch(resume, *others
 def with_averages_that_are_swapped(resume, *others):
     optimizer = keras.optimizers.Adam(0.05, use_ema=True, ema_momentum=0.8)
     return fit(compiled(optimizer), resume.track(batches()), *others, *resume.callbacks, resume)
+
+
+def every_fourth_batch(directory):
+    path = directory / "last.weights.h5"
+    return [keras.callbacks.ModelCheckpoint(path, save_freq=4, save_weights_only=True)]
+
+
+@program(learning=every_fourth_batch)
+def with_a_checkpoint_of_every_fourth_batch(resume, *others):
+    model = fit(compiled(), resume.track(batches()), *others, *resume.callbacks, resume)
+    model.load_weights(resume.callbacks[0].filepath)
+    return model
 
 
 class Noise(layers.Layer):
@@ -312,8 +330,8 @@ def with_optimizers_in_a_container(resume, *others):
 class Shuffled(keras.utils.PyDataset):
     """Shuffles between epochs with random numbers of its own."""
 
-    def __init__(self):
-        super().__init__()
+    def __init__(self, **settings):
+        super().__init__(**settings)
         self.random = np.random.default_rng(3)
         self.order = np.arange(20)
 
@@ -335,8 +353,10 @@ def slices():
 
 
 @program()
-def on_a_dataset_that_shuffles_itself(resume, *others):
-    return fit(compiled(), resume.track(Shuffled()), *others, resume)
+def on_a_dataset_with_workers_that_shuffles_itself(resume, *others):
+    with pytest.warns(UserWarning, match="without workers .workers=3"):
+        train = resume.track(Shuffled(workers=3, use_multiprocessing=True))
+    return fit(compiled(), train, *others, resume)
 
 
 @program("tensorflow")
@@ -345,4 +365,4 @@ def on_shuffled_stages(resume, *others):
 
     shuffled = slices().cache().shuffle(23, seed=3).map(lambda x, y: (2 * x, y))
     train = resume.track(untuned(shuffled.batch(5).prefetch(1)))
-    return fit(compiled(), train, *others, resume)
+    return fit(compiled(), train, *others, resume, class_weight={0: 3.0, 1: 1.0, 2: 1.0})

@@ -78,6 +78,23 @@ def test_a_pipeline_of_unknown_order_or_length_raises(tmp_path, add, sentence):
         Resume(tmp_path).track(add(tf.data.Dataset.range(9), tf))
 
 
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda data: data.shuffle(3, seed=1),
+        lambda data: data.map(lambda *batch: batch),
+        lambda data: data.unbatch(),
+        lambda data: data.apply(lambda one: one.cache()),
+    ],
+)
+def test_stages_after_track_raise(tmp_path, add):
+    import tensorflow as tf
+
+    train = Resume(tmp_path).track(tf.data.Dataset.range(9).batch(3))
+    with pytest.raises(ValueError, match="Add this stage before `track`"):
+        add(train)
+
+
 def test_another_dataset_than_the_tracked_one_raises(tmp_path):
     resume = Resume(tmp_path)
     train = resume.track(batches())

@@ -135,7 +135,8 @@ class Resume(keras.callbacks.Callback):
           Epoch E is the E-th iteration of a new dataset, whoever else iterates it. Functions are
           traced again; stages with `deterministic=False` are in order.
         - A `keras.utils.PyDataset`, such as `kdpkit.batches.ArrayBatches`: `on_epoch_end` is called
-          once for every completed epoch, and its `epoch` attribute, if it has one, is set.
+          once for every completed epoch, and its `epoch` attribute, if it has one, is set. It is
+          read without `workers`.
 
         What never ends, or does not know its length, needs `fit(steps_per_epoch=...)`: an epoch
         continues where the last one stopped, and only its end is saved, on SIGTERM too. Except for
@@ -242,6 +243,13 @@ class Resume(keras.callbacks.Callback):
         # `on_train_begin`, in `fit` of keras/src/backend/*/trainer.py, for `BackupAndRestore`.
         self.model._initial_epoch = epochs if call.is_over else position.epoch
         if call.end:  # a later call restores the state
+            if not self._ends:
+                warnings.warn(
+                    "This call of `fit` was completed in an earlier run and trains nothing: until "
+                    "the run continues the model is as the program built it, and what is computed "
+                    "from it, as by `evaluate`, or saved differs.",
+                    stacklevel=3,
+                )
             return
         if not call.was_left_here:
             self._check_setup(state)
@@ -348,9 +356,10 @@ class Resume(keras.callbacks.Callback):
             history, epochs = self.model.history, state.notes["epochs"]
             until = call.end["epoch"] if call.end else math.inf
             history.epoch = [epoch for epoch in epochs if epoch < until]
+            values = state.notes["history"]
+            lengths = call.end["lengths"] if call.end else dict.fromkeys(values)
             history.history = {
-                name: values[: len(history.epoch)] if len(values) == len(epochs) else values
-                for name, values in state.notes["history"].items()
+                name: values[name][: lengths[name]] for name in values if name in lengths
             }
         return state
 
@@ -412,11 +421,13 @@ class Resume(keras.callbacks.Callback):
         """Wait until the last state is on disk; restore History if no epoch was left."""
         call, self._call = self._call, None
         self._restore_history(call)
+        history = self.model.history
         self._ends.append(
             call.end
             or {
-                "epoch": 1 + max(self.model.history.epoch, default=-1),
+                "epoch": 1 + max(history.epoch, default=-1),
                 "stopped": bool(self.model.stop_training),
+                "lengths": {name: len(values) for name, values in history.history.items()},
             }
         )
         self._wait()

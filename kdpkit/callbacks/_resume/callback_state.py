@@ -11,7 +11,7 @@ from kdpkit._internal import checks
 _LEARNED = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
-    keras.callbacks.ModelCheckpoint: ("best", "epochs_since_last_save"),
+    keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving"),
     keras.callbacks.SwapEMAWeights: ("_ema_weights_in_model",),
 }
 

@@ -1,6 +1,7 @@
 """Datasets that can start at any batch of any epoch."""
 
 import sys
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import keras
@@ -107,11 +108,14 @@ class TrackedPipeline(Tracked):
 
 class TrackedBatches(Tracked, keras.utils.PyDataset):
     def __init__(self, dataset: Any) -> None:
-        super().__init__(
-            workers=dataset.workers,
-            use_multiprocessing=dataset.use_multiprocessing,
-            max_queue_size=dataset.max_queue_size,
-        )
+        super().__init__()  # without workers, which keep batches for the next epoch
+        if dataset.workers > 1 or dataset.use_multiprocessing:
+            warnings.warn(
+                f"`Resume` reads this `PyDataset` without workers (workers={dataset.workers}, "
+                f"use_multiprocessing={dataset.use_multiprocessing}), whose order it cannot "
+                "restore; to read ahead, train on a `tf.data.Dataset` or a Grain dataset.",
+                stacklevel=4,
+            )
         self._dataset = dataset
         self._skipped = 0
         self.counts_epochs = not hasattr(dataset, "epoch")
@@ -138,7 +142,7 @@ class TrackedBatches(Tracked, keras.utils.PyDataset):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Any:
-        if self.workers <= 1 and index not in (0, self._expected):
+        if index not in (0, self._expected):
             checks.fail(
                 "Keras shuffles the batches, in an order that a resumed run cannot restore.",
                 remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
@@ -148,7 +152,9 @@ class TrackedBatches(Tracked, keras.utils.PyDataset):
         return self._dataset[index + self._skipped]
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_dataset"], name)
+        if name == "_dataset" or name.startswith("__"):  # `copy` and `pickle` ask an empty object
+            raise AttributeError(name)
+        return getattr(self._dataset, name)
 
     def first_batch(self) -> Any:
         return self._dataset[0]

@@ -8,7 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, ClassVar, NoReturn, TypeAlias
 
 import keras
 
@@ -28,8 +28,8 @@ class AgreedStop:
     """Decides whether training stops now, because any process got a signal or a request.
 
     The first SIGTERM or Ctrl-C is deferred; later, Ctrl-C acts at once and SIGTERM is ignored, as
-    some schedulers send it twice. Keras has no hook for failed training, so signals are only
-    deferred while the call that trains is running.
+    some schedulers send it twice, until the program ends or trains again. Keras has no hook for
+    failed training, so signals are only deferred while the call that trains is running.
 
     On JAX the coordination service decides for several processes. On TensorFlow they ask each other
     before the same steps. That is a small sum over the network, so they ask about once per second
@@ -38,6 +38,8 @@ class AgreedStop:
     Attributes:
         signal: The signal for which all stop, once they have agreed.
     """
+
+    _before_ignoring: ClassVar[list[Handler]] = []  # the program's handling of SIGTERM
 
     def __init__(self) -> None:
         self._former: dict[signal.Signals, Handler] = {}
@@ -65,6 +67,9 @@ class AgreedStop:
                 stacklevel=3,
             )
             return
+        former = self._before_ignoring.pop() if self._before_ignoring else None
+        if former is not None and signal.getsignal(signal.SIGTERM) == signal.SIG_IGN:
+            signal.signal(signal.SIGTERM, former)
         frame = sys._getframe(1)
         while frame.f_code.co_name == "on_train_begin" and frame.f_back:
             frame = frame.f_back
@@ -79,7 +84,8 @@ class AgreedStop:
 
     def request(self) -> None:
         """Do as if SIGTERM had arrived."""
-        self._received, self._is_requested = self._received or signal.SIGTERM, True
+        if self._received is None:
+            self._received, self._is_requested = signal.SIGTERM, True
         if processes.count() > 1 and keras.backend.backend() == "jax":
             signal.raise_signal(signal.SIGTERM)  # JAX makes it known to the other processes
 
@@ -123,6 +129,7 @@ class AgreedStop:
         """End the program, whose state is saved."""
         by_ctrl_c = self.signal == signal.SIGINT
         by = "request_stop()" if self._is_requested else "SIGTERM"
+        ignores = not (by_ctrl_c or self._is_requested)
         message = (
             f"Training was stopped by {'Ctrl-C' if by_ctrl_c else by}. Its state is in {where}, "
             "and the same program continues from there."
@@ -131,8 +138,8 @@ class AgreedStop:
         self._release()
         if by_ctrl_c:
             raise KeyboardInterrupt(message)
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if ignores and threading.current_thread() is threading.main_thread():
+            self._before_ignoring.append(signal.signal(signal.SIGTERM, signal.SIG_IGN))
         sys.stderr.write(f"\n{message}\n")
         raise SystemExit(errors.STOPPED)
 
@@ -147,7 +154,7 @@ class AgreedStop:
             self._release()
             signal.raise_signal(number)
             return
-        self._received = signal.Signals(number)
+        self._received, self._is_requested = signal.Signals(number), False
         for held in self._former:
             is_ctrl_c = held == signal.SIGINT
             signal.signal(held, signal.default_int_handler if is_ctrl_c else signal.SIG_IGN)
