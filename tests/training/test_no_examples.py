@@ -16,11 +16,11 @@ pytestmark = pytest.mark.tensorflow
 SHAPE = (6, 6, 2)
 
 
-def network(*middle, shape=SHAPE, jit=False):
+def network(*middle, shape=SHAPE, **settings):
     def build():
         parts = [make() for make in middle]
         model = keras.Sequential([keras.Input(shape), *parts, layers.Flatten(), layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(0.05), "mse", jit_compile=jit)
+        model.compile(keras.optimizers.SGD(0.05), "mse", **{"jit_compile": False} | settings)
         return model
 
     return build
@@ -42,11 +42,14 @@ NETWORKS = {
         shape=(4, 4, 4, 2),
     ),
     "in groups, which XLA computes": network(lambda: layers.Conv2D(4, 3, groups=2)),
+    "in steps that run eagerly": network(
+        lambda: layers.Conv2D(3, 3), layers.MaxPooling2D, run_eagerly=True
+    ),
     "compiled by XLA": network(
         lambda: layers.Conv2D(3, 3),
         lambda: layers.Conv2DTranspose(2, 2),
         layers.MaxPooling2D,
-        jit=True,
+        jit_compile=True,
     ),
 }
 
