@@ -442,7 +442,7 @@ def test_predictions_for_a_graph_have_other_first_axes_than_its_edges():
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_endless_data_are_asked_for_their_steps_by_the_name_that_the_method_has():
-    with exactness.scopes(2)[1]:
+    with strategies.select_strategy("mirrored", devices=2).scope():
         model = replica_exact(net())
         model.compile("sgd", model.loss)
     endless = tf.data.Dataset.from_tensors((X[:4], Y[:4])).repeat()
