@@ -67,7 +67,9 @@ def on_one_device(program, epsilon, policy):
 
 def trained(program, replicas, epsilon=None):
     """Train a program; without a number of replicas as its author does, by stock Keras."""
+    policy = keras.config.dtype_policy()
     keras.utils.clear_session(free_memory=False)
+    keras.config.set_dtype_policy(policy)  # which Keras clears as well
     keras.utils.set_random_seed(0)
     building, training = scopes(replicas)
     with training:
