@@ -56,13 +56,10 @@ def _copy(recipes: dict[str, Path], name: str, directory: Path) -> Path:
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(
-            prefix=".", dir=directory
-        ) as held:  # all of it, or nothing
-            copied = (shutil.copytree if source.is_dir() else shutil.copy)(
-                source, Path(held, source.name)
-            )
-            Path(copied).rename(target)
+        with tempfile.TemporaryDirectory(prefix=".", dir=directory) as temporary:
+            complete = Path(temporary, source.name)
+            (shutil.copytree if source.is_dir() else shutil.copy)(source, complete)
+            complete.rename(target)
     except OSError as error:
         checks.fail_for_file(
             f"The recipe cannot be copied ({error.strerror})",

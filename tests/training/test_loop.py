@@ -532,7 +532,7 @@ class AlwaysDropout(layers.Dropout):
         return super().call(inputs, training=True)
 
 
-def test_what_is_drawn_while_predicting_is_drawn_anew_by_each_batch_and_call():
+def test_what_is_drawn_while_predicting_is_drawn_again_by_each_batch_and_call():
     x, _ = testing.toy_classification(10)
     data = tf.data.Dataset.from_tensor_slices(x).batch(4)
 

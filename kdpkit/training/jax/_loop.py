@@ -73,8 +73,7 @@ class JaxSteps(Steps):
         source = Source(dataset, name, self.strategy)
         if source.is_endless and wanted is None:
             checks.fail(f"`{name}` never ends; limit it with `{argument}`.")
-        length, end = (lambda: source.length), source.end_epoch
-        return Feed(name, source, wanted=wanted, length=length, end=end)
+        return Feed(name, source, wanted=wanted, length=lambda: source.length, end=source.end_epoch)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         if not self._is_built:

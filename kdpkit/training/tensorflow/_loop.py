@@ -115,8 +115,9 @@ class TensorFlowSteps(Steps):
             epochs = _PyEpochs(dataset)
             feed = self.open(epochs.given, name, **steps)
             epochs.batches = feed.batches
-            length = lambda: dataset.num_batches  # noqa: E731
-            return Feed(name, epochs, wanted=wanted, length=length, end=epochs.end)
+            return Feed(
+                name, epochs, wanted=wanted, length=lambda: dataset.num_batches, end=epochs.end
+            )
         if not isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
             checks.fail(
                 f"`{name}` must be a `tf.data.Dataset` or a `keras.utils.PyDataset` of batches, "

@@ -195,10 +195,7 @@ def _reduces(original: Callable, context: Any, *args: Any, **kwargs: Any) -> Any
 def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> Any:
     """Note what layers assign; reject what is assigned once for each replica, or added up."""
     step = current_step()
-    is_of_all = tf.distribute.in_cross_replica_context()
-    if is_of_all and isinstance(variable, SyncOnReadVariable) and variable.dtype.is_integer:
-        return _assign_count(variable, *args, **kwargs)
-    if step is None or is_of_all:
+    if step is None or tf.distribute.in_cross_replica_context():
         return original(variable, *args, **kwargs)
     if step.own is None:
         if isinstance(variable, DistributedVariable):
@@ -228,13 +225,6 @@ def _assigns(original: Callable, variable: Any, *args: Any, **kwargs: Any) -> An
             )
         _metric_patches.read_the_first(of_replicas)
     return original(variable, *args, **kwargs)
-
-
-def _assign_count(variable: SyncOnReadVariable, value: Any, *_: Any, **__: Any) -> None:
-    """Give the first replica a count that all of them add up; TensorFlow divides it, and rounds."""
-    for index, copy in enumerate(variable.values):
-        is_counted = index == 0 or variable.aggregation != tf.VariableAggregation.SUM
-        copy.assign(value if is_counted else tf.zeros_like(copy))
 
 
 def _of_replicas(variable: Any) -> Any:
