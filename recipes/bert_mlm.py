@@ -41,8 +41,8 @@ with experiment.program(parser, __name__):
 def build_model(args, lines):
     """Build BERT tiny (2 layers, 128 wide, 2 heads) for words of the text, or load a preset."""
     if args.preset:
-        tokenizer = models.BertTokenizer.from_preset(args.preset)
-        model = models.BertMaskedLM.from_preset(args.preset, preprocessor=None)
+        tokenizer = text.from_preset(models.BertTokenizer, args.preset)
+        model = text.from_preset(models.BertMaskedLM, args.preset, preprocessor=None)
     else:
         words = text.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
         tokenizer, length = models.BertTokenizer(words, lowercase=True), args.sequence_length

@@ -40,8 +40,8 @@ with experiment.program(parser, __name__):
 def build_model(args, lines):
     """Build a small GPT-2, or the preset's, up to its hidden states, and its tokenizer."""
     if args.preset:
-        tokenizer = models.GPT2Tokenizer.from_preset(args.preset)
-        model = models.GPT2Backbone.from_preset(args.preset)
+        tokenizer = text.from_preset(models.GPT2Tokenizer, args.preset)
+        model = text.from_preset(models.GPT2Backbone, args.preset)
     else:
         words = text.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
         tokenizer = models.BertTokenizer(words, lowercase=True)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kdpkit import pipelines
+from kdpkit import errors, pipelines
 from kdpkit.experiment import text
 
 tf = pytest.importorskip("tensorflow")
@@ -76,3 +76,15 @@ def test_most_masked_tokens_are_hidden_some_drawn_and_some_kept():
     assert np.mean(seen == labels[used]) == pytest.approx(0.1 + 0.1 / WORDS, abs=0.01)
     again, *_ = text._masked(tokens, tokenizer=TOKENIZER, rate=0.5)
     np.testing.assert_array_equal(again["token_ids"], features["token_ids"])
+
+
+@pytest.mark.parametrize("preset", ["no_such_model", "gpt2_base_en", "./nowhere"])
+def test_a_preset_that_cannot_be_had_is_named_with_those_that_can(preset, monkeypatch):
+    models = pytest.importorskip("keras_hub").models
+    monkeypatch.setenv("KAGGLEHUB_CACHE", "/nowhere")  # downloaded nothing so far
+    for proxy in ("HTTPS_PROXY", "https_proxy"):
+        monkeypatch.setenv(proxy, "http://localhost:9")  # no network
+    wanted = f"Received: preset='{preset}'.*one of .*gpt2_base_en"
+    with pytest.raises(errors.FileInputError, match=wanted) as raised:
+        text.from_preset(models.GPT2Tokenizer, preset)
+    assert "\n" not in str(raised.value)

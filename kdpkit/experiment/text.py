@@ -16,12 +16,30 @@ import keras
 import numpy as np
 
 import kdpkit
+from kdpkit import errors
 from kdpkit._internal import atomic_files, checks, storage
 
 Sequences: TypeAlias = Any  # of token ids: a `tf.data.Dataset`, or an array [sequences, length]
 
 _MIN_BYTES = 100  # of a line: shorter ones, such as headings, are dropped
 _LINES_AT_ONCE = 4096
+
+
+def from_preset(kind: Any, preset: str, **settings: Any) -> Any:
+    """Load a model or a tokenizer of KerasHub, `kind`, from a preset: a name or a directory.
+
+    Raises:
+        kdpkit.errors.FileInputError: There is no such preset, or it cannot be downloaded.
+    """
+    try:
+        return kind.from_preset(preset, **settings)
+    except (ValueError, OSError) as error:
+        reason, *_ = checks.reason_of(error).split(". ")
+        raise errors.FileInputError(
+            f"The preset could not be loaded ({reason}). Received: preset={preset!r}. Give a "
+            "directory that `save_to_preset` wrote, or, where there is a network, one of "
+            f"{checks.listed(kind.presets)}."
+        ) from error
 
 
 def learned_vocabulary(
