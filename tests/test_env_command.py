@@ -23,9 +23,8 @@ def env(*words, python=sys.executable, **environment):
 
 @pytest.mark.slow
 def test_what_chose_the_backend_is_reported_and_no_variable_is_shown(tmp_path):
-    (tmp_path / ".keras").mkdir()
-    (tmp_path / ".keras" / "keras.json").write_text('{"backend": "jax", "floatx": "float32"}')
-    output = env(HOME=tmp_path, KERAS_BACKEND="", KERAS_HOME="", USER="me", API_KEY="pl4nted")
+    (tmp_path / "keras.json").write_text('{"backend": "jax", "floatx": "float32"}')
+    output = env(KERAS_HOME=tmp_path, KERAS_BACKEND="", USER="me", API_KEY="pl4nted")
     assert output.returncode == 0, output.stdout
     assert re.search(r"^  backend +jax \(chosen by keras.json\)$", output.stdout, re.MULTILINE)
     assert "pl4nted" not in output.stdout
