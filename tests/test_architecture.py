@@ -182,12 +182,16 @@ def test_a_forbidden_import_would_be_seen():
     assert breaches("_internal/a.py", upward) == {"training"}
 
 
-def test_the_page_on_the_architecture_names_files_that_exist():
-    page = (ROOT.parent / "docs" / "development" / "architecture.md").read_text(encoding="utf-8")
-    table = page.partition("## Where is")[2].partition("## Tests")[0]
-    named = re.findall(r"`([\w/]+\.py)`", table)
+@pytest.mark.parametrize("page", ["development/architecture.md", "upstream/README.md"])
+def test_the_tables_of_a_page_name_files_and_functions_that_exist(page):
+    text = (ROOT.parent / "docs" / page).read_text(encoding="utf-8")
+    rows = "\n".join(line for line in text.splitlines() if line.startswith("|"))
+    named = re.findall(r"`([\w/]+\.py)`(?:, `(\w+)`)?", rows)
     assert len(named) >= 7
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    files = [*FILES, *(ROOT.parent / "tests").rglob("*.py")]
+    for file, function in named:
+        texts = [path.read_text(encoding="utf-8") for path in files if path.match(file)]
+        assert any(function in text for text in texts), f"{page}: {file}, {function}"
 
 
 def test_the_map_of_the_architecture_names_the_files_that_exist():

@@ -92,15 +92,17 @@ PLANTED = [(rule, make) for rule, makes in FAULTS.items() for make in makes]
 @pytest.mark.parametrize(("rule", "make"), PLANTED, ids=[rule for rule, _ in PLANTED])
 def test_a_planted_fault_is_found(rule, make):
     levels = dict(found(make(), **ASKED.get(rule, {})))
-    assert (levels[rule] == "note") == (rule in NOTES_ALONE)
+    wanted = {"note"} if rule in NOTES_ALONE else {"wrong", "slow"}
+    assert levels[rule] in wanted
 
 
 def test_every_rule_is_documented_and_has_a_planted_fault():
     items = re.findall(r"^ *- (`.*?):", lint.__doc__, re.MULTILINE | re.DOTALL)
     documented = [name for item in items for name in re.findall(r"`([\w-]+)`", item)]
     rules = {*_lint._RULES, *_lint._TRAINING_RULES}
-    assert sorted(documented) == sorted(rules)
-    assert FAULTS.keys() == rules
+    assert len(documented) == len(rules)
+    assert not rules ^ {*documented}, "in the docstring of `lint`, or in `_lint.py` alone"
+    assert not rules ^ FAULTS.keys(), "in `FAULTS`, or in `_lint.py` alone"
 
 
 def test_what_tensorflow_is_expected_to_fix_it_fixes():

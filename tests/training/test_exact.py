@@ -232,6 +232,16 @@ class Lookahead(keras.optimizers.SGD):
 
 
 @pytest.mark.tensorflow
+def test_a_loss_that_is_no_number_on_one_replica_ends_training():
+    x = X.copy()
+    x[5] = np.nan  # in the second batch, of the second replica
+    model = replica_exact(compiled_on(mirrored(2)))
+    terminate = keras.callbacks.TerminateOnNaN()
+    model.fit(x, Y, batch_size=3, shuffle=False, epochs=2, callbacks=[terminate], verbose=0)
+    assert (len(model.history.epoch), int(model.optimizer.iterations)) == (1, 2)
+
+
+@pytest.mark.tensorflow
 def test_an_optimizer_that_assigns_in_build_is_built_before_training():
     def trained(strategy, *, built=True):
         with strategy.scope():

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kdpkit import scaling
-from kdpkit.training.tensorflow import _workers
+from kdpkit.training.tensorflow import _distribution
 
 pytestmark = pytest.mark.tensorflow
 
@@ -26,7 +26,7 @@ def dealt(dataset, workers, local):
     contexts = [
         tf.distribute.InputContext(workers, worker, workers * local) for worker in range(workers)
     ]
-    given = [list(_workers._shards(strategy, dataset, context)) for context in contexts]
+    given = [list(_distribution._shards(strategy, dataset, context)) for context in contexts]
     return [
         [given[worker][step * local + i] for worker in range(workers) for i in range(local)]
         for step in range(len(given[0]) // local)
@@ -50,7 +50,7 @@ def test_every_example_of_a_batch_is_dealt_once_in_the_shards_of_split_batch(
     for batch, shards in zip(dataset, steps, strict=True):
         in_order = [None] * (workers * local)
         for replica, shard in enumerate(shards):
-            in_order[_workers.shard_of(Replicas(workers, local), replica)] = shard.data.numpy()
+            in_order[_distribution.shard_of(Replicas(workers, local), replica)] = shard.data.numpy()
         np.testing.assert_array_equal(np.concatenate(in_order), batch)
         sizes = scaling.split_batch(len(batch), workers * local)
         assert tuple(map(len, in_order)) == tuple(sizes)
@@ -76,20 +76,20 @@ def verdict(*fingerprints):
         tf.zeros([0, 2], tf.int64) if fingerprint is None else [[1, fingerprint]]
         for fingerprint in fingerprints
     ]
-    sums = tf.add_n([_workers.sums_to_compare(row) for row in rows])
-    _workers.compare(sums, len(fingerprints))
-    noted, _workers._differences[:] = [*_workers._differences], []
+    sums = tf.add_n([_distribution.sums_to_compare(row) for row in rows])
+    _distribution.compare(sums, len(fingerprints))
+    noted, _distribution._differences[:] = [*_distribution._differences], []
     return noted
 
 
 @settings(max_examples=20)
-@given(st.lists(st.integers(0, _workers._HASHES - 1), min_size=1, max_size=64))
+@given(st.lists(st.integers(0, _distribution._HASHES - 1), min_size=1, max_size=64))
 def test_fingerprints_differ_just_if_one_does(fingerprints):
     assert verdict(*fingerprints) == ([] if len(set(fingerprints)) == 1 else ["content"])
 
 
 def test_a_thousand_replicas_are_told_apart_and_an_early_end_is_noted():
-    most = _workers._HASHES - 1
+    most = _distribution._HASHES - 1
     assert verdict(*[most] * 1000) == []
     assert verdict(*[most] * 999, most - 1) == ["content"]
     assert verdict(5, None, 5) == ["number"]

@@ -4,7 +4,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _keras_internals, _workers
+from kdpkit.training.tensorflow import _distribution, _keras_internals
 from kdpkit.training.tensorflow._keras_internals import with_gradient
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step
 
@@ -59,7 +59,7 @@ def sums_for_variables(strategy: tf.distribute.Strategy, values: list[Any], owne
 
 def concatenated(strategy: tf.distribute.Strategy, value: Any) -> Any:
     """Put the shards of all replicas together in the order of the global batch."""
-    if _workers.spans_processes(strategy):
+    if _distribution.spans_processes(strategy):
         return _keras_internals.joined_over_processes(value, strategy)
     shards = strategy.experimental_local_results(value)
     if isinstance(shards[0], tf.SparseTensor):

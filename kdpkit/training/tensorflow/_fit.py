@@ -16,6 +16,7 @@ from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
+    _distribution,
     _global_batch,
     _keras_internals,
     _layer_state,
@@ -24,7 +25,6 @@ from kdpkit.training.tensorflow import (
     _patches,
     _placeholders,
     _whose_code,
-    _workers,
     _xla,
 )
 from kdpkit.training.tensorflow._step import ReplicaStep, running
@@ -162,7 +162,7 @@ class _ExactSteps:
             _keras_internals.move_global_seeds(self.strategy)
             self.move_loss_tracker()
             self.build_variables(data_batch)
-        if _workers.spans_processes(self.strategy):  # else each would count its own examples
+        if _distribution.spans_processes(self.strategy):  # else each would count its own examples
             for metric in _whose_code.parts_of_metrics(model):
                 _checks.require_scope(f"metric `{metric.name}`", metric.variables, self.strategy)
         for metric in model.metrics:
@@ -240,7 +240,7 @@ class _ExactSteps:
                     logs = compiled(batches)
                 else:
                     logs = self.division.traced(kind, lambda: compiled(batches), compile_again)
-            _workers.reject_differences()
+            _distribution.reject_differences()
             return logs
 
         setattr(model, name, function)
@@ -277,13 +277,13 @@ def _of_kind(method: Callable, kind: str) -> Callable:
 
 
 def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
-    """Have Keras spread datasets as `_workers` does: it asks the strategy, which asks there.
+    """Have Keras spread datasets as `_distribution` does: it asks the strategy, which asks there.
 
     They are checked: single examples are a bare `IndexError` in `tf.distribute`, others no end. Of
     several processes the first one alone writes and reports.
     """
-    several = _workers.spans_processes(strategy)
-    distribute = functools.partial(_workers.distribute, strategy)
+    several = _distribution.spans_processes(strategy)
+    distribute = functools.partial(_distribution.distribute, strategy)
     distributing = functools.partial(
         _keras_internals.replaced, strategy, "experimental_distribute_dataset", distribute
     )
@@ -325,7 +325,9 @@ def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
         parts = zip(starts, sizes, strict=True)
         shards = [tf.convert_to_tensor(array[start : start + size]) for start, size in parts]
         return strategy.experimental_distribute_values_from_function(
-            lambda context: shards[_workers.shard_of(strategy, context.replica_id_in_sync_group)]
+            lambda context: shards[
+                _distribution.shard_of(strategy, context.replica_id_in_sync_group)
+            ]
         )
 
     return keras.tree.map_structure(split, batch)

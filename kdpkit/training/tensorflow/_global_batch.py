@@ -5,14 +5,18 @@ up, draw for them, take the norm of their gradient) it does on all of them here,
 alike, as on one device. Only calls of layers are divided: a replica takes its part of what the
 layer is called on, and the outputs of all replicas are put together.
 
+`_fit` and `_loop` enter here if some code of a step is the user's. Where all is of libraries each
+replica has its examples alone: shares in `_step`, losses in `_patches`.
+
 Parts are passed on: a divided layer, loss or metric that is called on another's output takes the
-replica's part of it as it is. The tensor of all examples is there as well, and if nobody uses it
-TensorFlow does not compute it.
+replica's part of it as it is. The tensor of all examples is there as well; in a graph TensorFlow
+leaves out what nobody uses.
 
 Gradients: a tensor of the global batch is the same on all replicas, and so is its gradient. A
 replica's part of a tensor has `replicas` times its gradient, so that the mean over the replicas is
 right for variables of divided layers, of which each replica has a part, and for those that the step
-uses itself, which each replica computes in full.
+uses itself, which each replica computes in full. `join` and `_mean_of_parts` multiply by that
+number, `_taken`, `_mean_at` and `share_of_gradient` divide by it.
 """
 
 import contextlib
@@ -50,12 +54,11 @@ from kdpkit.training.tensorflow._step import (
     running,
 )
 from kdpkit.training.tensorflow._whose_code import (
-    calls_the_users,
     has_too_few_axes,
     is_composed,
-    is_library,
     is_of_a_library,
     is_of_layers,
+    is_written_by_libraries,
 )
 
 T = TypeVar("T")
@@ -194,14 +197,10 @@ def _identity(layer: keras.layers.Layer) -> Any:
 
     A function of the user's is only a name there, which others may have.
     """
-    if _is_written_by_a_library(layer):
+    if is_written_by_libraries(layer):
         with contextlib.suppress(Exception):  # those of Llama and Swin fail: each is tried then
             return type(layer), str({**layer.get_config(), "name": None})
     return id(layer)
-
-
-def _is_written_by_a_library(layer: keras.layers.Layer) -> bool:
-    return is_library(type(layer).__module__) and not calls_the_users(layer)
 
 
 def _is_asked_by_layers(layer: keras.layers.Layer) -> bool:
@@ -223,7 +222,7 @@ def _signature(layer: keras.layers.Layer, args: Any, kwargs: Any) -> str:
 
     A library's does the same for any sizes: a head is called on many levels of a pyramid.
     """
-    is_of_any_size = _is_written_by_a_library(layer)
+    is_of_any_size = is_written_by_libraries(layer)
 
     def of(leaf: Any) -> str:
         if not tf.is_tensor(leaf):

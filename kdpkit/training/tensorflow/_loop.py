@@ -28,6 +28,7 @@ from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
+    _distribution,
     _global_batch,
     _keras_internals,
     _layer_state,
@@ -36,17 +37,16 @@ from kdpkit.training.tensorflow import (
     _patches,
     _placeholders,
     _whose_code,
-    _workers,
 )
 from kdpkit.training.tensorflow._batch_norm import GLOBAL, REPLICA
 from kdpkit.training.tensorflow._collectives import concatenated
-from kdpkit.training.tensorflow._gradients import (
+from kdpkit.training.tensorflow._keras_internals import PyDatasetAdapter
+from kdpkit.training.tensorflow._loop_gradients import (
     combined,
     forward,
     forward_and_backward,
     over_micro_batches,
 )
-from kdpkit.training.tensorflow._keras_internals import PyDatasetAdapter
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep, running
 from kdpkit.training.tensorflow._xla import XlaTrial
@@ -138,7 +138,7 @@ class TensorFlowSteps(Steps):
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
     def _distributed(self, dataset: Any, name: str) -> Any:
-        return _workers.distribute(self.strategy, dataset, name)
+        return _distribution.distribute(self.strategy, dataset, name)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         with self.scope():  # in which a compiled loop can make no variables
@@ -220,13 +220,13 @@ class TensorFlowSteps(Steps):
     def _traced(self, kind: str, call: Callable[[], T]) -> T:
         is_eager = tf.config.functions_run_eagerly()
         result = call() if is_eager else self._division.traced(kind, call, again=lambda: None)
-        _workers.reject_differences()
+        _distribution.reject_differences()
         return result
 
     def _run(
         self, kind: str, function: Any, iterator: Any, steps: int
     ) -> tuple[int, dict[str, Any]]:
-        fresh_keys = _workers.spans_processes(self.strategy)
+        fresh_keys = _distribution.spans_processes(self.strategy)
         keys = _keras_internals.constant_collective_keys
         with contextlib.nullcontext() if fresh_keys else keys():
             is_traced = function.experimental_get_tracing_count() > 0
@@ -290,7 +290,7 @@ class TensorFlowSteps(Steps):
         Of an optimizer that was made outside of the scope, the first alone has the count of steps.
         """
         kept = [v for v in self.model.optimizer.variables if v.name != "learning_rate"]
-        several = _workers.spans_processes(self.strategy)
+        several = _distribution.spans_processes(self.strategy)
         return not several and _checks.is_in_scope(kept, self.strategy)
 
     def _test_step(self, batch: Any) -> None:
@@ -341,7 +341,7 @@ class TensorFlowSteps(Steps):
         def forward_and_backward_of(micro_batch: Any, start: tf.Tensor) -> Any:
             if micro_batches == 1:
                 return forward_and_backward(self.loop, step, micro_batch)
-            part = step.of_examples(_workers.examples_in_batch(micro_batch), offset=start)
+            part = step.of_examples(_distribution.examples_in_batch(micro_batch), offset=start)
             return forward_and_backward(self.loop, part, micro_batch)
 
         differentiate = _compiled(forward_and_backward_of, jit=jit)

@@ -25,13 +25,13 @@ from kdpkit.strategies import _parameter_servers
 from kdpkit.training._keras_internals import set_keras_mask
 from kdpkit.training._remat import rematerialised
 from kdpkit.training.tensorflow import _checks, _keras_internals, _patches
-from kdpkit.training.tensorflow._gradients import (
+from kdpkit.training.tensorflow._loop import TensorFlowSteps
+from kdpkit.training.tensorflow._loop_gradients import (
     combined,
     forward,
     forward_and_backward,
     over_micro_batches,
 )
-from kdpkit.training.tensorflow._loop import TensorFlowSteps
 from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._step import ReplicaStep
 

@@ -38,6 +38,7 @@ from kdpkit._internal import checks
 from kdpkit._internal.datasets import untuned
 from kdpkit.training.tensorflow import (
     _batch_norm,
+    _distribution,
     _global_batch,
     _keras_internals,
     _layer_state,
@@ -45,7 +46,6 @@ from kdpkit.training.tensorflow import (
     _no_examples,
     _optimizer_patches,
     _random,
-    _workers,
 )
 from kdpkit.training.tensorflow._step import current_step
 from kdpkit.training.tensorflow._whose_code import is_loss_of_a_library
@@ -175,7 +175,7 @@ def _print(original: Callable, *args: Any, **kwargs: Any) -> Any:
 def _calls_python(original: Callable, /, *args: Any, **kwargs: Any) -> Any:
     """Call Python once, on the first replica, and give all of them what it returns."""
     step = current_step()
-    if step is None or step.own is None or _workers.spans_processes(step.strategy):
+    if step is None or step.own is None or _distribution.spans_processes(step.strategy):
         return original(*args, **kwargs)
     given = inspect.signature(original).bind(*args, **kwargs).arguments
     inputs = [tf.convert_to_tensor(of) for of in given.pop("input")]
@@ -259,7 +259,7 @@ def _seeds(original: Callable, op_seed: Any) -> Any:
     if (
         not step.is_here()
         or original(op_seed)[0] is not None
-        or _workers.spans_processes(step.strategy)
+        or _distribution.spans_processes(step.strategy)
     ):
         checks.fail(
             "The step draws random numbers of TensorFlow's own, which are numbered by the "

@@ -41,7 +41,11 @@ from kdpkit.training.tensorflow._keras_internals import (
 )
 from kdpkit.training.tensorflow._layer_state import noted
 from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
-from kdpkit.training.tensorflow._whose_code import is_library, layers_of
+from kdpkit.training.tensorflow._whose_code import (
+    is_library,
+    is_written_by_libraries,
+    layers_of,
+)
 
 LEAVES = "leaves a tensor outside of itself"  # in a list of its module, or in another object
 
@@ -83,11 +87,11 @@ _ORDERS = (
 )
 _MOST_INPUTS = 2**22  # numbers, for many examples
 # Where the examples give more numbers than this, as with a vocabulary, a first step would take
-# several times as long for all of it: one variant of each is tried.
+# several times as long for all of it: one variant of each is tried, as of what libraries wrote.
 _LARGE = 2**20
-_OF_LARGE = ("NaN", "huge", "another one")
-_VALUES_OF_LARGE = ("fractions",)
-_ORDERS_OF_LARGE = _ORDERS[3:4]
+_BRIEFLY = ("NaN", "huge", "another one")
+_VALUES_BRIEFLY = ("fractions",)
+_ORDERS_BRIEFLY = _ORDERS[3:4]
 _MAY_BE_INVALID = ("NaN", "huge", "huge and negative")  # for what looks positions up, say
 
 _ASSIGNING = ("Assign", "ResourceScatter", "ResourceStridedSliceAssign", "ResourceApply")
@@ -186,12 +190,13 @@ class _Trial:
         self.function = self.traced()
         self.reject_effects()
         self.values, self.base = self.made_up()
-        self.is_large = sum(of.size for of in self.base.outputs) > _LARGE
+        is_large = sum(of.size for of in self.base.outputs) > _LARGE
+        self.is_brief = is_large or is_written_by_libraries(self.layer)
         self.try_all("")
         self.try_other_values()
         if self.has_other_variables(1.0) or self.has_other_variables(0.1):
             when = ", if its variables have other values"
-            if self.is_large:
+            if self.is_brief:
                 self.try_parts(_EXAMPLES // 2, when)
             else:
                 self.try_all(when)
@@ -202,7 +207,7 @@ class _Trial:
         """Compare parts for values of other kinds: none is negative, say; and small gradients."""
         usual = self.values, self.base, self.weights
         self.weights = [_SMALL * weight for weight in _WEIGHTS]
-        for kind in _VALUES_OF_LARGE if self.is_large else _VALUES:
+        for kind in _VALUES_BRIEFLY if self.is_brief else _VALUES:
             self.values = self.values_of(kind, self.length)
             with contextlib.suppress(tf.errors.OpError):
                 self.base = self.results(self.values, self.weights)
@@ -366,7 +371,7 @@ class _Trial:
         return _Results(*([_wide(tensor) for tensor in part] for part in found))
 
     def try_all(self, when: str) -> None:
-        for index, kind in enumerate(_OF_LARGE if self.is_large else _REPLACEMENTS):
+        for index, kind in enumerate(_BRIEFLY if self.is_brief else _REPLACEMENTS):
             at, weights = index % _EXAMPLES, [*_WEIGHTS]
             weights[at] = _HUGE if kind == "another one" else weights[at]
             values = [
@@ -382,7 +387,7 @@ class _Trial:
             others = [example for example in range(_EXAMPLES) if example != at]
             self.compare(found, _EXAMPLES, others, others, f"when one is {kind}{when}")
         inputs = sum(int(tf.size(value)) for value in self.values) // _EXAMPLES
-        for order, why in _ORDERS_OF_LARGE if self.is_large else _ORDERS:
+        for order, why in _ORDERS_BRIEFLY if self.is_brief else _ORDERS:
             is_drawn_elsewhere = self.draws and len(order) != _EXAMPLES  # numbers have positions
             is_too_much = len(order) > 4 * _EXAMPLES and len(order) * inputs > _MOST_INPUTS
             if is_drawn_elsewhere or is_too_much:
@@ -392,7 +397,7 @@ class _Trial:
                 same = [position for position in same if order[position] == position]
             found, examples = self.taken(order), [order[position] for position in same]
             self.compare(found, len(order), examples, same, f"{why}{when}")
-        for size in (1,) if self.is_large else (1, 2):
+        for size in (1,) if self.is_brief else (1, 2):
             self.try_parts(size, when)
 
     def try_parts(self, size: int, when: str) -> None:

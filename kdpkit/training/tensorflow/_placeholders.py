@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import compute_output_spec
-from kdpkit.training.tensorflow import _workers
+from kdpkit.training.tensorflow import _distribution
 
 
 def placeholders(spec: Any, num_examples: int | None = None) -> Any:
@@ -29,7 +29,7 @@ def placeholders(spec: Any, num_examples: int | None = None) -> Any:
             shape = [shape[0] or num_examples, *shape[1:]]
         return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
 
-    examples, _ = _workers.opened(spec)
+    examples, _ = _distribution.opened(spec)
     return tf.nest.map_structure(placeholder, examples)
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.training.tensorflow import _workers
+from kdpkit.training.tensorflow import _distribution
 from kdpkit.training.tensorflow._keras_internals import is_recorded
 
 _running = threading.local()
@@ -71,12 +71,12 @@ class ReplicaStep:
         context = tf.distribute.get_replica_context()
         self.strategy = context.strategy
         self.replicas = context.num_replicas_in_sync
-        self.data, fingerprint = _workers.opened(data)
-        self.num_examples = _workers.examples_in_batch(self.data)
+        self.data, fingerprint = _distribution.opened(data)
+        self.num_examples = _distribution.examples_in_batch(self.data)
         self.num_global_examples, self.start = self.num_examples, tf.constant(0)
         if self.replicas > 1:
             self.data = tf.nest.map_structure(of_any_length, self.data)
-            self.shard = _workers.shard_of(self.strategy, context.replica_id_in_sync_group)
+            self.shard = _distribution.shard_of(self.strategy, context.replica_id_in_sync_group)
             self.sizes = self._sizes_of_shards(fingerprint)
             sizes = self.sizes[0]
             self.num_global_examples = tf.reduce_sum(sizes)
@@ -97,18 +97,18 @@ class ReplicaStep:
         With them goes the comparison whether all replicas split one batch.
         """
         parts = [leaf for leaf in tf.nest.flatten(self.data) if leaf is not None]
-        own = tf.stack([_workers.examples_in(part) for part in parts])
+        own = tf.stack([_distribution.examples_in(part) for part in parts])
         is_own = tf.range(self.replicas) == self.shard
         sizes = tf.where(is_own, own[:, None], 0)
         if fingerprint is None:
             return tf.unstack(self.total(sizes), num=len(parts))
         numbers = [
             tf.reshape(tf.cast(sizes, tf.int64), [-1]),
-            _workers.sums_to_compare(fingerprint),
+            _distribution.sums_to_compare(fingerprint),
         ]
         sums = self.total(tf.concat(numbers, axis=0))
         count = len(parts) * self.replicas
-        _workers.compare(sums[count:], self.replicas)
+        _distribution.compare(sums[count:], self.replicas)
         sizes = tf.reshape(tf.cast(sums[:count], tf.int32), [len(parts), self.replicas])
         return tf.unstack(sizes, num=len(parts))
 
@@ -324,7 +324,7 @@ def map_values(function: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _add_up(strategy: tf.distribute.Strategy, nest: Any, weighed: Any) -> Any:
-    one_process = not _workers.spans_processes(strategy)
+    one_process = not _distribution.spans_processes(strategy)
 
     def add(value: Any, weighed: Any) -> Any:
         same = not isinstance(value, tf.distribute.DistributedValues)

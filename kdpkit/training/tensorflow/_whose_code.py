@@ -66,16 +66,16 @@ def is_of_a_library(layer: keras.layers.Layer) -> bool:
     """Return whether a library's layer computes each example by itself."""
     parts = layers_of(layer)
     return (
-        all(_is_of_a_library(type(part)) and not _is_of_one_model(part) for part in parts)
+        is_written_by_libraries(layer)
+        and not any(_is_of_one_model(part) or _may_compare_examples(part) for part in parts)
         and is_of_layers(layer)
-        and not any(_may_compare_examples(part) for part in parts)
-        and not calls_the_users(layer)
     )
 
 
-def calls_the_users(layer: keras.layers.Layer) -> bool:
-    """Return whether a layer calls a function of the user's, such as an activation."""
-    return not all(map(_is_of_a_library, _functions_in(layers_of(layer))))
+def is_written_by_libraries(layer: keras.layers.Layer) -> bool:
+    """Return whether a layer, those in it, and functions that they call are all of libraries."""
+    parts = layers_of(layer)
+    return all(map(_is_of_a_library, [*map(type, parts), *_functions_in(parts)]))
 
 
 def _is_of_one_model(layer: keras.layers.Layer) -> bool:

@@ -1,11 +1,12 @@
-"""Several processes of tf.distribute: each takes its examples of the same global batches.
+"""How global batches are divided among the replicas, of one process and of several.
 
-TensorFlow's own sharding of a dataset depends on its source and on a policy. A shard by files gives
-batches of other examples than one device has; a shard of the data splits batches at other positions
-where they are uneven; and with none every process trains on all of it. Here every process reads the
-complete dataset, and each replica takes its shard of every batch, so that a batch has exactly the
-examples that it has on one device. What that needs, that all processes read the same batches, is
-compared in every step.
+In one process TensorFlow divides dense batches, and this file those that it cannot divide. With
+several, TensorFlow's own sharding of a dataset depends on its source and on a policy. A shard by
+files gives batches of other examples than one device has; a shard of the data splits batches at
+other positions where they are uneven; and with none every process trains on all of it. Here every
+process reads the complete dataset, and each replica takes its shard of every batch, so that a batch
+has exactly the examples that it has on one device. What that needs, that all processes read the
+same batches, is compared in every step.
 """
 
 import functools

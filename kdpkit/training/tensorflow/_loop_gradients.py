@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask
 from kdpkit.training._objective import Sums
-from kdpkit.training.tensorflow import _workers
+from kdpkit.training.tensorflow import _distribution
 from kdpkit.training.tensorflow._step import ReplicaStep, dense_if_unique, map_values, running
 
 T = TypeVar("T")  # `Sums`, or several things that add up
@@ -100,7 +100,7 @@ def _micro_batch(
     def cut(part: Any) -> Any:
         if part is None:
             return None
-        micro_batch, known = _workers.sliced(part, start, stop), part.shape[0]
+        micro_batch, known = _distribution.sliced(part, start, stop), part.shape[0]
         is_dense = isinstance(part, tf.Tensor)
         if is_dense and known is not None and known % micro_batches == 0:
             micro_batch.set_shape([known // micro_batches, *part.shape[1:]])  # XLA compiles it once
