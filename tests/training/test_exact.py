@@ -231,6 +231,124 @@ class Lookahead(keras.optimizers.SGD):
         variable.assign(keras.ops.where(is_third, between, variable))
 
 
+def towers():
+    one, other = keras.Input((4,)), keras.Input((4,))
+    dense = keras.layers.Dense
+    return keras.Model([one, other], [dense(1, name="p")(one), dense(1, name="q")(other)])
+
+
+@pytest.mark.tensorflow
+def test_parts_of_other_lengths_are_the_same_on_replicas_or_raise():
+    parts = (X[:3], X), (Y[:3], Y)
+    spec = tf.nest.map_structure(lambda of: tf.TensorSpec([None, *of.shape[1:]], of.dtype), parts)
+    data = tf.data.Dataset.from_generator(lambda: iter([parts]), output_signature=spec)
+    data = data.apply(tf.data.experimental.assert_cardinality(1))
+    found = []
+    for replicas in (1, 3):
+        keras.utils.set_random_seed(0)
+        with mirrored(replicas).scope():
+            model = towers()
+            model = replica_exact(model, undivided=[model.layers[-1]])
+            model.compile("sgd", ["mse", "mse"])
+        history = model.fit(data, verbose=0).history
+        found.append((history, model.train_on_batch(*map(list, parts)), model.get_weights()))
+    for one, other in zip(*map(tf.nest.flatten, found), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    with mirrored(2).scope():
+        model = replica_exact(towers())
+        model.compile("sgd", ["mse", "mse"])
+    for train in (lambda: model.fit(data, verbose=0), lambda: model.train_on_batch(*parts)):
+        with pytest.raises(ValueError, match=r"different numbers of examples.*undivided=\[layer\]"):
+            train()
+
+
+def text_model():
+    words = keras.Input((), dtype="string")
+    table = keras.layers.StringLookup(vocabulary=["a", "b", "c"])
+    return keras.Model(words, keras.layers.Dense(1)(keras.layers.Embedding(5, 4)(table(words))))
+
+
+def sparse_model():
+    features = keras.Input((6,), sparse=True)
+    return keras.Model(features, keras.layers.Dense(1)(features))
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    ("make", "batch"),
+    [
+        (text_model, np.array([*"abcab"])),
+        (text_model, np.array([*"abcab"], object)),
+        (sparse_model, tf.sparse.from_dense(np.eye(5, 6, dtype="float32"))),
+    ],
+    ids=["texts", "objects", "sparse"],
+)
+def test_a_batch_of_any_kind_is_split(make, batch):
+    found = []
+    for replicas in (1, 2):
+        keras.utils.set_random_seed(0)
+        with mirrored(replicas).scope():
+            model = replica_exact(make())
+            model.compile("sgd", "mse")
+        losses = [model.train_on_batch(batch, np.arange(5.0)) for _ in range(2)]
+        found.append((losses, model.predict_on_batch(batch)))
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+
+
+class Autoencoder(keras.Sequential):
+    """Has a `fit` of its own."""
+
+    def fit(self, images, rounds=1):
+        return super().fit(images, images, epochs=rounds, batch_size=4, verbose=0)
+
+
+@pytest.mark.tensorflow
+def test_a_fit_of_ones_own_is_called_as_it_is_written():
+    with mirrored(2).scope():
+        model = replica_exact(Autoencoder([keras.layers.Dense(4)]))
+        model.compile("sgd", "mse")
+    assert len(model.fit(images=X, rounds=2).history["loss"]) == 2
+    with pytest.raises(TypeError, match="images"):
+        model.fit()
+
+
+@pytest.mark.tensorflow
+def test_a_step_that_is_set_on_the_model_afterwards_sees_the_global_batch():
+    model = replica_exact(compiled_on(mirrored(2)))
+    model.train_step = lambda data: {"examples": tf.shape(data[0])[0]}
+    logs = model.fit(X, Y, batch_size=9, verbose=0).history
+    assert logs == {"examples": [9]}
+
+
+class Stepping(keras.Model):
+    """Has an optimizer that is no attribute of it."""
+
+    def __init__(self, optimizer):
+        super().__init__()
+        self.dense = keras.layers.Dense(3)
+        self.apply_gradients = optimizer.apply_gradients
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(self.dense(data[0]) ** 2)
+        pairs = zip(tape.gradient(loss, self.dense.weights), self.dense.weights, strict=True)
+        self.apply_gradients(pairs)
+        return {"loss": loss}
+
+
+@pytest.mark.tensorflow
+def test_an_optimizer_of_another_scope_that_nobody_holds_is_one_sentence():
+    optimizer = keras.optimizers.SGD()
+    with mirrored(2).scope():
+        model = replica_exact(Stepping(optimizer))
+        model.compile()
+    with pytest.raises(
+        ValueError, match=r"optimizer `sgd\w*` was made outside the strategy's scope"
+    ):
+        model.fit(X, Y, batch_size=9, verbose=0)
+
+
 @pytest.mark.tensorflow
 def test_a_loss_that_is_no_number_on_one_replica_ends_training():
     x = X.copy()

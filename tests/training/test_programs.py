@@ -19,6 +19,7 @@ QUICK = (
     "train_step with its own loss and trackers",
     "a layer that computes loss and accuracy",
     "softmax called logits, and a metric of one's own",
+    "a loss of Keras that is a function",
 )
 SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "train_step that clips by the global norm",
@@ -63,6 +64,8 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a recurrent layer, compiled by XLA",
     "a cell with dropout, step by step",
     "labeled examples cut elsewhere",
+    "eager, and other parts later",
+    "compiled once more in a callback",
     "halves of a batch normalized apart",
     "a table looked up in a layer and outside",
 )

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -118,14 +119,9 @@ class _ExactSteps:
         self.strategy = strategy
         self.batch_norm = batch_norm
         self.is_own: dict[str, bool] = {}  # whether some code of a kind of steps is the user's
-        self.is_own_step = {
-            kind: getattr(step, "__func__", None) is not getattr(keras.Model, f"{kind}_step")
-            for kind in _KINDS
-            if (step := getattr(model, f"{kind}_step"))
-        }
-        self.steps_of_model = {
-            kind: _keras_internals.inlined(getattr(model, f"{kind}_step")) for kind in _KINDS
-        }
+        self.is_own_step: dict[str, bool] = {}
+        self.steps_of_model: dict[str, Callable] = {}
+        self.steps_in_place: dict[str, Callable] = {}
 
     def declare(self, divided: Sequence[Any], undivided: Sequence[Any]) -> None:
         """Take what the user says of layers."""
@@ -136,12 +132,24 @@ class _ExactSteps:
         """Put the methods in place, and forget functions compiled from the model's own."""
         model = self.model
         for kind in _KINDS:
-            setattr(model, f"{kind}_step", _of_kind(self.run_step, kind))
+            self.take_step(kind)
             setattr(model, f"make_{kind}_function", _of_kind(self.make_function, kind))
             setattr(model, f"{kind}_function", None)
         model._maybe_symbolic_build = self.build
         for name in ("fit", "evaluate", "predict"):
             setattr(model, name, _exact(getattr(model, name), self.strategy))
+
+    def take_step(self, kind: str) -> None:
+        """Stand in for the model's step of a kind, which the user may have set since."""
+        name = f"{kind}_step"
+        step = getattr(self.model, name)
+        if step is not self.steps_in_place.get(kind):
+            self.is_own_step[kind] = getattr(step, "__func__", None) is not getattr(
+                keras.Model, name
+            )
+            self.steps_of_model[kind] = _keras_internals.inlined(step)
+            self.steps_in_place[kind] = _of_kind(self.run_step, kind)
+            setattr(self.model, name, self.steps_in_place[kind])
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Build model, metrics and optimizer from the dataset's specification, before training.
@@ -156,8 +164,9 @@ class _ExactSteps:
             layers = _batch_norm.batch_norm_layers(model)
             _xla.compile_call(model, [of for of in layers if is_global or of.synchronized])
         self.attach_optimizers()
-        if iterator is not None:
-            data_batch = _placeholders.placeholders(iterator._distributed_dataset.element_spec)
+        is_fit = iterator is not None
+        spec = iterator._distributed_dataset.element_spec if is_fit else _spec_of(data_batch)
+        data_batch = _placeholders.placeholders(spec)
         with self.strategy.scope():
             _keras_internals.move_global_seeds(self.strategy)
             self.move_loss_tracker()
@@ -207,11 +216,10 @@ class _ExactSteps:
                 )
             raise
 
-    def make_function(self, kind: str, force: bool = False) -> None:  # Keras'
-        """Compile a step as Keras does, and split batches that would reach every replica."""
-        model, name = self.model, f"{kind}_function"
-        if getattr(model, name) is not None and not force:
-            return
+    def look_at(self, kind: str) -> None:
+        """Look whose code a kind of steps is, and attach to what it uses."""
+        model = self.model
+        self.take_step(kind)
         several = self.strategy.num_replicas_in_sync > 1
         self.is_own[kind] = several and (
             self.is_declared
@@ -219,7 +227,16 @@ class _ExactSteps:
             or not _whose_code.is_all_of_libraries(model, kind)
         )
         self.division.forget()
+        with self.strategy.scope():
+            self.move_loss_tracker()
         self.attach_optimizers()
+
+    def make_function(self, kind: str, force: bool = False) -> None:  # Keras'
+        """Compile a step as Keras does, and split batches that would reach every replica."""
+        model, name = self.model, f"{kind}_function"
+        if getattr(model, name) is not None and not force:
+            return
+        self.look_at(kind)
         if kind == "train" and self.batch_norm == _batch_norm.REPLICA:
             _batch_norm.warn_of_local_statistics(model, self.strategy.num_replicas_in_sync)
         compiled = self.compiled_step(kind)
@@ -230,12 +247,15 @@ class _ExactSteps:
             setattr(model, name, function)
 
         def function(batches: Any) -> Any:
+            if model.run_eagerly:  # each step is what the parts are then: callbacks may change them
+                self.look_at(kind)
             if not isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator):
                 batches = [_split(batch, self.strategy) for batch in batches]  # `train_on_batch`'s
             in_loop, keys = model.steps_per_execution > 1, _keras_internals.constant_collective_keys
             if not in_loop and not model.run_eagerly:
                 batches = _keras_internals.taken_before_tracing(batches)
-            with keys() if in_loop else contextlib.nullcontext():
+            explaining = _checks.explaining_other_lengths()
+            with explaining, keys() if in_loop else contextlib.nullcontext():
                 if model.run_eagerly:
                     logs = compiled(batches)
                 else:
@@ -262,6 +282,8 @@ class _ExactSteps:
         step.is_part |= bool(self.model.jit_compile)
         if self.is_own[kind]:
             step = _global_batch.step_on_global_batch(step, self.division, kind)
+        elif step.replicas > 1:
+            step.data = _checks.of_one_length(step.sizes, step.data)
         with _patches.installed(), running(step), _rejecting_numpy_draws(step):
             given = self.steps_of_model[kind](step.data)
             if kind == "predict":
@@ -291,43 +313,57 @@ def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
     number_of_steps = "steps_per_epoch" if method.__name__ == "fit" else "steps"
 
     @functools.wraps(method)
-    def exact(x: Any = None, *args: Any, **settings: Any) -> Any:
+    def exact(*args: Any, **settings: Any) -> Any:
         settings = _callbacks.settings_of_this_process(settings) if several else settings
-        given = inspect.signature(method).bind(x, *args, **settings).arguments
-        held_out, steps = given.get("validation_data"), given.get("validation_steps")
-        _checks.check_dataset("validation_data", held_out, validation_steps=steps)
-        _checks.check_dataset("x", x, **{number_of_steps: given.get(number_of_steps)})
+        with contextlib.suppress(TypeError):  # which the method itself raises
+            given = inspect.signature(method).bind(*args, **settings).arguments
+            held_out, steps = given.get("validation_data"), given.get("validation_steps")
+            _checks.check_dataset("validation_data", held_out, validation_steps=steps)
+            _checks.check_dataset(
+                "x", given.get("x"), **{number_of_steps: given.get(number_of_steps)}
+            )
         explained = processes.explain_lost_process() if several else contextlib.nullcontext()
         with explained, distributing(), _patches.installed():
-            return method(x, *args, **settings)
+            return method(*args, **settings)
 
     return exact
 
 
+def _spec_of(batch: Any) -> Any:
+    """Return what specifies a batch of arrays and tensors."""
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else tf.type_spec_from_value(_as_tensor(leaf)), batch
+    )
+
+
 def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     """Split a batch that would reach every replica; those of a dataset are split already."""
-    leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     if isinstance(leaves[0], tf.distribute.DistributedValues):
         return batch
-    if not all(map(np.ndim, leaves)):
+    if not all(leaf.shape if tf.is_tensor(leaf) else np.ndim(leaf) for leaf in leaves):
         checks.fail("A batch must consist of arrays with examples; make them with `np.array`.")
     replicas = strategy.num_replicas_in_sync
     if replicas == 1:
         return batch
-    sizes = scaling.split_batch(len(leaves[0]), replicas)
-    starts = [sum(sizes[:replica]) for replica in range(replicas)]
 
     def split(leaf: Any) -> Any:
         if leaf is None:
             return None
-        # A copy: TensorFlow takes an array as it is, perhaps, and would write into it.
-        array = leaf if tf.is_tensor(leaf) else np.array(leaf)
-        parts = zip(starts, sizes, strict=True)
-        shards = [tf.convert_to_tensor(array[start : start + size]) for start, size in parts]
+        tensor = _as_tensor(leaf)
+        sizes = scaling.split_batch(int(_distribution.examples_in(tensor)), replicas)
+        stops = itertools.accumulate(sizes)
+        pairs = zip(sizes, stops, strict=True)
+        shards = [_distribution.sliced(tensor, stop - size, stop) for size, stop in pairs]
         return strategy.experimental_distribute_values_from_function(
             lambda context: shards[
                 _distribution.shard_of(strategy, context.replica_id_in_sync_group)
             ]
         )
 
-    return keras.tree.map_structure(split, batch)
+    return tf.nest.map_structure(split, batch)
+
+
+def _as_tensor(leaf: Any) -> Any:
+    """Return a tensor; of an array a copy, into which TensorFlow may write."""
+    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(np.array(leaf))

@@ -63,7 +63,8 @@ def _move_into_scope(
     """Give every replica a copy of an optimizer's variable that was made outside the scope."""
     if _checks.is_in_scope([variable], strategy):
         return
-    if isinstance(variable.value, tf.distribute.DistributedValues):
+    is_of_others = isinstance(variable.value, tf.distribute.DistributedValues)
+    if is_of_others or current_step() is not None:  # where nothing can be moved
         name = f"optimizer `{optimizer.name}`"
         _checks.reject_scope(name, strategy, variable=variable.path)
     with tf.init_scope(), strategy.scope():

@@ -152,7 +152,8 @@ _ACTIVATIONS = frozenset((*vars(keras.activations), *_ELEMENTWISE, "square", "sw
 def _is_of_a_library(code: Any) -> bool:
     code = getattr(code, "python_function", code)  # of a `tf.function`
     # `functools.wraps` copies names: what is written by the user may have a library's.
-    written_in = getattr(code, "__globals__", {}).get("__name__", "builtins")
+    scope = {} if isinstance(code, type) else getattr(code, "__globals__", {})
+    written_in = scope.get("__name__", "builtins")
     if not is_library(written_in) and written_in not in sys.stdlib_module_names:
         return False
     module = str(getattr(code, "__module__", None) or type(code).__module__)

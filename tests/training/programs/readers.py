@@ -382,6 +382,37 @@ def next_words():
     return {"x": words[:, :-1], "y": words[:, 1:], "batch_size": 5}
 
 
+def over_the_batch(x):
+    return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class ChangesParts(keras.callbacks.Callback):
+    """Gives a model that computes eagerly another optimizer and another activation."""
+
+    def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002  # Keras'
+        if epoch == 1:
+            self.model.optimizer = keras.optimizers.SGD(0.05)
+            self.model.layers[0].activation = over_the_batch
+
+
+class Recompiles(keras.callbacks.Callback):
+    """Compiles a model with another rate."""
+
+    def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002  # Keras'
+        if epoch == 1:
+            self.model.compile(keras.optimizers.SGD(0.05), cross_entropy)
+            self.model.make_train_function()
+
+
+def classifier(loss, **settings):
+    def build():
+        model = keras.Sequential([keras.Input((6,)), layers.Dense(5, "tanh"), layers.Dense(3)])
+        model.compile(keras.optimizers.SGD(0.1), loss, **settings)
+        return model
+
+    return build
+
+
 def slow_adam():
     return keras.optimizers.Adam(0.05, epsilon=1e-2)
 
@@ -406,6 +437,18 @@ _PROGRAMS = {
     "softmax of large features, and a metric of one's own": (
         softmax_classifier(of_probabilities, metrics=[confidence]),
         lambda: classified(60),
+    ),
+    "a loss of Keras that is a function": (
+        classifier(keras.losses.mean_squared_error),
+        lambda: {"x": X, "y": X[:, :3], "batch_size": 5},
+    ),
+    "eager, and other parts later": (
+        classifier("mse", run_eagerly=True),
+        lambda: {"x": X, "y": X[:, :3], "batch_size": 5, "callbacks": [ChangesParts()]},
+    ),
+    "compiled once more in a callback": (
+        classifier(cross_entropy),
+        lambda: classified() | {"callbacks": [Recompiles()]},
     ),
     "the perplexity of KerasHub": (next_word_model, next_words),
     "attentions that share masked words": (two_attentions, padded_words),
