@@ -331,9 +331,14 @@ def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
 
 def _spec_of(batch: Any) -> Any:
     """Return what specifies a batch of arrays and tensors."""
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else tf.type_spec_from_value(_as_tensor(leaf)), batch
-    )
+
+    def spec(leaf: Any) -> Any:
+        if leaf is None or tf.is_tensor(leaf):
+            return None if leaf is None else tf.type_spec_from_value(leaf)
+        array = np.asarray(leaf)
+        return tf.TensorSpec(array.shape, tf.string if array.dtype.kind in "OSU" else array.dtype)
+
+    return tf.nest.map_structure(spec, batch)
 
 
 def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
@@ -350,11 +355,13 @@ def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
     def split(leaf: Any) -> Any:
         if leaf is None:
             return None
-        tensor = _as_tensor(leaf)
-        sizes = scaling.split_batch(int(_distribution.examples_in(tensor)), replicas)
-        stops = itertools.accumulate(sizes)
-        pairs = zip(sizes, stops, strict=True)
-        shards = [_distribution.sliced(tensor, stop - size, stop) for size, stop in pairs]
+        # A copy of an array: TensorFlow takes it as it is, perhaps, and would write into it.
+        whole = leaf if tf.is_tensor(leaf) else np.array(leaf)
+        examples = int(_distribution.examples_in(whole)) if whole is leaf else len(whole)
+        sizes = scaling.split_batch(examples, replicas)
+        pairs = zip(sizes, itertools.accumulate(sizes), strict=True)
+        shards = [_distribution.sliced(whole, stop - size, stop) for size, stop in pairs]
+        shards = shards if whole is leaf else [*map(tf.convert_to_tensor, shards)]
         return strategy.experimental_distribute_values_from_function(
             lambda context: shards[
                 _distribution.shard_of(strategy, context.replica_id_in_sync_group)
@@ -362,8 +369,3 @@ def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
         )
 
     return tf.nest.map_structure(split, batch)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    """Return a tensor; of an array a copy, into which TensorFlow may write."""
-    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(np.array(leaf))
