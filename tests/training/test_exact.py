@@ -274,6 +274,18 @@ def sparse_model():
     return keras.Model(features, keras.layers.Dense(1)(features))
 
 
+class RaggedModel(keras.Model):
+    """Takes as many words for each example as it has."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.dense = keras.layers.Embedding(9, 4), keras.layers.Dense(1)
+
+    def call(self, words):
+        words = words.to_tensor() if isinstance(words, tf.RaggedTensor) else words
+        return self.dense(keras.ops.mean(self.embedding(words), axis=1))
+
+
 @pytest.mark.tensorflow
 @pytest.mark.parametrize(
     ("make", "batch"),
@@ -281,8 +293,9 @@ def sparse_model():
         (text_model, np.array([*"abcab"])),
         (text_model, np.array([*"abcab"], object)),
         (sparse_model, tf.sparse.from_dense(np.eye(5, 6, dtype="float32"))),
+        (RaggedModel, tf.ragged.constant([[1, 2, 3], [4], [5, 6], [7], [8]])),
     ],
-    ids=["texts", "objects", "sparse"],
+    ids=["texts", "objects", "sparse", "ragged"],
 )
 def test_a_batch_of_any_kind_is_split(make, batch):
     found = []

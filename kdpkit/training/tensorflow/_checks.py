@@ -93,7 +93,7 @@ def of_one_length(sizes: list[tf.Tensor], data: Any) -> Any:
 
 @contextlib.contextmanager
 def explaining_other_lengths() -> Iterator[None]:
-    """Raise a sentence where `require_one_length` has failed."""
+    """Raise a sentence where the check of `of_one_length` has failed."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:

@@ -315,13 +315,14 @@ def _exact(method: Callable, strategy: tf.distribute.Strategy) -> Callable:
     @functools.wraps(method)
     def exact(*args: Any, **settings: Any) -> Any:
         settings = _callbacks.settings_of_this_process(settings) if several else settings
-        with contextlib.suppress(TypeError):  # which the method itself raises
+        try:
             given = inspect.signature(method).bind(*args, **settings).arguments
-            held_out, steps = given.get("validation_data"), given.get("validation_steps")
-            _checks.check_dataset("validation_data", held_out, validation_steps=steps)
-            _checks.check_dataset(
-                "x", given.get("x"), **{number_of_steps: given.get(number_of_steps)}
-            )
+        except TypeError:  # as the method will say
+            given = {}
+        held_out, steps = given.get("validation_data"), given.get("validation_steps")
+        _checks.check_dataset("validation_data", held_out, validation_steps=steps)
+        steps = given.get(number_of_steps)
+        _checks.check_dataset("x", given.get("x"), **{number_of_steps: steps})
         explained = processes.explain_lost_process() if several else contextlib.nullcontext()
         with explained, distributing(), _patches.installed():
             return method(*args, **settings)
@@ -333,8 +334,10 @@ def _spec_of(batch: Any) -> Any:
     """Return what specifies a batch of arrays and tensors."""
 
     def spec(leaf: Any) -> Any:
-        if leaf is None or tf.is_tensor(leaf):
-            return None if leaf is None else tf.type_spec_from_value(leaf)
+        if leaf is None:
+            return None
+        if tf.is_tensor(leaf):
+            return tf.type_spec_from_value(leaf)
         array = np.asarray(leaf)
         return tf.TensorSpec(array.shape, tf.string if array.dtype.kind in "OSU" else array.dtype)
 
@@ -357,11 +360,11 @@ def _split(batch: Any, strategy: tf.distribute.Strategy) -> Any:
             return None
         # A copy of an array: TensorFlow takes it as it is, perhaps, and would write into it.
         whole = leaf if tf.is_tensor(leaf) else np.array(leaf)
-        examples = int(_distribution.examples_in(whole)) if whole is leaf else len(whole)
-        sizes = scaling.split_batch(examples, replicas)
+        sizes = scaling.split_batch(whole.shape[0], replicas)
         pairs = zip(sizes, itertools.accumulate(sizes), strict=True)
         shards = [_distribution.sliced(whole, stop - size, stop) for size, stop in pairs]
-        shards = shards if whole is leaf else [*map(tf.convert_to_tensor, shards)]
+        if isinstance(whole, np.ndarray):
+            shards = [tf.convert_to_tensor(shard) for shard in shards]
         return strategy.experimental_distribute_values_from_function(
             lambda context: shards[
                 _distribution.shard_of(strategy, context.replica_id_in_sync_group)

@@ -89,7 +89,7 @@ _MOST_INPUTS = 2**22  # numbers, for many examples
 # Where the examples give more numbers than this, as with a vocabulary, a first step would take
 # several times as long for all of it: one variant of each is tried, as of what libraries wrote.
 _LARGE = 2**20
-_BRIEFLY = ("NaN", "huge", "another one")
+_REPLACEMENTS_BRIEFLY = ("NaN", "huge", "another one")
 _VALUES_BRIEFLY = ("fractions",)
 _ORDERS_BRIEFLY = _ORDERS[3:4]
 _MAY_BE_INVALID = ("NaN", "huge", "huge and negative")  # for what looks positions up, say
@@ -371,7 +371,7 @@ class _Trial:
         return _Results(*([_wide(tensor) for tensor in part] for part in found))
 
     def try_all(self, when: str) -> None:
-        for index, kind in enumerate(_BRIEFLY if self.is_brief else _REPLACEMENTS):
+        for index, kind in enumerate(_REPLACEMENTS_BRIEFLY if self.is_brief else _REPLACEMENTS):
             at, weights = index % _EXAMPLES, [*_WEIGHTS]
             weights[at] = _HUGE if kind == "another one" else weights[at]
             values = [
