@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -35,13 +35,10 @@ def serve_if_server() -> None:
         strategies.serve_if_server()  # workers and parameter servers stay here
         strategy = strategies.select_strategy("parameter_server")  # only the chief comes here
 
-    A server runs what the chief sends it, and needs none of the program's objects; operations of
-    another package (such as tensorflow_text) are there if the package is imported before. It
-    serves until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever
-    started it. It may be killed and started again at its address while the chief trains.
-
-    In a cluster without parameter servers, and without a cluster, it returns in every process; only
-    TF_CONFIG has parameter servers.
+    A server needs none of the program's objects; import packages with operations of their own, such
+    as tensorflow_text, before. It serves until it is ended: by `kdpkit launch` once the chief has
+    ended, elsewhere by whoever started it. It may be killed and started again at its address while
+    the chief trains. Without parameter servers, which only TF_CONFIG has, all processes return.
 
     Raises:
         ValueError: A cluster that cannot work, or an address at which nothing can be served.
@@ -52,17 +49,11 @@ def serve_if_server() -> None:
     if not config.parameter_servers or config.role == "chief":
         return
     resolver = _checked(config)
-    settings = tf.compat.v1.ConfigProto()
     # Else a worker on few cores waits for itself: a step occupies a thread for each worker.
     threads = max(os.cpu_count() or 1, len(config.workers) + 1)
-    settings.inter_op_parallelism_threads = threads
-    server = tf.distribute.Server(
-        resolver.cluster_spec(),
-        job_name=config.role,
-        task_index=config.index,
-        protocol="grpc",
-        config=settings,
-    )
+    settings = tf.compat.v1.ConfigProto(inter_op_parallelism_threads=threads)
+    spec = resolver.cluster_spec()
+    server = tf.distribute.Server(spec, config.role, config.index, "grpc", settings)
     _network.keep_local(str(config.address), [address for _, _, address in config.tasks])
     sys.stdout.write(f"{config.role} {config.index} serves at {config.address}.\n")
     sys.stdout.flush()
@@ -75,8 +66,7 @@ def connect() -> tf.distribute.ParameterServerStrategy:
     """Return the chief's `ParameterServerStrategy` once all workers and servers listen.
 
     Raises:
-        ValueError: This process is no chief, or the cluster lacks one, or a worker, or a parameter
-            server, or one of them does not come.
+        ValueError: This process is no chief, or the cluster lacks a process, or one does not come.
     """
     config = cluster.ClusterConfig.from_environment()
     resolver = _checked(config)
@@ -84,7 +74,6 @@ def connect() -> tf.distribute.ParameterServerStrategy:
         checks.fail(
             "Only the chief has the strategy; workers and parameter servers serve it.",
             role=config.role,
-            index=config.index,
             remedy="Call `kdpkit.strategies.serve_if_server()` first; it returns in the chief.",
         )
     others = {a: f"{role} {index}" for role, index, a in config.tasks if role != "chief"}
@@ -117,19 +106,17 @@ def lost_servers(strategy: tf.distribute.Strategy) -> list[str]:
 
 
 def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
-    """Make a call of the chief, and again while TensorFlow cancels it.
+    """Make a call of the chief, which may be made twice, and again while TensorFlow cancels it.
 
-    When a worker returns, TensorFlow changes its connections, and may cancel what goes on on others
-    at that moment. The call must be one that may be made twice. Where a parameter server is gone
-    it is not made again.
+    It may do so when a worker returns, whose connections it changes.
     """
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
         try:
             return call()
         except _PASSING as error:
-            is_over = time.monotonic() >= deadline or is_of_a_new_server(error)
-            if is_over or lost_servers(strategy):
+            is_over = time.monotonic() >= deadline
+            if is_over or is_of_a_new_server(error) or lost_servers(strategy):
                 raise
             time.sleep(_PAUSE_SECONDS)
 
@@ -141,14 +128,12 @@ def is_of_a_new_server(error: Exception) -> bool:
     return "/job:ps" in message and any(sign in message for sign in signs)
 
 
-def _checked(
-    config: cluster.ClusterConfig,
-) -> tf.distribute.cluster_resolver.TFConfigClusterResolver:
+def _checked(config: cluster.ClusterConfig) -> Any:
     """Check a cluster, and return how TensorFlow finds it."""
     if not config.parameter_servers or config.chief is None:
         checks.fail(
-            "The cluster needs a chief, which sends the steps to its workers, and a parameter "
-            "server, which keeps the model.",
+            "The cluster needs a chief, which sends steps to workers, and a parameter server, "
+            "which keeps the model.",
             chief=config.chief,
             workers=config.workers,
             parameter_servers=config.parameter_servers,

@@ -349,9 +349,10 @@ def per_example(
     A layer of your own that does is divided over replicas by `kdpkit.training.replica_exact`, which
     tries it in the same way: on made-up examples of the shapes of `inputs`, with gradients. One of
     them is replaced by NaN, by huge numbers, by another one, or examples are left out or come in
-    another order, and the others' outputs and gradients must stay what they were. Of a loss, its
-    values before they are averaged are tried. A metric is given `inputs` together and one by one,
-    and must count the same. What is tried is left as it was.
+    another order, and the others' outputs and gradients must stay what they were. What does more
+    than compute fails too: it assigns, adds a loss, counts its calls, or draws from NumPy, say. Of
+    a loss, its values before they are averaged are tried. A metric is given `inputs` together and
+    one by one, and must count the same. What is tried is left as it was.
 
     Args:
         part: A layer, or a model that is used as one, which is built if it is not yet; a loss; a
@@ -381,24 +382,20 @@ def per_example(
     if isinstance(part, keras.Metric):
         _counts_alike(part, inputs)
         return
+    from kdpkit.training.tensorflow._law import Calling, Verdict, try_layer
     from kdpkit.training.tensorflow._patches import installed
-    from kdpkit.training.tensorflow._per_example_law import broken_law
 
     kinds = {keras.Layer: "layer", keras.Loss: "loss", object: "function"}
     kind = next(word for of, word in kinds.items() if isinstance(part, of))
     function: Any = getattr(part, "call", part) if kind == "loss" else part
 
-    class CallsFunction(keras.Layer):
-        def call(self, *args: Any) -> Any:
-            return function(*args)
-
-    layer: Any = part if kind == "layer" else CallsFunction()
+    layer: Any = part if kind == "layer" else Calling(function)
     tensors = keras.tree.map_structure(keras.ops.convert_to_tensor, inputs)
     if not layer.built:
         layer(*tensors)
     with installed():
-        reason = broken_law(layer, tensors, {"training": training})
-    if reason is not None:
+        verdict, reason = try_layer(layer, tensors, {"training": training})
+    if verdict is not Verdict.KEPT:
         name = getattr(part, "name", getattr(part, "__name__", ""))
         raise AssertionError(
             f"The {kind} `{name}` {reason}, so replicas that divide it over their examples "

@@ -26,11 +26,12 @@ def replica_exact(
     divide, and for a `train_step` of your own, written as for one device. The model's class, its
     config and its saved file stay what they are.
 
-    On TensorFlow a step with anything of your own in it, such as a `train_step`, a loss, a metric
-    or a layer, sees the global batch, on every replica alike. Only layers are divided: those of
-    libraries, and those of yours that compute each example by itself, which is tried.
+    On TensorFlow a step is traced once, on the global batch, and does what it does on one device.
+    Only calls of layers are repeated for each device, on its part of the examples: of libraries'
+    layers, and of yours that compute each example by itself, which is tried. All else is computed
+    on the first device, and with `run_eagerly=True` everything is.
 
-    What is covered, random numbers, and batch statistics: docs/explanation/what_stays_exact.md.
+    Which layers are divided, random numbers, XLA, limits: docs/explanation/what_stays_exact.md.
     Several processes: docs/how_to/several_processes.md.
 
     Args:
@@ -39,8 +40,9 @@ def replica_exact(
         batch_norm: `"global"`, or `"replica"` for stock Keras' statistics of each replica's own
             examples, which train something else than one device does, with one warning.
         divided: Layers that compute each example by itself, though that cannot be tried. Each
-            replica computes its part of what they are called on.
-        undivided: Layers that do not, whatever the trial shows. Each replica computes all of them.
+            device computes its part of what they are called on.
+        undivided: Layers that do not, whatever the trial shows: the first device computes them for
+            all examples.
 
     Returns:
         The same model; on TensorFlow untouched if it was built outside any strategy.

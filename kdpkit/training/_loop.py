@@ -35,11 +35,12 @@ class TrainingLoop:
     """Trains, evaluates and predicts with a model on R replicas exactly as on one device would.
 
     Override `per_example_loss` to change what a step does. The rest stays: means over the examples
-    of all replicas, gradients summed before the optimizer sees them, metrics over examples, Keras'
-    callbacks, `History` and progress line. The model is compiled with what is given here, so that
-    `model.save` keeps the optimizer's state; a model that was loaded goes on with
-    `TrainingLoop(model, optimizer=model.optimizer, loss=...)`. Which layers are trainable is looked
-    at when the loop first trains.
+    of the global batch, an optimizer that works once, metrics over examples, Keras' callbacks,
+    `History` and progress line. On TensorFlow a step is traced once, on the global batch, and only
+    layers are divided over the devices, as by `replica_exact`. The model is compiled with what is
+    given here, so that `model.save` keeps the optimizer's state; a model that was loaded goes on
+    with `TrainingLoop(model, optimizer=model.optimizer, loss=...)`. Which layers are trainable is
+    looked at when the loop first trains.
 
     What is exact, and what a loss may depend on: docs/explanation/what_stays_exact.md. Several
     processes: docs/how_to/several_processes.md. Under `ParameterServerStrategy` steps are
@@ -55,15 +56,17 @@ class TrainingLoop:
             strategy of the model, or the distribution that is set in Keras.
         steps_per_loop: Optimizer steps for each call of the compiled function. Callbacks see the
             last step of each call.
-        accumulation: Micro-batches that each replica splits its examples into, to need less memory.
-            The optimizer still makes one step, the same one, for each batch.
-        jit: Whether XLA compiles the forward and backward pass of a replica, and the update; on JAX
-            the complete step. None decides as `compile` does. `"measure"` tries both on TensorFlow,
-            prints the times, and goes on with the faster. Every new shape is compiled: where shapes
-            differ, as with `bucket_by_sequence_length`, choose yourself.
+        accumulation: Micro-batches that the global batch is split into, each of them divided over
+            the devices, to need less memory. The optimizer still makes one step, the same one, for
+            each batch. On TensorFlow `fit` raises if a loss or a layer compares examples.
+        jit: Whether XLA compiles forward pass, backward pass and update; on several devices of
+            TensorFlow the calls of divided layers; on JAX the complete step. None decides as
+            `compile` does. `"measure"` tries both on TensorFlow, prints the times, and goes on with
+            the faster. Every new shape is compiled: where shapes differ, as with
+            `bucket_by_sequence_length`, choose yourself.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
-        batch_norm: As in `replica_exact`; with `jit` on several replicas only `"replica"` works.
+        batch_norm: As in `replica_exact`; with `accumulation` it normalizes each micro-batch.
         remat: Whether the backward pass computes the inner activations of blocks again, which need
             then not be kept. Blocks are the layers of the model that have layers of their own, such
             as those of a transformer; of models in the model, their blocks, or they themselves.
@@ -162,11 +165,11 @@ class TrainingLoop:
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Compute the loss of each example, and what the model predicts: the method to override.
 
-        It gets the examples of the global batch, with `jit` on replicas and with `accumulation`
-        parts of it. Write it as for one device, in operations of Keras or of the backend, and
-        neither average over the examples nor divide by replicas: the loop weighs the losses by the
-        sample weights, applies Keras masks, takes the mean over the global batch, adds
-        `model.losses`, and differentiates.
+        It gets the examples of the global batch, or with `accumulation` those of a micro-batch, of
+        which each loss must depend on its own example only. Write it as for one device, in
+        operations of Keras or of the backend, and neither average over the examples nor divide by
+        replicas: the loop weighs the losses by the sample weights, applies Keras masks, takes the
+        mean over the global batch, adds `model.losses`, and differentiates.
 
         Args:
             x: Features of these examples.

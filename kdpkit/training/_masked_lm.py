@@ -44,8 +44,8 @@ class MaskedLMLoop(TrainingLoop):
         chunk_size: int = 4096,
         **arguments: Any,
     ) -> None:
-        self._chunk_size = checks.integer("chunk_size", chunk_size)
-        self._head = _masked_positions.head_of(model)
+        chunk_size = checks.integer("chunk_size", chunk_size)
+        self._losses = MaskedLosses(_masked_positions.head_of(model), chunk_size)
         self._encode = _masked_positions.encoder_at_positions(model.backbone)
         super().__init__(model, optimizer=optimizer, loss=None, **arguments)
 
@@ -56,15 +56,7 @@ class MaskedLMLoop(TrainingLoop):
         self._require_masked(x, y)
         features = {name: x[name] for name in self.model.backbone.input}
         encoded = self._encode(features, x["mask_positions"], training=training)
-        hidden = _masked_positions.hidden_states(self._head, encoded)
-        kernel = ops.convert_to_tensor(self._head.token_embedding.embeddings)
-        return linear_cross_entropy(
-            hidden,
-            ops.cast(kernel, hidden.dtype),
-            y,
-            bias=self._head._bias,
-            chunk_size=self._chunk_size,
-        )
+        return self._losses(encoded, y)
 
     def _require_masked(self, x: object, y: Tensor | None) -> None:
         wanted = [*self.model.backbone.input, "mask_positions"]
@@ -78,3 +70,22 @@ class MaskedLMLoop(TrainingLoop):
                 y=None if y is None else tuple(y.shape),
                 remedy="`kdpkit.pipelines.mask_tokens` makes them from examples of tokens.",
             )
+
+
+class MaskedLosses(keras.layers.Layer):
+    """The losses and predictions at encoded positions: a layer, which devices divide."""
+
+    def __init__(self, head: keras.layers.Layer, chunk_size: int) -> None:
+        super().__init__(autocast=False)
+        self._head, self._chunk_size, self.built = head, chunk_size, True
+
+    def call(self, encoded: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = _masked_positions.hidden_states(self._head, encoded)
+        kernel = ops.convert_to_tensor(self._head.token_embedding.embeddings)
+        return linear_cross_entropy(
+            hidden,
+            ops.cast(kernel, hidden.dtype),
+            y,
+            bias=self._head._bias,
+            chunk_size=self._chunk_size,
+        )

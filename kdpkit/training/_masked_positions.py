@@ -60,17 +60,32 @@ def encoder_at_positions(backbone: keras_hub.models.Backbone) -> Callable[..., T
     layer has, XLA on CPUs would take twenty times as long.
     """
     last = _last_layer(backbone)
-    if last is None:
-        return lambda features, positions, *, training: _at(
-            _sequence(backbone(features, training=training)), positions
-        )
-    before = keras.Model(backbone.input, keras.tree.flatten(last.input)[0])
+    before = backbone
+    if last is not None:
+        before = keras.Model(backbone.input, keras.tree.flatten(last.input)[0])
+    at_positions = AtPositions(last)
 
     def encode(features: dict[str, Tensor], positions: Tensor, *, training: bool) -> Tensor:
-        states = before(features, training=training)
-        return _encoded_at(last, states, positions, features["padding_mask"], training=training)
+        states = _sequence(before(features, training=training))
+        mask = features.get("padding_mask")
+        return at_positions(states, positions, mask, training=training)
 
     return encode
+
+
+class AtPositions(keras.layers.Layer):
+    """What follows on an encoder's states, at some positions: a layer, which devices divide."""
+
+    def __init__(self, last: keras_hub.layers.TransformerEncoder | None) -> None:
+        super().__init__(autocast=False)
+        self._last, self.built = last, True
+
+    def call(
+        self, states: Tensor, positions: Tensor, mask: Tensor | None, *, training: bool
+    ) -> Tensor:
+        if self._last is None:
+            return _at(states, positions)
+        return _encoded_at(self._last, states, positions, mask, training=training)
 
 
 def _last_layer(

@@ -217,6 +217,13 @@ CASES = {
     "micro-batches of random numbers": Case(
         {"accumulation": 2}, drawing, lambda: batches(7, 10), sgd(learning_rate=0.1)
     ),
+    "micro-batches of random numbers on one device": Case(
+        {"accumulation": 2},
+        drawing,
+        lambda: batches(4, 12).map(lambda *of: [tf.ensure_shape(x, [4, *x.shape[1:]]) for x in of]),
+        sgd(learning_rate=0.1),
+        replicas=1,
+    ),
     "micro-batches of sparse gradients": Case({"accumulation": 2}, pooled, tokens),
     "micro-batches of sparse features": Case(
         {"accumulation": 2}, of_sparse_features, sparse_batches
@@ -248,6 +255,7 @@ CASES = {
 }
 ON_JAX_TOO = ("many steps in a call", "micro-batches of random numbers")
 ON_TENSORFLOW = (
+    "micro-batches of random numbers on one device",
     "micro-batches of sparse features",  # a loop on JAX raises
     "XLA on another device",
     "a rate of each variable",
@@ -332,9 +340,8 @@ def test_many_steps_in_a_call_compile_once_and_callbacks_see_the_last_of_each():
     )
     loop.fit(data, epochs=2, callbacks=watch, verbose=0)
     assert ends[:8] == [(0, 0), (3, 2), (4, 0), (7, 2), (8, 0), (11, 2), (12, 0), (13, 2)]
-    # On JAX once for each length of a call, of which a scan takes the types first; on TensorFlow
-    # once for each replica.
-    assert traces.count(True) == (4 if ON_JAX else 2)
+    # On JAX once for each length of a call, of which a scan takes the types first.
+    assert traces.count(True) == (4 if ON_JAX else 1)
     assert steps_of(loop) == 28
 
 
@@ -373,6 +380,23 @@ def test_a_schedule_is_asked_once_a_step_and_trains_what_fit_trains():
     model.compile(made(Counted()), cross_entropy())
     model.fit(batches(), epochs=2, verbose=0)
     assert_same_weights(loop.model, model)
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("build", [testing.tiny_classifier, per_token])
+def test_replicas_of_a_tpu_add_up_to_one_device(build):
+    """CPUs take the place of its cores."""
+    from kdpkit.training.tensorflow._tpu import TpuSteps
+
+    data = tokens(as_labels=True) if build is per_token else batches(5)
+    loops = [loop_on(r, build, optimizer=clipped_and_averaged(), metrics=()) for r in (1, 3)]
+    loops[1]._steps = TpuSteps(loops[1], loops[1].strategy, None)
+    one, tpu = ((loop, loop.fit(data, data, epochs=2, verbose=0).history) for loop in loops)
+    assert_same(one, tpu)
+    np.testing.assert_allclose(
+        *(loop.predict(data, verbose=0) for loop in loops), rtol=1e-4, atol=1e-6
+    )
 
 
 # What a user may change.
@@ -545,15 +569,59 @@ def test_what_is_drawn_while_predicting_is_drawn_again_by_each_batch_and_call():
         np.testing.assert_allclose(loop.predict(data, verbose=0), model.predict(data), rtol=1e-5)
 
 
-# What cannot be.
+# What compares the examples of a batch.
+
+
+class Centred(layers.Layer):
+    """Subtracts the mean of the examples."""
+
+    def call(self, x):
+        return x - keras.ops.mean(x, axis=0, keepdims=True)
+
+
+def centring():
+    keras.utils.set_random_seed(2)
+    hidden = layers.Dense(8, use_bias=False)
+    return keras.Sequential([keras.Input((4,)), hidden, Centred(), layers.Dense(3)])
+
+
+class Contrastive(TrainingLoop):
+    """Pushes the predictions of different examples apart."""
+
+    def per_example_loss(self, x, y, *, training):
+        losses, predictions = super().per_example_loss(x, y, training=training)
+        products = keras.ops.matmul(predictions, keras.ops.transpose(predictions))
+        return losses + keras.ops.logsumexp(products, axis=1), predictions
+
+
+def spread(y, predictions):
+    """Return a loss for each example that depends on the others."""
+    return cross_entropy()(y, predictions) + keras.ops.std(predictions, axis=0)[0] + 0.0 * y
+
+
+@pytest.mark.parametrize("settings", [{"loop": Contrastive}, {"build": centring}])
+def test_it_is_compared_on_replicas_as_on_one_device(settings):
+    assert_same(trained(1, **settings), trained(3, **settings))
 
 
 def with_batch_norm():
     keras.utils.set_random_seed(2)
-    norm = layers.BatchNormalization(synchronized=not ON_JAX)
+    norm = layers.BatchNormalization(momentum=0.8)
     return keras.Sequential(
         [keras.Input((4,)), layers.Dense(8, use_bias=False), norm, layers.Dense(3)]
     )
+
+
+@pytest.mark.slow
+@pytest.mark.tensorflow
+@pytest.mark.parametrize("settings", [{"accumulation": 2}, {"jit": True}])
+def test_batch_statistics_are_those_of_one_device(settings):
+    """Those of each micro-batch of one device, too."""
+    settings = {"build": with_batch_norm} | settings
+    assert_same(trained(1, **settings), trained(3, **settings))
+
+
+# What cannot be.
 
 
 class ByColumn(TrainingLoop):
@@ -600,14 +668,9 @@ SETTINGS = [
     ),
 ]
 SETTINGS_OF_TENSORFLOW = [
-    (
-        {"build": with_batch_norm, "accumulation": 2},
-        "BatchNormalization cannot meet.*accumulation=2",
-    ),
-    (
-        {"build": with_batch_norm, "jit": True},
-        'BatchNormalization cannot meet.*jit=True.*batch_norm="replica"',
-    ),
+    ({"build": centring, "accumulation": 2}, "layer `centred.*changes.*some of the examples"),
+    ({"loop": Contrastive, "accumulation": 2}, "loss changes.*some of the examples alone"),
+    ({"loss": spread, "accumulation": 2}, "loss changes.*some of the examples alone"),
     ({"build": with_states_of_examples}, "goes on from a state for each example.*layer='lstm'"),
 ]
 

@@ -1,4 +1,4 @@
-"""Replicas draw, bit for bit, their examples' part of what one device draws for the batch."""
+"""Devices draw, bit for bit, their examples' part of what one device draws for the batch."""
 
 import hypothesis
 import keras
@@ -8,10 +8,12 @@ import tensorflow as tf
 from hypothesis import strategies as st
 from keras import layers
 
-from kdpkit import scaling, strategies
+from kdpkit import strategies
 from kdpkit.training import replica_exact
 from kdpkit.training.tensorflow import _patches
-from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._copies import PartScope
+from kdpkit.training.tensorflow._split import split
+from kdpkit.training.tensorflow._step import Mesh, Part, Step, running
 from tests.training.exactness import assert_same_weights
 
 pytestmark = pytest.mark.tensorflow
@@ -28,23 +30,24 @@ def drawn(replicas, draw, rows, *, jit=False):
     x = tf.random.stateless_uniform((rows, 2), seed=[1, 2])
     if replicas is None:
         return tf.function(draw, jit_compile=jit)(x).numpy()
-    strategy = strategies.select_strategy("mirrored", devices=replicas)
-    sizes = scaling.split_batch(rows, replicas)
-    starts = [sum(sizes[:i]) for i in range(replicas)]
+    mesh = Mesh(strategies.select_strategy("mirrored", devices=replicas))
 
-    def in_replica(starts, sizes):
-        context = tf.distribute.get_replica_context()
-        index = int(tf.get_static_value(context.replica_id_in_sync_group))
-        shard = x[starts[index] : starts[index] + sizes[index]]
-        with running(ReplicaStep(shard)):
-            return tf.function(draw, jit_compile=True)(shard) if jit else draw(shard)
+    @tf.function(autograph=False)
+    def run(x):
+        step = Step(mesh, None, batch_norm="global")
+        of = split(tf.shape(x)[0], replicas, range(replicas), object())
+        parts = []
+        for index, (start, count, kept) in enumerate(zip(*of[1:4], strict=True)):
+            shard = x[start : start + count]
+            part = Part(step, index, of)
+            with running(step, part), PartScope(part, {}):
+                numbers = tf.function(draw, jit_compile=True)(shard) if jit else draw(shard)
+            parts.append(numbers[: tf.shape(numbers)[0] // count * kept])
+        return parts
 
-    @tf.function
-    def run(starts, sizes):
-        parts = strategy.run(in_replica, args=(starts, sizes))
-        return strategy.experimental_local_results(parts)
-
-    return np.concatenate([part.numpy() for part in run(tf.constant(starts), tf.constant(sizes))])
+    return np.concatenate(
+        [part.numpy() for part in run.get_concrete_function(tf.TensorSpec([None, 2]))(x)]
+    )
 
 
 def of(function, *shape, **settings):
@@ -89,7 +92,6 @@ DRAWINGS = {
     "dropout": lambda x: keras.random.dropout(
         keras.ops.ones((keras.ops.shape(x)[0], 9)), 0.5, seed=3
     ),
-    "shuffle": lambda x: keras.random.shuffle(x, seed=5),
     "categorical": lambda x: keras.random.categorical(x, 3, seed=5),
     "without a seed": lambda x: keras.random.uniform((keras.ops.shape(x)[0], 3)),
 }
@@ -107,12 +109,11 @@ def test_every_random_function_draws_the_part_of_the_examples(name):
     np.testing.assert_array_equal(drawn(2, DRAWINGS[name], 7), one)
 
 
-def test_a_shape_without_examples_is_the_same_on_all_replicas():
-    def draw(_):
-        return keras.random.normal((1, 5), seed=3)
+def test_a_shape_without_examples_is_the_same_on_all_devices():
+    def draw(x):
+        return tf.zeros_like(x) + keras.random.normal((1, 2), seed=3)
 
-    one = drawn(None, draw, 6)
-    np.testing.assert_array_equal(drawn(3, draw, 6), np.repeat(one, 3, axis=0))
+    np.testing.assert_array_equal(drawn(3, draw, 6), drawn(None, draw, 6))
 
 
 @pytest.mark.parametrize("kind", [layers.Dropout, layers.AlphaDropout])

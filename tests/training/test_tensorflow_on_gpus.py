@@ -14,8 +14,6 @@ from tensorflow.python.framework import config, kernels
 
 from kdpkit import strategies
 from kdpkit.training import check_parity, replica_exact
-from kdpkit.training.tensorflow import _no_examples
-from kdpkit.training.tensorflow._step import ReplicaStep, running
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -74,64 +72,11 @@ def test_every_operation_of_an_exact_step_has_a_kernel_for_gpus():
     with strategy.scope():
         trained = replica_exact(model())
     trained.fit(data(), epochs=1, verbose=0)
-    batch = next(iter(strategy.experimental_distribute_dataset(data())))
-    step = tf.function(lambda batch: strategy.run(trained.train_step, args=(batch,)))
-    graph = step.get_concrete_function(batch).graph
+    step = tf.function(trained.train_step)
+    graph = step.get_concrete_function(next(iter(data()))).graph
     assert without_gpu_kernel(graph) == set()
     operations = {operation.type for operation in graph.get_operations()}
     assert {"StatelessRandomUniformV2", "StatelessRandomNormalV2", "MatMul"} <= operations
-
-
-def sequence_sums(inputs, initial_state_h, initial_state_c, kernel, mask):
-    """Compute something of sequences as Keras' function for cuDNN: without examples it raises."""
-    examples = tf.debugging.assert_positive(tf.shape(inputs)[0])
-    some_unmasked = tf.debugging.assert_equal(tf.reduce_all(tf.reduce_any(mask, axis=1)), True)
-    with tf.control_dependencies([examples, some_unmasked]):
-        outputs = inputs @ kernel + initial_state_h[:, None] + initial_state_c[:, None]
-    last = tf.reduce_sum(outputs * tf.cast(mask, outputs.dtype)[..., None], axis=1)
-    return last, outputs, [last, initial_state_c]
-
-
-def test_a_recurrent_layer_of_cudnn_gets_an_example_where_there_is_none():
-    examples = 1
-    strategy = strategies.select_strategy("mirrored", devices=2)
-    names = ("inputs", "initial_state_h", "initial_state_c")
-    layer = functools.partial(_no_examples.guarded, names, "CPU", sequence_sums)
-    x = tf.random.stateless_normal((examples, 4, 2), [1, 2])
-    sizes = [-(-examples // 2), examples // 2]
-    with strategy.scope():
-        kernel = tf.Variable([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]])
-
-    def in_replica(start, size):
-        shard = x[start : start + size]
-        step = ReplicaStep(shard)
-        with running(step), tf.GradientTape() as tape:
-            states = tf.zeros([step.num_examples, 3])
-            mask = tf.ones([step.num_examples, 4], tf.bool)
-            last, outputs, (h, c) = layer(step.data, states, states, kernel, mask)
-            loss = tf.reduce_sum(last**2)
-        return last, outputs, h, c, tape.gradient(loss, kernel)
-
-    def of_replicas(values):
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(values[context.replica_id_in_sync_group])
-        )
-
-    @tf.function
-    def run(starts, sizes):
-        return tf.nest.map_structure(
-            strategy.experimental_local_results, strategy.run(in_replica, args=(starts, sizes))
-        )
-
-    found = run(of_replicas([0, sizes[0]]), of_replicas(sizes))
-    *outputs, gradients = [[part.numpy() for part in parts] for parts in found]
-    assert all([len(part) for part in parts] == sizes for parts in outputs)
-    with tf.GradientTape() as tape:
-        states, mask = tf.zeros([examples, 3]), tf.ones([examples, 4], tf.bool)
-        last, *_ = sequence_sums(x, states, states, kernel, mask)
-        loss = tf.reduce_sum(last**2)
-    np.testing.assert_allclose(np.concatenate(outputs[0]), last, rtol=1e-6)
-    np.testing.assert_allclose(sum(gradients), tape.gradient(loss, kernel), rtol=1e-5)
 
 
 class _SeenError(Exception):

@@ -4,6 +4,7 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any, NoReturn
 
+import keras
 import tensorflow as tf
 
 from kdpkit._internal import checks
@@ -31,6 +32,18 @@ def reject_scope(owner: str, strategy: Any, **made: Any) -> NoReturn:
         strategy=type(strategy).__name__,
         remedy="Make it inside `with strategy.scope():`, of this very strategy.",
     )
+
+
+def reject_states_of_examples(model: keras.Model) -> None:
+    """Reject a layer that keeps a state for each example of a batch."""
+    for layer in model._flatten_layers():
+        if getattr(layer, "stateful", False):
+            checks.fail(
+                "A stateful layer goes on from a state for each example of the batch before, and "
+                "replicas split batches, so that examples meet other states. Use `stateful=False`, "
+                "or one device.",
+                layer=layer.name,
+            )
 
 
 def check_dataset(name: str, dataset: Any, **steps: int | None) -> None:

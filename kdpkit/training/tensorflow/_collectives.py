@@ -1,67 +1,111 @@
-"""What replicas compute together inside a step, with gradients: sums, and all their examples."""
+"""What several processes put together at the borders of divided layers.
+
+Every process traces the same step on the same global batch, and its devices compute their parts of
+divided layers. Where parts are put together the processes exchange them. What crosses the border
+in the other direction, such as a variable, has a gradient in each process, and these are added up.
+With one process nothing is exchanged.
+"""
 
 from typing import Any
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _distribution, _keras_internals
-from kdpkit.training.tensorflow._keras_internals import with_gradient
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step
+from kdpkit._internal import checks
+from kdpkit.training.tensorflow._keras_internals import exchanged, with_gradient
+
+_FIRST, _SECOND = 8, 4  # gradients of what is exchanged, and of each of these
+NUMBERS = _FIRST * _SECOND  # for what is exchanged at one border, with its gradients
 
 
-def gathered(x: Any) -> Any:
-    """Return the examples of all replicas; `x` itself where they are these already."""
-    step = current_step()
-    if step is None or step.replicas == 1 or step.own is not None:
-        return x
-    count = tf.shape(x)[0]
-    start = step.start * (count // tf.maximum(step.num_examples, 1))
+class Channel:
+    """The number under which processes exchange what belongs together.
 
-    def gradient(upstream: Any) -> Any:
-        step.reject_gradient_of_gradient()
-        (of_all,) = step.merge(sums, [upstream])
-        return of_all[start : start + count]
+    A step is traced in the same order in all processes, but its gradients are not: they have
+    numbers that follow from those of what they are the gradients of.
 
-    return with_gradient(step.merge(concatenated, x), x, gradient)
-
-
-def summed(step: ReplicaStep, value: Any, *counts: Any) -> list[Any]:
-    """Return the sums of a tensor over the replicas, and of counts, which have no gradient."""
-    total, *others = step.merge(sums, [value, *counts])
-
-    def gradient(upstream: Any) -> Any:
-        step.reject_gradient_of_gradient()
-        return step.merge(sums, [upstream])
-
-    return [with_gradient(total, value, gradient), *others]
-
-
-def sums(strategy: tf.distribute.Strategy, values: list[Any]) -> list[Any]:
-    """Add up, outside of the replicas, what each of them has."""
-    return [strategy.reduce(tf.distribute.ReduceOp.SUM, value, axis=None) for value in values]
-
-
-def sums_for_variables(strategy: tf.distribute.Strategy, values: list[Any], owners: Any) -> Any:
-    """Add up, outside of the replicas, what each of them has for each of some variables.
-
-    Those of one type together: collectives, as NCCL's, put all that they sum into one tensor.
+    Args:
+        number: The number, of so many that are free.
+        free: How many numbers there are for its gradients.
     """
-    pairs = [*zip(values, owners, strict=True)]
-    types = [strategy.experimental_local_results(value)[0].dtype for value in values]
-    found: dict[int, Any] = {}
-    for dtype in dict.fromkeys(types):
-        indices = [index for index, of in enumerate(types) if of == dtype]
-        of_type = [pairs[index] for index in indices]
-        added = strategy.extended.batch_reduce_to(tf.distribute.ReduceOp.SUM, of_type)
-        found |= dict(zip(indices, added, strict=True))
-    return [found[index] for index in range(len(pairs))]
+
+    def __init__(self, number: int, free: int = NUMBERS) -> None:
+        self.number, self._free, self._gradients = number, free, 0
+
+    def of_gradient(self) -> "Channel":
+        """Return a channel for a gradient of what this one is for."""
+        self._gradients += 1
+        width = {NUMBERS: _SECOND, _SECOND: 1}.get(self._free, 0)
+        if not width or self._gradients * width >= self._free:
+            checks.fail(
+                "A step takes more gradients, or gradients of gradients, than several processes "
+                "can keep apart.",
+                gradients=self._gradients,
+                remedy="Train in one process, which takes all devices of its machine.",
+            )
+        return Channel(self.number + self._gradients * width, width)
 
 
-def concatenated(strategy: tf.distribute.Strategy, value: Any) -> Any:
-    """Put the shards of all replicas together in the order of the global batch."""
-    if _distribution.spans_processes(strategy):
-        return _keras_internals.joined_over_processes(value, strategy)
-    shards = strategy.experimental_local_results(value)
-    if isinstance(shards[0], tf.SparseTensor):
-        return tf.sparse.concat(0, [*shards], expand_nonconcat_dims=True)
-    return tf.concat(shards, axis=0)
+def gathered(mesh: Any, tensor: Any, size: Any, channel: Channel) -> Any:
+    """Return the entries of all processes, one after the other, each padded to a size."""
+    if mesh.num_processes == 1:
+        return tensor
+    around = [[0, size - tf.shape(tensor)[0]]] + [[0, 0]] * (tensor.shape.rank - 1)
+    padded = tf.pad(_sendable(tensor), around)
+    vectors = exchanged(mesh, tf.reshape(padded, [-1]), "gather", channel.number)
+    shape = tf.concat([[mesh.num_processes * size], tf.shape(tensor)[1:]], 0)
+    entries = tf.cast(tf.reshape(vectors, shape), tensor.dtype)
+    return tf.ensure_shape(entries, [None, *tensor.shape[1:]])
+
+
+def total(mesh: Any, tensor: Any, channel: Channel) -> Any:
+    """Return the sum of a tensor over the processes; of a sparse gradient the slices of all."""
+    if mesh.num_processes == 1:
+        return tensor
+    if isinstance(tensor, tf.IndexedSlices):
+        return _all_slices(mesh, tensor, channel)
+    vector = exchanged(mesh, tf.reshape(_sendable(tensor), [-1]), "sum", channel.number)
+    summed = tf.cast(tf.reshape(vector, tf.shape(tensor)), tensor.dtype)
+    return tf.ensure_shape(summed, tensor.shape)
+
+
+def _all_slices(mesh: Any, slices: tf.IndexedSlices, channel: Channel) -> tf.IndexedSlices:
+    own = tf.shape(slices.indices)[:1]
+    counts = tf.reshape(exchanged(mesh, own, "gather", channel.number), [-1])
+    longest = tf.reduce_max(counts)
+    is_there = tf.reshape(tf.sequence_mask(counts, longest), [-1])
+    values, indices = (
+        tf.boolean_mask(gathered(mesh, of, longest, channel.of_gradient()), is_there)
+        for of in (slices.values, slices.indices)
+    )
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
+
+
+def collected(mesh: Any, tensor: Any, channel: Channel) -> Any:
+    """Return the sum over the processes of what each has; its gradient is the same in all."""
+    summed = total(mesh, tensor, channel)
+    if mesh.num_processes == 1 or not tensor.dtype.is_floating:
+        return summed
+    return with_gradient(
+        summed, tensor, lambda upstream: spread(mesh, upstream, channel.of_gradient())
+    )
+
+
+def spread(mesh: Any, tensor: Any, channel: Channel) -> Any:
+    """Return what all processes have for use on their devices, which give parts of its gradient."""
+    if mesh.num_processes == 1 or not tensor.dtype.is_floating:
+        return tensor
+
+    def gradient(upstream: Any) -> Any:
+        if isinstance(upstream, tf.IndexedSlices):
+            return total(mesh, upstream, channel.of_gradient())
+        return collected(mesh, upstream, channel.of_gradient())
+
+    return with_gradient(tensor, tensor, gradient)
+
+
+def _sendable(tensor: Any) -> Any:
+    """Return a tensor in one of the few types that processes can send each other."""
+    dtype = tensor.dtype
+    if dtype.is_floating or dtype.is_complex:
+        return tf.cast(tensor, tf.float32) if dtype.size < tf.float32.size else tensor
+    return tf.cast(tensor, tf.int64 if dtype.size >= tf.int32.size else tf.int32)

@@ -13,7 +13,7 @@ import keras
 import tensorflow as tf
 from keras.src.backend.common import global_state as global_state
 from keras.src.backend.tensorflow import random as keras_random
-from keras.src.backend.tensorflow.trainer import reduce_per_replica
+from keras.src.backend.tensorflow import trainer as keras_trainer
 from keras.src.layers.layer import CallSpec
 from keras.src.layers.preprocessing.image_preprocessing.base_image_preprocessing_layer import (
     BaseImagePreprocessingLayer as BaseImagePreprocessingLayer,
@@ -24,8 +24,11 @@ from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
 from tensorflow.core.protobuf import config_pb2 as config_pb2
 from tensorflow.python.autograph.core import ag_ctx
+from tensorflow.python.distribute import distribute_lib as distribute_lib
+from tensorflow.python.distribute import distribute_utils
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
 from tensorflow.python.distribute.values import MirroredVariable as MirroredVariable
+from tensorflow.python.distribute.values import SyncOnReadVariable as SyncOnReadVariable
 from tensorflow.python.eager import cancellation as cancellation
 from tensorflow.python.eager import context as context
 from tensorflow.python.eager import record
@@ -35,6 +38,7 @@ from tensorflow.python.framework import op_def_registry as op_def_registry
 from tensorflow.python.ops import control_flow_util as control_flow_util
 from tensorflow.python.ops import gen_nn_ops as gen_nn_ops
 from tensorflow.python.ops import gen_resource_variable_ops
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from kdpkit._internal import optimizers, versions
 
@@ -129,6 +133,24 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
     return copies
 
 
+def repeat_operation(operation: Any, inputs: list[Any], device: str) -> Any:
+    """Compute an operation of a graph once more, on other inputs, unseen by tapes."""
+    graph = tf.compat.v1.get_default_graph()
+    with record.stop_recording(), tf.device(device):
+        repeated = graph._create_op_internal(
+            operation.type,
+            inputs,
+            dtypes=[output.dtype for output in operation.outputs],
+            attrs=dict(operation.node_def.attr),
+        )
+    return repeated.outputs[0]
+
+
+def in_xla_context(graph: Any) -> bool:
+    """Return whether XLA compiles the operations of a graph, in which no device can be chosen."""
+    return bool(control_flow_util.GraphOrParentsInXlaContext(graph))
+
+
 def get_logits(tensor: tf.Tensor) -> tf.Tensor | None:
     """Return what a softmax or sigmoid computed a tensor from, with which Keras' losses compute."""
     return getattr(tensor, "_keras_logits", None)
@@ -138,9 +160,20 @@ def set_logits(tensor: tf.Tensor, logits: tf.Tensor) -> None:
     tensor._keras_logits = logits
 
 
-def is_recorded() -> bool:
-    """Return whether a tape may record what is computed now."""
-    return bool(record.could_possibly_record())
+@contextlib.contextmanager
+def outside_of_scopes() -> Iterator[None]:
+    """Leave the stateless scopes of Keras, in which no variable can be made."""
+    inside = global_state.get_global_attribute("stateless_scope")
+    global_state.set_global_attribute("stateless_scope", None)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute("stateless_scope", inside)
+
+
+def unrecorded() -> contextlib.AbstractContextManager[None]:
+    """Let no tape record what is computed."""
+    return record.stop_recording()
 
 
 def build_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
@@ -154,17 +187,68 @@ def build_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     layer._maybe_build(CallSpec(layer._call_signature, layer._call_context_args, args, kwargs))
 
 
-def joined_over_processes(output: Any, strategy: tf.distribute.Strategy) -> Any:
-    """Put the examples of all replicas in all processes together, in every process, as `predict`.
+def read_unwatched(variable: Any) -> Any:
+    """Read a variable, and let no tape know that it was used."""
+    return gen_resource_variable_ops.read_variable_op(variable.handle, variable.dtype)
 
-    Of small numbers processes can send each other few types only.
+
+# Whether Keras divides an activity regularizer by the examples: keras-team/keras#22018
+MEAN_OF_REGULARIZERS = versions.KERAS >= (3, 14)
+
+
+_SENT = (tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64, tf.complex128)
+
+
+def exchanged(mesh: Any, values: Any, kind: str, number: int) -> Any:
+    """Exchange a vector, of one length in all processes: their "sum", or their "gather".
+
+    As an operation without effects, which TensorFlow leaves out where nobody uses what it gives.
+    TensorFlow remembers for a key how long a vector was; so it is padded to one of few lengths, and
+    each has a key of its own.
+
+    Args:
+        mesh: The devices.
+        values: The vector.
+        kind: "sum" or "gather"; this gives an axis of the processes more.
+        number: The same in all processes for what belongs together.
     """
-    dtype = strategy.experimental_local_results(output)[0].dtype
-    sent = tf.float32 if dtype == tf.bfloat16 else dtype
-    if not (dtype.is_floating or dtype.is_complex):
-        sent = tf.int64 if dtype.size >= 4 else tf.int32
-    cast = tf.nest.map_structure(lambda of: tf.cast(of, sent), output, expand_composites=True)
-    return tf.cast(reduce_per_replica(cast, strategy, reduction="concat"), dtype)
+    extended = mesh.strategy.extended
+    keys, options = extended._collective_keys, extended._communication_options
+    group = keys.get_group_key([mesh.home])
+    with tf.device("CPU:0"):
+        length = tf.size(values)
+        bits = tf.reduce_sum(tf.cast(length >= [1 << bit for bit in range(31)], tf.int32))
+        exponent = tf.maximum(bits - 4, 0)
+        unit = tf.bitwise.left_shift(1, exponent)
+        padded = -(-length // unit)
+        what = (number * 2 + (kind == "sum")) * len(_SENT) + _SENT.index(values.dtype)
+        key = (2048 + what) * 512 + exponent * 17 + padded
+    with replaced(CollectiveReplicaLauncher, "_prefer_ordering_token", False):
+        launcher = CollectiveReplicaLauncher(group, mesh.num_processes, keys, mesh.home, options)
+
+        with tf.init_scope(), tf.device("CPU:0"):
+            turn = ResourceVariable(0)  # a process may be here again before another has left
+        mesh.kept.append(turn)
+
+        def exchange(values: Any, key: Any) -> Any:
+            own_key = 2 * key + turn.assign_add(1) % 2
+            launcher._next_instance_key = lambda: own_key
+            if kind == "sum":
+                return launcher.all_reduce(values)
+            return launcher._all_gather(values, None)
+
+        function = tf.function(exchange, autograph=False).get_concrete_function(
+            tf.TensorSpec([None], values.dtype), tf.TensorSpec([], tf.int32)
+        )
+    function.add_to_graph(tf.compat.v1.get_default_graph())
+    with record.stop_recording(), tf.device(mesh.home):
+        sent = tf.pad(values, [[0, padded * unit - length]])
+        (result,) = tf.raw_ops.PartitionedCall(
+            args=[sent, key, *function.captured_inputs], Tout=[values.dtype], f=function
+        )
+        if kind == "sum":
+            return result[:length]
+        return tf.reshape(result, [mesh.num_processes, -1])[:, :length]
 
 
 def prefer_one_device_sums(strategy: tf.distribute.Strategy) -> None:
@@ -200,25 +284,73 @@ def move_into_scope(variable: Any) -> None:
     variable._value = tf.Variable(value, dtype=value.dtype, trainable=False, name=variable.name)
 
 
-def updates_without_merging(
-    strategy: tf.distribute.Strategy,
-) -> contextlib.AbstractContextManager[None]:
-    """Let an optimizer update variables where its gradients are summed, outside the replicas.
+@contextlib.contextmanager
+def once_for_all_replicas(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Let Keras call a step once, where it would call it in each replica of a strategy."""
 
-    Its methods ask for that from within a replica (`maybe_merge_call`), and an exact step has
-    them there already. The strategy is asked whether it needs that, and says no meanwhile.
-    """
-    return replaced(strategy.extended, "_use_merge_call", lambda: False)
+    def run(function: Callable, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
+        del options
+        return function(*args, **(kwargs or {}))
+
+    def values_of_step(values: Any, *_: Any, **__: Any) -> Any:
+        return values
+
+    with (
+        replaced(strategy, "run", run),
+        replaced(keras_trainer, "reduce_per_replica", values_of_step),
+    ):
+        yield
 
 
 @contextlib.contextmanager
-def assigned_in_replicas(variables: list[Any]) -> Iterator[None]:
-    """Let every replica assign its copy of variables, which would else agree on what to assign."""
-    with contextlib.ExitStack() as stack:
-        for variable in variables:
-            none = tf.VariableAggregation.NONE
-            stack.enter_context(replaced(variable.value, "_aggregation", none))
+def default_replica_context() -> Iterator[None]:
+    """Enter the context in which code on one device is, without any strategy."""
+    distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())
+    try:
         yield
+    finally:
+        distribute_lib._pop_per_thread_mode()
+
+
+@contextlib.contextmanager
+def updated_once(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Let variables be updated in the cross-replica context: the first copy, and then the others.
+
+    TensorFlow would compute the update for each copy, and what it draws or counts with it. Keras'
+    optimizers ask whether they are within a replica (`maybe_merge_call`), and a step is not.
+    """
+
+    def update(
+        variable: Any, fn: Callable, args: Any = (), kwargs: Any = None, group: bool = True
+    ) -> Any:
+        del group
+        first, *others = getattr(variable, "values", (variable,))
+        args, kwargs = distribute_utils.select_replica(0, (args, kwargs or {}))
+        with tf.device(first.device), distribute_lib.UpdateContext(0):
+            updated = fn(first, *args, **kwargs)
+            value = read_unwatched(first) if others else None
+        for copy in others:
+            with tf.device(copy.device), distribute_lib.UpdateContext(0):
+                copy.assign(value)
+        return updated
+
+    extended = strategy.extended
+    with replaced(extended, "_use_merge_call", lambda: False), replaced(extended, "update", update):
+        yield
+
+
+def updated_outside_of_replicas(
+    strategy: tf.distribute.Strategy,
+) -> contextlib.AbstractContextManager[None]:
+    """Let optimizers update variables of which there is one copy in the cross-replica context."""
+    return replaced(strategy.extended, "_use_merge_call", lambda: False)
+
+
+def copy_to_all(variable: Any) -> None:
+    """Give all copies of a variable the value of the first one."""
+    first, *others = getattr(variable, "values", (variable,))
+    for copy in others:
+        copy.assign(first.read_value())
 
 
 def call_of_layers() -> Callable[[], contextlib.AbstractContextManager[None]]:

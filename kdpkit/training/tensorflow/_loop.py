@@ -1,8 +1,7 @@
 """The steps of `TrainingLoop` on TensorFlow: one device, and every synchronous strategy.
 
-A training step is split in two. In the replicas: forward and backward pass, of a loss whose parts
-add up to that of the global batch. Outside them: one sum of the gradients, and the optimizer once,
-which then clips, accumulates, averages and checks the global gradient.
+A step is traced once, on the global batch, in the cross-replica context: what the user computes
+is computed as on one device, and calls of layers are divided (`_division`).
 """
 
 import contextlib
@@ -11,7 +10,7 @@ import gc
 import re
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import keras
 import numpy as np
@@ -29,31 +28,22 @@ from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
     _distribution,
-    _global_batch,
     _keras_internals,
-    _layer_state,
-    _metric_patches,
-    _optimizer_patches,
+    _libraries,
+    _losses,
+    _micro_batches,
+    _optimizers,
     _patches,
     _placeholders,
-    _whose_code,
 )
-from kdpkit.training.tensorflow._batch_norm import GLOBAL, REPLICA
-from kdpkit.training.tensorflow._collectives import concatenated
 from kdpkit.training.tensorflow._keras_internals import PyDatasetAdapter
-from kdpkit.training.tensorflow._loop_gradients import (
-    combined,
-    forward,
-    forward_and_backward,
-    over_micro_batches,
-)
+from kdpkit.training.tensorflow._loop_gradients import combined, forward, forward_and_backward
+from kdpkit.training.tensorflow._policy import Policy
 from kdpkit.training.tensorflow._remat import checkpointed
-from kdpkit.training.tensorflow._step import ReplicaStep, running
+from kdpkit.training.tensorflow._split import of_any_length
+from kdpkit.training.tensorflow._step import Mesh, Step, current_step
+from kdpkit.training.tensorflow._tracing import traced_once
 from kdpkit.training.tensorflow._xla import XlaTrial
-
-T = TypeVar("T")
-# Strategies whose replicas can put their examples together.
-_GATHERING = (tf.distribute.MirroredStrategy, tf.distribute.MultiWorkerMirroredStrategy)
 
 
 class TensorFlowSteps(Steps):
@@ -66,19 +56,22 @@ class TensorFlowSteps(Steps):
             takes what is faster.
     """
 
+    counts_once = True  # loss and metrics, for all devices
+
     def __init__(self, loop: Any, strategy: tf.distribute.Strategy | None, jit: Any) -> None:
         self.loop = loop
         self.model = loop.model
         self.strategy = _strategy_of(self.model, strategy)
         self._jit = jit
-        if self.strategy.num_replicas_in_sync > 1:
-            _layer_state.reject_states_of_examples(self.model)
-        if isinstance(self.strategy, tf.distribute.MirroredStrategy):
+        self.mesh = Mesh(self.strategy)
+        self._is_one = self.mesh.num_parts == 1
+        if not self._is_one:
+            _checks.reject_states_of_examples(self.model)
             _keras_internals.prefer_one_device_sums(self.strategy)
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._is_built = self._is_optimizer_built = False
-        self._division = _global_batch.Division()
+        self._policy = Policy()
         self._trial = XlaTrial() if jit == "measure" else None
         self._train_with = {
             jit: self._repeated(functools.partial(self._train_step, jit=jit))
@@ -95,16 +88,13 @@ class TensorFlowSteps(Steps):
     def is_jit_chosen(self) -> bool:
         return self._trial is None or bool(self._trial.verdict)
 
-    @property
-    def _may_jit(self) -> bool:
-        return self._trial is not None or self.jit
-
     def scope(self) -> Any:
         return self.strategy.scope()
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        with processes.explain_lost_process(), _patches.installed():
+        explained = _distribution.explaining_differences()
+        with processes.explain_lost_process(), explained, _patches.installed():
             yield
 
     # Before the first step: the data, and all variables.
@@ -118,7 +108,7 @@ class TensorFlowSteps(Steps):
             return Feed(
                 name, epochs, wanted=wanted, length=lambda: dataset.num_batches, end=epochs.end
             )
-        if not isinstance(dataset, tf.data.Dataset | tf.distribute.DistributedDataset):
+        if not isinstance(dataset, tf.data.Dataset):
             checks.fail(
                 f"`{name}` must be a `tf.data.Dataset` or a `keras.utils.PyDataset` of batches, "
                 f"and is a {type(dataset).__name__}.",
@@ -126,10 +116,8 @@ class TensorFlowSteps(Steps):
             )
         _checks.check_batched(name, dataset.element_spec, is_one_length=True)
         _checks.check_dataset(name, dataset, **{argument: wanted})
-        batches = dataset
-        if isinstance(dataset, tf.data.Dataset):
-            is_silent = dataset.options().autotune.enabled is None  # it is tuned if it asks for it
-            batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
+        is_silent = dataset.options().autotune.enabled is None  # it is tuned if it asks for it
+        batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
         if not self.model.built and type(self.model).call is not keras.Model.call:
             batch = _placeholders.placeholders(batches.element_spec, PLACEHOLDER_EXAMPLES)
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
@@ -138,55 +126,33 @@ class TensorFlowSteps(Steps):
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
     def _distributed(self, dataset: Any, name: str) -> Any:
-        return _distribution.distribute(self.strategy, dataset, name)
+        return _distribution.global_batches(self.strategy, dataset, name)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         with self.scope():  # in which a compiled loop can make no variables
             _keras_internals.move_global_seeds(self.strategy)
             if not self._is_built:
-                if self.strategy.num_replicas_in_sync > 1 or self.loop.accumulation > 1:
+                if self.loop.accumulation > 1:
                     versions.reject_sums_over_examples(self.model)
                 spec = feed.batches.element_spec
                 placeholders = _placeholders.placeholders(spec, PLACEHOLDER_EXAMPLES)
                 names = trace_metrics(self.loop, placeholders, _placeholders.trace)
-                for metric in self.model.metrics:
-                    _metric_patches.attach_to_metric(metric, is_global=False)
                 self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
+                metrics = [*_libraries.parts_of_metrics(self.model), *self.means]
+                for variable in (v for of in metrics if self.counts_once for v in of.variables):
+                    _losses.read_first(variable)
                 self._is_built = True
             if training and not self._is_optimizer_built:
                 self._build_optimizer()
-                self._prepare_layers()
+                if self.loop.batch_norm == _batch_norm.REPLICA:
+                    _batch_norm.warn_of_local_statistics(self.model, self.mesh.num_parts)
                 self._is_optimizer_built = True
 
     def _build_optimizer(self) -> None:
         optimizer = self.model.optimizer
-        if tf.distribute.in_cross_replica_context():
-            _optimizer_patches.attach_to_optimizer(optimizer, self.strategy)
+        _optimizers.move_into_scope(optimizer, self.strategy)
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
-        # The two that an optimizer makes before it is built need no copies on the replicas.
-        copied = [v for v in optimizer.variables if v.name not in ("iteration", "learning_rate")]
-        _checks.require_scope("optimizer", copied, self.strategy)
-
-    def _prepare_layers(self) -> None:
-        replicas = self.strategy.num_replicas_in_sync
-        if replicas == 1:
-            return
-        may_meet = not self._may_jit and self.loop.accumulation == 1
-        asked = self.loop.batch_norm
-        for layer in _batch_norm.batch_norm_layers(self.model):
-            if not may_meet and (layer.synchronized or (asked == GLOBAL and self._may_jit)):
-                checks.fail(
-                    "Under XLA, and between micro-batches, a BatchNormalization cannot meet the "
-                    "other replicas.",
-                    layer=layer.name,
-                    jit=self._jit if self._trial else self.jit,
-                    accumulation=self.loop.accumulation,
-                    remedy='Use `jit=False` and `accumulation=1`, or `batch_norm="replica"`, which '
-                    "normalizes by each replica's own examples, and do not synchronize the layer.",
-                )
-        if asked == REPLICA or not may_meet:
-            _batch_norm.warn_of_local_statistics(self.model, replicas)
 
     # Many steps in a call.
 
@@ -195,7 +161,7 @@ class TensorFlowSteps(Steps):
             self._say("XLA: the first steps run with and without it, to find out which is faster.")
         start = time.perf_counter()
         with _explaining_xla() if self.jit else contextlib.nullcontext():
-            done, logs = self._run("train", self._train_with[self.jit], iterator, steps)
+            done, logs = self._run(self._train_with[self.jit], iterator, steps)
         if self._trial and not self._trial.verdict:
             self._trial.record(steps=done, seconds=time.perf_counter() - start)
             self._say(self._trial.verdict)
@@ -206,40 +172,26 @@ class TensorFlowSteps(Steps):
             print(f"\n{verdict}", flush=True)  # noqa: T201 a choice that is made for somebody is said
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        return self._run("test", self._test, iterator, steps)
+        return self._run(self._test, iterator, steps)
 
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
         outputs: list[Any] = []
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             while len(outputs) < steps:
-                batch = next(iterator)
-                predictions = self._traced("predict", functools.partial(self._predict, batch))
+                predictions = self._predict(next(iterator))
                 outputs.append(keras.tree.map_structure(np.asarray, predictions))
         return len(outputs), outputs
 
-    def _traced(self, kind: str, call: Callable[[], T]) -> T:
-        is_eager = tf.config.functions_run_eagerly()
-        result = call() if is_eager else self._division.traced(kind, call, again=lambda: None)
-        _distribution.reject_differences()
-        return result
-
-    def _run(
-        self, kind: str, function: Any, iterator: Any, steps: int
-    ) -> tuple[int, dict[str, Any]]:
-        fresh_keys = _distribution.spans_processes(self.strategy)
-        keys = _keras_internals.constant_collective_keys
-        with contextlib.nullcontext() if fresh_keys else keys():
-            is_traced = function.experimental_get_tracing_count() > 0
-            if not is_traced and not tf.config.functions_run_eagerly():
-                trace = functools.partial(
-                    function.get_concrete_function, iterator, tf.constant(steps)
-                )
-                with _uncollected():
-                    self._traced(kind, trace)
-            done, logs = self._traced(kind, lambda: function(iterator, tf.constant(steps)))
+    def _run(self, function: Any, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
+        wanted = tf.constant(steps)
+        is_traced = function.experimental_get_tracing_count() > 0
+        if not is_traced and not tf.config.functions_run_eagerly():
+            with _uncollected():
+                function.get_concrete_function(iterator, wanted)
+        done, logs = function(iterator, wanted)
         return int(done), logs
 
-    def _repeated(self, step: Callable[[Any], None]) -> Callable[[Any, Any], Any]:
+    def _repeated(self, step: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
         """Compile a loop of up to so many steps, or to the end of the data."""
 
         def run(iterator: Any, steps: Any) -> Any:
@@ -259,139 +211,94 @@ class TensorFlowSteps(Steps):
 
         return tf.function(run, autograph=False, reduce_retracing=True)
 
-    # One step, outside the replicas.
+    # One step.
 
-    def _train_step(self, batch: Any, *, jit: bool) -> None:
-        with rematerialised(self.loop, checkpointed):
-            parts = self.strategy.run(self._train_replica, args=(batch, jit))
-        variables = self.model.trainable_variables
-        gradients = [parts.get(index) for index in range(len(variables))]
-        summed = _optimizer_patches.sum_gradients(self.strategy, gradients, variables)
+    @contextlib.contextmanager
+    def _traced(self, batch: Any, *, jit: bool = False, policy: Any = None) -> Iterator[Any]:
+        """Trace a step on a batch in this, all of it on the device if there is only one."""
+        settings = {"batch_norm": self.loop.batch_norm, "jit": jit and not self._is_one}
+        step = Step(self.mesh, policy or self._policy, **settings)
+        batch = _distribution.opened(self.mesh, batch)
+        if not self._is_one:
+            batch = tf.nest.map_structure(of_any_length, batch)
+        with tf.device(self.mesh.home if self._is_one else None), traced_once(step, batch):
+            yield batch
 
-        def update(gradients: Any) -> None:
-            with _keras_internals.one_learning_rate(self.model.optimizer):
-                self.model.optimizer.apply(gradients, variables)
+    def _train_step(self, batch: Any, *, jit: bool = False) -> Any:
+        """Train on a batch; return what it adds to loss and metrics, if these do not count it."""
+        jit_all, micro_batches, policy = jit and self._is_one, self.loop.accumulation, None
+        differentiate = _compiled(functools.partial(self._differentiate, jit_all), jit=jit_all)
+        with rematerialised(self.loop, checkpointed), self._traced(batch, jit=jit) as batch:
+            num_examples = _distribution.examples_in_batch(batch)
+            before = []
+            if micro_batches > 1:
+                # All of these draw from the same, each at the positions of its examples.
+                seeds = _micro_batches.seeds_of(self.model)
+                before = [(of.state, tf.identity(of.state.value)) for of in seeds]
+                policy = _micro_batches.PolicyOfMicroBatches(self._policy, self.mesh.num_parts)
+                policy.reject_loss(self.loop, batch)
 
-        replicas = self.strategy.num_replicas_in_sync
-        if jit and replicas == 1 and variables:
-            (own,) = self.strategy.experimental_local_results(variables[0].value)
-            with tf.device(own.device):  # which may be another than the first
-                _compiled(update, jit=True)(summed)
-        elif jit and self._may_compile_updates:
-            with _optimizer_patches.compiled_updates(self.model.optimizer):
-                update(summed)
-        else:
-            update(summed)
+            def compute(micro_batch: Any, start: Any) -> tuple[Sums, list[Any]]:
+                for state, value in before:
+                    state.assign(value)
+                with self._traced(micro_batch, jit=jit, policy=policy) as micro_batch:
+                    sums, predictions, masks = differentiate(micro_batch, start, num_examples)
+                    keras.tree.map_structure(set_keras_mask, predictions, masks)
+                    return sums, self._count(lambda: self._update_metrics(micro_batch, predictions))
 
-    @property
-    def _may_compile_updates(self) -> bool:
-        """Whether every replica has a copy of all that updates read, where XLA looks for it.
+            sums, of_metrics = _micro_batches.over_micro_batches(
+                compute, batch, num_examples=num_examples, micro_batches=micro_batches
+            )
+            factors: list[Any] = []
+            of_losses = self._count(lambda: factors.extend(self._update_losses(num_examples, sums)))
+            _compiled(self._update, jit=jit_all)(sums.gradients, factors)
+            return [*map(tf.add, of_metrics, of_losses)]
 
-        Of an optimizer that was made outside of the scope, the first alone has the count of steps.
-        """
-        kept = [v for v in self.model.optimizer.variables if v.name != "learning_rate"]
-        several = _distribution.spans_processes(self.strategy)
-        return not several and _checks.is_in_scope(kept, self.strategy)
+    def _differentiate(self, jit: bool, batch: Any, start: Any, num_global_examples: Any) -> Any:
+        """Compute what a step, or XLA's part of it, computes from some examples of a batch."""
+        num_examples = _distribution.examples_in_batch(batch)
+        if self.loop.accumulation == 1:
+            num_global_examples = num_examples
+            if not jit:
+                return forward_and_backward(self.loop, batch, (num_examples, num_examples))
+        step: Any = current_step()
+        # By position under XLA too, which draws several axes in another order.
+        with step.at(start, num_examples, num_global_examples):
+            return forward_and_backward(self.loop, batch, (num_examples, num_global_examples))
 
-    def _test_step(self, batch: Any) -> None:
-        self.strategy.run(self._test_replica, args=(batch,))
+    def _update(self, gradients: Any, factors: Any) -> None:
+        total, variables = combined(gradients, factors), self.model.trainable_variables
+        with _keras_internals.one_learning_rate(self.model.optimizer):
+            self.model.optimizer.apply([total.get(i) for i in range(len(variables))], variables)
+
+    def _test_step(self, batch: Any) -> Any:
+        with self._traced(batch) as batch:
+            num_examples = _distribution.examples_in_batch(batch)
+            counts = num_examples, num_examples
+            sums, predictions = forward(self.loop, batch, counts, training=False)
+
+            def update() -> None:
+                self._update_metrics(batch, predictions)
+                self._update_losses(num_examples, sums)
+
+            return self._count(update)
 
     def _predict_step(self, batch: Any) -> Any:
-        outputs = self.strategy.run(self._predict_replica, args=(batch,))
-        return keras.tree.map_structure(functools.partial(concatenated, self.strategy), outputs)
+        with self._traced(batch) as batch:
+            x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+            return self.model(x, training=False)
 
-    # One replica's part of a step.
+    def _count(self, update: Callable[[], Any]) -> list[Any]:
+        """Update loss and metrics; return what that added, if it is to be added later."""
+        update()
+        return []
 
-    def _step_of(self, batch: Any, kind: str) -> ReplicaStep:
-        """Return the step of a replica: on the global batch where any of its code is the user's.
-
-        Micro-batches, and what XLA compiles, cannot meet other replicas: there a loss for each
-        example, as `per_example_loss` has to give it, is computed from the replica's own examples.
-        """
-        _layer_state.keep_apart(self.model, is_own=True)
-        may_meet = kind != "train" or (self.loop.accumulation == 1 and not self._may_jit)
-        step = ReplicaStep(batch, batch_norm=self.loop.batch_norm if may_meet else REPLICA)
-        may_meet &= isinstance(self.strategy, _GATHERING)
-        is_own = not self._is_of_libraries(kind)
-        if is_own and not may_meet and (step.replicas > 1 or self.loop.accumulation > 1):
-            step.rejects = self._division.reject
-        if step.replicas == 1 or not may_meet or not is_own:
-            return step
-        return _global_batch.step_on_global_batch(step, self._division, kind)
-
-    def _is_of_libraries(self, kind: str) -> bool:
-        is_own_loss = not _whose_code.is_library(type(self.loop).per_example_loss.__module__)
-        needs_all = is_own_loss or self.loop.loss.compares_examples
-        return _whose_code.is_all_of_libraries(self.model, kind) and (
-            kind == "predict" or not needs_all
-        )
-
-    def _train_replica(self, batch: Any, jit: bool) -> dict[int, Any]:
-        """Return this replica's part of the gradients, by the variable's index."""
-        step = self._step_of(batch, "train")
-        # Under XLA by position on one replica too: it draws all of them otherwise.
-        step.is_part |= jit
-        batch = step.data
-        micro_batches = self.loop.accumulation
-        layers = self.model._flatten_layers() if micro_batches > 1 else ()
-        seeds = {id(seed): seed.state for layer in layers for seed in layer._seed_generators}
-        # All micro-batches draw from these, each at the positions of its examples in the batch.
-        before = [(state, tf.identity(state.value)) for state in seeds.values()]
-
-        def forward_and_backward_of(micro_batch: Any, start: tf.Tensor) -> Any:
-            if micro_batches == 1:
-                return forward_and_backward(self.loop, step, micro_batch)
-            part = step.of_examples(_distribution.examples_in_batch(micro_batch), offset=start)
-            return forward_and_backward(self.loop, part, micro_batch)
-
-        differentiate = _compiled(forward_and_backward_of, jit=jit)
-
-        def compute(micro_batch: Any, start: tf.Tensor) -> Sums:
-            for state, value in before:
-                state.assign(value)
-            sums, predictions, masks = differentiate(micro_batch, start)
-            keras.tree.map_structure(set_keras_mask, predictions, masks)
-            self._update_metrics(step, micro_batch, predictions)
-            return sums
-
-        sums = over_micro_batches(
-            compute, batch, num_examples=step.num_examples, micro_batches=micro_batches
-        )
-        factors = self._update_losses(step, sums)
-        _layer_state.average(step)
-
-        def complete(gradients: Any, factors: Any) -> dict[int, Any]:
-            total = combined(gradients, [1.0, *factors])
-            variables = self.model.trainable_variables
-            return {
-                index: _global_batch.addend_of_gradient(step, variables[index], gradient)
-                for index, gradient in total.items()
-            }
-
-        return _compiled(complete, jit=jit)(sums.gradients, factors)
-
-    def _predict_replica(self, batch: Any) -> Any:
-        step = self._step_of(batch, "predict")
-        x, _, _ = keras.utils.unpack_x_y_sample_weight(step.data)
-        with running(step):
-            return _global_batch.own_part(step, self.model(x, training=False))
-
-    def _test_replica(self, batch: Any) -> None:
-        step = self._step_of(batch, "test")
-        sums, predictions = forward(self.loop, step, step.data, training=False)
-        self._update_metrics(step, step.data, predictions)
-        self._update_losses(step, sums)
-
-    def _update_metrics(self, step: ReplicaStep, batch: Any, predictions: Any) -> None:
+    def _update_metrics(self, batch: Any, predictions: Any) -> None:
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-        if step.own is None:
-            step = step.of_examples(tf.shape(keras.tree.flatten(predictions)[0])[0])
-        with running(step):
-            self.model.compute_metrics(x, y, predictions, sample_weight)
+        self.model.compute_metrics(x, y, predictions, sample_weight)
 
-    def _update_losses(self, step: ReplicaStep, sums: Sums) -> list[Any]:
-        real = {name: step.total(of) for name, of in sums.real.items()}
-        return self._log_losses(sums._replace(real=real), functools.partial(_as_mean, step))
+    def _update_losses(self, num_examples: Any, sums: Sums) -> list[Any]:
+        return self._log_losses(sums, lambda loss: (loss, tf.cast(num_examples, loss.dtype)))
 
 
 @contextlib.contextmanager
@@ -408,14 +315,9 @@ def _explaining_xla() -> Iterator[None]:
         raise
 
 
-def _compiled(function: Callable[..., T], *, jit: bool) -> Callable[..., T]:
+def _compiled(function: Callable[..., Any], *, jit: bool) -> Callable[..., Any]:
     """Have XLA compile a part of a step, or leave it as it is."""
     return tf.function(function, jit_compile=True, autograph=False) if jit else function
-
-
-def _as_mean(step: ReplicaStep, part: Any) -> tuple[Any, Any]:
-    """Return value and weight for a `Mean`, which then counts the sum of all parts."""
-    return step.quotient(part, 1), tf.cast(step.num_examples, part.dtype)
 
 
 def _strategy_of(model: keras.Model, strategy: tf.distribute.Strategy) -> Any:

@@ -14,7 +14,7 @@ def placeholders(spec: Any, num_examples: int | None = None) -> Any:
     """Return Keras' placeholders; of ragged parts the specification, for Keras has none of these.
 
     Args:
-        spec: What specifies the dataset's element, perhaps a `Shard`.
+        spec: What specifies the dataset's element, perhaps a `Read`.
         num_examples: Stands in for an unknown number of dense examples.
     """
 
@@ -29,7 +29,7 @@ def placeholders(spec: Any, num_examples: int | None = None) -> Any:
             shape = [shape[0] or num_examples, *shape[1:]]
         return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
 
-    examples, _ = _distribution.opened(spec)
+    examples = spec.batch if isinstance(spec, _distribution.Read) else spec
     return tf.nest.map_structure(placeholder, examples)
 
 

@@ -1,4 +1,4 @@
-"""Random numbers by position: a replica draws its examples' part of what one device would draw.
+"""Random numbers by position: a device draws its examples' part of what one device would draw.
 
 Keras' random functions on TensorFlow draw from a counter, Philox' (Salmon et al. 2011): four
 numbers for each value of it, two of float64. So the numbers of examples in the middle of a batch
@@ -6,7 +6,6 @@ are drawn by starting at their position, at no more cost. What rejects numbers o
 is drawn for the global batch, and sliced.
 """
 
-import copy
 import functools
 import inspect
 from collections.abc import Callable
@@ -15,13 +14,13 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from kdpkit.training.tensorflow._collectives import gathered
 from kdpkit.training.tensorflow._keras_internals import (
     KERAS_RANDOM,
     global_state,
+    outside_of_scopes,
     seed_generator,
 )
-from kdpkit.training.tensorflow._step import ReplicaStep, current_step, running
+from kdpkit.training.tensorflow._step import Part, current_place
 
 # What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
@@ -30,7 +29,7 @@ _UNIFORM, _NORMAL = tf.raw_ops.StatelessRandomUniformV2, tf.raw_ops.StatelessRan
 
 
 class Entries(NamedTuple):
-    """Which of a tensor's entries along its first axis, on one device, a replica has.
+    """Which of a tensor's entries along its first axis, on one device, a device has.
 
     Args:
         start: The first of them.
@@ -49,7 +48,6 @@ def wrappers() -> dict[str, Callable]:
         "uniform": functools.partial(_drawn_in_part, _UNIFORM, ("minval", "maxval")),
         "normal": functools.partial(_drawn_in_part, _NORMAL, ("mean", "stddev")),
         "dropout": _dropout,
-        "shuffle": _shuffle,
         "categorical": _categorical,
         **dict.fromkeys(_DRAWN_GLOBALLY, _drawn_globally),
     }
@@ -62,13 +60,13 @@ def _drawn_in_part(
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     shape, dtype, seed = (given.arguments[name] for name in ("shape", "dtype", "seed"))
-    step, dims, part = _located(shape, seed)
-    if part is None:
+    _, dims, entries = _located(shape, seed)
+    if entries is None:
         return original(*args, **kwargs)
     dtype = tf.as_dtype(dtype or keras.config.floatx())
     low, high = (tf.cast(given.arguments[name], dtype) for name in limits)
     size = high - low if op is _UNIFORM else high
-    return _numbers(op, step, dims, part, dtype, _cast(seed)) * size + low
+    return _numbers(op, dims, entries, dtype, _cast(seed)) * size + low
 
 
 def _dropout(
@@ -80,94 +78,63 @@ def _dropout(
     own = _dims(inputs)
     noise = own if noise_shape is None else noise_shape
     noise = [mine if wanted is None else wanted for wanted, mine in zip(noise, own, strict=True)]
-    step, dims, part = _located(noise, seed)
-    if part is None:
+    _, dims, entries = _located(noise, seed)
+    if entries is None:
         return original(inputs, rate, noise_shape, seed)
     seed = _cast(seed)
 
     def sample(shape: Any, dtype: tf.DType) -> Any:  # noqa: ARG001  # it is `noise`
-        return _numbers(_UNIFORM, step, dims, part, dtype, seed)
+        return _numbers(_UNIFORM, dims, entries, dtype, seed)
 
     return tf.nn.experimental.general_dropout(inputs, rate, sample, noise_shape=tf.stack(noise))
-
-
-def drop(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Drop the same of all examples where a layer's `noise_shape` begins with 1.
-
-    Eagerly that is as long as a replica's part of one example.
-    """
-    step = current_step()
-    if step is None or not layer.noise_shape or layer.noise_shape[0] != 1:
-        return original(layer, *args, **kwargs)
-    step.drew_for_all |= step.is_part
-    of_all = copy.copy(step)
-    of_all.is_part = False
-    with running(of_all):
-        return original(layer, *args, **kwargs)
-
-
-def _shuffle(original: Callable, x: Any, axis: int = 0, seed: Any = None) -> Any:
-    """Shuffle along an axis; along the examples, those of all replicas with each other."""
-    x = tf.convert_to_tensor(x)
-    _, _, part = _located(_dims(x), seed)
-    if part is None or axis not in (0, -x.shape.rank):
-        return original(x, axis, seed)
-    return _sliced(original(gathered(x), axis, seed), part)
 
 
 def _categorical(
     original: Callable, logits: Any, num_samples: Any, dtype: tf.DType = "int64", seed: Any = None
 ) -> Any:
     logits = tf.convert_to_tensor(logits)
-    _, dims, part = _located(_dims(logits), seed)
-    if part is None:
+    _, dims, entries = _located(_dims(logits), seed)
+    if entries is None:
         return original(logits, num_samples, dtype, seed)
-    drawn = original(_spread(logits, dims, part), num_samples, dtype, seed)
-    return _sliced(drawn, part)
+    drawn = original(_spread(logits, dims, entries), num_samples, dtype, seed)
+    return _sliced(drawn, entries)
 
 
 def _drawn_globally(original: Callable, *args: Any, **kwargs: Any) -> Any:
     """Draw what one device draws, with the parameters of this replica's examples, and slice it."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    _, dims, part = _located(given["shape"], given.get("seed"))
-    if part is None:
+    _, dims, entries = _located(given["shape"], given.get("seed"))
+    if entries is None:
         return original(*args, **kwargs)
-    given = {name: _spread(value, dims, part) for name, value in given.items()}
-    return _sliced(original(**given | {"shape": tf.stack([part.total, *dims[1:]])}), part)
+    given = {name: _spread(value, dims, entries) for name, value in given.items()}
+    return _sliced(original(**given | {"shape": tf.stack([entries.total, *dims[1:]])}), entries)
 
 
 def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Entries | None]:
-    """Return the step, a shape's dimensions, and which part they are; None if not a part."""
-    step = current_step()
-    if step is not None and seed is None:
-        _have_global_seeds(step)
-    if step is None or not step.is_part:
-        return step, [], None
+    """Return the part, a shape's dimensions, and which entries they are; None if of no example."""
+    part = current_place()
+    if part is None:
+        return part, [], None
+    if seed is None:
+        _have_global_seeds(part)
     dims = _dims_of_shape(shape)
-    part = _part(step, dims) if dims else None
-    step.drew_for_all |= part is None
-    return step, dims, part
+    entries = _entries(part, dims[0]) if dims else None
+    part.drew_for_all |= entries is None
+    return part, dims, entries
 
 
-def _part(step: ReplicaStep, dims: list[Any]) -> Entries | None:
+def _entries(part: Part, count: Any) -> Entries | None:
     """Return whether the first axis is that of the examples, or several entries for each."""
-    count = dims[0]
-    if tf.executing_eagerly():
-        step_examples = int(step.num_examples)
-        is_of_examples = int(count) % step_examples == 0 if step_examples else int(count) == 0
-    elif tf.is_tensor(count):
-        is_of_examples = _may_count_examples(count)
-    else:
-        is_of_examples = False  # the number of examples is not known while a step is traced
-    if not is_of_examples:
+    # The number of examples is not known while a step is traced, unless there is one device.
+    if not (_may_count_examples(count) if tf.is_tensor(count) else part.is_all):
         return None
     count = tf.cast(count, tf.int32)
-    of_each = tf.maximum(count // tf.maximum(step.num_examples, 1), 1)
-    fits = (of_each * step.num_examples == count) | (step.num_examples == 0)
+    of_each = tf.maximum(count // tf.maximum(part.num_examples, 1), 1)
+    fits = (of_each * part.num_examples == count) | (part.num_examples == 0)
     return Entries(
-        start=tf.where(fits, step.start * of_each, 0),
+        start=tf.where(fits, part.start * of_each, 0),
         count=count,
-        total=tf.where(fits, step.num_global_examples * of_each, count),
+        total=tf.where(fits, part.num_global_examples * of_each, count),
     )
 
 
@@ -191,19 +158,13 @@ def _may_count_examples(dimension: Any) -> bool:
     return True
 
 
-def _numbers(
-    op: Any, step: ReplicaStep, dims: list[Any], part: Entries, dtype: tf.DType, seed: Any
-) -> Any:
+def _numbers(op: Any, dims: list[Any], entries: Entries, dtype: tf.DType, seed: Any) -> Any:
     """Draw the numbers of a part of the first axis, bit by bit as one device draws them."""
     shape = tf.stack(dims)
-    if isinstance(step.strategy, tf.distribute.TPUStrategy):  # which counts otherwise
-        draw_all = tf.random.stateless_uniform if op is _UNIFORM else tf.random.stateless_normal
-        drawn = draw_all([part.total, *dims[1:]], seed=seed, dtype=dtype)
-        return _sliced(drawn, part)
     of_each = functools.reduce(
         lambda a, b: a * tf.cast(b, tf.int64), dims[1:], tf.constant(1, tf.int64)
     )
-    first = tf.cast(part.start, tf.int64) * of_each
+    first = tf.cast(entries.start, tf.int64) * of_each
     in_a_block = 2 if dtype == tf.float64 else 4
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
     counter += tf.cast(tf.stack([first // in_a_block, 0]), tf.uint64)
@@ -216,17 +177,18 @@ def _numbers(
     return tf.reshape(tf.slice(drawn, [first % in_a_block], [count]), shape)
 
 
-def _sliced(drawn: tf.Tensor, part: Entries) -> Any:
-    begin = tf.concat([[part.start], tf.zeros(tf.rank(drawn) - 1, tf.int32)], 0)
-    size = tf.concat([[part.count], tf.shape(drawn)[1:]], 0)
+def _sliced(drawn: tf.Tensor, entries: Entries) -> Any:
+    begin = tf.concat([[entries.start], tf.zeros(tf.rank(drawn) - 1, tf.int32)], 0)
+    size = tf.concat([[entries.count], tf.shape(drawn)[1:]], 0)
     return tf.slice(drawn, begin, size)
 
 
-def _spread(value: Any, dims: list[Any], part: Entries) -> Any:
+def _spread(value: Any, dims: list[Any], entries: Entries) -> Any:
     """Put a parameter that has an entry for each example where one device has them."""
     if not tf.is_tensor(value) or value.shape.rank != len(dims) or value.shape[0] == 1:
         return value
-    around = [[part.start, part.total - part.start - part.count]] + [[0, 0]] * (len(dims) - 1)
+    missing = entries.total - entries.start - entries.count
+    around = [[entries.start, missing]] + [[0, 0]] * (len(dims) - 1)
     return tf.pad(value, around, constant_values=tf.ones((), value.dtype))
 
 
@@ -254,17 +216,8 @@ def _cast(seed: Any) -> Any:
     return KERAS_RANDOM._cast_seed(seed_generator.draw_seed(seed))
 
 
-def _have_global_seeds(step: ReplicaStep) -> None:
-    """Set, for the thread that traces a replica, Keras' global seeds, which Keras keeps by thread.
-
-    Where there are none yet they are made now, as on one device, where all replicas have them.
-    """
-    # docs/upstream/keras_random_without_a_seed_on_replicas.md
-    name = seed_generator.GLOBAL_SEED_GENERATOR
-    if global_state.get_global_attribute(name) is None:
-        global_state.set_global_attribute(name, step.merge(_global_seeds))
-
-
-def _global_seeds(strategy: tf.distribute.Strategy) -> Any:
-    with tf.init_scope(), strategy.scope():
-        return seed_generator.global_seed_generator()
+def _have_global_seeds(part: Part) -> None:
+    """Make Keras' global seeds if there are none yet, as on one device, but outside of the part."""
+    if global_state.get_global_attribute(seed_generator.GLOBAL_SEED_GENERATOR) is None:
+        with outside_of_scopes(), tf.init_scope(), part.step.mesh.strategy.scope():
+            seed_generator.global_seed_generator()

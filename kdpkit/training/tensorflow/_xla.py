@@ -1,85 +1,80 @@
-"""XLA on replicas: what it compiles, and whether that is faster.
+"""XLA on several devices: what it compiles, and whether that is faster.
 
-With `compile(jit_compile=True)` XLA cannot compile the step of all replicas as one
-(keras-team/keras#20763), since replicas meet in it: in sums of gradients and metrics. What it
-compiles here is the model's `call`, and with it the backward pass; losses, optimizer and metrics
-stay TensorFlow's. `TrainingLoop(jit="measure")` finds out, while it trains, which way is faster.
+With `compile(jit_compile=True)` XLA cannot compile a step on several devices as one
+(keras-team/keras#20763). What it compiles here is the call of a divided layer on each device, and
+with it the backward pass; of a model of libraries' layers that is the call of the model. Losses,
+optimizer and metrics stay TensorFlow's. `TrainingLoop(jit="measure")` finds out, while it trains,
+which way is faster.
 """
 
 import statistics
-import warnings
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
+from kdpkit.training.tensorflow._copies import PartScope
 from kdpkit.training.tensorflow._keras_internals import get_logits, set_logits
-from kdpkit.training.tensorflow._step import current_step
 
 _CALLS = 5  # timed for each choice, after the one that compiles
 _SECONDS = 0.2  # that the timed calls of a choice take at least
 
 
-def compile_call(model: keras.Model, global_batch_norms: list[Any]) -> None:
-    """Have XLA compile a model's `call` in the steps of replicas; set on the instance, once."""
-    if global_batch_norms:
-        checks.fail(
-            "XLA compiles each replica's forward pass apart, where a BatchNormalization cannot "
-            "meet the other replicas.",
-            layer=global_batch_norms[0].name,
-            jit_compile=model.jit_compile,
-            remedy="Compile the model with `jit_compile=False`, or use `replica_exact(model, "
-            'batch_norm="replica")`.',
-        )
-    if "call" in vars(model):
-        return
-    for layer in model._flatten_layers():
-        if isinstance(layer, keras.layers.RNN) and not layer.unroll:
-            # The gradient of its loop is another program of XLA, to which no list can be passed.
-            problem = f"On replicas XLA does not compile the loop of `{layer.name}`, nor the model."
-            warnings.warn(f"{problem} With `unroll=True` it does.", stacklevel=2)
-            return
-    stock_call = model.call
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if current_step() is None or not model.jit_compile:
-            return stock_call(*args, **kwargs)
-        return _compiled(model, stock_call, args, kwargs)
-
-    model.call = call
+def may_compile(layer: Any) -> bool:
+    """Return whether XLA can compile a layer, and its gradient: not the loop of a recurrent one."""
+    loops = (of for of in layer._flatten_layers() if isinstance(of, keras.layers.RNN))
+    return all(of.unroll for of in loops)
 
 
-def _compiled(model: keras.Model, call: Any, args: Any, kwargs: Any) -> Any:
-    """Call what XLA compiles; masks, logits and added losses are passed beside outputs."""
+def compiled(original: Callable, scope: PartScope) -> Callable:
+    """Return a call of a layer that XLA compiles; what it assigns and adds is the scope's.
 
-    def run(*tensors: Any) -> Any:
-        following = iter(tensors)
-        given = [next(following) if tf.is_tensor(leaf) else leaf for leaf in leaves]
-        inner_args, inner_kwargs = tf.nest.pack_sequence_as((args, kwargs), given)
-        outputs = call(*inner_args, **inner_kwargs)
-        losses = [[*layer._losses] for layer in layers]
-        for layer in layers:
-            layer._losses.clear()
-        masks, logits = (
-            keras.tree.map_structure(of, outputs) for of in (get_keras_mask, get_logits)
-        )
-        return outputs, masks, logits, losses
+    What is kept on tensors, masks and logits, is passed beside them.
+    """
 
-    layers = list(model._flatten_layers())
-    leaves = tf.nest.flatten((args, kwargs))
-    compiled = tf.function(run, jit_compile=True, autograph=False)
-    outputs, masks, logits, losses = compiled(*(leaf for leaf in leaves if tf.is_tensor(leaf)))
-    for set_on, values in ((set_keras_mask, masks), (set_logits, logits)):
-        keras.tree.map_structure(
-            lambda output, value, set_on=set_on: value is None or set_on(output, value),
-            outputs,
-            values,
-        )
-    for layer, added in zip(layers, losses, strict=True):
-        layer._losses.extend(added)
-    return outputs
+    def call(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        for variable in layer.variables:  # outside, where tapes see it
+            scope.get_current_value(variable)
+        leaves = tf.nest.flatten((args, kwargs))
+        tensors = [leaf for leaf in leaves if tf.is_tensor(leaf)]
+        masks = [*map(get_keras_mask, tensors)]
+        added: list[Any] = []
+
+        def run(tensors: list[Any], masks: list[Any]) -> Any:
+            following = iter(tensors)
+            given = [next(following) if tf.is_tensor(leaf) else leaf for leaf in leaves]
+            _set(tensors, masks, set_keras_mask)
+            inner_args, inner_kwargs = tf.nest.pack_sequence_as((args, kwargs), given)
+            outputs = original(layer, *inner_args, **inner_kwargs)
+            flat = tf.nest.flatten(outputs)
+            added[:] = [outputs, [*scope.assigned.values()]]
+            values = [scope.get_current_value(variable) for variable in scope.assigned.values()]
+            return (
+                flat,
+                [*map(get_keras_mask, flat)],
+                [*map(get_logits, flat)],
+                values,
+                scope.losses,
+            )
+
+        function = tf.function(run, jit_compile=True, autograph=False)
+        flat, of_masks, of_logits, values, scope.losses = function(tensors, masks)
+        outputs, variables = added
+        for variable, value in zip(variables, values, strict=True):
+            scope.add_update((variable, value))
+        _set(flat, of_masks, set_keras_mask)
+        _set(flat, of_logits, set_logits)
+        return tf.nest.pack_sequence_as(outputs, flat)
+
+    return call
+
+
+def _set(tensors: list[Any], values: list[Any], put: Callable) -> None:
+    for tensor, value in zip(tensors, values, strict=True):
+        if value is not None:
+            put(tensor, value)
 
 
 class XlaTrial:

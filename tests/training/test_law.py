@@ -1,5 +1,7 @@
 """Layers that break the law *each example is computed by itself*, and their twins that keep it."""
 
+import random
+
 import keras
 import numpy as np
 import pytest
@@ -7,13 +9,12 @@ import tensorflow as tf
 from keras import layers, ops
 
 from kdpkit.testing import laws
-from kdpkit.training.tensorflow import _patches, _per_example_law
-from kdpkit.training.tensorflow._per_example_law import broken_law
+from kdpkit.training.tensorflow import _law, _patches
+from kdpkit.training.tensorflow._law import Calling, Verdict, try_layer
 
 pytestmark = pytest.mark.tensorflow
 
 X = np.random.default_rng(0).normal(size=(6, 5, 4)).astype("float32")
-CHANGES_OUTPUTS, CHANGES_GRADIENTS = "changes the outputs", "changes the gradients"
 
 
 class Function(layers.Layer):
@@ -24,6 +25,7 @@ class Function(layers.Layer):
         self.function, self.initial = function, initial
         self.seeds = keras.random.SeedGenerator(3)
         self.kept, self.calls = {}, 0
+        self.generator = np.random.default_rng(3)
 
     def build(self, shape):  # noqa: ARG002  # Keras' signature
         constant = keras.initializers.Constant(self.initial)
@@ -31,7 +33,6 @@ class Function(layers.Layer):
         self.count = self.add_weight(shape=(), initializer="zeros", trainable=False)
 
     def call(self, x, training=False):  # noqa: ARG002  # what a layer is told
-        self.calls += 1
         return self.function(self, x)
 
 
@@ -106,12 +107,47 @@ def _keeping(self, x):
     return x
 
 
-FEATURES = []
+FEATURES, CALLS = [], 0
 
 
 def _leaving(self, x):  # noqa: ARG001
     FEATURES.append(x)
     return x
+
+
+def _counting_calls(self, x):
+    self.calls += 1
+    return x
+
+
+def _counting_in_its_module(self, x):  # noqa: ARG001
+    global CALLS
+    CALLS += 1
+    return x
+
+
+def _counting_in_a_container(self, x):
+    self.kept["calls"] = [*self.kept.get("calls", []), 1]
+    return x
+
+
+def _other_at_first(self, x):
+    is_first = "called" not in self.kept
+    self.kept["called"] = True
+    return 2 * x if is_first else x
+
+
+def _noting_a_shape(self, x):
+    self.kept["shape"] = x.shape
+    print("a line that nobody wants")  # noqa: T201  # as users do
+    return x
+
+
+def _drawing_in_a_loop(self, x):
+    def body(i, values):
+        return i + 1, values + keras.random.normal(ops.shape(values), seed=self.seeds)
+
+    return tf.while_loop(lambda i, _: i < 2, body, (0, x))[1]
 
 
 def _mixed_by_a_negative_weight(self, x):
@@ -151,60 +187,60 @@ def _experts(self, x):  # noqa: ARG001
     return x * is_taken[:, None, None]
 
 
-BREAKS = {
-    "batch statistics": (lambda _, x: x - ops.mean(x, axis=0), CHANGES_OUTPUTS),
-    "a loop until all are small": (_until_all_are_small, CHANGES_OUTPUTS),
-    "scaled by the number of examples": (
-        lambda _, x: x / tf.cast(tf.shape(x)[0], x.dtype),
-        CHANGES_OUTPUTS,
-    ),
-    "the first is special, with noise": (_drawn_special, CHANGES_OUTPUTS),
-    "mixed by chance": (_mixed_by_chance, "draws numbers that the examples share"),
-    "scaled as images": (_scaled_as_images, CHANGES_GRADIENTS),
-    "groups of six": (_in_groups_of_six, CHANGES_OUTPUTS),
-    "another branch for one": (_squeezed, CHANGES_OUTPUTS),
-    "ranked beside what is masked": (_ranked_beside_masked, CHANGES_OUTPUTS),
-    "a capacity": (_experts, CHANGES_OUTPUTS),
-    "mixed by a weight that is zero": (
-        lambda self, x: x + self.weight * ops.mean(x, axis=0),
-        CHANGES_OUTPUTS,
-    ),
+FOREIGN = tf.Variable(2.0)
+OTHER = layers.Dense(4)
+OTHER.build((None, 4))
+
+MIXES = {
+    "batch statistics": lambda _, x: x - ops.mean(x, axis=0),
+    "a loop until all are small": _until_all_are_small,
+    "scaled by the number of examples": lambda _, x: x / tf.cast(tf.shape(x)[0], x.dtype),
+    "the first is special, with noise": _drawn_special,
+    "mixed by chance": _mixed_by_chance,
+    "scaled as images": _scaled_as_images,
+    "groups of six": _in_groups_of_six,
+    "another branch for one": _squeezed,
+    "ranked beside what is masked": _ranked_beside_masked,
+    "a capacity": _experts,
+    "mixed by a weight that is zero": lambda self, x: x + self.weight * ops.mean(x, axis=0),
     "limited, when NaN is ignored": (
-        lambda _, x: x * ops.where(ops.max(ops.where(ops.isnan(x), 0.0, x)) > 1e3, 0.5, 1.0),
-        CHANGES_OUTPUTS,
+        lambda _, x: x * ops.where(ops.max(ops.where(ops.isnan(x), 0.0, x)) > 1e3, 0.5, 1.0)
     ),
     "its gradient is clipped by a norm": (
-        _with_gradient(lambda upstream: tf.clip_by_norm(upstream, 0.5)),
-        CHANGES_GRADIENTS,
+        _with_gradient(lambda upstream: tf.clip_by_norm(upstream, 0.5))
     ),
-    "its gradient has a least norm": (_with_gradient(_at_least), CHANGES_GRADIENTS),
-    "mixed by a negative weight": (_mixed_by_a_negative_weight, CHANGES_OUTPUTS),
-    "leaves a tensor in a list": (_leaving, "leaves a tensor outside of itself .`function"),
+    "its gradient has a least norm": _with_gradient(_at_least),
+    "mixed by a negative weight": _mixed_by_a_negative_weight,
     "a weight's gradient is clipped": (
-        _gradient_of_weight(lambda of_each: tf.clip_by_value(tf.reduce_sum(of_each), -0.1, 0.1)),
-        "has a gradient that is no sum",
+        _gradient_of_weight(lambda of_each: tf.clip_by_value(tf.reduce_sum(of_each), -0.1, 0.1))
     ),
-    "keeps a tensor": (_keeping, "keeps a tensor in an attribute, `kept`"),
-    "assigns": (_counting, "assigns variables"),
-    "adds a loss": (_penalizing, "adds a loss"),
-    "prints": (_printing, "does more than compute each example .PrintV2"),
-    "calls Python": (_calling_python, "does more than compute each example .*PyFunc"),
-    "draws from TensorFlow's own state": (
-        lambda _, x: x + tf.random.normal(tf.shape(x)),
-        "does more than compute each example .Random",
-    ),
-    "makes variables": (_making, "cannot be tried alone .it makes variables"),
-    "gives a number": (lambda _, x: ops.mean(x), "returns a single number"),
-    "gives no examples": (
-        lambda _, x: ops.ones((5, 4)) * x[0, 0, 0],
-        "returns something without the examples",
-    ),
-    "adds to four examples": (
-        lambda _, x: x + ops.zeros((4, 1, 1)),
-        "fails on some made-up examples",
-    ),
-    "fails": (lambda _, x: x.numpy(), "cannot be tried alone"),
-    "is never finite": (lambda _, x: x * np.nan, "cannot be tried on made-up examples"),
+}
+HAS_EFFECTS = {
+    "leaves a tensor in a list": _leaving,
+    "keeps a tensor": _keeping,
+    "counts its calls": _counting_calls,
+    "counts in its module": _counting_in_its_module,
+    "counts in a container": _counting_in_a_container,
+    "computes something else at first": _other_at_first,
+    "draws from Python": lambda _, x: x * random.random(),
+    "draws from NumPy": lambda _, x: x * np.random.uniform(),
+    "draws from a generator of its own": lambda self, x: x * float(self.generator.uniform()),
+    "draws in a loop": _drawing_in_a_loop,
+    "assigns": _counting,
+    "adds a loss": _penalizing,
+    "prints": _printing,
+    "calls Python": _calling_python,
+    "draws from TensorFlow's own state": lambda _, x: x + tf.random.normal(tf.shape(x)),
+    "makes variables": _making,
+    "reads what Keras does not know": lambda _, x: x * FOREIGN,
+    "reads another layer's weight": lambda _, x: x * OTHER.bias,
+}
+UNTRIED = {
+    "gives a number": lambda _, x: ops.mean(x),
+    "gives no examples": lambda _, x: ops.ones((5, 4)) * x[0, 0, 0],
+    "adds to four examples": lambda _, x: x + ops.zeros((4, 1, 1)),
+    "fails": lambda _, x: x.numpy(),
+    "is never finite": lambda _, x: x * np.nan,
 }
 KEEPS = {
     "statistics of an example": lambda _, x: x - ops.mean(x, axis=1, keepdims=True),
@@ -220,6 +256,7 @@ KEEPS = {
     "the logarithm": lambda _, x: ops.log(x),
     "several entries of an example": lambda _, x: ops.reshape(x, (-1, 4)),
     "asserts": lambda _, x: tf.debugging.assert_all_finite(x, "not finite"),
+    "notes a shape": _noting_a_shape,
 }
 
 
@@ -229,16 +266,27 @@ def _built(function, initial=0.0):
     return layer
 
 
-@pytest.mark.parametrize("name", BREAKS)
-def test_what_breaks_the_law_is_named(name):
-    function, reason = BREAKS[name]
-    with pytest.raises(AssertionError, match=f"`function.*` {reason}"):
-        laws.per_example(_built(function), X)
+def _tried(layer, *inputs):
+    with _patches.installed():
+        return try_layer(layer, tuple(map(tf.constant, inputs)), {"training": True})
 
 
-@pytest.mark.parametrize("name", KEEPS)
-def test_what_keeps_the_law_passes(name):
-    laws.per_example(_built(KEEPS[name]), X)
+@pytest.mark.parametrize("verdict", Verdict)
+def test_a_layer_gets_its_verdict(verdict):
+    cases = {
+        Verdict.KEPT: KEEPS,
+        Verdict.MIXES: MIXES,
+        Verdict.HAS_EFFECTS: HAS_EFFECTS,
+        Verdict.UNTRIED: UNTRIED,
+    }[verdict]
+    found = {name: _tried(_built(function), X) for name, function in cases.items()}
+    assert {name: finding for name, finding in found.items() if finding.verdict != verdict} == {}
+
+
+def test_what_breaks_the_law_is_named():
+    with pytest.raises(AssertionError, match="`function.*` changes the outputs of examples when"):
+        laws.per_example(_built(MIXES["batch statistics"]), X)
+    laws.per_example(_built(KEEPS["dropout"]), X)
 
 
 # Fewer variants are tried of what gives many numbers.
@@ -247,13 +295,11 @@ LARGE = np.zeros((4, 600, 500), "float32")
 
 @pytest.mark.parametrize("name", ["batch statistics", "a capacity", "mixed by a negative weight"])
 def test_large_outputs_that_break_the_law_are_found(name):
-    function, _ = BREAKS[name]
-    with pytest.raises(AssertionError, match="`function.*` (changes|has a gradient)"):
-        laws.per_example(_built(function), LARGE)
+    assert _tried(_built(MIXES[name]), LARGE).verdict is Verdict.MIXES
 
 
 def test_large_outputs_that_keep_the_law_pass():
-    laws.per_example(_built(KEEPS["noise for each example"]), LARGE)
+    assert _tried(_built(KEEPS["noise for each example"]), LARGE).verdict is Verdict.KEPT
 
 
 def _state(layer):
@@ -261,48 +307,39 @@ def _state(layer):
     return [part.numpy() for part in parts]
 
 
-def _drawing_and_more(self, x):
+def _of_many_effects(self, x):
     self.kept["shape"] = x.shape
-    np.random.uniform()
+    self.calls += 1
+    FEATURES.append(x)
+    self.count.assign_add(1.0)
+    self.add_loss(np.random.uniform() * ops.sum(x))
     print("a line that nobody wants")  # noqa: T201  # as users do
-    return keras.random.dropout(self.norm(x) * self.weight, 0.5, seed=self.seeds)
-
-
-class Drawing(Function):
-    def __init__(self):
-        super().__init__(_drawing_and_more)
-        self.norm = layers.BatchNormalization()
-
-    def build(self, shape):
-        super().build(shape)
-        self.norm.build(shape)
+    return keras.random.dropout(x * self.weight, 0.5, seed=self.seeds)
 
 
 def test_nothing_of_a_trial_is_seen_on_any_replica(capfd):
     strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
     with strategy.scope():
-        layer = Drawing()
-        layer.build(X.shape)
-    before, reasons = _state(layer), []
+        layer = _built(_of_many_effects)
+    layer(X)
+    before, losses, findings = _state(layer), [*layer._losses], []
     np.random.seed(3)
 
-    def replica():
-        with tf.GradientTape() as tape:
-            outputs = layer(tf.constant(X), training=True)
-            with _patches.installed():
-                reasons.append(broken_law(layer, (tf.constant(X),), {"training": True}))
-            loss = tf.reduce_sum(outputs)
-        return tape.gradient(loss, layer.weight.value)
+    def step():
+        with tf.GradientTape(), _patches.installed():
+            findings.append(try_layer(layer, (tf.constant(X),), {"training": True}))
 
-    tf.function(lambda: strategy.run(replica), autograph=False).get_concrete_function()
-    assert reasons == [None, None]
-    assert layer.calls == 2
+    tf.function(step, autograph=False).get_concrete_function()
+    assert findings[0].verdict is Verdict.HAS_EFFECTS
+    assert layer.calls == 1
     assert layer.kept == {"shape": X.shape}
-    assert not layer.losses
-    assert capfd.readouterr().out.count("a line that nobody wants") == 2
+    assert [*map(id, layer._losses)] == [*map(id, losses)]
+    assert len(FEATURES) == 1
+    FEATURES.clear()
+    assert capfd.readouterr().out.count("a line that nobody wants") == 1
     drawn = np.random.uniform()
     np.random.seed(3)
-    assert np.random.uniform(size=3)[-1] == drawn
+    assert np.random.uniform() == drawn
     for mine, its in zip(before, _state(layer), strict=True):
         np.testing.assert_array_equal(mine, its)
 
@@ -325,8 +362,7 @@ def test_a_block_of_attention_keeps_it_though_the_gradient_of_its_key_bias_is_ro
     block(x)
     for seed in range(3):
         keras.utils.set_random_seed(seed)
-        with _patches.installed():
-            assert broken_law(block, (tf.constant(x),), {"training": True}) is None
+        assert _tried(block, x).verdict is Verdict.KEPT
 
 
 def test_a_model_is_tried_as_a_layer_and_masks_belong_to_examples():
@@ -335,7 +371,7 @@ def test_a_model_is_tried_as_a_layer_and_masks_belong_to_examples():
 
 
 def test_a_loop_that_never_ends_is_out(monkeypatch):
-    monkeypatch.setattr(_per_example_law, "_SECONDS", 1.0)
+    monkeypatch.setattr(_law, "_SECONDS", 1.0)
 
     def until_small(self, x):  # noqa: ARG001
         return tf.while_loop(lambda v: ops.any(ops.abs(v) > 1), lambda v: (v - ops.sign(v),), (x,))[
@@ -344,3 +380,51 @@ def test_a_loop_that_never_ends_is_out(monkeypatch):
 
     with pytest.raises(AssertionError, match="for more than 1 s"):
         laws.per_example(_built(until_small), X)
+
+
+def test_an_added_loss_is_noticed_after_earlier_calls():
+    layer = _built(HAS_EFFECTS["adds a loss"])
+    layer(X)
+    assert _tried(layer, X).reason == "adds a loss"
+
+
+def test_a_regularizer_of_activities_is_no_effect():
+    dense = layers.Dense(3, activity_regularizer=lambda x: ops.square(ops.mean(x)))
+    dense(X)
+    assert _tried(dense, X).verdict is Verdict.KEPT
+    assert dense.activity_regularizer is not None
+
+
+def test_the_statistics_of_batch_normalization_are_left_out_unless_they_are_computed_otherwise():
+    class Own(layers.BatchNormalization):
+        def _moments(self, inputs, mask):
+            return super()._moments(inputs[:2], mask)
+
+    known, own = layers.BatchNormalization(), Own()
+    for norm in (known, own):
+        norm.build(X.shape)
+    assert _tried(known, X).verdict is Verdict.KEPT
+    assert _tried(own, X).verdict is Verdict.HAS_EFFECTS
+    assert known.trainable
+
+
+def test_a_function_is_tried_with_the_layers_that_it_calls():
+    model = keras.Sequential([layers.Dense(3), layers.Dropout(0.5)])
+    model.build((None, 4))
+    x, y = {"features": X[:, 0]}, (X[:, 1, :3], None)
+
+    def losses(x, y):
+        predictions = model(x["features"], training=True)
+        return ops.mean(ops.square(predictions - y[0]), axis=-1), predictions
+
+    def compared(x, y):
+        each, predictions = losses(x, y)
+        return each / ops.max(each), predictions
+
+    with _patches.installed():
+        x, y = tf.nest.map_structure(lambda of: of if of is None else tf.constant(of), (x, y))
+        kept, mixing = (try_layer(Calling(of, [model]), (x, y), {}) for of in (losses, compared))
+        unknown = try_layer(Calling(losses), (x, y), {})
+    assert kept.verdict is Verdict.KEPT
+    assert mixing.verdict is Verdict.MIXES
+    assert unknown.verdict is Verdict.HAS_EFFECTS

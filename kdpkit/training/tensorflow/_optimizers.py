@@ -1,0 +1,116 @@
+"""Optimizers in the cross-replica context of a step: they work once, on its gradients."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from kdpkit._internal import checks, held_variables
+from kdpkit.training.tensorflow import _checks, _keras_internals
+from kdpkit.training.tensorflow._libraries import is_library
+from kdpkit.training.tensorflow._step import current_step
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Find the optimizers in the attributes of a model and its layers, also in lists and dicts."""
+    parts = held_variables.parts_of_attributes(model._flatten_layers())
+    found = {id(of): of for _, of in parts if isinstance(of, keras.optimizers.Optimizer)}
+    return [*found.values()]
+
+
+def move_into_scope(
+    optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy
+) -> None:
+    """Give every device copies of an optimizer's variables, wherever it was made."""
+    optimizer._distribution_strategy = strategy
+    if not is_library(type(optimizer).build.__module__):
+        optimizer.build = functools.partial(_build, optimizer)
+    held = [value for value in vars(optimizer).values() if isinstance(value, tf.Variable)]
+    generators = [v for v in vars(optimizer).values() if isinstance(v, keras.random.SeedGenerator)]
+    _checks.require_scope(f"optimizer `{optimizer.name}`", held, strategy)
+    for variable in [*optimizer.variables, *(generator.state for generator in generators)]:
+        _move_into_scope(optimizer, variable, strategy)
+    for inner in getattr(optimizer, "optimizers", ()):  # a `MultiOptimizer`'s
+        inner._distribution_strategy = strategy
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        move_into_scope(optimizer.inner_optimizer, strategy)
+
+
+def copy_state(model: keras.Model) -> None:
+    """Give all devices the state that steps have updated on the first one alone."""
+    for optimizer in optimizers_of(model):
+        for variable in optimizer.variables:
+            _keras_internals.copy_to_all(variable.value)
+
+
+def _move_into_scope(
+    optimizer: keras.optimizers.Optimizer, variable: Any, strategy: tf.distribute.Strategy
+) -> None:
+    if _checks.is_in_scope([variable], strategy):
+        return
+    is_of_others = isinstance(variable.value, tf.distribute.DistributedValues)
+    if is_of_others or current_step() is not None:  # where nothing can be moved
+        name = f"optimizer `{optimizer.name}`"
+        _checks.reject_scope(name, strategy, variable=variable.path)
+    with tf.init_scope(), strategy.scope():
+        _keras_internals.move_into_scope(variable)
+
+
+def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Have an optimizer that is no attribute of the model work on the model's strategy, too."""
+    step = current_step()
+    if step is not None and optimizer._distribution_strategy is not step.mesh.strategy:
+        move_into_scope(optimizer, step.mesh.strategy)
+    variables = trainable_variables or getattr(optimizer, "_trainable_variables", ())
+    if step is not None:
+        _reject_gradients_that_are_values(variables)
+        if not optimizer.built:
+            with tf.init_scope(), step.mesh.strategy.scope():
+                optimizer.build([*variables])
+    return original(optimizer, grads, trainable_variables)
+
+
+def _build(optimizer: Any, variables: Any) -> None:
+    """Build an optimizer of the user's, but raise if it assigns variables then.
+
+    On one device every step would do so: docs/upstream/keras_repeats_optimizer_build.md
+    """
+    assigned: list[str] = []
+    original = keras.Variable.assign
+
+    def assign(variable: keras.Variable, value: Any) -> Any:
+        assigned.append(variable.path)
+        return original(variable, value)
+
+    with _keras_internals.replaced(keras.Variable, "assign", assign):
+        type(optimizer).build(optimizer, variables)
+    if assigned:
+        checks.fail(
+            "The optimizer assigns variables in `build`, which Keras repeats in every step on "
+            "one device, and does once on replicas.",
+            optimizer=type(optimizer).__name__,
+            assigned=sorted(set(assigned)),
+            remedy="Build it before training, and both do it once: in the strategy's scope, "
+            "`model.optimizer.build(model.trainable_variables)`.",
+        )
+
+
+def apply_scaled(
+    original: Callable, optimizer: Any, grads: Any, trainable_variables: Any = None
+) -> Any:
+    """Check the gradients once: docs/upstream/keras_checks_overflow_on_one_replica.md."""
+    if current_step() is None:
+        return original(optimizer, grads, trainable_variables)
+    return optimizer._common_apply(grads, trainable_variables)
+
+
+def _reject_gradients_that_are_values(variables: Any) -> None:
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            checks.fail(
+                "Float8 training passes the scales of a variable as its gradients, and Keras has "
+                "no rule for the scales of several replicas. Train in bfloat16.",
+                variable=variable.path,
+            )

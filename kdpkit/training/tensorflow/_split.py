@@ -1,0 +1,73 @@
+"""Which examples of a batch each device has: `ceil(n / parts)` each, the last ones fewer or none.
+
+A device without examples of its own borrows the last one of the batch. What it computes from that
+is cut off again where the parts are put together, so that no operation meets an empty tensor, and
+no mean or statistic of nothing.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Split(NamedTuple):
+    """Where the parts of the examples begin and end, of the devices of this process.
+
+    Args:
+        total: The number of all examples.
+        starts: Where each part begins.
+        counts: How many examples it has; one if it is borrowed.
+        kept: How many of these are its own: none of what is borrowed.
+        examples: Stands for the examples: tensors with the same are computed together.
+    """
+
+    total: Any
+    starts: Sequence[Any]
+    counts: Sequence[Any]
+    kept: Sequence[Any]
+    examples: object = None
+
+    def together_with(self, others: Sequence["Split"]) -> "Split":
+        """Return the split of what is computed from several tensors of the same examples.
+
+        They have the same number, except where one has a single entry, which is for all.
+        """
+        splits = [self, *(of for of in others if of is not self)]
+        if len({*map(id, splits)}) == 1:
+            return self
+
+        def largest(*numbers: Any) -> Any:
+            return functools.reduce(tf.maximum, numbers)
+
+        with tf.device("CPU:0"):
+            starts, counts, kept = (
+                [largest(*numbers) for numbers in zip(*lists, strict=True)]
+                for lists in zip(*(of[1:4] for of in splits), strict=True)
+            )
+            total = largest(*(of.total for of in splits))
+        return Split(total, starts, counts, kept, self.examples)
+
+
+def split(total: Any, num_parts: int, local: Sequence[int], examples: object) -> Split:
+    """Split so many examples into parts, of which this process has some."""
+    with tf.device("CPU:0"):
+        size, one = -(-total // num_parts), tf.minimum(total, 1)
+        starts = [tf.minimum(index * size, total - one) for index in local]
+        kept = [tf.clip_by_value(total - index * size, 0, size) for index in local]
+        counts = [tf.maximum(count, one) for count in kept]
+    return Split(total, starts, counts, kept, examples)
+
+
+def entries_of_each(tensor: Any, count: Any) -> Any:
+    """Return how many entries along its first axis a tensor has for each of so many examples."""
+    with tf.device("CPU:0"):
+        return tf.shape(tensor)[0] // tf.maximum(count, 1)
+
+
+def of_any_length(tensor: Any) -> Any:
+    """Hide how many examples a tensor has: what is known would be taken for another axis."""
+    if not tf.is_symbolic_tensor(tensor) or not tensor.shape.rank or tensor.shape[0] is None:
+        return tensor
+    return tf.raw_ops.PlaceholderWithDefault(input=tensor, shape=[None, *tensor.shape[1:]])
