@@ -72,7 +72,6 @@ class Objective:
         in_parts: bool = False,
     ) -> None:
         self.in_parts = in_parts
-        self.compares_examples = False  # which is known once it was computed
         self.loss = loss
         self.loss_weights = loss_weights
         self.output_names = output_names
@@ -114,7 +113,6 @@ class Objective:
 
     def _loss_of_all_examples(self, loss: keras.Loss, y: Tensor, prediction: Tensor) -> Tensor:
         """Compute a loss on the examples of the batch, and count it for each of these."""
-        self.compares_examples = True
         if self.in_parts:
             checks.fail(
                 "This loss computes the examples of a batch together, and micro-batches, or "
@@ -142,20 +140,17 @@ class Objective:
             for name, loss in losses.items()
         ]
 
-    def sums(
-        self, terms: list[Term], added: list[Tensor], counts: tuple[Any, Any], copies: int = 1
-    ) -> Sums:
+    def sums(self, terms: list[Term], added: list[Tensor], counts: tuple[Any, Any]) -> Sums:
         """Divide what some examples give by the divisors of the global batch.
 
         Args:
             terms: The losses of the examples.
             added: What their layers added.
             counts: How many they are, and how many are in the global batch.
-            copies: How many replicas compute the same.
         """
         divide, num_global_examples = ops.divide_no_nan, counts[1]
         plain = {
-            term.name: copies
+            term.name: 1
             if term.is_sum
             else ops.cast(num_global_examples, term.total.dtype) * term.per_example_count
             for term in terms

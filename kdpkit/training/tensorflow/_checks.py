@@ -1,7 +1,6 @@
 """What is checked before a model trains: the scope that it was made in, and its datasets."""
 
-import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any, NoReturn
 
 import keras
@@ -82,40 +81,6 @@ def check_batched(name: str, spec: Any, *, is_one_length: bool = False) -> None:
         checks.fail(
             f"`{name}` gives single examples; batch it with `.batch(global_batch_size)`.",
             element_spec=spec,
-        )
-
-
-_OTHER_LENGTHS = "The parts of a batch have different numbers of examples"
-
-
-def of_one_length(sizes: list[tf.Tensor], data: Any) -> Any:
-    """Return a replica's examples, of a step that fails if parts have other numbers than the first.
-
-    Args:
-        sizes: Of each part the examples that every replica has.
-        data: The replica's examples.
-    """
-    parts = [part for part in tf.nest.flatten(data) if part is not None]
-    first, *others = [of for of, part in zip(sizes, parts, strict=True) if part.shape.rank != 0]
-    checked = [tf.debugging.Assert(tf.reduce_all(of == first), [_OTHER_LENGTHS]) for of in others]
-    with tf.control_dependencies(checked if not tf.executing_eagerly() else []):
-        return tf.nest.map_structure(
-            lambda part: tf.identity(part) if isinstance(part, tf.Tensor) else part, data
-        )
-
-
-@contextlib.contextmanager
-def explaining_other_lengths() -> Iterator[None]:
-    """Raise a sentence where the check of `of_one_length` has failed."""
-    try:
-        yield
-    except tf.errors.InvalidArgumentError as error:
-        if _OTHER_LENGTHS not in str(error):
-            raise
-        checks.fail(
-            f"{_OTHER_LENGTHS}, and each replica would share them out by those of the first part.",
-            remedy="Have every replica see all of them: `replica_exact(model, undivided=[layer])`, "
-            "with any layer of the model.",
         )
 
 

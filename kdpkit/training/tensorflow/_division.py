@@ -43,7 +43,6 @@ def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> 
 def _called_on_parts(
     step: Step, original: Callable, layer: Any, first: Any, args: Any, kwargs: Any
 ) -> Any:
-    step.has_divided = True
     arguments = Arguments(step, first, (args, kwargs))
     of, regularizer = arguments.split, layer.activity_regularizer
     wide: Any = contextlib.nullcontext(arguments.nests)

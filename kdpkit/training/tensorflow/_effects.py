@@ -12,8 +12,8 @@ import re
 import sys
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import keras
 import numpy as np
@@ -26,9 +26,10 @@ _HARMLESS = re.compile(
     "Assert|Case|CheckNumerics(V2)?|CudnnRNN.*|HashTableV2|If|LookupTable(Find|Size)V2|"
     "(Stateful)?PartitionedCall|Placeholder|While"
 )
-_NO_LAYERS = frozenset({*sys.stdlib_module_names, "numpy"})
-_DEPTH = 2  # of objects that are attributes of each other
+_NOT_OWN = frozenset({*sys.stdlib_module_names, "numpy"})
 _PLAIN = (bool, int, float, complex, str, bytes, tf.DType, tf.TensorShape)
+_OF_NUMPY = np.random.Generator | np.random.RandomState
+_AROUND_FUNCTIONS = types.MethodType | functools.partial | property | staticmethod | classmethod
 
 
 class Scope(keras.StatelessScope):
@@ -43,18 +44,16 @@ class Scope(keras.StatelessScope):
     def __init__(self, variables: Sequence[Any], state: Sequence[Any], free: Any) -> None:
         super().__init__(collect_losses=True, initialize_variables=False)
         self.state_mapping.update(zip(map(id, variables), state, strict=True))
-        self.assigned: set[int] = set()
-        self.effects: list[str] = []
+        self.draws, self.effects = False, list[str]()
         self._free, self._graph = free, tf.compat.v1.get_default_graph()
 
     def get_current_value(self, variable: keras.Variable) -> Any:
         if id(variable) not in self.state_mapping:
-            is_new = variable._value is None
-            self.effects.append("makes variables" if is_new else "reads a variable not its own")
+            self.effects.append("uses a variable that is new, or not its own")
         return super().get_current_value(variable)
 
     def add_update(self, update: tuple[keras.Variable, Any]) -> None:
-        self.assigned.add(id(update[0]))
+        self.draws = True
         if id(update[0]) not in self._free:
             self.effects.append("assigns variables")
         elif tf.compat.v1.get_default_graph() is not self._graph:
@@ -68,10 +67,6 @@ class Scope(keras.StatelessScope):
 
 def effect_of_operations(graph: Any) -> str | None:
     """Return what the operations of a function do besides computing; None if nothing."""
-    for outer, _ in graph.captures:
-        data = getattr(outer, "_handle_data", None)  # which variables have, and tables lack
-        if outer.dtype == tf.resource and data is not None and data.is_set:
-            return "reads a variable that Keras does not know"
     definition = graph.as_graph_def()
     inner = [node for function in definition.library.function for node in function.node_def]
     for kind in sorted({node.op for node in [*definition.node, *inner]}):
@@ -88,64 +83,110 @@ def unseen(layer: keras.layers.Layer) -> Iterator[None]:
     What is computed with the examples of all parts is left out: activity regularizers, and the
     statistics of BatchNormalization.
     """
-    memory, hidden = Memory(layer), io.StringIO()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    memory, out = Memory(layer), io.StringIO()
+    quiet = warnings.catch_warnings(action="ignore")
+    with quiet, contextlib.redirect_stdout(out), contextlib.redirect_stderr(out):
         try:
-            with contextlib.redirect_stdout(hidden), contextlib.redirect_stderr(hidden):
-                for part in layers_of(layer):
-                    vars(part)["activity_regularizer"] = None
-                    if _has_statistics(part):
-                        vars(part)["_trainable"] = False
-                yield
+            for part in layers_of(layer):
+                vars(part)["activity_regularizer"] = None
+                is_batch_norm = isinstance(part, keras.layers.BatchNormalization)
+                if is_batch_norm and is_library(type(part).__module__):
+                    vars(part)["_trainable"] = False
+            yield
         finally:
             memory.put_back()
 
 
-def _has_statistics(layer: keras.layers.Layer) -> bool:
-    return isinstance(layer, keras.layers.BatchNormalization) and all(
-        is_library(getattr(type(layer), name).__module__) for name in ("call", "_moments")
-    )
-
-
-class _Place(NamedTuple):
-    """An object, how it is read and put back, its name, and whether the user's code fills it."""
-
-    of: Any
-    read: Callable[[Any], dict[Any, Any]]
-    write: Callable[[Any, dict[Any, Any]], Any]
-    name: str
-    is_own: bool
-
-
 class Memory:
-    """What Python keeps in a layer and around it, as it is now.
+    """What a layer's code reaches in Python and may change, as it is now.
 
-    These are attributes, the containers and objects in them, what functions name in their modules,
-    and the states of random generators.
+    These are attributes of layers and of the user's objects and classes, what functions name in
+    their modules and close over, what is in containers, and the states of random generators.
     """
 
     def __init__(self, layer: keras.layers.Layer) -> None:
-        self._kept = [(place, place.read(place.of)) for place in _places(layer)]
+        self._kept: list[tuple[Any, dict[Any, Any]]] = []
+        generators: Any = (random.getstate, np.random.get_state)
+        todo, seen = layers_of(layer) + [of.__self__ for of in generators], set[int]()
+        while todo:
+            of = todo.pop()
+            if id(of) not in seen and not isinstance(of, _PLAIN):
+                seen.add(id(of))
+                self._kept.append((of, _content(of)))
+                todo += self._kept[-1][1].values()
+                todo += (of if isinstance(of, type) else type(of)).__mro__
 
     def change(self) -> str | None:
-        """Return the name of something that the user's code has changed since; None if nothing."""
-        for place, before in self._kept:
-            now = place.read(place.of) if place.is_own else before
-            for key in _changed(before, now):
-                if key not in _names_of_keras():
-                    return place.name or str(key)
+        """Return the name of something that has changed since; None if nothing."""
+        for of, before in self._kept:
+            for name in _changed(before, _content(of)):
+                return f"{name} of {type(of).__name__}"
         return None
 
     def put_back(self) -> None:
-        for place, before in self._kept:
-            if _changed(before, place.read(place.of)):
-                place.write(place.of, before)
+        for of, before in self._kept:
+            if changed := _changed(before, _content(of)):
+                _write(of, before, changed)
 
 
-def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> list[Any]:
-    pairs = ((key, before.get(key, Memory), now.get(key, Memory)) for key in {**before, **now})
-    return [key for key, one, other in pairs if one is not other and not _is_same(one, other)]
+def _content(of: Any) -> dict[Any, Any]:
+    """Return what something holds, by its names or positions."""
+    if isinstance(of, tuple | list | set | collections.deque):
+        return dict(enumerate(of))
+    if isinstance(of, dict):
+        return dict(of)
+    if isinstance(of, random.Random):
+        return {0: of.getstate()}
+    if isinstance(of, _OF_NUMPY):
+        return {0: of._bit_generator.state}
+    if isinstance(of, _AROUND_FUNCTIONS):
+        names = ("__func__", "__self__", "func", "args", "keywords", "fget")
+        return {name: getattr(of, name) for name in names if hasattr(of, name)}
+    if isinstance(of, types.CellType):
+        with contextlib.suppress(ValueError):  # it is empty
+            return {0: of.cell_contents}
+    if isinstance(of, types.FunctionType):
+        return _reached_by(of) if _is_own(of.__globals__.get("__name__")) else {}
+    attributes = getattr(of, "__dict__", {})
+    if isinstance(of, keras.layers.Layer) or _is_own(getattr(of, "__module__", "builtins")):
+        return dict(attributes)
+    return {name: attributes[name] for name in attributes.keys() & {"__wrapped__"}}
+
+
+def _reached_by(function: types.FunctionType) -> dict[Any, Any]:
+    """Return what a function, and those in it, name in their module; and what it holds."""
+    codes, scope = [function.__code__], function.__globals__
+    for code in codes:
+        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
+    named = {name: scope[name] for code in codes for name in code.co_names if name in scope}
+    return named | dict(enumerate((function.__closure__, function.__defaults__, vars(function))))
+
+
+def _write(of: Any, content: dict[Any, Any], changed: set[Any]) -> None:
+    """Have something hold again what it held."""
+    if isinstance(of, list | set | collections.deque):
+        of.clear()
+        (of.update if isinstance(of, set) else of.extend)(content.values())
+    elif isinstance(of, random.Random):
+        of.setstate(content[0])
+    elif isinstance(of, _OF_NUMPY):
+        of._bit_generator.state = content[0]
+    elif isinstance(of, types.CellType):
+        of.cell_contents = content[0]
+    elif isinstance(of, type):
+        for name in changed:
+            setattr(of, name, content.get(name))
+    else:
+        is_function = isinstance(of, types.FunctionType)
+        names = of.__globals__ if is_function else of if isinstance(of, dict) else vars(of)
+        dict.update(names, {name: content[name] for name in changed & content.keys()})
+        for name in changed - content.keys():
+            dict.pop(names, name)
+
+
+def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> set[Any]:
+    keys = before.keys() | now.keys()
+    return {key for key in keys if not _is_same(before.get(key, Memory), now.get(key, Memory))}
 
 
 def _is_same(one: Any, other: Any) -> bool:
@@ -154,107 +195,13 @@ def _is_same(one: Any, other: Any) -> bool:
         return one is other
     if isinstance(one, dict):
         return not _changed(one, other)
-    if isinstance(one, list | tuple) and not isinstance(one, tf.TensorShape):
+    if isinstance(one, tuple) and not isinstance(one, tf.TensorShape):
         return len(one) == len(other) and all(map(_is_same, one, other))
     if isinstance(one, np.ndarray):
         return np.array_equal(one, other)
     return isinstance(one, _PLAIN) and bool(one == other)
 
 
-def _places(layer: keras.layers.Layer) -> Iterator[_Place]:
-    """Iterate over what the code of a layer reaches."""
-    generators: Any = {"random": random.getstate, "numpy.random": np.random.get_state}
-    todo = [(of.__self__, name, True, 0) for name, of in generators.items()]
-    for part in layers_of(layer):
-        todo += [(kind, kind.__name__, True, 0) for kind in type(part).__mro__]
-        todo.append((vars(part), "", _is_own(type(part)), 0))
-    seen: dict[int, Any] = {}
-    while todo:
-        of, name, is_own, depth = todo.pop()
-        of = getattr(of, "__wrapped__", getattr(of, "_storage", of))  # in Keras' containers
-        is_code = isinstance(of, type | types.FunctionType)
-        if id(of) in seen or (is_code and not _is_own(of)):
-            continue
-        seen[id(of)], is_own = of, is_own or is_code
-        inner: dict[Any, Any] = {}
-        for kind, (read, write) in _KINDS.items():
-            if isinstance(of, kind):
-                yield _Place(of, read, write, name, is_own)
-                inner = read(of)
-        if isinstance(of, tuple):
-            inner = dict(enumerate(of))
-        elif isinstance(of, types.MethodType):
-            inner = {0: of.__func__, 1: of.__self__}
-        elif isinstance(of, types.FunctionType):
-            inner |= {id(cell): _content(cell) for cell in of.__closure__ or ()}
-        elif not inner and hasattr(of, "__dict__") and _is_own(type(of)) and depth < _DEPTH:
-            inner, is_own, depth = {0: vars(of)}, True, depth + 1
-        for key, value in inner.items():
-            if not isinstance(value, _PLAIN):
-                is_filled = is_own and key not in _names_of_keras()
-                todo.append((value, name or str(key), is_filled, depth))
-
-
-def _is_own(code: Any) -> bool:
-    """Return whether a class or a function is of the user's own."""
-    module = str(code.__module__)
-    return not is_library(module) and module.partition(".")[0] not in _NO_LAYERS
-
-
-@functools.cache
-def _names_of_keras() -> frozenset[str]:
-    """Return which attributes every layer has, which Keras changes when it calls one."""
-    names = vars(keras.layers.Layer(name="any"))
-    return frozenset(name for name in names if name.startswith("_"))
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
-
-
-def _named_by(function: Any) -> dict[str, Any]:
-    """Return what a function, and those in it, name in their module."""
-    scope, codes = function.__globals__, [function.__code__]
-    for code in codes:
-        codes += [part for part in code.co_consts if isinstance(part, types.CodeType)]
-    return {name: scope[name] for code in codes for name in code.co_names if name in scope}
-
-
-def _set_attributes(of: Any, attributes: dict[str, Any]) -> None:
-    for name, value in attributes.items():
-        if vars(of).get(name) is not value:
-            setattr(of, name, value)
-
-
-def _refill(kind: Any, fill: Callable) -> Callable[[Any, dict[Any, Any]], None]:
-    def write(of: Any, content: dict[Any, Any]) -> None:
-        kind.clear(of)  # Python's own method: that of Keras' containers tracks what is in them
-        fill(of, content if kind is dict else content.values())
-
-    return write
-
-
-def _listed(values: Any) -> dict[int, Any]:
-    return dict(enumerate(values))
-
-
-_KINDS: dict[type, tuple[Callable, Callable]] = {
-    dict: (dict, _refill(dict, dict.update)),
-    list: (_listed, _refill(list, list.extend)),
-    collections.deque: (_listed, _refill(collections.deque, collections.deque.extend)),
-    set: (lambda of: {id(value): value for value in of}, _refill(set, set.update)),
-    types.FunctionType: (_named_by, lambda of, names: of.__globals__.update(names)),
-    type: (lambda of: dict(vars(of)), _set_attributes),
-    random.Random: (lambda of: {0: of.getstate()}, lambda of, state: of.setstate(state[0])),
-    np.random.RandomState: (
-        lambda of: {0: of.get_state()},
-        lambda of, state: of.set_state(state[0]),
-    ),
-    np.random.Generator: (
-        lambda of: {0: of.bit_generator.state},
-        lambda of, state: setattr(of.bit_generator, "state", state[0]),
-    ),
-}
+def _is_own(module: Any) -> bool:
+    """Return whether a module is of the user's own."""
+    return not is_library(str(module)) and str(module).partition(".")[0] not in _NOT_OWN

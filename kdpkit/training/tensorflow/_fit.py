@@ -46,7 +46,6 @@ def attach(
         steps.policy = Policy(divided, undivided)
     elif strategy is not None:
         _reject_own_loops(model)
-        _keras_internals.prefer_one_device_sums(strategy)
         if strategy.num_replicas_in_sync > 1:
             _checks.reject_states_of_examples(model)
         steps = _ExactSteps(model, strategy, batch_norm=batch_norm)
@@ -236,7 +235,7 @@ def _exact(model: keras.Model, method: Callable, strategy: tf.distribute.Strateg
     def exact(*args: Any, **settings: Any) -> Any:
         settings = _callbacks.settings_of_this_process(settings) if several else settings
         try:
-            given = inspect.signature(method).bind(*args, **settings).arguments
+            given = inspect.signature(method).bind(*args, **settings).arguments | settings
         except TypeError:  # as the method will say
             given = {}
         held_out, steps = given.get("validation_data"), given.get("validation_steps")

@@ -5,7 +5,6 @@ Others import from here what is written `x as x`.
 
 import contextlib
 import functools
-import importlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,21 +35,12 @@ from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import op_def_registry as op_def_registry
 from tensorflow.python.ops import control_flow_util as control_flow_util
-from tensorflow.python.ops import gen_nn_ops as gen_nn_ops
 from tensorflow.python.ops import gen_resource_variable_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from kdpkit._internal import optimizers, versions
 
-try:
-    from keras.src.backend.tensorflow.ops import nn
-except ImportError:  # before Keras 3.16
-    from keras.src.backend.tensorflow import nn
-
 KERAS_RANDOM: Any = keras_random
-# Of these `_patches` replaces parts.
-KERAS_NN: Any = nn
-KERAS_RNN: Any = importlib.import_module("keras.src.backend.tensorflow.rnn")  # a function, too
 
 # What a thread's global state has of the calls around: the types that the layers there cast to, and
 # other values than variables have.
@@ -75,20 +65,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, original)
-
-
-def taken_before_tracing(batches: Any) -> Any:
-    """Take the batch of a step where Keras, since 3.16, takes it before it traces the step.
-
-    A step that is traced again would be given the next one.
-    """
-    is_iterator = isinstance(batches, tf.data.Iterator | tf.distribute.DistributedIterator)
-    if versions.KERAS < (3, 16) or not is_iterator:
-        return batches
-    batch = batches.get_next_as_optional()
-    if not batch.has_value():
-        raise StopIteration
-    return [batch.get_value()]
 
 
 def inlined(function: Any) -> Any:
@@ -249,29 +225,6 @@ def exchanged(mesh: Any, values: Any, kind: str, number: int) -> Any:
         if kind == "sum":
             return result[:length]
         return tf.reshape(result, [mesh.num_processes, -1])[:, :length]
-
-
-def prefer_one_device_sums(strategy: tf.distribute.Strategy) -> None:
-    """Sum on one device where the replicas share the CPU, unless the user chose otherwise.
-
-    The default there is a collective over threads: slower, broken inside `steps_per_execution`,
-    and aborted by a second strategy of another size (docs/upstream/tensorflow_two_strategies.md).
-    """
-    extended = strategy.extended
-    on_cpu = any("CPU" in device.upper() for device in extended.worker_devices)
-    is_mirrored = isinstance(strategy, tf.distribute.MirroredStrategy)
-    if is_mirrored and on_cpu and extended._cross_device_ops is extended._collective_ops:
-        extended._cross_device_ops = tf.distribute.ReductionToOneDevice()
-
-
-def constant_collective_keys() -> contextlib.AbstractContextManager[None]:
-    """Trace collectives whose keys are constants, so that a compiled loop can contain them.
-
-    TensorFlow feeds a fresh key to every call of a `tf.function` instead, which it cannot do for
-    functions nested in control flow: "must feed a value for placeholder tensor"
-    (keras-team/keras#19246). Keys need to be fresh only where processes may trace at other times.
-    """
-    return replaced(CollectiveReplicaLauncher, "_prefer_unique_instance_key", False)
 
 
 def move_into_scope(variable: Any) -> None:

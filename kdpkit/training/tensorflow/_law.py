@@ -1,11 +1,11 @@
 """The law *each example is computed by itself*, tried on one layer alone.
 
-A layer that keeps it may be divided. It is tried on four made-up examples of the shapes that it is
-called on, in a thread of its own, as a function of these and of the variables' values: the user's
-step and weights are left alone. One example is replaced, some are left out, or they come in another
-order, and the outputs and gradients of the others must stay what they were. They may differ by
-rounding: by a few units in the last place, or more where fewer examples may be computed by other
-kernels. A real dependence is larger by far, because what replaces an example is NaN or huge.
+A layer that keeps it may be divided. It is tried on four made-up examples, in a thread of its own,
+as a function of these and of the variables' values: the user's step and weights are left alone.
+One example is replaced, some are left out, or more come in another order, and the outputs and
+gradients of the others must stay what they were, except for rounding: a few units in the last
+place, or more where fewer examples may be computed by other kernels. A real dependence is larger
+by far, because what replaces an example is NaN or huge.
 """
 
 import concurrent.futures
@@ -13,7 +13,7 @@ import contextlib
 import copy
 import enum
 import itertools
-import re
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,15 +23,12 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
-from kdpkit.training.tensorflow import _made_up
 from kdpkit.training.tensorflow._effects import Memory, Scope, effect_of_operations, unseen
 from kdpkit.training.tensorflow._keras_internals import (
     AROUND_CALLS,
-    GLOBAL_SEED_GENERATOR,
     cancellation,
-    config_pb2,
-    context,
     global_state,
+    seed_generator,
 )
 from kdpkit.training.tensorflow._libraries import is_library, layers_of
 from kdpkit.training.tensorflow._split import Split
@@ -54,14 +51,13 @@ class Finding(NamedTuple):
     reason: str = ""
 
 
-_EXAMPLES = _made_up.EXAMPLES
+_EXAMPLES, _LENGTH = 4, 32  # made-up ones, and the length of their axes that are unknown
 _WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
-_SMALL = 1e-4  # times the weights, for gradients with a least size
+_MORE, _TIMES = [0, 1, 2, 3, 1, 0], 64  # examples, and how often these are repeated
+_LARGE = 2**14  # numbers, in outputs and weights: what has more is tried on few examples only
 _SECONDS = 300.0  # for one call: a loop may never end on a huge value
-_INFINITE = 1e6  # what is larger stands for infinity, in what is masked
-_MORE, _MANY = [0, 1, 2, 3, 1, 0], [0, 1, 2, 3] * 64  # examples, some of them several times
-_LARGE = 2**20  # numbers, in outputs and weights: what has more is tried in fewer ways
-_THREAD = global_state.GLOBAL_STATE_TRACKER
+_HUGE, _INFINITE = 1e30, 1e6  # what is above the latter stands for infinity, in what is masked
+_TEXTS = ("one", "two words", "and three words", "four words of text")
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -73,29 +69,26 @@ def try_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Finding:
 
     Args:
         layer: A layer, or a model that is used as one.
-        args: What its call is given. Of tensors with examples only shapes and types are used: of
-            those that have as many entries along axis 0 as the first one, or as unknown a number.
+        args: What its call is given. Of tensors only shapes and types are used; all of them have
+            the examples along axis 0.
         kwargs: What its call is given by name.
     """
-    around = (*AROUND_CALLS, "current_call_ctx")
-    state = {name: copy.copy(of) for name, of in vars(_THREAD).items() if name not in around}
+    thread, around = global_state.GLOBAL_STATE_TRACKER, (*AROUND_CALLS, "current_call_ctx")
+    state = {name: copy.copy(of) for name, of in vars(thread).items() if name not in around}
 
     def trial() -> Finding:
-        vars(_THREAD).update(state)
-        if global_state.get_global_attribute(GLOBAL_SEED_GENERATOR) is None:
-            seeds = keras.random.SeedGenerator(0, name="trial")
-            global_state.set_global_attribute(GLOBAL_SEED_GENERATOR, seeds)
-        config = config_pb2.ConfigProto()  # not optimized: functions are called a few times
-        config.graph_options.rewrite_options.disable_meta_optimizer = True
-        options = context.FunctionCallOptions(config_proto=config)
-        context.context().function_call_options = options
+        vars(thread).update(state)
         try:
             with unseen(layer):
                 _Trial(layer, args, kwargs).run()
         except _FoundError as found:
             return Finding(*found.args)
+        except tf.errors.CancelledError:
+            return Finding(
+                Verdict.UNTRIED, f"computes made-up examples for more than {_SECONDS:.0f} s"
+            )
         except tf.errors.OpError as error:
-            return Finding(Verdict.UNTRIED, f"fails on some made-up examples ({_named(error)})")
+            return Finding(Verdict.UNTRIED, f"fails on made-up examples ({error!r:.200})")
         return Finding(Verdict.KEPT)
 
     with concurrent.futures.ThreadPoolExecutor(1) as own_thread:
@@ -123,81 +116,54 @@ class _FoundError(BaseException):
     """Ends a trial, with a verdict and its reason; no other error is meant by it."""
 
 
-class _Results(NamedTuple):
-    """What a call gave: outputs, gradients of each example, and those that examples share."""
-
-    outputs: list[np.ndarray]
-    gradients: list[np.ndarray]
-    shared: list[np.ndarray]
-
-
 class _Trial:
     """Calls a layer on made-up examples, and compares."""
 
     def __init__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
-        self.layer, self.call, self.scale = layer, (args, kwargs), 1.0
-        self.unit = rounding_unit(layer)
-        self.rounding = max(32 * self.unit, 1e-3)
+        self.layer, self.call, self.unit = layer, (args, kwargs), rounding_unit(layer)
         leaves = tf.nest.flatten(self.call)
         leaves += [mask for leaf in leaves if (mask := get_keras_mask(leaf)) is not None]
         self.given = {id(leaf): leaf for leaf in leaves if tf.is_tensor(leaf)}
         tensors = self.given.values()
-        is_dense = all(isinstance(of, tf.Tensor) and of.shape.rank is not None for of in tensors)
-        sizes = [of.shape[0] for of in tensors if of.shape.rank] if is_dense else []
-        if not sizes:
-            raise _FoundError(Verdict.UNTRIED, "is called on no examples, or not on dense tensors")
-        self.has_examples = [bool(of.shape.rank) and of.shape[0] == sizes[0] for of in tensors]
-        shared = [of for of, has in zip(tensors, self.has_examples, strict=True) if not has]
-        if any(tf.get_static_value(of) is None for of in shared):
-            raise _FoundError(Verdict.UNTRIED, "is called on a number beside the examples")
+        is_dense = all(isinstance(of, tf.Tensor) and of.shape.rank for of in tensors)
+        if not is_dense or len({of.shape[0] for of in tensors}) != 1:
+            raise _FoundError(Verdict.UNTRIED, "is called on other tensors than dense examples")
         generators = [of for part in layers_of(layer) for of in part._seed_generators]
-        generators.append(global_state.get_global_attribute(GLOBAL_SEED_GENERATOR))
+        generators.append(seed_generator.global_seed_generator())
         self.seeds = {id(of.state): of.state for of in generators}
         self.variables = [*({id(of): of for of in _readable(layer)} | self.seeds).values()]
         held = [getattr(of.value, "values", [of.value])[0] for of in self.variables]
-        self.state = [tf.convert_to_tensor(of) for of in held]
-        self.base, self.problem = _Results([], [], []), ""
+        self.initial = [tf.convert_to_tensor(of) for of in held]
 
     def run(self) -> None:
         self.function = self.traced()
         if (effect := effect_of_operations(self.function.graph)) is not None:
             raise _FoundError(Verdict.HAS_EFFECTS, effect)
-        self.find_examples()
-        counted, state = [*self.base.outputs, *self.state], self.state
-        self.size = sum(int(tf.size(of)) for of in counted)
-        self.try_all("")
-        for factor, when in ((1.0, ", if its weights change"), (-1.0, ", if they are negative")):
-            self.state = _made_up.other_weights(self.variables, state, factor)
-            if self.is_finite():
-                self.try_parts(when) if factor < 0 or self.size > _LARGE else self.try_all(when)
-        self.values = self.made_up("fractions")
-        self.state, self.scale = state, _SMALL
-        if self.is_finite():
-            self.try_parts(", of fractions")
+        kind = "normal" if self.is_finite("normal", 0, 1.0) else "fractions"
+        self.try_all("", kind, 0, 1.0)
+        self.try_all(", if its weights change", "fractions", 1, 1e-4)
+        self.try_all(", if they are negative", kind, -1, 1.0)
 
     def traced(self) -> Any:
         """Trace the call; once more if it keeps something in Python, which may be the same then."""
-        specs = [
-            tf.TensorSpec([None, *of.shape[1:]] if has_examples else of.shape, of.dtype)
-            for of, has_examples in zip(self.given.values(), self.has_examples, strict=True)
-        ]
-        inputs = specs, self.state, tf.TensorSpec([None]), tf.TensorSpec([], tf.int32)
+        specs = [tf.TensorSpec([None, *of.shape[1:]], of.dtype) for of in self.given.values()]
+        inputs = specs, self.initial, tf.TensorSpec([None]), tf.TensorSpec([], tf.int32)
         kinds: list[str] = []
         for _ in range(2):
             memory, former = Memory(self.layer), kinds
             try:  # without AutoGraph, as Keras has steps
                 traced = tf.function(self.compute, autograph=False).get_concrete_function(*inputs)
             except Exception as error:  # of any kind: it is the user's code
-                reason = f"cannot be tried alone ({_named(error)})"
+                reason = f"cannot be tried alone ({error!r:.200})"
                 raise _FoundError(Verdict.UNTRIED, reason) from error
             kinds = [operation.type for operation in traced.graph.get_operations()]
             if (changed := memory.change()) is None and former in ([], kinds):
                 return traced
-        reason = f"changes what Python keeps (`{changed or 'what it computes next'}`)"
+        reason = f"changes what Python keeps ({changed or 'what it computes next'})"
         raise _FoundError(Verdict.HAS_EFFECTS, reason)
 
-    def compute(self, tensors: list, state: list, weights: tf.Tensor, start: tf.Tensor) -> _Results:
-        """Return outputs, gradients of the tensors with examples, and all other gradients."""
+    def compute(self, tensors: list, state: list, weights: tf.Tensor, start: tf.Tensor) -> Any:
+        """Return outputs, gradients of the examples, and those of the variables."""
         made = dict(zip(self.given, tensors, strict=True))
 
         def exchanged(leaf: Any) -> Any:
@@ -209,13 +175,13 @@ class _Trial:
         args, kwargs = tf.nest.map_structure(exchanged, self.call)
         scope = Scope(self.variables, state, free=self.seeds)
         part = Part(None, 0, Split(tf.constant(len(_MORE)), [start], [tf.size(weights)], []))
-        own = [x for x in itertools.compress(tensors, self.has_examples) if x.dtype.is_floating]
+        own = [x for x in tensors if x.dtype.is_floating]
         trained = [x for x, of in zip(state, self.variables, strict=True) if of.trainable]
         sources = own + [x for x in trained if x.dtype.is_floating]
         with tf.GradientTape() as tape, running(None, part), scope:
             tape.watch(sources)
             outputs = [of for of in tf.nest.flatten(self.layer(*args, **kwargs)) if of is not None]
-        self.draws = bool(scope.assigned & self.seeds.keys())
+        self.draws = scope.draws
         if scope.effects:
             raise _FoundError(Verdict.HAS_EFFECTS, scope.effects[0])
         if part.drew_for_all:
@@ -223,98 +189,127 @@ class _Trial:
         if not outputs or not all(isinstance(of, tf.Tensor) and of.shape.rank for of in outputs):
             raise _FoundError(Verdict.UNTRIED, "returns no tensors, or a single number")
         targets = [output for output in outputs if output.dtype.is_floating]
-        upstream = [_made_up.upstream_of(output, weights) for output in targets]
+        upstream = [_upstream_of(output, weights) for output in targets]
         found = tape.gradient(targets, sources, upstream, unconnected_gradients="zero")
         outputs += [mask for output in outputs if (mask := get_keras_mask(output)) is not None]
-        gradients = [tf.convert_to_tensor(gradient) for gradient in found]
-        return _Results(outputs, gradients[: len(own)], gradients[len(own) :])
+        return outputs, found[: len(own)], [*map(tf.convert_to_tensor, found[len(own) :])]
 
-    def find_examples(self) -> None:
-        """Find examples that the layer can compute."""
-        is_known = all(None not in of.shape.as_list()[1:] for of in self.given.values())
-        lengths = _made_up.LENGTHS[: 1 if is_known else None]
-        for self.length, kind in itertools.product(lengths, _made_up.VALUES):
-            self.values = self.made_up(kind)
-            if self.is_finite():
-                return
-        raise _FoundError(Verdict.UNTRIED, f"cannot be tried on made-up examples ({self.problem})")
-
-    def made_up(self, kind: str) -> list[Any]:
-        return _made_up.made_up(self.given.values(), self.has_examples, kind, self.length)
-
-    def is_finite(self) -> bool:
-        """Call the layer on the examples, and return whether all that it gives is finite."""
-        try:
-            self.base = self.results(self.values, [self.scale * weight for weight in _WEIGHTS], 0)
-        except tf.errors.OpError as error:
-            self.problem = _named(error)
-            return False
-        if any(len(output) == 0 or len(output) % _EXAMPLES for output in self.base.outputs):
+    def is_finite(self, kind: str, sign: int, scale: float) -> bool:
+        """Call the layer on examples of a kind, and return whether all that it gives is finite."""
+        self.values = [_made_up(of, kind) for of in self.given.values()]
+        self.weights, self.state = scale * np.float32(_WEIGHTS), self.initial
+        if sign:
+            of_each = zip(self.variables, self.initial, strict=True)
+            self.state = [_other_weights(*of, sign) for of in of_each]
+        self.base = self.results([*range(_EXAMPLES)])
+        if any(len(output) == 0 or len(output) % _EXAMPLES for output in self.base[0]):
             raise _FoundError(Verdict.UNTRIED, "returns something without examples along axis 0")
-        self.problem = "it gives no finite numbers"
         arrays = itertools.chain(*self.base)
         return all(np.isfinite(array).all() for array in arrays if array.dtype.kind in "fc")
 
-    def results(self, values: list[Any], weights: list[float], start: int) -> _Results:
-        """Call the layer once, with the same random numbers each time; it ends, or is cancelled."""
+    def try_all(self, when: str, kind: str, sign: int, scale: float) -> None:
+        """Call the layer with one example replaced, on more examples, on the first and the rest."""
+        if not self.is_finite(kind, sign, scale):
+            raise _FoundError(Verdict.UNTRIED, f"gives no finite numbers{when}")
+        others = {"NaN": math.nan, "huge": _HUGE * (sign or 1), "another one": None}
+        for at, (name, by) in enumerate(others.items()):
+            invalid = () if by is None else (tf.errors.InvalidArgumentError,)
+            with contextlib.suppress(*invalid):  # a position that is looked up, say
+                self.check([*range(_EXAMPLES)], f"when one is {name}{when}", at, by)
+        size = sum(array.size for array in self.base[0]) + sum(int(tf.size(x)) for x in self.state)
+        times = 1 if self.draws or size > _LARGE else _TIMES
+        self.check(_MORE * times, f"when there are more{when}")
+        parts = [self.check(of, f"when there are fewer{when}") for of in ([0], [1, 2, 3])]
+        # Of some variables it is zero, and its rounding that of the others: attention's key bias.
+        least = max(map(_largest, self.base[2]), default=0.0) / 100
+        for one, other, total in zip(*parts, self.base[2], strict=True):
+            if not _agree(one + other, total, max(32 * self.unit, 1e-3), least):
+                reason = f"has a gradient that is no sum over the examples{when}"
+                raise _FoundError(Verdict.MIXES, reason)
+
+    def check(self, order: list[int], when: str, at: int = -1, by: float | None = 0.0) -> list[Any]:
+        """Compare the examples in an order, except for one that is replaced, with what they were.
+
+        Returns:
+            The gradients of the variables.
+        """
+        found, start = self.results(order, at, by), order[0] if len(order) < _EXAMPLES else 0
+        same = [position for position in range(len(order)) if position != at]
+        if self.draws:  # numbers that have positions
+            same = [position for position in same if order[position] == start + position]
+        rounding = max(32 * self.unit, 1e-3)
+        if len(order) == _EXAMPLES:  # which the same kernels compute
+            rounding = self.unit * (2 if self.unit > 1e-4 else 16)
+        for name, bases, others in zip(("outputs", "gradients"), self.base, found, strict=False):
+            for base, other in zip(bases, others, strict=True):
+                is_like = other.shape == (len(base) * len(order) // _EXAMPLES, *base.shape[1:])
+                ours = other.reshape(len(order), -1)[same] if is_like else other
+                theirs = base.reshape(_EXAMPLES, -1)[[order[position] for position in same]]
+                if not is_like or not _agree(ours, theirs, rounding):
+                    raise _FoundError(Verdict.MIXES, f"changes the {name} of examples {when}")
+        return found[2]
+
+    def results(self, order: list[int], at: int = -1, by: float | None = 0.0) -> list[Any]:
+        """Call the layer once, with the same random numbers each time."""
+        weights, values = self.weights[order], [value.numpy()[order] for value in self.values]
+        if at >= 0:
+            weights[at] = _HUGE if by is None else weights[at]
+            for array, value in zip(values, self.values, strict=True):
+                _replace(array, at, by, value.dtype)
+        start = order[0] if len(order) < _EXAMPLES else 0
+        inputs = [*map(tf.constant, values)], self.state, tf.constant(weights), tf.constant(start)
         manager = cancellation.CancellationManager()
         timer = threading.Timer(_SECONDS, manager.start_cancel)
         timer.start()
         try:
-            call = manager.get_cancelable_function(self.function)
-            found = call(values, self.state, tf.constant(weights), tf.constant(start))
-        except tf.errors.CancelledError as error:
-            reason = f"computes made-up examples for more than {_SECONDS:.0f} s"
-            raise _FoundError(Verdict.UNTRIED, reason) from error
+            found = manager.get_cancelable_function(self.function)(*inputs)
         finally:
             timer.cancel()
-        return _Results(*([_array(tensor) for tensor in part] for part in found))
+        return [[_array(tensor) for tensor in part] for part in found]
 
-    def try_all(self, when: str) -> None:
-        for at, kind in enumerate([*_made_up.REPLACEMENTS][: 3 if self.size > _LARGE else 4]):
-            invalid = [tf.errors.InvalidArgumentError] if kind != _made_up.ANOTHER else []
-            with contextlib.suppress(*invalid):  # a position that is looked up, say
-                self.check([*range(_EXAMPLES)], f"when one is {kind}{when}", at, kind)
-        self.check(_MORE, f"when there are more{when}")
-        if not self.draws and self.size * len(_MANY) <= _EXAMPLES * _LARGE:
-            self.check(_MANY, f"when there are many{when}")
-        self.try_parts(when)
 
-    def try_parts(self, when: str) -> None:
-        """Call the layer on the first example, and on the rest."""
-        parts = [self.check(of, f"when there are fewer{when}").shared for of in ([0], [1, 2, 3])]
-        # Of some variables it is zero, and its rounding that of the others: attention's key bias.
-        least = max((_largest(of) for of in self.base.shared), default=0.0) / 100
-        for one, other, total in zip(*parts, self.base.shared, strict=True):
-            if not _agree(one + other, total, self.rounding, least):
-                reason = f"has a gradient that is no sum over the examples{when}"
-                raise _FoundError(Verdict.MIXES, reason)
+def _made_up(of: tf.Tensor, kind: str) -> Any:
+    """Return examples in place of others: normal or positive numbers, small integers, texts."""
+    shape = [_EXAMPLES, *(_LENGTH if size is None else size for size in of.shape[1:])]
+    if of.dtype == tf.string:
+        return tf.constant(np.resize(_TEXTS, shape))
+    draw, is_normal = np.random.default_rng(0), kind == "normal"
+    if not of.dtype.is_floating:
+        return tf.cast(draw.integers(0, 4 if is_normal else 2, shape), of.dtype)
+    return tf.cast(
+        draw.normal(size=shape) if is_normal else draw.uniform(0.1, 0.9, shape), of.dtype
+    )
 
-    def check(self, order: list[int], when: str, at: int = -1, kind: str = "") -> _Results:
-        """Call the layer on examples in an order, one replaced perhaps, and compare the others."""
-        start = order[0] if len(order) < _EXAMPLES else 0
-        weights = [self.scale * _WEIGHTS[example] for example in order]
-        if kind == _made_up.ANOTHER:
-            weights[at] = _made_up.HUGE
-        values = [
-            _made_up.taken(value, order, at, kind) if has_examples else value
-            for value, has_examples in zip(self.values, self.has_examples, strict=True)
-        ]
-        found = self.results(values, weights, start)
-        same = [position for position in range(len(order)) if position != at]
-        if self.draws:  # numbers that have positions
-            same = [position for position in same if order[position] == start + position]
-        rounding = self.rounding
-        if len(order) == _EXAMPLES:  # which the same kernels compute
-            rounding = self.unit * (2 if self.unit > 1e-4 else 16)
-        for name in ("outputs", "gradients"):
-            for base, other in zip(getattr(self.base, name), getattr(found, name), strict=True):
-                is_same = other.shape == (len(base) * len(order) // _EXAMPLES, *base.shape[1:])
-                ours = other.reshape(len(order), -1)[same] if is_same else other
-                theirs = base.reshape(_EXAMPLES, -1)[[order[position] for position in same]]
-                if not is_same or not _agree(ours, theirs, rounding):
-                    raise _FoundError(Verdict.MIXES, f"changes the {name} of examples {when}")
-        return found
+
+def _replace(array: Any, at: int, by: float | None, dtype: tf.DType) -> None:
+    """Replace an example; integers and texts by what others have."""
+    if by is None:
+        array[at] = array[at - 1]
+    elif dtype.is_floating:
+        array[at] = np.clip(by, -dtype.max / 4, dtype.max / 4)
+    else:
+        array[at] = array.min() if by < 0 else array.max()
+
+
+def _other_weights(variable: keras.Variable, value: tf.Tensor, sign: int) -> Any:
+    """Return another value of a variable: one of a sign, if it has one axis."""
+    if not value.dtype.is_floating:
+        return value
+    draw = np.random.default_rng(1)
+    drawn = draw.uniform(0.5, 1.5, value.shape)
+    if value.shape.rank > 1:
+        drawn = draw.standard_normal(value.shape) / math.sqrt(math.prod(value.shape[:-1]))
+    return tf.cast(drawn * (sign if variable.trainable else 1), value.dtype)
+
+
+def _upstream_of(output: tf.Tensor, weights: tf.Tensor) -> Any:
+    """Return the gradient of a loss for an output; each example has a weight in it."""
+    shape, limit = tf.shape(output), float(output.dtype.max) / 16
+    examples = tf.range(shape[0]) * tf.size(weights) // tf.maximum(shape[0], 1)
+    of_each = tf.clip_by_value(tf.gather(weights, examples), -limit, limit)
+    of_each = tf.reshape(of_each, tf.concat([shape[:1], tf.ones_like(shape[1:])], 0))
+    factors = tf.random.stateless_uniform(shape[1:], [0, 2], -1.0, 1.0)
+    return tf.cast(of_each, output.dtype) * tf.cast(factors, output.dtype)
 
 
 def _readable(layer: keras.layers.Layer) -> list[Any]:
@@ -322,15 +317,12 @@ def _readable(layer: keras.layers.Layer) -> list[Any]:
 
     What the user's layers keep besides, a callback may assign later.
     """
-    return [
-        variable
-        for part in layers_of(layer)
-        for variable in (
-            part._trainable_variables + part._non_trainable_variables
-            if is_library(type(part).__module__)
-            else part._trainable_variables
-        )
-    ]
+    readable = []
+    for part in layers_of(layer):
+        is_own = not is_library(type(part).__module__)
+        readable += part._trainable_variables
+        readable += [] if is_own else part._non_trainable_variables
+    return readable
 
 
 def rounding_unit(layer: keras.layers.Layer) -> float:
@@ -356,10 +348,3 @@ def _largest(values: Any) -> float:
 def _array(tensor: tf.Tensor) -> Any:
     is_half = tensor.dtype.is_floating and tensor.dtype.size < tf.float32.size
     return np.asarray(tf.cast(tensor, tf.float32) if is_half else tensor)  # without a copy
-
-
-def _named(error: Exception) -> str:
-    """Return what an error says, without what Keras puts around it."""
-    lines = re.sub(r"\x1b\[\d*m", "", str(error)).strip().split("\n")
-    inner = [line for line in lines if line and not line.startswith("Exception encountered when")]
-    return (inner or [type(error).__name__])[0][:200]

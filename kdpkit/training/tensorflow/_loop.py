@@ -67,7 +67,6 @@ class TensorFlowSteps(Steps):
         self._is_one = self.mesh.num_parts == 1
         if not self._is_one:
             _checks.reject_states_of_examples(self.model)
-            _keras_internals.prefer_one_device_sums(self.strategy)
         with self.scope():
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._is_built = self._is_optimizer_built = False

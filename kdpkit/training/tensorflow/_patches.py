@@ -123,22 +123,13 @@ def _on_one_device(original: Callable, *args: Any, **kwargs: Any) -> Any:
 
 
 def _seed(original: Callable, op_seed: Any) -> Any:
-    """Let a step draw random numbers of TensorFlow's own where they are those of one device.
-
-    With a seed for all, TensorFlow numbers what draws by the operations of the graph before it, of
-    which there are more where a layer was divided.
-    """
+    """Let a step draw random numbers of TensorFlow's own where all processes draw the same."""
     step, seeds = current_step(), original(op_seed)
-    if step is None or step.mesh.num_parts == 1 or op_seed is not None:
-        return seeds
-    is_unknown = seeds[0] is None and step.mesh.num_processes > 1  # other numbers in each process
-    if is_unknown or (seeds[0] is not None and step.has_divided):
+    if step is not None and step.mesh.num_processes > 1 and seeds[0] is None:
         checks.fail(
-            "The step draws random numbers of TensorFlow's own, which are numbered by the "
-            "operations of a graph, and several devices have more of these than one.",
+            "The step draws random numbers of TensorFlow's own, and each process draws others.",
             seed=op_seed,
-            remedy="Draw with `keras.random`, pass a `seed` to the operation, or draw before the "
-            "first layer is called.",
+            remedy="Call `keras.utils.set_random_seed` first, or draw with `keras.random`.",
         )
     return seeds
 

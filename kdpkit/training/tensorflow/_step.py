@@ -79,7 +79,6 @@ class Step:
         self.parts: dict[Any, Any] = {}  # of tensors that were put together, by `key`
         self.taken: dict[Any, list[Any]] = {}  # parts of such tensors that were used
         self.on_host: set[Any] = set()  # tensors of the batch
-        self.has_divided = False  # a layer, loss or metric
         self.micro_batch: MicroBatch | None = None
         self.place: Part | None = None  # of what is not divided, for random numbers by position
         self._graph, self._num_channels = _graph(), 0
