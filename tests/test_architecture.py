@@ -86,7 +86,10 @@ def module_of(file):
 
 
 def imports(tree, *, on_load):
-    """Every module a file imports, `from x import y` as x.y; on load, outside of its functions."""
+    """Every module a file imports, `from x import y` as x.y; on load, outside of its functions.
+
+    What is for type checkers alone counts, too, except in the package's list of its submodules.
+    """
     modules = set()
     waiting = list(tree.body)
     while waiting:
@@ -95,7 +98,7 @@ def imports(tree, *, on_load):
             modules |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             modules |= {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and on_load:
             continue
         elif not (on_load and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)):
             waiting += ast.iter_child_nodes(node)
@@ -121,7 +124,7 @@ def breaches(name, tree):
             found |= INTERNAL.get(rest[1], PURE) - frameworks
         elif first == "kdpkit" and rest and rest[0] not in parts | {part, "errors", "_internal"}:
             found.add(rest[0])
-    for module in imports(tree, on_load=False):
+    for module in imports(tree, on_load=part == "__init__"):
         first, *rest = module.split(".")
         if first == "kdpkit" and rest and rest[0] in ALLOWED and rest[0] not in below:
             found.add(rest[0])

@@ -8,16 +8,13 @@ of the global batch. This is arithmetic on some examples, for both backends and 
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
+from typing import Any, NamedTuple, NoReturn, TypeAlias
 
 import keras
 from keras import ops
 
 from kdpkit._internal import Tensor, checks
 from kdpkit.training._keras_internals import compute_output_spec, get_keras_mask, get_loss
-
-if TYPE_CHECKING:
-    from kdpkit.training._loop import TrainingLoop
 
 Nest: TypeAlias = Any  # one thing, or a list, tuple or dictionary of things, by output
 # Examples of the placeholders that a step is first traced with: a number unlikely to be that of
@@ -219,7 +216,7 @@ def _of(name: str, nest: Nest, names: list[str]) -> Any:
 
 
 def trace_metrics(
-    loop: "TrainingLoop", placeholders: Nest, trace_with: Callable = compute_output_spec
+    loop: Any, placeholders: Nest, trace_with: Callable = compute_output_spec
 ) -> list[str]:
     """Make the variables of a loop's metrics; return the names of outputs, if several have losses.
 

@@ -8,15 +8,12 @@ assigns is assigned once, and its dropout draws the same numbers when it is comp
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import keras
 
 from kdpkit._internal import Tensor, checks
 from kdpkit.training._keras_internals import get_keras_mask, get_stateless_scope, set_keras_mask
-
-if TYPE_CHECKING:
-    from kdpkit.training._loop import TrainingLoop
 
 
 class Result(NamedTuple):
@@ -98,9 +95,7 @@ class BlockCall:
 
 
 @contextlib.contextmanager
-def rematerialised(
-    loop: "TrainingLoop", checkpointed: Callable[[BlockCall], Result]
-) -> Iterator[None]:
+def rematerialised(loop: Any, checkpointed: Callable[[BlockCall], Result]) -> Iterator[None]:
     """Trace a training step in this, and the blocks of the model keep only their inputs, if asked.
 
     `checkpointed` computes a block now, and again for its gradient, as the backend can.

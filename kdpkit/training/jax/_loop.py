@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,6 @@ from kdpkit.training.jax._fit import reject_local_statistics
 from kdpkit.training.jax._random import MicroBatch, by_position
 from kdpkit.training.jax._state import State, Variables
 
-if TYPE_CHECKING:
-    from kdpkit.training._loop import TrainingLoop
-
 Logs = dict[str, jax.Array]
 CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a batch for each call
 
@@ -45,7 +42,7 @@ class JaxSteps(Steps):
 
     def __init__(
         self,
-        loop: "TrainingLoop",
+        loop: Any,
         strategy: Mesh | keras.distribution.DataParallel | None,
         jit: bool | str | None,
     ) -> None:

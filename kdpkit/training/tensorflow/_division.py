@@ -16,7 +16,7 @@ from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow import _batch_norm, _keras_internals, _parts, _xla
 from kdpkit.training.tensorflow._collectives import spread
 from kdpkit.training.tensorflow._copies import PartScope
-from kdpkit.training.tensorflow._libraries import has_too_few_axes
+from kdpkit.training.tensorflow._libraries import has_too_few_axes, is_written_by_libraries
 from kdpkit.training.tensorflow._parts import joined, known_parts
 from kdpkit.training.tensorflow._policy import is_batch_norm
 from kdpkit.training.tensorflow._split import Split
@@ -37,6 +37,8 @@ def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> 
     first = first_with_examples((args, kwargs)) if step.may_divide() else None
     if first is None or not step.policy(layer, args, kwargs, as_one=step.jit):
         return original(layer, *args, **kwargs)
+    if not is_written_by_libraries(layer) and not have_same_examples(step, (args, kwargs)):
+        return original(layer, *args, **kwargs)  # its layers are asked
     return _called_on_parts(step, original, layer, first, args, kwargs)
 
 
@@ -59,7 +61,11 @@ def _called_on_parts(
     arguments.drop_masks()
     _assign(step, of, scopes)
     _add_losses(step, of, layer, scopes)
-    together = tf.nest.map_structure(lambda *of_parts: joined(step, of, of_parts), *outputs)
+    # A library's gives as many entries for each example as it was given.
+    length = first.shape[0] if is_written_by_libraries(layer) else None
+    together = tf.nest.map_structure(
+        lambda *of_parts: joined(step, of, of_parts, length=length), *outputs
+    )
     if regularizer is not None:
         _regularize(layer, regularizer, together)
     return together
@@ -85,18 +91,16 @@ class Arguments:
     """What a layer is called on, divided: the arguments for each device."""
 
     def __init__(self, step: Step, first: Any, nest: Any) -> None:
+        self._step, self._first = step, first
+        self._masked: list[tuple[Any, Sequence[Any]]] = []
         known = known_parts(step, first)
         self.split: Split = known.split if known else _parts.split_of(step, first)
-        self.split = self.split.together_with(
-            [
-                parts.split
-                for leaf in tf.nest.flatten(nest)
-                if has_examples(leaf) and (parts := known_parts(step, leaf)) is not None
-                if parts.split.examples is self.split.examples
-            ]
-        )
-        self._masked: list[tuple[Any, Sequence[Any]]] = []
-        self._step, self._first = step, first
+        others = {of.examples: of.total for of in _splits(step, nest)}
+        others.pop(self.split.examples, None)
+        self._checked = [
+            tf.debugging.Assert(total == self.split.total, [OTHER_LENGTHS])
+            for total in others.values()
+        ]
         divided = tf.nest.map_structure(self._divided, nest)
         devices = range(len(step.mesh.devices))
         self.nests = [tf.nest.map_structure(lambda of, at=at: of(at), divided) for at in devices]
@@ -110,6 +114,9 @@ class Arguments:
                 else leaf
             )
             return lambda _: for_all
+        if leaf is self._first and self._checked:
+            with tf.control_dependencies(self._checked):
+                tensors = [*map(tf.identity, tensors)]
         if (mask := get_keras_mask(leaf)) is not None:
             masks: Any = cut_leaf(self._step, self.split, mask, is_sure=False)
             for tensor, of_mask in zip(tensors, masks, strict=True):
@@ -132,10 +139,40 @@ def cut_leaf(step: Step, of: Split, leaf: Any, *, is_sure: bool) -> Sequence[Any
     """Return the parts of a tensor with examples; None for what all devices get as it is."""
     if not has_examples(leaf) or leaf.shape[0] == 1:
         return None
-    known = known_parts(step, leaf)
-    if is_sure or (known is not None and known.split.examples is of.examples):
+    if is_sure or known_parts(step, leaf) is not None:
         return _parts.cut(step, leaf, of)
     return _parts.cut_if_of_length(step, leaf, of)
+
+
+OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"
+
+
+@contextlib.contextmanager
+def explaining_other_lengths() -> Iterator[None]:
+    """Raise a sentence where a divided layer got tensors of different lengths."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        if OTHER_LENGTHS not in str(error):
+            raise
+        checks.fail(
+            f"{OTHER_LENGTHS}, and each device would get its part of each.",
+            remedy="Pass the layer to `replica_exact(model, undivided=[layer])`.",
+        )
+
+
+def _splits(step: Step, nest: Any) -> list[Split]:
+    """Return how tensors are split that are known to have parts."""
+    leaves = [leaf for leaf in tf.nest.flatten(nest) if has_examples(leaf) and leaf.shape[0] != 1]
+    return [parts.split for leaf in leaves if (parts := known_parts(step, leaf)) is not None]
+
+
+def have_same_examples(step: Step, nest: Any) -> bool:
+    """Return whether all tensors of a call surely have the same number of examples."""
+    leaves = [leaf for leaf in tf.nest.flatten(nest) if has_examples(leaf) and leaf.shape[0] != 1]
+    known = [(leaf, known_parts(step, leaf)) for leaf in leaves]
+    marks = {leaf.shape[0] if parts is None else parts.split.examples for leaf, parts in known}
+    return len(leaves) == 1 or (len(marks) == 1 and None not in marks)
 
 
 def has_examples(leaf: Any) -> bool:

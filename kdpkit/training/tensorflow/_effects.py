@@ -28,7 +28,7 @@ _HARMLESS = re.compile(
 )
 _NOT_OWN = frozenset({*sys.stdlib_module_names, "numpy"})
 _PLAIN = (bool, int, float, complex, str, bytes, tf.DType, tf.TensorShape)
-_OF_NUMPY = np.random.Generator | np.random.RandomState
+_OF_NUMPY: Any = np.random.Generator | np.random.RandomState
 _AROUND_FUNCTIONS = types.MethodType | functools.partial | property | staticmethod | classmethod
 
 
@@ -105,26 +105,30 @@ class Memory:
     """
 
     def __init__(self, layer: keras.layers.Layer) -> None:
-        self._kept: list[tuple[Any, dict[Any, Any]]] = []
-        generators: Any = (random.getstate, np.random.get_state)
-        todo, seen = layers_of(layer) + [of.__self__ for of in generators], set[int]()
+        self._kept: list[tuple[str, Any, dict[Any, Any]]] = []
+        generators: Any = {"random": random.getstate, "numpy.random": np.random.get_state}
+        todo = [(name, of.__self__) for name, of in generators.items()]
+        todo += [("", part) for part in layers_of(layer)]
+        seen: dict[int, Any] = {}
         while todo:
-            of = todo.pop()
+            name, of = todo.pop()
+            if isinstance(of, dict | list):  # which TensorFlow may have wrapped
+                of = getattr(of, "_storage", getattr(of, "__wrapped__", of))
             if id(of) not in seen and not isinstance(of, _PLAIN):
-                seen.add(id(of))
-                self._kept.append((of, _content(of)))
-                todo += self._kept[-1][1].values()
-                todo += (of if isinstance(of, type) else type(of)).__mro__
+                seen[id(of)], content = of, _content(of)
+                self._kept.append((name, of, content))
+                todo += [(name or str(key), value) for key, value in content.items()]
+                todo += [("", kind) for kind in (of if isinstance(of, type) else type(of)).__mro__]
 
     def change(self) -> str | None:
         """Return the name of something that has changed since; None if nothing."""
-        for of, before in self._kept:
-            for name in _changed(before, _content(of)):
-                return f"{name} of {type(of).__name__}"
+        for name, of, before in self._kept:
+            for key in _changed(before, _content(of)):
+                return name or str(key)
         return None
 
     def put_back(self) -> None:
-        for of, before in self._kept:
+        for _, of, before in self._kept:
             if changed := _changed(before, _content(of)):
                 _write(of, before, changed)
 
@@ -165,8 +169,10 @@ def _reached_by(function: types.FunctionType) -> dict[Any, Any]:
 def _write(of: Any, content: dict[Any, Any], changed: set[Any]) -> None:
     """Have something hold again what it held."""
     if isinstance(of, list | set | collections.deque):
-        of.clear()
-        (of.update if isinstance(of, set) else of.extend)(content.values())
+        kind: Any = next(kind for kind in (list, set, collections.deque) if isinstance(of, kind))
+        kind.clear(of)  # Python's own: those of Keras' containers track
+        fill: Any = set.update if kind is set else kind.extend
+        fill(of, content.values())
     elif isinstance(of, random.Random):
         of.setstate(content[0])
     elif isinstance(of, _OF_NUMPY):
@@ -175,7 +181,7 @@ def _write(of: Any, content: dict[Any, Any], changed: set[Any]) -> None:
         of.cell_contents = content[0]
     elif isinstance(of, type):
         for name in changed:
-            setattr(of, name, content.get(name))
+            setattr(of, name, content[name]) if name in content else delattr(of, name)
     else:
         is_function = isinstance(of, types.FunctionType)
         names = of.__globals__ if is_function else of if isinstance(of, dict) else vars(of)

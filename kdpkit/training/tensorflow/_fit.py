@@ -16,6 +16,7 @@ from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
     _distribution,
+    _division,
     _keras_internals,
     _libraries,
     _losses,
@@ -155,7 +156,7 @@ class _ExactSteps:
 
     def build_variables(self, data_batch: Any) -> None:
         """Build model, metrics and optimizer; a step of one's own may take its data otherwise."""
-        model = self.model
+        model, optimizer = self.model, self.model.optimizer
         if type(model).call is keras.Model.call:  # only `train_step` uses its parts
             return
         if self.is_own_step["train"] and any(held_variables.variables_in_attributes(model)):
@@ -164,7 +165,11 @@ class _ExactSteps:
             if any(map(_placeholders.is_ragged, keras.tree.flatten(data_batch))):
                 data = keras.utils.unpack_x_y_sample_weight(data_batch)
                 _placeholders.build_for_ragged(model, *data)
-            model._symbolic_build(data_batch=data_batch)
+            # A step of one's own builds it for the variables that it trains.
+            is_later = self.is_own_step["train"] and optimizer and not optimizer.built
+            later = _keras_internals.replaced(optimizer, "built", True)
+            with later if is_later else contextlib.nullcontext():
+                model._symbolic_build(data_batch=data_batch)
         except (ValueError, TypeError, RuntimeError, IndexError, AttributeError):
             if not self.is_own_step["train"]:  # which takes its data otherwise, and builds them
                 raise
@@ -186,7 +191,8 @@ class _ExactSteps:
             if model.run_eagerly:  # each step is what the parts are then: callbacks may change them
                 self.look_at(kind)
             once = _keras_internals.once_for_all_replicas(self.strategy)
-            with once, _distribution.explaining_differences():
+            explained = _distribution.explaining_differences()
+            with once, explained, _division.explaining_other_lengths():
                 return compiled(batches)
 
         setattr(model, name, function)

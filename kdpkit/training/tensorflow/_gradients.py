@@ -4,6 +4,7 @@ A tape computes gradients wherever TensorFlow puts them, which is mostly one dev
 added to a graph is put, after a step was traced, where what it is computed from is.
 """
 
+import inspect
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -50,28 +51,33 @@ def graph_gradients(original: Callable, ys: Any, xs: Any, *args: Any, **kwargs: 
     step = current_step()
     if step is None:
         return original(ys, xs, *args, **kwargs)
+    given = inspect.signature(original).bind(ys, xs, *args, **kwargs).arguments
     sources = [_sources(step, x) for x in tf.nest.flatten(xs)]
-    found = iter(original(ys, [x for of in sources for x in of], *args, **kwargs))
+    of_parts = [of[0] for of in sources if len(of) > 1 and isinstance(of[0], tf.Tensor)]
+    given["xs"] = [x for of in sources for x in of]
+    given["stop_gradients"] = [*tf.nest.flatten(given.get("stop_gradients") or ()), *of_parts]
+    found = iter(original(**given))
     return [_total(step, of, [next(found) for _ in of]) for of in sources]
 
 
 def _sources(step: Any, x: Any) -> list[Any]:
-    """Return a variable's copies, or a tensor and its parts that were used."""
+    """Return a variable's copies, or a tensor and the parts that are used in its place."""
     x = x.value if isinstance(x, keras.Variable) else x
     if isinstance(x, tf.distribute.DistributedValues):
         return [*x.values]
-    return [x] if not tf.is_symbolic_tensor(x) else [x, *step.taken.get(key(x), ())]
+    if not tf.is_symbolic_tensor(x) or key(x) in step.on_host:  # whose parts are cut from it
+        return [x]
+    parts = step.parts.get(key(x))
+    return [x] if parts is None else [x, *parts.tensors]
 
 
 def _total(step: Any, sources: list[Any], gradients: list[Any]) -> Any:
-    devices, own = len(step.mesh.devices), []
-    if isinstance(sources[0], tf.Tensor):
-        gradients, of_parts = gradients[:1], gradients[1:]
-        for first in range(0, len(of_parts), devices):
-            parts = zip(sources[1 + first :], of_parts[first : first + devices], strict=False)
-            filled = [tf.zeros_like(x) if of is None else of for x, of in parts]
-            own.append(_parts.join(step, _parts.Parts(filled, step.parts[key(sources[0])].split)))
-    present = [gradient for gradient in [*gradients, *own] if gradient is not None]
+    if isinstance(sources[0], tf.Tensor) and any(of is not None for of in gradients[1:]):
+        pairs = zip(sources[1:], gradients[1:], strict=True)
+        filled = [tf.zeros_like(x) if of is None else of for x, of in pairs]
+        split = step.parts[key(sources[0])].split
+        gradients = [gradients[0], _parts.join(step, _parts.Parts(filled, split))]
+    present = [gradient for gradient in gradients if gradient is not None]
     return tf.add_n([*map(tf.convert_to_tensor, present)]) if present else None
 
 

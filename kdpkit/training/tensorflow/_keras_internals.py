@@ -5,6 +5,7 @@ Others import from here what is written `x as x`.
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -30,7 +31,7 @@ from tensorflow.python.distribute.values import MirroredVariable as MirroredVari
 from tensorflow.python.distribute.values import SyncOnReadVariable as SyncOnReadVariable
 from tensorflow.python.eager import cancellation as cancellation
 from tensorflow.python.eager import context as context
-from tensorflow.python.eager import record
+from tensorflow.python.eager import execute, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import op_def_registry as op_def_registry
@@ -110,15 +111,19 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
 
 
 def repeat_operation(operation: Any, inputs: list[Any], device: str) -> Any:
-    """Compute an operation of a graph once more, on other inputs, unseen by tapes."""
+    """Compute an operation of a graph once more, on other inputs."""
     graph = tf.compat.v1.get_default_graph()
-    with record.stop_recording(), tf.device(device):
+    with tf.device(device):
         repeated = graph._create_op_internal(
             operation.type,
             inputs,
             dtypes=[output.dtype for output in operation.outputs],
             attrs=dict(operation.node_def.attr),
         )
+    attributes = [(name, operation.get_attr(name)) for name in operation.node_def.attr]
+    execute.record_gradient(
+        operation.type, repeated.inputs, tuple(itertools.chain(*attributes)), repeated.outputs
+    )
     return repeated.outputs[0]
 
 

@@ -57,6 +57,7 @@ _MORE, _TIMES = [0, 1, 2, 3, 1, 0], 64  # examples, and how often these are repe
 _LARGE = 2**14  # numbers, in outputs and weights: what has more is tried on few examples only
 _SECONDS = 300.0  # for one call: a loop may never end on a huge value
 _HUGE, _INFINITE = 1e30, 1e6  # what is above the latter stands for infinity, in what is masked
+_OTHERS = {"NaN": math.nan, "huge": _HUGE, "another one": None, "huge and negative": -_HUGE}
 _TEXTS = ("one", "two words", "and three words", "four words of text")
 
 
@@ -126,8 +127,9 @@ class _Trial:
         self.given = {id(leaf): leaf for leaf in leaves if tf.is_tensor(leaf)}
         tensors = self.given.values()
         is_dense = all(isinstance(of, tf.Tensor) and of.shape.rank for of in tensors)
+        is_dense &= not any(of.dtype.is_complex for of in tensors)
         if not is_dense or len({of.shape[0] for of in tensors}) != 1:
-            raise _FoundError(Verdict.UNTRIED, "is called on other tensors than dense examples")
+            raise _FoundError(Verdict.UNTRIED, "is called on more than dense tensors of examples")
         generators = [of for part in layers_of(layer) for of in part._seed_generators]
         generators.append(seed_generator.global_seed_generator())
         self.seeds = {id(of.state): of.state for of in generators}
@@ -140,9 +142,16 @@ class _Trial:
         if (effect := effect_of_operations(self.function.graph)) is not None:
             raise _FoundError(Verdict.HAS_EFFECTS, effect)
         kind = "normal" if self.is_finite("normal", 0, 1.0) else "fractions"
-        self.try_all("", kind, 0, 1.0)
-        self.try_all(", if its weights change", "fractions", 1, 1e-4)
-        self.try_all(", if they are negative", kind, -1, 1.0)
+        trials: tuple[tuple[str, str, int, float, Callable], ...] = (
+            ("", kind, 0, 1.0, self.try_all),
+            (", if its weights change", kind, 1, 1.0, self.try_all),
+            (", if they are negative", kind, -1, 1.0, self.try_parts),
+            (", of fractions", "fractions", 0, 1e-4, self.try_parts),
+        )
+        for when, of_kind, sign, scale, compare in trials:
+            if not self.is_finite(of_kind, sign, scale):
+                raise _FoundError(Verdict.UNTRIED, f"gives no finite numbers{when}")
+            compare(when)
 
     def traced(self) -> Any:
         """Trace the call; once more if it keeps something in Python, which may be the same then."""
@@ -159,7 +168,7 @@ class _Trial:
             kinds = [operation.type for operation in traced.graph.get_operations()]
             if (changed := memory.change()) is None and former in ([], kinds):
                 return traced
-        reason = f"changes what Python keeps ({changed or 'what it computes next'})"
+        reason = f"changes what Python keeps (`{changed or 'what it computes next'}`)"
         raise _FoundError(Verdict.HAS_EFFECTS, reason)
 
     def compute(self, tensors: list, state: list, weights: tf.Tensor, start: tf.Tensor) -> Any:
@@ -192,12 +201,13 @@ class _Trial:
         upstream = [_upstream_of(output, weights) for output in targets]
         found = tape.gradient(targets, sources, upstream, unconnected_gradients="zero")
         outputs += [mask for output in outputs if (mask := get_keras_mask(output)) is not None]
-        return outputs, found[: len(own)], [*map(tf.convert_to_tensor, found[len(own) :])]
+        gradients = [tf.convert_to_tensor(gradient) for gradient in found]
+        return outputs, gradients[: len(own)], gradients[len(own) :]
 
     def is_finite(self, kind: str, sign: int, scale: float) -> bool:
         """Call the layer on examples of a kind, and return whether all that it gives is finite."""
         self.values = [_made_up(of, kind) for of in self.given.values()]
-        self.weights, self.state = scale * np.float32(_WEIGHTS), self.initial
+        self.weights, self.state = np.multiply(scale, _WEIGHTS, dtype=np.float32), self.initial
         if sign:
             of_each = zip(self.variables, self.initial, strict=True)
             self.state = [_other_weights(*of, sign) for of in of_each]
@@ -207,18 +217,19 @@ class _Trial:
         arrays = itertools.chain(*self.base)
         return all(np.isfinite(array).all() for array in arrays if array.dtype.kind in "fc")
 
-    def try_all(self, when: str, kind: str, sign: int, scale: float) -> None:
-        """Call the layer with one example replaced, on more examples, on the first and the rest."""
-        if not self.is_finite(kind, sign, scale):
-            raise _FoundError(Verdict.UNTRIED, f"gives no finite numbers{when}")
-        others = {"NaN": math.nan, "huge": _HUGE * (sign or 1), "another one": None}
-        for at, (name, by) in enumerate(others.items()):
+    def try_all(self, when: str) -> None:
+        """Call the layer with one example replaced, on more of them, and on fewer."""
+        for at, (name, by) in enumerate(_OTHERS.items()):
             invalid = () if by is None else (tf.errors.InvalidArgumentError,)
             with contextlib.suppress(*invalid):  # a position that is looked up, say
                 self.check([*range(_EXAMPLES)], f"when one is {name}{when}", at, by)
-        size = sum(array.size for array in self.base[0]) + sum(int(tf.size(x)) for x in self.state)
+        size = sum(of.size for of in self.base[0]) + sum(int(tf.size(of)) for of in self.state)
         times = 1 if self.draws or size > _LARGE else _TIMES
         self.check(_MORE * times, f"when there are more{when}")
+        self.try_parts(when)
+
+    def try_parts(self, when: str) -> None:
+        """Call the layer on the first example, and on the rest."""
         parts = [self.check(of, f"when there are fewer{when}") for of in ([0], [1, 2, 3])]
         # Of some variables it is zero, and its rounding that of the others: attention's key bias.
         least = max(map(_largest, self.base[2]), default=0.0) / 100
@@ -227,16 +238,12 @@ class _Trial:
                 reason = f"has a gradient that is no sum over the examples{when}"
                 raise _FoundError(Verdict.MIXES, reason)
 
-    def check(self, order: list[int], when: str, at: int = -1, by: float | None = 0.0) -> list[Any]:
-        """Compare the examples in an order, except for one that is replaced, with what they were.
-
-        Returns:
-            The gradients of the variables.
-        """
-        found, start = self.results(order, at, by), order[0] if len(order) < _EXAMPLES else 0
+    def check(self, order: list[int], when: str, at: int = -1, by: Any = None) -> list[Any]:
+        """Compare examples, one replaced perhaps, with the base; return variables' gradients."""
+        found = self.results(order, at, by)
         same = [position for position in range(len(order)) if position != at]
         if self.draws:  # numbers that have positions
-            same = [position for position in same if order[position] == start + position]
+            same = [position for position in same if order[position] == order[0] + position]
         rounding = max(32 * self.unit, 1e-3)
         if len(order) == _EXAMPLES:  # which the same kernels compute
             rounding = self.unit * (2 if self.unit > 1e-4 else 16)
@@ -249,15 +256,14 @@ class _Trial:
                     raise _FoundError(Verdict.MIXES, f"changes the {name} of examples {when}")
         return found[2]
 
-    def results(self, order: list[int], at: int = -1, by: float | None = 0.0) -> list[Any]:
-        """Call the layer once, with the same random numbers each time."""
+    def results(self, order: list[int], at: int = -1, by: Any = None) -> list[list[Any]]:
+        """Call the layer once, with the same random numbers each time; it ends, or is cancelled."""
         weights, values = self.weights[order], [value.numpy()[order] for value in self.values]
         if at >= 0:
             weights[at] = _HUGE if by is None else weights[at]
             for array, value in zip(values, self.values, strict=True):
-                _replace(array, at, by, value.dtype)
-        start = order[0] if len(order) < _EXAMPLES else 0
-        inputs = [*map(tf.constant, values)], self.state, tf.constant(weights), tf.constant(start)
+                array[at] = _replacement(array, at, by, value.dtype)
+        inputs = [*map(tf.constant, values)], self.state, *map(tf.constant, (weights, order[0]))
         manager = cancellation.CancellationManager()
         timer = threading.Timer(_SECONDS, manager.start_cancel)
         timer.start()
@@ -265,15 +271,19 @@ class _Trial:
             found = manager.get_cancelable_function(self.function)(*inputs)
         finally:
             timer.cancel()
-        return [[_array(tensor) for tensor in part] for part in found]
+        halves = (tf.float16, tf.bfloat16)
+        return [
+            [np.asarray(tf.cast(of, tf.float32) if of.dtype in halves else of) for of in part]
+            for part in found
+        ]
 
 
 def _made_up(of: tf.Tensor, kind: str) -> Any:
     """Return examples in place of others: normal or positive numbers, small integers, texts."""
     shape = [_EXAMPLES, *(_LENGTH if size is None else size for size in of.shape[1:])]
+    draw, is_normal = np.random.default_rng(0), kind == "normal"
     if of.dtype == tf.string:
         return tf.constant(np.resize(_TEXTS, shape))
-    draw, is_normal = np.random.default_rng(0), kind == "normal"
     if not of.dtype.is_floating:
         return tf.cast(draw.integers(0, 4 if is_normal else 2, shape), of.dtype)
     return tf.cast(
@@ -281,18 +291,17 @@ def _made_up(of: tf.Tensor, kind: str) -> Any:
     )
 
 
-def _replace(array: Any, at: int, by: float | None, dtype: tf.DType) -> None:
-    """Replace an example; integers and texts by what others have."""
+def _replacement(array: Any, at: int, by: float | None, dtype: tf.DType) -> Any:
+    """Return what replaces an example: of integers and texts what others have."""
     if by is None:
-        array[at] = array[at - 1]
-    elif dtype.is_floating:
-        array[at] = np.clip(by, -dtype.max / 4, dtype.max / 4)
-    else:
-        array[at] = array.min() if by < 0 else array.max()
+        return array[at - 1]
+    if dtype.is_floating:
+        return np.clip(by, -float(dtype.max) / 4, float(dtype.max) / 4)
+    return array.min() if by < 0 else array.max()
 
 
 def _other_weights(variable: keras.Variable, value: tf.Tensor, sign: int) -> Any:
-    """Return another value of a variable: one of a sign, if it has one axis."""
+    """Return another value of a variable; all of a sign, if it has one axis, say a bias."""
     if not value.dtype.is_floating:
         return value
     draw = np.random.default_rng(1)
@@ -317,12 +326,10 @@ def _readable(layer: keras.layers.Layer) -> list[Any]:
 
     What the user's layers keep besides, a callback may assign later.
     """
-    readable = []
-    for part in layers_of(layer):
-        is_own = not is_library(type(part).__module__)
-        readable += part._trainable_variables
-        readable += [] if is_own else part._non_trainable_variables
-    return readable
+    parts = layers_of(layer)
+    of_libraries = [part for part in parts if is_library(type(part).__module__)]
+    weights = [weight for part in parts for weight in part._trainable_variables]
+    return weights + [kept for part in of_libraries for kept in part._non_trainable_variables]
 
 
 def rounding_unit(layer: keras.layers.Layer) -> float:
@@ -343,8 +350,3 @@ def _largest(values: Any) -> float:
     """Return the largest magnitude, except for those that stand for infinity."""
     sizes = np.abs(values)
     return float(np.max(sizes, initial=1e-3, where=sizes < _INFINITE))
-
-
-def _array(tensor: tf.Tensor) -> Any:
-    is_half = tensor.dtype.is_floating and tensor.dtype.size < tf.float32.size
-    return np.asarray(tf.cast(tensor, tf.float32) if is_half else tensor)  # without a copy

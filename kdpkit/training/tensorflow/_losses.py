@@ -56,7 +56,7 @@ def _on_parts(step: Step, compute: Callable, y_true: Any, y_pred: Any) -> Any:
             values.append(compute(of_true, of_pred))
     if values[0].shape.rank == 0:  # of all examples together
         return compute(y_true, y_pred)
-    return joined(step, parts.split, values)
+    return joined(step, parts.split, values, length=known[0].shape[0])
 
 
 def read_first(variable: Any) -> None:

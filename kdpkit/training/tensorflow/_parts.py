@@ -51,18 +51,19 @@ def known_parts(step: Step, tensor: Any) -> Parts | None:
 
 
 def _parts_of_batch(step: Step, tensor: Any) -> Parts:
-    """Cut a tensor of the step's batch, each of which is taken for one of the same examples."""
-    split = split_of(step, tensor, step.on_host)
+    """Cut a tensor of the step's batch."""
+    split = split_of(step, tensor)
     with unrecorded():
         return Parts(_cut(step, tensor, split, 1), split)
 
 
-def split_of(step: Step, tensor: Any, examples: object | None = None) -> Split:
-    """Return how the entries of a tensor are split."""
+def split_of(step: Step, tensor: Any) -> Split:
+    """Return how the entries of a tensor are split; those of as many, if that is known, alike."""
     with tf.device("CPU:0"):
         total = tf.shape(tensor)[0]
-    mesh = step.mesh
-    return split_entries(total, mesh.num_parts, mesh.local, examples or object())
+    mesh, known = step.mesh, tensor.shape[0]
+    examples = object() if known is None else known
+    return split_entries(total, mesh.num_parts, mesh.local, examples)
 
 
 def take(step: Step, tensor: Any, channel: Channel | None = None) -> Sequence[Any]:
@@ -76,15 +77,12 @@ def take(step: Step, tensor: Any, channel: Channel | None = None) -> Sequence[An
         tensors = [*map(tf.convert_to_tensor, upstream)]
         return join(step, Parts(tensors, parts.split), channel.of_gradient())
 
-    taken = with_gradient(list(parts.tensors), tensor, gradient)
-    step.taken.setdefault(key(tensor), []).extend(taken)
-    return taken
+    return with_gradient(list(parts.tensors), tensor, gradient)
 
 
 def cut(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
     """Return the parts of a tensor on their devices."""
-    known = known_parts(step, tensor)
-    if known is not None and known.split.examples is split.examples:
+    if known_parts(step, tensor) is not None:
         return take(step, tensor)
     each, channel = entries_of_each(tensor, split.total), step.channel()
     tensors = _cut(step, tensor, split, each)
@@ -146,14 +144,22 @@ def _padded(step: Step, upstream: Any, parts: Parts, each: Any) -> list[Any]:
     return padded
 
 
-def joined(step: Step, split: Split, outputs: Sequence[Any]) -> Any:
-    """Put together what a layer gives on each device, with its Keras mask and its logits."""
+def joined(step: Step, split: Split, outputs: Sequence[Any], *, length: int | None = None) -> Any:
+    """Put together what a layer gives on each device, with its Keras mask and its logits.
+
+    Args:
+        step: The step.
+        split: Which examples each device has.
+        outputs: What it gives.
+        length: How many entries there are, if that is known.
+    """
     first = outputs[0]
     if not isinstance(first, tf.Tensor):
         return first
     if first.shape.rank == 0:
         return mean_of_parts(step, split, outputs) if first.dtype.is_floating else first
     total = join(step, Parts(outputs, split))
+    total.set_shape([length, *total.shape[1:]])
     for get, put in ((get_keras_mask, set_keras_mask), (get_logits, set_logits)):
         of_parts = [get(output) for output in outputs]
         if of_parts[0] is not None:

@@ -5,7 +5,6 @@ is cut off again where the parts are put together, so that no operation meets an
 no mean or statistic of nothing.
 """
 
-import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -20,7 +19,7 @@ class Split(NamedTuple):
         starts: Where each part begins.
         counts: How many examples it has; one if it is borrowed.
         kept: How many of these are its own: none of what is borrowed.
-        examples: Stands for the examples: tensors with the same are computed together.
+        examples: Stands for the examples: tensors with the same have as many, and are split alike.
     """
 
     total: Any
@@ -28,26 +27,6 @@ class Split(NamedTuple):
     counts: Sequence[Any]
     kept: Sequence[Any]
     examples: object = None
-
-    def together_with(self, others: Sequence["Split"]) -> "Split":
-        """Return the split of what is computed from several tensors of the same examples.
-
-        They have the same number, except where one has a single entry, which is for all.
-        """
-        splits = [self, *(of for of in others if of is not self)]
-        if len({*map(id, splits)}) == 1:
-            return self
-
-        def largest(*numbers: Any) -> Any:
-            return functools.reduce(tf.maximum, numbers)
-
-        with tf.device("CPU:0"):
-            starts, counts, kept = (
-                [largest(*numbers) for numbers in zip(*lists, strict=True)]
-                for lists in zip(*(of[1:4] for of in splits), strict=True)
-            )
-            total = largest(*(of.total for of in splits))
-        return Split(total, starts, counts, kept, self.examples)
 
 
 def split(total: Any, num_parts: int, local: Sequence[int], examples: object) -> Split:

@@ -77,7 +77,6 @@ class Step:
         self.mesh, self.policy = mesh, policy
         self.batch_norm, self.jit = batch_norm, jit
         self.parts: dict[Any, Any] = {}  # of tensors that were put together, by `key`
-        self.taken: dict[Any, list[Any]] = {}  # parts of such tensors that were used
         self.on_host: set[Any] = set()  # tensors of the batch
         self.micro_batch: MicroBatch | None = None
         self.place: Part | None = None  # of what is not divided, for random numbers by position
