@@ -118,7 +118,8 @@ def auto_shard(policy: str = "data") -> Transform:
 
     By default TensorFlow guesses, and with one file and two workers leaves one worker without data.
     The policy only matters under MultiWorkerMirroredStrategy; the replicas of one process always
-    split its global batches.
+    split its global batches. `replica_exact` and `TrainingLoop` take only `"data"`: the others give
+    other batches than one device has.
 
     Args:
         policy: With `"data"` every worker reads all examples and keeps its shard; with `"file"` the
