@@ -141,7 +141,9 @@ class _Trial:
         self.function = self.traced()
         if (effect := effect_of_operations(self.function.graph)) is not None:
             raise _FoundError(Verdict.HAS_EFFECTS, effect)
-        kind = "normal" if self.is_finite("normal", 0, 1.0) else "fractions"
+        kind = "fractions"
+        with contextlib.suppress(tf.errors.OpError):  # of a label that is none, say
+            kind = "normal" if self.is_finite("normal", 0, 1.0) else kind
         trials: tuple[tuple[str, str, int, float, Callable], ...] = (
             ("", kind, 0, 1.0, self.try_all),
             (", if its weights change", kind, 1, 1.0, self.try_all),
