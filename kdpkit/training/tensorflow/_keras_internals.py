@@ -207,9 +207,11 @@ def exchanged(mesh: Any, values: Any, kind: str, number: int) -> Any:
     with replaced(CollectiveReplicaLauncher, "_prefer_ordering_token", False):
         launcher = CollectiveReplicaLauncher(group, mesh.num_processes, keys, mesh.home, options)
 
-        with tf.init_scope(), tf.device("CPU:0"):
-            turn = ResourceVariable(0)  # a process may be here again before another has left
-        mesh.kept.append(turn)
+        turns = vars(extended).setdefault("_kdpkit_turns", {})  # of all functions and models
+        if what not in turns:
+            with tf.init_scope(), tf.device("CPU:0"):
+                turns[what] = ResourceVariable(0)
+        turn = turns[what]  # a process may be here again before another has left
 
         def exchange(values: Any, key: Any) -> Any:
             own_key = 2 * key + turn.assign_add(1) % 2

@@ -34,7 +34,6 @@ class Mesh:
         self.num_parts = strategy.num_replicas_in_sync
         self.num_processes = self.num_parts // len(self.devices)
         first = processes.index() * len(self.devices) if self.num_processes > 1 else 0
-        self.kept: list[Any] = []  # alive, as long as functions use it
         self.local = range(first, first + len(self.devices))  # the parts of this process
 
     @property
