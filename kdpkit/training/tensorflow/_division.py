@@ -217,7 +217,7 @@ def _regularize(layer: Any, regularizer: Any, outputs: Any) -> None:
 
 
 def _assign(step: Step, of: Split, scopes: Sequence[PartScope]) -> None:
-    """Assign once what the parts assigned: all the same, but for statistics of each part."""
+    """Assign once what the parts assigned: all the same, except for statistics of each part."""
     for variable in scopes[0].assigned.values():
         values = [scope.get_current_value(variable) for scope in scopes]
         is_of_parts = step.batch_norm == _batch_norm.REPLICA and values[0].dtype.is_floating

@@ -234,24 +234,6 @@ def is_metric_of_a_library(metric: keras.metrics.Metric) -> bool:
     )
 
 
-# Of predictions that have the examples as their only axis, these give the mean over the examples.
-_MEANS = {
-    *("mean_squared_error", "mean_absolute_error", "mean_absolute_percentage_error"),
-    *("mean_squared_logarithmic_error", "binary_accuracy", "binary_crossentropy"),
-    *("binary_focal_crossentropy", "huber", "log_cosh", "hinge", "squared_hinge", "poisson"),
-    "accuracy",
-}
-
-
-def compares_predictions(metric: keras.metrics.Metric, y_pred: Any) -> bool:
-    """Return whether a library's metric computes with all examples of predictions of one axis."""
-    function = getattr(metric, "_fn", None)
-    is_mean = function is None or getattr(function, "__name__", "") in _MEANS
-    return not is_mean and any(
-        x.shape.rank == 1 for x in tf.nest.flatten(y_pred) if tf.is_tensor(x)
-    )
-
-
 def layers_of(layer: keras.layers.Layer) -> list[Any]:
     """List a layer and all layers in it."""
     return [part for part in layer._flatten_layers() if isinstance(part, keras.layers.Layer)]

@@ -28,6 +28,7 @@ from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
     _distribution,
+    _division,
     _keras_internals,
     _libraries,
     _losses,
@@ -92,8 +93,8 @@ class TensorFlowSteps(Steps):
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        explained = _distribution.explaining_differences()
-        with processes.explain_lost_process(), explained, _patches.installed():
+        explained = _distribution.explaining_differences(), _division.explaining_other_lengths()
+        with processes.explain_lost_process(), explained[0], explained[1], _patches.installed():
             yield
 
     # Before the first step: the data, and all variables.
