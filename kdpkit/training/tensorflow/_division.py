@@ -101,6 +101,7 @@ class Arguments:
             tf.debugging.Assert(total == self.split.total, [OTHER_LENGTHS])
             for total in others.values()
         ]
+        step.checks += self._checked
         divided = tf.nest.map_structure(self._divided, nest)
         devices = range(len(step.mesh.devices))
         self.nests = [tf.nest.map_structure(lambda of, at=at: of(at), divided) for at in devices]

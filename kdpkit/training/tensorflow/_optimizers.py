@@ -10,7 +10,7 @@ import tensorflow as tf
 from kdpkit._internal import checks, held_variables
 from kdpkit.training.tensorflow import _checks, _keras_internals
 from kdpkit.training.tensorflow._libraries import is_library
-from kdpkit.training.tensorflow._step import current_step
+from kdpkit.training.tensorflow._step import Step, current_step
 
 
 def optimizers_of(model: keras.Model) -> list[Any]:
@@ -69,7 +69,14 @@ def apply(original: Callable, optimizer: Any, grads: Any, trainable_variables: A
         if not optimizer.built:
             with tf.init_scope(), step.mesh.strategy.scope():
                 optimizer.build([*variables])
-    return original(optimizer, grads, trainable_variables)
+    with tf.control_dependencies(_checks_here(step)):
+        return original(optimizer, grads, trainable_variables)
+
+
+def _checks_here(step: Step | None) -> list[tf.Operation]:
+    """Return what a step checks before it updates anything."""
+    graph = tf.compat.v1.get_default_graph()
+    return [of for of in (step.checks if step else ()) if of.graph is graph]
 
 
 def _build(optimizer: Any, variables: Any) -> None:
@@ -103,7 +110,8 @@ def apply_scaled(
     """Check the gradients once: docs/upstream/keras_checks_overflow_on_one_replica.md."""
     if current_step() is None:
         return original(optimizer, grads, trainable_variables)
-    return optimizer._common_apply(grads, trainable_variables)
+    with tf.control_dependencies(_checks_here(current_step())):
+        return optimizer._common_apply(grads, trainable_variables)
 
 
 def _reject_gradients_that_are_values(variables: Any) -> None:

@@ -77,6 +77,7 @@ class Step:
         self.batch_norm, self.jit = batch_norm, jit
         self.parts: dict[Any, Any] = {}  # of tensors that were put together, by `key`
         self.on_host: set[Any] = set()  # tensors of the batch
+        self.checks: list[tf.Operation] = []  # that end the step before it updates anything
         self.micro_batch: MicroBatch | None = None
         self.place: Part | None = None  # of what is not divided, for random numbers by position
         self._graph, self._num_channels = _graph(), 0
