@@ -251,11 +251,11 @@ def test_bad_settings_get_one_sentence(train, flags, sentence, tmp_path, monkeyp
 @pytest.mark.slow
 @pytest.mark.tensorflow
 def test_the_cnn_learns_the_digits_on_two_replicas_at_the_rates_of_its_schedule():
-    results = cnn_fit.main([*ON_TWO, "--epochs", "8"])
+    results = cnn_fit.main([*ON_TWO, "--epochs", "12"])  # after 8, one device too has 0.9296
     assert results["test"]["accuracy"] > 0.93
     schedule = schedules.warmup_cosine(3e-3 * 2**0.5, total_steps=results["steps"])
-    per_epoch = results["steps"] // 8
-    expected = [float(schedule(per_epoch * epoch - 1)) for epoch in range(1, 9)]
+    per_epoch = results["steps"] // 12
+    expected = [float(schedule(per_epoch * epoch - 1)) for epoch in range(1, 13)]
     assert results["history"]["learning_rate"] == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
