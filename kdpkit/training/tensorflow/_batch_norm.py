@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
-from kdpkit.training.tensorflow._collectives import collected, spread
+from kdpkit.training.tensorflow._collectives import sum_gradients, summed
 from kdpkit.training.tensorflow._parts import to
 from kdpkit.training.tensorflow._split import Split, entries_of_each
 from kdpkit.training.tensorflow._step import Step, current_part
@@ -106,13 +106,15 @@ def moments_of_parts(step: Step, layer: Any, split: Split, calls: Sequence[Any])
     epsilon = 0.0 if parts[0][1] is None else keras.config.epsilon()
     with tf.device(step.mesh.home):
         share = tf.math.reciprocal_no_nan(_sum(step, counts) + epsilon)
-        mean = spread(step.mesh, _sum(step, sums) * share, step.channel())
+        mean = sum_gradients(step.mesh, _sum(step, sums) * share, step.channel())
     squares = []
     for device, (x, weights) in zip(devices, parts, strict=True):
         own_mean = to(device, mean)
         with tf.device(device):
             if weights is None:
-                own_mean = tf.stop_gradient(own_mean)  # as `tf.nn.moments`: it counts twice derived
+                own_mean = tf.stop_gradient(
+                    own_mean
+                )  # as `tf.nn.moments`; second derivatives see it
             reduced = {axis % x.shape.rank for axis in axes}
             shape = [1 if axis in reduced else -1 for axis in range(x.shape.rank)]
             deviations = x - tf.reshape(own_mean, shape)
@@ -120,7 +122,7 @@ def moments_of_parts(step: Step, layer: Any, split: Split, calls: Sequence[Any])
                 deviations = tf.math.multiply_no_nan(deviations, weights)
             squares.append(tf.reduce_sum(tf.square(deviations), axes))
     with tf.device(step.mesh.home):
-        variance = spread(step.mesh, _sum(step, squares) * share, step.channel())
+        variance = sum_gradients(step.mesh, _sum(step, squares) * share, step.channel())
     return [(to(device, mean), to(device, variance)) for device in devices]
 
 
@@ -140,4 +142,4 @@ def _own_examples(
 
 def _sum(step: Step, values: Sequence[Any]) -> Any:
     total = tf.add_n([to(step.mesh.home, value) for value in values])
-    return collected(step.mesh, total, step.channel())
+    return summed(step.mesh, total, step.channel())

@@ -11,7 +11,11 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.training.tensorflow._keras_internals import exchanged, with_gradient
+from kdpkit.training.tensorflow._keras_internals import (
+    exchanged,
+    is_differentiable,
+    with_gradient,
+)
 
 _FIRST, _SECOND = 8, 4  # gradients of what is exchanged, and of each of these
 NUMBERS = _FIRST * _SECOND  # for what is exchanged at one border, with its gradients
@@ -80,25 +84,25 @@ def _all_slices(mesh: Any, slices: tf.IndexedSlices, channel: Channel) -> tf.Ind
     return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
-def collected(mesh: Any, tensor: Any, channel: Channel) -> Any:
+def summed(mesh: Any, tensor: Any, channel: Channel) -> Any:
     """Return the sum over the processes of what each has; its gradient is the same in all."""
-    summed = total(mesh, tensor, channel)
-    if mesh.num_processes == 1 or not tensor.dtype.is_floating:
-        return summed
+    sum_of_all = total(mesh, tensor, channel)
+    if mesh.num_processes == 1 or not is_differentiable(tensor):
+        return sum_of_all
     return with_gradient(
-        summed, tensor, lambda upstream: spread(mesh, upstream, channel.of_gradient())
+        sum_of_all, tensor, lambda upstream: sum_gradients(mesh, upstream, channel.of_gradient())
     )
 
 
-def spread(mesh: Any, tensor: Any, channel: Channel) -> Any:
-    """Return what all processes have for use on their devices, which give parts of its gradient."""
-    if mesh.num_processes == 1 or not tensor.dtype.is_floating:
+def sum_gradients(mesh: Any, tensor: Any, channel: Channel) -> Any:
+    """Return a tensor that all processes have; its gradients are added up over the processes."""
+    if mesh.num_processes == 1 or not is_differentiable(tensor):
         return tensor
 
     def gradient(upstream: Any) -> Any:
         if isinstance(upstream, tf.IndexedSlices):
             return total(mesh, upstream, channel.of_gradient())
-        return collected(mesh, upstream, channel.of_gradient())
+        return summed(mesh, upstream, channel.of_gradient())
 
     return with_gradient(tensor, tensor, gradient)
 

@@ -1,8 +1,9 @@
 """The variables' copies on the devices, as layers read them there: gradients meet here.
 
-Each device reads its own copy, and the gradient of what it has read goes to the variable's first
-copy, which is the one that tapes know. So a tape adds up the gradients of all parts, and of what
-the step computes with the variable itself, as it adds up those of several uses on one device.
+Each device reads its own copy, and the gradient of what it has read goes to the value of the
+variable's first copy, which is the one that tapes know (`_on_device`). So no code here adds
+gradients up: a tape does, those of all parts and of what the step computes with the variable
+itself, as it adds up those of several uses on one device.
 """
 
 from typing import Any
@@ -11,9 +12,14 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_stateless_scope
-from kdpkit.training.tensorflow._collectives import spread
+from kdpkit.training.tensorflow._collectives import sum_gradients
 from kdpkit.training.tensorflow._gradients import dense_if_unique
-from kdpkit.training.tensorflow._keras_internals import read_unwatched, unrecorded, with_gradient
+from kdpkit.training.tensorflow._keras_internals import (
+    is_differentiable,
+    read_unwatched,
+    unrecorded,
+    with_gradient,
+)
 from kdpkit.training.tensorflow._parts import to
 from kdpkit.training.tensorflow._step import Part
 
@@ -53,28 +59,24 @@ class PartScope(keras.StatelessScope):
         step = self._part.step
         given = self._around and self._around.get_current_value(variable)
         if given is not None:  # by the user, or by the call of a block around
-            return to(self._part.device, spread(step.mesh, given, step.channel()))
+            return to(self._part.device, sum_gradients(step.mesh, given, step.channel()))
         held = variable._value
         if held is None:
             return None
         if id(variable) not in self._read:
             with tf.device(None):
                 value = tf.convert_to_tensor(held)
-                self._read[id(variable)] = spread(step.mesh, value, step.channel())
+                self._read[id(variable)] = sum_gradients(step.mesh, value, step.channel())
         return _on_device(self._part, held, self._read[id(variable)])
 
 
 def _on_device(part: Part, variable: Any, value: Any) -> Any:
-    """Return a variable's value on a device: from its copy there, where tapes follow."""
+    """Return a variable's value on a device; tapes add up its gradients at `value`."""
     is_copied = isinstance(variable, tf.distribute.DistributedValues)
-    if not is_copied or not part.step.is_here():  # where gradients follow operations
+    # Inside a condition or a loop TensorFlow derives gradients from operations, not from what a
+    # tape was told: there the value itself is moved.
+    if not is_copied or not part.step.is_here():
         return to(part.device, value)
     with unrecorded(), tf.device(part.device):
         own = read_unwatched(variable.values[part.index])
-    if not own.dtype.is_floating:
-        return own
-
-    def gradient(upstream: Any) -> Any:
-        return dense_if_unique(upstream)
-
-    return with_gradient(own, value, gradient)
+    return with_gradient(own, value, dense_if_unique) if is_differentiable(own) else own

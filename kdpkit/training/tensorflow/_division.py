@@ -14,10 +14,10 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow import _batch_norm, _keras_internals, _parts, _xla
-from kdpkit.training.tensorflow._collectives import spread
+from kdpkit.training.tensorflow._collectives import sum_gradients
 from kdpkit.training.tensorflow._copies import PartScope
 from kdpkit.training.tensorflow._libraries import has_too_few_axes, is_written_by_libraries
-from kdpkit.training.tensorflow._parts import joined, known_parts
+from kdpkit.training.tensorflow._parts import join_output, known_parts
 from kdpkit.training.tensorflow._policy import is_batch_norm
 from kdpkit.training.tensorflow._split import Split
 from kdpkit.training.tensorflow._step import Part, Step, current_part, current_step, running
@@ -34,7 +34,7 @@ def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> 
         return original(layer, *args, **kwargs)
     if not layer.built:
         _build(step, layer, args, kwargs)
-    first = first_with_examples((args, kwargs)) if step.may_divide() else None
+    first = first_with_examples((args, kwargs)) if step.asks_policy() else None
     if first is None or not step.policy(layer, args, kwargs, as_one=step.jit):
         return original(layer, *args, **kwargs)
     if not is_written_by_libraries(layer) and not have_same_examples(step, (args, kwargs)):
@@ -64,7 +64,7 @@ def _called_on_parts(
     # A library's gives as many entries for each example as it was given.
     length = first.shape[0] if is_written_by_libraries(layer) else None
     together = tf.nest.map_structure(
-        lambda *of_parts: joined(step, of, of_parts, length=length), *outputs
+        lambda *of_parts: join_output(step, of, of_parts, length=length), *outputs
     )
     if regularizer is not None:
         _regularize(layer, regularizer, together)
@@ -95,8 +95,8 @@ class Arguments:
         self._masked: list[tuple[Any, Sequence[Any]]] = []
         known = known_parts(step, first)
         self.split: Split = known.split if known else _parts.split_of(step, first)
-        others = {of.examples: of.total for of in _splits(step, nest)}
-        others.pop(self.split.examples, None)
+        others = {of.length_id: of.total for of in _splits(step, nest)}
+        others.pop(self.split.length_id, None)
         self._checked = [
             tf.debugging.Assert(total == self.split.total, [OTHER_LENGTHS])
             for total in others.values()
@@ -107,10 +107,10 @@ class Arguments:
         self.nests = [tf.nest.map_structure(lambda of, at=at: of(at), divided) for at in devices]
 
     def _divided(self, leaf: Any) -> Callable:
-        tensors = cut_leaf(self._step, self.split, leaf, is_sure=leaf is self._first)
+        tensors = cut_leaf(self._step, self.split, leaf, has_all_examples=leaf is self._first)
         if tensors is None:
             for_all = (
-                spread(self._step.mesh, leaf, self._step.channel())
+                sum_gradients(self._step.mesh, leaf, self._step.channel())
                 if isinstance(leaf, tf.Tensor)
                 else leaf
             )
@@ -119,12 +119,12 @@ class Arguments:
             with tf.control_dependencies(self._checked):
                 tensors = [*map(tf.identity, tensors)]
         if (mask := get_keras_mask(leaf)) is not None:
-            masks: Any = cut_leaf(self._step, self.split, mask, is_sure=False)
+            masks: Any = cut_leaf(self._step, self.split, mask, has_all_examples=False)
             for tensor, of_mask in zip(tensors, masks, strict=True):
                 set_keras_mask(tensor, of_mask)
             self._masked.append((leaf, tensors))
         if (logits := _keras_internals.get_logits(leaf)) is not None:
-            of_logits: Any = cut_leaf(self._step, self.split, logits, is_sure=False)
+            of_logits: Any = cut_leaf(self._step, self.split, logits, has_all_examples=False)
             for tensor, of_tensor in zip(tensors, of_logits, strict=True):
                 _keras_internals.set_logits(tensor, of_tensor)
         return lambda at: tensors[at]
@@ -136,11 +136,11 @@ class Arguments:
                 set_keras_mask(leaf, None)
 
 
-def cut_leaf(step: Step, of: Split, leaf: Any, *, is_sure: bool) -> Sequence[Any] | None:
+def cut_leaf(step: Step, of: Split, leaf: Any, *, has_all_examples: bool) -> Sequence[Any] | None:
     """Return the parts of a tensor with examples; None for what all devices get as it is."""
     if not has_examples(leaf) or leaf.shape[0] == 1:
         return None
-    if is_sure or known_parts(step, leaf) is not None:
+    if has_all_examples or known_parts(step, leaf) is not None:
         return _parts.cut(step, leaf, of)
     return _parts.cut_if_of_length(step, leaf, of)
 
@@ -172,7 +172,7 @@ def have_same_examples(step: Step, nest: Any) -> bool:
     """Return whether all tensors of a call surely have the same number of examples."""
     leaves = [leaf for leaf in tf.nest.flatten(nest) if has_examples(leaf) and leaf.shape[0] != 1]
     known = [(leaf, known_parts(step, leaf)) for leaf in leaves]
-    marks = {leaf.shape[0] if parts is None else parts.split.examples for leaf, parts in known}
+    marks = {leaf.shape[0] if parts is None else parts.split.length_id for leaf, parts in known}
     return len(leaves) == 1 or (len(marks) == 1 and None not in marks)
 
 

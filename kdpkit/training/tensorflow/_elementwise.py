@@ -41,7 +41,7 @@ def _entry_by_entry(step: Any, operation: Any, known_parts: Callable) -> Any:
     inputs = [*operation.inputs]
     parts = [known_parts(step, x) for x in inputs]
     known = [part for part in parts if part is not None]
-    if not known or any(part.split.examples != known[0].split.examples for part in known):
+    if not known or any(part.split.length_id != known[0].split.length_id for part in known):
         return None
     rank = operation.outputs[0].shape.rank
     for x, part in zip(inputs, parts, strict=True):
@@ -77,4 +77,4 @@ def _unbroadcast(step: Any, operation: Any, known_parts: Callable) -> Any:
     if parts is None or not is_same or not tensor.shape[1:].is_fully_defined():
         return None
     own = known_parts(step, tensor)
-    return parts if own is not None and own.split.examples == parts.split.examples else None
+    return parts if own is not None and own.split.length_id == parts.split.length_id else None

@@ -49,8 +49,7 @@ def attach(
         _reject_own_loops(model)
         if strategy.num_replicas_in_sync > 1:
             _checks.reject_states_of_examples(model)
-        steps = _ExactSteps(model, strategy, batch_norm=batch_norm)
-        steps.policy = Policy(divided, undivided)
+        steps = _ExactSteps(model, strategy, Policy(divided, undivided), batch_norm=batch_norm)
         steps.attach()
 
 
@@ -87,12 +86,17 @@ class _ExactSteps:
     """The methods that stand in for a model's own, set on the instance alone."""
 
     def __init__(
-        self, model: keras.Model, strategy: tf.distribute.Strategy, *, batch_norm: str
+        self,
+        model: keras.Model,
+        strategy: tf.distribute.Strategy,
+        policy: Policy,
+        *,
+        batch_norm: str,
     ) -> None:
         self.model, self.strategy = model, strategy
         self.mesh = Mesh(strategy)
         self.batch_norm = batch_norm
-        self.policy = Policy()
+        self.policy = policy
         self.is_own_step: dict[str, bool] = {}
         self.steps_of_model: dict[str, Callable] = {}
         self.steps_in_place: dict[str, Callable] = {}
@@ -140,7 +144,7 @@ class _ExactSteps:
         """Have the model's metrics count once, for all devices."""
         for metric in _libraries.parts_of_metrics(self.model):
             for variable in metric.variables:
-                _losses.read_first(variable)
+                _losses.count_once(variable)
 
     def move_optimizers(self) -> None:
         """Have the model's optimizers keep their state on all devices."""

@@ -1,4 +1,4 @@
-"""Sparse gradients that are made dense, and where gradients are computed.
+"""Where gradients are computed, `tf.gradients`, and sparse gradients that are made dense.
 
 A tape computes gradients wherever TensorFlow puts them, which is mostly one device. What it has
 added to a graph is put, after a step was traced, where what it is computed from is.
@@ -20,7 +20,7 @@ from kdpkit.training.tensorflow._step import current_step, key
 def place(graph: Any, first: int, devices: tuple[str, ...]) -> None:
     """Put a graph's operations that have no device where their inputs are.
 
-    Sums over several devices, of the gradients of a variable, are dealt out to all of them.
+    The sums in which a tape adds up a variable's gradients (`_copies`) take turns on the devices.
 
     Args:
         graph: The graph.

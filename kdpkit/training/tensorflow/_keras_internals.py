@@ -22,30 +22,25 @@ from keras.src.models.functional import Functional as Functional
 from keras.src.random import seed_generator as seed_generator
 from keras.src.random.seed_generator import GLOBAL_SEED_GENERATOR as GLOBAL_SEED_GENERATOR
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as PyDatasetAdapter
-from tensorflow.core.protobuf import config_pb2 as config_pb2
 from tensorflow.python.autograph.core import ag_ctx
-from tensorflow.python.distribute import distribute_lib as distribute_lib
-from tensorflow.python.distribute import distribute_utils
+from tensorflow.python.distribute import distribute_lib, distribute_utils
 from tensorflow.python.distribute.cross_device_utils import CollectiveReplicaLauncher
-from tensorflow.python.distribute.values import MirroredVariable as MirroredVariable
 from tensorflow.python.distribute.values import SyncOnReadVariable as SyncOnReadVariable
 from tensorflow.python.eager import cancellation as cancellation
-from tensorflow.python.eager import context as context
-from tensorflow.python.eager import execute, record
+from tensorflow.python.eager import context, execute, record
 from tensorflow.python.eager.polymorphic_function import autograph_util
 from tensorflow.python.eager.polymorphic_function.polymorphic_function import Function
 from tensorflow.python.framework import op_def_registry as op_def_registry
-from tensorflow.python.ops import control_flow_util as control_flow_util
-from tensorflow.python.ops import gen_resource_variable_ops
+from tensorflow.python.ops import control_flow_util, gen_resource_variable_ops
 from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from kdpkit._internal import optimizers, versions
 
 KERAS_RANDOM: Any = keras_random
 
-# What a thread's global state has of the calls around: the types that the layers there cast to, and
-# other values than variables have.
-AROUND_CALLS = ("autocast_scope", "stateless_scope")
+# What Keras knows in a thread about the layers that are being called: whether they train, the type
+# that their variables are cast to, and the values that these have meanwhile.
+OF_CALLS_AROUND = ("current_call_ctx", "autocast_scope", "stateless_scope")
 
 
 @contextlib.contextmanager
@@ -152,6 +147,10 @@ def outside_of_scopes() -> Iterator[None]:
         global_state.set_global_attribute("stateless_scope", inside)
 
 
+def is_differentiable(tensor: Any) -> bool:
+    return bool(tensor.dtype.is_floating or tensor.dtype.is_complex)
+
+
 def unrecorded() -> contextlib.AbstractContextManager[None]:
     """Let no tape record what is computed."""
     return record.stop_recording()
@@ -177,6 +176,7 @@ def read_unwatched(variable: Any) -> Any:
 MEAN_OF_REGULARIZERS = versions.KERAS >= (3, 14)
 
 
+_FIRST_KEY = 2048
 _SENT = (tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64, tf.complex128)
 
 
@@ -203,7 +203,8 @@ def exchanged(mesh: Any, values: Any, kind: str, number: int) -> Any:
         unit = tf.bitwise.left_shift(1, exponent)
         padded = -(-length // unit)
         what = (number * 2 + (kind == "sum")) * len(_SENT) + _SENT.index(values.dtype)
-        key = (2048 + what) * 512 + exponent * 17 + padded
+        # `padded` is at most 16 and `exponent` at most 27. TensorFlow counts its own keys from 0.
+        key = (_FIRST_KEY + what) * 512 + exponent * 17 + padded
     with replaced(CollectiveReplicaLauncher, "_prefer_ordering_token", False):
         launcher = CollectiveReplicaLauncher(group, mesh.num_processes, keys, mesh.home, options)
 
@@ -335,7 +336,7 @@ def call_of_layers() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 def _layers_being_called() -> dict[str, Any]:
-    names = ("current_call_ctx", "autocast_scope")
+    names = OF_CALLS_AROUND[:2]
     return {name: global_state.get_global_attribute(name) for name in names}
 
 

@@ -25,7 +25,7 @@ import tensorflow as tf
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow._effects import Memory, Scope, effect_of_operations, unseen
 from kdpkit.training.tensorflow._keras_internals import (
-    AROUND_CALLS,
+    OF_CALLS_AROUND,
     cancellation,
     global_state,
     seed_generator,
@@ -74,7 +74,7 @@ def try_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Finding:
             the examples along axis 0.
         kwargs: What its call is given by name.
     """
-    thread, around = global_state.GLOBAL_STATE_TRACKER, (*AROUND_CALLS, "current_call_ctx")
+    thread, around = global_state.GLOBAL_STATE_TRACKER, OF_CALLS_AROUND
     state = {name: copy.copy(of) for name, of in vars(thread).items() if name not in around}
 
     def trial() -> Finding:
@@ -143,7 +143,7 @@ class _Trial:
             raise _FoundError(Verdict.HAS_EFFECTS, effect)
         kind = "fractions"
         with contextlib.suppress(tf.errors.OpError):  # of a label that is none, say
-            kind = "normal" if self.is_finite("normal", 0, 1.0) else kind
+            kind = "normal" if self.set_baseline("normal", 0, 1.0) else kind
         trials: tuple[tuple[str, str, int, float, Callable], ...] = (
             ("", kind, 0, 1.0, self.try_all),
             (", if its weights change", kind, 1, 1.0, self.try_all),
@@ -151,7 +151,7 @@ class _Trial:
             (", of fractions", "fractions", 0, 1e-4, self.try_parts),
         )
         for when, of_kind, sign, scale, compare in trials:
-            if not self.is_finite(of_kind, sign, scale):
+            if not self.set_baseline(of_kind, sign, scale):
                 raise _FoundError(Verdict.UNTRIED, f"gives no finite numbers{when}")
             compare(when)
 
@@ -206,8 +206,8 @@ class _Trial:
         gradients = [tf.convert_to_tensor(gradient) for gradient in found]
         return outputs, gradients[: len(own)], gradients[len(own) :]
 
-    def is_finite(self, kind: str, sign: int, scale: float) -> bool:
-        """Call the layer on examples of a kind, and return whether all that it gives is finite."""
+    def set_baseline(self, kind: str, sign: int, scale: float) -> bool:
+        """Choose examples, weights and results to compare with; return whether these are finite."""
         self.values = [_made_up(of, kind) for of in self.given.values()]
         self.weights, self.state = np.multiply(scale, _WEIGHTS, dtype=np.float32), self.initial
         if sign:

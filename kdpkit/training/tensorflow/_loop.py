@@ -140,7 +140,7 @@ class TensorFlowSteps(Steps):
                 self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
                 metrics = [*_libraries.parts_of_metrics(self.model), *self.means]
                 for variable in (v for of in metrics if self.counts_once for v in of.variables):
-                    _losses.read_first(variable)
+                    _losses.count_once(variable)
                 self._is_built = True
             if training and not self._is_optimizer_built:
                 self._build_optimizer()

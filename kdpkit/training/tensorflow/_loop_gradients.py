@@ -34,7 +34,7 @@ def forward_and_backward(loop: Any, batch: Any, counts: tuple[Any, Any]) -> tupl
 
 
 def combined(gradients: list[dict[int, Any]], factors: list[Any]) -> dict[int, Any]:
-    """Add up the gradients of losses: of all that is complete, and of others times a factor."""
+    """Add to the first gradients those of other losses, each times a factor; return the first."""
     total, *others = gradients
     for of_loss, factor in zip(others, factors, strict=True):
         for index, gradient in of_loss.items():

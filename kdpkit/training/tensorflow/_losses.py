@@ -9,7 +9,7 @@ import tensorflow as tf
 from kdpkit.training.tensorflow import _libraries
 from kdpkit.training.tensorflow._division import Arguments
 from kdpkit.training.tensorflow._keras_internals import SyncOnReadVariable
-from kdpkit.training.tensorflow._parts import joined, known_parts
+from kdpkit.training.tensorflow._parts import join_output, known_parts
 from kdpkit.training.tensorflow._step import Part, Step, current_part, current_step, running
 
 
@@ -56,13 +56,13 @@ def _on_parts(step: Step, compute: Callable, y_true: Any, y_pred: Any) -> Any:
             values.append(compute(of_true, of_pred))
     if values[0].shape.rank == 0:  # of all examples together
         return compute(y_true, y_pred)
-    return joined(step, parts.split, values, length=known[0].shape[0])
+    return join_output(step, parts.split, values, length=known[0].shape[0])
 
 
-def read_first(variable: Any) -> None:
-    """Have a metric's count be one for all devices, which the step counts once.
+def count_once(variable: Any) -> None:
+    """Have a metric's variable hold one count for all devices, which the step counts once.
 
-    TensorFlow would add up what the devices have, and divides what is assigned to all.
+    TensorFlow would add up the copies that the devices have, and divide what is assigned to all.
     """
     if isinstance(variable, keras.Variable):
         variable = variable.value

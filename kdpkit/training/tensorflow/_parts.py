@@ -16,9 +16,10 @@ import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow import _elementwise
-from kdpkit.training.tensorflow._collectives import Channel, collected, gathered, total
+from kdpkit.training.tensorflow._collectives import Channel, gathered, summed, total
 from kdpkit.training.tensorflow._keras_internals import (
     get_logits,
+    is_differentiable,
     set_logits,
     unrecorded,
     with_gradient,
@@ -62,22 +63,14 @@ def split_of(step: Step, tensor: Any) -> Split:
     with tf.device("CPU:0"):
         total = tf.shape(tensor)[0]
     mesh, known = step.mesh, tensor.shape[0]
-    examples = object() if known is None else known
-    return split_entries(total, mesh.num_parts, mesh.local, examples)
+    length_id = object() if known is None else known
+    return split_entries(total, mesh.num_parts, mesh.local, length_id)
 
 
 def take(step: Step, tensor: Any, channel: Channel | None = None) -> Sequence[Any]:
     """Return known parts for use; their gradients flow into that of the tensor."""
-    channel = channel or step.channel()
     parts: Any = known_parts(step, tensor)
-    if not _has_gradient(tensor):
-        return parts.tensors
-
-    def gradient(*upstream: Any) -> Any:
-        tensors = [*map(tf.convert_to_tensor, upstream)]
-        return join(step, Parts(tensors, parts.split), channel.of_gradient())
-
-    return with_gradient(list(parts.tensors), tensor, gradient)
+    return _flowing_into(step, tensor, parts, channel or step.channel())
 
 
 def cut(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
@@ -85,15 +78,19 @@ def cut(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
     if known_parts(step, tensor) is not None:
         return take(step, tensor)
     each, channel = entries_of_each(tensor, split.total), step.channel()
-    tensors = _cut(step, tensor, split, each)
-    if not _has_gradient(tensor):
-        return tensors
+    return _flowing_into(step, tensor, Parts(_cut(step, tensor, split, each), split), channel)
+
+
+def _flowing_into(step: Step, tensor: Any, parts: Parts, channel: Channel) -> Sequence[Any]:
+    """Return the parts of a tensor; their gradients, put together, flow into that of the tensor."""
+    if not is_differentiable(tensor):
+        return parts.tensors
 
     def gradient(*upstream: Any) -> Any:
-        parts = Parts([*map(tf.convert_to_tensor, upstream)], split)
-        return join(step, parts, channel.of_gradient())
+        tensors = [*map(tf.convert_to_tensor, upstream)]
+        return join(step, Parts(tensors, parts.split), channel.of_gradient())
 
-    return with_gradient(tensors, tensor, gradient)
+    return with_gradient([*parts.tensors], tensor, gradient)
 
 
 def _cut(step: Step, tensor: Any, split: Split, each: Any) -> list[Any]:
@@ -112,22 +109,21 @@ def join(step: Step, parts: Parts, channel: Channel | None = None) -> Any:
     """Put the parts of a tensor together; they are known from then on."""
     channel = channel or step.channel()
     tensors, split = parts
-    first = entries_of_each(tensors[0], split.counts[0])
+    each = entries_of_each(tensors[0], split.counts[0])
     with tf.device(step.mesh.home):  # what is borrowed comes last
-        size = -(-split.total // step.mesh.num_parts) * len(tensors) * first
-        joined = gathered(step.mesh, tf.concat(tensors, 0), size, channel)
-        joined = joined[: split.total * first]
-    if _has_gradient(tensors[0]):
+        size = -(-split.total // step.mesh.num_parts) * len(tensors) * each
+        whole = gathered(step.mesh, tf.concat(tensors, 0), size, channel)[: split.total * each]
+    if is_differentiable(tensors[0]):
 
         def gradient(upstream: Any) -> Any:
             upstream = tf.convert_to_tensor(upstream)
             if known_parts(step, upstream):
                 return take(step, upstream, channel.of_gradient())
-            return _padded(step, upstream, parts, first)
+            return _padded(step, upstream, parts, each)
 
-        joined = with_gradient(joined, list(tensors), gradient)
-    step.parts[key(joined)] = parts
-    return joined
+        whole = with_gradient(whole, list(tensors), gradient)
+    step.parts[key(whole)] = parts
+    return whole
 
 
 def _padded(step: Step, upstream: Any, parts: Parts, each: Any) -> list[Any]:
@@ -144,7 +140,9 @@ def _padded(step: Step, upstream: Any, parts: Parts, each: Any) -> list[Any]:
     return padded
 
 
-def joined(step: Step, split: Split, outputs: Sequence[Any], *, length: int | None = None) -> Any:
+def join_output(
+    step: Step, split: Split, outputs: Sequence[Any], *, length: int | None = None
+) -> Any:
     """Put together what a layer gives on each device, with its Keras mask and its logits.
 
     Args:
@@ -158,13 +156,13 @@ def joined(step: Step, split: Split, outputs: Sequence[Any], *, length: int | No
         return first
     if first.shape.rank == 0:
         return mean_of_parts(step, split, outputs) if first.dtype.is_floating else first
-    total = join(step, Parts(outputs, split))
-    total.set_shape([length, *total.shape[1:]])
+    whole = join(step, Parts(outputs, split))
+    whole.set_shape([length, *whole.shape[1:]])
     for get, put in ((get_keras_mask, set_keras_mask), (get_logits, set_logits)):
         of_parts = [get(output) for output in outputs]
         if of_parts[0] is not None:
-            put(total, join(step, Parts(of_parts, split)))
-    return total
+            put(whole, join(step, Parts(of_parts, split)))
+    return whole
 
 
 def mean_of_parts(step: Step, split: Split, values: Sequence[Any]) -> Any:
@@ -174,7 +172,7 @@ def mean_of_parts(step: Step, split: Split, values: Sequence[Any]) -> Any:
         weight = tf.math.divide_no_nan(*(tf.cast(n, tf.float32) for n in (count, split.total)))
         moved = to(step.mesh.home, value)
         weighed.append(tf.math.multiply_no_nan(moved, tf.cast(weight, moved.dtype)))
-    return collected(step.mesh, tf.add_n(weighed), step.channel())
+    return summed(step.mesh, tf.add_n(weighed), step.channel())
 
 
 def to(device: str, tensor: Any) -> Any:
@@ -182,7 +180,7 @@ def to(device: str, tensor: Any) -> Any:
     source = tensor.device
     with tf.device(device):
         moved = tf.identity(tensor)
-    if not _has_gradient(tensor):
+    if not is_differentiable(tensor):
         return moved
 
     def gradient(upstream: Any) -> Any:
@@ -192,10 +190,6 @@ def to(device: str, tensor: Any) -> Any:
     return with_gradient(moved, tensor, gradient)
 
 
-def _has_gradient(tensor: Any) -> bool:
-    return tensor.dtype.is_floating or tensor.dtype.is_complex
-
-
 def cut_if_of_length(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
     """Return the parts of a tensor that has an entry for each example; else all of it, to all."""
     length, channel = tf.shape(tensor)[0], step.channel()
@@ -203,7 +197,7 @@ def cut_if_of_length(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
     starts = [tf.where(is_cut, start, 0) for start in split.starts]
     counts = [tf.where(is_cut, count, length) for count in split.counts]
     parts = _cut(step, tensor, split._replace(starts=starts, counts=counts), 1)
-    if not _has_gradient(tensor):
+    if not is_differentiable(tensor):
         return parts
 
     def gradient(*upstream: Any) -> Any:

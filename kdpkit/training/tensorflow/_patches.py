@@ -86,27 +86,27 @@ def _replica_context(original: Callable) -> Any:
 
 def _handle(original: Callable, variable: Any) -> Any:
     """Return the first copy's handle, for which tapes have the gradient of a variable."""
-    return variable.values[0].handle if _is_of_step() else original(variable)
+    return variable.values[0].handle if _in_step_outside_update() else original(variable)
 
 
 def _read(original: Callable, variable: Any) -> Any:
     """Read the first copy of a variable, which tapes follow, wherever it is read."""
-    if not _is_of_step():
+    if not _in_step_outside_update():
         return original(variable)
-    _losses.read_first(variable)
+    _losses.count_once(variable)
     first = variable.values[0]
     return tf.identity(first) if isinstance(variable, MirroredVariable) else first
 
 
 def _aggregation(original: Callable, variable: Any) -> Any:
     """Let a count that is added up over replicas be one for all, which a step counts once."""
-    if _is_of_step():
-        _losses.read_first(variable)
+    if _in_step_outside_update():
+        _losses.count_once(variable)
     return original(variable)
 
 
-def _is_of_step() -> bool:
-    """Return whether a step uses a variable, and updates none, in the cross-replica context."""
+def _in_step_outside_update() -> bool:
+    """Return whether this thread traces a step, and is in no update of a variable."""
     return (
         current_step() is not None
         and tf.distribute.in_cross_replica_context()

@@ -1,4 +1,4 @@
-"""Placeholders for a replica's part of a dataset's element, with which a model is first traced."""
+"""Placeholders for an element of a dataset, with which a model is first traced."""
 
 from collections.abc import Callable
 from typing import Any

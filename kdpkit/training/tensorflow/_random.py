@@ -20,7 +20,7 @@ from kdpkit.training.tensorflow._keras_internals import (
     outside_of_scopes,
     seed_generator,
 )
-from kdpkit.training.tensorflow._step import Part, current_place
+from kdpkit.training.tensorflow._step import Part, current_random_part
 
 # What this replaces: docs/upstream/keras_draws_the_same_on_replicas.md
 _PHILOX = 1
@@ -60,7 +60,7 @@ def _drawn_in_part(
     given = inspect.signature(original).bind(*args, **kwargs)
     given.apply_defaults()
     shape, dtype, seed = (given.arguments[name] for name in ("shape", "dtype", "seed"))
-    _, dims, entries = _located(shape, seed)
+    dims, entries = _located(shape, seed)
     if entries is None:
         return original(*args, **kwargs)
     dtype = tf.as_dtype(dtype or keras.config.floatx())
@@ -78,7 +78,7 @@ def _dropout(
     own = _dims(inputs)
     noise = own if noise_shape is None else noise_shape
     noise = [mine if wanted is None else wanted for wanted, mine in zip(noise, own, strict=True)]
-    _, dims, entries = _located(noise, seed)
+    dims, entries = _located(noise, seed)
     if entries is None:
         return original(inputs, rate, noise_shape, seed)
     seed = _cast(seed)
@@ -93,7 +93,7 @@ def _categorical(
     original: Callable, logits: Any, num_samples: Any, dtype: tf.DType = "int64", seed: Any = None
 ) -> Any:
     logits = tf.convert_to_tensor(logits)
-    _, dims, entries = _located(_dims(logits), seed)
+    dims, entries = _located(_dims(logits), seed)
     if entries is None:
         return original(logits, num_samples, dtype, seed)
     drawn = original(_spread(logits, dims, entries), num_samples, dtype, seed)
@@ -101,26 +101,26 @@ def _categorical(
 
 
 def _drawn_globally(original: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Draw what one device draws, with the parameters of this replica's examples, and slice it."""
+    """Draw what one device draws, with the parameters of this device's examples, and slice it."""
     given = inspect.signature(original).bind(*args, **kwargs).arguments
-    _, dims, entries = _located(given["shape"], given.get("seed"))
+    dims, entries = _located(given["shape"], given.get("seed"))
     if entries is None:
         return original(*args, **kwargs)
     given = {name: _spread(value, dims, entries) for name, value in given.items()}
     return _sliced(original(**given | {"shape": tf.stack([entries.total, *dims[1:]])}), entries)
 
 
-def _located(shape: Any, seed: Any) -> tuple[Any, list[Any], Entries | None]:
-    """Return the part, a shape's dimensions, and which entries they are; None if of no example."""
-    part = current_place()
+def _located(shape: Any, seed: Any) -> tuple[list[Any], Entries | None]:
+    """Return a shape's dimensions, and which entries they are; None if of no example."""
+    part = current_random_part()
     if part is None:
-        return part, [], None
+        return [], None
     if seed is None:
         _have_global_seeds(part)
     dims = _dims_of_shape(shape)
     entries = _entries(part, dims[0]) if dims else None
     part.drew_for_all |= entries is None
-    return part, dims, entries
+    return dims, entries
 
 
 def _entries(part: Part, count: Any) -> Entries | None:

@@ -19,24 +19,25 @@ class Split(NamedTuple):
         starts: Where each part begins.
         counts: How many examples it has; one if it is borrowed.
         kept: How many of these are its own: none of what is borrowed.
-        examples: Stands for the examples: tensors with the same have as many, and are split alike.
+        length_id: The number of examples if it is known before the step runs, or else an object of
+            its own. Of splits whose ids are equal the numbers are, too.
     """
 
     total: Any
     starts: Sequence[Any]
     counts: Sequence[Any]
     kept: Sequence[Any]
-    examples: object = None
+    length_id: object = None
 
 
-def split(total: Any, num_parts: int, local: Sequence[int], examples: object) -> Split:
+def split(total: Any, num_parts: int, local: Sequence[int], length_id: object) -> Split:
     """Split so many examples into parts, of which this process has some."""
     with tf.device("CPU:0"):
         size, one = -(-total // num_parts), tf.minimum(total, 1)
         starts = [tf.minimum(index * size, total - one) for index in local]
         kept = [tf.clip_by_value(total - index * size, 0, size) for index in local]
         counts = [tf.maximum(count, one) for count in kept]
-    return Split(total, starts, counts, kept, examples)
+    return Split(total, starts, counts, kept, length_id)
 
 
 def entries_of_each(tensor: Any, count: Any) -> Any:

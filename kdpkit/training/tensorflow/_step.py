@@ -79,8 +79,10 @@ class Step:
         self.on_host: set[Any] = set()  # tensors of the batch
         self.checks: list[tf.Operation] = []  # that end the step before it updates anything
         self.micro_batch: MicroBatch | None = None
-        self.place: Part | None = None  # of what is not divided, for random numbers by position
-        self._graph, self._num_channels = _graph(), 0
+        self.random_part: Part | None = (
+            None  # whose examples numbers are drawn for outside of layers
+        )
+        self._graph, self._num_channels = graph(), 0
 
     def channel(self) -> Channel:
         """Return a number for what processes exchange at the next border of a layer."""
@@ -89,26 +91,29 @@ class Step:
 
     def is_here(self) -> bool:
         """Return whether the step is traced here, and not in a condition or a loop inside of it."""
-        return self._graph is _graph()
+        return self._graph is graph()
 
-    def may_divide(self) -> bool:
-        """Return whether the policy is asked, which between micro-batches also rejects layers."""
+    def asks_policy(self) -> bool:
+        """Return whether the policy decides about layers.
+
+        On one device it only rejects layers that compare the examples of micro-batches.
+        """
         if tf.executing_eagerly():
             return False
         if self.mesh.num_parts == 1:
             return self.micro_batch is not None
-        return not in_xla_context(_graph())
+        return not in_xla_context(graph())
 
     @contextlib.contextmanager
     def at(self, start: Any, num_examples: Any, of_batch: Any) -> Iterator[None]:
         """Draw random numbers for the step's examples by their position in a batch."""
         if of_batch is not num_examples:
             self.micro_batch = MicroBatch(start, num_examples, of_batch)
-        self.place = Part(self, 0, Split(num_examples, [0], [num_examples], [num_examples]))
+        self.random_part = Part(self, 0, Split(num_examples, [0], [num_examples], [num_examples]))
         try:
             yield
         finally:
-            self.micro_batch = self.place = None
+            self.micro_batch = self.random_part = None
 
 
 @dataclasses.dataclass
@@ -157,10 +162,10 @@ def current_part() -> Any:
     return getattr(_running, "part", None)
 
 
-def current_place() -> Any:
+def current_random_part() -> Any:
     """Return the part for whose examples numbers are drawn now; None if a step draws for all."""
     step = current_step()
-    return current_part() or (step and step.place)
+    return current_part() or (step and step.random_part)
 
 
 @contextlib.contextmanager
@@ -179,5 +184,6 @@ def key(tensor: Any) -> Any:
     return id(tensor.graph), tensor.op.name, tensor.value_index
 
 
-def _graph() -> Any:
+def graph() -> Any:
+    """Return the graph that is being traced; None if operations run at once."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()

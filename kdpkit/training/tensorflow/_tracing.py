@@ -7,18 +7,17 @@ from typing import Any
 import tensorflow as tf
 
 from kdpkit.training.tensorflow import _gradients, _keras_internals, _losses, _patches
-from kdpkit.training.tensorflow._step import Step, key, running
+from kdpkit.training.tensorflow._step import Step, graph, key, running
 
 
 @contextlib.contextmanager
 def traced_once(step: Step, data: Any) -> Iterator[None]:
     """Trace a step in this: its layers are divided, and what it computes is put on devices."""
     strategy = step.mesh.strategy
-    is_eager = tf.executing_eagerly()
-    graph = None if is_eager else tf.compat.v1.get_default_graph()
-    first = 0 if graph is None else len(graph.get_operations())
+    traced = graph()
+    first = 0 if traced is None else len(traced.get_operations())
     leaves = tf.nest.flatten(data)
-    step.on_host.update(key(x) for x in leaves if isinstance(x, tf.Tensor) and graph is not None)
+    step.on_host.update(key(x) for x in leaves if isinstance(x, tf.Tensor) and traced is not None)
     with (
         strategy.scope(),
         _keras_internals.updated_once(strategy),
@@ -27,5 +26,5 @@ def traced_once(step: Step, data: Any) -> Iterator[None]:
         running(step),
     ):
         yield
-    if graph is not None:
-        _gradients.place(graph, first, step.mesh.devices)
+    if traced is not None:
+        _gradients.place(traced, first, step.mesh.devices)
