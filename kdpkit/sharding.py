@@ -1,14 +1,15 @@
-"""Data-parallel training on JAX with `jax.sharding`: meshes and sharded batches.
+"""Training on many devices on JAX with `jax.sharding`: meshes, sharded batches and weights.
 
 A program under `jax.jit` sees the global batch, and XLA splits the work, so means, batch statistics
 and dropout masks equal those of one device on any number of devices. Only the arrays have to be
 placed: variables on every device, batches sharded along their examples. `DataParallel` does that
-for Keras' `fit`, `kdpkit.training.TrainingLoop` does it itself, and `replicated` and `by_examples`
-are for your own loop.
+for Keras' `fit`, and `ModelParallel` where a model is larger than a device;
+`kdpkit.training.TrainingLoop` does it itself, and `replicated` and `by_examples` are for your own
+loop.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -17,16 +18,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from kdpkit import errors
-from kdpkit._internal import checks, machine, shards
+from kdpkit._internal import checks, layouts, machine, shards
 from kdpkit.batches import num_examples
 from kdpkit.cluster._joining import join_processes
 
 __all__ = [
     "BATCH_AXIS",
+    "MODEL_AXIS",
     "DataParallel",
+    "ModelParallel",
     "as_mesh",
     "by_examples",
     "data_mesh",
+    "describe",
     "describe_choice",
     "gathered_on_read",
     "join_processes",
@@ -38,6 +42,7 @@ __all__ = [
 ]
 
 BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
+MODEL_AXIS = "model"
 
 
 def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
@@ -148,13 +153,14 @@ def _why_no_tpu(reason: str = "it trains on another device") -> str:
     )
 
 
-def as_mesh(where: Mesh | keras.distribution.DataParallel | None) -> Mesh:
-    """Return the mesh of a `Mesh` or `keras.distribution.DataParallel`; for None one device.
+def as_mesh(where: Mesh | shards.Distribution | None) -> Mesh:
+    """Return the mesh of a `Mesh` or a distribution of Keras; for None one device.
 
-    For None, a distribution that is set in Keras takes precedence.
+    For None, a distribution that is set in Keras takes precedence. Of a mesh with several axes
+    batches are sharded over `"batch"`, or over the first one if none has this name.
 
     Raises:
-        ValueError: It is something else, or a mesh with several axes.
+        ValueError: It is something else, or shards batches over another axis.
 
     >>> as_mesh(None).size
     1
@@ -162,15 +168,23 @@ def as_mesh(where: Mesh | keras.distribution.DataParallel | None) -> Mesh:
     where = keras.distribution.distribution() if where is None else where
     if where is None:
         return data_mesh(1)
-    if isinstance(where, keras.distribution.DataParallel):
-        where = where.device_mesh.backend_mesh
-    if not isinstance(where, Mesh) or len(where.axis_names) != 1:
+    mesh, axis = where, getattr(where, "batch_dim_name", None)
+    if isinstance(where, shards.Distribution):
+        mesh = where.device_mesh.backend_mesh
+    if not isinstance(mesh, Mesh):
         checks.fail(
-            "On JAX a strategy is a `jax.sharding.Mesh` of one axis, such as "
-            "`kdpkit.sharding.data_mesh()` returns, or a `keras.distribution.DataParallel`.",
+            "On JAX a strategy is a `jax.sharding.Mesh`, such as `kdpkit.sharding.data_mesh()` "
+            "returns, or a `DataParallel` or `ModelParallel`, of kdpkit or of Keras.",
             strategy=where,
         )
-    return where
+    if axis not in (None, shards.batch_axis(mesh)):
+        checks.fail(
+            'Batches are sharded over the axis "batch" of a mesh, or over its first one.',
+            batch_dim_name=axis,
+            axes=mesh.axis_names,
+            remedy='Name the axis "batch".',
+        )
+    return mesh
 
 
 class DataParallel(keras.distribution.DataParallel):
@@ -237,7 +251,154 @@ class DataParallel(keras.distribution.DataParallel):
         """Return how Keras places a new variable: replicated or sharded."""
         if self.shards.kind != "weights" or getattr(variable, "_layout", None) is not None:
             return super().get_variable_layout(variable)
-        return shards.layout(self, self.shards.of_weight(variable.shape))
+        placement = self.shards.weight(PartitionSpec(), variable.shape)
+        return shards.layout(self, placement, len(variable.shape))
+
+
+class ModelParallel(keras.distribution.ModelParallel):
+    """Tensor parallelism for any Keras model: groups of devices that share its weights.
+
+    Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`. The
+    devices are a mesh of two axes, `"batch"` and `"model"`: batches are sharded over the first, and
+    every large weight over the second, as in Megatron (Shoeybi et al. 2019). Along which axis is
+    found when a variable is made, from its shape and its layer, and needs no names; the result is
+    that of one device whatever is found. What cannot be shared, such as a single key head, stays
+    complete: `describe` shows it.
+
+    A variable is never complete on one device on the way, so a model may be built that fits on no
+    single one. An optimizer's variables are sharded as their weights are. With `replica_exact`
+    batches of any size may be trained on, as with `kdpkit.training.TrainingLoop`.
+
+    Args:
+        devices: As for `data_mesh`.
+        model: How many devices share the model; it divides their number. A batch is sharded over
+            `devices / model` groups.
+        layout_map: Layouts of your own, by patterns that match the complete paths of variables
+            (`{"decoder/.*/kernel": (None, "model")}`); they take precedence.
+        shard: What is sharded over the groups besides, as for `DataParallel`.
+
+    Raises:
+        ValueError: `model` does not divide the devices, an axis of `layout_map` is unknown, or
+            `shard` is something else; or devices as for `data_mesh`. By `replica_exact` and
+            `TrainingLoop`, if a pattern of `layout_map` matches nothing.
+
+    >>> with ModelParallel(4, model=2).scope():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
+    >>> [shard.data.shape for shard in model.weights[0].value.addressable_shards]
+    [(32, 128), (32, 128), (32, 128), (32, 128)]
+    """
+
+    def __init__(
+        self,
+        devices: int | Sequence[jax.Device] | None = None,
+        *,
+        model: int,
+        layout_map: Mapping[str, Any] | None = None,
+        shard: Literal["none", "optimizer", "weights"] = "none",
+    ) -> None:
+        checks.backend("`ModelParallel`", "jax")
+        checks.one_of("shard", shard, shards.KINDS)
+        chosen = [*data_mesh(devices).devices.flat]
+        if len(chosen) % checks.integer("model", model):
+            checks.fail(
+                "`model` must divide the devices: each group of so many shares the model.",
+                model=model,
+                devices=len(chosen),
+            )
+        device_mesh = keras.distribution.DeviceMesh(
+            (len(chosen) // model, model),
+            [BATCH_AXIS, MODEL_AXIS],
+            [f"{d.platform}:{d.id}" for d in chosen],
+        )
+        super().__init__(
+            layout_map=_own_layouts(layout_map or {}, device_mesh),
+            batch_dim_name=BATCH_AXIS,
+            auto_shard_dataset=False,
+        )
+        self.shards = shards.Shards(shard, device_mesh.backend_mesh)
+        self._layouts = layouts.Layouts(model)
+        if shard != "none":
+            shards.let_keras_shard()
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """The number of groups that have examples of their own, named as in `tf.distribute`."""
+        return int(self.device_mesh.shape[0])
+
+    def __str__(self) -> str:
+        """Describe in one line the groups of devices.
+
+        >>> print(ModelParallel(4, model=2))
+        ModelParallel: 2 replicas of 2 devices each, on cpu:0, cpu:1, cpu:2, cpu:3
+        """
+        count, size = self.device_mesh.shape
+        devices = checks.listed(self.device_mesh.devices.flat)
+        plural = ("s" if count > 1 else "", "s" if size > 1 else "")
+        return (
+            f"ModelParallel: {count} replica{plural[0]} of {size} device{plural[1]} each, on "
+            f"{devices}"
+        )
+
+    def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
+        """Return how Keras places a new variable: as you say, or as is found."""
+        given = getattr(variable, "_layout", None) or self._layout_map[variable.path]
+        if given is not None:
+            return given
+        return self._found(*layouts.layers_of(variable), variable)
+
+    def _found(
+        self, layer: Any, parent: Any, variable: keras.Variable
+    ) -> keras.distribution.TensorLayout:
+        axis = self._layouts.axis(layer, variable.name, variable.shape, parent)
+        spec = PartitionSpec() if axis is None else PartitionSpec(*[None] * axis, MODEL_AXIS)
+        placement = self.shards.weight(spec, variable.shape)
+        return shards.layout(self, placement, len(variable.shape))
+
+    def lay_out(self, model: keras.Model) -> None:
+        """Shard what a model has that was built before, and check `layout_map`.
+
+        `replica_exact` and `TrainingLoop` call it.
+        """
+        layouts.require_matches(model, self._layout_map)
+        for layer in model._flatten_layers():
+            for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
+                if variable._layout is None and variable._value is not None:
+                    layout = self._layout_map[variable.path] or self._found(layer, model, variable)
+                    variable._layout = layout
+                    variable._value = jax.device_put(variable._value, layout.backend_layout)
+
+
+def _own_layouts(
+    layout_map: Mapping[str, Any], device_mesh: keras.distribution.DeviceMesh
+) -> keras.distribution.LayoutMap:
+    found = keras.distribution.LayoutMap(device_mesh)
+    for pattern, value in layout_map.items():
+        axes = tuple(getattr(value, "axes", value))
+        unknown = {axis for axis in axes if axis not in (None, BATCH_AXIS, MODEL_AXIS)}
+        if unknown:
+            checks.fail(
+                'A layout names the axes "batch" and "model" of the mesh, or None.',
+                pattern=pattern,
+                axes=axes,
+            )
+        found[pattern] = axes
+    return found
+
+
+def describe(model: keras.Model) -> str:
+    """Describe how a model's variables, and its optimizer's, are on the devices, as a table.
+
+    Variables of one kind are one row: of the same layer type, name, shape and layout.
+
+    >>> with ModelParallel(4, model=2).scope():
+    ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
+    >>> print(describe(model))
+    variables       count  shape      layout         MiB  on a device
+    Dense kernel        1  (64, 128)  ('model', -)  0.03         0.02
+    Dense bias          1  (128,)     (-)           0.00         0.00
+    all weights         2                           0.03         0.02
+    """
+    return layouts.described(model)
 
 
 @contextlib.contextmanager
@@ -276,13 +437,13 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def by_examples(mesh: Mesh) -> NamedSharding:
     """Return the sharding that splits an array along its first axis, the examples.
 
-    The devices have to divide the examples.
+    The parts have to be equally large. Devices that share a model have the same examples.
 
     >>> x = jax.device_put(np.arange(4.0), by_examples(data_mesh(2)))
     >>> [shard.data.shape for shard in x.addressable_shards]
     [(2,), (2,)]
     """
-    return NamedSharding(mesh, PartitionSpec(*mesh.axis_names))
+    return NamedSharding(mesh, PartitionSpec(shards.batch_axis(mesh)))
 
 
 def place_batch(batch: Any, mesh: Mesh) -> Any:
@@ -296,14 +457,23 @@ def place_batch(batch: Any, mesh: Mesh) -> Any:
 def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
     """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
     stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-    sharded = NamedSharding(mesh, PartitionSpec(None, *mesh.axis_names))
+    sharded = NamedSharding(mesh, PartitionSpec(None, shards.batch_axis(mesh)))
     return _placed(stacked, mesh, examples=num_examples(batches[0]), sharded=sharded)
 
 
 def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) -> Any:
+    count = shards.batch_shards(mesh)
     if jax.process_count() == 1:
-        return jax.device_put(batch, replicated(mesh) if examples % mesh.size else sharded)
-    own_devices = mesh.size // jax.process_count()
+        return jax.device_put(batch, replicated(mesh) if examples % count else sharded)
+    own_devices, rest = divmod(count, jax.process_count())
+    if rest or not own_devices:
+        checks.fail(
+            "With several processes each has examples of its own, and so devices that share the "
+            "model must be of one process.",
+            parts_of_a_batch=count,
+            processes=jax.process_count(),
+            remedy="Use a smaller `model`.",
+        )
     if examples % own_devices:
         checks.fail(
             "With several processes each must pass a number of examples that its devices divide.",
@@ -323,6 +493,16 @@ def split_examples(batch: Any, mesh: Mesh) -> Any:
     shards of ceil(examples / devices), the last ones smaller or empty, and computes what one device
     would, batch statistics included. Outside `jax.jit` an uneven batch stays replicated: every
     device computes with all of it.
+
+    Where devices share a model, an uneven batch is split over all of them.
     """
+    # docs/upstream/xla_adds_up_padding.md
+    each = by_examples(mesh)
+    of_all = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
+
+    def split(part: Any) -> Any:
+        is_even = part.shape[0] % shards.batch_shards(mesh) == 0
+        return jax.lax.with_sharding_constraint(part, each if is_even else of_all)
+
     is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
-    return jax.lax.with_sharding_constraint(batch, by_examples(mesh)) if is_traced else batch
+    return jax.tree.map(split, batch) if is_traced else batch

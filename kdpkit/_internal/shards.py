@@ -1,4 +1,4 @@
-"""Variables that are sharded over the devices of a mesh (ZeRO, FSDP).
+"""Variables that are sharded over the devices that share a batch (ZeRO, FSDP).
 
 Along which axis follows from the shape only: layouts by name go wrong in silence when a model
 names its layers otherwise (keras-team/keras-hub#2806).
@@ -9,7 +9,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import keras
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdpkit._internal import versions
 
+Distribution: TypeAlias = keras.distribution.DataParallel | keras.distribution.ModelParallel
 KINDS = ("none", "optimizer", "weights")
 SMALL = 4096  # elements; a variable of fewer is replicated, which spares a collective
 
@@ -27,60 +28,115 @@ _PREPARES = ("sharding_constraint", "convert_element_type", "transpose", "reshap
 
 
 class Shards(NamedTuple):
-    """What is sharded over the devices of a mesh: one of `KINDS`."""
+    """What is sharded over the devices that share a batch: one of `KINDS`.
+
+    What Keras, or `kdpkit.sharding.ModelParallel`, shards over other axes of the mesh stays so.
+    """
 
     kind: str
     mesh: Mesh
 
-    def of_weight(self, shape: Sequence[int]) -> NamedSharding:
-        return self._sharded(shape) if self.kind == "weights" else _everywhere(self.mesh)
+    def of_weight(self, variable: keras.Variable) -> NamedSharding:
+        return self.weight(self._without_batch(variable), variable.shape)
 
-    def of_optimizer(self, shape: Sequence[int]) -> NamedSharding:
-        return _everywhere(self.mesh) if self.kind == "none" else self._sharded(shape)
+    def of_optimizer(self, variable: keras.Variable) -> NamedSharding:
+        return self.optimizer(self._without_batch(variable), variable.shape)
 
-    def gathered(self, weight: jax.Array) -> jax.Array:
+    def weight(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
+        """Return where a weight is kept that has this layout on the other axes of the mesh."""
+        return self._over_batch(spec, shape) if self.kind == "weights" else self._placed(spec)
+
+    def optimizer(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
+        return self._placed(spec) if self.kind == "none" else self._over_batch(spec, shape)
+
+    @property
+    def is_any(self) -> bool:
+        """Return whether a variable may be on a device in part."""
+        return self.kind != "none" or len(self.mesh.axis_names) > 1
+
+    def gathered(self, weight: jax.Array, variable: keras.Variable) -> jax.Array:
         """Gather a sharded weight for use, in a program; otherwise XLA may gather activations.
 
         The transposed constraints, in the other order, shard its gradient.
         """
-        sharded = self.of_weight(weight.shape)
-        if sharded.is_fully_replicated:
+        sharded, used = self.of_weight(variable), self._placed(self._without_batch(variable))
+        if sharded == used:
             return weight
         constrain = jax.lax.with_sharding_constraint
-        return constrain(constrain(weight, sharded), _everywhere(self.mesh))
+        return constrain(constrain(weight, sharded), used)
 
     def gathering_again(self, function: Callable) -> Callable:
         """Let the gradient of a function of weights gather them again, not keep them complete.
 
         Everything else is kept as without; layers' outputs are not computed twice.
         """
-        if self.kind != "weights" or self.mesh.size == 1:
+        if self.kind != "weights" or batch_shards(self.mesh) == 1:
             return function
 
         def is_kept(primitive: Any, *inputs: Any, **_: Any) -> bool:
-            is_weight = inputs and not self.of_weight(inputs[0].shape).is_fully_replicated
+            sharded = self._over_batch(PartitionSpec(), inputs[0].shape) if inputs else None
+            is_weight = sharded is not None and not sharded.is_fully_replicated
             return not (is_weight and primitive.name in _PREPARES)
 
         return jax.checkpoint(function, policy=is_kept)
 
-    def _sharded(self, shape: Sequence[int]) -> NamedSharding:
+    def _without_batch(self, variable: keras.Variable) -> PartitionSpec:
+        """Return how a variable is sharded over the axes of the mesh that share no batch."""
+        placement = getattr(variable._layout, "backend_layout", variable._layout)
+        if not isinstance(placement, NamedSharding) or placement.mesh != self.mesh:
+            return PartitionSpec()
+        return without_batch(placement.spec, self.mesh)
+
+    def _over_batch(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
         """Shard the largest axis that the devices divide; replicate small variables and others."""
-        if self.mesh.size == 1 or math.prod(shape) < SMALL:
-            return _everywhere(self.mesh)
-        axes = [axis for axis, size in enumerate(shape) if size % self.mesh.size == 0]
-        if not axes:
+        count, name = batch_shards(self.mesh), batch_axis(self.mesh)
+        axes: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
+        own = [size // _count(self.mesh, axis) for size, axis in zip(shape, axes, strict=True)]
+        if count == 1 or math.prod(own) < SMALL:
+            return self._placed(spec)
+        divided = [at for at, size in enumerate(own) if size % count == 0]
+        if not divided:
             warnings.warn(  # of this line, and so shown once
-                f"A large variable stays complete on all {self.mesh.size} devices, as they divide "
-                "none of its axes.",
+                f"A large variable stays complete on all {count} devices, as they divide none of "
+                "its axes.",
                 stacklevel=1,
             )
-            return _everywhere(self.mesh)
-        largest = max(axes, key=lambda axis: shape[axis])
-        return NamedSharding(self.mesh, PartitionSpec(*[None] * largest, *self.mesh.axis_names))
+            return self._placed(spec)
+        at = max(divided, key=lambda at: (axes[at] is None, own[at]))
+        axes[at] = name if axes[at] is None else (*_names(axes[at]), name)
+        while axes[-1] is None:
+            axes.pop()
+        return self._placed(PartitionSpec(*axes))
+
+    def _placed(self, spec: PartitionSpec) -> NamedSharding:
+        return NamedSharding(self.mesh, spec)
 
 
-def _everywhere(mesh: Mesh) -> NamedSharding:
-    return NamedSharding(mesh, PartitionSpec())
+def batch_axis(mesh: Mesh) -> str:
+    """Return the axis over which batches are sharded: `"batch"`, or the first one."""
+    return "batch" if "batch" in mesh.axis_names else str(mesh.axis_names[0])
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Return the number of parts in which a batch is on the devices."""
+    return int(mesh.shape[batch_axis(mesh)])
+
+
+def without_batch(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
+    """Return a layout without the axis over which batches are sharded."""
+    kept = [tuple(name for name in _names(axis) if name != batch_axis(mesh)) for axis in spec]
+    axes = [None if not names else names[0] if len(names) == 1 else names for names in kept]
+    while axes and axes[-1] is None:
+        axes.pop()
+    return PartitionSpec(*axes)
+
+
+def _names(axis: Any) -> tuple[str, ...]:
+    return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
+
+
+def _count(mesh: Mesh, axis: Any) -> int:
+    return math.prod(mesh.shape[name] for name in _names(axis))
 
 
 def let_keras_shard() -> None:
@@ -109,7 +165,10 @@ def _adding_sharded(add_variable: Callable) -> Callable:
     def add(optimizer: keras.optimizers.Optimizer, shape: Any, *args: Any, **settings: Any) -> Any:
         distribution = keras.distribution.distribution()
         if shards := _of(distribution):
-            settings["layout"] = layout(distribution, shards.of_optimizer(shape))
+            given = settings.get("layout")  # of the weight
+            spec = PartitionSpec() if given is None else PartitionSpec(*given.axes)
+            placement = shards.optimizer(without_batch(spec, shards.mesh), shape)
+            settings["layout"] = layout(distribution, placement, len(shape))
         return add_variable(optimizer, shape, *args, **settings)
 
     return add
@@ -124,8 +183,12 @@ def _gathering_weights(stateless_call: Callable) -> Callable:
         **settings: Any,
     ) -> Any:
         if shards := _of(keras.distribution.distribution()):
-            trainable_variables = [*map(shards.gathered, trainable_variables)]
-            non_trainable_variables = [*map(shards.gathered, non_trainable_variables)]
+            trainable_variables = [
+                *map(shards.gathered, trainable_variables, layer.trainable_variables)
+            ]
+            non_trainable_variables = [
+                *map(shards.gathered, non_trainable_variables, layer.non_trainable_variables)
+            ]
         return stateless_call(
             layer, trainable_variables, non_trainable_variables, *args, **settings
         )
@@ -181,7 +244,8 @@ def of(strategy: Any, mesh: Mesh) -> Shards:
 
 
 def layout(
-    distribution: keras.distribution.DataParallel, placement: NamedSharding
+    distribution: Distribution, placement: NamedSharding, rank: int
 ) -> keras.distribution.TensorLayout:
     """Return a placement in the form that Keras' variables take."""
-    return keras.distribution.TensorLayout([*placement.spec], distribution.device_mesh)
+    axes = [*placement.spec, *[None] * (rank - len(placement.spec))]
+    return keras.distribution.TensorLayout(axes, distribution.device_mesh)

@@ -83,6 +83,8 @@ TRAINED_BY = {"stock Keras": stock, "replica_exact": replica_exact, "TrainingLoo
 COLUMNS = {
     f"{name}{where}": train for where in ("", " on JAX") for name, train in TRAINED_BY.items()
 }
+SHARED = "replica_exact, two devices share a model, on JAX"
+COLUMNS[SHARED] = replica_exact
 LOOPS = [column for column in COLUMNS if "TrainingLoop" in column]
 ON_JAX = keras.backend.backend() == "jax"
 
@@ -114,7 +116,7 @@ def measure(setting: Setting, column: str, replicas: int, rows: int = EVEN) -> O
         return Outcome(promise)
     one = _on_one_device(setting, rows)
     try:
-        many = _trained(setting, COLUMNS[column], replicas, rows)
+        many = _trained(setting, COLUMNS[column], replicas, rows, share=column == SHARED)
     except Exception as error:  # whatever it is, it is the cell's content
         message = str(error).strip()
         stopped = isinstance(error, ValueError) and "Received: " in message.rpartition("\n")[2]
@@ -128,11 +130,11 @@ def _on_one_device(setting: Setting, rows: int) -> tuple[list, list, list]:
 
 
 def _trained(
-    setting: Setting, column: Callable, replicas: int | None, rows: int
+    setting: Setting, column: Callable, replicas: int | None, rows: int, *, share: bool = False
 ) -> tuple[list, list, list]:
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
-    building, training = scopes(replicas)
+    building, training = scopes(replicas, share=share)
     with training:
         with building:
             model = setting.build()
@@ -144,11 +146,15 @@ def _trained(
         return before, model.get_weights(), logs
 
 
-def scopes(replicas: int | None) -> tuple[Any, Any]:
+def scopes(replicas: int | None, *, share: bool = False) -> tuple[Any, Any]:
     """Give what a model is built in, and what it is trained in; None is no strategy at all."""
     nothing = contextlib.nullcontext()
     if replicas is None:
         return nothing, nothing
+    if share:
+        from kdpkit import sharding
+
+        return nothing, sharding.ModelParallel(replicas, model=min(2, replicas)).scope()
     if ON_JAX:
         devices = [f"cpu:{i}" for i in range(replicas)]
         return nothing, keras.distribution.DataParallel(devices=devices).scope()

@@ -19,6 +19,7 @@ from keras.src.backend.jax import distribution_lib, trainer
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
 from kdpkit.training.jax import _consistency_checks
+from kdpkit.training.jax._lookups import without_padding
 
 
 def attach(
@@ -58,6 +59,8 @@ def reject_local_statistics(batch_norm: str) -> None:
 
 def _place(model: keras.Model, distribution: Any) -> None:
     """Put on the devices what was made before the distribution was set, or outside its scope."""
+    if isinstance(distribution, sharding.ModelParallel):
+        distribution.lay_out(model)
     mesh = sharding.as_mesh(distribution)
     placements = shards.of(distribution, mesh)
     optimizer = getattr(model, "optimizer", None)
@@ -68,7 +71,7 @@ def _place(model: keras.Model, distribution: Any) -> None:
         for variable in variables:
             value = variable._value
             if value is not None and value.sharding.device_set != {*mesh.devices.flat}:
-                variable._value = jax.device_put(np.asarray(value), placement(variable.shape))
+                variable._value = jax.device_put(np.asarray(value), placement(variable))
 
 
 def _splitting(step: Callable, mesh: Mesh) -> Callable:
@@ -76,7 +79,8 @@ def _splitting(step: Callable, mesh: Mesh) -> Callable:
 
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
-        return step(state, sharding.split_examples(data, mesh))
+        with without_padding(mesh):
+            return step(state, sharding.split_examples(data, mesh))
 
     split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split
@@ -87,12 +91,13 @@ def _gathering(step: Callable, mesh: Mesh) -> Callable:
 
     A program cannot return arrays that are sharded unevenly, and no process can read another's.
     """
+    count = shards.batch_shards(mesh)
 
     @functools.wraps(step)
     def gathered(state: Any, data: Any) -> Any:
         outputs, rest = step(state, data)
         sizes = [size for leaf in jax.tree.leaves((data, outputs)) for size in leaf.shape[:1]]
-        if any(size % mesh.size for size in sizes) or jax.process_count() > 1:
+        if any(size % count for size in sizes) or jax.process_count() > 1:
             outputs = jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
         return outputs, rest
 
@@ -117,10 +122,11 @@ def _place_uneven_batches() -> None:
         mesh = placement.mesh
         # The examples are the second axis where Keras 3.16 stacks the batches of several steps.
         sizes = zip(np.shape(per_process_batch), placement.spec, strict=False)
-        is_uneven = any(size % mesh.size for size, axis in sizes if axis == batch_dim_name)
+        count = mesh.shape[batch_dim_name]
+        is_uneven = any(size % count for size, axis in sizes if axis == batch_dim_name)
         # A sparse array is a list of its values, which is not divided along the examples.
         is_copied = is_uneven or isinstance(per_process_batch, JAXSparse)
-        if is_copied and len(mesh.axis_names) == 1:
+        if is_copied:
             return jax.device_put(per_process_batch, sharding.replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
 

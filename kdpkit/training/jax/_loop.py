@@ -28,6 +28,7 @@ from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
 from kdpkit.training.jax._fit import reject_local_statistics
+from kdpkit.training.jax._lookups import without_padding
 from kdpkit.training.jax._random import MicroBatch, by_position
 from kdpkit.training.jax._state import State, Variables
 
@@ -213,7 +214,8 @@ class JaxSteps(Steps):
         is_part = micro_batch.count > 1
 
         def forward(trainable: list[jax.Array]) -> Any:
-            with by_position(micro_batch) if is_part else contextlib.nullcontext():
+            of_part = by_position(micro_batch) if is_part else contextlib.nullcontext()
+            with of_part, without_padding(self.strategy):
                 (parts, sums), updated = self._variables.run(
                     state._replace(trainable=trainable),
                     lambda: self._forward(batch, num_global_examples, training=True),
@@ -247,9 +249,10 @@ class JaxSteps(Steps):
 
         before = state
         parts = [MicroBatch(i, count, size) for i in range(count)]
-        first, *others = (jax.tree.map(part.of, batch) for part in parts)
+        split = functools.partial(sharding.split_examples, mesh=self.strategy)
+        first, *others = (split(jax.tree.map(part.of, batch)) for part in parts)
         carry = differentiated(state, 0, first)
-        if others and size % (count * self.strategy.size) == 0:
+        if others and size % (count * shards.batch_shards(self.strategy)) == 0:
             stacked = jax.tree.map(lambda *parts: jnp.stack(parts), *others)
             return jax.lax.scan(add, carry, (jnp.arange(1, count), stacked))[0]
         for index, other in enumerate(others, 1):

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding
 
 from kdpkit import sharding
 from kdpkit._internal import versions
+from kdpkit._internal.shards import batch_shards
 from kdpkit.batches import num_examples
 from kdpkit.training._remat import blocks_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
@@ -110,7 +111,11 @@ class StepMemory:
         steps._variables = Variables(strategy.shards)
         steps._variables.choose(*self._steps._variables.groups)
         mesh = steps.strategy
-        cut = sharding.replicated if self.global_batch_size % mesh.size else sharding.by_examples
+        cut = (
+            sharding.replicated
+            if self.global_batch_size % batch_shards(mesh)
+            else sharding.by_examples
+        )
         batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, cut(mesh)), self._batch)
         return steps, steps._variables.shapes(), batch
 

@@ -1,6 +1,6 @@
 """The variables of a step, whose values go into a compiled function and come out of it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple, TypeVar
 
 import jax
@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from kdpkit._internal.shards import Shards
 
 T = TypeVar("T")
-Placement = Callable[[Sequence[int]], NamedSharding]  # of a variable, by its shape
+Placement = Callable[[keras.Variable], NamedSharding]
 
 
 class State(NamedTuple):
@@ -32,7 +32,7 @@ class _GatheringScope(keras.StatelessScope):
 
     def get_current_value(self, variable: keras.Variable) -> jax.Array | None:
         value = self.kept_value(variable)
-        return value if value is None else self._shards.gathered(value)
+        return value if value is None else self._shards.gathered(value, variable)
 
     def kept_value(self, variable: keras.Variable) -> jax.Array | None:
         return super().get_current_value(variable)
@@ -62,13 +62,13 @@ class Variables:
     def shapes(self) -> State:
         """Return what `read` would, as shapes on the devices."""
         return State._make(
-            [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=placement(v.shape)) for v in group]
+            [jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=placement(v)) for v in group]
             for group, placement in zip(self.groups, self._placements, strict=True)
         )
 
     @property
     def _placements(self) -> tuple[Placement, ...]:
-        """Where the variables of each group of `State` are put, by their shapes."""
+        """Where the variables of each group of `State` are put."""
         return self._shards.of_weight, self._shards.of_optimizer, self._shards.of_weight
 
     def _value(self, variable: keras.Variable, placement: Placement) -> jax.Array:
@@ -77,7 +77,7 @@ class Variables:
             # A copy: the step uses its buffer, which somebody may hold.
             is_of_one = jax.process_count() > 1 and value.is_fully_addressable
             copied = np.array if is_of_one else jnp.copy
-            value = jax.device_put(copied(variable.value), placement(variable.shape))
+            value = jax.device_put(copied(variable.value), placement(variable))
             self._write(variable, value)
         return value
 
@@ -122,10 +122,10 @@ class Variables:
 
     def cut(self, state: State) -> State:
         """Leave the values of a step, in its program, sharded as they were."""
-        if self._shards.kind == "none":
+        if not self._shards.is_any:
             return state
         constrain = jax.lax.with_sharding_constraint
         return State._make(
-            [constrain(value, placement(value.shape)) for value in values]
-            for values, placement in zip(state, self._placements, strict=True)
+            [constrain(value, placement(v)) for v, value in zip(group, values, strict=True)]
+            for group, values, placement in zip(self.groups, state, self._placements, strict=True)
         )
