@@ -355,17 +355,38 @@ class ModelParallel(keras.distribution.ModelParallel):
         return shards.layout(self, placement, len(variable.shape))
 
     def lay_out(self, model: keras.Model) -> None:
-        """Shard what a model has that was built before, and check `layout_map`.
+        """Shard what a model and its optimizer have that was built before; check `layout_map`.
 
         `replica_exact` and `TrainingLoop` call it.
         """
         layouts.require_matches(model, self._layout_map)
-        for layer in model._flatten_layers():
-            for variable in (*layer._trainable_variables, *layer._non_trainable_variables):
-                if variable._layout is None and variable._value is not None:
-                    layout = self._layout_map[variable.path] or self._found(layer, model, variable)
-                    variable._layout = layout
-                    variable._value = jax.device_put(variable._value, layout.backend_layout)
+        for variable, layout in self.layouts_of(model):
+            variable._layout = layout
+            if variable._value is not None:
+                variable._value = jax.device_put(variable._value, layout.backend_layout)
+
+    def layouts_of(
+        self, model: keras.Model
+    ) -> list[tuple[keras.Variable, keras.distribution.TensorLayout]]:
+        """Return the layouts of variables that have none on these devices."""
+        missing = [
+            (variable, self._layout_map[variable.path] or self._found(layer, model, variable))
+            for layer in model._flatten_layers()
+            for variable in (*layer._trainable_variables, *layer._non_trainable_variables)
+            if not self._has_layout(variable)
+        ]
+        if getattr(model, "optimizer", None):
+            missing += [
+                (variable, of_weight)
+                for variable in model.optimizer.variables
+                for weight, of_weight in missing
+                if not self._has_layout(variable) and layouts.is_of_weight(variable, weight)
+            ]
+        return missing
+
+    def _has_layout(self, variable: keras.Variable) -> bool:
+        placement = getattr(variable._layout, "backend_layout", variable._layout)
+        return placement is not None and placement.mesh == self.shards.mesh
 
 
 def _own_layouts(

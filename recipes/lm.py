@@ -1,12 +1,14 @@
-"""Train GPT-2 as a causal language model on several replicas, and have it write some text.
+"""Train a causal language model on several replicas, and have it write some text.
 
     python recipes/lm.py --strategy mirrored --replicas 2
 
-It is KerasHub's GPT-2, small and from scratch, or `--preset`, of which `--lora RANK` trains small
-matrices next to the frozen weights. What needs memory in larger models can be left out without
-changing what is trained: the logits of all positions are never held, `--remat` computes activations
-again in the backward pass, `--accumulation` splits a batch into micro-batches, and on JAX, with
-KERAS_BACKEND=jax, `--shard` shards the optimizer's variables or all. `--data` is as in bert_mlm.py.
+It is KerasHub's GPT-2, small and from scratch, or any such model by `--preset` (Gemma3, Llama3,
+Qwen3, Mistral, ...), of which `--lora RANK` trains small matrices beside the frozen weights. What
+takes memory can be left out without changing what is trained: the logits of all positions are not
+held, `--remat` computes activations again in the backward pass, `--accumulation` splits a batch,
+and on JAX (KERAS_BACKEND=jax) `--shard` shards the optimizer's variables or all, and devices share
+the model by `--model-parallel`. `--data` is as in bert_mlm.py, or a file of JSON lines like
+{"prompt": "...", "answer": "..."}: then the loss is that of the answers alone.
 """
 
 from kdpkit import experiment
@@ -15,7 +17,7 @@ parser = experiment.argument_parser(
     __doc__, epochs=4, per_replica_batch_size=16, base_learning_rate=1e-3, rule="sqrt"
 )
 add, positive = parser.add_argument, experiment.positive_integer
-add("--preset", help="a KerasHub name such as gpt2_base_en, or a preset directory")
+add("--preset", help="a KerasHub name such as gemma3_1b, or a preset directory")
 add("--lora", type=positive, metavar="RANK", help="train matrices of this rank, and biases")
 add("--layers", type=positive, default=2, help="each of 4 attention heads")
 add("--width", type=positive, default=128, help="of the layers, a multiple of 4")
@@ -24,7 +26,9 @@ add("--sequence-length", type=positive, default=64, help="tokens in a sequence")
 add("--remat", action="store_true", help="keep only the inputs of layers for the backward pass")
 add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches of a batch")
 add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX shards")
+add("--model-parallel", type=positive, default=1, metavar="N", help="JAX devices of each replica")
 add("--jit", choices=("measure", "on", "off"), default="measure", help="compile steps with XLA")
+add("--save", type=experiment.path, metavar="DIRECTORY", help="what `from_preset` loads then")
 
 with experiment.program(parser, __name__):
     import keras
@@ -32,16 +36,16 @@ with experiment.program(parser, __name__):
     from keras import ops
     from keras_hub import models
 
-    from kdpkit import corpora, schedules
+    from kdpkit import schedules
     from kdpkit.experiment import text
     from kdpkit.training import TrainingLoop, linear_cross_entropy
 
 
 def build_model(args, lines):
-    """Build a small GPT-2, or the preset's, up to its hidden states, and its tokenizer."""
+    """Build a small GPT-2, or the preset's model, up to its hidden states, and its tokenizer."""
     if args.preset:
-        tokenizer = text.from_preset(models.GPT2Tokenizer, args.preset)
-        model = text.from_preset(models.GPT2Backbone, args.preset)
+        tokenizer = text.from_preset(models.Tokenizer, args.preset)
+        model = text.from_preset(models.Backbone, args.preset)
     else:
         words = text.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
         tokenizer = models.BertTokenizer(words, lowercase=True)
@@ -57,24 +61,22 @@ class CausalLMLoop(TrainingLoop):
     """The loss of each next token, in chunks of the vocabulary: no position has all its logits."""
 
     def per_example_loss(self, x, y, *, training):  # noqa: D102
-        hidden = self.model(x, training=training)
-        kernel = ops.cast(self.model.token_embedding.embeddings, hidden.dtype)
-        return linear_cross_entropy(hidden, kernel, y)
-
-
-def next_tokens(sequences, seed=None):  # noqa: ARG001  # nothing is drawn
-    """Return what the model sees, without the last token, and the token that follows on each."""
-    seen = sequences[..., :-1]
-    return {"token_ids": seen, "padding_mask": 0 * seen + 1}, sequences[..., 1:]
+        hidden, table = self.model(x, training=training), self.model.token_embedding
+        if table.logit_soft_cap:
+            logits = table(hidden, reverse=True)
+            return ops.sparse_categorical_crossentropy(y, logits, from_logits=True), logits
+        kernel = table.embeddings if table.tie_weights else ops.transpose(table.reverse_embeddings)
+        return linear_cross_entropy(hidden, ops.cast(kernel, hidden.dtype), y)
 
 
 def print_continued(model, tokenizer, tokens, seed, known=12):
     """Continue held-out texts; each token is drawn among the ten most probable."""
-    random, kernel = np.random.default_rng(seed), ops.transpose(model.token_embedding.embeddings)
+    random = np.random.default_rng(seed)
     for position in range(known, tokens.shape[1]):
         tokens[:, position:] = 0  # which causal attention does not see
         hidden = model({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
-        logits = ops.convert_to_numpy(ops.matmul(hidden[:, position - 1], kernel))
+        logits = model.token_embedding(hidden[:, position - 1], reverse=True)
+        logits = ops.convert_to_numpy(ops.cast(logits, "float32"))
         drawn = np.where(logits < np.sort(logits)[:, -10:-9], -np.inf, logits)
         tokens[:, position] = np.argmax(drawn + random.gumbel(size=drawn.shape), axis=1)
     print("Held-out text | and what the model makes of it:")
@@ -88,19 +90,17 @@ def main(argv=None):
     strategy = experiment.strategy_from(args)
     plan = experiment.plan_from(args, strategy)
     length = args.sequence_length
-
-    splits = corpora.load_text(args.data)
+    splits = text.load_texts_or_pairs(args.data)
     with strategy.scope():
         tokenizer, model = build_model(args, splits.train)
 
-    def sequences(lines):  # without the last one, which has padding
-        return text.sequences(lines, tokenizer, length + 1, full=True)
+    def sequences(lines):
+        return text.sequences_or_pairs(lines, tokenizer, length + 1)
 
-    sizes = {"global_batch_size": plan.global_batch_size, "steps_per_epoch": args.steps_per_epoch}
-    seeded = {"augment": next_tokens, "seed": args.seed}
-    train = text.train_batches(sequences(splits.train), **seeded, **sizes)
-    held_out = {"prepare": next_tokens, "remainder": "keep"}
-    held_out["global_batch_size"] = plan.global_batch_size
+    size = {"global_batch_size": plan.global_batch_size}
+    seeded = {"seed": args.seed, "steps_per_epoch": args.steps_per_epoch}
+    train = text.train_batches(sequences(splits.train), augment=text.next_tokens, **seeded, **size)
+    held_out = {"prepare": text.next_tokens, "remainder": "keep", **size}
     validation = text.eval_batches(sequences(splits.validation), **held_out)
     test = text.eval_batches(sequences(splits.test), **held_out)
     steps = len(train) * args.epochs
@@ -119,6 +119,8 @@ def main(argv=None):
     results = record.results(test={"loss": loss, "perplexity": np.exp(loss)})
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
+    for part in (model, tokenizer) if args.save else ():
+        part.save_to_preset(str(args.save))
     print(f"Test: {results['test']}")
     print_continued(model, tokenizer, np.array(next(iter(test))[0]["token_ids"][:4]), args.seed)
     return results

@@ -50,6 +50,7 @@ class Leg:
         processes: Those that are launched and train together, of which the end happens to the last
             one; 0 is this process.
         shard: As in `sharding.DataParallel`, on JAX.
+        model: How many devices of each replica share the model, on JAX.
         accumulation: As in `TrainingLoop`, of the program "loop".
         save_freq: As in `Resume`.
     """
@@ -59,6 +60,7 @@ class Leg:
     at: float = 0
     processes: int = 0
     shard: str = "none"
+    model: int = 1
     accumulation: int = 1
     save_freq: str | int = 2
 
@@ -75,6 +77,9 @@ def strategy_of(leg):
     if ON_JAX:
         from kdpkit import sharding
 
+        if leg and leg.model > 1:
+            devices = leg.replicas * leg.model
+            return sharding.ModelParallel(devices, model=leg.model, shard=leg.shard)
         replicas = leg.replicas if leg and leg.processes <= 1 else None
         return sharding.DataParallel(replicas, shard=leg.shard) if leg else None
     from kdpkit import strategies

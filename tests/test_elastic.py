@@ -40,6 +40,18 @@ def test_a_run_goes_on_with_other_replicas(program, tmp_path):
     elastic.assert_ends_as_undisturbed(program, SCHEDULES[program], tmp_path)
 
 
+@pytest.mark.jax
+@pytest.mark.parametrize("program", ["fit", pytest.param("loop", marks=pytest.mark.slow)])
+def test_a_run_goes_on_where_other_devices_share_the_model(program, tmp_path):
+    legs = [
+        Leg(2, "SIGTERM", 3, model=2, save_freq=1),
+        Leg(1, "error", 2, model=4, save_freq=1),
+        Leg(3, "request", 2, **CUT),
+        Leg(4, model=2, **CUT),
+    ]
+    elastic.assert_ends_as_undisturbed(program, legs, tmp_path)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("mark")
 def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(tmp_path):

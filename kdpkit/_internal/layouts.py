@@ -184,6 +184,12 @@ def layers_of(variable: keras.Variable) -> tuple[Any, Any]:
     return layer, parent
 
 
+def is_of_weight(variable: keras.Variable, weight: keras.Variable) -> bool:
+    """Return whether an optimizer keeps a variable for a weight, of the weight's shape."""
+    is_named_so = variable.name.startswith(f"{weight.path.replace('/', '_')}_")
+    return is_named_so and tuple(variable.shape) == tuple(weight.shape)
+
+
 def require_matches(model: keras.Model, layout_map: keras.distribution.LayoutMap) -> None:
     """Raise if a pattern of the user's matches no variable, and no layer's output, of a model."""
     paths = [variable.path for variable in model.variables]

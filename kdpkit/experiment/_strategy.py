@@ -22,6 +22,7 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
     all devices. The first process prints the strategy, with `auto` also why it was chosen.
 
     A recipe's flag `--communication` is passed to `select_strategy`, `--shard` to `DataParallel`.
+    With `--model-parallel N` it is a `ModelParallel`, of `--replicas` groups of N devices each.
 
     Raises:
         ValueError: The backend, this machine or the cluster does not support the strategy.
@@ -80,9 +81,11 @@ def describe(strategy: Strategy) -> str:
 def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
     from kdpkit import strategies
 
-    if getattr(args, "shard", "none") != "none":
-        remedy = "Run with KERAS_BACKEND=jax, or leave `--shard` out."
-        checks.fail("Variables are sharded on JAX alone.", shard=args.shard, remedy=remedy)
+    shard, model = getattr(args, "shard", "none"), getattr(args, "model_parallel", 1)
+    if shard != "none" or model > 1:
+        remedy = "Run with KERAS_BACKEND=jax, or leave `--shard` and `--model-parallel` out."
+        given = {"shard": shard, "model_parallel": model}
+        checks.fail("Variables are sharded on JAX alone.", **given, remedy=remedy)
     if replicas is None:
         communication = getattr(args, "communication", "auto")
         return strategies.select_strategy(kind, communication=communication)
@@ -111,9 +114,11 @@ def _data_parallel(kind: str, replicas: int | None, args: argparse.Namespace) ->
         checks.fail(problem, backend="jax")
     replicas = 1 if kind == "one" else replicas
     asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
-    if replicas and not asked:
+    model = getattr(args, "model_parallel", 1)
+    devices = replicas and replicas * model
+    if devices and not asked:
         with contextlib.suppress(RuntimeError):  # JAX has already started, with its devices
-            jax.config.update("jax_num_cpu_devices", replicas)
+            jax.config.update("jax_num_cpu_devices", devices)
     machine.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
     # Only now: it starts JAX, whose devices are fixed then.
     _joining.require_joined("Use `recipes/cnn_jax.py`, which joins them, or start one.")
@@ -121,6 +126,9 @@ def _data_parallel(kind: str, replicas: int | None, args: argparse.Namespace) ->
         sharding.tpu_devices()  # raises if there are none
     if kind == "auto" and not replicas:
         print(f"Strategy: {sharding.describe_choice()}")
-    distribution = sharding.DataParallel(replicas, shard=getattr(args, "shard", "none"))
+    shard: Any = getattr(args, "shard", "none")
+    distribution: Strategy = sharding.DataParallel(devices, shard=shard)
+    if model > 1:
+        distribution = sharding.ModelParallel(devices, model=model, shard=shard)
     keras.distribution.set_distribution(distribution)
     return distribution

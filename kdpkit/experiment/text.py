@@ -10,19 +10,27 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 import numpy as np
 
 import kdpkit
-from kdpkit import errors
+from kdpkit import corpora, errors
 from kdpkit._internal import atomic_files, checks, storage
 
 Sequences: TypeAlias = Any  # of token ids: a `tf.data.Dataset`, or an array [sequences, length]
 
 _MIN_BYTES = 100  # of a line: shorter ones, such as headings, are dropped
 _LINES_AT_ONCE = 4096
+
+
+class PairSplits(NamedTuple):
+    """Pairs of a prompt and its answer, for training, validation and test."""
+
+    train: Sequence[tuple[str, str]]
+    validation: Sequence[tuple[str, str]]
+    test: Sequence[tuple[str, str]]
 
 
 def from_preset(kind: Any, preset: str, **settings: Any) -> Any:
@@ -136,6 +144,75 @@ def _packed(
         body = stream[number * room :][:room]
         row[: len(body) + 2] = start, *body, end
     return packed
+
+
+def load_texts_or_pairs(data: str) -> corpora.TextSplits | PairSplits:
+    """Load texts, as `kdpkit.corpora.load_text` does, or pairs of a prompt and its answer.
+
+    Args:
+        data: As for `load_text`, or a file of JSON lines (`.jsonl`), each an object with a
+            "prompt" and an "answer". Of these every tenth is held out, in turn for validation and
+            test.
+
+    Raises:
+        ValueError: A line is no such object, or there are fewer than twenty.
+    """
+    if not data.endswith(".jsonl"):
+        return corpora.load_text(data)
+    pairs = []
+    for number, line in enumerate(storage.path(data).read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            found = json.loads(line)
+            pairs.append((str(found["prompt"]), str(found["answer"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise errors.FileInputError(
+                f'Line {number} of {data} is no JSON object with a "prompt" and an "answer". '
+                f"Received: {line[:60]!r}."
+            ) from error
+    held_out = pairs[::10]
+    if len(held_out) < 2:
+        checks.fail("Pairs are held out for validation and test, of twenty at least.", pairs=data)
+    train = [pair for number, pair in enumerate(pairs) if number % 10]
+    return PairSplits(train=train, validation=held_out[::2], test=held_out[1::2])
+
+
+def sequences_or_pairs(texts: Sequence[Any], tokenizer: Any, length: int) -> Any:
+    """Return full `sequences` of texts; of pairs their token ids, and which are of the answer.
+
+    A prompt and its answer follow each other, with what ends a text, in a row of this length; of a
+    longer one the prompt's first tokens are left out.
+    """
+    if isinstance(texts[0], str):
+        return sequences(texts, tokenizer, length, full=True)
+    ids, answers = np.zeros((2, len(texts), length), np.int32)
+    ids += tokenizer.pad_token_id or 0
+    for row, pair in enumerate(texts):
+        prompt, answer = ([*map(int, part)] for part in tokenizer([*pair]))
+        answer = [*answer, tokenizer.end_token_id][: length - 1]
+        prompt = [tokenizer.start_token_id, *prompt][len(answer) - length :]
+        found = [of for of in (*prompt, *answer) if of is not None]
+        ids[row, : len(found)] = found
+        answers[row, len(prompt) : len(found)] = 1
+    if keras.backend.backend() == "jax":
+        return ids, answers
+    import tensorflow as tf
+
+    return tf.data.Dataset.from_tensor_slices((ids, answers))
+
+
+def next_tokens(examples: Any, seed: Any = None) -> tuple[Any, ...]:  # noqa: ARG001  # draws nothing
+    """Return what a causal model sees, without the last token, and the token that follows on each.
+
+    Of pairs there are weights too, which average 1: the answers' tokens count, and nothing else.
+    """
+    pairs = isinstance(examples, tuple | list)
+    tokens, answers = examples if pairs else (examples, None)
+    seen = tokens[..., :-1]
+    features = {"token_ids": seen, "padding_mask": 0 * seen + 1}
+    if answers is None:
+        return features, tokens[..., 1:]
+    weights = keras.ops.cast(answers[..., 1:], "float32")
+    return features, tokens[..., 1:], weights / keras.ops.maximum(keras.ops.mean(weights), 1e-6)
 
 
 def mask_tokens(tokenizer: Any, *, rate: float = 0.15) -> Callable[..., Any]:

@@ -1,5 +1,7 @@
 """`plan_memory` against worked values and trainings, on JAX."""
 
+import dataclasses
+
 import keras
 import numpy as np
 import pytest
@@ -131,11 +133,35 @@ def test_what_a_plan_calls_equal_trains_equal(planned):
     equal = {use for plan in (planned, cut) for use in plan.uses if use.equal}
     assert {use.shard for use in equal if use.accumulation > 1} == {"none", "optimizer", "weights"}
     for use in equal:
-        with sharding.DataParallel(4, shard=use.shard).scope():
+        strategy = sharding.DataParallel(4, shard=use.shard)
+        if use.model > 1:
+            strategy = sharding.ModelParallel(4, model=use.model, shard=use.shard)
+        with strategy.scope():
             dataset, many = looped(accumulation=use.accumulation)
             many.fit(dataset, epochs=1, verbose=0)
         for wanted, got in zip(after, many.model.get_weights(), strict=True):
             np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5 * change)
+
+
+@on_jax
+def test_devices_share_the_model_if_nothing_else_fits():
+    """Of two examples every device computes both, unless devices share the model."""
+
+    def two_examples():
+        return data(2), looped()[1]
+
+    free = plan_memory(two_examples, memory="1GiB", replicas=4)
+    assert {use.model for use in free.uses} == {1}
+    tight = plan_memory(two_examples, memory=free.smallest.total - 1, replicas=4)
+    of_two = next(use for use in tight.uses if (use.model, use.shard) == (2, "none"))
+    assert of_two.weights == KERNELS / 2 + BIASES + 16
+    assert of_two.optimizer == KERNELS / 2 + BIASES + 8
+    fitting = plan_memory(two_examples, memory=of_two.total, replicas=4)
+    assert fitting.chosen.model in (1, 2)
+    shared = dataclasses.replace(tight, uses=(of_two,), memory=of_two.total)
+    assert shared.lines == (
+        "keras.distribution.set_distribution(kdpkit.sharding.ModelParallel(4, model=2))",
+    )
 
 
 @on_jax

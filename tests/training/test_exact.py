@@ -46,6 +46,12 @@ TELLING_OF_A_LOOP_ON_JAX = [
     "sparse features",
     "Embedding(mask_zero=True) and LSTM, a loss for every token",
 ]
+TELLING_WHERE_DEVICES_SHARE = [
+    "last batch of one example: replicas without examples",
+    "sparse features",
+    "Embedding(mask_zero=True) and LSTM, a loss for every token",
+    "gradient_accumulation_steps with a schedule and clipping",
+]
 X, Y = testing.toy_classification(9)
 
 
@@ -70,6 +76,9 @@ def cells():
         return [
             *exactness.cells(TELLING_ON_JAX, both[:1], slow, pytest.mark.jax),
             *exactness.cells(TELLING_OF_A_LOOP_ON_JAX, both[1:], slow, pytest.mark.jax),
+            *exactness.cells(
+                TELLING_WHERE_DEVICES_SHARE, [exactness.SHARED], slow, pytest.mark.jax
+            ),
         ]
     return [
         *exactness.cells(QUICK, ["replica_exact"]),
@@ -80,7 +89,8 @@ def cells():
 
 @pytest.mark.parametrize(("name", "column"), cells())
 def test_every_setting_keeps_its_promise(name, column):
-    outcome = exactness.measure(SETTINGS[name], column, 2, rows=exactness.UNEVEN)
+    replicas = 4 if column == exactness.SHARED else 2
+    outcome = exactness.measure(SETTINGS[name], column, replicas, rows=exactness.UNEVEN)
     assert outcome.verdict == SETTINGS[name].promise_in(column), outcome
 
 

@@ -20,6 +20,7 @@ _WHY_NOT_EQUAL = (
     "* does not train the same: micro-batches have statistics (BatchNormalization) or random "
     "numbers of their own."
 )
+_NO_LARGER_PART = "Of {groups} groups of devices each has its own examples; more do not fit."
 _MOST_MICRO_BATCHES = 64  # each makes the program longer
 
 Make = Callable[[], tuple[Any, Any]]
@@ -30,6 +31,7 @@ class MemoryUse:
     """What each device needs for a training of these settings, in bytes.
 
     Attributes:
+        model: How many devices share the model, as in `kdpkit.sharding.ModelParallel`.
         shard: As in `kdpkit.sharding.DataParallel`.
         accumulation: Micro-batches, as in `kdpkit.training.TrainingLoop`.
         remat: As in `kdpkit.training.TrainingLoop`.
@@ -43,6 +45,7 @@ class MemoryUse:
         operations: Floating-point operations of a step on each device, without accumulation.
     """
 
+    model: int
     shard: str
     accumulation: int
     remat: bool
@@ -60,7 +63,8 @@ class MemoryUse:
 
     def __str__(self) -> str:
         """Return the settings in a few words."""
-        words = [self.shard, *([f"K={self.accumulation}"] if self.accumulation > 1 else [])]
+        words = [f"model={self.model}"] if self.model > 1 else []
+        words += [self.shard, *([f"K={self.accumulation}"] if self.accumulation > 1 else [])]
         words += ["remat"] if self.remat else []
         return " ".join(words)
 
@@ -89,8 +93,13 @@ class MemoryPlan:
         return min(fitting, key=self._cost, default=None)
 
     def _cost(self, use: MemoryUse) -> tuple[Any, ...]:
-        """Computation comes first, then what runs one after the other, then what is sent."""
-        return not use.equal, use.remat, use.accumulation, _SHARDS.index(use.shard)
+        """Computation comes first, then what runs one after the other, then what is sent.
+
+        A model that several devices share is sent most, in every layer; so the largest part that
+        is data-parallel comes first.
+        """
+        shard = _SHARDS.index(use.shard)
+        return not use.equal, use.remat, use.accumulation, use.model, shard
 
     @property
     def smallest(self) -> MemoryUse:
@@ -107,7 +116,7 @@ class MemoryPlan:
             f"{self.global_batch_size:,} examples on {self.replicas:,} replica"
             f"{'s' * (self.replicas > 1)}, {_mebibytes(self.memory)} MiB on each. In MiB:"
         )
-        heading = ("shard, K, remat", *_PARTS, "total", "fits")
+        heading = ("model, shard, K, remat", *_PARTS, "total", "fits")
         table = check_results.table([heading, *map(self._row, self.uses)])
         is_marked = not all(use.equal for use in self.uses)
         notes = [check_results.wrapped(_WHY_NOT_EQUAL)] if is_marked else []
@@ -127,6 +136,9 @@ class MemoryPlan:
                 "of them, or a smaller batch or model."
             )
         head = f"The cheapest that fits: {self.chosen}{'' if self.chosen.equal else ' (*)'}."
+        if self.chosen.model > 1:
+            groups = self.replicas // self.chosen.model
+            head += f" {_NO_LARGER_PART.format(groups=groups)}"
         return "\n".join([head, "", *(f"    {line}" for line in self.lines)]).rstrip()
 
 
@@ -184,19 +196,30 @@ def _made(make: Make) -> tuple[Any, TrainingLoop]:
 
 
 def _uses(step: Any, replicas: int, memory: int) -> Iterator[MemoryUse]:
-    """Yield what each way needs; with micro-batches only if it takes them or `remat` to fit."""
+    """Yield what each way needs.
+
+    What costs more is tried where nothing else fits: first that devices share the model, and then
+    micro-batches.
+    """
     shards = _SHARDS if replicas > 1 else _SHARDS[:1]
     ways = [*itertools.product(shards, (False, True) if step.can_remat else (False,))]
 
-    def use(shard: str, remat: bool, accumulation: int = 1) -> MemoryUse:
-        need = step.need(replicas, shard=shard, accumulation=accumulation, remat=remat)
+    def use(shard: str, remat: bool, accumulation: int = 1, model: int = 1) -> MemoryUse:
+        settings: dict[str, Any] = {"model": model, "shard": shard, "accumulation": accumulation}
+        need = step.need(replicas, remat=remat, **settings)
         is_same = accumulation == 1 or step.micro_batches_are_exact
-        return MemoryUse(shard, accumulation, remat, equal=is_same, **need)
+        return MemoryUse(remat=remat, equal=is_same, **settings, **need)
 
     uncut = [use(shard, remat) for shard, remat in ways]
     yield from uncut
     if any(one.total <= memory and not one.remat for one in uncut):
         return
+    for model in range(2, replicas + 1):  # devices that share the model, as few as fit
+        if replicas % model == 0:
+            shared = [use(shard, remat=False, model=model) for shard in shards]
+            yield from shared
+            if any(one.total <= memory for one in shared):
+                return
     counts = _micro_batches(step, replicas)
     for (shard, remat), first in zip(ways, uncut, strict=True):
         if counts and first.total > memory:
@@ -223,7 +246,11 @@ def _micro_batches(step: Any, replicas: int) -> list[int]:
 
 def _lines(use: MemoryUse, replicas: int) -> Iterator[str]:
     if replicas > 1:
-        strategy = f'kdpkit.sharding.DataParallel({replicas}, shard="{use.shard}")'
+        shard = f'shard="{use.shard}"'
+        strategy = f"kdpkit.sharding.DataParallel({replicas}, {shard})"
+        if use.model > 1:
+            more = "" if use.shard == "none" else f", {shard}"
+            strategy = f"kdpkit.sharding.ModelParallel({replicas}, model={use.model}{more})"
         yield f"keras.distribution.set_distribution({strategy})"
     settings = [f"accumulation={use.accumulation}"] if use.accumulation > 1 else []
     settings += ["remat=True"] if use.remat else []

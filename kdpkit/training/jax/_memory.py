@@ -71,9 +71,13 @@ class StepMemory:
             if id(variable) in of_model
         )
 
-    def need(self, replicas: int, *, shard: Any, accumulation: int, remat: bool) -> dict[str, Any]:
+    def need(
+        self, replicas: int, *, model: int = 1, shard: Any, accumulation: int, remat: bool
+    ) -> dict[str, Any]:
         """Compile the step; return bytes on one device, and floating-point operations there."""
-        strategy = sharding.DataParallel(replicas, shard=shard)
+        strategy: Any = sharding.DataParallel(replicas, shard=shard)
+        if model > 1:
+            strategy = sharding.ModelParallel(replicas, model=model, shard=shard)
         steps, state, batch = self._with(strategy, accumulation, remat)
         lowered = jax.jit(steps._train_step, donate_argnums=0).lower(state, batch)
         on_cpu = steps.strategy.devices.flat[0].platform == "cpu"
@@ -86,7 +90,7 @@ class StepMemory:
             0, analysis.output_size_in_bytes - analysis.alias_size_in_bytes
         )
         gradients = min(_bytes(state.trainable), working)
-        kept = min(self.kept(accumulation, remat=remat) // replicas, working - gradients)
+        kept = min(self.kept(accumulation, remat=remat) // (replicas // model), working - gradients)
         return {
             "weights": _bytes(state.trainable) + _bytes(state.other),
             "gradients": gradients,
@@ -97,7 +101,10 @@ class StepMemory:
         }
 
     def _with(
-        self, strategy: sharding.DataParallel, accumulation: int, remat: bool
+        self,
+        strategy: sharding.DataParallel | sharding.ModelParallel,
+        accumulation: int,
+        remat: bool,
     ) -> tuple[JaxSteps, State, Any]:
         """Return the steps with other settings, and the shapes of what they take."""
         if accumulation > 1:
@@ -108,6 +115,9 @@ class StepMemory:
         loop.loss.in_parts = accumulation > 1
         steps = copy.copy(self._steps)
         steps.loop, steps.strategy = loop, sharding.as_mesh(strategy)
+        if isinstance(strategy, sharding.ModelParallel):
+            for variable, layout in strategy.layouts_of(steps.model):
+                variable._layout = layout
         steps._variables = Variables(strategy.shards)
         steps._variables.choose(*self._steps._variables.groups)
         mesh = steps.strategy

@@ -62,9 +62,10 @@ def _called_on_parts(
     _assign(step, of, scopes)
     _add_losses(step, of, layer, scopes)
     # A library's gives as many entries for each example as it was given.
-    length = first.shape[0] if is_written_by_libraries(layer) else None
+    is_as_given = is_written_by_libraries(layer)
+    known = {"length": first.shape[0], "each": arguments.each} if is_as_given else {}
     together = tf.nest.map_structure(
-        lambda *of_parts: join_output(step, of, of_parts, length=length), *outputs
+        lambda *of_parts: join_output(step, of, of_parts, **known), *outputs
     )
     if regularizer is not None:
         _regularize(layer, regularizer, together)
@@ -95,6 +96,7 @@ class Arguments:
         self._masked: list[tuple[Any, Sequence[Any]]] = []
         known = known_parts(step, first)
         self.split: Split = known.split if known else _parts.split_of(step, first)
+        self.each = known.each if known else 1  # entries of `first` for each example
         others = {of.length_id: of.total for of in _splits(step, nest)}
         others.pop(self.split.length_id, None)
         self._checked = [

@@ -75,8 +75,8 @@ def _total(step: Any, sources: list[Any], gradients: list[Any]) -> Any:
     if isinstance(sources[0], tf.Tensor) and any(of is not None for of in gradients[1:]):
         pairs = zip(sources[1:], gradients[1:], strict=True)
         filled = [tf.zeros_like(x) if of is None else of for x, of in pairs]
-        split = step.parts[key(sources[0])].split
-        gradients = [gradients[0], _parts.join(step, _parts.Parts(filled, split))]
+        parts = step.parts[key(sources[0])]._replace(tensors=filled)
+        gradients = [gradients[0], _parts.join(step, parts)]
     present = [gradient for gradient in gradients if gradient is not None]
     return tf.add_n([*map(tf.convert_to_tensor, present)]) if present else None
 

@@ -56,7 +56,8 @@ def _on_parts(step: Step, compute: Callable, y_true: Any, y_pred: Any) -> Any:
             values.append(compute(of_true, of_pred))
     if values[0].shape.rank == 0:  # of all examples together
         return compute(y_true, y_pred)
-    return join_output(step, parts.split, values, length=known[0].shape[0])
+    length = known[0].shape[0]
+    return join_output(step, parts.split, values, length=length, each=parts.each)
 
 
 def count_once(variable: Any) -> None:

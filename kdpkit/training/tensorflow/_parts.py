@@ -24,16 +24,17 @@ from kdpkit.training.tensorflow._keras_internals import (
     unrecorded,
     with_gradient,
 )
-from kdpkit.training.tensorflow._split import Split, entries_of_each, of_any_length
+from kdpkit.training.tensorflow._split import Split, entries_of_each, of_all_examples, of_any_length
 from kdpkit.training.tensorflow._split import split as split_entries
 from kdpkit.training.tensorflow._step import Step, key
 
 
 class Parts(NamedTuple):
-    """A tensor's parts on the devices, and which examples they are."""
+    """A tensor's parts on the devices, of which examples they are, and its entries for each."""
 
     tensors: Sequence[Any]
     split: Split
+    each: Any = 1
 
 
 def known_parts(step: Step, tensor: Any) -> Parts | None:
@@ -74,11 +75,11 @@ def take(step: Step, tensor: Any, channel: Channel | None = None) -> Sequence[An
 
 
 def cut(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
-    """Return the parts of a tensor on their devices."""
+    """Return the parts of a tensor, which has an entry for each example, on their devices."""
     if known_parts(step, tensor) is not None:
         return take(step, tensor)
-    each, channel = entries_of_each(tensor, split.total), step.channel()
-    return _flowing_into(step, tensor, Parts(_cut(step, tensor, split, each), split), channel)
+    parts = Parts(_cut(step, tensor, split, 1), split)
+    return _flowing_into(step, tensor, parts, step.channel())
 
 
 def _flowing_into(step: Step, tensor: Any, parts: Parts, channel: Channel) -> Sequence[Any]:
@@ -88,7 +89,7 @@ def _flowing_into(step: Step, tensor: Any, parts: Parts, channel: Channel) -> Se
 
     def gradient(*upstream: Any) -> Any:
         tensors = [*map(tf.convert_to_tensor, upstream)]
-        return join(step, Parts(tensors, parts.split), channel.of_gradient())
+        return join(step, parts._replace(tensors=tensors), channel.of_gradient())
 
     return with_gradient([*parts.tensors], tensor, gradient)
 
@@ -108,30 +109,32 @@ def _cut(step: Step, tensor: Any, split: Split, each: Any) -> list[Any]:
 def join(step: Step, parts: Parts, channel: Channel | None = None) -> Any:
     """Put the parts of a tensor together; they are known from then on."""
     channel = channel or step.channel()
-    tensors, split = parts
-    each = entries_of_each(tensors[0], split.counts[0])
-    with tf.device(step.mesh.home):  # what is borrowed comes last
-        size = -(-split.total // step.mesh.num_parts) * len(tensors) * each
-        whole = gathered(step.mesh, tf.concat(tensors, 0), size, channel)[: split.total * each]
+    tensors, split, each = parts
+    with tf.device(step.mesh.home):
+        whole = tf.concat(tensors, 0)
+        if step.mesh.num_processes > 1:
+            size = -(-split.total // step.mesh.num_parts) * len(tensors) * each
+            whole = gathered(step.mesh, whole, size, channel)
+        whole = of_all_examples(whole, split, each)
     if is_differentiable(tensors[0]):
 
         def gradient(upstream: Any) -> Any:
             upstream = tf.convert_to_tensor(upstream)
             if known_parts(step, upstream):
                 return take(step, upstream, channel.of_gradient())
-            return _padded(step, upstream, parts, each)
+            return _padded(step, upstream, parts)
 
         whole = with_gradient(whole, list(tensors), gradient)
     step.parts[key(whole)] = parts
     return whole
 
 
-def _padded(step: Step, upstream: Any, parts: Parts, each: Any) -> list[Any]:
+def _padded(step: Step, upstream: Any, parts: Parts) -> list[Any]:
     """Cut a gradient; that of what was borrowed is zero."""
     own = parts.split._replace(counts=parts.split.kept)
     padded = []
     for device, tensor, part in zip(
-        step.mesh.devices, _cut(step, upstream, own, each), parts.tensors, strict=True
+        step.mesh.devices, _cut(step, upstream, own, parts.each), parts.tensors, strict=True
     ):
         with tf.device(device):
             missing = tf.shape(part)[0] - tf.shape(tensor)[0]
@@ -141,7 +144,12 @@ def _padded(step: Step, upstream: Any, parts: Parts, each: Any) -> list[Any]:
 
 
 def join_output(
-    step: Step, split: Split, outputs: Sequence[Any], *, length: int | None = None
+    step: Step,
+    split: Split,
+    outputs: Sequence[Any],
+    *,
+    length: int | None = None,
+    each: Any = None,
 ) -> Any:
     """Put together what a layer gives on each device, with its Keras mask and its logits.
 
@@ -150,18 +158,20 @@ def join_output(
         split: Which examples each device has.
         outputs: What it gives.
         length: How many entries there are, if that is known.
+        each: How many for each example, if that is known.
     """
     first = outputs[0]
     if not isinstance(first, tf.Tensor):
         return first
     if first.shape.rank == 0:
         return mean_of_parts(step, split, outputs) if first.dtype.is_floating else first
-    whole = join(step, Parts(outputs, split))
+    each = entries_of_each(first, split.counts[0]) if each is None else each
+    whole = join(step, Parts(outputs, split, each))
     whole.set_shape([length, *whole.shape[1:]])
     for get, put in ((get_keras_mask, set_keras_mask), (get_logits, set_logits)):
         of_parts = [get(output) for output in outputs]
         if of_parts[0] is not None:
-            put(whole, join(step, Parts(of_parts, split)))
+            put(whole, join(step, Parts(of_parts, split, each)))
     return whole
 
 

@@ -21,6 +21,7 @@ class Split(NamedTuple):
         kept: How many of these are its own: none of what is borrowed.
         length_id: The number of examples if it is known before the step runs, or else an object of
             its own. Of splits whose ids are equal the numbers are, too.
+        bounds: Of a slice of all examples: where it begins and ends, and its steps.
     """
 
     total: Any
@@ -28,6 +29,7 @@ class Split(NamedTuple):
     counts: Sequence[Any]
     kept: Sequence[Any]
     length_id: object = None
+    bounds: Sequence[Any] = ()
 
 
 def split(total: Any, num_parts: int, local: Sequence[int], length_id: object) -> Split:
@@ -37,7 +39,22 @@ def split(total: Any, num_parts: int, local: Sequence[int], length_id: object) -
         starts = [tf.minimum(index * size, total - one) for index in local]
         kept = [tf.clip_by_value(total - index * size, 0, size) for index in local]
         counts = [tf.maximum(count, one) for count in kept]
-    return Split(total, starts, counts, kept, length_id)
+        bounds = [tf.constant([0]), tf.stack([total]), tf.constant([1])]
+    return Split(total, starts, counts, kept, length_id, bounds)
+
+
+def of_all_examples(tensor: Any, split: Split, each: Any) -> Any:
+    """Return a tensor's entries of the examples, without those that were borrowed, which come last.
+
+    Args:
+        tensor: The tensor.
+        split: How the examples are split.
+        each: How many entries it has for each; of one alone no length has to be worked out.
+    """
+    if isinstance(each, int) and each == 1 and split.bounds:
+        begin, end, strides = split.bounds
+        return tf.raw_ops.StridedSlice(input=tensor, begin=begin, end=end, strides=strides)
+    return tensor[: split.total * each]
 
 
 def entries_of_each(tensor: Any, count: Any) -> Any:

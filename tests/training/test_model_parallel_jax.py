@@ -1,0 +1,393 @@
+"""Devices that share a model train what one device trains; test_environments.py runs it on JAX."""
+
+import contextlib
+import functools
+import re
+
+import jax
+import keras
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from keras import layers, ops
+
+from kdpkit import sharding, testing, training
+from kdpkit._internal.layouts import Layouts
+from kdpkit.batches import ArrayBatches
+
+pytestmark = [
+    pytest.mark.jax,
+    pytest.mark.filterwarnings("ignore:`.*stays complete"),
+    pytest.mark.filterwarnings("ignore:A large variable stays complete"),
+    pytest.mark.filterwarnings("ignore:.*does not support masking"),
+]
+VOCABULARY, LENGTH, WIDTH = 64, 16, 32
+SIZES = {"vocabulary_size": VOCABULARY, "num_layers": 2, "hidden_dim": WIDTH}
+GROUPED = SIZES | {"num_query_heads": 4, "num_key_value_heads": 2, "intermediate_dim": 64}
+CLASSIC = SIZES | {"num_heads": 4, "intermediate_dim": 128, "max_sequence_length": LENGTH}
+TOKENS = np.random.default_rng(1).integers(1, VOCABULARY, (23, LENGTH)).astype("int32")
+IMAGES = np.random.default_rng(1).normal(size=(23, 16, 16, 3)).astype("float32")
+CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+FAMILIES = {  # KerasHub's, with the collectives of a forward pass: one for each weight that ends
+    "Llama3": (GROUPED, 5),
+    "Bert": (CLASSIC, 5),
+    "GPT2": (CLASSIC, 5),
+    "OPT": (CLASSIC, 5),
+    "Mistral": (GROUPED, 5),
+    "Qwen3": (GROUPED | {"head_dim": 8}, 5),
+    "Gemma": (GROUPED | {"num_key_value_heads": 1, "head_dim": 8, "intermediate_dim": 128}, 5),
+    "Gemma3": (GROUPED | {"head_dim": 8, "image_size": 16}, 5),
+    "Phi3": (GROUPED, 5),
+    "Mixtral": (GROUPED | {"num_experts": 4, "top_k": 2}, 13),
+    "T5": (SIZES | {"num_heads": 4, "intermediate_dim": 64, "key_value_dim": 8}, 10),
+    "Bart": (CLASSIC, 10),
+}
+
+REPEATING = ("Bert", "OPT", "Mistral", "Qwen3", "Gemma3", "Phi3", "Mixtral", "Bart")
+
+
+class LanguageModel(keras.Model):
+    """Predicts tokens with a backbone of KerasHub."""
+
+    def __init__(self, family):
+        super().__init__()
+        import keras_hub
+
+        sizes, _ = FAMILIES[family]
+        self.backbone = getattr(keras_hub.models, f"{family}Backbone")(**sizes)
+
+    def call(self, tokens, training=None):
+        names = self.backbone.input
+        inputs = {name: ops.ones_like(tokens) for name in names if "mask" in name}
+        inputs |= {name: tokens for name in names if "token_ids" in name}
+        inputs |= {name: ops.zeros_like(tokens) for name in names if "segment" in name}
+        hidden = self.backbone(inputs, training=training)
+        for name in ("decoder_sequence_output", "sequence_output"):
+            hidden = hidden.get(name, hidden) if isinstance(hidden, dict) else hidden
+        return self.backbone.token_embedding(hidden, reverse=True)
+
+
+def vision():
+    import keras_hub
+
+    backbone = keras_hub.models.ViTBackbone(
+        image_shape=(16, 16, 3),
+        patch_size=4,
+        num_layers=2,
+        num_heads=4,
+        hidden_dim=WIDTH,
+        mlp_dim=128,
+    )
+    return keras.Sequential([backbone, layers.Flatten(), layers.Dense(10)])
+
+
+class Attention(layers.Layer):
+    """Attention as it is often written by hand: one kernel for queries, keys and values."""
+
+    def __init__(self):
+        super().__init__()
+        self.three, self.out = layers.Dense(3 * WIDTH), layers.Dense(WIDTH)
+
+    def call(self, x):
+        heads = ops.reshape(self.three(x), (-1, LENGTH, 3, 4, WIDTH // 4))
+        queries, keys, values = ops.unstack(ops.transpose(heads, (2, 0, 3, 1, 4)))
+        scores = ops.softmax(ops.matmul(queries, ops.swapaxes(keys, -1, -2)) / 3.0)
+        mixed = ops.transpose(ops.matmul(scores, values), (0, 2, 1, 3))
+        return self.out(ops.reshape(mixed, (-1, LENGTH, WIDTH)))
+
+
+def own_transformer():
+    x = inputs = keras.Input((LENGTH,), dtype="int32")
+    x = layers.Embedding(VOCABULARY, WIDTH)(x)
+    for _ in range(2):
+        x = x + Attention()(layers.LayerNormalization()(x))
+        inner = layers.Dense(4 * WIDTH, "gelu")(layers.LayerNormalization()(x))
+        x = x + layers.Dropout(0.1, seed=3)(layers.Dense(WIDTH)(inner))
+    return keras.Model(inputs, layers.Dense(VOCABULARY)(x))
+
+
+def convolutional():
+    x = inputs = keras.Input((16, 16, 3))
+    for filters in (16, 32, 64):
+        x = layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
+        x = layers.MaxPooling2D()(layers.BatchNormalization()(ops.relu(x)))
+    return keras.Model(inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x)))
+
+
+def recurrent():
+    names = [layers.Embedding(VOCABULARY, WIDTH), layers.LSTM(24, return_sequences=True)]
+    return keras.Sequential([keras.Input((LENGTH,)), *names, layers.GRU(24), layers.Dense(10)])
+
+
+OWN = {of.__name__: of for of in (vision, own_transformer, convolutional, recurrent)}
+BY_TOKENS = (np.roll(TOKENS, -1, 1), np.arange(23) % 10)
+
+
+def data_of(name):
+    x = IMAGES if name in ("vision", "convolutional") else TOKENS
+    return x, BY_TOKENS[name in ("vision", "convolutional", "recurrent")]
+
+
+def trained(name, distribution=None, *, by_loop=False, **settings):
+    """Train three steps, the last of an uneven batch; return the model and its first weights."""
+    keras.utils.clear_session(free_memory=False)
+    keras.utils.set_random_seed(0)
+    with distribution.scope() if distribution else contextlib.nullcontext():
+        model = OWN[name]() if name in OWN else LanguageModel(name)
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSS_ENTROPY, metrics=["accuracy"])
+        x, y = data_of(name)
+        model(x[:1])  # builds it
+        before = model.get_weights()
+        if by_loop:
+            loop = training.TrainingLoop(
+                model, optimizer=model.optimizer, loss=model.loss, **settings
+            )
+            batches = ArrayBatches((x, y), global_batch_size=10, remainder="keep", seed=3)
+            loop.fit(batches, epochs=1, verbose=0)
+        else:
+            model = training.replica_exact(model) if distribution else model
+            model.fit(x, y, batch_size=10, epochs=1, shuffle=False, verbose=0)
+            model.evaluate(x, y, batch_size=10, verbose=0)
+            model.predict(x, batch_size=10, verbose=0)
+    return model, before
+
+
+@functools.cache
+def on_one_device(name, by_loop):
+    model, before = trained(name, by_loop=by_loop)
+    return model.get_weights(), before
+
+
+def assert_trained_as_one(model, name, *, by_loop=False):
+    expected, before = on_one_device(name, by_loop)
+    change = max(np.abs(a - b).max() for a, b in zip(expected, before, strict=True))
+    for one, other in zip(model.get_weights(), expected, strict=True):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * change)
+
+
+def share_on_a_device(model):
+    values = [variable.value for variable in model.weights]
+    here = sum(value.addressable_shards[0].data.nbytes for value in values)
+    return here / sum(value.nbytes for value in values)
+
+
+def collectives(model, x, distribution):
+    """Return the numbers of collectives in a forward pass, by kind."""
+    with distribution.scope():
+        placed = sharding.place_batch(x, sharding.as_mesh(distribution))
+        variables = model.trainable_variables, model.non_trainable_variables
+        values = [[variable.value for variable in of] for of in variables]
+        program = jax.jit(functools.partial(model.stateless_call, training=False))
+        text = program.lower(*values, placed).compile().as_text()
+    names = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
+    found = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in names}
+    return {name: count for name, count in found.items() if count}
+
+
+@pytest.mark.parametrize("groups", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Llama3",
+        *(pytest.param(of, marks=pytest.mark.slow) for of in ("Gemma", "GPT2", "T5")),
+        *(pytest.param(of, marks=pytest.mark.exhaustive) for of in REPEATING),
+    ],
+)
+def test_a_family_of_kerashub_trains_as_on_one_device(family, groups):
+    distribution = sharding.ModelParallel(4, model=4 // groups)
+    model, _ = trained(family, distribution)
+    assert_trained_as_one(model, family)
+    if groups == 2:
+        assert share_on_a_device(model) <= 0.56
+        found = collectives(model, TOKENS[:8], distribution)
+        assert sum(found.values()) <= FAMILIES[family][1]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(of, marks=pytest.mark.slow) for of in ("own_transformer", "convolutional")),
+        *(pytest.param(of, marks=pytest.mark.exhaustive) for of in ("vision", "recurrent")),
+    ],
+)
+def test_a_model_of_ones_own_trains_as_on_one_device(name):
+    model, _ = trained(name, sharding.ModelParallel(4, model=2))
+    assert_trained_as_one(model, name)
+    assert share_on_a_device(model) <= (0.6 if name in ("vision", "convolutional") else 0.56)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("own_transformer", {"accumulation": 2}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("Llama3", {"accumulation": 3}),
+                ("Llama3", {"steps_per_loop": 2}),
+                ("Llama3", {"remat": True}),
+                ("convolutional", {}),
+            )
+        ),
+    ],
+)
+def test_a_loop_trains_as_on_one_device(name, settings):
+    model, _ = trained(name, sharding.ModelParallel(4, model=2), by_loop=True, **settings)
+    assert_trained_as_one(model, name, by_loop=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by_loop", [False, True])
+@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+def test_weights_or_the_optimizer_are_sharded_over_the_groups_besides(shard, by_loop, monkeypatch):
+    monkeypatch.setattr("kdpkit._internal.shards.SMALL", 64)
+    distribution = sharding.ModelParallel(4, model=2, shard=shard)
+    model, _ = trained("Llama3", distribution, by_loop=by_loop)
+    assert_trained_as_one(model, "Llama3", by_loop=by_loop)
+    assert share_on_a_device(model) <= (0.3 if shard == "weights" else 0.56)
+    of_optimizer = [v.value for v in model.optimizer.variables if v.value.size > 64]
+    assert all(v.size == 4 * v.addressable_shards[0].data.size for v in of_optimizer)
+
+
+def keras_distribution(layouts=None):
+    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    for pattern, axes in (layouts or {}).items():
+        layout_map[pattern] = axes
+    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+
+
+@pytest.mark.parametrize("by_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_model_under_keras_own_model_parallelism_trains_as_on_one_device(by_loop):
+    distribution = keras_distribution(
+        {".*embeddings": ("model", None), ".*kernel": (None, "model")}
+    )
+    model, _ = trained("own_transformer", distribution, by_loop=by_loop)
+    assert_trained_as_one(model, "own_transformer", by_loop=by_loop)
+    kernel = next(v for v in model.weights if v.path.endswith("kernel"))
+    assert kernel.value.sharding.spec == jax.sharding.PartitionSpec(None, "model")
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_examples_that_a_step_cuts_out_are_looked_up_without_padding(by_loop):
+    """XLA adds what it pads them with: docs/upstream/xla_adds_up_padding.md."""
+
+    class OfThree(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = layers.Embedding(VOCABULARY, WIDTH)
+            self.head = keras.Sequential([layers.RMSNormalization(), layers.Dense(VOCABULARY)])
+
+        def call(self, tokens):
+            more = ops.mean(self.head(self.table(tokens[:3])))
+            return self.head(self.table(tokens)) + more
+
+    OWN["of_three"] = OfThree
+    try:
+        model, _ = trained("of_three", sharding.ModelParallel(4, model=2), by_loop=by_loop)
+        assert_trained_as_one(model, "of_three", by_loop=by_loop)
+    finally:
+        del OWN["of_three"]
+
+
+def test_a_model_that_was_built_before_is_shared_then():
+    keras.utils.set_random_seed(0)
+    model = own_transformer()
+    model.compile("sgd", CROSS_ENTROPY)
+    distribution = sharding.ModelParallel(4, model=2)
+    with distribution.scope():
+        training.replica_exact(model).fit(*data_of("own_transformer"), batch_size=10, verbose=0)
+    assert share_on_a_device(model) <= 0.56
+
+
+# Layouts.
+
+
+@given(sizes=st.lists(st.integers(1, 12), min_size=2, max_size=4), devices=st.integers(1, 6))
+def test_a_found_axis_is_one_that_the_devices_divide(sizes, devices):
+    layer = layers.Layer()
+    axis = Layouts(devices).axis(layer, "kernel", sizes)
+    assert axis is None or sizes[axis] % devices == 0
+
+
+def test_layouts_are_megatrons():
+    """Worked out by hand: a block's first kernels lead to heads, its last ones back."""
+    with sharding.ModelParallel(4, model=2).scope():
+        model = own_transformer()
+    specs = [tuple(v.value.sharding.spec) for v in model.weights if len(v.shape) > 1]
+    to, back = (None, "model"), ("model",)
+    assert [spec[: 1 + spec.index("model")] for spec in specs] == [back, *[to, back] * 4, to]
+
+
+def test_what_lora_adds_is_shared_as_its_layers_kernel_is():
+    with sharding.ModelParallel(4, model=2).scope():
+        keras.utils.set_random_seed(0)
+        model = LanguageModel("Llama3").backbone
+        model.enable_lora(2)
+    rows = sharding.describe(model).splitlines()
+    of_lora = {re.sub(r" +", " ", row)[: row.index(")")] for row in rows if "lora" in row}
+    # Of queries and values: (width, heads, rank) along the heads; (rank, head size) not at all.
+    assert any("lora_kernel_a" in row and "(-, 'model', -)" in row for row in rows), of_lora
+    assert any("lora_kernel_b" in row and "(-, -)" in row for row in rows), of_lora
+
+
+def test_own_layouts_come_first_and_what_matches_nothing_raises():
+    distribution = sharding.ModelParallel(
+        4, model=2, layout_map={"embedding/embeddings": (None, "model")}
+    )
+    keras.utils.clear_session(free_memory=False)
+    with distribution.scope():
+        model = own_transformer()
+        table = next(v for v in model.weights if v.path == "embedding/embeddings")
+        assert tuple(table.value.sharding.spec) == (None, "model")
+    wrong = sharding.ModelParallel(4, model=2, layout_map={"embeding/embeddings": ("model", None)})
+    keras.utils.clear_session(free_memory=False)
+    with wrong.scope():
+        model = training.replica_exact(own_transformer())
+        model.compile("sgd", CROSS_ENTROPY)
+        with pytest.raises(ValueError, match=r"matches no variable.*nearest are embedding/embed"):
+            model.fit(*data_of("own_transformer"), verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ({"model": 3}, r"`model` must divide the devices.*model=3, devices=4"),
+        ({"model": 0}, r"`model` must be.*model=0"),
+        ({"model": 2, "shard": "all"}, r"shard='all'"),
+        ({"model": 2, "layout_map": {"kernel": ("heads", None)}}, r"names the axes.*heads"),
+    ],
+)
+def test_impossible_meshes_are_one_sentence(arguments, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        sharding.ModelParallel(4, **arguments)
+
+
+def test_a_batch_axis_of_another_name_is_one_sentence():
+    mesh = keras.distribution.DeviceMesh((2, 2), ["model", "data"], [f"cpu:{i}" for i in range(4)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    wrong = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="data")
+    with pytest.raises(ValueError, match=r'Batches are sharded over the axis "batch".*data'):
+        sharding.as_mesh(wrong)
+
+
+def test_a_large_variable_that_stays_complete_is_told_once():
+    with (
+        pytest.warns(
+            UserWarning, match=r"`kernel` of the Dense .*\(71, 73\).*stays complete"
+        ) as of,
+        sharding.ModelParallel(4, model=2).scope(),
+    ):
+        keras.Sequential([keras.Input((71,)), layers.Dense(73), layers.Dense(71)])
+    assert len(of) == 1
+
+
+def test_variables_are_described_with_what_a_device_holds():
+    with sharding.ModelParallel(4, model=2).scope():
+        model = testing.tiny_classifier()
+        model.compile("adam", CROSS_ENTROPY)
+        model.optimizer.build(model.trainable_variables)
+    table = sharding.describe(model).splitlines()
+    assert table[0].split() == ["variables", "count", "shape", "layout", "MiB", "on", "a", "device"]
+    assert [row.split()[0] for row in table[-2:]] == ["all", "optimizer"]
