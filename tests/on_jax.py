@@ -29,6 +29,7 @@ ON_JAX = {
     "exact": [
         "tests/training/test_exact.py",
         "tests/training/test_shards_jax.py",
+        "tests/training/test_model_parallel_jax.py",
         "tests/training/test_users_arrays.py",
     ],
     "runs": [

@@ -1,5 +1,6 @@
 """The language recipes' sequences and masks: in NumPy as in `kdpkit.pipelines`."""
 
+import json
 import types
 
 import numpy as np
@@ -88,3 +89,56 @@ def test_a_preset_that_cannot_be_had_is_named_with_those_that_can(preset, monkey
     with pytest.raises(errors.FileInputError, match=wanted) as raised:
         text.from_preset(models.GPT2Tokenizer, preset)
     assert "\n" not in str(raised.value)
+
+
+# Pairs of a prompt and its answer.
+
+
+class Words:
+    """Tokenizes words that are numbers."""
+
+    start_token_id, end_token_id, pad_token_id = START, END, PAD
+
+    def __call__(self, texts):
+        return [[int(word) for word in of.split()] for of in texts]
+
+
+@pytest.mark.parametrize(
+    ("length", "row", "is_answer"),
+    [
+        (8, [START, 10, 11, 20, 21, END, PAD, PAD], [0, 0, 0, 1, 1, 1, 0, 0]),
+        (5, [10, 11, 20, 21, END], [0, 0, 1, 1, 1]),  # the prompt's first tokens are left out
+        (3, [11, 20, 21], [0, 1, 1]),
+    ],
+)
+def test_of_a_pair_the_answers_tokens_count(length, row, is_answer):
+    found = text.sequences_or_pairs([("10 11", "20 21")], Words(), length)
+    ids, answers = next(iter(found))
+    assert (ids.numpy().tolist(), answers.numpy().tolist()) == (row, is_answer)
+
+
+def test_what_counts_averages_one_in_a_batch():
+    ids = np.arange(12).reshape(2, 6)
+    answers = np.array([[0, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0]])
+    features, following, weights = text.next_tokens((ids, answers))
+    np.testing.assert_array_equal(features["token_ids"], ids[:, :-1])
+    np.testing.assert_array_equal(following, ids[:, 1:])
+    np.testing.assert_allclose(weights, answers[:, 1:] * 10 / 3, rtol=1e-6)
+
+
+def test_pairs_are_read_and_each_is_in_one_split(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    pairs = [("prompt", f"answer {number}") for number in range(40)]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in pairs]
+    file.write_text("\n".join(lines))
+    found = text.load_texts_or_pairs(str(file))
+    assert sorted([*found.train, *found.validation, *found.test]) == sorted(pairs)
+    assert (len(found.validation), len(found.test)) == (2, 2)
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a"}', "not JSON", "[1, 2]"])
+def test_a_line_that_is_no_pair_is_one_sentence(line, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' + line)
+    with pytest.raises(errors.InputError, match=r"Line 2 of .*pairs.jsonl is no JSON object"):
+        text.load_texts_or_pairs(str(file))

@@ -233,6 +233,36 @@ def test_a_saved_preset_is_what_training_begins_with(train, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.jax
+def test_a_preset_is_tuned_on_pairs_where_devices_share_the_model(tmp_path):
+    """As on one device, with LoRA; and what it saves is a preset, with what was learned."""
+    from keras_hub import models
+
+    from recipes import lm
+
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted({*WORDS})]
+    models.BertTokenizer(vocabulary, lowercase=True).save_to_preset(str(tmp_path / "preset"))
+    sizes = {"num_query_heads": 4, "num_key_value_heads": 2, "intermediate_dim": 16}
+    backbone = models.Llama3Backbone(len(vocabulary), 1, hidden_dim=8, **sizes)
+    backbone.save_to_preset(str(tmp_path / "preset"))
+    pairs = [{"prompt": " ".join(WORDS[:3]), "answer": " ".join(WORDS[n % 8 :])} for n in range(60)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = ("--preset", tmp_path / "preset", "--data", tmp_path / "pairs.jsonl", "--lora", "2")
+    flags = (*data, "--sequence-length", "16", "--epochs", "1", "--base-learning-rate", "0.01")
+
+    def trained(*more):
+        return lm.main([*map(str, (*flags, "--global-batch-size", "8", *more))])["test"]["loss"]
+
+    one = trained(*ON_ONE, "--per-replica-batch-size", "8")
+    shared = ("--strategy", "mirrored", "--replicas", "2", "--model-parallel", "2")
+    save = ("--per-replica-batch-size", "8", "--save", tmp_path / "tuned")
+    assert trained(*shared, *save) == pytest.approx(one, rel=1e-5)
+    tuned = models.Backbone.from_preset(str(tmp_path / "tuned"))
+    kernels = [np.asarray(w) for of in (tuned, backbone) for w in of.weights if "query" in w.path]
+    assert not np.allclose(*kernels)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [

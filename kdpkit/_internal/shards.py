@@ -89,12 +89,12 @@ class Shards(NamedTuple):
 
     def _over_batch(self, spec: PartitionSpec, shape: Sequence[int]) -> NamedSharding:
         """Shard the largest axis that the devices divide; replicate small variables and others."""
-        count, name = batch_shards(self.mesh), batch_axis(self.mesh)
+        count = batch_shards(self.mesh)
         axes: list[Any] = [*spec, *[None] * (len(shape) - len(spec))]
-        own = [size // _count(self.mesh, axis) for size, axis in zip(shape, axes, strict=True)]
-        if count == 1 or math.prod(own) < SMALL:
+        parts = math.prod(self.mesh.shape[name] for axis in axes for name in _names(axis))
+        if count == 1 or math.prod(shape) // parts < SMALL:
             return self._placed(spec)
-        divided = [at for at, size in enumerate(own) if size % count == 0]
+        divided = [at for at, size in enumerate(shape) if axes[at] is None and size % count == 0]
         if not divided:
             warnings.warn(  # of this line, and so shown once
                 f"A large variable stays complete on all {count} devices, as they divide none of "
@@ -102,8 +102,7 @@ class Shards(NamedTuple):
                 stacklevel=1,
             )
             return self._placed(spec)
-        at = max(divided, key=lambda at: (axes[at] is None, own[at]))
-        axes[at] = name if axes[at] is None else (*_names(axes[at]), name)
+        axes[max(divided, key=lambda at: shape[at])] = batch_axis(self.mesh)
         while axes[-1] is None:
             axes.pop()
         return self._placed(PartitionSpec(*axes))
@@ -133,10 +132,6 @@ def without_batch(spec: PartitionSpec, mesh: Mesh) -> PartitionSpec:
 
 def _names(axis: Any) -> tuple[str, ...]:
     return () if axis is None else axis if isinstance(axis, tuple) else (axis,)
-
-
-def _count(mesh: Mesh, axis: Any) -> int:
-    return math.prod(mesh.shape[name] for name in _names(axis))
 
 
 def let_keras_shard() -> None:

@@ -60,6 +60,14 @@ def trained_by(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
     return list(trained)
 
 
+def being_built() -> list[Any]:
+    """Return what makes variables now: layers, or optimizers, each in the one before."""
+    scopes = global_state.get_global_attribute("name_scope_stack") or []
+    if not all(hasattr(scope, "caller") for scope in scopes):
+        reject_unknown("name_scope.caller")
+    return [scope.caller for scope in scopes]
+
+
 def check_processes_are_supported() -> None:
     """Raise for several processes on a JAX or Keras that mixes up what they send, or their data."""
     import jax

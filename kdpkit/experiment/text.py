@@ -16,7 +16,7 @@ import keras
 import numpy as np
 
 import kdpkit
-from kdpkit import corpora, errors
+from kdpkit import errors
 from kdpkit._internal import atomic_files, checks, storage
 
 Sequences: TypeAlias = Any  # of token ids: a `tf.data.Dataset`, or an array [sequences, length]
@@ -146,7 +146,7 @@ def _packed(
     return packed
 
 
-def load_texts_or_pairs(data: str) -> corpora.TextSplits | PairSplits:
+def load_texts_or_pairs(data: str) -> Any:
     """Load texts, as `kdpkit.corpora.load_text` does, or pairs of a prompt and its answer.
 
     Args:
@@ -154,10 +154,15 @@ def load_texts_or_pairs(data: str) -> corpora.TextSplits | PairSplits:
             "prompt" and an "answer". Of these every tenth is held out, in turn for validation and
             test.
 
+    Returns:
+        What has lines of text, or pairs, as `train`, `validation` and `test`.
+
     Raises:
         ValueError: A line is no such object, or there are fewer than twenty.
     """
     if not data.endswith(".jsonl"):
+        from kdpkit import corpora
+
         return corpora.load_text(data)
     pairs = []
     for number, line in enumerate(storage.path(data).read_text(encoding="utf-8").splitlines(), 1):

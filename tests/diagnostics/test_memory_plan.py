@@ -97,7 +97,8 @@ def test_nothing_is_allocated():
     before = sum(array.nbytes for array in jax.live_arrays())
     plan = plan_memory(make, memory="80GiB", replicas=8)
     assert sum(array.nbytes for array in jax.live_arrays()) <= before + 2**20
-    (cut,) = (use for use in plan.uses if (use.shard, use.accumulation) == ("weights", 1))
+    of = {(use.model, use.shard, use.accumulation): use for use in plan.uses}
+    cut = of[1, "weights", 1]
     assert cut.weights == pytest.approx(4 * 64 * 10**9 / 8)
     assert plan.chosen is None
 
@@ -129,7 +130,7 @@ def test_what_a_plan_calls_equal_trains_equal(planned):
     fitting = plan_memory(looped, memory=planned.smallest.total, replicas=4)
     assert fitting.chosen == planned.smallest
     assert f'DataParallel(4, shard="{fitting.chosen.shard}")' in str(fitting)
-    cut = plan_memory(looped, memory=planned.smallest.total - 1, replicas=4)
+    cut = plan_memory(looped, memory=2000, replicas=4)
     equal = {use for plan in (planned, cut) for use in plan.uses if use.equal}
     assert {use.shard for use in equal if use.accumulation > 1} == {"none", "optimizer", "weights"}
     for use in equal:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from keras import layers, ops
 
 from kdpkit import sharding, testing, training
-from kdpkit._internal.layouts import Layouts
 from kdpkit.batches import ArrayBatches
+from kdpkit.sharding._layouts import Layouts
 
 pytestmark = [
     pytest.mark.jax,
@@ -40,7 +40,7 @@ FAMILIES = {  # KerasHub's, with the collectives of a forward pass: one for each
     "Gemma3": (GROUPED | {"head_dim": 8, "image_size": 16}, 5),
     "Phi3": (GROUPED, 5),
     "Mixtral": (GROUPED | {"num_experts": 4, "top_k": 2}, 13),
-    "T5": (SIZES | {"num_heads": 4, "intermediate_dim": 64, "key_value_dim": 8}, 10),
+    "T5": (SIZES | {"num_heads": 4, "intermediate_dim": 64, "key_value_dim": 8}, 11),
     "Bart": (CLASSIC, 10),
 }
 
@@ -220,16 +220,11 @@ def test_a_model_of_ones_own_trains_as_on_one_device(name):
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("own_transformer", {"accumulation": 2}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("Llama3", {"accumulation": 3}),
-                ("Llama3", {"steps_per_loop": 2}),
-                ("Llama3", {"remat": True}),
-                ("convolutional", {}),
-            )
-        ),
+        pytest.param("Llama3", {"accumulation": 3}, marks=pytest.mark.slow),
+        pytest.param("Llama3", {"remat": True}, marks=pytest.mark.exhaustive),
+        pytest.param("Llama3", {"steps_per_loop": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("own_transformer", {"accumulation": 2}, marks=pytest.mark.exhaustive),
+        pytest.param("convolutional", {}, marks=pytest.mark.exhaustive),
     ],
 )
 def test_a_loop_trains_as_on_one_device(name, settings):
@@ -237,9 +232,15 @@ def test_a_loop_trains_as_on_one_device(name, settings):
     assert_trained_as_one(model, name, by_loop=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("by_loop", [False, True])
-@pytest.mark.parametrize("shard", ["optimizer", "weights"])
+@pytest.mark.parametrize(
+    ("shard", "by_loop"),
+    [
+        pytest.param("weights", True, marks=pytest.mark.slow),
+        pytest.param("optimizer", False, marks=pytest.mark.slow),
+        pytest.param("weights", False, marks=pytest.mark.exhaustive),
+        pytest.param("optimizer", True, marks=pytest.mark.exhaustive),
+    ],
+)
 def test_weights_or_the_optimizer_are_sharded_over_the_groups_besides(shard, by_loop, monkeypatch):
     monkeypatch.setattr("kdpkit._internal.shards.SMALL", 64)
     distribution = sharding.ModelParallel(4, model=2, shard=shard)

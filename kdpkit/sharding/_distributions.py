@@ -1,12 +1,4 @@
-"""Training on many devices on JAX with `jax.sharding`: meshes, sharded batches and weights.
-
-A program under `jax.jit` sees the global batch, and XLA splits the work, so means, batch statistics
-and dropout masks equal those of one device on any number of devices. Only the arrays have to be
-placed: variables on every device, batches sharded along their examples. `DataParallel` does that
-for Keras' `fit`, and `ModelParallel` where a model is larger than a device;
-`kdpkit.training.TrainingLoop` does it itself, and `replicated` and `by_examples` are for your own
-loop.
-"""
+"""Distributions for Keras on JAX: of batches, of large variables, and of the layers' work."""
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -14,177 +6,11 @@ from typing import Any, Literal
 
 import jax
 import keras
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 
-from kdpkit import errors
-from kdpkit._internal import checks, layouts, machine, shards
-from kdpkit.batches import num_examples
-from kdpkit.cluster._joining import join_processes
-
-__all__ = [
-    "BATCH_AXIS",
-    "MODEL_AXIS",
-    "DataParallel",
-    "ModelParallel",
-    "as_mesh",
-    "by_examples",
-    "data_mesh",
-    "describe",
-    "describe_choice",
-    "gathered_on_read",
-    "join_processes",
-    "place_batch",
-    "place_batches",
-    "replicated",
-    "split_examples",
-    "tpu_devices",
-]
-
-BATCH_AXIS = "batch"  # as in `keras.distribution.DataParallel`
-MODEL_AXIS = "model"
-
-
-def data_mesh(devices: int | Sequence[jax.Device] | None = None) -> Mesh:
-    """Return a mesh with one axis, `"batch"`, over which batches are sharded.
-
-    Its axis has the type `Auto`, so XLA decides how to shard what is computed from a batch.
-    `jax.make_mesh` has `Explicit` axes by default, with which Keras' Dropout raises.
-
-    Logical CPU devices need two threads each: with fewer, XLA can hang in an all-reduce when Python
-    runs ahead of the steps. `kdpkit.testing.use_logical_cpus` and the recipes' `--replicas` take
-    care of that; if you set XLA_FLAGS by hand, also set the environment variable PJRT_NPROC.
-
-    Args:
-        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
-            all devices of all processes.
-
-    Raises:
-        ValueError: More devices than available, none, or one twice.
-
-    >>> mesh = data_mesh(2)
-    >>> mesh.axis_names, mesh.size
-    (('batch',), 2)
-    """
-    _platform()
-    present = jax.devices()
-    if devices is None:
-        chosen = present
-    elif isinstance(devices, list | tuple | np.ndarray):
-        chosen = [*np.ravel(np.array(devices, object))]
-    else:
-        count = checks.integer("devices", devices)
-        if count > len(present):
-            checks.fail(
-                f"JAX has {len(present)} {present[0].platform} device(s).",
-                devices=count,
-                remedy="For logical CPU devices set "
-                f"XLA_FLAGS=--xla_force_host_platform_device_count={count}, and on fewer than "
-                f"{2 * count} cores PJRT_NPROC={2 * count}, before JAX starts.",
-            )
-        chosen = present[:count]
-    if not chosen or not set(chosen) <= set(present) or len(set(chosen)) < len(chosen):
-        checks.fail(
-            "A mesh needs devices of `jax.devices()`, at least one, each once.", devices=devices
-        )
-    return Mesh(np.array(chosen), (BATCH_AXIS,), axis_types=(AxisType.Auto,))
-
-
-def tpu_devices() -> list[jax.Device]:
-    """Return the TPU cores of all processes that JAX trains on, for `data_mesh`.
-
-    If the TPU is not available, JAX continues on the CPU with only a line in its log; this function
-    raises with the reason instead.
-
-    Raises:
-        ValueError: There is no TPU, another process uses it, or its driver is not installed; the
-            message has the reason and the fix.
-
-    >>> tpu_devices()
-    Traceback (most recent call last):
-    ...
-    kdpkit.errors.InputError: There is no TPU: this machine has no TPU chip. ...
-    """
-    if _platform() != "tpu":
-        raise errors.InputError(_why_no_tpu())
-    return jax.devices()
-
-
-def describe_choice() -> str:
-    """Describe in one line what JAX trains on here, and why if it is the CPU.
-
-    Raises:
-        ValueError: JAX cannot start the requested platform.
-
-    >>> describe_choice()
-    'the CPU, as 8 devices. There is no GPU and no TPU.'
-    """
-    platform = _platform()
-    count = jax.device_count()
-    if platform == "cpu":
-        why = _why_no_tpu() if machine.chips() else "There is no GPU and no TPU."
-        return f"the CPU, as {count} device{'s' if count > 1 else ''}. {why}"
-    kind = "TPU core" if platform == "tpu" else platform.upper()
-    return f"{count} {kind}{'s' if count > 1 else ''}."
-
-
-def _platform() -> str:
-    """Start JAX, and return the kind of device it trains on."""
-    try:
-        return str(jax.default_backend())
-    except (RuntimeError, AssertionError) as error:  # the second for an unknown platform
-        platforms = jax.config.jax_platforms
-        if "tpu" in str(platforms).split(","):  # if libtpu finds chips, JAX only tries these
-            raise errors.InputError(_why_no_tpu(checks.first_line(error))) from error
-        raise errors.InputError(
-            f"JAX cannot start its platform ({checks.first_line(error)}). Received: "
-            f"JAX_PLATFORMS={platforms}. Leave it out, or install the JAX for it."
-        ) from error
-
-
-def _why_no_tpu(reason: str = "it trains on another device") -> str:
-    if not machine.chips():
-        return machine.NO_TPU
-    return (
-        f"JAX does not start this machine's {machine.chips()} TPU chip(s) ({reason}; "
-        f"JAX_PLATFORMS={jax.config.jax_platforms}). They serve one process at a time: end any "
-        "other, in a notebook by restarting its session. Otherwise leave JAX_PLATFORMS out, run "
-        '`pip install --upgrade "jax[tpu]"`, and restart Python.'
-    )
-
-
-def as_mesh(where: Mesh | shards.Distribution | None) -> Mesh:
-    """Return the mesh of a `Mesh` or a distribution of Keras; for None one device.
-
-    For None, a distribution that is set in Keras takes precedence. Of a mesh with several axes
-    batches are sharded over `"batch"`, or over the first one if none has this name.
-
-    Raises:
-        ValueError: It is something else, or shards batches over another axis.
-
-    >>> as_mesh(None).size
-    1
-    """
-    where = keras.distribution.distribution() if where is None else where
-    if where is None:
-        return data_mesh(1)
-    mesh, axis = where, getattr(where, "batch_dim_name", None)
-    if isinstance(where, shards.Distribution):
-        mesh = where.device_mesh.backend_mesh
-    if not isinstance(mesh, Mesh):
-        checks.fail(
-            "On JAX a strategy is a `jax.sharding.Mesh`, such as `kdpkit.sharding.data_mesh()` "
-            "returns, or a `DataParallel` or `ModelParallel`, of kdpkit or of Keras.",
-            strategy=where,
-        )
-    if axis not in (None, shards.batch_axis(mesh)):
-        checks.fail(
-            'Batches are sharded over the axis "batch" of a mesh, or over its first one.',
-            batch_dim_name=axis,
-            axes=mesh.axis_names,
-            remedy='Name the axis "batch".',
-        )
-    return mesh
+from kdpkit._internal import checks, shards
+from kdpkit.sharding import _layouts
+from kdpkit.sharding._meshes import BATCH_AXIS, MODEL_AXIS, data_mesh
 
 
 class DataParallel(keras.distribution.DataParallel):
@@ -316,7 +142,7 @@ class ModelParallel(keras.distribution.ModelParallel):
             auto_shard_dataset=False,
         )
         self.shards = shards.Shards(shard, device_mesh.backend_mesh)
-        self._layouts = layouts.Layouts(model)
+        self._layouts = _layouts.Layouts(model)
         if shard != "none":
             shards.let_keras_shard()
 
@@ -344,7 +170,7 @@ class ModelParallel(keras.distribution.ModelParallel):
         given = getattr(variable, "_layout", None) or self._layout_map[variable.path]
         if given is not None:
             return given
-        return self._found(*layouts.layers_of(variable), variable)
+        return self._found(*_layouts.layers_of(variable), variable)
 
     def _found(
         self, layer: Any, parent: Any, variable: keras.Variable
@@ -359,7 +185,7 @@ class ModelParallel(keras.distribution.ModelParallel):
 
         `replica_exact` and `TrainingLoop` call it.
         """
-        layouts.require_matches(model, self._layout_map)
+        _layouts.require_matches(model, self._layout_map)
         for variable, layout in self.layouts_of(model):
             variable._layout = layout
             if variable._value is not None:
@@ -380,7 +206,7 @@ class ModelParallel(keras.distribution.ModelParallel):
                 (variable, of_weight)
                 for variable in model.optimizer.variables
                 for weight, of_weight in missing
-                if not self._has_layout(variable) and layouts.is_of_weight(variable, weight)
+                if not self._has_layout(variable) and _layouts.is_of_weight(variable, weight)
             ]
         return missing
 
@@ -419,7 +245,7 @@ def describe(model: keras.Model) -> str:
     Dense bias          1  (128,)     (-)           0.00         0.00
     all weights         2                           0.03         0.02
     """
-    return layouts.described(model)
+    return _layouts.described(model)
 
 
 @contextlib.contextmanager
@@ -448,82 +274,3 @@ def gathered_on_read(model: keras.Model) -> Iterator[None]:
     finally:
         for variable, value in before:
             variable._value = value
-
-
-def replicated(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that copies an array to every device."""
-    return NamedSharding(mesh, PartitionSpec())
-
-
-def by_examples(mesh: Mesh) -> NamedSharding:
-    """Return the sharding that splits an array along its first axis, the examples.
-
-    The parts have to be equally large. Devices that share a model have the same examples.
-
-    >>> x = jax.device_put(np.arange(4.0), by_examples(data_mesh(2)))
-    >>> [shard.data.shape for shard in x.addressable_shards]
-    [(2,), (2,)]
-    """
-    return NamedSharding(mesh, PartitionSpec(shards.batch_axis(mesh)))
-
-
-def place_batch(batch: Any, mesh: Mesh) -> Any:
-    """Put a batch of any size on the devices, for a program that calls `split_examples`.
-
-    A batch that the devices divide is sharded; any other is replicated.
-    """
-    return _placed(batch, mesh, examples=num_examples(batch), sharded=by_examples(mesh))
-
-
-def place_batches(batches: Sequence[Any], mesh: Mesh) -> Any:
-    """Stack batches of equal shapes along a new first axis, and place them as `place_batch`."""
-    stacked = jax.tree.map(lambda *parts: np.stack(parts), *batches)
-    sharded = NamedSharding(mesh, PartitionSpec(None, shards.batch_axis(mesh)))
-    return _placed(stacked, mesh, examples=num_examples(batches[0]), sharded=sharded)
-
-
-def _placed(batch: Any, mesh: Mesh, *, examples: int, sharded: NamedSharding) -> Any:
-    count = shards.batch_shards(mesh)
-    if jax.process_count() == 1:
-        return jax.device_put(batch, replicated(mesh) if examples % count else sharded)
-    own_devices, rest = divmod(count, jax.process_count())
-    if rest or not own_devices:
-        checks.fail(
-            "With several processes each has examples of its own, and so devices that share the "
-            "model must be of one process.",
-            parts_of_a_batch=count,
-            processes=jax.process_count(),
-            remedy="Use a smaller `model`.",
-        )
-    if examples % own_devices:
-        checks.fail(
-            "With several processes each must pass a number of examples that its devices divide.",
-            examples=examples,
-            devices_of_this_process=own_devices,
-            remedy='Drop or pad the last batch: `ArrayBatches(remainder="pad")`.',
-        )
-    return jax.tree.map(
-        lambda part: jax.make_array_from_process_local_data(sharded, np.asarray(part)), batch
-    )
-
-
-def split_examples(batch: Any, mesh: Mesh) -> Any:
-    """Shard the work on a batch of any size along its examples, inside `jax.jit`.
-
-    JAX does not accept unevenly sharded arrays as inputs of a program. Inside it, XLA splits into
-    shards of ceil(examples / devices), the last ones smaller or empty, and computes what one device
-    would, batch statistics included. Outside `jax.jit` an uneven batch stays replicated: every
-    device computes with all of it.
-
-    Where devices share a model, an uneven batch is split over all of them.
-    """
-    # docs/upstream/xla_adds_up_padding.md
-    each = by_examples(mesh)
-    of_all = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
-
-    def split(part: Any) -> Any:
-        is_even = part.shape[0] % shards.batch_shards(mesh) == 0
-        return jax.lax.with_sharding_constraint(part, each if is_even else of_all)
-
-    is_traced = any(isinstance(part, jax.core.Tracer) for part in jax.tree.leaves(batch))
-    return jax.tree.map(split, batch) if is_traced else batch

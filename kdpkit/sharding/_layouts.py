@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-from keras.src.backend.common import global_state
 
 from kdpkit._internal import checks, versions
 
@@ -172,10 +171,8 @@ def layers_of(variable: keras.Variable) -> tuple[Any, Any]:
     A variable that is made while shapes are worked out gets its value later, when an outer layer is
     being built; its own layer has it by then.
     """
-    scopes = global_state.get_global_attribute("name_scope_stack") or []
-    if not all(hasattr(scope, "caller") for scope in scopes):
-        versions.reject_unknown("name_scope.caller")
-    layer, parent, *_ = [scope.caller for scope in reversed(scopes)] + [None, None]
+    being_built = [None, None, *versions.being_built()]
+    parent, layer = being_built[-2:]
     outer = layer._flatten_layers() if isinstance(layer, keras.layers.Layer) else ()
     for candidate in outer:
         for inner in candidate._layers:
