@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
 from keras import layers
 
 from kdpkit import sharding, training
@@ -22,6 +23,7 @@ from kdpkit.callbacks import Resume
 pytestmark = pytest.mark.jax
 X = np.random.default_rng(0).normal(size=(52, 64)).astype("float32")
 Y = np.random.default_rng(1).integers(0, 10, 52)
+EVERYWHERE = PartitionSpec()
 CROSS_ENTROPY = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
@@ -132,7 +134,7 @@ def bytes_here(variables):
 @given(shape=st.lists(st.integers(0, 300), max_size=3).map(tuple), devices=st.integers(1, 8))
 def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
     mesh = sharding.data_mesh(devices)
-    part = shards.Shards("weights", mesh).of_weight(shape).shard_shape(shape)
+    part = shards.Shards("weights", mesh).weight(EVERYWHERE, shape).shard_shape(shape)
     divisible = [size for size in shape if size and size % devices == 0]
     if not divisible or math.prod(shape) < shards.SMALL:
         assert part == shape
@@ -141,7 +143,22 @@ def test_the_largest_axis_that_the_devices_divide_is_cut(shape, devices):
         cut = shape.index(largest)
         assert part == (*shape[:cut], largest // devices, *shape[cut + 1 :])
     for kind in ("none", "optimizer"):
-        assert shards.Shards(kind, mesh).of_weight(shape).is_fully_replicated
+        assert shards.Shards(kind, mesh).weight(EVERYWHERE, shape).is_fully_replicated
+
+
+@pytest.mark.filterwarnings("ignore:A large variable stays complete")
+@given(shape=st.lists(st.integers(1, 300), min_size=2, max_size=3).map(tuple), at=st.integers(0, 1))
+def test_what_devices_share_is_cut_along_another_axis_over_their_groups(shape, at):
+    mesh = sharding.as_mesh(sharding.ModelParallel(8, model=2))
+    spec = PartitionSpec(*[None] * at, "model")
+    shape = tuple(2 * size if axis == at else size for axis, size in enumerate(shape))
+    cut = shards.Shards("weights", mesh).weight(spec, shape)
+    assert cut.spec[at] == "model"
+    divisible = [size for axis, size in enumerate(shape) if axis != at and size % 4 == 0]
+    is_cut = divisible and math.prod(shape) // 2 >= shards.SMALL
+    assert ("batch" in cut.spec) == bool(is_cut)
+    assert math.prod(cut.shard_shape(shape)) * (8 if is_cut else 2) == math.prod(shape)
+    assert shards.without_batch(cut.spec, mesh) == spec
 
 
 def test_large_variables_that_no_axis_lets_be_cut_are_named_once():
