@@ -24,8 +24,8 @@ from kdpkit._internal import checks, versions
 
 SMALL = 4096  # elements; nobody is told of a variable of fewer that stays complete
 
-
 _DENSE = keras.layers.Dense | keras.layers.EinsumDense
+_OF_POSITIONS = re.compile(r"Position\w*(Embedding|Encoding)")  # tables that are sliced
 
 
 class Layouts:
@@ -94,7 +94,7 @@ class Layouts:
         """Return the axes that may be sharded, the best one first."""
         if isinstance(layer, keras.layers.Embedding):
             return self._axes_of_embedding(layer, name)
-        if "Position" in type(layer).__name__:  # a table that is sliced, not looked up
+        if _OF_POSITIONS.search(type(layer).__name__):
             return ()
         if isinstance(layer, keras.layers.EinsumDense):
             contracted, produced = _axes_of_einsum(layer.equation)
@@ -133,9 +133,13 @@ class Layouts:
 
     def _axes_of_kernel(self, layer: Any, shape: tuple[int, ...]) -> Sequence[int]:
         """Return the axes of a dense or convolutional kernel, or of an own layer's weight."""
-        kernel_size = getattr(layer, "kernel_size", ())
+        kernel_size = getattr(layer, "kernel_size", None)
+        if not isinstance(kernel_size, tuple) or len(shape) != len(kernel_size) + 2:
+            kernel_size = ()  # of no convolution
         axes = range(len(kernel_size), len(shape))
-        is_patches = bool(kernel_size) and kernel_size == getattr(layer, "strides", None)
+        is_patches = max(kernel_size, default=1) > 1 and kernel_size == getattr(
+            layer, "strides", None
+        )
         is_kernel = bool(kernel_size) or isinstance(layer, _DENSE)
         if is_patches or (self._width is None and is_kernel):
             self._width = shape[-1]
