@@ -78,7 +78,7 @@ def strategy_of(leg):
         from kdpkit import sharding
 
         if leg and leg.model > 1:
-            devices = leg.replicas * leg.model
+            devices = leg.replicas * leg.model if leg.processes <= 1 else None
             return sharding.ModelParallel(devices, model=leg.model, shard=leg.shard)
         replicas = leg.replicas if leg and leg.processes <= 1 else None
         return sharding.DataParallel(replicas, shard=leg.shard) if leg else None

@@ -16,7 +16,7 @@ DIRECTORY = pathlib.Path(SETTINGS["directory"])
 HERE = cluster.ClusterConfig.from_environment()
 LEG = SETTINGS["leg"]
 
-testing.use_logical_cpus(LEG["replicas"] // LEG["processes"])
+testing.use_logical_cpus(LEG["replicas"] * LEG["model"] // LEG["processes"])
 
 from tests import elastic
 

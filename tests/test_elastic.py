@@ -59,6 +59,7 @@ def test_a_run_goes_on_in_one_or_two_processes_that_are_stopped_and_killed(tmp_p
         Leg(1, "request", 2),
         Leg(4, "SIGTERM", 2, processes=2, **CUT),
         Leg(2, "SIGKILL", 0.3, processes=1, save_freq=1),
+        *([Leg(2, "request", 1, processes=2, model=2)] if ON_JAX else []),
         Leg(1),
     ]
     elastic.assert_ends_as_undisturbed("fit", legs, tmp_path)

@@ -1,6 +1,7 @@
 """Distributions for Keras on JAX: of batches, of large variables, and of the layers' work."""
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal
 
@@ -88,7 +89,7 @@ class ModelParallel(keras.distribution.ModelParallel):
     devices are a mesh of two axes, `"batch"` and `"model"`: batches are sharded over the first, and
     every large weight over the second, as in Megatron (Shoeybi et al. 2019). Along which axis is
     found when a variable is made, from its shape and its layer, and needs no names; the result is
-    that of one device whatever is found. What cannot be shared, such as a single key head, stays
+    that of one device. What cannot be shared, such as a single key head, stays
     complete: `describe` shows it.
 
     A variable is never complete on one device on the way, so a model may be built that fits on no
@@ -167,10 +168,22 @@ class ModelParallel(keras.distribution.ModelParallel):
 
     def get_variable_layout(self, variable: keras.Variable) -> keras.distribution.TensorLayout:
         """Return how Keras places a new variable: as you say, or as is found."""
-        given = getattr(variable, "_layout", None) or self._layout_map[variable.path]
+        given = getattr(variable, "_layout", None) or self._given(variable)
         if given is not None:
             return given
         return self._found(*_layouts.layers_of(variable), variable)
+
+    def _given(self, variable: keras.Variable) -> keras.distribution.TensorLayout | None:
+        """Return a layout of the user's."""
+        layout = self._layout_map[variable.path]
+        if layout is not None and len(layout.axes) != len(variable.shape):
+            checks.fail(
+                "A layout of `layout_map` has another number of axes than a variable it is for.",
+                layout=tuple(layout.axes),
+                variable=variable.path,
+                shape=tuple(variable.shape),
+            )
+        return layout
 
     def _found(
         self, layer: Any, parent: Any, variable: keras.Variable
@@ -196,7 +209,7 @@ class ModelParallel(keras.distribution.ModelParallel):
     ) -> list[tuple[keras.Variable, keras.distribution.TensorLayout]]:
         """Return the layouts of variables that have none on these devices."""
         missing = [
-            (variable, self._layout_map[variable.path] or self._found(layer, model, variable))
+            (variable, self._given(variable) or self._found(layer, model, variable))
             for layer in model._flatten_layers()
             for variable in (*layer._trainable_variables, *layer._non_trainable_variables)
             if not self._has_layout(variable)
@@ -218,18 +231,32 @@ class ModelParallel(keras.distribution.ModelParallel):
 def _own_layouts(
     layout_map: Mapping[str, Any], device_mesh: keras.distribution.DeviceMesh
 ) -> keras.distribution.LayoutMap:
+    if not isinstance(layout_map, Mapping):
+        checks.fail("`layout_map` maps patterns of paths to axes.", layout_map=layout_map)
     found = keras.distribution.LayoutMap(device_mesh)
     for pattern, value in layout_map.items():
-        axes = tuple(getattr(value, "axes", value))
-        unknown = {axis for axis in axes if axis not in (None, BATCH_AXIS, MODEL_AXIS)}
-        if unknown:
-            checks.fail(
-                'A layout names the axes "batch" and "model" of the mesh, or None.',
-                pattern=pattern,
-                axes=axes,
-            )
-        found[pattern] = axes
+        axes: Any = getattr(value, "axes", value)
+        _check_layout(pattern, axes)
+        found[pattern] = (*axes,)
     return found
+
+
+def _check_layout(pattern: Any, axes: Any) -> None:
+    """Raise for what is no layout: a pattern, and an axis of the mesh or None for each axis."""
+    try:
+        re.compile(pattern)
+    except (re.error, TypeError) as error:
+        checks.fail(f"A pattern of `layout_map` cannot be read: {error}.", pattern=pattern)
+    is_tuple = isinstance(axes, tuple | list)
+    named = [axis for axis in axes if axis is not None] if is_tuple else []
+    is_known = is_tuple and set(named) <= {BATCH_AXIS, MODEL_AXIS}
+    if not is_known or len(named) != len(set(named)):
+        checks.fail(
+            'A layout is a tuple with "model", "batch" or None for each axis of the variable, and '
+            "names each once.",
+            pattern=pattern,
+            layout=axes,
+        )
 
 
 def describe(model: keras.Model) -> str:

@@ -5,8 +5,8 @@ width is an axis of each of its weights. Sharded is the first axis that is not t
 vocabulary of an embedding, the heads of attention, the inner axis of a feed-forward network, the
 experts. So two weights that are used one after the other need one all-reduce.
 
-On JAX a layout never changes a result, only its cost. It is found when a variable is made, from its
-shape, its layer and the variables before; paths tell nothing, since names are what a user makes
+On JAX a layout changes what a step costs, not its result. It is found when a variable is made, from
+its shape, its layer and the variables before; paths tell nothing, since names are what a user makes
 them, and the second model of a process has others (keras-team/keras-hub#2806).
 """
 

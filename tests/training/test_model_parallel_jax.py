@@ -357,12 +357,53 @@ def test_own_layouts_come_first_and_what_matches_nothing_raises():
         ({"model": 3}, r"`model` must divide the devices.*model=3, devices=4"),
         ({"model": 0}, r"`model` must be.*model=0"),
         ({"model": 2, "shard": "all"}, r"shard='all'"),
-        ({"model": 2, "layout_map": {"kernel": ("heads", None)}}, r"names the axes.*heads"),
+        ({"model": 2, "layout_map": {"kernel": ("heads", None)}}, r"A layout is a tuple.*heads"),
+        ({"model": 2, "layout_map": {"kernel": "model"}}, r"A layout is a tuple.*'model'"),
+        ({"model": 2, "layout_map": {"kernel": ("model", "model")}}, r"names each once"),
+        ({"model": 2, "layout_map": {"a(": (None,)}}, r"cannot be read.*pattern='a\('"),
+        ({"model": 2, "layout_map": [1]}, r"maps patterns of paths"),
     ],
 )
 def test_impossible_meshes_are_one_sentence(arguments, sentence):
     with pytest.raises(ValueError, match=sentence):
         sharding.ModelParallel(4, **arguments)
+
+
+def test_a_layout_of_another_number_of_axes_names_the_variable():
+    distribution = sharding.ModelParallel(4, model=2, layout_map={".*kernel": ("model",)})
+    with distribution.scope(), pytest.raises(ValueError, match=r"another number of axes.*dense"):
+        keras.Sequential([keras.Input((64,)), layers.Dense(64, name="dense")])
+
+
+@pytest.mark.parametrize("by_loop", [False, True])
+@pytest.mark.parametrize(
+    "layer",
+    [layers.Conv2D(4, 3, groups=2), layers.DepthwiseConv2D(3), layers.SeparableConv2D(4, 3)],
+)
+def test_convolutions_in_groups_raise_where_xla_is_wrong(layer, by_loop):
+    """docs/upstream/xla_grouped_convolutions.md."""
+    pooled = layers.GlobalAveragePooling2D()
+    with sharding.ModelParallel(4, model=2).scope():
+        net = [keras.Input((8, 8, 4)), type(layer).from_config(layer.get_config()), pooled]
+        model = keras.Sequential([*net, layers.Dense(2)])
+        model.compile("sgd", "mse")
+        x, y = np.zeros((4, 8, 8, 4)), np.zeros((4, 2))
+        data = ArrayBatches((x, y), global_batch_size=4)
+        if by_loop:
+            trainer = training.TrainingLoop(model, optimizer="sgd", loss="mse")
+        else:
+            trainer = training.replica_exact(model)
+        with pytest.raises(ValueError, match=r"wrong gradients of convolutions.*DataParallel"):
+            trainer.fit(data, epochs=1)
+
+
+def test_a_loop_shares_a_model_that_was_built_before():
+    keras.utils.set_random_seed(0)
+    model = own_transformer()
+    strategy = sharding.ModelParallel(4, model=2)
+    loop = training.TrainingLoop(model, optimizer="adam", loss=CROSS_ENTROPY, strategy=strategy)
+    loop.fit(ArrayBatches(data_of("own_transformer"), global_batch_size=8), epochs=1, verbose=0)
+    assert share_on_a_device(model) <= 0.56
 
 
 def test_a_batch_axis_of_another_name_is_one_sentence():

@@ -57,11 +57,29 @@ def reject_local_statistics(batch_norm: str) -> None:
         )
 
 
+def reject_grouped_convolutions(model: keras.Model, mesh: Mesh) -> None:
+    """Raise for what XLA computes wrong gradients of where devices share examples in groups."""
+    # docs/upstream/xla_grouped_convolutions.md
+    if not 1 < shards.batch_shards(mesh) < mesh.size:
+        return
+    for layer in model._flatten_layers():
+        of_depth = hasattr(layer, "depth_multiplier")
+        if getattr(layer, "kernel_size", None) and (of_depth or getattr(layer, "groups", 1) != 1):
+            checks.fail(
+                "On a mesh of several axes XLA computes wrong gradients of convolutions in groups.",
+                layer=layer.name,
+                kind=type(layer).__name__,
+                remedy="Use `DataParallel`, or let all devices share the model (`model=` their "
+                "number).",
+            )
+
+
 def _place(model: keras.Model, distribution: Any) -> None:
     """Put on the devices what was made before the distribution was set, or outside its scope."""
     if isinstance(distribution, sharding.ModelParallel):
         distribution.lay_out(model)
     mesh = sharding.as_mesh(distribution)
+    reject_grouped_convolutions(model, mesh)
     placements = shards.of(distribution, mesh)
     optimizer = getattr(model, "optimizer", None)
     for variables, placement in (

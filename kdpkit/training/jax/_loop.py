@@ -27,7 +27,7 @@ from kdpkit.training._objective import Sums, trace_metrics
 from kdpkit.training._remat import BlockCall, BlockScope, Result, rematerialised
 from kdpkit.training._steps import Steps
 from kdpkit.training.jax._batches import Batches, Source
-from kdpkit.training.jax._fit import reject_local_statistics
+from kdpkit.training.jax._fit import reject_grouped_convolutions, reject_local_statistics
 from kdpkit.training.jax._lookups import without_padding
 from kdpkit.training.jax._random import MicroBatch, by_position
 from kdpkit.training.jax._state import State, Variables
@@ -51,6 +51,7 @@ class JaxSteps(Steps):
         self.loop = loop
         self.model: keras.Model = loop.model
         self.strategy = sharding.as_mesh(strategy)
+        self._distribution = strategy or keras.distribution.distribution()
         self._jit = jit
         self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._running: collections.deque[jax.Array] = collections.deque()
@@ -79,6 +80,9 @@ class JaxSteps(Steps):
             if not self.model.built:
                 x, _, _ = keras.utils.unpack_x_y_sample_weight(placeholders)
                 compute_output_spec(functools.partial(self.model, training=False), x)
+            reject_grouped_convolutions(self.model, self.strategy)
+            if isinstance(self._distribution, sharding.ModelParallel):
+                self._distribution.lay_out(self.model)
             if self.loop.accumulation > 1:
                 versions.reject_sums_over_examples(self.model)
             names = trace_metrics(self.loop, placeholders)
