@@ -162,8 +162,9 @@ def on_one_device(name, by_loop):
 def assert_trained_as_one(model, name, *, by_loop=False):
     expected, before = on_one_device(name, by_loop)
     change = max(np.abs(a - b).max() for a, b in zip(expected, before, strict=True))
+    tolerance = 1e-4 if name == "convolutional" else 1e-5  # statistics enlarge what is rounded
     for one, other in zip(model.get_weights(), expected, strict=True):
-        np.testing.assert_allclose(one, other, rtol=0, atol=1e-5 * change)
+        np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * change)
 
 
 def share_on_a_device(model):
