@@ -117,6 +117,19 @@ def test_of_a_pair_the_answers_tokens_count(length, row, is_answer):
     assert (ids.numpy().tolist(), answers.numpy().tolist()) == (row, is_answer)
 
 
+def test_a_tokenizer_without_a_start_begins_with_its_end():
+    words = Words()
+    words.start_token_id = words.pad_token_id = None
+    ids, answers = next(iter(text.sequences_or_pairs([("10", "20")], words, 6)))
+    assert ids.numpy().tolist() == [END, 10, 20, END, 0, 0]
+    assert answers.numpy().tolist() == [0, 0, 1, 1, 0, 0]
+
+
+def test_a_file_of_pairs_that_is_not_there_is_one_sentence(tmp_path):
+    with pytest.raises(errors.FileInputError, match=r"no such file of pairs: .*nowhere.jsonl"):
+        text.load_texts_or_pairs(str(tmp_path / "nowhere.jsonl"))
+
+
 def test_what_counts_averages_one_in_a_batch():
     ids = np.arange(12).reshape(2, 6)
     answers = np.array([[0, 0, 0, 1, 1, 0], [0, 1, 0, 0, 0, 0]])

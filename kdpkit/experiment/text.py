@@ -107,7 +107,7 @@ def sequences(
     Raises:
         ValueError: No line is left.
     """
-    ids = {role: getattr(tokenizer, f"{role}_token_id") for role in ("start", "end", "pad")}
+    ids = _special_ids(tokenizer)
     if keras.backend.backend() == "tensorflow":
         import tensorflow as tf
 
@@ -146,6 +146,13 @@ def _packed(
     return packed
 
 
+def _special_ids(tokenizer: Any) -> dict[str, int]:
+    """Return what begins, ends and pads a text; some tokenizers, as Qwen's, have only an end."""
+    end = tokenizer.end_token_id
+    start, pad = (getattr(tokenizer, f"{role}_token_id", None) for role in ("start", "pad"))
+    return {"start": end if start is None else start, "end": end, "pad": pad or 0}
+
+
 def load_texts_or_pairs(data: str) -> Any:
     """Load texts, as `kdpkit.corpora.load_text` does, or pairs of a prompt and its answer.
 
@@ -164,8 +171,10 @@ def load_texts_or_pairs(data: str) -> Any:
         from kdpkit import corpora
 
         return corpora.load_text(data)
-    pairs = []
-    for number, line in enumerate(storage.path(data).read_text(encoding="utf-8").splitlines(), 1):
+    pairs, file = [], storage.path(data)
+    if not file.is_file():
+        checks.fail_for_file("There is no such file of pairs", data)
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
         try:
             found = json.loads(line)
             pairs.append((str(found["prompt"]), str(found["answer"])))
@@ -189,15 +198,16 @@ def sequences_or_pairs(texts: Sequence[Any], tokenizer: Any, length: int) -> Any
     """
     if isinstance(texts[0], str):
         return sequences(texts, tokenizer, length, full=True)
+    special = _special_ids(tokenizer)
     ids, answers = np.zeros((2, len(texts), length), np.int32)
-    ids += tokenizer.pad_token_id or 0
+    ids += special["pad"]
     for row, pair in enumerate(texts):
         prompt, answer = ([*map(int, part)] for part in tokenizer([*pair]))
-        answer = [*answer, tokenizer.end_token_id][: length - 1]
-        prompt = [tokenizer.start_token_id, *prompt][len(answer) - length :]
-        found = [of for of in (*prompt, *answer) if of is not None]
-        ids[row, : len(found)] = found
-        answers[row, len(prompt) : len(found)] = 1
+        answer = [*answer, special["end"]][: length - 1]
+        prompt = [special["start"], *prompt][len(answer) - length :]
+        end = len(prompt) + len(answer)
+        ids[row, :end] = prompt + answer
+        answers[row, len(prompt) : end] = 1
     if keras.backend.backend() == "jax":
         return ids, answers
     import tensorflow as tf

@@ -89,11 +89,11 @@ class ModelParallel(keras.distribution.ModelParallel):
     devices are a mesh of two axes, `"batch"` and `"model"`: batches are sharded over the first, and
     every large weight over the second, as in Megatron (Shoeybi et al. 2019). Along which axis is
     found when a variable is made, from its shape and its layer, and needs no names; the result is
-    that of one device. What cannot be shared, such as a single key head, stays
-    complete: `describe` shows it.
+    that of one device. What cannot be shared, such as a single key head, stays complete: `describe`
+    shows it.
 
-    A variable is never complete on one device on the way, so a model may be built that fits on no
-    single one. An optimizer's variables are sharded as their weights are. With `replica_exact`
+    Keras makes large variables in parts, each on its device, so a model may be built that fits on
+    no single one. An optimizer's variables are sharded as their weights are. With `replica_exact`
     batches of any size may be trained on, as with `kdpkit.training.TrainingLoop`.
 
     Args:
@@ -267,10 +267,10 @@ def describe(model: keras.Model) -> str:
     >>> with ModelParallel(4, model=2).scope():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
     >>> print(describe(model))
-    variables       count  shape      layout         MiB  on a device
-    Dense kernel        1  (64, 128)  ('model', -)  0.03         0.02
-    Dense bias          1  (128,)     (-)           0.00         0.00
-    all weights         2                           0.03         0.02
+    variables     count      shape        layout   MiB  on a device
+    Dense kernel      1  (64, 128)  ('model', -)  0.03         0.02
+    Dense bias        1     (128,)           (-)  0.00         0.00
+    all weights       2                           0.03         0.02
     """
     return _layouts.described(model)
 

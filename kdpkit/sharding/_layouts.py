@@ -20,7 +20,7 @@ from typing import Any
 
 import keras
 
-from kdpkit._internal import checks, versions
+from kdpkit._internal import check_results, checks, versions
 
 SMALL = 4096  # elements; nobody is told of a variable of fewer that stays complete
 
@@ -192,7 +192,12 @@ def is_of_weight(variable: keras.Variable, weight: keras.Variable) -> bool:
 
 
 def require_matches(model: keras.Model, layout_map: keras.distribution.LayoutMap) -> None:
-    """Raise if a pattern of the user's matches no variable, and no layer's output, of a model."""
+    """Raise if a pattern of the user's matches no variable, and no layer's output, of a model.
+
+    A model that is not built yet has none of its variables.
+    """
+    if not model.built:
+        return
     paths = [variable.path for variable in model.variables]
     outputs = [f"{layer.path}/output" for layer in model._flatten_layers()]
     for pattern in layout_map:
@@ -222,14 +227,7 @@ def described(model: keras.Model) -> str:
     for kind, variables in (("all weights", weights), ("optimizer", of_optimizer)):
         if variables:
             cells.append((kind, f"{len(variables)}", "", "", *_mebibytes(variables)))
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    aligned = ("<", ">", "<", "<", ">", ">")
-    return "\n".join(
-        "  ".join(
-            f"{cell:{side}{width}}" for cell, side, width in zip(row, aligned, widths, strict=True)
-        ).rstrip()
-        for row in cells
-    )
+    return check_results.table(cells)
 
 
 def _layout_of(variable: keras.Variable) -> str:

@@ -343,6 +343,16 @@ def test_own_layouts_come_first_and_what_matches_nothing_raises():
         model = own_transformer()
         table = next(v for v in model.weights if v.path == "embedding/embeddings")
         assert tuple(table.value.sharding.spec) == (None, "model")
+    late = keras.Sequential(
+        [layers.Embedding(VOCABULARY, WIDTH, name="embedding"), layers.Dense(2)]
+    )
+    late.compile("sgd", "mse")
+    own = sharding.ModelParallel(
+        4, model=2, layout_map={"sequential.*/embeddings": (None, "model")}
+    )
+    with own.scope():  # a model that `fit` builds
+        training.replica_exact(late).fit(TOKENS[:4], np.zeros((4, LENGTH, 2)), verbose=0)
+    assert tuple(late.weights[0].value.sharding.spec) == (None, "model")
     wrong = sharding.ModelParallel(4, model=2, layout_map={"embeding/embeddings": ("model", None)})
     keras.utils.clear_session(free_memory=False)
     with wrong.scope():

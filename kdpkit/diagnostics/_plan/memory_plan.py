@@ -20,7 +20,6 @@ _WHY_NOT_EQUAL = (
     "* does not train the same: micro-batches have statistics (BatchNormalization) or random "
     "numbers of their own."
 )
-_NO_LARGER_PART = "Of {groups} groups of devices each has its own examples; more do not fit."
 _MOST_MICRO_BATCHES = 64  # each makes the program longer
 
 Make = Callable[[], tuple[Any, Any]]
@@ -136,9 +135,7 @@ class MemoryPlan:
                 "of them, or a smaller batch or model."
             )
         head = f"The cheapest that fits: {self.chosen}{'' if self.chosen.equal else ' (*)'}."
-        if self.chosen.model > 1:
-            groups = self.replicas // self.chosen.model
-            head += f" {_NO_LARGER_PART.format(groups=groups)}"
+        head += " Fewer devices that share the model do not fit." * (self.chosen.model > 1)
         return "\n".join([head, "", *(f"    {line}" for line in self.lines)]).rstrip()
 
 

@@ -51,7 +51,8 @@ class JaxSteps(Steps):
         self.loop = loop
         self.model: keras.Model = loop.model
         self.strategy = sharding.as_mesh(strategy)
-        self._distribution = strategy or keras.distribution.distribution()
+        is_given = strategy is not None
+        self._distribution = strategy if is_given else keras.distribution.distribution()
         self._jit = jit
         self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._running: collections.deque[jax.Array] = collections.deque()
