@@ -132,16 +132,16 @@ class LearningRateLogger(AppliedRateCallback):
             logs["learning_rate"] = rate
 
 
-class PrintLR(AppliedRateCallback):
-    """Prints, once per epoch, the learning rate of its last update.
+class PrintLR(LearningRateLogger):
+    """Prints, once per epoch, the learning rate of its last update, and adds it to the logs.
 
     The line appears after Keras' progress line is complete. `step` is the optimizer's number of
-    batches up to and including that update; with a schedule the rate is `schedule(step - 1)`. See
-    `LearningRateLogger` for callbacks that change the rate. With several processes only the first
-    one prints.
+    batches up to and including that update; with a schedule the rate is `schedule(step - 1)`. The
+    logs are those of `LearningRateLogger`. With several processes only the first one prints.
 
     Args:
         print_fn: Function that is called with each line, such as `logging.info`.
+        verbose: 0 prints nothing.
 
     Raises:
         ValueError: The model has no Keras optimizer.
@@ -155,9 +155,10 @@ class PrintLR(AppliedRateCallback):
     Learning rate of epoch 2: 1.66667e-05 (step 6)
     """
 
-    def __init__(self, print_fn: Callable[[str], Any] = print) -> None:
+    def __init__(self, print_fn: Callable[[str], Any] = print, *, verbose: int = 1) -> None:
         super().__init__()
         self.print_fn = print_fn
+        self.verbose = verbose
         self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -166,6 +167,7 @@ class PrintLR(AppliedRateCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Format the line, to be printed after Keras' progress line."""
+        super().on_epoch_end(epoch, logs)
         rate = self._applied_rate()
         if rate is not None:
             value = f"{rate:.6g} (step {self._last_update + 1})"
@@ -179,7 +181,7 @@ class PrintLR(AppliedRateCallback):
         self._print()
 
     def _print(self) -> None:
-        if self._line and processes.index() == 0:
+        if self._line and self.verbose and processes.index() == 0:
             self.print_fn(self._line)
         self._line = ""
 

@@ -48,8 +48,7 @@ class Resume(keras.callbacks.Callback):
 
     The state includes weights, optimizer, random layers, metrics, History, the given callbacks, and
     the position in the data. A run that was stopped between any two steps ends with the same
-    weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last. A run
-    that continues says so in a line, unless `fit` has `verbose=0`.
+    weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last.
 
     A save stops training while the values are read. They are then written in the background, and
     the next save, the end of `fit` and an exit wait until they are on disk. A crash meanwhile
@@ -71,6 +70,7 @@ class Resume(keras.callbacks.Callback):
         callbacks: Callbacks passed to `fit` that have state: `EarlyStopping`, `ReduceLROnPlateau`,
             `ModelCheckpoint`, `SwapEMAWeights`, or others with `get_state()`, which returns plain
             values by name, and `set_state(values)`.
+        verbose: 1 prints a line if the run continues, 0 does not; `"auto"` is as `fit`'s `verbose`.
 
     Raises:
         ValueError: An argument is invalid. When training begins: the state is of another model, the
@@ -95,6 +95,7 @@ class Resume(keras.callbacks.Callback):
         save_freq: str | int = "epoch",
         keep: int = 3,
         callbacks: Iterable[keras.callbacks.Callback] = (),
+        verbose: int | str = "auto",
     ) -> None:
         super().__init__()
         if isinstance(save_freq, str) and save_freq != "epoch":
@@ -109,6 +110,7 @@ class Resume(keras.callbacks.Callback):
         self.callbacks = keras.tree.flatten(callbacks or ())
         for callback in self.callbacks:
             callback_state.state_of(callback)  # raises for an unknown kind
+        self.verbose = checks.one_of("verbose", verbose, ("auto", 0, 1))
         self._checkpoints = checkpoints.CheckpointDirectory(directory, keep=keep)
         self._data: Any = None  # a `data.Tracked`, once `track` was called
         self._stop = stopping.AgreedStop()
@@ -305,7 +307,8 @@ class Resume(keras.callbacks.Callback):
             callback_state.set_state(self.callbacks[index], values, weights)
 
     def _report(self, position: Position) -> None:
-        if processes.index() == 0 and self.params.get("verbose"):
+        verbose = self.params.get("verbose") if self.verbose == "auto" else self.verbose
+        if processes.index() == 0 and verbose:
             sys.stdout.write(
                 f"Continuing the run in {self._checkpoints.directory}: epoch {position.epoch + 1} "
                 f"of {self.params['epochs']}, after {position.step} of {self._length} steps.\n"
