@@ -21,8 +21,8 @@ os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 # Processes that start from here on, those that run the tests among them, start sooner.
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [
-        str(pathlib.Path(__file__).parent / "quick_start"),
-        str(pathlib.Path(__file__).parent.parent),
+        str(pathlib.Path(__file__).parents[1] / "tools" / "quick_start"),
+        str(pathlib.Path(__file__).parents[1]),
         *filter(None, [os.getenv("PYTHONPATH")]),
     ]
 )
