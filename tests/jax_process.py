@@ -6,12 +6,11 @@ The settings, as JSON, have `runs`, which are made one after the other: starting
 What came out of each is printed as a line of JSON.
 """
 
-# ruff: noqa: ARG002, E402, T201 JAX asks for its devices when it is imported
+# ruff: noqa: E402, T201 JAX asks for its devices when it is imported
 
 import json
 import os
 import sys
-import time
 
 SETTINGS = json.loads(sys.argv[1])
 PROCESSES, INDEX = SETTINGS["processes"], SETTINGS["index"]
@@ -20,52 +19,17 @@ os.environ["KERAS_BACKEND"] = "jax"
 os.environ["XLA_FLAGS"] = " ".join(
     [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES // PROCESSES}"]
 )
-
 os.environ["PJRT_NPROC"] = str(2 * DEVICES // PROCESSES)  # see kdpkit/_internal/machine.py
 
 import jax
 import keras
-import numpy as np
 
 from kdpkit import callbacks, experiment, sharding, testing
 from kdpkit._internal import processes, shards
 from kdpkit.batches import ArrayBatches
-from kdpkit.training import TrainingLoop, replica_exact
+from tests import process_programs
 
 shards.SMALL = 1  # every variable that the devices divide can be sharded
-
-
-def build():
-    keras.utils.set_random_seed(SEEDS[INDEX])
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(8, activation="tanh", name="first"),
-            layers.BatchNormalization(name="norm"),
-            layers.Dropout(0.3),
-            layers.Dense(3, name="last"),
-        ],
-        name="net",
-    )
-
-
-SEEDS = [0] * PROCESSES  # of the model in each process
-
-
-class Slow(keras.callbacks.Callback):
-    """Makes steps last, so that there is time to disturb them, and prints the first ones."""
-
-    def __init__(self, seconds, fails_at):
-        super().__init__()
-        self.seconds = seconds
-        self.fails_at = fails_at
-
-    def on_train_batch_end(self, batch, logs=None):
-        print(f"step {batch}", flush=True)
-        time.sleep(self.seconds)
-        if batch == self.fails_at:
-            raise ZeroDivisionError("a mistake of this process alone")
 
 
 def datasets(*, examples=64, same_data=False, unknown_length=False):
@@ -79,42 +43,6 @@ def datasets(*, examples=64, same_data=False, unknown_length=False):
     return (train[i] for i in range(len(train))) if unknown_length else train, test
 
 
-def by_loop(train, test, *, epochs, callbacks, shard="none", **settings):
-    loop = TrainingLoop(
-        build(),
-        optimizer="adam",
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=["accuracy"],
-        strategy=sharding.DataParallel(shard=shard),
-        **settings,
-    )
-    history = loop.fit(train, test, epochs=epochs, callbacks=callbacks, verbose=0).history
-    return loop.model, history, loop.evaluate(test, verbose=0), loop.predict(test, verbose=0)
-
-
-def by_fit(train, test, *, epochs, callbacks, shard="none"):
-    keras.distribution.set_distribution(sharding.DataParallel(shard=shard))
-    try:
-        model = replica_exact(build())
-        model.compile(
-            "adam",
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=["accuracy"],
-        )
-        history = model.fit(
-            train,
-            validation_data=test,
-            epochs=epochs,
-            shuffle=False,
-            callbacks=callbacks,
-            verbose=0,
-        ).history
-        evaluated = model.evaluate(test, verbose=0, return_dict=True)
-        return model, history, evaluated, model.predict(test, verbose=0)
-    finally:
-        keras.distribution.set_distribution(None)
-
-
 def trained(
     *,
     by="loop",
@@ -124,42 +52,29 @@ def trained(
     monitors=False,
     data=None,
     own_data=None,
-    loop=None,
-    seeds=(),
-    orbax=None,
+    shard="none",
+    seeds=None,
+    **settings,
 ):
-    """Train in one way; `own_data` has what differs between the processes."""
-    SEEDS[: len(seeds)] = seeds
+    """Train in one way; `own_data` and `seeds` have what differs between the processes."""
     train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
-    watching = [Slow(seconds_a_step, fails_at if INDEX else None)]
-    if monitors:
-        watching.append(callbacks.DeviceMonitor())
-    if orbax:
-        watching.append(keras.callbacks.OrbaxCheckpoint(orbax))
-    train_by = {"loop": by_loop, "fit": by_fit}[by]
-    model, history, evaluated, predicted = train_by(
-        train, test, epochs=epochs, callbacks=watching, **(loop or {})
-    )
-    return {
-        "history": history,
-        "evaluated": evaluated,
-        "predicted": np.asarray(predicted)[: test.examples].tolist(),
-        "weights": values_of(model.variables),
-        "optimizer": values_of(model.optimizer.variables),
-    }
-
-
-def values_of(variables):
-    return [shards.gather_to_host(v.value).tolist() for v in variables]
-
-
-def sentence_of(**settings):
+    model = process_programs.classifier(keras.layers.Dropout(0.3), seed=(seeds or [0, 0])[INDEX])
+    watching = [process_programs.Steps(seconds_a_step, fails_at if INDEX else None)]
+    watching += [callbacks.DeviceMonitor()] if monitors else []
+    settings |= {"epochs": epochs, "callbacks": watching, "examples": test.examples}
+    strategy = sharding.DataParallel(shard=shard)
+    if by == "loop":
+        return process_programs.by_loop(model, train, test, strategy=strategy, **settings)
+    keras.distribution.set_distribution(strategy)
     try:
-        with processes.explain_lost_process():  # as `experiment.run` does
-            trained(**settings)
-    except ValueError as error:
-        return str(error)
-    return None
+        return process_programs.by_fit(model, train, test, **settings)
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def explained(**settings):
+    with processes.explain_lost_process():  # as `experiment.run` does
+        trained(**settings)
 
 
 def main():
@@ -168,8 +83,11 @@ def main():
         sharding.join_processes(coordinator, process_count=PROCESSES, process_index=INDEX)
     assert jax.device_count() == DEVICES
     for run in SETTINGS["runs"]:
-        make = sentence_of if run.pop("raises", False) else trained
-        print(json.dumps({"found": make(**run)}, default=float), flush=True)
+        if run.pop("raises", False):
+            found = process_programs.sentence_of(lambda run=run: explained(**run))
+        else:
+            found = trained(**run)
+        print(json.dumps({"found": found}, default=float), flush=True)
 
 
 if __name__ == "__main__":

@@ -11,18 +11,18 @@ import socket
 import sys
 
 import h5py
-import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from kdpkit import checkpoints, errors
+from kdpkit import errors
 from kdpkit._internal import processes
 from kdpkit._internal.processes import explain_lost_process
 from kdpkit.sharding import join_processes
+from tests.process_programs import assert_close
 from tests.processes import SOON, Process, Together, free_port, once
 
-RUNS = {"loop": {"by": "loop", "loop": {"accumulation": 2}}, "fit": {"by": "fit"}}
+RUNS = {"loop": {"by": "loop", "accumulation": 2}, "fit": {"by": "fit"}}
 UNEVEN = [{}, {"examples": 48}]  # what differs between two processes
 DISAGREE = {
     "uneven, fit": {"by": "fit", "own_data": UNEVEN},
@@ -72,32 +72,23 @@ def two(tmp_path_factory):
     In the last run the second one makes a mistake.
     """
 
-    directory = tmp_path_factory.mktemp("orbax")
-
     def train():
         runs = {
             "loop": {
-                "by": "loop",
+                **RUNS["loop"],
                 "monitors": True,
-                "orbax": str(directory),
-                "loop": {"shard": "weights", "accumulation": 2, "steps_per_loop": 3},
+                "shard": "weights",
+                "steps_per_loop": 3,
             },
             "fit": RUNS["fit"],
         }
         runs |= {name: run | {"raises": True} for name, run in DISAGREE.items()}
         with together(2, *runs.values(), {"fails_at": 2, "seeds": [0, 0]}) as started:
-            ends = {"codes": started.end(), "shown": started.shown, "orbax": str(directory)}
+            ends = {"codes": started.end(), "shown": started.shown}
         found = map(results, started.shown)
         return ends | dict(zip(runs, zip(*found, strict=True), strict=True))
 
     return once(tmp_path_factory, "two processes of JAX", train)
-
-
-def assert_close(one, other, tolerance=1e-5):
-    assert one.keys() == other.keys()
-    for name in one:
-        for left, right in zip(*map(keras.tree.flatten, (one[name], other[name])), strict=True):
-            np.testing.assert_allclose(left, right, rtol=tolerance, atol=tolerance, err_msg=name)
 
 
 # Equal to one process.
@@ -111,23 +102,8 @@ def test_two_processes_train_evaluate_and_predict_as_one(two, alone, way):
     assert monitored <= first["history"].keys()  # the first process alone logs them
     for name in first["history"].keys() - second["history"].keys() if monitored else ():
         del first["history"][name]
-    assert_close(first, second, tolerance=0)
+    assert_close(first, second, rtol=0, atol=0)
     assert_close(first, alone[way])
-
-
-@pytest.mark.slow
-def test_what_two_processes_saved_by_orbax_is_read_by_one(two):
-    """Here, on TensorFlow: it is of variables sharded over four devices of two processes."""
-    layers = keras.layers
-    stack = [layers.Dense(8, name="first"), layers.BatchNormalization(name="norm")]
-    stack += [layers.Dropout(0.3), layers.Dense(3, name="last")]
-    model = keras.Sequential([keras.Input((4,)), *stack], name="net")
-    model.compile("adam", "mse")
-    checkpoints.load_orbax(model, two["orbax"])
-    found = two["loop"][0]
-    for name, owner in {"weights": model, "optimizer": model.optimizer}.items():
-        for variable, saved in zip(owner.variables, found[name], strict=True):
-            np.testing.assert_array_equal(variable, np.array(saved, variable.dtype))
 
 
 # What would hang JAX, or what it would not notice.

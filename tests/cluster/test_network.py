@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 
 import pytest
@@ -168,10 +167,8 @@ def test_the_wait_ends_when_all_listen_and_who_does_not_come_is_named(silent):
         assert [*_network.problems(addresses, 0.3)] == [address]
         thread = threading.Timer(0.5, silent.listen)
         thread.start()
-        started = time.monotonic()
-        assert _network.problems(addresses, 100) == {}
+        assert _network.problems(addresses, 10_000) == {}  # which is no test's limit
         thread.join()
-        assert time.monotonic() - started < 90  # not at the end of the time
 
 
 # What all exchange.

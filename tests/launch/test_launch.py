@@ -6,14 +6,13 @@ keep a test from hanging.
 
 import contextlib
 import pathlib
-import re
 import signal
 import subprocess
 import sys
 
 import pytest
 
-from kdpkit import cli, cluster, launch
+from kdpkit import cluster, launch
 from kdpkit.launch import _child_processes as child_processes
 from tests.processes import SOON, Process, left_of, wait_for_file
 
@@ -296,22 +295,3 @@ for other in ("worker 0", "worker 1", "ps 0"): wait_for(f"{other} is ready")
 def test_a_program_that_is_not_there_raises():
     with pytest.raises(ValueError, match="No such file.*'no-such-program'.*PATH.*python train.py"):
         launch.launch(["no-such-program"], workers=1)
-
-
-# The command line.
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        (["launch", "--", "echo"], "the following arguments are required: --workers"),
-        (["launch", "--workers", "2"], "The command to run comes after `--`"),
-        (["launch", "--workers", "2", "echo", "hi"], "echo hi; those of a program come after `--`"),
-    ],
-)
-def test_a_mistake_in_the_flags_is_one_sentence(words, sentence, capsys):
-    assert cli.main(words) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert re.search(sentence, printed.err)
-    assert printed.err.count("\n") == 1
