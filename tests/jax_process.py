@@ -58,7 +58,7 @@ def trained(
 ):
     """Train in one way; `own_data` and `seeds` have what differs between the processes."""
     train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
-    model = process_programs.classifier(keras.layers.Dropout(0.3), seed=(seeds or [0, 0])[INDEX])
+    model = process_programs.classifier(dropout=0.3, seed=(seeds or [0, 0])[INDEX])
     watching = [process_programs.Steps(seconds_a_step, fails_at if INDEX else None)]
     watching += [callbacks.DeviceMonitor()] if monitors else []
     settings |= {"epochs": epochs, "callbacks": watching, "examples": test.examples}

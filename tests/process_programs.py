@@ -14,9 +14,10 @@ from kdpkit.training import TrainingLoop, replica_exact
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def classifier(*inner, seed=0):
+def classifier(*, dropout=0.0, seed=0):
     """Build a model with batch statistics and a penalty, in the scope of its strategy."""
     keras.utils.set_random_seed(seed)
+    inner = [layers.Dropout(dropout)] if dropout else []
     first = layers.Dense(8, activation="tanh", kernel_regularizer="l2", name="first")
     norm = layers.BatchNormalization(momentum=0.9, name="norm")
     stack = [keras.Input((4,)), first, norm, *inner, layers.Dense(3, name="last")]
