@@ -221,14 +221,3 @@ def test_other_programs_that_connect_take_no_part(first):
             with contextlib.closing(_network._connected(first, 0.0)) as connection:
                 connection.sendall(sent)
         assert exchange(first, 1, count=2) == waiting.result()
-
-
-def test_those_that_do_not_come_are_named(first):
-    shown, _ = exchange(first, 0, 2, count=4, seconds=0.5)
-    assert "did not meet at the address of the first" in shown
-    assert "processes [1, 3] are missing" in shown
-    (shown,) = exchange(first, 1, count=2, seconds=0.2)
-    assert "Connection refused" in shown
-    with ordinary() as used:
-        (shown,) = exchange(f"localhost:{port_of(used)}", 0, count=2)
-    assert "Address already in use" in shown
