@@ -10,23 +10,27 @@ What came out of each is printed as a line of JSON.
 
 import json
 import os
+import pathlib
+import resource
 import sys
 
 SETTINGS = json.loads(sys.argv[1])
 PROCESSES, INDEX = SETTINGS["processes"], SETTINGS["index"]
 DEVICES = 4  # of all processes
 os.environ["KERAS_BACKEND"] = "jax"
-os.environ["XLA_FLAGS"] = " ".join(
+os.environ["XLA_FLAGS"] = SETTINGS.get("flags") or " ".join(
     [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES // PROCESSES}"]
 )
 os.environ["PJRT_NPROC"] = str(2 * DEVICES // PROCESSES)  # see kdpkit/_internal/machine.py
 
 import jax
 import keras
+import numpy as np
 
 from kdpkit import callbacks, experiment, sharding, testing
 from kdpkit._internal import processes, shards
 from kdpkit.batches import ArrayBatches
+from kdpkit.training import replica_exact
 from tests import process_programs
 
 shards.SMALL = 1  # every variable that the devices divide can be sharded
@@ -57,6 +61,7 @@ def trained(
     **settings,
 ):
     """Train in one way; `own_data` and `seeds` have what differs between the processes."""
+    assert jax.device_count() == DEVICES
     train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
     model = process_programs.classifier(dropout=0.3, seed=(seeds or [0, 0])[INDEX])
     watching = [process_programs.Steps(seconds_a_step, fails_at if INDEX else None)]
@@ -72,6 +77,32 @@ def trained(
         keras.distribution.set_distribution(None)
 
 
+def trained_in(mebibytes, directory, *, layers=24, width=2048):
+    """Train a model that takes 1,152 MiB with its optimizer, in no more memory than asked for.
+
+    It begins with `before.weights.h5`, which is made if there is none, and ends with
+    `after-INDEX.weights.h5`.
+    """
+    jax.numpy.zeros(4).block_until_ready()  # starts JAX' threads, whose stacks count
+    if mebibytes:
+        status = pathlib.Path("/proc/self/status").read_text().splitlines()
+        (taken,) = (int(line.split()[1]) for line in status if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, ((taken + 1024 * mebibytes) * 1024,) * 2)
+    keras.distribution.set_distribution(sharding.DataParallel(shard="weights"))
+    keras.utils.set_random_seed(PROCESSES)
+    stack = [keras.layers.Dense(width, use_bias=False) for _ in range(layers)]
+    model = replica_exact(keras.Sequential([keras.Input((width,)), *stack]))
+    model.compile(keras.optimizers.AdamW(1e-5, epsilon=1e-3), "mse")
+    before = pathlib.Path(directory, "before.weights.h5")
+    (model.load_weights if before.exists() else model.save_weights)(before)
+    x = np.random.default_rng(0).normal(size=(8, width)).astype("float32")
+    x = x[INDEX * 8 // PROCESSES : (INDEX + 1) * 8 // PROCESSES]
+    losses = [float(model.train_on_batch(x, x)) for _ in range(3)]
+    with sharding.gathered_on_read(model):
+        model.save_weights(before.with_name(f"after-{INDEX}.weights.h5"))
+    return losses
+
+
 def explained(**settings):
     with processes.explain_lost_process():  # as `experiment.run` does
         trained(**settings)
@@ -81,9 +112,10 @@ def main():
     if PROCESSES > 1:
         coordinator = f"localhost:{SETTINGS['port']}"
         sharding.join_processes(coordinator, process_count=PROCESSES, process_index=INDEX)
-    assert jax.device_count() == DEVICES
     for run in SETTINGS["runs"]:
-        if run.pop("raises", False):
+        if "mebibytes" in run:
+            found = trained_in(**run)
+        elif run.pop("raises", False):
             found = process_programs.sentence_of(lambda run=run: explained(**run))
         else:
             found = trained(**run)
