@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.benchmarks import __main__ as command
-from tests.benchmarks.paired import Row, Spread, compared, in_turns
+from tools.benchmarks import __main__ as command
+from tools.benchmarks.paired import Row, Spread, compared, in_turns
 
 
 def test_a_ratio_is_the_median_of_the_rounds_ratios():

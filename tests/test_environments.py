@@ -1,20 +1,17 @@
 """What must hold in other environments: the JAX backend, and a Python without TensorFlow."""
 
 import json
-import os
-import pathlib
-import subprocess
 import sys
 
 import keras
 import numpy as np
 import pytest
 
-import kdpkit
+from tests import processes
 from tests.on_jax import ON_JAX
+from tests.processes import ROOT
 from tests.python_without import python_with, python_without
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 REPEATING = (
     "callbacks",
     "diagnostics",
@@ -26,18 +23,8 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def run(command, **environment):
-    finished = subprocess.run(
-        list(map(str, command)),
-        cwd=ROOT,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=1800,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-5000:]
-    return finished.stdout
+def run(command, **variables):
+    return processes.run(*command, cwd=ROOT, seconds=1800, **variables).stdout
 
 
 @pytest.mark.slow
@@ -157,16 +144,8 @@ def python_without_frameworks(tmp_path_factory):
 def test_a_recipe_without_its_framework_names_what_to_install(
     recipe, backend, python_without_frameworks
 ):
-    environment = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
-    finished = subprocess.run(
-        [python_without_frameworks, f"recipes/{recipe}", "--smoke"],
-        cwd=ROOT,
-        env=environment | ({"KERAS_BACKEND": backend} if backend else {}),
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
+    command = [python_without_frameworks, f"recipes/{recipe}", "--smoke"]
+    finished = processes.run(*command, cwd=ROOT, check=False, KERAS_BACKEND=backend)
     on_jax = backend == "jax" or recipe == "cnn_jax.py"
     package, extra = ("jax", "jax") if on_jax else ("tensorflow", "recipes")
     (line,) = finished.stderr.splitlines()

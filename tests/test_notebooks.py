@@ -6,7 +6,7 @@ import sys
 import nbformat
 import pytest
 
-from tests import make_notebooks, notebooks
+from tools import make_notebooks, notebooks
 
 PATHS = [make_notebooks.SOURCE, *map(make_notebooks.path_of, make_notebooks.TITLES)]
 EACH = pytest.mark.parametrize("path", PATHS, ids=lambda path: path.stem)
@@ -32,7 +32,7 @@ def test_outputs_are_stripped_and_every_cell_is_short_and_explained(path):
 def test_the_other_notebooks_are_made_from_the_first(name):
     written = make_notebooks.path_of(name).read_text(encoding="utf-8")
     made = nbformat.writes(make_notebooks.notebook(name))
-    assert written.strip() == made.strip(), "Run `python -m tests.make_notebooks`."
+    assert written.strip() == made.strip(), "Run `python -m tools.make_notebooks`."
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def source(tmp_path):
 @pytest.mark.timeout(1800)
 def test_a_notebook_runs_from_its_top_where_kdpkit_is_not_installed(path, source, tmp_path):
     output = tmp_path / "done.ipynb"
-    program = [sys.executable, "-m", "tests.notebooks", path, "--smoke", "--output", output]
+    program = [sys.executable, "-m", "tools.notebooks", path, "--smoke", "--output", output]
     subprocess.run([*program, "--source", source], cwd=notebooks.CHECKOUT, check=True)
     done = nbformat.read(output, nbformat.NO_CONVERT)
     where, backend = done.cells[-1].outputs[0].text.split()

@@ -1,6 +1,6 @@
 """What `plan --memory` predicts, and what the device reports at its peak.
 
-python -m tests.accelerator.memory GPT-2 [--rehearse]    # one model, in its own process
+python -m tools.accelerator.memory GPT-2 [--rehearse]    # one model, in its own process
 """
 
 import concurrent.futures
@@ -9,10 +9,10 @@ import subprocess
 import sys
 from typing import Any
 
-from tests.accelerator import bert, device, gpt2, resnet
-from tests.accelerator.results import Results
-from tests.accelerator.speed import size_of
-from tests.benchmarks.paired import compared
+from tools.accelerator import bert, device, gpt2, resnet
+from tools.accelerator.results import Results
+from tools.accelerator.speed import size_of
+from tools.benchmarks.paired import compared
 
 STEPS = 3
 AT_ONCE = 3
@@ -45,7 +45,7 @@ def measure(results: Results, *, rehearse: bool) -> None:
 
 def _asked(name: str, flags: list[str]) -> tuple[str, dict[str, Any] | None]:
     finished = subprocess.run(
-        [sys.executable, "-m", "tests.accelerator.memory", name, *flags],
+        [sys.executable, "-m", "tools.accelerator.memory", name, *flags],
         stdout=subprocess.PIPE,
         text=True,
         check=False,
@@ -60,7 +60,7 @@ def _asked(name: str, flags: list[str]) -> tuple[str, dict[str, Any] | None]:
 def main(name: str, *flags: str) -> None:
     """Print the bytes of `kdpkit plan --memory`, for a loop's settings, and what its steps took."""
     from kdpkit.training.jax._memory import StepMemory
-    from tests.accelerator.jax_training import Repeated
+    from tools.accelerator.jax_training import Repeated
 
     workload, settings = MODELS[name]
     size = size_of(workload, rehearse="--rehearse" in flags)
@@ -75,7 +75,7 @@ def main(name: str, *flags: str) -> None:
     need.pop("operations")
     found = None if peak is None else peak / 2**30
     figures = {"predicted": sum(need.values()) / 2**30, "found": found}
-    print(json.dumps(figures), flush=True)  # noqa: T201 what the other process reads
+    print(json.dumps(figures), flush=True)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import tempfile
 import numpy as np
 import tensorflow as tf
 
-from tests.benchmarks.paired import Row, Spread, in_turns, seconds_of
+from tools.benchmarks.paired import Row, Spread, in_turns, seconds_of
 
 SIZE, MEBIBYTES = 2048, 256
 

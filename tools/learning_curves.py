@@ -1,13 +1,11 @@
 """Draw the picture of the documentation's first page: one training, on one device and on replicas.
 
-    python -m tests.learning_curves docs/learning_curves.svg
+    python -m tools.learning_curves docs/learning_curves.svg
 
 trains a network for digits three times, in a few minutes: with stock Keras on one device, and on
 four replicas with stock Keras and with `replica_exact`. All begin with the same weights and read
 the same batches. Four logical CPUs are real replicas.
 """
-
-# ruff: noqa: T201 a command-line program prints
 
 import argparse
 import pathlib

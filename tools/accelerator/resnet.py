@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator.speed import Work
+from tools.accelerator.speed import Work
 
 CLASSES = 1000
 FLOPS = 7.716e9  # of a forward pass at 224 x 224
@@ -74,7 +74,7 @@ def torch_of(size: Size) -> tuple[Any, ...]:
     import torch
     import torchvision
 
-    from tests.accelerator import torch_training
+    from tools.accelerator import torch_training
 
     model = torchvision.models.resnet50(num_classes=CLASSES)
     for block in model.modules():  # the strides of Keras' version, which computes a little less

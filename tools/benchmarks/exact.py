@@ -7,8 +7,8 @@ import tensorflow as tf
 from kdpkit import corpora, strategies, testing
 from kdpkit.training import replica_exact
 from recipes import cnn_custom_loop
-from tests.benchmarks import workload
-from tests.benchmarks.paired import compared, in_turns, seconds_of
+from tools.benchmarks import workload
+from tools.benchmarks.paired import compared, in_turns, seconds_of
 
 BERT_STEPS, TINY_STEPS, MASKED_STEPS = 12, 400, 20
 

@@ -1,16 +1,14 @@
 """Correctness, speed and memory on a machine with a GPU or TPU, with JAX and without TensorFlow.
 
-    python -m tests.accelerator --out figures               # 18 minutes, most of them compiling
-    python -m tests.accelerator --out figures bert memory   # these parts
-    python -m tests.accelerator --out rehearsal --rehearse  # on a CPU, at tiny sizes
+    python -m tools.accelerator --out figures               # 18 minutes, most of them compiling
+    python -m tools.accelerator --out figures bert memory   # these parts
+    python -m tools.accelerator --out rehearsal --rehearse  # on a CPU, at tiny sizes
 
 It needs a checkout, JAX, Keras and KerasHub; PyTorch, torchvision and transformers take part where
 they are installed. Each part is a process with a time limit, and its figures are in a file of their
 own as soon as they are known, the ones worth most first. `summary.md` is the table of
 docs/benchmarks.md.
 """
-
-# ruff: noqa: T201 a command-line program prints
 
 import argparse
 import contextlib
@@ -24,9 +22,9 @@ import sys
 import tempfile
 import time
 
-from tests.accelerator import device
-from tests.accelerator.results import Results
-from tests.accelerator.summary import markdown
+from tools.accelerator import device
+from tools.accelerator.results import Results
+from tools.accelerator.summary import markdown
 
 # In the order of their worth, with the seconds that each may take: twice what an H100 took.
 PARTS = {
@@ -55,7 +53,7 @@ _ENVIRONMENT = {
 def parser() -> argparse.ArgumentParser:
     """Name where the figures go, and which parts are run."""
     found = argparse.ArgumentParser(
-        prog="python -m tests.accelerator",
+        prog="python -m tools.accelerator",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -94,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
         os.environ["JAX_PLATFORMS"] = "cpu"
         os.environ["XLA_FLAGS"] = _SOON_COMPILED
     if (problem := unfit(args)) is not None:
-        print(f"python -m tests.accelerator: {problem}", file=sys.stderr)
+        print(f"python -m tools.accelerator: {problem}", file=sys.stderr)
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     codes = []
@@ -131,7 +129,7 @@ def finished(part: str, args: argparse.Namespace) -> int:
     file = args.out / f"{part}.json"
     flags = [f"--out={args.out}", f"--child={file}", f"--rounds={args.rounds}"]
     flags += ["--rehearse"] if args.rehearse else []
-    command = [sys.executable, "-m", "tests.accelerator", part, *flags]
+    command = [sys.executable, "-m", "tools.accelerator", part, *flags]
     limit = PARTS[part] * (_SLOWER if args.rehearse else 1)
     start = time.monotonic()
     print(f"{part} ...", file=sys.stderr, flush=True)
@@ -156,9 +154,9 @@ def run(args: argparse.Namespace) -> int:
     (part,) = args.parts
     about = device.current()._asdict()
     results = Results(args.child, part=part, rehearsal=args.rehearse, device=about)
-    module = importlib.import_module(f"tests.accelerator.{part}")
+    module = importlib.import_module(f"tools.accelerator.{part}")
     if part in WORKLOADS:
-        from tests.accelerator import speed
+        from tools.accelerator import speed
 
         speed.measure(module, results, rehearse=args.rehearse, rounds=args.rounds)
     else:

@@ -1,14 +1,12 @@
 """What kdpkit costs and gains, measured side by side in one run.
 
-    python -m tests.benchmarks                                    # all, on built-in data
-    python -m tests.benchmarks bert --text wiki.tokens --vocabulary vocab.txt > bert.md
+    python -m tools.benchmarks                                    # all, on built-in data
+    python -m tools.benchmarks bert --text wiki.tokens --vocabulary vocab.txt > bert.md
 
 Every benchmark is a module beside this file and runs in a process of its own. Its contestants
 alternate, so that a busy machine slows all alike; figures are medians over the rounds with
 quartiles, ratios are taken round by round.
 """
-
-# ruff: noqa: T201 a command-line program prints
 
 import argparse
 import dataclasses
@@ -24,14 +22,14 @@ import tempfile
 from kdpkit import experiment
 from kdpkit._internal import machine as machines
 from kdpkit.diagnostics._env.environment import processor
-from tests.benchmarks.paired import row_of, table
+from tools.benchmarks.paired import row_of, table
 
 NAMES = ("machine", "bert", "loops", "exact", "pauses")
 
 
 def parser():
     """Name what to measure, and on which data."""
-    found = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
+    found = argparse.ArgumentParser(prog="python -m tools.benchmarks", description=__doc__)
     found.formatter_class = argparse.RawDescriptionHelpFormatter
     add = found.add_argument
     add("names", nargs="*", metavar="NAME", type=name, help=", ".join(NAMES))
@@ -68,7 +66,7 @@ def main(argv=None):
     args = checked(argv)
     if args.child:
         (name,) = args.names
-        rows = importlib.import_module(f"tests.benchmarks.{name}").rows(args)
+        rows = importlib.import_module(f"tools.benchmarks.{name}").rows(args)
         pathlib.Path(args.child).write_text(json.dumps([dataclasses.asdict(row) for row in rows]))
         return 0
     rows, code = [], 0
@@ -96,7 +94,7 @@ def measured(name, flags):
     """Run one benchmark in its own process, and return its rows; None if it failed."""
     with tempfile.TemporaryDirectory() as directory:
         file = pathlib.Path(directory) / "rows.json"
-        command = [sys.executable, "-m", "tests.benchmarks", name, *flags, "--child", str(file)]
+        command = [sys.executable, "-m", "tools.benchmarks", name, *flags, "--child", str(file)]
         print(f"{name} ...", file=sys.stderr, flush=True)
         finished = subprocess.run(
             command, check=False, env=os.environ | {"TF_CPP_MIN_LOG_LEVEL": "2"}

@@ -10,8 +10,8 @@ import time
 import keras
 
 from kdpkit import callbacks
-from tests.benchmarks import workload
-from tests.benchmarks.paired import Row, Spread
+from tools.benchmarks import workload
+from tools.benchmarks.paired import Row, Spread
 
 STEPS = 8
 RECIPE = pathlib.Path(__file__).parents[2] / "recipes" / "multi_worker.py"

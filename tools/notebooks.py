@@ -1,6 +1,6 @@
 """Run a notebook from its top as a user does: in an empty directory, where kdpkit is not installed.
 
-    python -m tests.notebooks recipes/colab_gpu.ipynb --pictures recipes/images
+    python -m tools.notebooks recipes/colab_gpu.ipynb --pictures recipes/images
 
 runs it at full size and writes the pictures that it shows, each under the name of its cell's tag.
 `--output FILE` keeps the notebook with its outputs, and a cell more that says where kdpkit lay.
@@ -95,7 +95,7 @@ def _kernels(directory, python):
     environment = {
         "PATH": os.pathsep.join([str(python.parent), str(ours), os.environ["PATH"]]),
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-        "PYTHONPATH": str(CHECKOUT / "tests" / "quick_start"),
+        "PYTHONPATH": str(CHECKOUT / "tools" / "quick_start"),
         "TMPDIR": str(directory / "tmp"),
         # A blank alone is the name of a file to XLA.
         "XLA_FLAGS": " ".join(

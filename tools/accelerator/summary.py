@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import pathlib
 
-from tests.benchmarks.paired import row_of, table
+from tools.benchmarks.paired import row_of, table
 
 _PACKAGES = ("jax", "jaxlib", "keras", "keras-hub", "numpy", "torch", "transformers")
 

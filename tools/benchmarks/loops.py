@@ -5,7 +5,7 @@ import tensorflow as tf
 
 from kdpkit import testing
 from kdpkit.training import TrainingLoop
-from tests.benchmarks.paired import compared, in_turns, seconds_of
+from tools.benchmarks.paired import compared, in_turns, seconds_of
 
 BATCH, STEPS, STEPS_PER_LOOP = 32, 2048, 64
 

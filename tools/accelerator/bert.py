@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator.speed import Work
+from tools.accelerator.speed import Work
 
 RATE = 1e-4
 
@@ -104,7 +104,7 @@ def torch_of(size: Size) -> tuple[Any, ...]:
     import torch
     import transformers
 
-    from tests.accelerator import torch_training
+    from tools.accelerator import torch_training
 
     config = transformers.BertConfig(
         vocab_size=size.vocabulary,

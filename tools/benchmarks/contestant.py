@@ -72,4 +72,4 @@ def serve(epoch: Callable[[], object], peak_bytes: Callable[[], int | None] = la
 
 
 def _reply(answer: dict) -> None:
-    print(json.dumps(answer), flush=True)  # noqa: T201 what the other process waits for
+    print(json.dumps(answer), flush=True)

@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator import bert, device
-from tests.accelerator.results import Results
-from tests.accelerator.speed import size_of
-from tests.benchmarks.paired import Row, Spread, compared, in_turns, seconds_of
+from tools.accelerator import bert, device
+from tools.accelerator.results import Results
+from tools.accelerator.speed import size_of
+from tools.benchmarks.paired import Row, Spread, compared, in_turns, seconds_of
 
 CALLS = (1, 8, 32)  # steps of each
 
@@ -50,7 +50,7 @@ def _mlp_model(width: int, batch: int) -> tuple[Any, Any]:
 
 def _steps_per_loop(steps: int, rounds: int) -> list[Row]:
     """Measure a model whose step is nothing but overhead."""
-    from tests.accelerator import jax_training
+    from tools.accelerator import jax_training
 
     model, batch = _mlp_model(64, 64)
     model.compile(*bert.compiled_parts())
@@ -83,7 +83,7 @@ def _pause_of_resume(*, rehearse: bool) -> Row:
     import keras
 
     from kdpkit.callbacks import Resume
-    from tests.accelerator.jax_training import Repeated
+    from tools.accelerator.jax_training import Repeated
 
     size = size_of(bert, rehearse=rehearse)
     loop = bert.loop_of(size)
@@ -108,7 +108,7 @@ def _pause_of_resume(*, rehearse: bool) -> Row:
 def _readings(results: Results, *, rehearse: bool) -> None:
     """Compare `DeviceMonitor` with `nvidia-smi`, while a model trains that keeps the GPU busy."""
     from kdpkit.callbacks import DeviceMonitor
-    from tests.accelerator import jax_training
+    from tools.accelerator import jax_training
 
     width, batch, seconds = (64, 64, 0.5) if rehearse else (4096, 8192, 5.0)
     loop, data = _mlp(width=width, batch=batch)
@@ -147,7 +147,7 @@ def _watch(shown: list[tuple[float, float]], stop: threading.Event) -> None:
 def _replicas(*, rehearse: bool) -> list[Row]:
     """Measure the same global batch on 1, 2, 4 and 8 devices."""
     from kdpkit import sharding
-    from tests.accelerator.jax_training import Repeated
+    from tools.accelerator.jax_training import Repeated
 
     counts = [count for count in (1, 2, 4, 8) if count <= device.current().count]
     size, rounds = (64, 1) if rehearse else (1024, 5)

@@ -1,15 +1,13 @@
 """Collects what a machine with JAX and PyTorch lacks, where it cannot download anything itself.
 
-    python -m tests.accelerator.wheels wheels                # of Keras, KerasHub and what they need
-    python -m tests.accelerator.wheels wheels --python 3.13 transformers==5.17.0
+    python -m tools.accelerator.wheels wheels                # of Keras, KerasHub and what they need
+    python -m tools.accelerator.wheels wheels --python 3.13 transformers==5.17.0
 
 Copy the directory to the machine, and there:
 
     python -m pip install --no-index --no-deps --target site wheels/*.whl
-    PYTHONPATH=site:. python -m tests.accelerator --out figures
+    PYTHONPATH=site:. python -m tools.accelerator --out figures
 """
-
-# ruff: noqa: T201 a command-line program prints
 
 import argparse
 import pathlib
@@ -24,7 +22,7 @@ _GLIBC = (17, 27, 28, 34, 35)  # pip matches each version exactly
 def main(argv: list[str] | None = None) -> int:
     """Download the wheels; return 1 if one cannot be had, or all are too large to be carried."""
     parser = argparse.ArgumentParser(
-        prog="python -m tests.accelerator.wheels",
+        prog="python -m tools.accelerator.wheels",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

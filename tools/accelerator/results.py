@@ -4,7 +4,7 @@ import dataclasses
 import json
 import pathlib
 
-from tests.benchmarks.paired import Row
+from tools.benchmarks.paired import Row
 
 
 class Results:

@@ -7,7 +7,7 @@ A workload is a module with `SIZES` (by whether it is a rehearsal), `work(size)`
 train (`plain_model_of`, `compiled_parts`, `loop_of`, `torch_of`, `batch_of`), and `MORE` settings
 of the kit's loop, by name.
 
-    python -m tests.accelerator.speed tests.accelerator.bert kdpkit [--rehearse]
+    python -m tools.accelerator.speed tools.accelerator.bert kdpkit [--rehearse]
 """
 
 import contextlib
@@ -21,10 +21,10 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from tests.accelerator import device
-from tests.accelerator.results import Results
-from tests.benchmarks.contestant import Contestant, serve
-from tests.benchmarks.paired import Row, Spread, compared, in_turns
+from tools.accelerator import device
+from tools.accelerator.results import Results
+from tools.benchmarks.contestant import Contestant, serve
+from tools.benchmarks.paired import Row, Spread, compared, in_turns
 
 OURS = "kdpkit"
 
@@ -81,7 +81,7 @@ def measure(workload: types.ModuleType, results: Results, *, rehearse: bool, rou
 
 
 def _started(ends: contextlib.ExitStack, workload: str, rehearse: bool, name: str) -> Contestant:
-    command = [sys.executable, "-m", "tests.accelerator.speed", workload, name]
+    command = [sys.executable, "-m", "tools.accelerator.speed", workload, name]
     contestant = Contestant([*command, *(["--rehearse"] if rehearse else [])], os.environ)
     ends.callback(contestant.end)
     return contestant
@@ -118,14 +118,14 @@ def _rows(
 
 
 def _kdpkit(workload: Any, size: Any, **settings: Any) -> Any:
-    from tests.accelerator import jax_training
+    from tools.accelerator import jax_training
 
     loop = workload.loop_of(size, **settings)
     return jax_training.by_loop(loop, workload.batch_of(size), size.steps)
 
 
 def _stock_fit(workload: Any, size: Any) -> Any:
-    from tests.accelerator import jax_training
+    from tools.accelerator import jax_training
 
     model = workload.plain_model_of(size)
     model.compile(*workload.compiled_parts())
@@ -133,14 +133,14 @@ def _stock_fit(workload: Any, size: Any) -> Any:
 
 
 def _by_hand(workload: Any, size: Any) -> Any:
-    from tests.accelerator import jax_training
+    from tools.accelerator import jax_training
 
     model, batch = workload.plain_model_of(size), workload.batch_of(size)
     return jax_training.by_hand(model, *workload.compiled_parts(), batch, size.steps)
 
 
 def _torch(workload: Any, size: Any, *, compiled: bool) -> Any:
-    from tests.accelerator import torch_training
+    from tools.accelerator import torch_training
 
     model, loss_of, batch, optimizer = workload.torch_of(size)
     return torch_training.trained(model, loss_of, batch, size.steps, optimizer, compiled=compiled)
@@ -161,7 +161,7 @@ def main(module: str, way: str, *flags: str) -> None:
     size = size_of(workload, rehearse="--rehearse" in flags)
     epoch = WAYS.get(way, _kdpkit)(workload, size, **workload.MORE.get(way, {}))
     if way.startswith("PyTorch"):
-        from tests.accelerator import torch_training
+        from tools.accelerator import torch_training
 
         serve(epoch, torch_training.peak_bytes)
     else:

@@ -5,8 +5,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator.bert import compiled_parts
-from tests.accelerator.speed import Work
+from tools.accelerator.bert import compiled_parts
+from tools.accelerator.speed import Work
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,7 +96,7 @@ def torch_of(size: Size) -> tuple[Any, ...]:
     import torch
     import transformers
 
-    from tests.accelerator import torch_training
+    from tools.accelerator import torch_training
 
     config = transformers.GPT2Config(
         vocab_size=size.vocabulary,

@@ -1,9 +1,7 @@
 """Write the other notebooks from `recipes/colab_gpu.ipynb`, of which some cells differ.
 
-python -m tests.make_notebooks
+python -m tools.make_notebooks
 """
-
-# ruff: noqa: T201
 
 import copy
 import pathlib

@@ -5,8 +5,8 @@ import functools
 import keras
 import tensorflow as tf
 
-from tests.benchmarks import workload
-from tests.benchmarks.paired import compared, in_turns, seconds_of
+from tools.benchmarks import workload
+from tools.benchmarks.paired import compared, in_turns, seconds_of
 
 PUBLISHED_STEPS, STEPS = 3, 24  # of a round
 

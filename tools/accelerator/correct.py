@@ -1,7 +1,7 @@
 """What the device trains, against stock Keras on the CPU, both in float32 at the highest precision.
 
-python -m tests.accelerator.correct stock cpu.npz    # in a process with JAX_PLATFORMS=cpu
-python -m tests.accelerator.correct ours device.npz
+python -m tools.accelerator.correct stock cpu.npz    # in a process with JAX_PLATFORMS=cpu
+python -m tools.accelerator.correct ours device.npz
 """
 
 import contextlib
@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tests.accelerator import bert
-from tests.accelerator.results import Results
-from tests.benchmarks.paired import Row, Spread
+from tools.accelerator import bert
+from tools.accelerator.results import Results
+from tools.benchmarks.paired import Row, Spread
 
 STEPS, BATCH, EPOCHS = 4, 12, 2
 EQUAL = 1e-4  # of the largest change of a weight; devices add up in other orders
@@ -29,7 +29,7 @@ def measure(results: Results, *, rehearse: bool) -> None:  # noqa: ARG001  # it 
     """Train all models by all ways in both processes, and compare."""
     with tempfile.TemporaryDirectory() as directory:
         files = {whose: pathlib.Path(directory, f"{whose}.npz") for whose in ("stock", "ours")}
-        command = [sys.executable, "-m", "tests.accelerator.correct"]
+        command = [sys.executable, "-m", "tools.accelerator.correct"]
         # "cuda,cpu" would do for both, but then the CPU's XLA is told to be the second.
         on_cpu = {**os.environ, "JAX_PLATFORMS": "cpu"}
         stock = subprocess.Popen([*command, "stock", str(files["stock"])], env=on_cpu)
@@ -137,7 +137,7 @@ def _masked_lm(**settings: Any) -> list:
 
 
 def _bert_data() -> Any:
-    from tests.accelerator.jax_training import Repeated
+    from tools.accelerator.jax_training import Repeated
 
     return Repeated(bert.batch_of(BERT), STEPS)
 

@@ -1,1 +1,0 @@
-"""The kit on a machine with a GPU or TPU: `python -m tests.accelerator`."""

@@ -1,0 +1,1 @@
+"""The kit on a machine with a GPU or TPU: `python -m tools.accelerator`."""
