@@ -70,9 +70,7 @@ class MaskedLosses(keras.layers.Layer):
 
     def call(self, sequence: Tensor, positions: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
         head, dtype = self.head, self.head.compute_dtype
-        weights = {
-            variable.name: ops.convert_to_tensor(variable) for variable in _weights_of(head)
-        }
+        weights = {variable.name: ops.convert_to_tensor(variable) for variable in _weights_of(head)}
         output_bias = weights.pop("output_bias")
         encoded = ops.take_along_axis(sequence, ops.expand_dims(positions, -1), axis=1)
         # This is what the head computes before its product with the token embedding.

@@ -120,5 +120,5 @@ def test_data_that_are_not_masked_get_one_sentence(of):
         "tokens alone": (x["token_ids"], y),
     }
     loop = training.MaskedLMLoop(small_bert(), optimizer="sgd")
-    with pytest.raises(ValueError, match="trains on `.x, y.`.*expected=.*`kdpkit.pipelines.mask_tok"):
+    with pytest.raises(ValueError, match="trains on `.x, y.`.*expected=.*pipelines.mask_tokens"):
         loop.fit(tf.data.Dataset.from_tensor_slices(parts[of]).batch(4), epochs=1, verbose=0)
