@@ -6,9 +6,9 @@ This is the workload of the Keras guide to data-parallel training with KerasHub,
 fixed: the learning-rate decay reaches the optimizer, masks are new in each epoch, validation is not
 shuffled, the replicas divide every batch, and no token of a long line is lost. It is also several
 times as fast per real token: training sequences are full, and the loss only uses the masked
-positions and never holds all their logits. `--data` takes "builtin" (the English documentation that
-ships with Python), a directory with the WikiText files, or a text file. With KERAS_BACKEND=jax it
-trains on JAX. recipes/README.md has measured results.
+positions and never holds all their logits; `--jit on` compiles the step with XLA. `--data` takes
+"builtin" (the English documentation that ships with Python), a directory with the WikiText files,
+or a text file. With KERAS_BACKEND=jax it trains on JAX. recipes/README.md has measured results.
 """
 
 import collections
@@ -25,7 +25,7 @@ add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=32, help="tokens in a sequence")
 add("--warmup-steps", type=int, help="(default: a twentieth of all steps)")
 add("--clip-norm", type=float, default=1.0, help="largest norm of all gradients; 0 for any")
-add("--jit", choices=("measure", "on", "off"), default="measure", help="compile steps with XLA")
+add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
 add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), default="float32")
 add("--steps-per-loop", type=positive, default=1, help="steps per compiled call, such as 16")
 experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
@@ -127,7 +127,7 @@ def main(argv=None):
         weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")],
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
-        jit={"on": True, "off": False}.get(args.jit, "measure"),
+        jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
     )
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
     loop.fit(
