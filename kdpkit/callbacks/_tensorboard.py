@@ -6,7 +6,6 @@ import numbers
 import os
 import shutil
 import tempfile
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -100,7 +99,7 @@ class TensorBoard(AppliedRateCallback):
         self._copy()
 
     def _copy(self) -> None:
-        """Copy the files to object storage, where they cannot grow; warn of what fails."""
+        """Copy the files to object storage, where they cannot grow; report what fails."""
         if self._directory == self.log_dir:
             return
         try:
@@ -108,6 +107,4 @@ class TensorBoard(AppliedRateCallback):
                 name = file.relative_to(self._directory)
                 storage.RemotePath(self.log_dir, name).upload(file)
         except OSError as error:
-            warnings.warn(
-                f"{error} The end of the next epoch, if there is one, tries again.", stacklevel=2
-            )
+            processes.report(f"{error} The end of the next epoch, if there is one, tries again.")
