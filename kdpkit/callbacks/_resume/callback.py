@@ -22,28 +22,6 @@ from kdpkit.checkpoints import Position
 _DATA_SETTINGS = ("batches_in_an_epoch", "global_batch_size", "seed")
 
 
-@dataclasses.dataclass
-class _FitCall:
-    """A call of `fit`, and the state with which it begins.
-
-    Attributes:
-        state: The newest state, until it is restored.
-        end: How this call ended, if an earlier run of the program completed it.
-        is_current: Whether this program's last call ended with this state, so that model and data
-            are as the program wants them.
-        was_stopped: Whether a callback ended the run with this state.
-        is_over: Whether nothing is left to train.
-        has_begun: Whether an epoch has begun.
-    """
-
-    state: checkpoints.TrainingState | None = None
-    end: dict[str, Any] | None = None
-    is_current: bool = False
-    was_stopped: bool = False
-    is_over: bool = False
-    has_begun: bool = False
-
-
 class Resume(keras.callbacks.Callback):
     """Saves the state of training, and restores it when the program is started again.
 
@@ -52,16 +30,14 @@ class Resume(keras.callbacks.Callback):
     weights as an uninterrupted one. Train on `track(dataset)`, and pass this callback last.
 
     A save stops training while the values are read. They are then written in the background, and
-    the next save, the end of `fit` and an exit wait until they are on disk. A crash meanwhile
-    leaves the state before. If a state cannot be written, as on a full disk, a sentence reports
-    what is on disk, and training continues.
+    the next save, the end of `fit` and an exit wait until they are on disk. If a state cannot be
+    written, as on a full disk, a sentence reports what is on disk, and training continues.
 
     On SIGTERM, which clusters send to end a job, the current step (or validation) is finished, the
     state is saved, and the program exits with code 42. Ctrl-C does the same but raises
     `KeyboardInterrupt`; a second Ctrl-C ends the program at once. If one of several processes gets
     the signal, all stop before the same step (on JAX only for SIGTERM). The first process writes,
-    and all must be able to read the directory. `request_stop()` does the same where no signal
-    arrives, as off the main thread.
+    and all must be able to read the directory.
 
     Args:
         directory: Directory of the states, in object storage too (`gs://bucket/run`, which has no
@@ -119,7 +95,10 @@ class Resume(keras.callbacks.Callback):
         self._end_position: Position | None = None  # of the state with which the last one ended
         self._epochs_ahead: int | None = None  # the data's epoch minus Keras', once known
         # This call of `fit`.
-        self._call: Any = None  # a `_FitCall`, or None outside of training
+        self._state: checkpoints.TrainingState | None = None  # the newest one, until it is restored
+        self._is_current = False  # whether the last call ended with that state
+        self._earlier_end: dict[str, Any] | None = None  # how an earlier run ended this call
+        self._has_begun = False
         self._ignored_warnings = contextlib.ExitStack()
         # This epoch.
         self._steps_before = 0  # batches that an earlier run trained
@@ -134,20 +113,18 @@ class Resume(keras.callbacks.Callback):
 
         - A `tf.data.Dataset`: what `kdpkit.pipelines.train_pipeline` returned, without further
           stages, or any other whose order is reproducible: with seeds and stateless random numbers.
-          Epoch E is the E-th iteration of a new dataset, whoever else iterates it. Functions are
-          traced again; stages with `deterministic=False` are in order.
-        - A `keras.utils.PyDataset`, such as `kdpkit.batches.ArrayBatches`: `on_epoch_end` is called
-          once for every completed epoch, and its `epoch` attribute, if it has one, is set. It is
-          read without `workers`.
+          Epoch E is the E-th iteration of a new dataset, whoever else iterates it.
+        - A `keras.utils.PyDataset`, such as `kdpkit.batches.ArrayBatches`, for
+          `fit(shuffle=False)`: `on_epoch_end` is called once for every completed epoch, and its
+          `epoch` attribute, if it has one, is set. It is read without `workers`.
 
         What never ends, or does not know its length, needs `fit(steps_per_epoch=...)`: an epoch
-        continues where the last one stopped, and only its end is saved, on SIGTERM too. Except for
-        `tf.data`, `fit` needs `shuffle=False`. More is in docs/how_to/resume.md.
+        continues where the last one stopped, and only its end is saved, on SIGTERM too. More is in
+        docs/how_to/resume.md.
 
         Raises:
             ValueError: It is none of these, or its order is not reproducible; the message names the
                 stage.
-
         """
         self._data = data.tracked(dataset)
         return self._data.dataset
@@ -209,9 +186,9 @@ class Resume(keras.callbacks.Callback):
             remedy="Use a directory that all of them see.",
             strategy=self._strategy,
         )
-        self._call = self._call_after(state) if state else _FitCall()
+        self._state, self._has_begun, self._earlier_end = state, False, None
         if state:
-            self._begin_after(state, self._call)
+            self._begin_after(state)
         else:
             self._epochs_ahead = None
             self._data.start()
@@ -227,24 +204,20 @@ class Resume(keras.callbacks.Callback):
                 batches_in_the_dataset=length,
             )
 
-    def _call_after(self, state: checkpoints.TrainingState) -> _FitCall:
-        """Return what is left of this call of `fit`, which begins with a state."""
-        epochs = self.params["epochs"]
+    def _begin_after(self, state: checkpoints.TrainingState) -> None:
+        position, epochs = state.position, self.params["epochs"]
         # The state may be of a later call of the program, and then knows how this one ended.
         ends = state.notes["ends"][len(self._finished_calls) :][:1]
-        end = next((end for end in ends if end["stopped"] or end["epoch"] >= epochs), None)
-        is_current = self._end_position == state.position
-        was_stopped = state.notes["stopped"] and not is_current
-        is_over = was_stopped or end is not None or state.position.epoch >= epochs
-        return _FitCall(state, end, is_current, was_stopped, is_over)
-
-    def _begin_after(self, state: checkpoints.TrainingState, call: _FitCall) -> None:
-        position, epochs = state.position, self.params["epochs"]
+        ends = [end for end in ends if end["stopped"] or end["epoch"] >= epochs]
+        self._earlier_end = ends[0] if ends else None
+        self._is_current = self._end_position == position
+        was_stopped = state.notes["stopped"] and not self._is_current
+        is_over = bool(was_stopped or ends or position.epoch >= epochs)
         self._epochs_ahead = state.notes["epochs_ahead"]
         # Keras reads the first epoch from this attribute, for `BackupAndRestore`: after
         # `on_train_begin`, in `fit` of keras/src/backend/*/trainer.py.
-        self.model._initial_epoch = epochs if call.is_over else position.epoch
-        if call.end:  # A later call restores the state.
+        self.model._initial_epoch = epochs if is_over else position.epoch
+        if ends:  # A later call restores the state.
             if not self._finished_calls:
                 warnings.warn(
                     "This call of `fit` was completed in an earlier run and trains nothing: until "
@@ -253,13 +226,13 @@ class Resume(keras.callbacks.Callback):
                     stacklevel=3,
                 )
             return
-        if not call.is_current:
+        if not self._is_current:
             self._check_settings(state)
             self._model_state.build(state, self._data.first_batch)
-        if position.step == 0 or call.is_over:
-            self._restore(state, call)
-        if call.is_over:
-            self.model.stop_training = call.was_stopped
+        if position.step == 0 or is_over:
+            self._restore(state)
+        if is_over:
+            self.model.stop_training = was_stopped
             warnings.warn(
                 f"Nothing is left to train: the run in {self._checkpoints.directory} ended after "
                 f"{position.epoch} of {epochs} epochs. To train on, pass more `epochs`, or, if a "
@@ -267,13 +240,13 @@ class Resume(keras.callbacks.Callback):
                 "directory.",
                 stacklevel=3,
             )
-            if not call.was_stopped and position != Position(epochs, 0):
+            if not was_stopped and position != Position(epochs, 0):
                 return
             self._end_position = position
-        if not (call.is_current and self._data.counts_calls):
+        if not (self._is_current and self._data.counts_calls):
             self._data.move_to(self._position_in_data(position))
         verbose = self.params.get("verbose") if self.verbose == "auto" else self.verbose
-        if verbose and processes.index() == 0 and not (call.is_over or call.is_current):
+        if verbose and processes.index() == 0 and not (is_over or self._is_current):
             sys.stdout.write(
                 f"Continuing the run in {self._checkpoints.directory}: epoch {position.epoch + 1} "
                 f"of {epochs}, after {position.step} of {self._steps_per_epoch} steps.\n"
@@ -302,8 +275,8 @@ class Resume(keras.callbacks.Callback):
                     remedy="Continue with the saved setting, or use another directory.",
                 )
 
-    def _restore(self, state: checkpoints.TrainingState, call: _FitCall) -> None:
-        if not call.is_current:
+    def _restore(self, state: checkpoints.TrainingState) -> None:
+        if not self._is_current:
             self._model_state.restore(state)
         for index, values in enumerate(state.notes["callbacks"]):
             prefix = f"callback.{index}."
@@ -315,19 +288,19 @@ class Resume(keras.callbacks.Callback):
         self._steps_before, self._end_position, self._saved_position = 0, None, None
         if self._epochs_ahead is None:
             self._epochs_ahead = self._data.first_epoch - epoch
-        if self._call.has_begun:
+        if self._has_begun:
             self._data.begin_epoch(self._position_in_data(Position(epoch, 0)).epoch)
         else:
-            self._call.has_begun, self._unsaved = True, 0
-            self._begin_first_epoch(self._call)
+            self._has_begun, self._unsaved = True, 0
+            self._begin_first_epoch()
         self._position = Position(epoch, self._steps_before)
 
-    def _begin_first_epoch(self, call: _FitCall) -> None:
+    def _begin_first_epoch(self) -> None:
         """Continue in this epoch, which other callbacks have begun."""
-        state = self._restore_history(call)
+        state = self._restore_history()
         if state and state.position.step:
             # Only now, because a schedule has just changed the rate of this epoch a second time.
-            self._restore(state, call)
+            self._restore(state)
             self._steps_before, self._restored_state = state.position.step, state
             # The rest of an epoch is shorter than an epoch: keras-team/keras#23360
             self._ignored_warnings.enter_context(warnings.catch_warnings())
@@ -343,15 +316,15 @@ class Resume(keras.callbacks.Callback):
                         remedy="Call `fit(callbacks=[..., resume])`.",
                     )
 
-    def _restore_history(self, call: _FitCall) -> checkpoints.TrainingState | None:
+    def _restore_history(self) -> checkpoints.TrainingState | None:
         """Restore History, which Keras has just reset; return the state the first time."""
-        state, call.state = call.state, None
+        state, self._state = self._state, None
         if state:
             self.model._initial_epoch = None  # Keras has read it; the next training starts at 0.
-            history, values = self.model.history, state.notes["history"]
-            last_epoch = call.end["epoch"] if call.end else math.inf
-            lengths = call.end["lengths"] if call.end else dict.fromkeys(values)
-            history.epoch = [epoch for epoch in state.notes["epochs"] if epoch < last_epoch]
+            values = state.notes["history"]
+            end = self._earlier_end or {"epoch": math.inf, "lengths": dict.fromkeys(values)}
+            history, lengths = self.model.history, end["lengths"]
+            history.epoch = [epoch for epoch in state.notes["epochs"] if epoch < end["epoch"]]
             history.history = {
                 name: values[name][: lengths[name]] for name in values if name in lengths
             }
@@ -389,7 +362,7 @@ class Resume(keras.callbacks.Callback):
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Save an epoch that a callback cut short, before its validation resets the metrics."""
-        if self._call and self.model.stop_training:  # `_call` is None in an `evaluate`.
+        if self._has_begun and self.model.stop_training:  # An `evaluate` may use this callback.
             self._save_inside_epoch()
 
     def _save_inside_epoch(self) -> None:
@@ -416,15 +389,15 @@ class Resume(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Wait until the last state is on disk, and report it if that failed."""
-        call, self._call = self._call, None
-        self._restore_history(call)  # if no epoch was left to train
+        self._restore_history()  # if no epoch was left to train
+        self._has_begun = False
         history = self.model.history
         end = {
             "epoch": 1 + max(history.epoch, default=-1),
             "stopped": bool(self.model.stop_training),
             "lengths": {name: len(values) for name, values in history.history.items()},
         }
-        self._finished_calls.append(call.end or end)
+        self._finished_calls.append(self._earlier_end or end)
         self._wait()
         if self._checkpoints.is_failing:
             processes.report(f"The end of training is not saved. {self._newest_on_disk()}")

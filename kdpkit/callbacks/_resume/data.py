@@ -13,46 +13,7 @@ if TYPE_CHECKING:
     from kdpkit.pipelines._epochs import TrainDataset
 
 
-class TrackedData:
-    """Data that can start at any batch.
-
-    Attributes:
-        dataset: What `fit` trains on.
-        batches_per_epoch: Batches in a complete epoch. None if the data never end: an epoch then
-            continues after the one before, and all positions are in epoch 0.
-        first_epoch: The epoch of the data with which training starts.
-        counts_calls: Whether the data count their epochs by Keras' calls, and cannot be moved to an
-            epoch.
-        global_batch_size: Examples in a batch, None if unknown.
-        seed: Seed of the order, None if there is none or it is unknown.
-    """
-
-    dataset: Any
-    batches_per_epoch: int | None
-    first_epoch = 0
-    counts_calls = False
-    global_batch_size: int | None = None
-    seed: Any = None
-    _was_read = False
-
-    def was_read(self) -> bool:
-        """Return whether a batch was read since the last `move_to`."""
-        return self._was_read
-
-    def first_batch(self) -> Any:
-        """Return a batch to build a model for; call `move_to` afterwards."""
-
-    def start(self) -> None:
-        """Move to where `track` found the data: Keras may have read batches to build a model."""
-
-    def move_to(self, position: Position) -> None:
-        """Move to a position."""
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Move to an epoch after the first, also if others have iterated the dataset since."""
-
-
-def tracked(dataset: Any) -> TrackedData:
+def tracked(dataset: Any) -> "TrackedPipeline | TrackedBatches":
     """Return data that can start at any batch.
 
     Raises:
@@ -79,8 +40,21 @@ def tracked(dataset: Any) -> TrackedData:
     )
 
 
-class TrackedPipeline(TrackedData):
-    """A `tf.data` pipeline that keeps its own count of epochs and batches."""
+class TrackedPipeline:
+    """A `tf.data` pipeline that keeps its own count of epochs and batches.
+
+    Attributes:
+        dataset: What `fit` trains on.
+        batches_per_epoch: Batches in a complete epoch. None if the data never end: an epoch then
+            continues after the one before, and all positions are in epoch 0.
+        first_epoch: The epoch of the data with which training starts.
+        counts_calls: Whether the data count their epochs by Keras' calls, and cannot be moved to an
+            epoch.
+        global_batch_size: Examples in a batch, None if unknown.
+        seed: Seed of the order, None if there is none or it is unknown.
+    """
+
+    counts_calls = False
 
     def __init__(self, dataset: "TrainDataset") -> None:
         self._counter = dataset.epoch_counter
@@ -91,24 +65,28 @@ class TrackedPipeline(TrackedData):
         self.global_batch_size, self.seed = dataset.global_batch_size, dataset.seed
 
     def was_read(self) -> bool:
+        """Return whether a batch was read since the last `move_to`."""
         return self._counter.has_given()
 
     def first_batch(self) -> Any:
+        """Return a batch to build a model for; call `move_to` afterwards."""
         return next(iter(self.dataset))
 
     def start(self) -> None:
+        """Move to where `track` found the data: Keras may have read batches to build a model."""
         self.move_to(self._start)
 
     def move_to(self, position: Position) -> None:
         self._counter.move(position.epoch, position.step)
 
     def begin_epoch(self, epoch: int) -> None:
+        """Move to an epoch after the first, also if others have iterated the dataset since."""
         if self.batches_per_epoch is not None:
             self._counter.move(epoch, 0)
 
 
-class TrackedBatches(TrackedData, keras.utils.PyDataset):
-    """A `PyDataset` that begins its first epoch after some of the batches."""
+class TrackedBatches(keras.utils.PyDataset):
+    """A `PyDataset` that can begin at any batch; its methods are those of `TrackedPipeline`."""
 
     def __init__(self, dataset: keras.utils.PyDataset) -> None:
         super().__init__()  # without workers, which read batches of the next epoch ahead
@@ -126,11 +104,12 @@ class TrackedBatches(TrackedData, keras.utils.PyDataset):
         self.first_epoch = int(getattr(dataset, "epoch", 0))
         self._epoch: int | None = None  # None before training begins
         self._next_index = 0
+        self._was_read = False
         self.global_batch_size = getattr(dataset, "global_batch_size", None)
         self.seed = getattr(dataset, "seed", None)
 
     @property
-    def batches_per_epoch(self) -> int | None:  # type: ignore[override]
+    def batches_per_epoch(self) -> int | None:
         return self._batches.num_batches
 
     @property
@@ -157,6 +136,9 @@ class TrackedBatches(TrackedData, keras.utils.PyDataset):
         if name == "_batches" or name.startswith("__"):
             raise AttributeError(name)
         return getattr(self._batches, name)
+
+    def was_read(self) -> bool:
+        return self._was_read
 
     def first_batch(self) -> Any:
         return self._batches[0]
