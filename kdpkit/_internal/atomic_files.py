@@ -56,7 +56,7 @@ def fetched(path: str | os.PathLike[str]) -> Iterator[Path]:
         yield source
         return
     with _temporary(source.name) as copy:
-        source.ask("get_file", str(copy))
+        source.call("get_file", str(copy))
         yield copy
 
 

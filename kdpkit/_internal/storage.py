@@ -31,31 +31,31 @@ class RemotePath(pathlib.PurePosixPath):
         scheme, _, rest = super().__str__().partition(":")
         return f"{scheme}://{rest if scheme in _LOCAL else rest.removeprefix('/')}"
 
-    def ask(self, method: str, *arguments: Any) -> Any:
+    def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of fsspec's file system on this path."""
         with reporting(self):
             return getattr(_system(self), method)(str(self), *arguments)
 
     def exists(self) -> bool:
-        return bool(self.ask("exists"))
+        return bool(self.call("exists"))
 
     def is_dir(self) -> bool:
-        return bool(self.ask("isdir"))
+        return bool(self.call("isdir"))
 
     def is_file(self) -> bool:
-        return bool(self.ask("isfile"))
+        return bool(self.call("isfile"))
 
     def glob(self, pattern: str) -> Iterator[Self]:
         """Return what is in the directory and matches; nothing if there is no directory."""
-        names = (self / pattern).ask("glob")
+        names = (self / pattern).call("glob")
         return (self / posixpath.basename(name) for name in sorted(names))
 
     def unlink(self, *, missing_ok: bool = False) -> None:
         with contextlib.suppress(*[FileNotFoundError] * missing_ok):
-            self.ask("rm_file")
+            self.call("rm_file")
 
     def read_bytes(self) -> bytes:
-        return self.ask("cat_file")
+        return self.call("cat_file")
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
