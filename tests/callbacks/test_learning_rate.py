@@ -96,3 +96,18 @@ def test_a_model_without_a_keras_optimizer_raises_before_training():
     model = falling_weight(optimizer=None)
     with pytest.raises(ValueError, match="read from a Keras optimizer.*optimizer=None"):
         model.fit(**ones(2), callbacks=[PrintLR()])
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        keras.callbacks.LearningRateScheduler(lambda epoch: 0.1),  # noqa: ARG005
+        keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, min_delta=1e9),
+    ],
+    ids=lambda callback: type(callback).__name__,
+)
+def test_callbacks_that_set_the_rate_fail_on_a_schedule(callback):
+    """A fact of Keras, for which the page of facts names this test."""
+    model = falling_weight(keras.optimizers.SGD(straight_decay()))
+    with pytest.raises(TypeError, match="not settable"):
+        model.fit(**ones(2), epochs=3, callbacks=[callback])
