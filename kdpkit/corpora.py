@@ -26,6 +26,8 @@ import numpy as np
 from kdpkit import errors
 from kdpkit._internal import checks, storage
 
+__all__ = ["load_images", "load_text"]
+
 _HELD_OUT = 0.05  # of the lines or words, each for validation and for test
 _NOT_DOCUMENTATION = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _DOWNLOADED = ("mnist", "fashion_mnist")

@@ -23,6 +23,16 @@ from kdpkit._internal import checks
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+__all__ = [
+    "JoinedSchedule",
+    "LinearWarmup",
+    "ScaledSchedule",
+    "plot",
+    "preview",
+    "warmup_cosine",
+    "warmup_polynomial",
+]
+
 Rate: TypeAlias = LearningRateSchedule | float
 
 

@@ -94,7 +94,7 @@ def test_auto_prints_in_one_line_what_it_takes_and_why(capsys):
 def test_on_jax_a_device_that_cannot_start_is_one_sentence(platforms, sentence):
     code = (
         "from kdpkit import sharding\n"
-        "for ask in (sharding.tpu_devices, sharding.describe_choice, sharding.data_mesh):\n"
+        "for ask in (sharding.tpu_devices, sharding.describe_choice, sharding.DataParallel):\n"
         "    try: ask()\n"
         "    except ValueError as error: print(error)\n"
     )

@@ -37,9 +37,9 @@ def join_processes(
     """Make this process one of several that train together, on one machine or many.
 
     Every process runs the same program and calls this first, before anything computes on JAX. Then
-    `kdpkit.sharding.data_mesh()` spans the devices of all, and each gives its own examples of every
-    batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed, the
-    others end too, with an error that names the cause.
+    `kdpkit.sharding.DataParallel()` spans the devices of all, and each passes its own examples of
+    every batch, as `kdpkit.batches.ArrayBatches` does. When one ends with an error or is killed,
+    the others end too, with an error that names the cause.
 
     With the coordinator at `localhost` or a loopback address, the processes listen there alone, and
     no other machine can connect.

@@ -114,7 +114,7 @@ def sequences(
         from kdpkit import pipelines
 
         text = tf.data.Dataset.from_tensor_slices(list(lines))
-        text = text.filter(pipelines.longer_than(_MIN_BYTES))
+        text = text.filter(lambda line: tf.strings.length(line) > _MIN_BYTES)
         found = text.apply(
             pipelines.tokenize(tokenizer, sequence_length=length if by_line else None)
         )

@@ -15,8 +15,9 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
 
-from kdpkit import cluster, errors
+from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.cluster._config import VARIABLES
 from kdpkit.launch import _child_processes as child_processes
 from kdpkit.launch import _output
 
@@ -50,7 +51,7 @@ class _Process(child_processes.Child):
             for line in lines[stream].feed(data, time.monotonic()):
                 show(task.name, line, stream)
 
-        others = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
+        others = {name: text for name, text in os.environ.items() if name not in VARIABLES}
         super().__init__(
             task.command,
             {"PYTHONUNBUFFERED": "1"} | others | dict(task.variables),

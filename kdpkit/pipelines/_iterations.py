@@ -41,8 +41,8 @@ def replayed(dataset: tf.data.Dataset) -> TrainDataset:
         checks.fail(
             "The number of batches is unknown, which tells one epoch from the next.",
             last_stage=next(stage for stage in stages if not stage.is_hidden).label,
-            remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, which "
-            "`kdpkit.pipelines.count_batches` can count, or `.repeat()` if the dataset never ends.",
+            remedy="Add `.apply(tf.data.experimental.assert_cardinality(batches))`, where `batches "
+            "= sum(1 for _ in dataset)` counts them, or `.repeat()` if the dataset never ends.",
         )
     replay = _Replay(rewriting())
 

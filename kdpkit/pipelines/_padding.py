@@ -1,12 +1,14 @@
 """Batches padded to one size, with weights that exclude the padding."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.pipelines._epochs import as_written
-from kdpkit.pipelines._transforms import Transform
+
+Transform: TypeAlias = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
 def pad_to_global_batch(global_batch_size: int, *, mode: str = "train") -> Transform:

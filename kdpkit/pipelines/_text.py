@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.pipelines._epochs import as_written
-from kdpkit.pipelines._transforms import Transform
+from kdpkit.pipelines._padding import Transform
 
 if TYPE_CHECKING:
     import keras_hub

@@ -14,8 +14,17 @@ from kdpkit import errors
 from kdpkit._internal import checks, machine, processes
 from kdpkit.cluster import _joining
 from kdpkit.strategies import _parameter_servers
-from kdpkit.strategies._parameter_servers import serve_if_server as serve_if_server
-from kdpkit.strategies._tpu import connect_tpu as connect_tpu
+from kdpkit.strategies._parameter_servers import serve_if_server
+from kdpkit.strategies._tpu import connect_tpu
+
+__all__ = [
+    "connect_tpu",
+    "describe",
+    "is_chief",
+    "select_strategy",
+    "serve_if_server",
+    "split_device",
+]
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")

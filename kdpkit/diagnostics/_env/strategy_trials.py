@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdpkit import cluster, errors
+from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.cluster._config import VARIABLES
 
 CHILD = "kdpkit.diagnostics._env.strategy_trials"
 WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
@@ -78,7 +79,7 @@ def run(
     What `kdpkit launch` started ends with it, however it ends. The result comes with what the
     program returned, or why it does not work.
     """
-    kept = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
+    kept = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     quiet = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     try:
         ended = subprocess.run(  # noqa: S603 this Python
