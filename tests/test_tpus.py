@@ -44,10 +44,10 @@ def unnamed(monkeypatch):
 
 CONNECT = """
 import sys, tensorflow as tf
-from kdpkit import strategies
+from kdpkit.strategies._tpu import connect_tpu
 server = tf.distribute.Server({"worker": ["localhost:0"]}, "worker", 0)
 for name in (server.target, *sys.argv[1:], None):
-    try: strategies.connect_tpu(name)
+    try: connect_tpu(name)
     except ValueError as error: print(error)
 """
 
