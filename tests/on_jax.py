@@ -10,7 +10,6 @@ ON_JAX = {
         "tests/test_batches.py",
         "tests/test_batch_sources.py",
         "tests/test_checkpoints.py",
-        "tests/test_orbax.py",
         "tests/test_sharding.py",
         "tests/test_tpus.py",
     ],

@@ -8,7 +8,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from kdpkit._internal import checks, shards
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
 
 
 def replicated(mesh: Mesh) -> NamedSharding:
@@ -21,7 +21,7 @@ def by_examples(mesh: Mesh) -> NamedSharding:
 
     The parts have to be equally large. Devices that share a model have the same examples.
 
-    >>> from kdpkit.sharding import data_mesh
+    >>> from kdpkit.sharding._meshes import data_mesh
     >>> x = jax.device_put(np.arange(4.0), by_examples(data_mesh(2)))
     >>> [shard.data.shape for shard in x.addressable_shards]
     [(2,), (2,)]

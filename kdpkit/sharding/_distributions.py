@@ -15,7 +15,7 @@ from kdpkit.sharding._meshes import BATCH_AXIS, MODEL_AXIS, data_mesh
 
 
 class DataParallel(keras.distribution.DataParallel):
-    """Keras' data parallelism over the devices of `data_mesh`, with separate data per process.
+    """Keras' data parallelism over JAX's devices, with separate data per process.
 
     Set it before the model is built, with `keras.distribution.set_distribution` or `scope()`.
 
@@ -27,13 +27,14 @@ class DataParallel(keras.distribution.DataParallel):
     `gathered_on_read`.
 
     Args:
-        devices: As for `data_mesh`.
+        devices: The number of devices, or the devices themselves (`jax.devices()[:4]`); None takes
+            all devices of all processes.
         shard: What is sharded over the devices: nothing (`"none"`), the optimizer's variables
             (`"optimizer"`; ZeRO-1, Rajbhandari et al. 2020), or the weights as well (`"weights"`;
             ZeRO-3, FSDP).
 
     Raises:
-        ValueError: `shard` is something else; or devices as for `data_mesh`.
+        ValueError: `shard` is something else; more devices than available, none, or one twice.
 
     >>> with DataParallel(2, shard="weights").scope():
     ...     model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(128)])
@@ -97,7 +98,7 @@ class ModelParallel(keras.distribution.ModelParallel):
     batches of any size may be trained on, as with `kdpkit.training.TrainingLoop`.
 
     Args:
-        devices: As for `data_mesh`.
+        devices: As for `DataParallel`.
         model: How many devices share the model; it divides their number. A batch is sharded over
             `devices / model` groups.
         layout_map: Layouts of your own, by patterns that match the complete paths of variables
@@ -106,7 +107,7 @@ class ModelParallel(keras.distribution.ModelParallel):
 
     Raises:
         ValueError: `model` does not divide the devices, an axis of `layout_map` is unknown, or
-            `shard` is something else; or devices as for `data_mesh`. By `replica_exact` and
+            `shard` is something else; or devices as for `DataParallel`. By `replica_exact` and
             `TrainingLoop`, if a pattern of `layout_map` matches nothing.
 
     >>> with ModelParallel(4, model=2).scope():

@@ -142,8 +142,8 @@ def as_mesh(where: Mesh | shards.Distribution | None) -> Mesh:
         mesh = where.device_mesh.backend_mesh
     if not isinstance(mesh, Mesh):
         checks.fail(
-            "On JAX a strategy is a `jax.sharding.Mesh`, such as `kdpkit.sharding.data_mesh()` "
-            "returns, or a `DataParallel` or `ModelParallel`, of kdpkit or of Keras.",
+            "On JAX a strategy is a `kdpkit.sharding.DataParallel()` or `ModelParallel`, one of "
+            "Keras, or a `jax.sharding.Mesh`.",
             strategy=where,
         )
     if axis not in (None, shards.batch_axis(mesh)):

@@ -14,8 +14,16 @@ from kdpkit import errors
 from kdpkit._internal import checks, machine, processes
 from kdpkit.cluster import _joining
 from kdpkit.strategies import _parameter_servers
-from kdpkit.strategies._parameter_servers import serve_if_server as serve_if_server
-from kdpkit.strategies._tpu import connect_tpu as connect_tpu
+from kdpkit.strategies._parameter_servers import serve_if_server
+from kdpkit.strategies._tpu import connect_tpu
+
+__all__ = [
+    "describe",
+    "is_chief",
+    "select_strategy",
+    "serve_if_server",
+    "split_device",
+]
 
 _KINDS = ("auto", "one", "mirrored", "multi_worker", "parameter_server", "tpu")
 _COMMUNICATION = ("auto", "ring", "nccl")
@@ -38,8 +46,10 @@ def select_strategy(
             this machine. `"multi_worker"` and `"parameter_server"` read the cluster from the
             environment, as `kdpkit.cluster.ClusterConfig` does. With `"multi_worker"` each process
             then trains on all its GPUs, or its CPU; `"parameter_server"` is for the chief, see
-            `serve_if_server`. `"tpu"` connects to a TPU, see `connect_tpu`. `"auto"` mirrors over
-            several GPUs, else uses one device; it prints its choice and the reason in one line.
+            `serve_if_server`. `"tpu"` connects to the TPU that TPU_NAME names, else to that of this
+            machine (Keras' usual way to a TPU is JAX: docs/how_to/tpu_and_colab.md). `"auto"`
+            mirrors over several GPUs, else uses one device; it prints its choice and the reason in
+            one line.
         devices: For `"mirrored"` a count of devices or device strings such as
             `["CPU:0", "CPU:1"]`; None takes every GPU, or every logical CPU where there is no GPU.
         communication: How the processes of `"multi_worker"` sum their gradients: `"ring"` over the

@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from kdpkit.training._loop import TrainingLoop
     from kdpkit.training._losses import global_mean_loss
     from kdpkit.training._masked_lm import MaskedLMLoop
-    from kdpkit.training._parity import ParityReport, check_parity
+    from kdpkit.training._parity import check_parity
 
 _HOMES = {
     "MaskedLMLoop": "_masked_lm",
-    "ParityReport": "_parity",
     "TrainingLoop": "_loop",
     "check_parity": "_parity",
     "global_mean_loss": "_losses",
@@ -30,7 +29,6 @@ _HOMES = {
 
 __all__ = [
     "MaskedLMLoop",
-    "ParityReport",
     "TrainingLoop",
     "check_parity",
     "global_mean_loss",

@@ -32,7 +32,7 @@ def batches(size=4, examples=10, weights=None):
 
 def strategy_of(replicas):
     if ON_JAX:
-        return kdpkit.sharding.data_mesh(replicas)
+        return kdpkit.sharding.DataParallel(replicas)
     if replicas == 1:
         return strategies.select_strategy("one")
     return strategies.select_strategy("mirrored", devices=replicas)

@@ -15,7 +15,7 @@ import numpy as np
 
 from kdpkit import errors
 from kdpkit._internal import checks
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
 
 _BATCH_SIZE_OF_KERAS = 32  # of arrays in `fit`
 _BATCHES_OF_SAME = 1000  # in an epoch of one batch that is given again and again

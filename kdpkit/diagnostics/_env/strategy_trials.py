@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kdpkit import cluster, errors
+from kdpkit import errors
 from kdpkit._internal import checks
+from kdpkit.cluster._config import VARIABLES
 
 CHILD = "kdpkit.diagnostics._env.strategy_trials"
 WORKS, CANNOT, FAILED, TIMED_OUT = "works", "cannot", "failed", "timed out"
@@ -75,7 +76,7 @@ def run(
     What `kdpkit launch` started ends with it, however it ends. The result comes with what the
     program reported, or why it does not work.
     """
-    inherited = {name: text for name, text in os.environ.items() if name not in cluster.VARIABLES}
+    inherited = {name: text for name, text in os.environ.items() if name not in VARIABLES}
     quiet = {"PYTHONUNBUFFERED": "1", "TF_CPP_MIN_LOG_LEVEL": "2"}
     settings: dict[str, Any] = {"capture_output": True, "text": True, "errors": "replace"}
     try:

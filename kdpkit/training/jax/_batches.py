@@ -9,8 +9,8 @@ import keras
 import numpy as np
 from jax.experimental.sparse import JAXSparse
 
-from kdpkit import sharding
 from kdpkit._internal import checks, processes
+from kdpkit.sharding._batches import place_batch, place_batches
 from kdpkit.training._keras_internals import get_data_adapter
 from kdpkit.training._objective import PLACEHOLDER_EXAMPLES
 from kdpkit.training.jax import _consistency_checks
@@ -168,7 +168,7 @@ class Batches:
         """Put one batch on the devices, or several, stacked along a new first axis."""
         mesh = self._source.mesh
         if len(group) > 1:
-            return sharding.place_batches(group, mesh)
+            return place_batches(group, mesh)
         if mesh.size == 1:
             return group[0]  # the compiled step puts it where the variables are, and sooner
-        return sharding.place_batch(group[0], mesh)
+        return place_batch(group[0], mesh)

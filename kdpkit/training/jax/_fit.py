@@ -18,6 +18,8 @@ from keras.src.backend.jax import distribution_lib, trainer
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
+from kdpkit.sharding._batches import replicated, split_examples
+from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training.jax import _consistency_checks
 from kdpkit.training.jax._lookups import without_padding
 
@@ -35,7 +37,7 @@ def attach(
         return
     distribution = keras.distribution.distribution()
     if distribution is not None:
-        mesh = sharding.as_mesh(distribution)
+        mesh = as_mesh(distribution)
         _place_uneven_batches()
         _place_batches_without_weights()
         model.train_step = _splitting(model.train_step, mesh)
@@ -78,7 +80,7 @@ def _place(model: keras.Model, distribution: Any) -> None:
     """Put on the devices what was made before the distribution was set, or outside its scope."""
     if isinstance(distribution, sharding.ModelParallel):
         distribution.lay_out(model)
-    mesh = sharding.as_mesh(distribution)
+    mesh = as_mesh(distribution)
     reject_grouped_convolutions(model, mesh)
     placements = shards.of(distribution, mesh)
     optimizer = getattr(model, "optimizer", None)
@@ -98,7 +100,7 @@ def _splitting(step: Callable, mesh: Mesh) -> Callable:
     @functools.wraps(step)
     def split(state: Any, data: Any) -> Any:
         with without_padding(mesh):
-            return step(state, sharding.split_examples(data, mesh))
+            return step(state, split_examples(data, mesh))
 
     split.kdpkit_steps = True  # type: ignore[attr-defined]  # marks a model that is patched
     return split
@@ -116,7 +118,7 @@ def _gathering(step: Callable, mesh: Mesh) -> Callable:
         outputs, rest = step(state, data)
         sizes = [size for leaf in jax.tree.leaves((data, outputs)) for size in leaf.shape[:1]]
         if any(size % count for size in sizes) or jax.process_count() > 1:
-            outputs = jax.lax.with_sharding_constraint(outputs, sharding.replicated(mesh))
+            outputs = jax.lax.with_sharding_constraint(outputs, replicated(mesh))
         return outputs, rest
 
     return gathered
@@ -145,7 +147,7 @@ def _place_uneven_batches() -> None:
         # A sparse array is a list of its values, which is not divided along the examples.
         is_copied = is_uneven or isinstance(per_process_batch, JAXSparse)
         if is_copied:
-            return jax.device_put(per_process_batch, sharding.replicated(mesh))
+            return jax.device_put(per_process_batch, replicated(mesh))
         return original(per_process_batch, layout, batch_dim_name)
 
     distribute_data_input.kdpkit_wrapper = True  # type: ignore[attr-defined]

@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 
 from kdpkit import sharding
 from kdpkit._internal import checks, processes, shards, versions
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding._batches import replicated, split_examples
+from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._feed import Feed
 from kdpkit.training._keras_internals import compute_output_spec
 from kdpkit.training._objective import Sums, trace_metrics
@@ -48,7 +50,7 @@ class JaxSteps(Steps):
         reject_local_statistics(loop.batch_norm)
         self.loop = loop
         self.model: keras.Model = loop.model
-        self.strategy = sharding.as_mesh(strategy)
+        self.strategy = as_mesh(strategy)
         is_given = strategy is not None
         self._distribution = strategy if is_given else keras.distribution.distribution()
         self._jit = jit
@@ -158,7 +160,7 @@ class JaxSteps(Steps):
     # One step, over the global batch.
 
     def _train_step(self, state: State, batch: Any) -> tuple[State, Logs]:
-        batch = sharding.split_examples(batch, self.strategy)
+        batch = split_examples(batch, self.strategy)
         sums, state = self._over_micro_batches(state, batch)
 
         def finish() -> tuple[list[jax.Array], Logs]:
@@ -177,7 +179,7 @@ class JaxSteps(Steps):
         return self._variables.cut(state), logs
 
     def _test_step(self, state: State, batch: Any) -> tuple[State, Logs]:
-        batch = sharding.split_examples(batch, self.strategy)
+        batch = split_examples(batch, self.strategy)
 
         def run() -> Logs:
             _, sums = self._forward(batch, num_examples(batch), training=False)
@@ -188,11 +190,11 @@ class JaxSteps(Steps):
         return state, logs
 
     def _predict_step(self, state: State, batch: Any) -> tuple[State, Any]:
-        batch = sharding.split_examples(batch, self.strategy)
+        batch = split_examples(batch, self.strategy)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         outputs, state = self._variables.run(state, lambda: self.model(x, training=False))
         # On every device: at a program's border no array may be sharded unevenly.
-        placement = sharding.replicated(self.strategy)
+        placement = replicated(self.strategy)
         return state, jax.lax.with_sharding_constraint(outputs, placement)
 
     def _forward(
@@ -252,7 +254,7 @@ class JaxSteps(Steps):
 
         before = state
         parts = [MicroBatch(i, count, size) for i in range(count)]
-        split = functools.partial(sharding.split_examples, mesh=self.strategy)
+        split = functools.partial(split_examples, mesh=self.strategy)
         first, *others = (split(jax.tree.map(part.of, batch)) for part in parts)
         carry = differentiated(state, 0, first)
         if others and size % (count * shards.batch_shards(self.strategy)) == 0:

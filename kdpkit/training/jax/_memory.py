@@ -13,7 +13,9 @@ from jax.sharding import NamedSharding
 from kdpkit import sharding
 from kdpkit._internal import versions
 from kdpkit._internal.shards import batch_shards
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
+from kdpkit.sharding._batches import by_examples, replicated
+from kdpkit.sharding._meshes import as_mesh
 from kdpkit.training._remat import blocks_of
 from kdpkit.training.jax._loop import CALLS_AHEAD, JaxSteps
 from kdpkit.training.jax._state import State, Variables
@@ -114,18 +116,14 @@ class StepMemory:
         loop.loss = copy.copy(loop.loss)
         loop.loss.in_parts = accumulation > 1
         steps = copy.copy(self._steps)
-        steps.loop, steps.strategy = loop, sharding.as_mesh(strategy)
+        steps.loop, steps.strategy = loop, as_mesh(strategy)
         if isinstance(strategy, sharding.ModelParallel):
             for variable, layout in strategy.layouts_of(steps.model):
                 variable._layout = layout
         steps._variables = Variables(strategy.shards)
         steps._variables.choose(*self._steps._variables.groups)
         mesh = steps.strategy
-        cut = (
-            sharding.replicated
-            if self.global_batch_size % batch_shards(mesh)
-            else sharding.by_examples
-        )
+        cut = replicated if self.global_batch_size % batch_shards(mesh) else by_examples
         batch = jax.tree.map(lambda part: _spec(part.shape, part.dtype, cut(mesh)), self._batch)
         return steps, steps._variables.shapes(), batch
 
