@@ -1,9 +1,7 @@
 """Callbacks in several processes, of which only the first writes files and reports."""
 
-import functools
 import os
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -78,10 +76,9 @@ class SavingNothing:
 
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._model, name)
-        is_saving = name in ("save", "save_weights")
-        return functools.partial(_save_nowhere, method) if is_saving else method
 
+        def save(filepath: str | os.PathLike[str], **arguments: Any) -> None:
+            with tempfile.TemporaryDirectory() as directory:
+                method(str(Path(directory) / Path(filepath).name), **arguments)
 
-def _save_nowhere(save: Callable, filepath: str | os.PathLike[str], **arguments: Any) -> None:
-    with tempfile.TemporaryDirectory() as directory:
-        save(str(Path(directory) / Path(filepath).name), **arguments)
+        return save if name in ("save", "save_weights") else method

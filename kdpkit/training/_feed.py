@@ -39,20 +39,19 @@ class Feed:
         self,
         run: Callable[[Any, int], tuple[int, Any]],
         steps_per_call: int,
-        *,
-        begin: Callable[[int], None],
-        end: Callable[[int, Any], None],
-        is_stopped: Callable[[], bool],
+        callbacks: Any,
+        mode: str,
     ) -> Any:
         """Run the steps of an epoch, many in a call; return the result of the last call.
 
         Args:
             run: Runs up to so many steps on an iterator; returns how many, and their result.
             steps_per_call: The most steps in a call.
-            begin: Called with the number of the first step, before each call.
-            end: Called with the number of the last step and the result, after each call.
-            is_stopped: Whether to stop, asked after each call.
+            callbacks: The callbacks to call before and after each call of `run`.
+            mode: "train", "test" or "predict", of the callbacks' methods.
         """
+        begin, end = (getattr(callbacks, f"on_{mode}_batch_{when}") for when in ("begin", "end"))
+        stop = {"train": "stop_training", "test": "stop_evaluating"}.get(mode, "stop_predicting")
         may_restart = self._steps_per_epoch is not None and self._iterator is not None
         if not may_restart:
             self._iterator = iter(self.batches)
@@ -72,14 +71,10 @@ class Feed:
             if done:
                 result = new_result
                 end(steps_done - 1, result)
-            if is_stopped():
+            if getattr(callbacks.model, stop):
                 return result
             if done < count:
                 break
-        self._end_epoch(steps_done)
-        return result
-
-    def _end_epoch(self, steps_done: int) -> None:
         if self.steps is not None and 0 < steps_done < self.steps:
             checks.fail(
                 f"`{self._name}` ended after {steps_done} of the {self.steps} steps of an epoch.",
@@ -90,3 +85,4 @@ class Feed:
             checks.fail(f"`{self._name}` gave no batch, so there is nothing to compute.")
         if self._steps_per_epoch is None:
             self._end()
+        return result

@@ -232,13 +232,7 @@ class TrainingLoop:
         for epoch in range(getattr(model, "_initial_epoch", None) or initial_epoch, epochs):
             self._steps.reset_metrics()
             all_callbacks.on_epoch_begin(epoch)
-            logs = feed.run_epoch(
-                self._steps.train,
-                self.steps_per_loop,
-                begin=all_callbacks.on_train_batch_begin,
-                end=all_callbacks.on_train_batch_end,
-                is_stopped=lambda: model.stop_training,
-            )
+            logs = feed.run_epoch(self._steps.train, self.steps_per_loop, all_callbacks, "train")
             if validation_feed:
                 results = self._evaluate(validation_feed, all_callbacks)
                 logs |= {f"val_{name}": value for name, value in results.items()}
@@ -286,18 +280,14 @@ class TrainingLoop:
         progress = self._callback_list((), verbose, feed)
         outputs: list[Any] = []
 
-        def end(batch: int, predictions: list[Any]) -> None:
+        def predict(batches: Any, steps: int) -> tuple[int, None]:
+            done, predictions = self._steps.predict(batches, steps)
             outputs.extend(predictions)
-            progress.on_predict_batch_end(batch)
+            return done, None
 
+        self.model.stop_predicting = False
         progress.on_predict_begin()
-        feed.run_epoch(
-            self._steps.predict,
-            self.steps_per_loop,
-            begin=progress.on_predict_batch_begin,
-            end=end,
-            is_stopped=lambda: False,
-        )
+        feed.run_epoch(predict, self.steps_per_loop, progress, "predict")
         progress.on_predict_end()
         return keras.tree.map_structure(lambda *parts: np.concatenate(parts), *outputs)
 
@@ -325,13 +315,7 @@ class TrainingLoop:
         self.model.stop_evaluating = False
         callbacks.on_test_begin()
         self._steps.reset_metrics()
-        logs = feed.run_epoch(
-            self._steps.test,
-            self.steps_per_loop,
-            begin=callbacks.on_test_batch_begin,
-            end=callbacks.on_test_batch_end,
-            is_stopped=lambda: self.model.stop_evaluating,
-        )
+        logs = feed.run_epoch(self._steps.test, self.steps_per_loop, callbacks, "test")
         arrays = {name: np.asarray(value) for name, value in logs.items()}
         logs = {name: array if array.ndim else float(array) for name, array in arrays.items()}
         callbacks.on_test_end(logs)
