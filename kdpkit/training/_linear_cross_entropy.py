@@ -1,5 +1,6 @@
 """The loss of a large vocabulary, which holds only a part of the logits at a time."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -125,43 +126,32 @@ def _check_shapes(
 def _over_chunks(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Tensor]]:
     """Run `body` on each chunk of a vocabulary; return the last carry, and the joined tensors.
 
-    Chunks are computed one after the other, so that only one is in memory.
+    Chunks are computed one after the other, so that only one is in memory: on JAX those of full
+    size in a loop. On TensorFlow their operations are repeated, because XLA computes what is in a
+    loop on one core of a CPU.
     """
-    loop = _scanned if keras.backend.backend() == "jax" else _unrolled
-    carry, parts = loop(body, carry, size, math.ceil(size / math.ceil(size / chunk_size)))
-    return carry, [ops.concatenate(tensors, axis=0) for tensors in zip(*parts, strict=True)]
+    chunk_size = math.ceil(size / math.ceil(size / chunk_size))
+    parts, start = [], 0
+    if keras.backend.backend() == "jax":
+        import jax
 
+        num_full, after = size // chunk_size, contextlib.nullcontext
+        carry, stacked = jax.lax.scan(
+            lambda carry, index: body(carry, index * chunk_size, chunk_size),
+            carry,
+            jax.numpy.arange(num_full),
+        )
+        start = num_full * chunk_size
+        parts = [[ops.reshape(part, (start, *part.shape[2:])) for part in stacked]]
+    else:
+        import tensorflow as tf
 
-def _scanned(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
-    """Compile one loop over the chunks of full size, and a last smaller chunk after it."""
-    import jax
-
-    num_full, rest = divmod(size, chunk_size)
-    carry, stacked = jax.lax.scan(
-        lambda carry, index: body(carry, index * chunk_size, chunk_size),
-        carry,
-        jax.numpy.arange(num_full),
-    )
-    parts = [[ops.reshape(part, (num_full * chunk_size, *part.shape[2:])) for part in stacked]]
-    if rest:
-        carry, last = body(carry, num_full * chunk_size, rest)
-        parts.append(last)
-    return carry, parts
-
-
-def _unrolled(body: Body, carry: Any, size: int, chunk_size: int) -> tuple[Any, list[Any]]:
-    """Repeat the operations for each chunk, to start when the chunk before is done.
-
-    Not in a loop, whose operations XLA computes on one core of a CPU.
-    """
-    import tensorflow as tf
-
-    parts = []
-    for start in range(0, size, chunk_size):
-        with tf.control_dependencies(tf.nest.flatten(carry)):
-            carry, part = body(carry, start, min(chunk_size, size - start))
+        after = tf.control_dependencies
+    for first in range(start, size, chunk_size):
+        with after(keras.tree.flatten(carry)):
+            carry, part = body(carry, first, min(chunk_size, size - first))
         parts.append(part)
-    return carry, parts
+    return carry, [ops.concatenate(tensors, axis=0) for tensors in zip(*parts, strict=True)]
 
 
 def _first_equal(logits: Tensor, highest: Tensor) -> Tensor:

@@ -109,16 +109,10 @@ class Objective:
             _reject_mismatch("labels", y, keras.tree.map_structure(lambda _: "output", prediction))
         loss = get_loss(loss, y, prediction)
         y, prediction = (ops.convert_to_tensor(part, dtype=loss.dtype) for part in (y, prediction))
+        losses = loss.call(y, prediction)
         # `Circle` compares the examples of a batch, although it returns a loss for each.
-        if getattr(loss, "fn", None) is not keras.losses.circle:
-            losses = loss.call(y, prediction)
-            if len(losses.shape):
-                return losses
-        return self._loss_of_all_examples(loss, y, prediction)
-
-    def _loss_of_all_examples(self, loss: keras.Loss, y: Tensor, prediction: Tensor) -> Tensor:
-        """Compute one loss from all examples of the batch, and repeat it for each of them."""
-        if self.in_parts:
+        is_of_batch = len(losses.shape) == 0 or getattr(loss, "fn", 0) is keras.losses.circle
+        if is_of_batch and self.in_parts:
             checks.fail(
                 "This loss compares the examples of a batch, of which a micro-batch, or a replica, "
                 "has only some.",
@@ -127,12 +121,12 @@ class Objective:
                 remedy="Train with `accumulation=1` and `jit_compile=False`; if it is to be of "
                 "each example, let the model return predictions of two axes, `(examples, 1)`.",
             )
-        value = loss.call(y, prediction)
-        if len(value.shape):
-            return value
-        if loss.reduction == "sum":  # The repeated losses are summed again later.
-            value /= ops.cast(ops.shape(prediction)[0], value.dtype)
-        return ops.broadcast_to(value, (ops.shape(prediction)[0],))
+        if len(losses.shape):
+            return losses
+        num_examples = ops.shape(prediction)[0]
+        if loss.reduction == "sum":  # The loss is repeated, and summed again later.
+            losses /= ops.cast(num_examples, losses.dtype)
+        return ops.broadcast_to(losses, (num_examples,))
 
     def terms(self, losses: Nest, predictions: Nest, sample_weight: Nest) -> list[Term]:
         """Weigh and sum the losses of `per_example_loss`."""

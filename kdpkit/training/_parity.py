@@ -241,20 +241,18 @@ def _largest(values: np.ndarray) -> float:
 
 
 def _check_runs(one: _Run, many: _Run) -> None:
-    problem = ""
     if not np.isfinite(one.changes).all():
-        problem = "The weights are NaN or infinite on one device already."
-    elif not np.array_equal(one.start, many.start):
-        problem = (
+        checks.fail("The weights are NaN or infinite on one device already.")
+    if not np.array_equal(one.start, many.start):
+        checks.fail(
             "Two models that `build` returned start from different weights: they must not share "
             "layers, and must draw from a fixed seed."
         )
-    elif not any(one._trained(change).any() for change in one.changes):
-        problem = (
-            "No weight changed on one device: check which are frozen, and the first learning rates."
+    if not any(one._trained(change).any() for change in one.changes):
+        checks.fail(
+            "No weight changed on one device: check if all are frozen, and the first learning rates.",
+            trained_weights=int(one.num_trained),
         )
-    if problem:
-        checks.fail(problem, trained_weights=int(one.num_trained))
 
 
 def _nudge(model: keras.Model) -> None:
@@ -271,10 +269,8 @@ def _record_gradients(model: keras.Model) -> None:
     for name, value in [*vars(model).items()]:
         if isinstance(value, keras.optimizers.Optimizer):
             optimizer = optimizers.wrapped(value)
-            clipping = {
-                setting: getattr(optimizer, setting)
-                for setting in ("clipnorm", "global_clipnorm", "clipvalue")
-            }
-            recorder = keras.optimizers.Adam(0.0, beta_1=0.0, name=_RECORDER, **clipping)
+            clipping = ("clipnorm", "global_clipnorm", "clipvalue")
+            settings = {setting: getattr(optimizer, setting) for setting in clipping}
+            recorder = keras.optimizers.Adam(0.0, beta_1=0.0, name=_RECORDER, **settings)
             recorder.build(model.trainable_weights)
             setattr(model, name, recorder)

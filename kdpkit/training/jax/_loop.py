@@ -230,7 +230,7 @@ class JaxSteps(Steps):
             return parts, (sums, updated.other)
 
         if not self.loop.remat:  # Rematerialized blocks gather their weights again anyway.
-            forward = self._variables.gathering_again(forward)
+            forward = self._variables.shards.gathering_again(forward)
         parts, pull_back, (sums, other) = jax.vjp(forward, state.trainable, has_aux=True)
         zeros = [jnp.zeros_like(part) for part in parts]
         gradients = []

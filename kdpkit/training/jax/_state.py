@@ -42,7 +42,7 @@ class Variables:
     """All variables of a loop, which hold the current values between the steps."""
 
     def __init__(self, shards: Shards) -> None:
-        self._shards = shards
+        self.shards = shards
         self.groups: tuple[list[keras.Variable], ...] = ([], [], [])
         self._placed: dict[int, jax.Array] = {}  # the values on the devices, by the variable's `id`
         self.seeds: set[int] = set()  # the `id` of each variable that is the state of random layers
@@ -69,7 +69,7 @@ class Variables:
     @property
     def _placements(self) -> tuple[Placement, ...]:
         """The functions that place the variables of each group of `State`."""
-        return self._shards.of_weight, self._shards.of_optimizer, self._shards.of_weight
+        return self.shards.of_weight, self.shards.of_optimizer, self.shards.of_weight
 
     def _value(self, variable: keras.Variable, placement: Placement) -> jax.Array:
         value = variable._value
@@ -102,7 +102,7 @@ class Variables:
             for group, values in zip(self.groups, state, strict=True)
             for pair in zip(group, values, strict=True)
         ]
-        with _GatheringScope(pairs, self._shards) as scope:
+        with _GatheringScope(pairs, self.shards) as scope:
             result = function()
         *_, others = self.groups
         values = zip(map(scope.sharded_value, others), state.other, strict=True)
@@ -116,13 +116,9 @@ class Variables:
             other=[old if id(variable) in self.seeds else new for variable, old, new in pairs]
         )
 
-    def gathering_again(self, function: Callable[..., T]) -> Callable[..., T]:
-        """Have the gradient of a function of a state gather sharded weights again."""
-        return self._shards.gathering_again(function)
-
     def constrained(self, state: State) -> State:
         """Have the program of a step return the values sharded as before."""
-        if not self._shards.is_any:
+        if not self.shards.is_any:
             return state
         constrain = jax.lax.with_sharding_constraint
         return State._make(
