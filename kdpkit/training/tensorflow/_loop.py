@@ -85,13 +85,17 @@ class TensorFlowSteps(Steps):
     # Before the first step: the data, and all variables.
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        ((argument, wanted),) = steps.items()
+        ((argument, steps_per_epoch),) = steps.items()
         if isinstance(dataset, keras.utils.PyDataset):
             epochs = _PyEpochs(dataset)
             feed = self.open(epochs.given, name, **steps)
             epochs.batches = feed.batches
             return Feed(
-                name, epochs, wanted=wanted, length=lambda: dataset.num_batches, end=epochs.end
+                name,
+                epochs,
+                steps_per_epoch=steps_per_epoch,
+                length=lambda: dataset.num_batches,
+                end=epochs.end,
             )
         if not isinstance(dataset, tf.data.Dataset):
             checks.fail(
@@ -100,7 +104,7 @@ class TensorFlowSteps(Steps):
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
         _checks.check_batched(name, dataset.element_spec, is_one_length=True)
-        _checks.check_dataset(name, dataset, **{argument: wanted})
+        _checks.check_dataset(name, dataset, **{argument: steps_per_epoch})
         is_silent = dataset.options().autotune.enabled is None  # it is tuned if it asks for it
         batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
         if not self.model.built and type(self.model).call is not keras.Model.call:
@@ -108,7 +112,8 @@ class TensorFlowSteps(Steps):
             x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
             with self.scope():
                 _placeholders.trace(functools.partial(self.model, training=False), x)
-        return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
+        length = functools.partial(_length_of, dataset)
+        return Feed(name, batches, steps_per_epoch=steps_per_epoch, length=length)
 
     def _distributed(self, dataset: Any, name: str) -> Any:
         return _distribution.global_batches(self.strategy, dataset, name)
