@@ -10,9 +10,9 @@ import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow._collectives import sum_gradients, summed
-from kdpkit.training.tensorflow._parts import to
 from kdpkit.training.tensorflow._split import Split, entries_of_each
 from kdpkit.training.tensorflow._step import Step, current_part
+from kdpkit.training.tensorflow._tensor_parts import to
 
 GLOBAL, REPLICA = "global", "replica"
 

@@ -15,11 +15,11 @@ from kdpkit.training import _callbacks
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
-    _distribution,
-    _division,
+    _global_batches,
     _keras_internals,
-    _libraries,
-    _losses,
+    _layer_calls,
+    _library_layers,
+    _losses_and_metrics,
     _optimizers,
     _patches,
     _placeholders,
@@ -142,9 +142,9 @@ class _ExactSteps:
 
     def count_once(self) -> None:
         """Have the model's metrics count once, for all devices."""
-        for metric in _libraries.parts_of_metrics(self.model):
+        for metric in _library_layers.parts_of_metrics(self.model):
             for variable in metric.variables:
-                _losses.count_once(variable)
+                _losses_and_metrics.count_once(variable)
 
     def move_optimizers(self) -> None:
         """Have the model's optimizers keep their state on all devices."""
@@ -195,8 +195,8 @@ class _ExactSteps:
             if model.run_eagerly:  # each step is what the parts are then: callbacks may change them
                 self.look_at(kind)
             once = _keras_internals.once_for_all_replicas(self.strategy)
-            explained = _distribution.explaining_differences()
-            with once, explained, _division.explaining_other_lengths():
+            explained = _global_batches.explaining_differences()
+            with once, explained, _layer_calls.explaining_other_lengths():
                 return compiled(batches)
 
         setattr(model, name, function)
@@ -214,10 +214,10 @@ class _ExactSteps:
         """Run a step once, on the global batch: what Keras calls for the model's own."""
         jit, is_one = bool(self.model.jit_compile), self.mesh.num_parts == 1
         step = Step(self.mesh, self.policy, batch_norm=self.batch_norm, jit=jit and not is_one)
-        data = _distribution.opened(self.mesh, data)
+        data = _global_batches.opened(self.mesh, data)
         with traced_once(step, data), contextlib.ExitStack() as stack:
             if jit and is_one:  # XLA draws several axes in another order
-                count = _distribution.examples_in_batch(data)
+                count = _global_batches.examples_in_batch(data)
                 stack.enter_context(step.at(0, count, count))
             return self.steps_of_model[kind](data)
 
@@ -228,13 +228,13 @@ def _of_kind(method: Callable, kind: str) -> Callable:
 
 
 def _exact(model: keras.Model, method: Callable, strategy: tf.distribute.Strategy) -> Callable:
-    """Have Keras spread datasets as `_distribution` does: it asks the strategy, which asks there.
+    """Have Keras spread datasets as `_global_batches` does: it asks the strategy, which asks there.
 
     They are checked: single examples are a bare `IndexError` in `tf.distribute`, others no end. Of
     several processes the first one alone writes and reports.
     """
-    several = _distribution.spans_processes(strategy)
-    distribute = functools.partial(_distribution.global_batches, strategy)
+    several = _global_batches.spans_processes(strategy)
+    distribute = functools.partial(_global_batches.global_batches, strategy)
     distributing = functools.partial(
         _keras_internals.replaced, strategy, "experimental_distribute_dataset", distribute
     )

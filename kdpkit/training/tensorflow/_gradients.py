@@ -13,14 +13,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _parts
+from kdpkit.training.tensorflow import _tensor_parts
 from kdpkit.training.tensorflow._step import current_step, key
 
 
 def place(graph: Any, first: int, devices: tuple[str, ...]) -> None:
     """Put a graph's operations that have no device where their inputs are.
 
-    The sums in which a tape adds up a variable's gradients (`_copies`) take turns on the devices.
+    The sums in which a tape adds up a variable's gradients (`_variable_copies`) take turns on the devices.
 
     Args:
         graph: The graph.
@@ -76,7 +76,7 @@ def _total(step: Any, sources: list[Any], gradients: list[Any]) -> Any:
         pairs = zip(sources[1:], gradients[1:], strict=True)
         filled = [tf.zeros_like(x) if of is None else of for x, of in pairs]
         parts = step.parts[key(sources[0])]._replace(tensors=filled)
-        gradients = [gradients[0], _parts.join(step, parts)]
+        gradients = [gradients[0], _tensor_parts.join(step, parts)]
     present = [gradient for gradient in gradients if gradient is not None]
     return tf.add_n([*map(tf.convert_to_tensor, present)]) if present else None
 

@@ -1,7 +1,7 @@
 """The steps of `TrainingLoop` on TensorFlow: one device, and every synchronous strategy.
 
 A step is traced once, on the global batch, in the cross-replica context: what the user computes
-is computed as on one device, and calls of layers are divided (`_division`).
+is computed as on one device, and calls of layers are divided (`_layer_calls`).
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from kdpkit.training._steps import Steps
 from kdpkit.training.tensorflow import (
     _batch_norm,
     _checks,
-    _distribution,
-    _division,
+    _global_batches,
     _keras_internals,
-    _libraries,
-    _losses,
+    _layer_calls,
+    _library_layers,
+    _losses_and_metrics,
     _micro_batches,
     _optimizers,
     _patches,
@@ -93,7 +93,10 @@ class TensorFlowSteps(Steps):
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
-        explained = _distribution.explaining_differences(), _division.explaining_other_lengths()
+        explained = (
+            _global_batches.explaining_differences(),
+            _layer_calls.explaining_other_lengths(),
+        )
         with processes.explain_lost_process(), explained[0], explained[1], _patches.installed():
             yield
 
@@ -126,7 +129,7 @@ class TensorFlowSteps(Steps):
         return Feed(name, batches, wanted=wanted, length=functools.partial(_length_of, dataset))
 
     def _distributed(self, dataset: Any, name: str) -> Any:
-        return _distribution.global_batches(self.strategy, dataset, name)
+        return _global_batches.global_batches(self.strategy, dataset, name)
 
     def build(self, feed: Feed, *, training: bool) -> None:
         with self.scope():  # in which a compiled loop can make no variables
@@ -138,9 +141,9 @@ class TensorFlowSteps(Steps):
                 placeholders = _placeholders.placeholders(spec, PLACEHOLDER_EXAMPLES)
                 names = trace_metrics(self.loop, placeholders, _placeholders.trace)
                 self._means |= {name: keras.metrics.Mean(f"{name}_loss") for name in names}
-                metrics = [*_libraries.parts_of_metrics(self.model), *self.means]
+                metrics = [*_library_layers.parts_of_metrics(self.model), *self.means]
                 for variable in (v for of in metrics if self.counts_once for v in of.variables):
-                    _losses.count_once(variable)
+                    _losses_and_metrics.count_once(variable)
                 self._is_built = True
             if training and not self._is_optimizer_built:
                 self._build_optimizer()
@@ -218,7 +221,7 @@ class TensorFlowSteps(Steps):
         """Trace a step on a batch in this, all of it on the device if there is only one."""
         settings = {"batch_norm": self.loop.batch_norm, "jit": jit and not self._is_one}
         step = Step(self.mesh, policy or self._policy, **settings)
-        batch = _distribution.opened(self.mesh, batch)
+        batch = _global_batches.opened(self.mesh, batch)
         if not self._is_one:
             batch = tf.nest.map_structure(of_any_length, batch)
         with tf.device(self.mesh.home if self._is_one else None), traced_once(step, batch):
@@ -229,7 +232,7 @@ class TensorFlowSteps(Steps):
         jit_all, micro_batches, policy = jit and self._is_one, self.loop.accumulation, None
         differentiate = _compiled(functools.partial(self._differentiate, jit_all), jit=jit_all)
         with rematerialised(self.loop, checkpointed), self._traced(batch, jit=jit) as batch:
-            num_examples = _distribution.examples_in_batch(batch)
+            num_examples = _global_batches.examples_in_batch(batch)
             before = []
             if micro_batches > 1:
                 # All of these draw from the same, each at the positions of its examples.
@@ -256,7 +259,7 @@ class TensorFlowSteps(Steps):
 
     def _differentiate(self, jit: bool, batch: Any, start: Any, num_global_examples: Any) -> Any:
         """Compute what a step, or XLA's part of it, computes from some examples of a batch."""
-        num_examples = _distribution.examples_in_batch(batch)
+        num_examples = _global_batches.examples_in_batch(batch)
         if self.loop.accumulation == 1:
             num_global_examples = num_examples
             if not jit:
@@ -273,7 +276,7 @@ class TensorFlowSteps(Steps):
 
     def _test_step(self, batch: Any) -> Any:
         with self._traced(batch) as batch:
-            num_examples = _distribution.examples_in_batch(batch)
+            num_examples = _global_batches.examples_in_batch(batch)
             counts = num_examples, num_examples
             sums, predictions = forward(self.loop, batch, counts, training=False)
 

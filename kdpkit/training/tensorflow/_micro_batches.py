@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit._internal import checks
-from kdpkit.training.tensorflow import _distribution, _law, _libraries
+from kdpkit.training.tensorflow import _global_batches, _layer_trial, _library_layers
 from kdpkit.training.tensorflow._keras_internals import GLOBAL_SEED_GENERATOR, global_state
 from kdpkit.training.tensorflow._policy import Policy
 from kdpkit.training.tensorflow._split import of_any_length
@@ -38,7 +38,7 @@ def over_micro_batches(
     def compute_one(index: Any) -> T:
         with tf.device("CPU:0"):  # where the batch is
             start, stop = (num_examples * i // count for i in (index, index + 1))
-            parts = [_distribution.sliced(x, start, stop) for x in tf.nest.flatten(batch)]
+            parts = [_global_batches.sliced(x, start, stop) for x in tf.nest.flatten(batch)]
         return compute(tf.nest.pack_sequence_as(batch, [*map(of_any_length, parts)]), start)
 
     first = compute_one(tf.constant(0))
@@ -94,30 +94,30 @@ class PolicyOfMicroBatches:
         self, layer: keras.layers.Layer, args: Any, kwargs: Any, *, as_one: bool = False
     ) -> bool:
         """Return whether devices compute their parts of what a layer is called on."""
-        if not _libraries.is_composed(layer):  # or its layers are asked
+        if not _library_layers.is_composed(layer):  # or its layers are asked
             _reject(f"layer `{layer.name}`", self._why_examples_meet(layer, args, kwargs))
         return self._num_parts > 1 and self._policy(layer, args, kwargs, as_one=as_one)
 
     def _why_examples_meet(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> str | None:
-        if not _libraries.is_of_a_library(layer):
+        if not _library_layers.is_of_a_library(layer):
             return _mixes(self._policy.finding(layer, args, kwargs))
-        is_mixing = _libraries.has_too_few_axes(layer, args, kwargs)
+        is_mixing = _library_layers.has_too_few_axes(layer, args, kwargs)
         return "takes the examples of a batch for parts of one" if is_mixing else None
 
     def reject_loss(self, loop: Any, batch: Any) -> None:
         """Reject a loss of the user's that compares examples."""
         losses = [loss for loss in keras.tree.flatten(loop.loss.loss) if loss is not None]
-        is_own = not _libraries.is_library(type(loop).per_example_loss.__module__)
-        if is_own or not all(map(_libraries.is_loss_of_a_library, losses)):
+        is_own = not _library_layers.is_library(type(loop).per_example_loss.__module__)
+        if is_own or not all(map(_library_layers.is_loss_of_a_library, losses)):
             x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
             compute = functools.partial(loop.per_example_loss, training=True)
-            layer = _law.Calling(lambda *of: compute(*of)[0], [loop.model])
+            layer = _layer_trial.Calling(lambda *of: compute(*of)[0], [loop.model])
             _reject("loss", _mixes(self._policy.finding(layer, (x, y), {})))
 
 
-def _mixes(found: _law.Finding) -> str | None:
+def _mixes(found: _layer_trial.Finding) -> str | None:
     """Return how examples are compared, if they surely are: what cannot be tried is taken as is."""
-    return found.reason if found.verdict is _law.Verdict.MIXES else None
+    return found.reason if found.verdict is _layer_trial.Verdict.MIXES else None
 
 
 def _reject(name: str, reason: str | None) -> None:

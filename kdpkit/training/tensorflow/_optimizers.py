@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kdpkit._internal import checks, held_variables
 from kdpkit.training.tensorflow import _checks, _keras_internals
-from kdpkit.training.tensorflow._libraries import is_library
+from kdpkit.training.tensorflow._library_layers import is_library
 from kdpkit.training.tensorflow._step import Step, current_step
 
 

@@ -24,10 +24,10 @@ from tensorflow.python.framework import random_seed
 from kdpkit._internal import checks
 from kdpkit.training.tensorflow import (
     _batch_norm,
-    _division,
     _gradients,
     _keras_internals,
-    _losses,
+    _layer_calls,
+    _losses_and_metrics,
     _optimizers,
     _random,
 )
@@ -93,7 +93,7 @@ def _read(original: Callable, variable: Any) -> Any:
     """Read the first copy of a variable, which tapes follow, wherever it is read."""
     if not _in_step_outside_update():
         return original(variable)
-    _losses.count_once(variable)
+    _losses_and_metrics.count_once(variable)
     first = variable.values[0]
     return tf.identity(first) if isinstance(variable, MirroredVariable) else first
 
@@ -101,7 +101,7 @@ def _read(original: Callable, variable: Any) -> Any:
 def _aggregation(original: Callable, variable: Any) -> Any:
     """Let a count that is added up over replicas be one for all, which a step counts once."""
     if _in_step_outside_update():
-        _losses.count_once(variable)
+        _losses_and_metrics.count_once(variable)
     return original(variable)
 
 
@@ -157,10 +157,10 @@ _AVERAGING = ("compute_average_loss", "scale_regularization_loss")
 # Upstream: docs/upstream/, and keras-team/keras#19005, #20582, #20585.
 _TABLE = (
     # Calls of layers, on parts of the examples.
-    Patch(keras.layers.Layer, "__call__", _division.call_layer),
+    Patch(keras.layers.Layer, "__call__", _layer_calls.call_layer),
     Patch(keras.layers.BatchNormalization, "_moments", _batch_norm.moments),
-    Patch(LossFunctionWrapper, "call", _losses.call_loss),
-    Patch(keras.metrics.MeanMetricWrapper, "update_state", _losses.update_metric),
+    Patch(LossFunctionWrapper, "call", _losses_and_metrics.call_loss),
+    Patch(keras.metrics.MeanMetricWrapper, "update_state", _losses_and_metrics.update_metric),
     # Random numbers of parts by the examples' positions: keras_draws_the_same_on_replicas.md
     *(Patch(keras_random, name, wrapper) for name, wrapper in _random.wrappers().items()),
     Patch(random_seed, "get_seed", _seed),

@@ -7,7 +7,7 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import compute_output_spec
-from kdpkit.training.tensorflow import _distribution
+from kdpkit.training.tensorflow import _global_batches
 
 
 def placeholders(spec: Any, num_examples: int | None = None) -> Any:
@@ -29,7 +29,7 @@ def placeholders(spec: Any, num_examples: int | None = None) -> Any:
             shape = [shape[0] or num_examples, *shape[1:]]
         return keras.KerasTensor(shape, spec.dtype.name, sparse=is_sparse)
 
-    examples = spec.batch if isinstance(spec, _distribution.Read) else spec
+    examples = spec.batch if isinstance(spec, _global_batches.Read) else spec
     return tf.nest.map_structure(placeholder, examples)
 
 

@@ -9,9 +9,9 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask
-from kdpkit.training.tensorflow import _law
+from kdpkit.training.tensorflow import _layer_trial
 from kdpkit.training.tensorflow._keras_internals import global_state
-from kdpkit.training.tensorflow._libraries import (
+from kdpkit.training.tensorflow._library_layers import (
     has_too_few_axes,
     is_composed,
     is_library,
@@ -36,7 +36,7 @@ class Policy:
     ) -> None:
         declared = {id(layer): True for layer in divided}
         self._declared = declared | {id(layer): False for layer in undivided}
-        self._tried: dict[Any, tuple[Any, _law.Finding]] = {}
+        self._tried: dict[Any, tuple[Any, _layer_trial.Finding]] = {}
 
     def __call__(
         self, layer: keras.layers.Layer, args: Any, kwargs: Any, *, as_one: bool = False
@@ -57,14 +57,14 @@ class Policy:
             return as_one and is_of_a_library(layer)
         if is_of_a_library(layer):
             return not has_too_few_axes(layer, args, kwargs)
-        return self.finding(layer, args, kwargs).verdict is _law.Verdict.KEPT
+        return self.finding(layer, args, kwargs).verdict is _layer_trial.Verdict.KEPT
 
-    def finding(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> _law.Finding:
+    def finding(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> _layer_trial.Finding:
         """Return whether a layer computes each example by itself, tried once for a kind."""
         kwargs = _with_mode(layer, args, kwargs)
         key = _identity(layer), _signature(layer, args, kwargs)
         if key not in self._tried:
-            self._tried[key] = layer, _law.try_layer(layer, args, kwargs)
+            self._tried[key] = layer, _layer_trial.try_layer(layer, args, kwargs)
         return self._tried[key][1]
 
     def forget(self) -> None:

@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from kdpkit.training._remat import BlockCall, BlockScope, Result
 from kdpkit.training.tensorflow import _keras_internals
-from kdpkit.training.tensorflow._parts import known_parts
 from kdpkit.training.tensorflow._step import Step, current_part, current_step, running
+from kdpkit.training.tensorflow._tensor_parts import known_parts
 
 
 def checkpointed(call: BlockCall) -> Result:

@@ -1,7 +1,7 @@
 """The step that is traced now, and the device whose part of the examples a layer computes now.
 
 A step runs once, in the cross-replica context, and does what it does on one device. Only calls of
-layers are repeated, once on each device, each on its part of the examples (`_division`).
+layers are repeated, once on each device, each on its part of the examples (`_layer_calls`).
 """
 
 import contextlib

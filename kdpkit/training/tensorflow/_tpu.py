@@ -19,7 +19,7 @@ import tensorflow as tf
 from kdpkit._internal import checks
 from kdpkit.training._objective import Sums
 from kdpkit.training._remat import rematerialised
-from kdpkit.training.tensorflow import _batch_norm, _distribution, _keras_internals
+from kdpkit.training.tensorflow import _batch_norm, _global_batches, _keras_internals
 from kdpkit.training.tensorflow._loop import TensorFlowSteps
 from kdpkit.training.tensorflow._loop_gradients import combined, forward, forward_and_backward
 from kdpkit.training.tensorflow._remat import checkpointed
@@ -91,7 +91,7 @@ class TpuSteps(TensorFlowSteps):
 
 def _counts(batch: Any) -> tuple[Any, Any]:
     """Return how many examples a replica has, and how many all have."""
-    own = _distribution.examples_in_batch(batch)
+    own = _global_batches.examples_in_batch(batch)
     return own, _sums(own)
 
 

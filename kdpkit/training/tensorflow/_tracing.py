@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _gradients, _keras_internals, _losses, _patches
+from kdpkit.training.tensorflow import _gradients, _keras_internals, _losses_and_metrics, _patches
 from kdpkit.training.tensorflow._step import Step, graph, key, running
 
 
@@ -21,7 +21,7 @@ def traced_once(step: Step, data: Any) -> Iterator[None]:
     with (
         strategy.scope(),
         _keras_internals.updated_once(strategy),
-        tf.variable_creator_scope(_losses.creator),
+        tf.variable_creator_scope(_losses_and_metrics.creator),
         _patches.installed(),
         running(step),
     ):

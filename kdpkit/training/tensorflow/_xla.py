@@ -15,8 +15,8 @@ import keras
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
-from kdpkit.training.tensorflow._copies import PartScope
 from kdpkit.training.tensorflow._keras_internals import get_logits, set_logits
+from kdpkit.training.tensorflow._variable_copies import PartScope
 
 _CALLS = 5  # timed for each choice, after the one that compiles
 _SECONDS = 0.2  # that the timed calls of a choice take at least

@@ -20,8 +20,8 @@ from kdpkit.training.tensorflow._keras_internals import (
     unrecorded,
     with_gradient,
 )
-from kdpkit.training.tensorflow._parts import to
 from kdpkit.training.tensorflow._step import Part
+from kdpkit.training.tensorflow._tensor_parts import to
 
 
 class PartScope(keras.StatelessScope):

@@ -13,14 +13,14 @@ import tensorflow as tf
 
 from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
-from kdpkit.training.tensorflow import _batch_norm, _keras_internals, _parts, _xla
+from kdpkit.training.tensorflow import _batch_norm, _keras_internals, _tensor_parts, _xla
 from kdpkit.training.tensorflow._collectives import sum_gradients
-from kdpkit.training.tensorflow._copies import PartScope
-from kdpkit.training.tensorflow._libraries import has_too_few_axes, is_written_by_libraries
-from kdpkit.training.tensorflow._parts import join_output, known_parts
+from kdpkit.training.tensorflow._library_layers import has_too_few_axes, is_written_by_libraries
 from kdpkit.training.tensorflow._policy import is_batch_norm
 from kdpkit.training.tensorflow._split import Split
 from kdpkit.training.tensorflow._step import Part, Step, current_part, current_step, running
+from kdpkit.training.tensorflow._tensor_parts import join_output, known_parts
+from kdpkit.training.tensorflow._variable_copies import PartScope
 
 
 def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -95,7 +95,7 @@ class Arguments:
         self._step, self._first = step, first
         self._masked: list[tuple[Any, Sequence[Any]]] = []
         known = known_parts(step, first)
-        self.split: Split = known.split if known else _parts.split_of(step, first)
+        self.split: Split = known.split if known else _tensor_parts.split_of(step, first)
         self.each = known.each if known else 1  # entries of `first` for each example
         others = {of.length_id: of.total for of in _splits(step, nest)}
         others.pop(self.split.length_id, None)
@@ -143,8 +143,8 @@ def cut_leaf(step: Step, of: Split, leaf: Any, *, has_all_examples: bool) -> Seq
     if not has_examples(leaf) or leaf.shape[0] == 1:
         return None
     if has_all_examples or known_parts(step, leaf) is not None:
-        return _parts.cut(step, leaf, of)
-    return _parts.cut_if_of_length(step, leaf, of)
+        return _tensor_parts.cut(step, leaf, of)
+    return _tensor_parts.cut_if_of_length(step, leaf, of)
 
 
 OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"
@@ -224,13 +224,13 @@ def _assign(step: Step, of: Split, scopes: Sequence[PartScope]) -> None:
     for variable in scopes[0].assigned.values():
         values = [scope.get_current_value(variable) for scope in scopes]
         is_of_parts = step.batch_norm == _batch_norm.REPLICA and values[0].dtype.is_floating
-        variable.assign(_parts.mean_of_parts(step, of, values) if is_of_parts else values[0])
+        variable.assign(_tensor_parts.mean_of_parts(step, of, values) if is_of_parts else values[0])
 
 
 def _add_losses(step: Step, of: Split, layer: Any, scopes: Sequence[PartScope]) -> None:
     """Add what the parts of a layer that was declared as divided have added: the mean."""
     for values in zip(*(scope.losses for scope in scopes), strict=True):
-        layer.add_loss(_parts.mean_of_parts(step, of, values))
+        layer.add_loss(_tensor_parts.mean_of_parts(step, of, values))
 
 
 def _build(step: Step, layer: Any, args: Any, kwargs: Any) -> None:

@@ -20,7 +20,7 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit.training.tensorflow._keras_internals import op_def_registry
-from kdpkit.training.tensorflow._libraries import is_library, layers_of
+from kdpkit.training.tensorflow._library_layers import is_library, layers_of
 
 _HARMLESS = re.compile(
     "Assert|Case|CheckNumerics(V2)?|CudnnRNN.*|HashTableV2|If|LookupTable(Find|Size)V2|"

@@ -6,17 +6,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from kdpkit.training.tensorflow import _libraries
-from kdpkit.training.tensorflow._division import Arguments
+from kdpkit.training.tensorflow import _library_layers
 from kdpkit.training.tensorflow._keras_internals import SyncOnReadVariable
-from kdpkit.training.tensorflow._parts import join_output, known_parts
+from kdpkit.training.tensorflow._layer_calls import Arguments
 from kdpkit.training.tensorflow._step import Part, Step, current_part, current_step, running
+from kdpkit.training.tensorflow._tensor_parts import join_output, known_parts
 
 
 def call_loss(original: Callable, loss: Any, y_true: Any, y_pred: Any) -> Any:
     """Compute the losses of examples, each device those of its part."""
     step = current_step()
-    if step is None or current_part() is not None or not _libraries.is_loss_of_a_library(loss):
+    if step is None or current_part() is not None or not _library_layers.is_loss_of_a_library(loss):
         return original(loss, y_true, y_pred)
     return _on_parts(step, lambda *of: original(loss, *of), y_true, y_pred)
 
@@ -26,7 +26,11 @@ def update_metric(
 ) -> Any:
     """Update a mean over examples, of which each device computes its part."""
     step = current_step()
-    if step is None or current_part() is not None or not _libraries.is_metric_of_a_library(metric):
+    if (
+        step is None
+        or current_part() is not None
+        or not _library_layers.is_metric_of_a_library(metric)
+    ):
         return original(metric, y_true, y_pred, sample_weight)
     function = metric._fn
 

@@ -23,14 +23,14 @@ import numpy as np
 import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
-from kdpkit.training.tensorflow._effects import Memory, Scope, effect_of_operations, unseen
 from kdpkit.training.tensorflow._keras_internals import (
     OF_CALLS_AROUND,
     cancellation,
     global_state,
     seed_generator,
 )
-from kdpkit.training.tensorflow._libraries import is_library, layers_of
+from kdpkit.training.tensorflow._library_layers import is_library, layers_of
+from kdpkit.training.tensorflow._side_effects import Memory, Scope, effect_of_operations, unseen
 from kdpkit.training.tensorflow._split import Split
 from kdpkit.training.tensorflow._step import Part, running
 
