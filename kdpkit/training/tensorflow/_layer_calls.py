@@ -1,8 +1,8 @@
 """Calls of layers, repeated once for each device on its part of the examples.
 
-The step around them runs once, on all examples, as on one device. A part's call is a function of
-its inputs and of the variables' values: each device reads its own copy, whose gradient goes to the
-variable, and what the call assigns is assigned once, after all parts.
+The step around them runs once, on all examples, as on one device. The call on a part is a function
+of its inputs and of the variables' values: each device reads its own copies, whose gradients go to
+the variables, and what the calls assign is assigned once, after all of them.
 """
 
 import contextlib
@@ -11,10 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
-from kdpkit._internal import checks
+from kdpkit._internal import checks, versions
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
-from kdpkit.training.tensorflow import _batch_norm, _keras_internals, _tensor_parts, _xla
+from kdpkit.training.tensorflow import _batch_norm, _tensor_parts, _xla
 from kdpkit.training.tensorflow._collectives import sum_gradients
+from kdpkit.training.tensorflow._keras_internals import ATTACHED_TENSORS, build_layer
 from kdpkit.training.tensorflow._library_layers import has_too_few_axes, is_written_by_libraries
 from kdpkit.training.tensorflow._policy import is_batch_norm
 from kdpkit.training.tensorflow._split import Split
@@ -33,43 +34,47 @@ def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> 
             _reject_few_axes(layer)
         return original(layer, *args, **kwargs)
     if not layer.built:
-        _build(step, layer, args, kwargs)
-    first = first_with_examples((args, kwargs)) if step.asks_policy() else None
+        with tf.init_scope(), step.mesh.strategy.scope():
+            build_layer(layer, args, kwargs)
+    first = first_with_examples((args, kwargs)) if step.may_divide() else None
     if first is None or not step.policy(layer, args, kwargs, as_one=step.jit):
         return original(layer, *args, **kwargs)
     if not is_written_by_libraries(layer) and not have_same_examples(step, (args, kwargs)):
-        return original(layer, *args, **kwargs)  # its layers are asked
-    return _called_on_parts(step, original, layer, first, args, kwargs)
+        return original(layer, *args, **kwargs)  # The layers in it may be divided.
+    return _call_on_parts(step, original, layer, first, args, kwargs)
 
 
-def _called_on_parts(
+def _call_on_parts(
     step: Step, original: Callable, layer: Any, first: Any, args: Any, kwargs: Any
 ) -> Any:
     arguments = Arguments(step, first, (args, kwargs))
-    of, regularizer = arguments.split, layer.activity_regularizer
-    wide: Any = contextlib.nullcontext(arguments.nests)
-    if is_batch_norm(layer):
-        wide = _batch_norm.on_wide_inputs(step, layer, arguments.nests)
-    with _without_regularizer(layer), wide as calls:
-        moments = (
-            _batch_norm.moments_of_parts(step, layer, of, calls) if is_batch_norm(layer) else None
-        )
+    split, regularizer = arguments.split, layer.activity_regularizer
+    moments: Sequence[Any] | None = None
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_without_regularizer(layer))
+        calls: Any = arguments.of_devices
+        if is_batch_norm(layer):
+            calls = stack.enter_context(_batch_norm.on_wide_inputs(step, layer, calls))
+            moments = _batch_norm.moments_of_parts(step, layer, split, calls)
         parts = [
-            Part(step, index, of, moments=moments and moments[index]) for index in range(len(calls))
+            Part(step, index, split, moments=moments and moments[index])
+            for index in range(len(calls))
         ]
         outputs, scopes = _outputs(step, original, layer, parts, calls)
     arguments.drop_masks()
-    _assign(step, of, scopes)
-    _add_losses(step, of, layer, scopes)
-    # A library's gives as many entries for each example as it was given.
-    is_as_given = is_written_by_libraries(layer)
-    known = {"length": first.shape[0], "each": arguments.each} if is_as_given else {}
-    together = tf.nest.map_structure(
-        lambda *of_parts: join_output(step, of, of_parts, **known), *outputs
+    _assign(step, split, scopes)
+    for losses in zip(*(scope.losses for scope in scopes), strict=True):
+        layer.add_loss(_tensor_parts.mean_of_parts(step, split, losses))
+    # A library's layer returns as many entries for each example as it is called on.
+    lengths: dict[str, Any] = {}
+    if is_written_by_libraries(layer):
+        lengths = {"length": first.shape[0], "per_example": arguments.per_example}
+    joined = tf.nest.map_structure(
+        lambda *tensors: join_output(step, split, tensors, **lengths), *outputs
     )
     if regularizer is not None:
-        _regularize(layer, regularizer, together)
-    return together
+        _regularize(layer, regularizer, joined)
+    return joined
 
 
 def _outputs(
@@ -77,9 +82,9 @@ def _outputs(
 ) -> tuple[list[Any], list[PartScope]]:
     """Call a layer on each device, on its part."""
     outputs, scopes = [], []
-    read: dict[int, Any] = {}
+    values: dict[int, Any] = {}  # of variables, shared by the parts
     for part, (args, kwargs) in zip(parts, calls, strict=True):
-        scope = PartScope(part, read)
+        scope = PartScope(part, values)
         is_compiled = step.jit and _xla.may_compile(layer)
         call = _xla.compiled(original, scope) if is_compiled else original
         with running(step, part), tf.device(part.device), scope:
@@ -89,62 +94,63 @@ def _outputs(
 
 
 class Arguments:
-    """What a layer is called on, divided: the arguments for each device."""
+    """The arguments of a call, divided: those for each device."""
 
     def __init__(self, step: Step, first: Any, nest: Any) -> None:
         self._step, self._first = step, first
         self._masked: list[tuple[Any, Sequence[Any]]] = []
-        known = known_parts(step, first)
-        self.split: Split = known.split if known else _tensor_parts.split_of(step, first)
-        self.each = known.each if known else 1  # entries of `first` for each example
-        others = {of.length_id: of.total for of in _splits(step, nest)}
-        others.pop(self.split.length_id, None)
-        self._checked = [
+        parts = known_parts(step, first)
+        self.split: Split = parts.split if parts else _tensor_parts.split_of(step, first)
+        self.per_example = parts.per_example if parts else 1  # entries of `first`
+        splits = [of_leaf.split for x in _with_examples(nest) if (of_leaf := known_parts(step, x))]
+        totals = {split.length_id: split.total for split in splits}
+        totals.pop(self.split.length_id, None)
+        self._checks = [
             tf.debugging.Assert(total == self.split.total, [OTHER_LENGTHS])
-            for total in others.values()
+            for total in totals.values()
         ]
-        step.checks += self._checked
-        divided = tf.nest.map_structure(self._divided, nest)
-        devices = range(len(step.mesh.devices))
-        self.nests = [tf.nest.map_structure(lambda of, at=at: of(at), divided) for at in devices]
+        step.checks += self._checks
+        divided = [self._divided(leaf) for leaf in tf.nest.flatten(nest)]
+        self.of_devices = [
+            tf.nest.pack_sequence_as(nest, leaves) for leaves in zip(*divided, strict=True)
+        ]
 
-    def _divided(self, leaf: Any) -> Callable:
-        tensors = cut_leaf(self._step, self.split, leaf, has_all_examples=leaf is self._first)
+    def _divided(self, leaf: Any) -> Sequence[Any]:
+        """Return what each device gets of an argument."""
+        step, is_first = self._step, leaf is self._first
+        tensors = cut_leaf(step, self.split, leaf, has_all_examples=is_first)
         if tensors is None:
-            for_all = (
-                sum_gradients(self._step.mesh, leaf, self._step.channel())
-                if isinstance(leaf, tf.Tensor)
-                else leaf
-            )
-            return lambda _: for_all
-        if leaf is self._first and self._checked:
-            with tf.control_dependencies(self._checked):
+            if isinstance(leaf, tf.Tensor):
+                leaf = sum_gradients(step.mesh, leaf, step.channel())
+            return [leaf] * len(step.mesh.devices)
+        if is_first and self._checks:
+            with tf.control_dependencies(self._checks):
                 tensors = [*map(tf.identity, tensors)]
-        if (mask := get_keras_mask(leaf)) is not None:
-            masks: Any = cut_leaf(self._step, self.split, mask, has_all_examples=False)
-            for tensor, of_mask in zip(tensors, masks, strict=True):
-                set_keras_mask(tensor, of_mask)
+        for get, attach in ATTACHED_TENSORS:
+            if (attached := get(leaf)) is not None:
+                parts: Any = cut_leaf(step, self.split, attached, has_all_examples=False)
+                for tensor, part in zip(tensors, parts, strict=True):
+                    attach(tensor, part)
+        if get_keras_mask(leaf) is not None:
             self._masked.append((leaf, tensors))
-        if (logits := _keras_internals.get_logits(leaf)) is not None:
-            of_logits: Any = cut_leaf(self._step, self.split, logits, has_all_examples=False)
-            for tensor, of_tensor in zip(tensors, of_logits, strict=True):
-                _keras_internals.set_logits(tensor, of_tensor)
-        return lambda at: tensors[at]
+        return tensors
 
     def drop_masks(self) -> None:
-        """Take masks off that the call took off: Keras' attention does, of what others get too."""
+        """Remove the masks that the call removed, as Keras' attention does of what others use."""
         for leaf, tensors in self._masked:
             if get_keras_mask(tensors[0]) is None:
                 set_keras_mask(leaf, None)
 
 
-def cut_leaf(step: Step, of: Split, leaf: Any, *, has_all_examples: bool) -> Sequence[Any] | None:
-    """Return the parts of a tensor with examples; None for what all devices get as it is."""
-    if not has_examples(leaf) or leaf.shape[0] == 1:
+def cut_leaf(
+    step: Step, split: Split, leaf: Any, *, has_all_examples: bool
+) -> Sequence[Any] | None:
+    """Return the parts of a tensor with examples; None for what all devices get complete."""
+    if not _may_have_examples(leaf):
         return None
     if has_all_examples or known_parts(step, leaf) is not None:
-        return _tensor_parts.cut(step, leaf, of)
-    return _tensor_parts.cut_if_of_length(step, leaf, of)
+        return _tensor_parts.cut(step, leaf, split)
+    return _tensor_parts.cut_if_of_length(step, leaf, split)
 
 
 OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"
@@ -152,7 +158,7 @@ OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers o
 
 @contextlib.contextmanager
 def explaining_other_lengths() -> Iterator[None]:
-    """Raise a sentence where a divided layer got tensors of different lengths."""
+    """Raise a sentence where a divided layer is called on tensors of different lengths."""
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
@@ -164,43 +170,44 @@ def explaining_other_lengths() -> Iterator[None]:
         )
 
 
-def _splits(step: Step, nest: Any) -> list[Split]:
-    """Return how tensors are split that are known to have parts."""
-    leaves = [leaf for leaf in tf.nest.flatten(nest) if has_examples(leaf) and leaf.shape[0] != 1]
-    return [parts.split for leaf in leaves if (parts := known_parts(step, leaf)) is not None]
+def _may_have_examples(leaf: Any) -> bool:
+    """Return whether a leaf may have an entry for each example: one entry is for all of them."""
+    return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank) and leaf.shape[0] != 1
+
+
+def _with_examples(nest: Any) -> list[Any]:
+    return [*filter(_may_have_examples, tf.nest.flatten(nest))]
 
 
 def have_same_examples(step: Step, nest: Any) -> bool:
-    """Return whether all tensors of a call surely have the same number of examples."""
-    leaves = [leaf for leaf in tf.nest.flatten(nest) if has_examples(leaf) and leaf.shape[0] != 1]
-    known = [(leaf, known_parts(step, leaf)) for leaf in leaves]
-    marks = {leaf.shape[0] if parts is None else parts.split.length_id for leaf, parts in known}
-    return len(leaves) == 1 or (len(marks) == 1 and None not in marks)
-
-
-def has_examples(leaf: Any) -> bool:
-    return isinstance(leaf, tf.Tensor) and bool(leaf.shape.rank)
+    """Return whether all tensors of a call are known to have the same number of examples."""
+    leaves = _with_examples(nest)
+    parts = [known_parts(step, leaf) for leaf in leaves]
+    length_ids = {
+        leaf.shape[0] if of_leaf is None else of_leaf.split.length_id
+        for leaf, of_leaf in zip(leaves, parts, strict=True)
+    }
+    return len(leaves) == 1 or (len(length_ids) == 1 and None not in length_ids)
 
 
 def first_with_examples(nest: Any) -> Any:
-    """Return the tensor whose examples a call divides; None if it has none, or not for sure.
+    """Return the tensor whose examples a call divides; None if that is not certain.
 
-    The number of examples is mostly not known while a step is traced: a tensor beside it whose
-    length is known may be a constant for all, or have an entry for each example. One of length 1
-    is for all.
+    The number of examples is mostly unknown while a step is traced. A tensor of known length beside
+    it may be a constant for all examples, or have an entry for each.
     """
     leaves = [leaf for leaf in tf.nest.flatten(nest) if getattr(leaf, "shape", None)]
-    if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):  # but ragged, or a variable
+    if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):  # One is ragged, or a variable.
         return None
-    tensors = [leaf for leaf in leaves if has_examples(leaf) and leaf.shape[0] != 1]
-    lengths = {leaf.shape[0] for leaf in tensors}
-    constant = {tf.get_static_value(leaf) is not None for leaf in tensors}
-    return tensors[0] if len(lengths) == 1 and len(constant) == 1 else None
+    tensors = _with_examples(nest)
+    lengths = {tensor.shape[0] for tensor in tensors}
+    are_constant = {tf.get_static_value(tensor) is not None for tensor in tensors}
+    return tensors[0] if len(lengths) == 1 and len(are_constant) == 1 else None
 
 
 @contextlib.contextmanager
 def _without_regularizer(layer: Any) -> Iterator[None]:
-    """Hide an activity regularizer, which gets the outputs of all parts together."""
+    """Hide an activity regularizer, which gets the joined outputs."""
     regularizer = layer.activity_regularizer
     vars(layer)["activity_regularizer"] = None
     try:
@@ -214,28 +221,18 @@ def _regularize(layer: Any, regularizer: Any, outputs: Any) -> None:
     for output in tf.nest.flatten(outputs):
         if isinstance(output, tf.Tensor):
             loss = regularizer(output)
-            if output.shape.rank and _keras_internals.MEAN_OF_REGULARIZERS:
+            if output.shape.rank and versions.KERAS >= (3, 14):  # keras-team/keras#22018
                 loss = tf.math.divide_no_nan(loss, tf.cast(tf.shape(output)[0], loss.dtype))
             layer.add_loss(loss)
 
 
-def _assign(step: Step, of: Split, scopes: Sequence[PartScope]) -> None:
-    """Assign once what the parts assigned: all the same, except for statistics of each part."""
+def _assign(step: Step, split: Split, scopes: Sequence[PartScope]) -> None:
+    """Assign once what the calls assigned: all the same, except for statistics of each part."""
     for variable in scopes[0].assigned.values():
-        values = [scope.get_current_value(variable) for scope in scopes]
-        is_of_parts = step.batch_norm == _batch_norm.REPLICA and values[0].dtype.is_floating
-        variable.assign(_tensor_parts.mean_of_parts(step, of, values) if is_of_parts else values[0])
-
-
-def _add_losses(step: Step, of: Split, layer: Any, scopes: Sequence[PartScope]) -> None:
-    """Add what the parts of a layer that was declared as divided have added: the mean."""
-    for values in zip(*(scope.losses for scope in scopes), strict=True):
-        layer.add_loss(_tensor_parts.mean_of_parts(step, of, values))
-
-
-def _build(step: Step, layer: Any, args: Any, kwargs: Any) -> None:
-    with tf.init_scope(), step.mesh.strategy.scope():
-        _keras_internals.build_layer(layer, args, kwargs)
+        value, *_ = values = [scope.get_current_value(variable) for scope in scopes]
+        if step.batch_norm == _batch_norm.REPLICA and value.dtype.is_floating:
+            value = _tensor_parts.mean_of_parts(step, split, values)
+        variable.assign(value)
 
 
 def _reject_few_axes(layer: Any) -> None:

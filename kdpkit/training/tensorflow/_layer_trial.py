@@ -1,11 +1,11 @@
-"""The law *each example is computed by itself*, tried on one layer alone.
+"""Whether a layer computes each example by itself, tried on one layer without its model.
 
-A layer that keeps it may be divided. It is tried on four made-up examples, in a thread of its own,
-as a function of these and of the variables' values: the user's step and weights are left alone.
-One example is replaced, some are left out, or more come in another order, and the outputs and
-gradients of the others must stay what they were, except for rounding: a few units in the last
-place, or more where fewer examples may be computed by other kernels. A real dependence is larger
-by far, because what replaces an example is NaN or huge.
+A layer that does may be divided. It is tried on four made-up examples, in a thread of its own, as a
+function of these and of the variables' values: the user's step and weights do not change. One
+example is replaced, some are left out, or more come in another order, and the outputs and gradients
+of the others must stay what they were, except for rounding: a few units in the last place, or more
+where other kernels may compute fewer examples. A real dependence is far larger, because NaN or a
+huge number replaces an example.
 """
 
 import concurrent.futures
@@ -24,7 +24,7 @@ import tensorflow as tf
 
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow._keras_internals import (
-    OF_CALLS_AROUND,
+    STATE_OF_LAYER_CALLS,
     cancellation,
     global_state,
     seed_generator,
@@ -36,7 +36,7 @@ from kdpkit.training.tensorflow._step import Part, running
 
 
 class Verdict(enum.Enum):
-    """What the trial of a layer found."""
+    """What the trial of a layer showed."""
 
     KEPT = "each example is computed by itself"
     MIXES = "an output or a gradient depends on other examples, or a gradient is no sum over them"
@@ -54,53 +54,54 @@ class Finding(NamedTuple):
 _EXAMPLES, _LENGTH = 4, 32  # made-up ones, and the length of their axes that are unknown
 _WEIGHTS = (1.0, -0.7, 0.4, 1.3)  # of the examples, in the loss whose gradients are compared
 _MORE, _TIMES = [0, 1, 2, 3, 1, 0], 64  # examples, and how often these are repeated
-_LARGE = 2**14  # numbers, in outputs and weights: what has more is tried on few examples only
-_SECONDS = 300.0  # for one call: a loop may never end on a huge value
-_HUGE, _INFINITE = 1e30, 1e6  # what is above the latter stands for infinity, in what is masked
-_OTHERS = {"NaN": math.nan, "huge": _HUGE, "another one": None, "huge and negative": -_HUGE}
+_LARGE = 2**14  # numbers in outputs and weights: layers with more are tried on few examples only
+_SECONDS = 300.0  # for one call, because a loop may never end on a huge value
+_HUGE, _INFINITE = 1e30, 1e6  # a number above the latter stands for infinity, in a mask
+_REPLACEMENTS = {"NaN": math.nan, "huge": _HUGE, "another one": None, "huge and negative": -_HUGE}
 _TEXTS = ("one", "two words", "and three words", "four words of text")
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def try_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Finding:
-    """Find out whether a layer computes each example by itself.
+    """Return whether a layer computes each example by itself.
 
     The layer is built, and `_patches` installed. Activity regularizers and the statistics of
-    BatchNormalization are left out. Nothing of the trial is seen afterwards.
+    BatchNormalization are left out. Afterwards nothing has changed.
 
     Args:
         layer: A layer, or a model that is used as one.
-        args: What its call is given. Of tensors only shapes and types are used; all of them have
+        args: The arguments of its call. Of tensors only shapes and types are used; all of them have
             the examples along axis 0.
-        kwargs: What its call is given by name.
+        kwargs: Its keyword arguments.
     """
-    thread, around = global_state.GLOBAL_STATE_TRACKER, OF_CALLS_AROUND
-    state = {name: copy.copy(of) for name, of in vars(thread).items() if name not in around}
+    thread = vars(global_state.GLOBAL_STATE_TRACKER)
+    state = {
+        name: copy.copy(value) for name, value in thread.items() if name not in STATE_OF_LAYER_CALLS
+    }
 
     def trial() -> Finding:
-        vars(thread).update(state)
+        vars(global_state.GLOBAL_STATE_TRACKER).update(state)  # of the trial's thread
         try:
             with unseen(layer):
                 _Trial(layer, args, kwargs).run()
-        except _FoundError as found:
-            return Finding(*found.args)
+        except _Ended as ended:
+            return Finding(*ended.args)
         except tf.errors.CancelledError:
-            return Finding(
-                Verdict.UNTRIED, f"computes made-up examples for more than {_SECONDS:.0f} s"
-            )
+            reason = f"computes made-up examples for more than {_SECONDS:.0f} s"
+            return Finding(Verdict.UNTRIED, reason)
         except tf.errors.OpError as error:
             return Finding(Verdict.UNTRIED, f"fails on made-up examples ({error!r:.200})")
         return Finding(Verdict.KEPT)
 
-    with concurrent.futures.ThreadPoolExecutor(1) as own_thread:
-        return own_thread.submit(trial).result()
+    with concurrent.futures.ThreadPoolExecutor(1) as executor:
+        return executor.submit(trial).result()
 
 
 class Calling(keras.layers.Layer):
     """A layer that calls a function of tensors, so that it can be tried.
 
     Args:
-        function: Is called with what the layer is called with: nests of tensors, and None.
+        function: Gets the arguments of the layer's call: nests of tensors, and None.
         layers: Those that the function calls.
     """
 
@@ -113,36 +114,37 @@ class Calling(keras.layers.Layer):
         return self.function(*args)
 
 
-class _FoundError(BaseException):
-    """Ends a trial, with a verdict and its reason; no other error is meant by it."""
+class _Ended(BaseException):
+    """Ends a trial, with a verdict and its reason."""
 
 
 class _Trial:
     """Calls a layer on made-up examples, and compares."""
 
     def __init__(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
-        self.layer, self.call, self.unit = layer, (args, kwargs), rounding_unit(layer)
-        leaves = tf.nest.flatten(self.call)
+        self.layer, self.arguments, self.unit = layer, (args, kwargs), rounding_unit(layer)
+        leaves = tf.nest.flatten(self.arguments)
         leaves += [mask for leaf in leaves if (mask := get_keras_mask(leaf)) is not None]
-        self.given = {id(leaf): leaf for leaf in leaves if tf.is_tensor(leaf)}
-        tensors = self.given.values()
-        is_dense = all(isinstance(of, tf.Tensor) and of.shape.rank for of in tensors)
-        is_dense &= not any(of.dtype.is_complex for of in tensors)
-        if not is_dense or len({of.shape[0] for of in tensors}) != 1:
-            raise _FoundError(Verdict.UNTRIED, "is called on more than dense tensors of examples")
-        generators = [of for part in layers_of(layer) for of in part._seed_generators]
+        self.inputs = {id(leaf): leaf for leaf in leaves if tf.is_tensor(leaf)}
+        tensors = self.inputs.values()
+        is_dense = all(isinstance(x, tf.Tensor) and x.shape.rank for x in tensors)
+        is_dense &= not any(x.dtype.is_complex for x in tensors)
+        if not is_dense or len({x.shape[0] for x in tensors}) != 1:
+            raise _Ended(Verdict.UNTRIED, "is called on more than dense tensors of examples")
+        generators = [seed for part in layers_of(layer) for seed in part._seed_generators]
         generators.append(seed_generator.global_seed_generator())
-        self.seeds = {id(of.state): of.state for of in generators}
-        self.variables = [*({id(of): of for of in _readable(layer)} | self.seeds).values()]
-        held = [getattr(of.value, "values", [of.value])[0] for of in self.variables]
-        self.initial = [tf.convert_to_tensor(of) for of in held]
+        self.seeds = {id(generator.state): generator.state for generator in generators}
+        readable = {id(variable): variable for variable in _readable(layer)}
+        self.variables = [*(readable | self.seeds).values()]
+        copies = [getattr(v.value, "values", [v.value])[0] for v in self.variables]
+        self.initial = [tf.convert_to_tensor(value) for value in copies]
 
     def run(self) -> None:
         self.function = self.traced()
         if (effect := effect_of_operations(self.function.graph)) is not None:
-            raise _FoundError(Verdict.HAS_EFFECTS, effect)
+            raise _Ended(Verdict.HAS_EFFECTS, effect)
         kind = "fractions"
-        with contextlib.suppress(tf.errors.OpError):  # of a label that is none, say
+        with contextlib.suppress(tf.errors.OpError):  # of a label that does not exist, for example
             kind = "normal" if self.set_baseline("normal", 0, 1.0) else kind
         trials: tuple[tuple[str, str, int, float, Callable], ...] = (
             ("", kind, 0, 1.0, self.try_all),
@@ -150,202 +152,212 @@ class _Trial:
             (", if they are negative", kind, -1, 1.0, self.try_parts),
             (", of fractions", "fractions", 0, 1e-4, self.try_parts),
         )
-        for when, of_kind, sign, scale, compare in trials:
-            if not self.set_baseline(of_kind, sign, scale):
-                raise _FoundError(Verdict.UNTRIED, f"gives no finite numbers{when}")
+        for when, kind_of_trial, sign, scale, compare in trials:
+            if not self.set_baseline(kind_of_trial, sign, scale):
+                raise _Ended(Verdict.UNTRIED, f"gives no finite numbers{when}")
             compare(when)
 
     def traced(self) -> Any:
-        """Trace the call; once more if it keeps something in Python, which may be the same then."""
-        specs = [tf.TensorSpec([None, *of.shape[1:]], of.dtype) for of in self.given.values()]
-        inputs = specs, self.initial, tf.TensorSpec([None]), tf.TensorSpec([], tf.int32)
-        kinds: list[str] = []
+        """Trace the call twice if the first time changed something in Python, then perhaps not."""
+        specs = [tf.TensorSpec([None, *x.shape[1:]], x.dtype) for x in self.inputs.values()]
+        signature = specs, self.initial, tf.TensorSpec([None]), tf.TensorSpec([], tf.int32)
+        types: list[str] = []
         for _ in range(2):
-            memory, former = Memory(self.layer), kinds
-            try:  # without AutoGraph, as Keras has steps
-                traced = tf.function(self.compute, autograph=False).get_concrete_function(*inputs)
-            except Exception as error:  # of any kind: it is the user's code
+            memory, former_types = Memory(self.layer), types
+            try:  # without AutoGraph, as Keras traces steps
+                function = tf.function(self.compute, autograph=False)
+                traced = function.get_concrete_function(*signature)
+            except Exception as error:  # of any kind, because it is the user's code
                 reason = f"cannot be tried alone ({error!r:.200})"
-                raise _FoundError(Verdict.UNTRIED, reason) from error
-            kinds = [operation.type for operation in traced.graph.get_operations()]
-            if (changed := memory.change()) is None and former in ([], kinds):
+                raise _Ended(Verdict.UNTRIED, reason) from error
+            types = [operation.type for operation in traced.graph.get_operations()]
+            if (changed := memory.change()) is None and former_types in ([], types):
                 return traced
         reason = f"changes what Python keeps (`{changed or 'what it computes next'}`)"
-        raise _FoundError(Verdict.HAS_EFFECTS, reason)
+        raise _Ended(Verdict.HAS_EFFECTS, reason)
 
     def compute(self, tensors: list, state: list, weights: tf.Tensor, start: tf.Tensor) -> Any:
         """Return outputs, gradients of the examples, and those of the variables."""
-        made = dict(zip(self.given, tensors, strict=True))
+        made_up = dict(zip(self.inputs, tensors, strict=True))
 
-        def exchanged(leaf: Any) -> Any:
-            tensor = made.get(id(leaf), leaf)
+        def replacement(leaf: Any) -> Any:
+            tensor = made_up.get(id(leaf), leaf)
             if (mask := get_keras_mask(leaf)) is not None:
-                set_keras_mask(tensor, made[id(mask)])
+                set_keras_mask(tensor, made_up[id(mask)])
             return tensor
 
-        args, kwargs = tf.nest.map_structure(exchanged, self.call)
+        args, kwargs = tf.nest.map_structure(replacement, self.arguments)
         scope = Scope(self.variables, state, free=self.seeds)
         part = Part(None, 0, Split(tf.constant(len(_MORE)), [start], [tf.size(weights)], []))
-        own = [x for x in tensors if x.dtype.is_floating]
-        trained = [x for x, of in zip(state, self.variables, strict=True) if of.trainable]
-        sources = own + [x for x in trained if x.dtype.is_floating]
+        features = [x for x in tensors if x.dtype.is_floating]
+        trainable = [x for x, v in zip(state, self.variables, strict=True) if v.trainable]
+        sources = features + [x for x in trainable if x.dtype.is_floating]
         with tf.GradientTape() as tape, running(None, part), scope:
             tape.watch(sources)
-            outputs = [of for of in tf.nest.flatten(self.layer(*args, **kwargs)) if of is not None]
+            outputs = tf.nest.flatten(self.layer(*args, **kwargs))
+            outputs = [output for output in outputs if output is not None]
         self.draws = scope.draws
         if scope.effects:
-            raise _FoundError(Verdict.HAS_EFFECTS, scope.effects[0])
+            raise _Ended(Verdict.HAS_EFFECTS, scope.effects[0])
         if part.drew_for_all:
-            raise _FoundError(Verdict.MIXES, "draws numbers that the examples share")
-        if not outputs or not all(isinstance(of, tf.Tensor) and of.shape.rank for of in outputs):
-            raise _FoundError(Verdict.UNTRIED, "returns no tensors, or a single number")
+            raise _Ended(Verdict.MIXES, "draws numbers that the examples share")
+        if not outputs or not all(isinstance(x, tf.Tensor) and x.shape.rank for x in outputs):
+            raise _Ended(Verdict.UNTRIED, "returns no tensors, or a single number")
         targets = [output for output in outputs if output.dtype.is_floating]
         upstream = [_upstream_of(output, weights) for output in targets]
-        found = tape.gradient(targets, sources, upstream, unconnected_gradients="zero")
+        gradients = tape.gradient(targets, sources, upstream, unconnected_gradients="zero")
+        gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
         outputs += [mask for output in outputs if (mask := get_keras_mask(output)) is not None]
-        gradients = [tf.convert_to_tensor(gradient) for gradient in found]
-        return outputs, gradients[: len(own)], gradients[len(own) :]
+        return outputs, gradients[: len(features)], gradients[len(features) :]
 
     def set_baseline(self, kind: str, sign: int, scale: float) -> bool:
         """Choose examples, weights and results to compare with; return whether these are finite."""
-        self.values = [_made_up(of, kind) for of in self.given.values()]
+        self.examples = [_made_up(x, kind).numpy() for x in self.inputs.values()]
         self.weights, self.state = np.multiply(scale, _WEIGHTS, dtype=np.float32), self.initial
         if sign:
-            of_each = zip(self.variables, self.initial, strict=True)
-            self.state = [_other_weights(*of, sign) for of in of_each]
-        self.base = self.results([*range(_EXAMPLES)])
-        if any(len(output) == 0 or len(output) % _EXAMPLES for output in self.base[0]):
-            raise _FoundError(Verdict.UNTRIED, "returns something without examples along axis 0")
-        arrays = itertools.chain(*self.base)
+            pairs = zip(self.variables, self.initial, strict=True)
+            self.state = [_other_weights(variable, value, sign) for variable, value in pairs]
+        self.baseline = self.results([*range(_EXAMPLES)])
+        if any(len(output) == 0 or len(output) % _EXAMPLES for output in self.baseline[0]):
+            raise _Ended(Verdict.UNTRIED, "returns something without examples along axis 0")
+        arrays = itertools.chain(*self.baseline)
         return all(np.isfinite(array).all() for array in arrays if array.dtype.kind in "fc")
 
     def try_all(self, when: str) -> None:
         """Call the layer with one example replaced, on more of them, and on fewer."""
-        for at, (name, by) in enumerate(_OTHERS.items()):
-            invalid = () if by is None else (tf.errors.InvalidArgumentError,)
-            with contextlib.suppress(*invalid):  # a position that is looked up, say
-                self.check([*range(_EXAMPLES)], f"when one is {name}{when}", at, by)
-        size = sum(of.size for of in self.base[0]) + sum(int(tf.size(of)) for of in self.state)
+        for at, (name, value) in enumerate(_REPLACEMENTS.items()):
+            # A huge position cannot be looked up, for example.
+            invalid = () if value is None else (tf.errors.InvalidArgumentError,)
+            with contextlib.suppress(*invalid):
+                self.check([*range(_EXAMPLES)], f"when one is {name}{when}", at, value)
+        size = sum(x.size for x in self.baseline[0]) + sum(int(tf.size(x)) for x in self.state)
         times = 1 if self.draws or size > _LARGE else _TIMES
         self.check(_MORE * times, f"when there are more{when}")
         self.try_parts(when)
 
     def try_parts(self, when: str) -> None:
         """Call the layer on the first example, and on the rest."""
-        parts = [self.check(of, f"when there are fewer{when}") for of in ([0], [1, 2, 3])]
-        # Of some variables it is zero, and its rounding that of the others: attention's key bias.
-        least = max(map(_largest, self.base[2]), default=0.0) / 100
-        for one, other, total in zip(*parts, self.base[2], strict=True):
-            if not _agree(one + other, total, max(32 * self.unit, 1e-3), least):
+        parts = [self.check(order, f"when there are fewer{when}") for order in ([0], [1, 2, 3])]
+        # Some gradients are zero except for rounding, as large as that of the others: for example
+        # that of the bias of attention's keys.
+        least = max(map(_largest, self.baseline[2]), default=0.0) / 100
+        for first, rest, total in zip(*parts, self.baseline[2], strict=True):
+            if not _agree(first + rest, total, max(32 * self.unit, 1e-3), least):
                 reason = f"has a gradient that is no sum over the examples{when}"
-                raise _FoundError(Verdict.MIXES, reason)
+                raise _Ended(Verdict.MIXES, reason)
 
-    def check(self, order: list[int], when: str, at: int = -1, by: Any = None) -> list[Any]:
-        """Compare examples, one replaced perhaps, with the base; return variables' gradients."""
-        found = self.results(order, at, by)
+    def check(self, order: list[int], when: str, at: int = -1, value: Any = None) -> list[Any]:
+        """Compare examples with the baseline, except for one at `at`; return weights' gradients."""
+        results = self.results(order, at, value)
         same = [position for position in range(len(order)) if position != at]
-        if self.draws:  # numbers that have positions
+        if self.draws:  # Random numbers depend on the position in the batch.
             same = [position for position in same if order[position] == order[0] + position]
         rounding = max(32 * self.unit, 1e-3)
         if len(order) == _EXAMPLES:  # which the same kernels compute
             rounding = self.unit * (2 if self.unit > 1e-4 else 16)
-        for name, bases, others in zip(("outputs", "gradients"), self.base, found, strict=False):
-            for base, other in zip(bases, others, strict=True):
-                is_like = other.shape == (len(base) * len(order) // _EXAMPLES, *base.shape[1:])
-                ours = other.reshape(len(order), -1)[same] if is_like else other
+        for name, expected, arrays in zip(
+            ("outputs", "gradients"), self.baseline, results, strict=False
+        ):
+            for base, array in zip(expected, arrays, strict=True):
+                is_like = array.shape == (len(base) * len(order) // _EXAMPLES, *base.shape[1:])
+                ours = array.reshape(len(order), -1)[same] if is_like else array
                 theirs = base.reshape(_EXAMPLES, -1)[[order[position] for position in same]]
                 if not is_like or not _agree(ours, theirs, rounding):
-                    raise _FoundError(Verdict.MIXES, f"changes the {name} of examples {when}")
-        return found[2]
+                    raise _Ended(Verdict.MIXES, f"changes the {name} of examples {when}")
+        return results[2]
 
-    def results(self, order: list[int], at: int = -1, by: Any = None) -> list[list[Any]]:
+    def results(self, order: list[int], at: int = -1, value: Any = None) -> list[list[Any]]:
         """Call the layer once, with the same random numbers each time; it ends, or is cancelled."""
-        weights, values = self.weights[order], [value.numpy()[order] for value in self.values]
+        weights, arrays = self.weights[order], [array[order] for array in self.examples]
         if at >= 0:
-            weights[at] = _HUGE if by is None else weights[at]
-            for array, value in zip(values, self.values, strict=True):
-                array[at] = _replacement(array, at, by, value.dtype)
-        inputs = [*map(tf.constant, values)], self.state, *map(tf.constant, (weights, order[0]))
+            weights[at] = _HUGE if value is None else weights[at]
+            for array, x in zip(arrays, self.inputs.values(), strict=True):
+                array[at] = _replacement(array, at, value, x.dtype)
+        inputs = [*map(tf.constant, arrays)], self.state, *map(tf.constant, (weights, order[0]))
         manager = cancellation.CancellationManager()
         timer = threading.Timer(_SECONDS, manager.start_cancel)
         timer.start()
         try:
-            found = manager.get_cancelable_function(self.function)(*inputs)
+            results = manager.get_cancelable_function(self.function)(*inputs)
         finally:
             timer.cancel()
         halves = (tf.float16, tf.bfloat16)
         return [
-            [np.asarray(tf.cast(of, tf.float32) if of.dtype in halves else of) for of in part]
-            for part in found
+            [np.asarray(tf.cast(x, tf.float32) if x.dtype in halves else x) for x in tensors]
+            for tensors in results
         ]
 
 
-def _made_up(of: tf.Tensor, kind: str) -> Any:
-    """Return examples in place of others: normal or positive numbers, small integers, texts."""
-    shape = [_EXAMPLES, *(_LENGTH if size is None else size for size in of.shape[1:])]
-    draw, is_normal = np.random.default_rng(0), kind == "normal"
-    if of.dtype == tf.string:
+def _made_up(tensor: tf.Tensor, kind: str) -> Any:
+    """Return made-up examples: normal or positive numbers, small integers, or texts."""
+    shape = [_EXAMPLES, *(_LENGTH if size is None else size for size in tensor.shape[1:])]
+    generator, is_normal = np.random.default_rng(0), kind == "normal"
+    numbers: Any
+    if tensor.dtype == tf.string:
         return tf.constant(np.resize(_TEXTS, shape))
-    if not of.dtype.is_floating:
-        return tf.cast(draw.integers(0, 4 if is_normal else 2, shape), of.dtype)
-    return tf.cast(
-        draw.normal(size=shape) if is_normal else draw.uniform(0.1, 0.9, shape), of.dtype
-    )
+    if not tensor.dtype.is_floating:
+        numbers = generator.integers(0, 4 if is_normal else 2, shape)
+    elif is_normal:
+        numbers = generator.normal(size=shape)
+    else:
+        numbers = generator.uniform(0.1, 0.9, shape)
+    return tf.cast(numbers, tensor.dtype)
 
 
-def _replacement(array: Any, at: int, by: float | None, dtype: tf.DType) -> Any:
-    """Return what replaces an example: of integers and texts what others have."""
-    if by is None:
+def _replacement(array: Any, at: int, value: float | None, dtype: tf.DType) -> Any:
+    """Return what replaces an example: integers and texts that other examples have."""
+    if value is None:
         return array[at - 1]
     if dtype.is_floating:
-        return np.clip(by, -float(dtype.max) / 4, float(dtype.max) / 4)
-    return array.min() if by < 0 else array.max()
+        return np.clip(value, -float(dtype.max) / 4, float(dtype.max) / 4)
+    return array.min() if value < 0 else array.max()
 
 
 def _other_weights(variable: keras.Variable, value: tf.Tensor, sign: int) -> Any:
-    """Return another value of a variable; all of a sign, if it has one axis, say a bias."""
+    """Return another value of a variable; of one sign, if it has one axis, as a bias."""
     if not value.dtype.is_floating:
         return value
-    draw = np.random.default_rng(1)
-    drawn = draw.uniform(0.5, 1.5, value.shape)
+    generator = np.random.default_rng(1)
+    numbers = generator.uniform(0.5, 1.5, value.shape)
     if value.shape.rank > 1:
-        drawn = draw.standard_normal(value.shape) / math.sqrt(math.prod(value.shape[:-1]))
-    return tf.cast(drawn * (sign if variable.trainable else 1), value.dtype)
+        fan_in = math.prod(value.shape[:-1])
+        numbers = generator.standard_normal(value.shape) / math.sqrt(fan_in)
+    return tf.cast(numbers * (sign if variable.trainable else 1), value.dtype)
 
 
 def _upstream_of(output: tf.Tensor, weights: tf.Tensor) -> Any:
     """Return the gradient of a loss for an output; each example has a weight in it."""
     shape, limit = tf.shape(output), float(output.dtype.max) / 16
     examples = tf.range(shape[0]) * tf.size(weights) // tf.maximum(shape[0], 1)
-    of_each = tf.clip_by_value(tf.gather(weights, examples), -limit, limit)
-    of_each = tf.reshape(of_each, tf.concat([shape[:1], tf.ones_like(shape[1:])], 0))
+    weights = tf.clip_by_value(tf.gather(weights, examples), -limit, limit)
+    weights = tf.reshape(weights, tf.concat([shape[:1], tf.ones_like(shape[1:])], 0))
     factors = tf.random.stateless_uniform(shape[1:], [0, 2], -1.0, 1.0)
-    return tf.cast(of_each, output.dtype) * tf.cast(factors, output.dtype)
+    return tf.cast(weights, output.dtype) * tf.cast(factors, output.dtype)
 
 
 def _readable(layer: keras.layers.Layer) -> list[Any]:
-    """List the variables that a layer may read: weights, and what its libraries' layers keep.
+    """List the variables that a layer may read: weights, and the state of libraries' layers.
 
-    What the user's layers keep besides, a callback may assign later.
+    The state of a user's layers may be assigned by a callback later.
     """
     parts = layers_of(layer)
-    of_libraries = [part for part in parts if is_library(type(part).__module__)]
     weights = [weight for part in parts for weight in part._trainable_variables]
-    return weights + [kept for part in of_libraries for kept in part._non_trainable_variables]
+    of_libraries = [part for part in parts if is_library(type(part).__module__)]
+    return weights + [state for part in of_libraries for state in part._non_trainable_variables]
 
 
 def rounding_unit(layer: keras.layers.Layer) -> float:
     """Return the unit in the last place, at 1, of the coarsest type that a layer computes in."""
     types = [tf.as_dtype(part.compute_dtype) for part in layers_of(layer)]
     units = {tf.bfloat16: 2.0**-7, tf.float16: 2.0**-10, tf.float64: 2.0**-52}
-    return max(units.get(kind, 2.0**-23) for kind in types)
+    return max(units.get(dtype, 2.0**-23) for dtype in types)
 
 
-def _agree(one: Any, other: Any, rounding: float, least: float = 0.0) -> bool:
-    if np.array_equal(one, other) or one.dtype.kind not in "fc":
-        return np.array_equal(one, other)
-    size = max(_largest(other), least)
-    return np.allclose(one, other, rtol=rounding, atol=rounding * size, equal_nan=True)
+def _agree(actual: Any, expected: Any, rounding: float, least: float = 0.0) -> bool:
+    if np.array_equal(actual, expected) or actual.dtype.kind not in "fc":
+        return np.array_equal(actual, expected)
+    size = max(_largest(expected), least)
+    return np.allclose(actual, expected, rtol=rounding, atol=rounding * size, equal_nan=True)
 
 
 def _largest(values: Any) -> float:

@@ -1,6 +1,6 @@
 """What the call of a layer does besides computing: with variables, in its graph and in Python.
 
-Such things are done once in a step, and not on each device: a layer with effects is not divided.
+A step does such things once, and not once for each device: a layer with effects is not divided.
 """
 
 import collections
@@ -22,23 +22,23 @@ import tensorflow as tf
 from kdpkit.training.tensorflow._keras_internals import op_def_registry
 from kdpkit.training.tensorflow._library_layers import is_library, layers_of
 
-_HARMLESS = re.compile(
+_HARMLESS_OPERATIONS = re.compile(
     "Assert|Case|CheckNumerics(V2)?|CudnnRNN.*|HashTableV2|If|LookupTable(Find|Size)V2|"
     "(Stateful)?PartitionedCall|Placeholder|While"
 )
-_NOT_OWN = frozenset({*sys.stdlib_module_names, "numpy"})
-_PLAIN = (bool, int, float, complex, str, bytes, tf.DType, tf.TensorShape)
+_MODULES_OF_OTHERS = frozenset({*sys.stdlib_module_names, "numpy"})
+_IMMUTABLE = (bool, int, float, complex, str, bytes, tf.DType, tf.TensorShape)
 _OF_NUMPY: Any = np.random.Generator | np.random.RandomState
 _AROUND_FUNCTIONS = types.MethodType | functools.partial | property | staticmethod | classmethod
 
 
 class Scope(keras.StatelessScope):
-    """The values that a layer's variables have, and what its call does with variables and losses.
+    """The values of a layer's variables, and what its call does with variables and losses.
 
     Args:
         variables: All of the layer's.
         state: Their values.
-        free: Those that may be assigned, by their identities.
+        free: Those that may be assigned, by their ids.
     """
 
     def __init__(self, variables: Sequence[Any], state: Sequence[Any], free: Any) -> None:
@@ -71,17 +71,18 @@ def effect_of_operations(graph: Any) -> str | None:
     inner = [node for function in definition.library.function for node in function.node_def]
     for kind in sorted({node.op for node in [*definition.node, *inner]}):
         operation = op_def_registry.get(kind)
-        if operation is not None and operation.is_stateful and not _HARMLESS.fullmatch(kind):
+        is_harmless = operation is None or _HARMLESS_OPERATIONS.fullmatch(kind)
+        if not is_harmless and operation.is_stateful:
             return f"does more than compute ({kind})"
     return None
 
 
 @contextlib.contextmanager
 def unseen(layer: keras.layers.Layer) -> Iterator[None]:
-    """Put back what calls of a layer change in Python, and let them neither print nor warn.
+    """Undo what calls of a layer change in Python, and let them neither print nor warn.
 
-    What is computed with the examples of all parts is left out: activity regularizers, and the
-    statistics of BatchNormalization.
+    Activity regularizers and the statistics of BatchNormalization, which are computed with the
+    examples of all parts, are left out.
     """
     memory, out = Memory(layer), io.StringIO()
     quiet = warnings.catch_warnings(action="ignore")
@@ -94,7 +95,7 @@ def unseen(layer: keras.layers.Layer) -> Iterator[None]:
                     vars(part)["_trainable"] = False
             yield
         finally:
-            memory.put_back()
+            memory.restore()
 
 
 class Memory:
@@ -105,54 +106,56 @@ class Memory:
     """
 
     def __init__(self, layer: keras.layers.Layer) -> None:
-        self._kept: list[tuple[str, Any, dict[Any, Any]]] = []
-        generators: Any = {"random": random.getstate, "numpy.random": np.random.get_state}
-        todo = [(name, of.__self__) for name, of in generators.items()]
-        todo += [("", part) for part in layers_of(layer)]
+        self._contents: list[tuple[str, Any, dict[Any, Any]]] = []
+        get_states: Any = {"random": random.getstate, "numpy.random": np.random.get_state}
+        waiting = [(name, get_state.__self__) for name, get_state in get_states.items()]
+        waiting += [("", part) for part in layers_of(layer)]
         seen: dict[int, Any] = {}
-        while todo:
-            name, of = todo.pop()
-            if isinstance(of, dict | list):  # which TensorFlow may have wrapped
-                of = getattr(of, "_storage", getattr(of, "__wrapped__", of))
-            if id(of) not in seen and not isinstance(of, _PLAIN):
-                seen[id(of)], content = of, _content(of)
-                self._kept.append((name, of, content))
-                todo += [(name or str(key), value) for key, value in content.items()]
-                todo += [("", kind) for kind in (of if isinstance(of, type) else type(of)).__mro__]
+        while waiting:
+            name, holder = waiting.pop()
+            if isinstance(holder, dict | list):  # which TensorFlow may have wrapped
+                holder = getattr(holder, "_storage", getattr(holder, "__wrapped__", holder))
+            if id(holder) not in seen and not isinstance(holder, _IMMUTABLE):
+                seen[id(holder)], content = holder, _content(holder)
+                self._contents.append((name, holder, content))
+                waiting += [(name or str(key), value) for key, value in content.items()]
+                kind = holder if isinstance(holder, type) else type(holder)
+                waiting += [("", base) for base in kind.__mro__]
 
     def change(self) -> str | None:
         """Return the name of something that has changed since; None if nothing."""
-        for name, of, before in self._kept:
-            for key in _changed(before, _content(of)):
+        for name, holder, before in self._contents:
+            for key in _changed(before, _content(holder)):
                 return name or str(key)
         return None
 
-    def put_back(self) -> None:
-        for _, of, before in self._kept:
-            if changed := _changed(before, _content(of)):
-                _write(of, before, changed)
+    def restore(self) -> None:
+        for _, holder, before in self._contents:
+            if changed := _changed(before, _content(holder)):
+                _write(holder, before, changed)
 
 
-def _content(of: Any) -> dict[Any, Any]:
-    """Return what something holds, by its names or positions."""
-    if isinstance(of, tuple | list | set | collections.deque):
-        return dict(enumerate(of))
-    if isinstance(of, dict):
-        return dict(of)
-    if isinstance(of, random.Random):
-        return {0: of.getstate()}
-    if isinstance(of, _OF_NUMPY):
-        return {0: of._bit_generator.state}
-    if isinstance(of, _AROUND_FUNCTIONS):
+def _content(holder: Any) -> dict[Any, Any]:
+    """Return what an object holds, by names or positions."""
+    if isinstance(holder, tuple | list | set | collections.deque):
+        return dict(enumerate(holder))
+    if isinstance(holder, dict):
+        return dict(holder)
+    if isinstance(holder, random.Random):
+        return {0: holder.getstate()}
+    if isinstance(holder, _OF_NUMPY):
+        return {0: holder._bit_generator.state}
+    if isinstance(holder, _AROUND_FUNCTIONS):
         names = ("__func__", "__self__", "func", "args", "keywords", "fget")
-        return {name: getattr(of, name) for name in names if hasattr(of, name)}
-    if isinstance(of, types.CellType):
-        with contextlib.suppress(ValueError):  # it is empty
-            return {0: of.cell_contents}
-    if isinstance(of, types.FunctionType):
-        return _reached_by(of) if _is_own(of.__globals__.get("__name__")) else {}
-    attributes = getattr(of, "__dict__", {})
-    if isinstance(of, keras.layers.Layer) or _is_own(getattr(of, "__module__", "builtins")):
+        return {name: getattr(holder, name) for name in names if hasattr(holder, name)}
+    if isinstance(holder, types.CellType):
+        with contextlib.suppress(ValueError):  # The cell may be empty.
+            return {0: holder.cell_contents}
+    if isinstance(holder, types.FunctionType):
+        return _reached_by(holder) if _is_users(holder.__globals__.get("__name__")) else {}
+    attributes = getattr(holder, "__dict__", {})
+    module = getattr(holder, "__module__", "builtins")
+    if isinstance(holder, keras.layers.Layer) or _is_users(module):
         return dict(attributes)
     return {name: attributes[name] for name in attributes.keys() & {"__wrapped__"}}
 
@@ -166,28 +169,30 @@ def _reached_by(function: types.FunctionType) -> dict[Any, Any]:
     return named | dict(enumerate((function.__closure__, function.__defaults__, vars(function))))
 
 
-def _write(of: Any, content: dict[Any, Any], changed: set[Any]) -> None:
-    """Have something hold again what it held."""
-    if isinstance(of, list | set | collections.deque):
-        kind: Any = next(kind for kind in (list, set, collections.deque) if isinstance(of, kind))
-        kind.clear(of)  # Python's own: those of Keras' containers track
+def _write(holder: Any, content: dict[Any, Any], changed: set[Any]) -> None:
+    """Make an object hold again what it held."""
+    if isinstance(holder, list | set | collections.deque):
+        # Python's own methods, because those of Keras' containers track what is added.
+        kind: Any = next(k for k in (list, set, collections.deque) if isinstance(holder, k))
+        kind.clear(holder)
         fill: Any = set.update if kind is set else kind.extend
-        fill(of, content.values())
-    elif isinstance(of, random.Random):
-        of.setstate(content[0])
-    elif isinstance(of, _OF_NUMPY):
-        of._bit_generator.state = content[0]
-    elif isinstance(of, types.CellType):
-        of.cell_contents = content[0]
-    elif isinstance(of, type):
+        fill(holder, content.values())
+    elif isinstance(holder, random.Random):
+        holder.setstate(content[0])
+    elif isinstance(holder, _OF_NUMPY):
+        holder._bit_generator.state = content[0]
+    elif isinstance(holder, types.CellType):
+        holder.cell_contents = content[0]
+    elif isinstance(holder, type):
         for name in changed:
-            setattr(of, name, content[name]) if name in content else delattr(of, name)
+            setattr(holder, name, content[name]) if name in content else delattr(holder, name)
     else:
-        is_function = isinstance(of, types.FunctionType)
-        names = of.__globals__ if is_function else of if isinstance(of, dict) else vars(of)
-        dict.update(names, {name: content[name] for name in changed & content.keys()})
+        is_function = isinstance(holder, types.FunctionType)
+        attributes = holder.__globals__ if is_function else getattr(holder, "__dict__", None)
+        namespace: Any = holder if isinstance(holder, dict) else attributes
+        dict.update(namespace, {name: content[name] for name in changed & content.keys()})
         for name in changed - content.keys():
-            dict.pop(names, name)
+            dict.pop(namespace, name)
 
 
 def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> set[Any]:
@@ -195,19 +200,19 @@ def _changed(before: dict[Any, Any], now: dict[Any, Any]) -> set[Any]:
     return {key for key in keys if not _is_same(before.get(key, Memory), now.get(key, Memory))}
 
 
-def _is_same(one: Any, other: Any) -> bool:
-    """Return whether something has not changed; a shape that is noted in each call has not."""
-    if one is other or type(one) is not type(other):
-        return one is other
-    if isinstance(one, dict):
-        return not _changed(one, other)
-    if isinstance(one, tuple) and not isinstance(one, tf.TensorShape):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    return isinstance(one, _PLAIN) and bool(one == other)
+def _is_same(before: Any, now: Any) -> bool:
+    """Return whether something has not changed; a shape that each call notes again has not."""
+    if before is now or type(before) is not type(now):
+        return before is now
+    if isinstance(before, dict):
+        return not _changed(before, now)
+    if isinstance(before, tuple) and not isinstance(before, tf.TensorShape):
+        return len(before) == len(now) and all(map(_is_same, before, now))
+    if isinstance(before, np.ndarray):
+        return np.array_equal(before, now)
+    return isinstance(before, _IMMUTABLE) and bool(before == now)
 
 
-def _is_own(module: Any) -> bool:
-    """Return whether a module is of the user's own."""
-    return not is_library(str(module)) and str(module).partition(".")[0] not in _NOT_OWN
+def _is_users(module: Any) -> bool:
+    """Return whether a module is the user's."""
+    return not is_library(str(module)) and str(module).partition(".")[0] not in _MODULES_OF_OTHERS

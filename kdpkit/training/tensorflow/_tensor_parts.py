@@ -1,12 +1,10 @@
-"""Tensors that are divided over devices: cut, put together, and passed on.
+"""Tensors that are divided over devices: cut, joined, and passed on.
 
-A tensor of all examples is put together from its parts wherever a layer was divided, and the parts
-are known from then on: the next divided layer takes them as they are. In a graph TensorFlow leaves
-out what nobody uses, mostly the tensor of all examples. Operations between two layers that compute
-each number by itself are repeated on the parts, too (`_elementwise`).
-
-Gradients take the same way back: what a layer gives a part's gradient is put together, its parts
-are known, and they are passed on.
+Where a layer was divided its output is joined, and the parts of the joined tensor are known from
+then on: the next divided layer takes the parts. In a graph TensorFlow leaves out what nobody uses,
+mostly the joined tensor. Operations between two layers that compute each number by itself are
+repeated on the parts, too (`_elementwise`). Gradients take the same way back: the parts of a joined
+gradient are known, and are passed on.
 """
 
 from collections.abc import Sequence
@@ -14,62 +12,55 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow import _elementwise
 from kdpkit.training.tensorflow._collectives import Channel, gathered, summed, total
 from kdpkit.training.tensorflow._keras_internals import (
-    get_logits,
+    ATTACHED_TENSORS,
     is_differentiable,
-    set_logits,
-    unrecorded,
+    stop_recording,
     with_gradient,
 )
-from kdpkit.training.tensorflow._split import Split, entries_of_each, of_all_examples, of_any_length
+from kdpkit.training.tensorflow._split import Split, entries_per_example, with_unknown_length
 from kdpkit.training.tensorflow._split import split as split_entries
 from kdpkit.training.tensorflow._step import Step, key
 
 
 class Parts(NamedTuple):
-    """A tensor's parts on the devices, of which examples they are, and its entries for each."""
+    """A tensor's parts on the devices, how its examples are split, and its entries for each."""
 
     tensors: Sequence[Any]
     split: Split
-    each: Any = 1
+    per_example: Any = 1
 
 
 def known_parts(step: Step, tensor: Any) -> Parts | None:
-    """Return the parts of a tensor that was put together, or computed from such entry by entry."""
+    """Return the parts of a tensor that was joined, or computed entry by entry from such."""
     if not tf.is_symbolic_tensor(tensor):
         return None
-    known = step.parts.get(key(tensor))
-    if known is None and tensor.shape.rank:
-        if key(tensor) in step.on_host:
-            known = _parts_of_batch(step, tensor)
+    parts = step.parts.get(key(tensor))
+    if parts is None and tensor.shape.rank:
+        if key(tensor) in step.batch_keys:
+            split = split_of(step, tensor)
+            with stop_recording():
+                parts = Parts(_cut(step, tensor, split), split)
         else:
-            known = _elementwise.repeated(step, tensor, known_parts)
-        if known is not None:
-            step.parts[key(tensor)] = known
-    return known
-
-
-def _parts_of_batch(step: Step, tensor: Any) -> Parts:
-    """Cut a tensor of the step's batch."""
-    split = split_of(step, tensor)
-    with unrecorded():
-        return Parts(_cut(step, tensor, split, 1), split)
+            parts = _elementwise.repeated(step, tensor, known_parts)
+        if parts is not None:
+            step.parts[key(tensor)] = parts
+    return parts
 
 
 def split_of(step: Step, tensor: Any) -> Split:
-    """Return how the entries of a tensor are split; those of as many, if that is known, alike."""
+    """Return how the entries of a tensor are split."""
     with tf.device("CPU:0"):
-        total = tf.shape(tensor)[0]
-    mesh, known = step.mesh, tensor.shape[0]
-    length_id = object() if known is None else known
-    return split_entries(total, mesh.num_parts, mesh.local, length_id)
+        length = tf.shape(tensor)[0]
+    mesh, static_length = step.mesh, tensor.shape[0]
+    length_id = object() if static_length is None else static_length
+    return split_entries(length, mesh.num_parts, mesh.local, length_id)
 
 
 def take(step: Step, tensor: Any, channel: Channel | None = None) -> Sequence[Any]:
-    """Return known parts for use; their gradients flow into that of the tensor."""
+    """Return the known parts of a tensor; their gradients flow into the tensor's."""
     parts: Any = known_parts(step, tensor)
     return _flowing_into(step, tensor, parts, channel or step.channel())
 
@@ -78,12 +69,11 @@ def cut(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
     """Return the parts of a tensor, which has an entry for each example, on their devices."""
     if known_parts(step, tensor) is not None:
         return take(step, tensor)
-    parts = Parts(_cut(step, tensor, split, 1), split)
-    return _flowing_into(step, tensor, parts, step.channel())
+    return _flowing_into(step, tensor, Parts(_cut(step, tensor, split), split), step.channel())
 
 
 def _flowing_into(step: Step, tensor: Any, parts: Parts, channel: Channel) -> Sequence[Any]:
-    """Return the parts of a tensor; their gradients, put together, flow into that of the tensor."""
+    """Return the parts of a tensor; their gradients, joined, flow into the tensor's."""
     if not is_differentiable(tensor):
         return parts.tensors
 
@@ -94,28 +84,28 @@ def _flowing_into(step: Step, tensor: Any, parts: Parts, channel: Channel) -> Se
     return with_gradient([*parts.tensors], tensor, gradient)
 
 
-def _cut(step: Step, tensor: Any, split: Split, each: Any) -> list[Any]:
-    is_on_host = tf.is_symbolic_tensor(tensor) and key(tensor) in step.on_host
+def _cut(step: Step, tensor: Any, split: Split, per_example: Any = 1) -> list[Any]:
+    is_on_host = tf.is_symbolic_tensor(tensor) and key(tensor) in step.batch_keys
     source = "CPU:0" if is_on_host else step.mesh.home
     tensors = []
     for device, start, count in zip(step.mesh.devices, split.starts, split.counts, strict=True):
         with tf.device(source):
-            part = tensor[start * each : (start + count) * each]
+            part = tensor[start * per_example : (start + count) * per_example]
         with tf.device(device):
-            tensors.append(of_any_length(tf.identity(part)))
+            tensors.append(with_unknown_length(tf.identity(part)))
     return tensors
 
 
 def join(step: Step, parts: Parts, channel: Channel | None = None) -> Any:
-    """Put the parts of a tensor together; they are known from then on."""
+    """Join the parts of a tensor, which are known from then on."""
     channel = channel or step.channel()
-    tensors, split, each = parts
+    tensors, split, per_example = parts
     with tf.device(step.mesh.home):
-        whole = tf.concat(tensors, 0)
+        joined = tf.concat(tensors, 0)
         if step.mesh.num_processes > 1:
-            size = -(-split.total // step.mesh.num_parts) * len(tensors) * each
-            whole = gathered(step.mesh, whole, size, channel)
-        whole = of_all_examples(whole, split, each)
+            size = -(-split.total // step.mesh.num_parts) * len(tensors) * per_example
+            joined = gathered(step.mesh, joined, size, channel)
+        joined = joined[: split.total * per_example]  # borrowed examples come last
     if is_differentiable(tensors[0]):
 
         def gradient(upstream: Any) -> Any:
@@ -124,22 +114,20 @@ def join(step: Step, parts: Parts, channel: Channel | None = None) -> Any:
                 return take(step, upstream, channel.of_gradient())
             return _padded(step, upstream, parts)
 
-        whole = with_gradient(whole, list(tensors), gradient)
-    step.parts[key(whole)] = parts
-    return whole
+        joined = with_gradient(joined, list(tensors), gradient)
+    step.parts[key(joined)] = parts
+    return joined
 
 
 def _padded(step: Step, upstream: Any, parts: Parts) -> list[Any]:
-    """Cut a gradient; that of what was borrowed is zero."""
-    own = parts.split._replace(counts=parts.split.kept)
+    """Cut a gradient; that of a borrowed example is zero."""
+    split = parts.split._replace(counts=parts.split.unborrowed)
+    gradients = _cut(step, upstream, split, parts.per_example)
     padded = []
-    for device, tensor, part in zip(
-        step.mesh.devices, _cut(step, upstream, own, parts.each), parts.tensors, strict=True
-    ):
+    for device, gradient, part in zip(step.mesh.devices, gradients, parts.tensors, strict=True):
         with tf.device(device):
-            missing = tf.shape(part)[0] - tf.shape(tensor)[0]
-            around = [[0, missing]] + [[0, 0]] * (tensor.shape.rank - 1)
-            padded.append(tf.pad(tensor, around))
+            missing = tf.shape(part)[0] - tf.shape(gradient)[0]
+            padded.append(tf.pad(gradient, [[0, missing]] + [[0, 0]] * (gradient.shape.rank - 1)))
     return padded
 
 
@@ -149,43 +137,44 @@ def join_output(
     outputs: Sequence[Any],
     *,
     length: int | None = None,
-    each: Any = None,
+    per_example: Any = None,
 ) -> Any:
-    """Put together what a layer gives on each device, with its Keras mask and its logits.
+    """Join what a layer returns on each device, with its Keras mask and its logits.
 
     Args:
         step: The step.
         split: Which examples each device has.
-        outputs: What it gives.
-        length: How many entries there are, if that is known.
-        each: How many for each example, if that is known.
+        outputs: What it returns on each device.
+        length: The number of entries, if it is known.
+        per_example: The number of entries for each example, if it is known.
     """
     first = outputs[0]
     if not isinstance(first, tf.Tensor):
         return first
     if first.shape.rank == 0:
         return mean_of_parts(step, split, outputs) if first.dtype.is_floating else first
-    each = entries_of_each(first, split.counts[0]) if each is None else each
-    whole = join(step, Parts(outputs, split, each))
-    whole.set_shape([length, *whole.shape[1:]])
-    for get, put in ((get_keras_mask, set_keras_mask), (get_logits, set_logits)):
-        of_parts = [get(output) for output in outputs]
-        if of_parts[0] is not None:
-            put(whole, join(step, Parts(of_parts, split, each)))
-    return whole
+    if per_example is None:
+        per_example = entries_per_example(first, split.counts[0])
+    joined = join(step, Parts(outputs, split, per_example))
+    joined.set_shape([length, *joined.shape[1:]])
+    for get, attach in ATTACHED_TENSORS:
+        attached = [get(output) for output in outputs]
+        if attached[0] is not None:
+            attach(joined, join(step, Parts(attached, split, per_example)))
+    return joined
 
 
 def mean_of_parts(step: Step, split: Split, values: Sequence[Any]) -> Any:
-    """Return the mean over the examples of numbers that are means over parts of them."""
-    weighed = []
-    for value, count in zip(values, split.kept, strict=True):
+    """Return the mean over all examples of numbers that are means over the parts' examples."""
+    terms = []
+    for value, count in zip(values, split.unborrowed, strict=True):
         weight = tf.math.divide_no_nan(*(tf.cast(n, tf.float32) for n in (count, split.total)))
-        moved = to(step.mesh.home, value)
-        weighed.append(tf.math.multiply_no_nan(moved, tf.cast(weight, moved.dtype)))
-    return summed(step.mesh, tf.add_n(weighed), step.channel())
+        moved = moved_to(step.mesh.home, value)
+        terms.append(tf.math.multiply_no_nan(moved, tf.cast(weight, moved.dtype)))
+    return summed(step.mesh, tf.add_n(terms), step.channel())
 
 
-def to(device: str, tensor: Any) -> Any:
+def moved_to(device: str, tensor: Any) -> Any:
     """Return a tensor on another device; its gradient is computed where the tensor is."""
     source = tensor.device
     with tf.device(device):
@@ -206,19 +195,19 @@ def cut_if_of_length(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
     is_cut = length == split.total
     starts = [tf.where(is_cut, start, 0) for start in split.starts]
     counts = [tf.where(is_cut, count, length) for count in split.counts]
-    parts = _cut(step, tensor, split._replace(starts=starts, counts=counts), 1)
+    tensors = _cut(step, tensor, split._replace(starts=starts, counts=counts))
     if not is_differentiable(tensor):
-        return parts
+        return tensors
 
     def gradient(*upstream: Any) -> Any:
         with tf.device(step.mesh.home):
-            tensors = [*map(tf.convert_to_tensor, upstream)]
-            size = -(-split.total // step.mesh.num_parts) * len(tensors)
-            of_cut, of_all = channel.of_gradient(), channel.of_gradient()
+            gradients = [*map(tf.convert_to_tensor, upstream)]
+            size = -(-split.total // step.mesh.num_parts) * len(gradients)
+            of_cut, of_uncut = channel.of_gradient(), channel.of_gradient()
             return tf.cond(
                 is_cut,
-                lambda: gathered(step.mesh, tf.concat(tensors, 0), size, of_cut)[:length],
-                lambda: total(step.mesh, tf.add_n(tensors), of_all),
+                lambda: gathered(step.mesh, tf.concat(gradients, 0), size, of_cut)[:length],
+                lambda: total(step.mesh, tf.add_n(gradients), of_uncut),
             )
 
-    return with_gradient(parts, tensor, gradient)
+    return with_gradient(tensors, tensor, gradient)
