@@ -6,7 +6,7 @@ This is the workload of the Keras guide to data-parallel training with KerasHub,
 fixed: the learning-rate decay reaches the optimizer, masks are new in each epoch, validation is not
 shuffled, the replicas divide every batch, and no token of a long line is lost. It is also several
 times as fast per real token: training sequences are full, the loss only uses the masked positions
-and never holds all their logits, and XLA compiles the step if that helps. `--data` takes "builtin"
+and never holds all their logits; `--jit on` compiles the step with XLA. `--data` takes "builtin"
 (the English documentation that ships with Python), a directory with the WikiText files, or a text
 file. The defaults are for a few minutes, in which you see the model learn. With KERAS_BACKEND=jax
 it trains on JAX, without TensorFlow. recipes/README.md has measured results.
@@ -25,7 +25,7 @@ add("--vocabulary-size", type=positive, default=2000, help="tokens to learn")
 add("--sequence-length", type=positive, default=32, help="tokens in a sequence")
 add("--warmup-steps", type=experiment.count, help="(default: a twentieth of all steps)")
 add("--clip-norm", type=float, default=1.0, help="largest norm of all gradients; 0 for any")
-add("--jit", choices=("measure", "on", "off"), default="measure", help="compile steps with XLA")
+add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
 add("--precision", choices=("float32", "mixed_bfloat16", "mixed_float16"), default="float32")
 add("--steps-per-loop", type=positive, default=1, help="steps per compiled call, such as 16")
 
@@ -106,7 +106,7 @@ def main(argv=None):
         weighted_metrics=[keras.metrics.Accuracy(name="masked_accuracy")],
         strategy=strategy,
         steps_per_loop=args.steps_per_loop,
-        jit={"on": True, "off": False}.get(args.jit, "measure"),
+        jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
     )
     validation = held_out(splits.validation)
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)

@@ -27,7 +27,7 @@ add("--remat", action="store_true", help="keep only the inputs of layers for the
 add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches of a batch")
 add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX shards")
 add("--model-parallel", type=positive, default=1, metavar="N", help="JAX devices of each replica")
-add("--jit", choices=("measure", "on", "off"), default="measure", help="compile steps with XLA")
+add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
 add("--save", type=experiment.path, metavar="DIRECTORY", help="what `from_preset` loads then")
 
 with experiment.program(parser, __name__):
@@ -111,7 +111,7 @@ def main(argv=None):
         strategy=strategy,
         accumulation=args.accumulation,
         remat=args.remat,
-        jit={"on": True, "off": False}.get(args.jit, "measure"),
+        jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
     )
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
     loop.fit(record.resumed(train), validation, epochs=args.epochs, callbacks=record.callbacks)

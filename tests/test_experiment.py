@@ -31,13 +31,13 @@ def parser(**defaults):
 @given(st.permutations(["--smoke", "--epochs=5", "--jit=on"]), st.integers(0, 3))
 def test_smoke_sets_what_was_not_given(flags, count):
     recipe = parser(epochs=7)
-    recipe.add_argument("--jit", default="measure")
+    recipe.add_argument("--jit", default="auto")
     given_flags = flags[:count]
     args = recipe.parse_args(given_flags)
     smoke = "--smoke" in given_flags
     assert args.epochs == (5 if "--epochs=5" in given_flags else 2 if smoke else 7)
     assert args.steps_per_epoch == (4 if smoke else None)
-    assert args.jit == ("on" if "--jit=on" in given_flags else "off" if smoke else "measure")
+    assert args.jit == ("on" if "--jit=on" in given_flags else "off" if smoke else "auto")
 
 
 @pytest.mark.parametrize(

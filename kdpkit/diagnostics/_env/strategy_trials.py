@@ -141,7 +141,7 @@ def _trained_on_tensorflow(kind: str) -> str:
     strategy = strategies.select_strategy(kind, devices=cpus)
     # A second batch of one example leaves replicas without any.
     data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(9)).batch(8)
-    train = functools.partial(_trained, data, jit=False)
+    train = functools.partial(_trained, data, jit_compile=False)
     one = train(tf.distribute.get_strategy())
     if kind != "one":
         _compare(train(strategy), one)
@@ -156,12 +156,12 @@ def _trained_on_jax() -> str:
 
     data = batches.ArrayBatches(testing.toy_classification(16), global_batch_size=8)
     mesh = sharding.DataParallel(jax.device_count())
-    train = functools.partial(_trained, data, jit=None)
+    train = functools.partial(_trained, data, jit_compile="auto")
     _compare(train(mesh), train(sharding.DataParallel(1)))
     return experiment.describe(mesh)
 
 
-def _trained(data: Any, strategy: Any, *, jit: bool | None) -> Any:
+def _trained(data: Any, strategy: Any, *, jit_compile: bool | str) -> Any:
     """Train a small model, both steps in one loop, and return its weights before and after."""
     import keras
     import numpy as np
@@ -179,7 +179,7 @@ def _trained(data: Any, strategy: Any, *, jit: bool | None) -> Any:
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         strategy=strategy,
         steps_per_loop=2,
-        jit=jit,
+        jit_compile=jit_compile,
     )
     start = np.concatenate([weight.ravel() for weight in model.get_weights()])
     loop.fit(data, epochs=1, verbose=0)

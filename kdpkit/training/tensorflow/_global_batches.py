@@ -77,7 +77,7 @@ def global_batches(
             "With this policy every process would train on a part of its own pipeline, in other "
             "batches than one device's.",
             auto_shard_policy=policy.name,
-            remedy='Pass the same dataset in all processes with `auto_shard("data")`.',
+            remedy="Pass the same dataset in all processes, without an auto-shard policy.",
         )
     spec = int(_hash(repr(dataset.element_spec), 1 << 60))
     numbers = {"The types and shapes": spec, "The number": int(dataset.cardinality())}

@@ -3,10 +3,9 @@
 With `compile(jit_compile=True)` XLA cannot compile a step on several devices as one
 (keras-team/keras#20763). Here it compiles the calls of divided layers, and with them their backward
 passes; of a model of libraries' layers that is the call of the model. Losses, optimizer and metrics
-stay TensorFlow's. `TrainingLoop(jit="measure")` finds out, while it trains, which way is faster.
+stay TensorFlow's.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +14,6 @@ import tensorflow as tf
 
 from kdpkit.training.tensorflow._keras_internals import ATTACHED_TENSORS
 from kdpkit.training.tensorflow._variable_copies import PartScope
-
-_CALLS = 5  # timed for each choice, after the one that compiles
-_SECONDS = 0.2  # that the timed calls of a choice take at least
 
 
 def may_compile(layer: Any) -> bool:
@@ -73,47 +69,3 @@ def _attach(tensors: list[Any], attached: list[list[Any]]) -> None:
         for tensor, value in zip(tensors, values, strict=True):
             if value is not None:
                 attach(tensor, value)
-
-
-class XlaTrial:
-    """Decides for each call of the training function whether XLA compiles it, until one way wins.
-
-    Calls without and with XLA take turns, so that a busy machine slows both alike; the first call
-    of each compiles and is not counted. Every call trains, and none is made for the measurement.
-
-    >>> trial = XlaTrial()
-    >>> while not trial.verdict:
-    ...     trial.record(steps=4, seconds=0.2 if trial.jit else 0.4)
-    >>> trial.jit, trial.verdict
-    (True, 'XLA: on, a step takes 50 ms with it and 100 ms without.')
-    """
-
-    def __init__(self) -> None:
-        self.jit, self.verdict = False, ""
-        # Steps and seconds of each call; the first one compiles.
-        self._calls: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
-
-    @property
-    def is_new(self) -> bool:
-        return not self._calls[False]
-
-    def record(self, *, steps: int, seconds: float) -> None:
-        """Note how long a call took that ran as `jit` says, and choose how the next one runs."""
-        if not steps:
-            return
-        self._calls[self.jit].append((steps, seconds))
-        self.jit = not self.jit
-        timed = [choice[1:] for choice in self._calls.values()]
-        if all(len(calls) >= _CALLS and sum(s for _, s in calls) >= _SECONDS for calls in timed):
-            plain, compiled = (
-                statistics.median(s / count for count, s in calls) for calls in timed
-            )
-            self.jit = compiled < plain
-            self.verdict = (
-                f"XLA: {'on' if self.jit else 'off'}, a step takes {_milliseconds(compiled)} with "
-                f"it and {_milliseconds(plain)} without."
-            )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{float(f'{seconds * 1000:.3g}'):g} ms"
