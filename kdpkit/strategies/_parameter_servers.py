@@ -21,7 +21,7 @@ _START_TIMEOUT_SECONDS = 120.0  # as `sharding.join_processes` waits
 _RETRY_SECONDS = 60.0  # in which a call that TensorFlow cancels is repeated
 _PAUSE_SECONDS = 0.5  # between two attempts
 
-# While TensorFlow reconnects a worker it reports these even for calls to servers that still run.
+# TensorFlow raises these, even of calls to servers that run, while it reconnects a worker.
 _TEMPORARY = (tf.errors.CancelledError, tf.errors.UnavailableError, tf.errors.AbortedError)
 _T = TypeVar("_T")
 
@@ -34,10 +34,10 @@ def serve_if_server() -> None:
         strategies.serve_if_server()  # workers and parameter servers stay here
         strategy = strategies.select_strategy("parameter_server")  # only the chief comes here
 
-    A server needs none of the program's objects; import packages with operations of their own, such
-    as tensorflow_text, before. It serves until it is ended: by `kdpkit launch` once the chief has
-    ended, elsewhere by whoever started it. It may be killed and started again at its address while
-    the chief trains. Without parameter servers, which only TF_CONFIG has, all processes return.
+    Import packages with operations of their own, such as tensorflow_text, before. A server serves
+    until it is ended: by `kdpkit launch` once the chief has ended, elsewhere by whoever started it.
+    A worker may be killed and started again at its address while the chief trains. Without
+    parameter servers, which only TF_CONFIG has, all processes return.
 
     Raises:
         ValueError: A cluster that cannot work, or an address at which nothing can be served.
@@ -100,10 +100,7 @@ def lost_servers(strategy: tf.distribute.Strategy) -> list[str]:
 
 
 def insist(strategy: tf.distribute.Strategy, call: Callable[[], _T]) -> _T:
-    """Make a call of the chief that may be repeated, again while TensorFlow cancels it.
-
-    TensorFlow may do so when a worker returns, because it then replaces connections.
-    """
+    """Make a call of the chief, and repeat it while TensorFlow cancels it to reconnect a worker."""
     deadline = time.monotonic() + _RETRY_SECONDS
     while True:
         try:

@@ -1,12 +1,9 @@
 """The steps of `TrainingLoop` under parameter servers: asynchronous, and counted exactly.
 
 The chief sends batches to whichever worker is free. A worker reads the weights from the parameter
-servers, computes, and updates them there, without waiting for the others. Loss, metrics and numbers
-of examples are sums, which a worker returns: the chief adds up what finished steps returned, once
-each, also where a worker was lost and another repeated its step.
-
-Not supported: several devices of a worker; XLA; optimizers that decide from several updates;
-metrics whose variables are no sums over examples.
+servers, computes, and updates them there, without waiting for the others. Loss and metrics are sums
+over examples, which a worker returns: the chief adds up the results of finished steps, once each,
+also where a worker was lost and another repeated its step.
 """
 
 import atexit
@@ -43,6 +40,7 @@ class ParameterServerSteps(TensorFlowSteps):
             checks.fail(
                 "XLA compiles no step whose variables are in other processes.", jit_compile=jit
             )
+        self._jit = False  # also where `compile` would choose XLA
         self.mesh.num_parts, self._is_one_device = 1, True
         self._num_workers = len(_parameter_servers.addresses(self.strategy, "worker"))
         if loop.steps_per_loop == 1:
@@ -51,10 +49,9 @@ class ParameterServerSteps(TensorFlowSteps):
         _stop_without_waiting(self._coordinator)
         self._insist = functools.partial(_parameter_servers.insist, self.strategy)
         _keras_internals.repeat_calls_on_servers(self._insist)
-        function = functools.partial(tf.function, autograph=False, reduce_retracing=True)
-        self._train = function(lambda batch: self._train_step(batch))
-        self._test = function(self._test_step)
-        self._predict = function(self._predict_step)
+
+    def _repeated(self, step: Callable[[Any], Any]) -> Callable[..., Any]:
+        return tf.function(step, autograph=False, reduce_retracing=True)
 
     @contextlib.contextmanager
     def guard(self) -> Iterator[None]:
@@ -85,20 +82,17 @@ class ParameterServerSteps(TensorFlowSteps):
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         iterations = self.model.optimizer.iterations
         before = int(iterations.value)
-        done, logs = self._counted_steps(self._train, iterator, steps)
+        done, logs = super().train(iterator, steps)
         # A worker that was lost within an update may have taken a number and not applied it.
         if int(iterations.value) != before + done:
             iterations.assign(before + done)
         return done, logs
 
-    def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        return self._counted_steps(self._test, iterator, steps)
-
     def predict(self, iterator: Any, steps: int) -> tuple[int, list[Any]]:
         outputs = [*self._results(self._predict, iterator, steps)]
         return len(outputs), outputs
 
-    def _counted_steps(self, function: Any, iterator: Any, steps: int) -> tuple[int, Any]:
+    def _run(self, function: Any, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         """Run steps, and add what they counted to loss and metrics."""
         counts = [*self._results(function, iterator, steps)]
         for variable, *of_steps in zip(self._counters, *counts, strict=True):
@@ -126,17 +120,16 @@ class ParameterServerSteps(TensorFlowSteps):
     def _traced(self, batch: Any, *, jit: bool = False, policy: Any = None) -> Iterator[Any]:
         """Trace a worker's step: that of one device, which is not known."""
         step = Step(self.mesh, policy or self._policy, batch_norm=self.loop.batch_norm, jit=jit)
-        # With this optimizers update variables that have one copy outside of replicas.
+        # Optimizers ask for this before they update variables outside of replicas.
         outside = replaced(self.strategy.extended, "_use_merge_call", lambda: False)
         with self.scope(), outside, running(step):
             yield batch
 
     def _update(self, gradients: Any, factors: Any) -> None:
-        """Apply an update under a number of its own, so that `n` updates have 0 to `n - 1`.
+        """Apply an update under its own number: `n` updates have 0 to `n - 1`.
 
-        Keras reads `iterations` several times in an update, and increments it at the end in two
-        operations, between which other workers increment it too. Here one operation reads and
-        increments it, once the gradients are computed; no public one does.
+        Keras reads `iterations` several times, and increments it in two operations at the end,
+        while other workers do so too. Here one operation reads and increments it.
         """
         # docs/upstream/keras_counts_updates_in_two_operations.md
         iterations = self.model.optimizer.iterations
@@ -172,7 +165,7 @@ class _ScheduledStep:
         """Wait for the result; if this raises, the next call schedules the step again.
 
         `fetch` fails where a worker is lost after the step. Then the coordinator repeats the step,
-        or drops it, together with all others, if one of them failed for another reason.
+        or drops all steps, if one of them failed for another reason.
         """
         if self._future is None:
             self.schedule()
@@ -189,8 +182,8 @@ class _ScheduledStep:
 def _stop_without_waiting(coordinator: Any) -> None:
     """Let the program end while a worker is lost.
 
-    The end of a coordinator asks for a lock, which one of its threads holds while it waits for the
-    worker's return. That thread is a daemon, so that it need not be waited for.
+    A coordinator ends when it gets a lock, which one of its threads, a daemon, holds while it waits
+    for the worker's return.
     """
     handler = coordinator._cluster.failure_handler
 
