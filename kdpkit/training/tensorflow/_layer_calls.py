@@ -37,7 +37,7 @@ def call_layer(original: Callable, layer: Any, /, *args: Any, **kwargs: Any) -> 
         with tf.init_scope(), step.mesh.strategy.scope():
             build_layer(layer, args, kwargs)
     first = first_with_examples((args, kwargs)) if step.may_divide() else None
-    if first is None or not step.policy(layer, args, kwargs, as_one=step.jit):
+    if first is None or not step.policy.divides(step, layer, args, kwargs):
         return original(layer, *args, **kwargs)
     if not is_written_by_libraries(layer) and not have_same_examples(step, (args, kwargs)):
         return original(layer, *args, **kwargs)  # The layers in it may be divided.
@@ -117,40 +117,37 @@ class Arguments:
 
     def _divided(self, leaf: Any) -> Sequence[Any]:
         """Return what each device gets of an argument."""
-        step, is_first = self._step, leaf is self._first
-        tensors = cut_leaf(step, self.split, leaf, has_all_examples=is_first)
+        step = self._step
+        tensors = self._cut(leaf)
         if tensors is None:
             if isinstance(leaf, tf.Tensor):
                 leaf = sum_gradients(step.mesh, leaf, step.channel())
             return [leaf] * len(step.mesh.devices)
-        if is_first and self._checks:
+        if leaf is self._first and self._checks:
             with tf.control_dependencies(self._checks):
                 tensors = [*map(tf.identity, tensors)]
         for get, attach in ATTACHED_TENSORS:
             if (attached := get(leaf)) is not None:
-                parts: Any = cut_leaf(step, self.split, attached, has_all_examples=False)
+                parts: Any = self._cut(attached)
                 for tensor, part in zip(tensors, parts, strict=True):
                     attach(tensor, part)
         if get_keras_mask(leaf) is not None:
             self._masked.append((leaf, tensors))
         return tensors
 
+    def _cut(self, leaf: Any) -> Sequence[Any] | None:
+        """Return the parts of a tensor with examples; None for what all devices get complete."""
+        if not _may_have_examples(leaf):
+            return None
+        if leaf is self._first or known_parts(self._step, leaf) is not None:
+            return _tensor_parts.cut(self._step, leaf, self.split)
+        return _tensor_parts.cut_if_of_length(self._step, leaf, self.split)
+
     def drop_masks(self) -> None:
         """Remove the masks that the call removed, as Keras' attention does of what others use."""
         for leaf, tensors in self._masked:
             if get_keras_mask(tensors[0]) is None:
                 set_keras_mask(leaf, None)
-
-
-def cut_leaf(
-    step: Step, split: Split, leaf: Any, *, has_all_examples: bool
-) -> Sequence[Any] | None:
-    """Return the parts of a tensor with examples; None for what all devices get complete."""
-    if not _may_have_examples(leaf):
-        return None
-    if has_all_examples or known_parts(step, leaf) is not None:
-        return _tensor_parts.cut(step, leaf, split)
-    return _tensor_parts.cut_if_of_length(step, leaf, split)
 
 
 OTHER_LENGTHS = "A layer or a loss is called on tensors with different numbers of examples"

@@ -197,11 +197,11 @@ class TensorFlowSteps(Steps):
     # One step.
 
     @contextlib.contextmanager
-    def _traced(self, batch: Any, *, jit: bool = False, policy: Any = None) -> Iterator[Any]:
+    def _traced(self, batch: Any, *, jit: bool = False) -> Iterator[Any]:
         """Trace a step on a batch in this, all of it on the device if there is only one."""
         is_one, batch = self._is_one_device, _global_batches.opened(self.mesh, batch)
         settings = {"batch_norm": self.loop.batch_norm, "jit": jit and not is_one}
-        step = Step(self.mesh, policy or self._policy, **settings)
+        step = Step(self.mesh, self._policy, **settings)
         if not is_one:
             batch = tf.nest.map_structure(with_unknown_length, batch)
         with tf.device(self.mesh.home if is_one else None), traced_once(step, batch):
@@ -211,7 +211,6 @@ class TensorFlowSteps(Steps):
         """Train on a batch; return what is to be added to loss and metrics later, if anything."""
         jit_all, micro_batches = jit and self._is_one_device, self.loop.accumulation
         differentiate = _compiled(functools.partial(self._differentiate, jit_all), jit=jit_all)
-        policy: _micro_batches.PolicyOfMicroBatches | None = None
         with rematerialised(self.loop, checkpointed), self._traced(batch, jit=jit) as batch:
             num_examples = _global_batches.examples_in_batch(batch)
             seeds = []
@@ -219,13 +218,12 @@ class TensorFlowSteps(Steps):
                 # All of them draw from the same seeds, each at the positions of its examples.
                 generators = _micro_batches.seed_generators_of(self.model)
                 seeds = [(seed.state, tf.identity(seed.state.value)) for seed in generators]
-                policy = _micro_batches.PolicyOfMicroBatches(self._policy, self.mesh.num_parts)
-                policy.reject_loss(self.loop, batch)
+                _micro_batches.reject_loss(self._policy, self.loop, batch)
 
             def compute(micro_batch: Any, start: Any) -> tuple[Sums, list[Any]]:
                 for state, value in seeds:
                     state.assign(value)
-                with self._traced(micro_batch, jit=jit, policy=policy) as micro_batch:
+                with self._traced(micro_batch, jit=jit) as micro_batch:
                     sums, predictions, masks = differentiate(micro_batch, start, num_examples)
                     keras.tree.map_structure(set_keras_mask, predictions, masks)
                     return sums, self._count(lambda: self._update_metrics(micro_batch, predictions))

@@ -11,12 +11,11 @@ from typing import Any, TypeVar
 import keras
 import tensorflow as tf
 
-from kdpkit._internal import checks
 from kdpkit.training.tensorflow import _library_layers
 from kdpkit.training.tensorflow._global_batches import sliced
 from kdpkit.training.tensorflow._keras_internals import GLOBAL_SEED_GENERATOR, global_state
-from kdpkit.training.tensorflow._layer_trial import Calling, Finding, Verdict
-from kdpkit.training.tensorflow._policy import Policy
+from kdpkit.training.tensorflow._layer_trial import Calling
+from kdpkit.training.tensorflow._policy import Policy, reject_mixing
 from kdpkit.training.tensorflow._split import with_unknown_length
 
 T = TypeVar("T")  # `Sums`, or a nest of tensors to add up
@@ -81,44 +80,12 @@ def _spec_of_sum(value: Any) -> Any:
     return tf.TensorSpec(value.shape, value.dtype)
 
 
-class PolicyOfMicroBatches:
-    """Divides the layers that a policy divides, and rejects those that compare examples.
-
-    Args:
-        policy: The policy.
-        num_parts: The number of devices; with one no layer is divided.
-    """
-
-    def __init__(self, policy: Policy, num_parts: int) -> None:
-        self._policy, self._num_parts = policy, num_parts
-
-    def __call__(
-        self, layer: keras.layers.Layer, args: Any, kwargs: Any, *, as_one: bool = False
-    ) -> bool:
-        """Return whether each device computes its part of a call."""
-        if not _library_layers.is_composed(layer):  # The layers in it are checked.
-            if not _library_layers.is_of_a_library(layer):
-                _reject_mixing(f"layer `{layer.name}`", self._policy.finding(layer, args, kwargs))
-            elif _library_layers.has_too_few_axes(layer, args, kwargs):
-                reason = "takes the examples of a batch for parts of one"
-                _reject_mixing(f"layer `{layer.name}`", Finding(Verdict.MIXES, reason))
-        return self._num_parts > 1 and self._policy(layer, args, kwargs, as_one=as_one)
-
-    def reject_loss(self, loop: Any, batch: Any) -> None:
-        """Reject a user's loss that compares examples."""
-        losses = [loss for loss in keras.tree.flatten(loop.loss.loss) if loss is not None]
-        is_users = not _library_layers.is_library(type(loop).per_example_loss.__module__)
-        if is_users or not all(map(_library_layers.is_loss_of_a_library, losses)):
-            x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-            compute = functools.partial(loop.per_example_loss, training=True)
-            layer = Calling(lambda *arguments: compute(*arguments)[0], [loop.model])
-            _reject_mixing("loss", self._policy.finding(layer, (x, y), {}))
-
-
-def _reject_mixing(name: str, finding: Finding) -> None:
-    """Reject what surely compares examples; what cannot be tried is accepted."""
-    if finding.verdict is Verdict.MIXES:
-        checks.fail(
-            f"The {name} {finding.reason}, and a micro-batch has some of the examples alone.",
-            remedy="Train with `accumulation=1`.",
-        )
+def reject_loss(policy: Policy, loop: Any, batch: Any) -> None:
+    """Reject a user's loss that compares examples."""
+    losses = [loss for loss in keras.tree.flatten(loop.loss.loss) if loss is not None]
+    is_users = not _library_layers.is_library(type(loop).per_example_loss.__module__)
+    if is_users or not all(map(_library_layers.is_loss_of_a_library, losses)):
+        x, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        compute = functools.partial(loop.per_example_loss, training=True)
+        layer = Calling(lambda *arguments: compute(*arguments)[0], [loop.model])
+        reject_mixing("loss", policy.finding(layer, (x, y), {}))

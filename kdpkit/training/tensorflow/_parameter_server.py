@@ -117,9 +117,9 @@ class ParameterServerSteps(TensorFlowSteps):
         return [*self.model.metrics_variables, *(v for mean in self.means for v in mean.variables)]
 
     @contextlib.contextmanager
-    def _traced(self, batch: Any, *, jit: bool = False, policy: Any = None) -> Iterator[Any]:
+    def _traced(self, batch: Any, *, jit: bool = False) -> Iterator[Any]:
         """Trace a worker's step: that of one device, which is not known."""
-        step = Step(self.mesh, policy or self._policy, batch_norm=self.loop.batch_norm, jit=jit)
+        step = Step(self.mesh, self._policy, batch_norm=self.loop.batch_norm, jit=jit)
         # Optimizers ask for this before they update variables outside of replicas.
         outside = replaced(self.strategy.extended, "_use_merge_call", lambda: False)
         with self.scope(), outside, running(step):

@@ -8,6 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from kdpkit._internal import checks
 from kdpkit.training._keras_internals import get_keras_mask
 from kdpkit.training.tensorflow._keras_internals import global_state
 from kdpkit.training.tensorflow._layer_trial import Finding, Verdict, try_layer
@@ -19,6 +20,7 @@ from kdpkit.training.tensorflow._library_layers import (
     is_written_by_libraries,
     layers_of,
 )
+from kdpkit.training.tensorflow._step import Step
 
 
 class Policy:
@@ -38,23 +40,22 @@ class Policy:
         self._declared = declared | {id(layer): False for layer in undivided}
         self._findings: dict[Any, tuple[Any, Finding]] = {}
 
-    def __call__(
-        self, layer: keras.layers.Layer, args: Any, kwargs: Any, *, as_one: bool = False
-    ) -> bool:
-        """Return whether each device computes its part of a call.
+    def divides(self, step: Step, layer: keras.layers.Layer, args: Any, kwargs: Any) -> bool:
+        """Return whether each device computes its part of a call; for XLA a model may be one layer.
 
-        Args:
-            layer: The layer.
-            args: The arguments of the call.
-            kwargs: Its keyword arguments.
-            as_one: Whether a model of libraries' layers is divided as one, for XLA to compile it.
+        Raises:
+            ValueError: The layer compares the examples of a micro-batch.
         """
+        if step.micro_batch is not None and not is_composed(layer):
+            self._reject_mixing_layer(layer, args, kwargs)
+        if step.mesh.num_parts == 1:
+            return False
         if id(layer) in self._declared:
             return self._declared[id(layer)]
         if _has_statistics_inside(layer) or _keeps_masks(layer):
             return False  # The layers in it may be divided.
         if is_composed(layer):
-            return as_one and is_of_a_library(layer)
+            return step.jit and is_of_a_library(layer)
         if is_of_a_library(layer):
             return not has_too_few_axes(layer, args, kwargs)
         return self.finding(layer, args, kwargs).verdict is Verdict.KEPT
@@ -73,9 +74,25 @@ class Policy:
             self._findings[key] = layer, try_layer(layer, args, kwargs)
         return self._findings[key][1]
 
+    def _reject_mixing_layer(self, layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+        if not is_of_a_library(layer):
+            reject_mixing(f"layer `{layer.name}`", self.finding(layer, args, kwargs))
+        elif has_too_few_axes(layer, args, kwargs):
+            finding = Finding(Verdict.MIXES, "takes the examples of a batch for parts of one")
+            reject_mixing(f"layer `{layer.name}`", finding)
+
     def forget(self) -> None:
         """Try layers again, because their attributes may have changed."""
         self._findings.clear()
+
+
+def reject_mixing(name: str, finding: Finding) -> None:
+    """Reject what surely compares examples; what cannot be tried is accepted."""
+    if finding.verdict is Verdict.MIXES:
+        checks.fail(
+            f"The {name} {finding.reason}, and a micro-batch has some of the examples alone.",
+            remedy="Train with `accumulation=1`.",
+        )
 
 
 def _identity(layer: keras.layers.Layer) -> Any:

@@ -58,7 +58,7 @@ class Step:
 
     Args:
         mesh: The devices.
-        policy: Decides whether the call of a layer is divided.
+        policy: Decides which layers are divided.
         batch_norm: Whether statistics are of the "global" batch or of a "replica".
         jit: Whether XLA compiles what each device computes.
     """

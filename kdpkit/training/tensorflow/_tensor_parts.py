@@ -59,21 +59,20 @@ def split_of(step: Step, tensor: Any) -> Split:
     return split_entries(length, mesh.num_parts, mesh.local, length_id)
 
 
-def take(step: Step, tensor: Any, channel: Channel | None = None) -> Sequence[Any]:
-    """Return the known parts of a tensor; their gradients flow into the tensor's."""
-    parts: Any = known_parts(step, tensor)
-    return _flowing_into(step, tensor, parts, channel or step.channel())
+def cut(
+    step: Step, tensor: Any, split: Any = None, channel: Channel | None = None
+) -> Sequence[Any]:
+    """Return the parts of a tensor on their devices; their gradients flow into the tensor's.
 
-
-def cut(step: Step, tensor: Any, split: Split) -> Sequence[Any]:
-    """Return the parts of a tensor, which has an entry for each example, on their devices."""
-    if known_parts(step, tensor) is not None:
-        return take(step, tensor)
-    return _flowing_into(step, tensor, Parts(_cut(step, tensor, split), split), step.channel())
-
-
-def _flowing_into(step: Step, tensor: Any, parts: Parts, channel: Channel) -> Sequence[Any]:
-    """Return the parts of a tensor; their gradients, joined, flow into the tensor's."""
+    Args:
+        step: The step.
+        tensor: A tensor whose parts are known, or with an entry for each example.
+        split: Which examples each device has, if its parts are not known.
+        channel: A number for what processes exchange.
+    """
+    parts, channel = known_parts(step, tensor), channel or step.channel()
+    if parts is None:
+        parts = Parts(_cut(step, tensor, split), split)
     if not is_differentiable(tensor):
         return parts.tensors
 
@@ -84,7 +83,7 @@ def _flowing_into(step: Step, tensor: Any, parts: Parts, channel: Channel) -> Se
     return with_gradient([*parts.tensors], tensor, gradient)
 
 
-def _cut(step: Step, tensor: Any, split: Split, per_example: Any = 1) -> list[Any]:
+def _cut(step: Step, tensor: Any, split: Any, per_example: Any = 1) -> list[Any]:
     is_on_host = tf.is_symbolic_tensor(tensor) and key(tensor) in step.batch_keys
     source = "CPU:0" if is_on_host else step.mesh.home
     tensors = []
@@ -111,7 +110,7 @@ def join(step: Step, parts: Parts, channel: Channel | None = None) -> Any:
         def gradient(upstream: Any) -> Any:
             upstream = tf.convert_to_tensor(upstream)
             if known_parts(step, upstream):
-                return take(step, upstream, channel.of_gradient())
+                return cut(step, upstream, channel=channel.of_gradient())
             return _padded(step, upstream, parts)
 
         joined = with_gradient(joined, list(tensors), gradient)
