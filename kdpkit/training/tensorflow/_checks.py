@@ -37,7 +37,7 @@ def reject_states_of_examples(model: keras.Model) -> None:
     for layer in model._flatten_layers():
         if getattr(layer, "stateful", False):
             checks.fail(
-                "A stateful layer continues from a state for each example of the batch before, and "
+                "A stateful layer goes on from a state for each example of the batch before, and "
                 "replicas split batches, so that examples meet other states. Use `stateful=False`, "
                 "or one device.",
                 layer=layer.name,
