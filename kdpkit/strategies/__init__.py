@@ -142,9 +142,9 @@ def split_device(kind: str, count: int) -> list[str]:
         present = len(tf.config.list_logical_devices("CPU"))
         if present < count:
             raise errors.InputError(
-                f"TensorFlow has started with {present} logical CPU device(s), and splits no more "
-                f"afterwards. Received: count={count}. Call `split_device` first, before the first "
-                "tensor, variable, model and `adapt()` of the process."
+                f"TensorFlow has already started, with {present} logical CPU device(s), and cannot "
+                f"split them any more. Received: count={count}. Call `split_device` first: before "
+                "any tensor, variable, model or `adapt()`."
             ) from None
     return [f"CPU:{index}" for index in range(count)]
 

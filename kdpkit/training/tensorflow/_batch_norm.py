@@ -68,19 +68,10 @@ def on_wide_inputs(step: Step, layer: Any, calls: Sequence[Any]) -> Iterator[Seq
 
 
 def moments_of_parts(step: Step, layer: Any, split: Split, calls: Sequence[Any]) -> Any:
-    """Compute mean and variance over the examples of all parts, on each device.
+    """Return mean and variance of all examples on each device; None if parts have their own.
 
-    In two passes, as TensorFlow does on one device: a difference of squares would cancel.
-    TensorFlow leaves the computation out where the layer does not train.
-
-    Args:
-        step: The step.
-        layer: The layer.
-        split: Which examples each part has.
-        calls: The arguments of the layer's call on each device.
-
-    Returns:
-        Mean and variance on each device; None if each part has its own statistics.
+    They are computed in two passes, as TensorFlow does on one device: a difference of squares would
+    cancel. TensorFlow leaves the computation out where the layer does not train.
     """
     if step.batch_norm == REPLICA and not layer.synchronized:
         return None

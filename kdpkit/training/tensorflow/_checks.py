@@ -47,10 +47,7 @@ def reject_states_of_examples(model: keras.Model) -> None:
 def check_dataset(name: str, dataset: Any, **steps: int | None) -> None:
     """Reject a dataset of tf.data that gives single examples, or that never ends.
 
-    Args:
-        name: What messages call it.
-        dataset: The dataset; what is none of tf.data is not checked.
-        steps: The number of batches to take, by the name of its argument.
+    The number of batches to take is passed by the name that its argument has for the user.
     """
     if not isinstance(dataset, tf.data.Dataset):
         return
@@ -61,13 +58,7 @@ def check_dataset(name: str, dataset: Any, **steps: int | None) -> None:
 
 
 def check_batched(name: str, spec: Any, *, is_one_length: bool = False) -> None:
-    """Reject what is surely no batch: scalars, or tensors of different lengths.
-
-    Args:
-        name: What messages call the dataset.
-        spec: Specifies its elements, on one replica or on several.
-        is_one_length: Whether all parts of a batch must have as many examples.
-    """
+    """Reject what is surely no batch: scalars, or if required tensors of different lengths."""
     shapes = [shape for leaf in tf.nest.flatten(spec) if (shape := _shape(leaf)) is not None]
     lengths = {shape[0] for shape in shapes if shape}
     if () in shapes and None in lengths:

@@ -21,14 +21,10 @@ NUMBERS = _FIRST * _SECOND  # for what is exchanged at one border, with its grad
 
 
 class Channel:
-    """The number under which processes exchange what belongs together.
+    """The number under which processes exchange what belongs together, with some for gradients.
 
     All processes trace a step in the same order, but not its gradients: the number of a gradient
     follows from that of what it is the gradient of.
-
-    Args:
-        number: The first of its numbers.
-        num_numbers: How many numbers it has, for its gradients too.
     """
 
     def __init__(self, number: int, num_numbers: int = NUMBERS) -> None:

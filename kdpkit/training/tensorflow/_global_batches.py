@@ -57,11 +57,6 @@ def global_batches(
 ) -> Any:
     """Return what gives the global batches of a dataset, in each process.
 
-    Args:
-        strategy: The strategy.
-        dataset: The same global batches in every process.
-        name: What messages call it.
-
     Raises:
         ValueError: In all processes, if its length or its kind of batches is not the same in all,
             or its auto-shard policy is OFF, HINT or FILE.

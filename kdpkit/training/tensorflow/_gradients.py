@@ -18,14 +18,9 @@ from kdpkit.training.tensorflow._step import current_step, key
 
 
 def place(graph: Any, first: int, devices: tuple[str, ...]) -> None:
-    """Put a graph's operations that have no device where their inputs are.
+    """Put a graph's operations, from the first one given, where their inputs are.
 
     The sums in which a tape adds up a variable's gradients are spread over the devices.
-
-    Args:
-        graph: The graph.
-        first: The number of the first of the operations.
-        devices: The devices of the parts.
     """
     next_devices = itertools.cycle(devices)
     operations = graph.get_operations()[first:]

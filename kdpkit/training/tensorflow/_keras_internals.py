@@ -47,11 +47,7 @@ STATE_OF_LAYER_CALLS = ("current_call_ctx", "autocast_scope", "stateless_scope")
 
 @contextlib.contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replace an attribute for a while; an inherited one is hidden meanwhile.
-
-    Raises:
-        ValueError: This Keras or TensorFlow has no such attribute.
-    """
+    """Replace an attribute for a while, or raise where this Keras or TensorFlow has none."""
     if not hasattr(owner, name):
         versions.reject_unknown(name, tensorflow=tf.__version__)
     is_inherited, original = name not in vars(owner), vars(owner).get(name)
@@ -88,12 +84,8 @@ def with_gradient(outputs: Any, inputs: Any, gradient: Callable) -> Any:
 
     `tf.custom_gradient` would compute the inputs wherever the outputs are needed, search the graph
     for variables, and keep all of it for as long as the process lives
-    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md).
-
-    Args:
-        outputs: A tensor or a list of them.
-        inputs: A tensor or a list of them.
-        gradient: Computes the gradients of the inputs from those of the outputs.
+    (docs/upstream/tensorflow_custom_gradient_keeps_graphs.md). Outputs and inputs are tensors or
+    lists of them; `gradient` gets the gradients of the outputs, and returns those of the inputs.
     """
     with stop_recording():
         copies = tf.nest.map_structure(tf.identity, outputs)
@@ -178,17 +170,12 @@ _SENT_TYPES = (tf.float32, tf.float64, tf.int32, tf.int64, tf.complex64, tf.comp
 
 
 def exchanged(mesh: Any, vector: Any, kind: str, number: int) -> Any:
-    """Exchange a vector, which has the same length in all processes: their "sum" or "gather".
+    """Exchange a vector, which has the same length in all processes, under a number.
 
-    The operation has no side effects, so that TensorFlow leaves it out where nobody uses its
-    result. TensorFlow remembers for each key how long a vector was: vectors are padded to one of
-    few lengths, and each length has a key of its own.
-
-    Args:
-        mesh: The devices.
-        vector: The vector.
-        kind: "sum", or "gather", which puts an axis of the processes before the vector's.
-        number: The same in all processes for vectors that belong together.
+    Returns their "sum", or with the kind "gather" all of them along a new first axis. The operation
+    has no side effects, so that TensorFlow leaves it out where nobody uses its result. TensorFlow
+    remembers for each key how long a vector was: vectors are padded to one of few lengths, and each
+    length has a key of its own.
     """
     extended = mesh.strategy.extended
     keys, options = extended._collective_keys, extended._communication_options
@@ -299,23 +286,19 @@ def current_layer_calls() -> Callable[[], contextlib.AbstractContextManager[None
 
     Code in it trains, or not, as these layers do, and casts variables to the same type.
     """
-
-    def state() -> dict[str, Any]:
-        names = STATE_OF_LAYER_CALLS[:2]
-        return {name: global_state.get_global_attribute(name) for name in names}
-
-    state_of_calls = state()
-    if state_of_calls["current_call_ctx"] is None:
+    state = {name: global_state.get_global_attribute(name) for name in STATE_OF_LAYER_CALLS[:2]}
+    if state["current_call_ctx"] is None:
         versions.reject_unknown("current_call_ctx")
 
     @contextlib.contextmanager
     def entered() -> Iterator[None]:
-        former = state()
-        vars(global_state.GLOBAL_STATE_TRACKER).update(state_of_calls)
+        thread = vars(global_state.GLOBAL_STATE_TRACKER)
+        former = {name: thread.get(name) for name in state}
+        thread.update(state)
         try:
             yield
         finally:
-            vars(global_state.GLOBAL_STATE_TRACKER).update(former)
+            thread.update(former)
 
     return entered
 
@@ -350,10 +333,7 @@ def repeat_calls_on_servers(insist: Callable[[Callable[[], Any]], Any]) -> None:
     """Let the chief's reads and assignments of variables on parameter servers be repeated.
 
     They are made wherever a variable is used: in callbacks and metrics, in saving, in the user's
-    program. Each may be made twice, because none of them adds to a value.
-
-    Args:
-        insist: Makes a call, and repeats it if that is necessary.
+    program. `insist` makes a call, and may repeat it, because none of them adds to a value.
     """
     for name in ("read_variable_op", "assign_variable_op", "var_is_initialized_op"):
         original = getattr(gen_resource_variable_ops, name)

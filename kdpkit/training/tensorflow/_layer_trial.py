@@ -65,14 +65,9 @@ _TEXTS = ("one", "two words", "and three words", "four words of text")
 def try_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Finding:
     """Return whether a layer computes each example by itself.
 
-    The layer is built, and `_patches` installed. Activity regularizers and the statistics of
+    The layer is built, and `_patches` installed. Of the call's tensors only shapes and types are
+    used; all of them have the examples along axis 0. Activity regularizers and the statistics of
     BatchNormalization are left out. Afterwards nothing has changed.
-
-    Args:
-        layer: A layer, or a model that is used as one.
-        args: The arguments of its call. Of tensors only shapes and types are used; all of them have
-            the examples along axis 0.
-        kwargs: Its keyword arguments.
     """
     thread = vars(global_state.GLOBAL_STATE_TRACKER)
     state = {
@@ -98,12 +93,7 @@ def try_layer(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Finding:
 
 
 class Calling(keras.layers.Layer):
-    """A layer that calls a function of tensors, so that it can be tried.
-
-    Args:
-        function: Gets the arguments of the layer's call: nests of tensors, and None.
-        layers: Those that the function calls.
-    """
+    """A layer that calls a function of tensors, with the layers that the function calls."""
 
     def __init__(self, function: Callable, layers: Sequence[keras.layers.Layer] = ()) -> None:
         super().__init__(autocast=False, dtype="float32")

@@ -188,11 +188,7 @@ def _is_made_by_exec(code: Any) -> bool:
 
 
 def is_loss_of_a_library(loss: Any) -> bool:
-    """Return whether a loss and its function are a library's, and compute each example by itself.
-
-    Args:
-        loss: A loss, a function or a name, as `compile` takes it.
-    """
+    """Return whether a loss, as `compile` takes it, is a library's and separates the examples."""
     parts = [part for part in (loss, type(loss), getattr(loss, "fn", None)) if part is not None]
     return not _compares_examples(loss) and all(map(_is_written_by_libraries, parts))
 

@@ -24,13 +24,10 @@ T = TypeVar("T")  # `Sums`, or a nest of tensors to add up
 def over_micro_batches(
     compute: Callable[[Any, Any], T], batch: Any, *, num_examples: Any, micro_batches: int
 ) -> T:
-    """Add up the results of a batch's micro-batches, one after the other; none is empty.
+    """Add up the results of a batch's micro-batches, computed one after the other.
 
-    Args:
-        compute: Computes a micro-batch, of which it also gets the position in the batch.
-        batch: The batch.
-        num_examples: Its number of examples.
-        micro_batches: The number of micro-batches, whose sizes differ by one example at most.
+    Their sizes differ by one example at most, and none is empty. `compute` gets a micro-batch and
+    its position in the batch.
     """
     if micro_batches == 1:
         return compute(batch, 0)

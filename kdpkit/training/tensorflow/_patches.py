@@ -34,13 +34,7 @@ from kdpkit.training.tensorflow._step import current_part, current_step
 
 
 class Patch(NamedTuple):
-    """What is replaced while a model trains on replicas.
-
-    Args:
-        owner: A class or a module.
-        name: The name of its attribute.
-        wrapper: Gets what the attribute was, and the arguments of the call.
-    """
+    """An attribute of a class or module, and a function that gets the original and arguments."""
 
     owner: Any
     name: str
@@ -181,11 +175,7 @@ _users = 0
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Replace what is in the table, until the last user has left.
-
-    Raises:
-        ValueError: This Keras or TensorFlow lacks what is to be replaced.
-    """
+    """Replace what is in the table, until the last user has left."""
     global _users
     with _lock:
         if _users == 0:

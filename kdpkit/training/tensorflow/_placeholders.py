@@ -13,9 +13,7 @@ from kdpkit.training.tensorflow import _global_batches
 def placeholders(spec: Any, num_examples: int | None = None) -> Any:
     """Return Keras' placeholders; of ragged tensors, for which Keras has none, the specification.
 
-    Args:
-        spec: Specifies the dataset's element, perhaps a `Read`.
-        num_examples: Replaces an unknown number of dense examples.
+    An unknown number of dense examples becomes the given one.
     """
 
     def placeholder(spec: tf.TypeSpec) -> Any:

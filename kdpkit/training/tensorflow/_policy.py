@@ -24,12 +24,7 @@ from kdpkit.training.tensorflow._step import Step
 
 
 class Policy:
-    """Decides whether the call of a layer is divided.
-
-    Args:
-        divided: Layers that the user declares as divided.
-        undivided: Layers that the user declares as undivided.
-    """
+    """Decides whether the call of a layer is divided; users declare some as divided, or not."""
 
     def __init__(
         self,

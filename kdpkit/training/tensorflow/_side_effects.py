@@ -33,12 +33,9 @@ _AROUND_FUNCTIONS = types.MethodType | functools.partial | property | staticmeth
 
 
 class Scope(keras.StatelessScope):
-    """The values of a layer's variables, and what its call does with variables and losses.
+    """The state of a layer's variables, and what its call does with variables and losses.
 
-    Args:
-        variables: All of the layer's.
-        state: Their values.
-        free: Those that may be assigned, by their ids.
+    Only the variables in `free`, which has their ids, may be assigned.
     """
 
     def __init__(self, variables: Sequence[Any], state: Sequence[Any], free: Any) -> None:

@@ -64,11 +64,7 @@ def cut(
 ) -> Sequence[Any]:
     """Return the parts of a tensor on their devices; their gradients flow into the tensor's.
 
-    Args:
-        step: The step.
-        tensor: A tensor whose parts are known, or with an entry for each example.
-        split: Which examples each device has, if its parts are not known.
-        channel: A number for what processes exchange.
+    If its parts are not known it has an entry for each example, which the split divides.
     """
     parts, channel = known_parts(step, tensor), channel or step.channel()
     if parts is None:
@@ -140,12 +136,7 @@ def join_output(
 ) -> Any:
     """Join what a layer returns on each device, with its Keras mask and its logits.
 
-    Args:
-        step: The step.
-        split: Which examples each device has.
-        outputs: What it returns on each device.
-        length: The number of entries, if it is known.
-        per_example: The number of entries for each example, if it is known.
+    The number of all entries, and of those for each example, are passed if they are known.
     """
     first = outputs[0]
     if not isinstance(first, tf.Tensor):

@@ -26,9 +26,7 @@ from kdpkit.training.tensorflow._tensor_parts import moved_to
 class PartScope(keras.StatelessScope):
     """What the call of a layer on a part reads, and what it assigns, which nobody else sees.
 
-    Args:
-        part: The part.
-        values: Values of variables by their ids, as the parts of one call share them.
+    All parts of one call share the values of variables, by their ids.
     """
 
     def __init__(self, part: Part, values: dict[int, Any]) -> None:
