@@ -627,7 +627,7 @@ def test_text_raises():
             return np.array(["a", "b"]), Y[:2]
 
     loop = TrainingLoop(net(), optimizer="sgd", loss="mse")
-    with pytest.raises(ValueError, match="gives text, and JAX has numbers alone"):
+    with pytest.raises(ValueError, match="gives text, and JAX has numbers only"):
         loop.fit(Words(), epochs=1)
 
 

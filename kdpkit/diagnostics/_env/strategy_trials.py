@@ -161,7 +161,7 @@ def _trained_on_jax() -> str:
     return experiment.describe(mesh)
 
 
-def _trained(data: Any, strategy: Any, *, jit_compile: bool | str) -> Any:
+def _trained(data: Any, strategy: Any, *, jit_compile: Any) -> Any:
     """Train a small model, both steps in one loop, and return its weights before and after."""
     import keras
     import numpy as np

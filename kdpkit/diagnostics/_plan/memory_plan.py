@@ -235,7 +235,7 @@ def _micro_batches(step: Any, replicas: int) -> list[int]:
         if examples % count == 0 and count >= 2 * counts[-1]:
             counts.append(count)
     try:
-        step.kept(counts[-1], remat=False)
+        step.activations(counts[-1], remat=False)
     except errors.InputError:
         return []  # the loss compares examples, and no batch of it is split
     return counts[1:]

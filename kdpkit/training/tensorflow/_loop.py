@@ -89,12 +89,16 @@ class TensorFlowSteps(Steps):
     # Before the first step: the data, and all variables.
 
     def open(self, dataset: Any, name: str, **steps: int | None) -> Feed:
-        ((argument, num_steps),) = steps.items()
+        ((argument, steps_per_epoch),) = steps.items()
         if isinstance(dataset, keras.utils.PyDataset):
             epochs = _PyDatasetEpochs(dataset)
             epochs.batches = self.open(epochs.batches, name, **steps).batches
             return Feed(
-                name, epochs, wanted=num_steps, length=lambda: dataset.num_batches, end=epochs.end
+                name,
+                epochs,
+                steps_per_epoch=steps_per_epoch,
+                length=lambda: dataset.num_batches,
+                end=epochs.end,
             )
         if not isinstance(dataset, tf.data.Dataset):
             checks.fail(
@@ -103,7 +107,7 @@ class TensorFlowSteps(Steps):
                 remedy="`tf.data.Dataset.from_tensor_slices((x, y)).batch(size)` makes one.",
             )
         _checks.check_batched(name, dataset.element_spec, is_one_length=True)
-        _checks.check_dataset(name, dataset, **{argument: num_steps})
+        _checks.check_dataset(name, dataset, **{argument: steps_per_epoch})
         is_silent = dataset.options().autotune.enabled is None  # about whether tf.data tunes it
         batches = self._distributed(untuned(dataset) if is_silent else dataset, f"`{name}`")
         if not self.model.built and type(self.model).call is not keras.Model.call:
@@ -116,7 +120,7 @@ class TensorFlowSteps(Steps):
             cardinality = int(dataset.cardinality())
             return cardinality if cardinality >= 0 else None
 
-        return Feed(name, batches, wanted=num_steps, length=length)
+        return Feed(name, batches, steps_per_epoch=steps_per_epoch, length=length)
 
     def _distributed(self, dataset: Any, name: str) -> Any:
         return _global_batches.global_batches(self.strategy, dataset, name)
