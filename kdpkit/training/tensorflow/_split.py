@@ -21,6 +21,7 @@ class Split(NamedTuple):
         unborrowed: How many of these are not borrowed.
         length_id: The number of examples if it is known before the step runs, or else an object
             that stands for it. Splits with equal ids have equally many examples.
+        bounds: Begin, end and strides of the slice of all examples, which many joins use.
     """
 
     total: Any
@@ -28,6 +29,7 @@ class Split(NamedTuple):
     counts: Sequence[Any]
     unborrowed: Sequence[Any]
     length_id: object = None
+    bounds: Sequence[Any] = ()
 
 
 def split(total: Any, num_parts: int, local: Sequence[int], length_id: object) -> Split:
@@ -37,7 +39,8 @@ def split(total: Any, num_parts: int, local: Sequence[int], length_id: object) -
         starts = [tf.minimum(index * size, total - borrowed) for index in local]
         unborrowed = [tf.clip_by_value(total - index * size, 0, size) for index in local]
         counts = [tf.maximum(count, borrowed) for count in unborrowed]
-    return Split(total, starts, counts, unborrowed, length_id)
+        bounds = [tf.constant([0]), tf.stack([total]), tf.constant([1])]
+    return Split(total, starts, counts, unborrowed, length_id, bounds)
 
 
 def entries_per_example(tensor: Any, num_examples: Any) -> Any:

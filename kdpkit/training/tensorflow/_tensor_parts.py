@@ -100,7 +100,12 @@ def join(step: Step, parts: Parts, channel: Channel | None = None) -> Any:
         if step.mesh.num_processes > 1:
             size = -(-split.total // step.mesh.num_parts) * len(tensors) * per_example
             joined = gathered(step.mesh, joined, size, channel)
-        joined = joined[: split.total * per_example]  # borrowed examples come last
+        # Borrowed examples come last, and are cut off.
+        if isinstance(per_example, int) and split.bounds:  # one entry for each example
+            begin, end, strides = split.bounds
+            joined = tf.raw_ops.StridedSlice(input=joined, begin=begin, end=end, strides=strides)
+        else:
+            joined = joined[: split.total * per_example]
     if is_differentiable(tensors[0]):
 
         def gradient(upstream: Any) -> Any:
