@@ -340,7 +340,7 @@ def per_example(
     if isinstance(part, keras.Metric):
         _check_counts(part, inputs)
         return
-    from kdpkit.training.tensorflow._law import Calling, Verdict, try_layer
+    from kdpkit.training.tensorflow._layer_trial import Calling, Verdict, try_layer
     from kdpkit.training.tensorflow._patches import installed
 
     kinds = {keras.Layer: "layer", keras.Loss: "loss", object: "function"}

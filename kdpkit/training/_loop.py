@@ -15,7 +15,7 @@ from kdpkit.training._objective import Objective
 from kdpkit.training._steps import Steps
 
 _STEPS = {
-    "tensorflow": ("kdpkit.training.tensorflow._parameter_server", "steps_of"),
+    "tensorflow": ("kdpkit.training.tensorflow._strategies", "steps_of"),
     "jax": ("kdpkit.training.jax._loop", "JaxSteps"),
 }
 

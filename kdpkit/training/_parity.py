@@ -11,7 +11,7 @@ import tensorflow as tf
 from kdpkit import strategies
 from kdpkit._internal import checks, optimizers
 from kdpkit._internal.datasets import untuned, with_private_batches
-from kdpkit.training.tensorflow._law import rounding_unit
+from kdpkit.training.tensorflow._layer_trial import rounding_unit
 
 _TOLERANCE = 1e-5  # relative to the largest change of any weight: the rounding of float32
 _COMPARED_BATCHES = 4

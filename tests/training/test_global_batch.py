@@ -7,7 +7,7 @@ import tensorflow as tf
 from keras import layers, ops
 
 from kdpkit.training import replica_exact
-from kdpkit.training.tensorflow import _libraries
+from kdpkit.training.tensorflow import _library_layers
 
 pytestmark = pytest.mark.tensorflow
 
@@ -24,16 +24,16 @@ class Mixing(layers.Layer):
 
 
 def test_only_layers_of_keras_are_divided_where_a_layer_looks_at_all_examples():
-    assert not _libraries.is_of_a_library(Mixing())
-    assert _libraries.is_of_a_library(layers.Dense(3))
-    assert not _libraries.is_of_a_library(keras.Sequential([layers.Dense(3), Mixing()]))
-    assert _libraries.is_of_a_library(keras.Sequential([layers.Dense(3)]))
+    assert not _library_layers.is_of_a_library(Mixing())
+    assert _library_layers.is_of_a_library(layers.Dense(3))
+    assert not _library_layers.is_of_a_library(keras.Sequential([layers.Dense(3), Mixing()]))
+    assert _library_layers.is_of_a_library(keras.Sequential([layers.Dense(3)]))
 
 
 def test_slices_of_each_example_are_of_a_library_and_others_are_not():
     x = keras.Input((4, 3))
-    assert _libraries.is_of_a_library(keras.Model(x, layers.Dense(3)(x[:, 0])))
-    assert not _libraries.is_of_a_library(keras.Model(x, layers.Dense(3)(x[1:, 0])))
+    assert _library_layers.is_of_a_library(keras.Model(x, layers.Dense(3)(x[:, 0])))
+    assert not _library_layers.is_of_a_library(keras.Model(x, layers.Dense(3)(x[1:, 0])))
 
 
 def attending(axes, *, undivided=False):

@@ -9,8 +9,8 @@ import tensorflow as tf
 from keras import layers, ops
 
 from kdpkit.testing import laws
-from kdpkit.training.tensorflow import _law, _patches
-from kdpkit.training.tensorflow._law import Calling, Verdict, try_layer
+from kdpkit.training.tensorflow import _layer_trial, _patches
+from kdpkit.training.tensorflow._layer_trial import Calling, Verdict, try_layer
 
 pytestmark = pytest.mark.tensorflow
 
@@ -371,7 +371,7 @@ def test_a_model_is_tried_as_a_layer_and_masks_belong_to_examples():
 
 
 def test_a_loop_that_never_ends_is_out(monkeypatch):
-    monkeypatch.setattr(_law, "_SECONDS", 1.0)
+    monkeypatch.setattr(_layer_trial, "_SECONDS", 1.0)
 
     def until_small(self, x):  # noqa: ARG001
         return tf.while_loop(lambda v: ops.any(ops.abs(v) > 1), lambda v: (v - ops.sign(v),), (x,))[
