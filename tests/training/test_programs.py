@@ -9,18 +9,23 @@ import pytest
 from tests.training import programs
 from tests.training.programs import outcomes
 
-MODULES = [
-    importlib.import_module(f"{programs.__name__}.{module.name}")
-    for module in pkgutil.iter_modules(programs.__path__)
-]
-ALL = [program for module in MODULES for program in getattr(module, "PROGRAMS", [])]
+for _module in pkgutil.iter_modules(programs.__path__):
+    importlib.import_module(f"{programs.__name__}.{_module.name}")
+ALL = programs.PROGRAMS
 HERE = [program for program in ALL if keras.backend.backend() in program.backends]
 QUICK = (
     "train_step with its own loss and trackers",
     "a layer that computes loss and accuracy",
     "softmax called logits, and a metric of one's own",
     "a loss of Keras that is a function",
+    "a verdict of evaluate",
+    "one layer in two modes",
+    "an inner step",
+    "a layer in a loop and in a condition",
+    "some of the examples beside all of them",
+    "a step that draws by TensorFlow and by NumPy",
 )
+SLOW_MODULES = ("reported", "steps")
 SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "train_step that clips by the global norm",
     "train_step that divides by the number of replicas",
@@ -31,7 +36,6 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "gradients clipped by norms they reach later",
     "divergence that counts more by step",
     "a mean over the labeled",
-    "free bits of every unit",
     "a threshold of the step's own",
     "a loss in three of four steps",
     "a sum of what is negative, which nothing is at first",
@@ -45,8 +49,12 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a mean over ragged tokens",
     "the same noise for all",
     "a gradient of its own",
-    "layers that a step builds",
     "images cut and mixed in the model",
+    "without examples: compiled by XLA",
+    "without examples: along three axes, transposed",
+    "without examples: in groups, which XLA computes",
+    "without examples: in steps that run eagerly",
+    "handwriting with the CTC loss",
     "tensors that layers keep",
     "the gradient of each example is clipped",
     "a metric that counts calls",
@@ -55,34 +63,27 @@ SLOW = (  # each stands for a kind of its own; the others are for `--exhaustive`
     "a variable that adds up the batch",
     "KerasHub's CLIP",
     "KerasHub's Mixtral",
-    "softmax of large features, compiled by XLA",
-    "a critic that is frozen in the step",
-    "a metric that is reset, and one that is read",
-    "numbers of metrics read and set by hand",
     "the perplexity of KerasHub",
     "attentions that share masked words",
-    "a recurrent layer, compiled by XLA",
-    "a cell with dropout, step by step",
-    "labeled examples cut elsewhere",
-    "eager, and other parts later",
-    "compiled once more in a callback",
-    "halves of a batch normalized apart",
-    "a table looked up in a layer and outside",
 )
-MARKS = {name: [] for name in QUICK} | {name: [pytest.mark.slow] for name in SLOW}
 REPLICAS = [2, *(pytest.param(replicas, marks=pytest.mark.exhaustive) for replicas in (3, 8))]
 
 
+def parameters():
+    for program in HERE:
+        is_slow = program.name in SLOW or program.module in SLOW_MODULES
+        marks = [pytest.mark.slow if is_slow else pytest.mark.exhaustive]
+        yield pytest.param(program, id=program.name, marks=() if program.name in QUICK else marks)
+
+
 @pytest.mark.parametrize("replicas", REPLICAS)
-@pytest.mark.parametrize(
-    "program",
-    [pytest.param(p, id=p.name, marks=MARKS.get(p.name, [pytest.mark.exhaustive])) for p in HERE],
-)
+@pytest.mark.parametrize("program", parameters())
 def test_a_program_trains_as_on_one_device(program, replicas):
-    found = outcomes.outcome(program, replicas)
-    assert found.verdict == "equal", found
+    outcome = outcomes.outcome(program, replicas)
+    assert outcome.verdict == "equal", outcome
 
 
-def test_the_programs_named_here_exist():
-    assert {*MARKS} <= {program.name for program in ALL}
-    assert len(ALL) >= 120
+def test_every_program_has_a_name_and_those_named_here_exist():
+    names = {program.name for program in ALL}
+    assert len(names) == len(ALL) >= 120
+    assert {*QUICK, *SLOW} <= names
