@@ -25,6 +25,7 @@ class Program:
         data: Returns the arguments of `fit`: with an uneven first batch, and an uneven last one.
         backends: Where it runs; a step of its own with `tf.GradientTape` runs on TensorFlow only.
         tolerance: The largest difference of any weight over the largest change of any weight.
+        run: "quick", "slow" if `pytest --all` runs it, or "exhaustive" if it repeats others.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Program:
     data: Callable[[], dict[str, Any]]
     backends: tuple[str, ...] = ("tensorflow", "jax")
     tolerance: float = 1e-5
+    run: str = "exhaustive"
 
 
 PROGRAMS: list[Program] = []
@@ -63,7 +65,7 @@ def images(rows=17, channels=3, seed=0):
     return {"x": x, "y": random.integers(0, 4, rows), "batch_size": 7}
 
 
-def program(name, data=vectors, *, backends=None, tolerance=1e-5, **compiled):
+def program(name, data=vectors, *, backends=None, tolerance=1e-5, run="exhaustive", **compiled):
     """Add what is decorated to `PROGRAMS`: a class of models, or a function that builds one.
 
     Args:
@@ -71,6 +73,7 @@ def program(name, data=vectors, *, backends=None, tolerance=1e-5, **compiled):
         data: Returns the arguments of `fit`.
         backends: TensorFlow only for a class, which has a step of its own, and both for a function.
         tolerance: The program's.
+        run: The program's.
         compiled: What the model of a class is compiled with.
     """
 
@@ -78,7 +81,7 @@ def program(name, data=vectors, *, backends=None, tolerance=1e-5, **compiled):
         is_class = isinstance(build, type)
         where = backends or (("tensorflow",) if is_class else ("tensorflow", "jax"))
         make = (lambda: compile_model(build(), **compiled)) if is_class else build
-        PROGRAMS.append(Program(name, make, data, where, tolerance))
+        PROGRAMS.append(Program(name, make, data, where, tolerance, run))
         return build
 
     return add

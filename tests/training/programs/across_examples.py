@@ -38,19 +38,6 @@ class StepWithLoss(CustomStep):
         return self.function(x, y, self(x, training=True))
 
 
-def ranked_pairs(_, y, logits):
-    scores, labels = logits[:, 0], ops.cast(y, logits.dtype)
-    margins = ops.relu(1.0 - (scores[:, None] - scores[None]))
-    better = ops.cast(labels[:, None] > labels[None], margins.dtype)
-    return ops.sum(margins * better) / (ops.sum(better) + 1.0)
-
-
-def over_labeled(_, y, logits):
-    is_labeled = ops.cast(y >= 0, "float32")
-    losses = is_labeled * cross_entropies(ops.maximum(y, 0), logits)
-    return ops.sum(losses) / ops.maximum(ops.sum(is_labeled), 1e-3)
-
-
 def first_three(x, y, logits):
     is_first = ops.cast(ops.arange(ops.shape(x)[0]) < 3, x.dtype)
     return ops.mean(cross_entropies(y, logits) * is_first)
@@ -69,9 +56,7 @@ LOSSES = {
     "a loss summed by hand": lambda _, y, z: ops.sum(cross_entropies(y, z)),
     "a sum over a constant batch size": of_constant_size,
     "the batch's largest logit": lambda _, y, z: mean_loss(y, z / ops.max(ops.abs(z))),
-    "labels of the neighbour": lambda _, y, z: mean_loss(tf.roll(y, 1, 0), z),
     "neighbors in reverse order": apart_from_neighbors,
-    "pairs of the batch are ranked": ranked_pairs,
     "the first three examples of a batch": first_three,
     "random numbers that Keras draws": (
         lambda _, y, z: mean_loss(y, z + keras.random.normal(ops.shape(z)))
@@ -81,43 +66,10 @@ for _name, _loss in LOSSES.items():
     on_tensorflow(_name, lambda loss=_loss: compile_model(StepWithLoss(loss)))
 
 
-def labeled_at_first():
-    """Return labels of which none of the first seven is missing, and all of the last three."""
-    data = vectors()
-    data["y"][(np.arange(17) % 4 == 3) & (np.arange(17) >= 7) | (np.arange(17) >= 14)] = -1
-    return data
-
-
-on_tensorflow(
-    "a mean over the labeled", lambda: compile_model(StepWithLoss(over_labeled)), labeled_at_first
-)
-
-
 # Steps that go on from a state, or that look at more than the loss.
 
 
-def alike_at_first():
-    data = vectors()
-    data["x"][:7] = data["x"][0]
-    return data
-
-
-@program("a threshold of the step's own", alike_at_first)
-class Threshold(CustomStep):
-    """Counts what is more certain than the batches so far."""
-
-    def __init__(self):
-        super().__init__()
-        self.tau = self.add_weight(shape=(), initializer="zeros", trainable=False)
-
-    def step_loss(self, x, y):
-        logits = self.net(x)
-        certain = ops.max(ops.softmax(logits), axis=1)
-        self.tau.assign(0.1 * self.tau + 0.9 * ops.mean(certain))
-        return ops.mean(ops.cast(certain >= self.tau, "float32") * cross_entropies(y, logits))
-
-
-@program("a loss in three of four steps")
+@program("a loss in three of four steps", run="slow")
 class InTurn(CustomStep):
     """Contrasts the examples in three of four steps."""
 
@@ -139,13 +91,13 @@ class InTurn(CustomStep):
         return logs
 
 
-@program("eager, and another loss later", run_eagerly=True)
+@program("eager, and another loss later", run_eagerly=True, run="slow")
 class Eager(InTurn):
     def contrast(self):
         return ops.cast(self.steps >= 3, "float32")
 
 
-@program("a sum of what is negative, which nothing is at first")
+@program("a sum of what is negative, which nothing is at first", run="slow")
 class NonNegative(CustomStep):
     def __init__(self):
         bias = keras.initializers.Constant(4.0)
@@ -163,7 +115,7 @@ class Memory(layers.Layer):
         return ops.matmul(ops.softmax(ops.matmul(x, ops.transpose(table))), table)
 
 
-@program("a table of as many rows as a batch")
+@program("a table of as many rows as a batch", run="slow")
 class Remembering(CustomStep):
     def __init__(self):
         super().__init__()
@@ -205,7 +157,7 @@ class Switched(CustomStep):
         return tf.reduce_mean(tf.cond(self.hard, weighed, lambda: losses))
 
 
-@program("weights assigned by hand")
+@program("weights assigned by hand", run="slow")
 class AssigningStep(CustomStep):
     def train_step(self, data):
         x, y = data
@@ -238,7 +190,11 @@ class Attention(layers.Layer):
         return self.norm(ops.sum(x * self.scores[..., None], axis=1), training=training)
 
 
-@program("tensors that layers keep", lambda: vectors() | {"x": vectors()["x"][:, None] * np.eye(6)})
+@program(
+    "tensors that layers keep",
+    lambda: vectors() | {"x": vectors()["x"][:, None] * np.eye(6)},
+    run="slow",
+)
 class Attentive(CustomStep):
     """Reads what its attention has kept, and what its own call has."""
 
@@ -257,7 +213,7 @@ class Attentive(CustomStep):
         return loss + 0.1 * self.attention.found["entropy"] + sum(self.attention.history)
 
 
-@program("a step and a call of functions")
+@program("a step and a call of functions", run="slow")
 class OfFunctions(CustomStep):
     """Is a `tf.function`, and so is what it calls, as in old examples."""
 
@@ -451,7 +407,7 @@ LAYERS = {
     "a metric that counts calls": (lambda: classifier(_hidden, metrics=[Calls()])(), vectors),
 }
 for _name, (_build, _data) in LAYERS.items():
-    on_tensorflow(_name, _build, _data)
+    on_tensorflow(_name, _build, _data, run="slow")
 
 
 # Examples of different lengths: texts, ragged and sparse tensors.
@@ -472,7 +428,7 @@ def classify_texts():
     return compile_model(keras.Model(words, layers.Dense(3)(pooled)), loss=mean_loss)
 
 
-on_tensorflow("texts padded to the longest", classify_texts, texts)
+on_tensorflow("texts padded to the longest", classify_texts, texts, run="slow")
 
 
 def ragged():
@@ -481,7 +437,7 @@ def ragged():
     return {"x": tf.data.Dataset.from_tensor_slices((x, vectors()["y"])).batch(7)}
 
 
-@program("a mean over ragged tokens", ragged)
+@program("a mean over ragged tokens", ragged, run="slow")
 class OfTokens(CustomStep):
     def __init__(self):
         embedding = layers.Embedding(14, 4)

@@ -1,11 +1,10 @@
 """Generative models: autoencoders, adversaries, diffusion."""
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
-from tests.training.programs import CustomStep, images, network, program, unlabeled
+from tests.training.programs import CustomStep, images, program
 
 
 def gray_images():
@@ -63,105 +62,6 @@ class VAE(keras.Model):
         return {tracker.name: tracker.result() for tracker in self.trackers}
 
 
-class Divergence(Sampling):
-    """Adds the divergence of codes to the loss, too."""
-
-    def call(self, inputs):
-        self.add_loss(ops.mean(code_divergence(*inputs)))
-        return super().call(inputs)
-
-
-@program("variational autoencoder of layers", lambda: unlabeled() | {"y": unlabeled()["x"]})
-def vae_of_layers():
-    features = keras.Input((6,))
-    x = layers.Dense(16, activation="relu")(features)
-    code = Divergence()([layers.Dense(3)(x), layers.Dense(3)(x)])
-    model = keras.Model(features, layers.Dense(6)(layers.Dense(16, activation="relu")(code)))
-    model.compile(keras.optimizers.Adam(1e-3), keras.losses.MeanSquaredError())
-    return model
-
-
-@program("divergence that counts more by step", unlabeled, optimizer="adam")
-class Annealing(CustomStep):
-    """A variational autoencoder without noise, whose divergence is a sum."""
-
-    def __init__(self):
-        super().__init__(network(4))
-        self.decoder = network(6, inputs=2)
-
-    def step_loss(self, x):
-        weight = 1e-2 * ops.minimum(ops.cast(self.optimizer.iterations, "float32") / 4.0, 1.0)
-        mean, log_var = ops.split(self.net(x), 2, axis=-1)
-        error = ops.mean(ops.square(self.decoder(mean) - x))
-        return error + weight * ops.sum(code_divergence(mean, log_var))
-
-
-class VectorQuantizer(layers.Layer):
-    def __init__(self, count=6, width=4, beta=0.25):
-        super().__init__()
-        self.count, self.width, self.beta = count, width, beta
-
-    def build(self, _):
-        shape = (self.width, self.count)
-        self.embeddings = self.add_weight(shape=shape, initializer="random_uniform")
-
-    def call(self, x):
-        flat = ops.reshape(x, (-1, self.width))
-        distances = (
-            ops.sum(flat**2, axis=1, keepdims=True)
-            + ops.sum(ops.square(self.embeddings), axis=0)
-            - 2 * ops.matmul(flat, self.embeddings)
-        )
-        encodings = ops.one_hot(ops.argmin(distances, axis=1), self.count, dtype=x.dtype)
-        quantized = ops.matmul(encodings, ops.transpose(self.embeddings))
-        quantized = ops.reshape(quantized, ops.shape(x))
-        commitment_loss = ops.mean((ops.stop_gradient(quantized) - x) ** 2)
-        codebook_loss = ops.mean((quantized - ops.stop_gradient(x)) ** 2)
-        self.add_loss(self.beta * commitment_loss + codebook_loss)
-        return x + ops.stop_gradient(quantized - x)
-
-
-@program("vector-quantized autoencoder", gray_images, optimizer="adam")
-class VQVAE(CustomStep):
-    def __init__(self):
-        pixels = keras.Input((8, 8, 1))
-        x = layers.Conv2D(4, 3, strides=2, activation="relu", padding="same")(pixels)
-        x = VectorQuantizer()(layers.Conv2D(4, 1)(x))
-        x = layers.Conv2DTranspose(1, 3, strides=2, padding="same")(x)
-        super().__init__(keras.Model(pixels, x))
-
-    def step_loss(self, x):
-        return ops.mean((x - self.net(x)) ** 2) / 0.08 + sum(self.net.losses)
-
-
-@program("a codebook of moving averages", unlabeled, optimizer="adam")
-class Codebook(CustomStep):
-    """A quantizing autoencoder whose codes are moving averages of what is assigned to them."""
-
-    def __init__(self, codes=5):
-        super().__init__()
-        self.decoder = network(6, inputs=3)
-        start = np.random.default_rng(3).normal(size=(codes, 3)).astype("float32")
-        self.codes = tf.Variable(start, trainable=False)
-        self.counts = tf.Variable(tf.ones(codes), trainable=False)
-        self.sums = tf.Variable(start, trainable=False)
-
-    def train_step(self, x):
-        with tf.GradientTape() as tape:
-            encoded = self.net(x)
-            distances = tf.reduce_sum((encoded[:, None] - self.codes[None]) ** 2, axis=-1)
-            member = tf.one_hot(tf.argmin(distances, axis=-1), self.codes.shape[0])
-            quantized = tf.matmul(member, self.codes)
-            passed = encoded + tf.stop_gradient(quantized - encoded)
-            commitment = tf.reduce_mean((encoded - tf.stop_gradient(quantized)) ** 2)
-            loss = tf.reduce_mean((self.decoder(passed) - x) ** 2) + 0.25 * commitment
-        self.update(tape, loss)
-        self.counts.assign(0.9 * self.counts + 0.1 * tf.reduce_sum(member, axis=0))
-        self.sums.assign(0.9 * self.sums + 0.1 * tf.matmul(member, encoded, transpose_a=True))
-        self.codes.assign(self.sums / self.counts[:, None])
-        return {"loss": loss}
-
-
 def discriminator():
     stack = [keras.Input((8, 8, 1)), layers.Conv2D(4, 3, strides=2, padding="same")]
     stack += [layers.LeakyReLU(0.2), layers.Dropout(0.3), layers.Flatten(), layers.Dense(1)]
@@ -213,9 +113,9 @@ class GAN(keras.Model):
         self.d_optimizer.apply_gradients(zip(tape.gradient(d_loss, weights), weights, strict=True))
 
         noise = keras.random.normal((batch_size, self.latent_dim), seed=self.seed_generator)
-        misleading = ops.zeros((batch_size, 1))
         with tf.GradientTape() as tape:
-            g_loss = self.loss_fn(misleading, self.discriminator(self.generator(noise)))
+            predictions = self.discriminator(self.generator(noise))
+            g_loss = self.loss_fn(ops.zeros_like(predictions), predictions)
         weights = self.generator.trainable_weights
         self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, weights), weights, strict=True))
         self.d_loss_metric.update_state(d_loss)
@@ -223,7 +123,7 @@ class GAN(keras.Model):
         return {"d_loss": self.d_loss_metric.result(), "g_loss": self.g_loss_metric.result()}
 
 
-@program("adversaries", gray_images, backends=("tensorflow",))
+@program("adversaries", gray_images, backends=("tensorflow",), run="slow")
 def gan():
     model, adam = GAN(), keras.optimizers.Adam
     model.compile(adam(3e-4), adam(3e-4), keras.losses.BinaryCrossentropy(from_logits=True))
@@ -268,53 +168,6 @@ class WGAN(CustomStep):
             loss = -ops.mean(self.critic(self.generated(real), training=True))
         self.update(tape, loss, self.net.trainable_variables)
         return {"critic": critic_loss, "loss": loss}
-
-
-def two_kinds_of_images():
-    x = gray_images()["x"]
-    return {"x": x, "y": x[::-1] ** 2, "batch_size": 7}
-
-
-def translator():
-    return keras.Sequential(
-        [
-            keras.Input((8, 8, 1)),
-            layers.Conv2D(4, 3, padding="same", activation="relu"),
-            layers.GroupNormalization(groups=-1),
-            layers.Conv2D(1, 3, padding="same", activation="tanh"),
-        ]
-    )
-
-
-@program("translation of images by cycles", two_kinds_of_images, optimizer="adam")
-class CycleGAN(CustomStep):
-    """Two generators, two critics and four optimizers under one tape."""
-
-    def __init__(self):
-        super().__init__(translator())
-        self.back, self.critic_x, self.critic_y = translator(), discriminator(), discriminator()
-        self.others = [keras.optimizers.Adam(2e-4, beta_1=0.5) for _ in range(3)]
-
-    def train_step(self, batch):
-        x, y = batch
-        square, absolute = keras.losses.MeanSquaredError(), keras.losses.MeanAbsoluteError()
-        with tf.GradientTape(persistent=True) as tape:
-            fake_y, fake_x = self.net(x, training=True), self.back(y, training=True)
-            real_scores = self.critic_x(x, training=True), self.critic_y(y, training=True)
-            fake_scores = self.critic_x(fake_x, training=True), self.critic_y(fake_y, training=True)
-            of_x, of_y = (
-                square(ops.ones_like(real), real) + square(ops.zeros_like(fake), fake)
-                for real, fake in zip(real_scores, fake_scores, strict=True)
-            )
-            forth = square(ops.ones_like(fake_scores[1]), fake_scores[1])
-            forth += 10.0 * absolute(y, self.net(fake_x, training=True))
-            back = square(ops.ones_like(fake_scores[0]), fake_scores[0])
-            back += 10.0 * absolute(x, self.back(fake_y, training=True))
-        self.update(tape, forth, self.net.trainable_variables)
-        parts = (self.back, back), (self.critic_x, of_x), (self.critic_y, of_y)
-        for optimizer, (model, loss) in zip(self.others, parts, strict=True):
-            self.update(tape, loss, model.trainable_variables, optimizer)
-        return {"forth": forth, "back": back, "x": of_x, "y": of_y}
 
 
 class Diffusion(keras.Model):
@@ -364,7 +217,7 @@ class Diffusion(keras.Model):
         return {m.name: m.result() for m in self.metrics}
 
 
-@program("denoising diffusion", gray_images, backends=("tensorflow",))
+@program("denoising diffusion", gray_images, backends=("tensorflow",), run="slow")
 def diffusion():
     model = Diffusion()
     model.normalizer.adapt(gray_images()["x"])

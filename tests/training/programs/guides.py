@@ -41,39 +41,6 @@ program("built-in training with dropout and batch statistics")(
 )
 
 
-def tickets():
-    random = np.random.default_rng(0)
-    texts = {name: random.integers(0, 20, (17, size)) for name, size in (("title", 6), ("body", 9))}
-    x = texts | {"tags": random.integers(0, 2, (17, 5)).astype("float32")}
-    departments = np.eye(3, dtype="float32")[random.integers(0, 3, 17)]
-    y = {"priority": random.uniform(size=(17, 1)), "department": departments}
-    return {"x": x, "y": y, "batch_size": 7}
-
-
-@program("texts and tags to two outputs with loss_weights", tickets)
-def rank_tickets():
-    """Rank support tickets and route them, from two texts and some tags."""
-    title = keras.Input((None,), name="title", dtype="int32")
-    body = keras.Input((None,), name="body", dtype="int32")
-    tags = keras.Input((5,), name="tags")
-    title_features = layers.LSTM(8)(layers.Embedding(20, 8)(title))
-    body_features = layers.LSTM(4)(layers.Embedding(20, 8)(body))
-    x = layers.concatenate([title_features, body_features, tags])
-    priority = layers.Dense(1, name="priority")(x)
-    department = layers.Dense(3, name="department")(x)
-    model = keras.Model([title, body, tags], {"priority": priority, "department": department})
-    model.compile(
-        optimizer=keras.optimizers.RMSprop(1e-3),
-        loss={
-            "priority": keras.losses.BinaryCrossentropy(from_logits=True),
-            "department": keras.losses.CategoricalCrossentropy(from_logits=True),
-        },
-        loss_weights={"priority": 1.0, "department": 0.2},
-        metrics={"priority": ["mae"], "department": ["categorical_accuracy"]},
-    )
-    return model
-
-
 class SummedActivity(layers.Layer):
     def call(self, inputs):
         self.add_loss(1e-2 * ops.sum(ops.square(inputs)))
@@ -103,7 +70,7 @@ def inputs_and_targets():
 
 
 # On JAX stock Keras cannot update a layer's metric in a step, on one device either.
-@program("a layer that computes loss and accuracy", inputs_and_targets, **TENSORFLOW)
+@program("a layer that computes loss and accuracy", inputs_and_targets, **TENSORFLOW, run="quick")
 def with_endpoint():
     inputs, targets = keras.Input((6,), name="inputs"), keras.Input((10,), name="targets")
     predictions = LogisticEndpoint(name="predictions")(targets, layers.Dense(10)(inputs))
@@ -138,7 +105,7 @@ class LowLevelModel(keras.Model):
         return [self.loss_tracker, self.mae_metric]
 
 
-@program("train_step with its own loss and trackers", numbers, **TENSORFLOW)
+@program("train_step with its own loss and trackers", numbers, **TENSORFLOW, run="quick")
 def low_level():
     inputs = keras.Input((6,))
     return compile_model(LowLevelModel(inputs, layers.Dense(1)(inputs)), "adam")
@@ -160,14 +127,16 @@ class AverageLoss(Regression):
         )
 
 
-@program("train_step that divides by the number of replicas", numbers, optimizer="adam")
+@program("train_step that divides by the number of replicas", numbers, optimizer="adam", run="slow")
 class DividedLoss(Regression):
     def step_loss(self, x, y):
         loss = ops.mean(keras.losses.mean_squared_error(y, self(x)))
         return loss / tf.distribute.get_strategy().num_replicas_in_sync
 
 
-@program("train_step that clips by the global norm", numbers, loss="mse", metrics=["mae"])
+@program(
+    "train_step that clips by the global norm", numbers, loss="mse", metrics=["mae"], run="slow"
+)
 class ClippedByGlobalNorm(Regression):
     def train_step(self, data):
         x, y = data
@@ -207,14 +176,6 @@ class CategoricalTruePositives(keras.metrics.Metric):
 def counting():
     """Labels have no second axis, as in the guide: they are broadcast."""
     return multilayer(metrics=[CategoricalTruePositives()])()
-
-
-@program("a loss function that returns one number", one_hot)
-def with_one_number():
-    def loss(y_true, y_pred):
-        return ops.mean(ops.square(y_true - y_pred)) + 0.1 * ops.mean(ops.square(0.5 - y_pred))
-
-    return multilayer(loss=loss, optimizer="adam", metrics=["accuracy"])()
 
 
 class GCRMSprop(keras.optimizers.RMSprop):

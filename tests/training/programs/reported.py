@@ -8,17 +8,20 @@ import numpy as np
 import tensorflow as tf
 from keras import layers, ops
 
+from tests.training import programs
 from tests.training.programs import (
     CustomStep,
     classifier,
     compile_model,
     cross_entropies,
     network,
-    on_tensorflow,
-    program,
     sgd,
     vectors,
 )
+from tests.training.programs.steps import TwoLayers
+
+on_tensorflow = functools.partial(programs.on_tensorflow, run="slow")
+program = functools.partial(programs.program, run="slow")
 
 
 def numbers(axes=2):
@@ -37,21 +40,11 @@ def regression(loss="mse", **settings):
     return lambda: compile_model(network(1), loss=loss() if callable(loss) else loss, **settings)
 
 
-class TwoParts(CustomStep):
+class TwoParts(TwoLayers):
     """A classifier whose features and whose last layer are apart."""
 
-    def __init__(self, features=4):
-        super().__init__(layers.Dense(3))
-        self.features = layers.Dense(features, "tanh")
-        self.build((None, 6))
-
-    def build(self, shape):
-        self.features.build(shape)
-        self.net.build((None, self.features.units))
-        self.built = True
-
-    def call(self, x, training=False):  # noqa: ARG002  # Keras' arguments
-        return self.net(self.features(x))
+    def step_loss(self, x, y):
+        return mean_loss(y, self(x))
 
 
 # Losses and metrics.
@@ -61,7 +54,7 @@ def confidence(_, y_pred):
     return ops.mean(ops.max(y_pred, -1))
 
 
-@program("softmax called logits, and a metric of one's own", backends=("tensorflow",))
+@program("softmax called logits, and a metric of one's own", run="quick", backends=("tensorflow",))
 def softmax_called_logits():
     model = keras.Sequential([network(5), layers.Dense(3, "softmax")])
     return compile_model(model, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
@@ -79,7 +72,12 @@ def softmax_of_large_features():
     return compile_model(model, optimizer, loss, metrics=[confidence], jit_compile=True)
 
 
-on_tensorflow("a loss of Keras that is a function", regression(lambda: keras.losses.mse), numbers)
+on_tensorflow(
+    "a loss of Keras that is a function",
+    regression(lambda: keras.losses.mean_squared_error),
+    numbers,
+    run="quick",
+)
 
 
 @functools.wraps(keras.losses.sparse_categorical_crossentropy)
@@ -202,8 +200,7 @@ class BatchAccuracy(CustomStep):
 class MetricsByHand(TwoParts):
     """Reads, halves and adds to the numbers of its metrics."""
 
-    def __init__(self):
-        super().__init__()
+    def prepare(self):
         self.accuracy = keras.metrics.SparseCategoricalAccuracy()
         self.average = keras.metrics.Mean()
         self.largest, self.used = keras.metrics.Mean(), keras.metrics.Sum()
@@ -214,10 +211,8 @@ class MetricsByHand(TwoParts):
             number.assign(0.5 * number)
         loss = mean_loss(y, logits) * (1.0 + accuracy.total / (accuracy.count + 1.0))
         accuracy.update_state(y, logits, sample_weight=0.5)
-        self.used.update_state(self.features(x), sample_weight=0.5)
-        self.largest.update_state(
-            self.features(x), sample_weight=ops.cast(ops.shape(y)[0], "float32")
-        )
+        self.used.update_state(self.body(x), sample_weight=0.5)
+        self.largest.update_state(self.body(x), sample_weight=ops.cast(ops.shape(y)[0], "float32"))
         average.total.assign_add(loss)
         average.count.assign_add(1.0)
         return loss
@@ -258,12 +253,12 @@ class Tracking(CustomStep):
 class BagAttention(TwoParts):
     """Weighs the examples by a softmax over the batch."""
 
-    def __init__(self):
-        super().__init__()
+    def prepare(self):
         self.score, self.softmax = layers.Dense(1), layers.Activation("softmax")
+        self.score.build((None, 8))
 
     def step_loss(self, x, y):
-        features = self.features(x)
+        features = self.body(x)
         weights = self.softmax(self.score(features)[:, 0])
         pooled = ops.sum(weights[:, None] * features, axis=0, keepdims=True)
         return mean_loss(y, self.net(features)) + ops.mean(ops.square(self.net(pooled)))
@@ -273,8 +268,8 @@ class BagAttention(TwoParts):
 class Endpoints(TwoParts):
     """Keeps its layers' outputs, by name, for the loss."""
 
-    def call(self, x, training=False):  # noqa: ARG002  # Keras' arguments
-        features = self.features(x)
+    def call(self, x, training=None):  # noqa: ARG002  # Keras' arguments
+        features = self.body(x)
         self.endpoints = [("features", features), ("none", None)]
         return self.net(features)
 
@@ -313,15 +308,14 @@ class Tap(layers.Layer):
 class CellsByHand(TwoParts):
     """Calls a recurrent cell with dropout step by step, as a decoder with attention does."""
 
-    def __init__(self):
-        super().__init__()
-        self.cell = layers.GRUCell(4, dropout=0.4, recurrent_dropout=0.2, seed=3)
+    def prepare(self):
+        self.cell = layers.GRUCell(8, dropout=0.4, recurrent_dropout=0.2, seed=3)
         self.cell.build((None, 3))
 
     def step_loss(self, x, y):
         self.cell.reset_dropout_mask()
         self.cell.reset_recurrent_dropout_mask()
-        state = self.features(x)
+        state = self.body(x)
         for part in (x[:, :3], x[:, 3:]):
             _, (state,) = self.cell(part, [state], training=True)
         return mean_loss(y, self.net(state))
@@ -387,16 +381,15 @@ class Toggled(layers.Layer):
 class SwitchesFlag(TwoParts):
     """Calls a layer twice, and moves its center once."""
 
-    def __init__(self):
-        super().__init__()
+    def prepare(self):
         self.centered = Toggled()
-        self.centered.build((None, 4))
+        self.centered.build((None, 8))
 
     def step_loss(self, x, y):
         self.centered.moves = True
-        features = self.centered(self.features(x))
+        features = self.centered(self.body(x))
         self.centered.moves = False
-        again = self.centered(self.features(x * 1.1))
+        again = self.centered(self.body(x * 1.1))
         return mean_loss(y, self.net(features)) + ops.mean(ops.square(features - again))
 
 
@@ -431,7 +424,7 @@ class Mixed(layers.Layer):
         return x + x[::-1] if mix else x * 1.0
 
 
-@program("one layer in two modes")
+@program("one layer in two modes", run="quick")
 class TwoModes(CustomStep):
     def __init__(self):
         super().__init__()
@@ -535,6 +528,7 @@ on_tensorflow(
 on_tensorflow(
     "a verdict of evaluate",
     lambda: compile_model(EvaluatedFirst([Centered(), layers.Dense(3)]), loss=mean_loss),
+    run="quick",
 )
 
 
@@ -545,8 +539,7 @@ on_tensorflow(
 class FrozenCritic(TwoParts):
     """Trains the head and clips it, then freezes it and trains what is below against it."""
 
-    def __init__(self):
-        super().__init__()
+    def prepare(self):
         self.critic_optimizer = sgd()
 
     def train_step(self, data):
@@ -626,7 +619,7 @@ class Saliency(TwoParts):
     """Takes the gradient of what a layer returns by what a layer before it returned."""
 
     def step_loss(self, x, y):
-        features = self.features(x)
+        features = self.body(x)
         with tf.GradientTape() as inner:
             inner.watch(features)
             scores = self.net(features)
@@ -634,7 +627,7 @@ class Saliency(TwoParts):
         return mean_loss(y, scores + self.net(used))
 
 
-@program("an inner step")
+@program("an inner step", run="quick")
 class InnerStep(CustomStep):
     """Learns to learn: the outer gradient flows through weights of an inner step."""
 
@@ -687,19 +680,9 @@ def outside_of_the_scope():
         return tf.Variable(1.0)
 
 
-scaled(
-    "a generator of TensorFlow's",
-    lambda own, _: tf.reduce_mean(own.held.uniform([3])),
-    lambda: tf.random.Generator.from_seed(1),
-)
-scaled("numbers of TensorFlow", lambda own, x: tf.norm(own(x)) * tf.random.uniform([]))
-scaled("numbers of NumPy", drawn_by_numpy)
 scaled("numbers of NumPy, eagerly", drawn_by_numpy, run_eagerly=True)
 scaled("numbers that a function of Python draws", drawn_by_python)
-scaled(
-    "gradients of a graph",
-    lambda own, x: tf.reduce_mean(tf.gradients(own(x), [own.net.layers[0].kernel.value])[0]),
-)
+scaled("a loss that counts by step", lambda own, _: ops.cast(own.optimizer.iterations, "float32"))
 scaled("what replicas add up", summed_over_replicas)
 scaled(
     "a variable of nobody's scope",

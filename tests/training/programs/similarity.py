@@ -44,63 +44,6 @@ def labels_of_pairs(similarities):
     return ops.arange(ops.shape(similarities)[0])
 
 
-class SimCLR(keras.Model):
-    """Contrastive pretraining with a linear probe beside it."""
-
-    def __init__(self):
-        super().__init__()
-        self.augmenter, self.encoder = augmenter(), encoder()
-        self.projection_head, self.linear_probe = network(8, inputs=8), network(4, inputs=8)
-
-    def compile(self, contrastive_optimizer, probe_optimizer, **kwargs):
-        super().compile(**kwargs)
-        self.contrastive_optimizer = contrastive_optimizer
-        self.probe_optimizer = probe_optimizer
-        self.probe_loss = sparse_cross_entropy()
-        self.contrastive_loss_tracker = keras.metrics.Mean(name="c_loss")
-        self.probe_accuracy = keras.metrics.SparseCategoricalAccuracy(name="p_acc")
-
-    @property
-    def metrics(self):
-        return [self.contrastive_loss_tracker, self.probe_accuracy]
-
-    def contrastive_loss(self, projections_1, projections_2):
-        projections_1 = ops.normalize(projections_1, axis=1)
-        projections_2 = ops.normalize(projections_2, axis=1)
-        similarities = ops.matmul(projections_1, ops.transpose(projections_2)) / 0.1
-        labels = labels_of_pairs(similarities)
-        loss_1_2 = cross_entropies(labels, similarities)
-        loss_2_1 = cross_entropies(labels, ops.transpose(similarities))
-        return ops.mean(loss_1_2 + loss_2_1) / 2
-
-    def train_step(self, data):
-        images, labels = data
-        with tf.GradientTape() as tape:
-            views = [self.augmenter(images, training=True) for _ in range(2)]
-            features = [self.encoder(view, training=True) for view in views]
-            loss = self.contrastive_loss(*map(self.projection_head, features))
-        weights = self.encoder.trainable_weights + self.projection_head.trainable_weights
-        gradients = tape.gradient(loss, weights)
-        self.contrastive_optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        self.contrastive_loss_tracker.update_state(loss)
-
-        with tf.GradientTape() as tape:
-            class_logits = self.linear_probe(self.encoder(images, training=False), training=True)
-            probe_loss = self.probe_loss(labels, class_logits)
-        weights = self.linear_probe.trainable_weights
-        gradients = tape.gradient(probe_loss, weights)
-        self.probe_optimizer.apply_gradients(zip(gradients, weights, strict=True))
-        self.probe_accuracy.update_state(labels, class_logits)
-        return {m.name: m.result() for m in self.metrics}
-
-
-@program("SimCLR with a linear probe", images, backends=("tensorflow",))
-def simclr():
-    model = SimCLR()
-    model.compile(keras.optimizers.Adam(), keras.optimizers.Adam())
-    return model
-
-
 @program("SimSiam", lambda: {"x": images()["x"], "batch_size": 7})
 class SimSiam(CustomStep):
     def __init__(self):
@@ -240,6 +183,7 @@ class EmbeddingModel(keras.Model):
     "metric learning from anchors and positives",
     lambda: {"x": AnchorPositivePairs()},
     backends=("tensorflow",),
+    run="slow",
 )
 def metric_learning():
     inputs = keras.Input((8, 8, 3))
@@ -261,30 +205,6 @@ def copy_of(net):
 def follow(slow, fast, rate):
     for one, other in zip(slow.weights, fast.weights, strict=True):
         one.assign((1 - rate) * one + rate * other)
-
-
-@program("BYOL with a moving average", unlabeled, optimizer="adam")
-class BYOL(CustomStep):
-    """An online network predicts what a slow copy of it makes of another view."""
-
-    def __init__(self):
-        super().__init__(network(4))
-        self.target, self.predictor = copy_of(self.net), network(4, inputs=4)
-        self.noise = layers.GaussianNoise(0.1)
-
-    def step_loss(self, x):
-        one, two = self.noise(x, training=True), self.noise(x, training=True)
-        loss = 0.0
-        for view, other in ((one, two), (two, one)):
-            predicted = tf.math.l2_normalize(self.predictor(self.net(view)), axis=-1)
-            target = tf.math.l2_normalize(self.target(other), axis=-1)
-            loss += tf.reduce_mean(2 - 2 * tf.reduce_sum(predicted * target, axis=-1))
-        return loss
-
-    def train_step(self, x):
-        logs = super().train_step(x)
-        follow(self.target, self.net, 0.1)
-        return logs
 
 
 @program("MoCo with a queue", unlabeled, optimizer="adam")

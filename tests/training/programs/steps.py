@@ -50,8 +50,8 @@ class TwoLayers(CustomStep):
         return super().train_step(data)
 
 
-def steps(name):
-    """Add a class of steps to the programs, built before it is compiled; see `program`."""
+def steps(name, run="slow"):
+    """Add a class of steps to the programs, whose optimizer is built before it trains."""
 
     def add(kind):
         def build():
@@ -59,7 +59,7 @@ def steps(name):
             model.optimizer.build(model.trainable_variables)
             return model
 
-        on_tensorflow(name, build, several_numbers)
+        on_tensorflow(name, build, several_numbers, run=run)
         return kind
 
     return add
@@ -73,7 +73,7 @@ class Counting(TwoLayers):
         return float(self.traces) * super().step_loss(x, y)
 
 
-@steps("a step that draws by TensorFlow and by NumPy")
+@steps("a step that draws by TensorFlow and by NumPy", run="quick")
 class Drawing(TwoLayers):
     def prepare(self):
         self.generator = tf.random.Generator.from_seed(3)
@@ -100,7 +100,7 @@ class Penalized(TwoLayers):
         return tf.reduce_mean((predicted - y) ** 2) + 0.2 * tf.reduce_mean(slope**2)
 
 
-@steps("a layer in a loop and in a condition")
+@steps("a layer in a loop and in a condition", run="quick")
 class Looping(TwoLayers):
     def step_loss(self, x, y):
         def again(index, h):
@@ -172,7 +172,7 @@ class Pair(layers.Layer):
         return self.dense(a), self.dense(b)
 
 
-@steps("some of the examples beside all of them")
+@steps("some of the examples beside all of them", run="quick")
 class OtherLengths(TwoLayers):
     def prepare(self):
         self.pair = Pair()
@@ -196,10 +196,14 @@ class SizeOfOutputs(TwoLayers):
         return super().step_loss(x, y) + tf.reduce_mean(contrast)
 
 
-program("the number of examples from an output of a static size", of_a_static_size)(SizeOfOutputs)
+program("the number of examples from an output of a static size", of_a_static_size, run="slow")(
+    SizeOfOutputs
+)
 
 
-@program("parts of the model, and a layer that it does not call", several_numbers, loss="mse")
+@program(
+    "parts of the model, and a layer that it does not call", several_numbers, run="slow", loss="mse"
+)
 class PartsOfTheModel(TwoLayers):
     """Trains a layer that `call` does not use, and not all that it uses."""
 
@@ -237,4 +241,4 @@ def autoencoder():
     return compile_model(model, loss="mse")
 
 
-on_tensorflow("a model that adds a loss in `call`", autoencoder, several_numbers)
+on_tensorflow("a model that adds a loss in `call`", autoencoder, several_numbers, run="slow")

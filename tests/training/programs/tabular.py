@@ -41,20 +41,6 @@ program("recommender with a product over the batch", ratings)(
 )
 
 
-@program("matrix factorization", ratings)
-def factorization():
-    inputs = keras.Input((2,))
-    user, movie = inputs[:, :1], inputs[:, 1:]
-    vectors, biases = (
-        [layers.Flatten()(layers.Embedding(USERS, width)(user)),
-         layers.Flatten()(layers.Embedding(MOVIES, width)(movie))]
-        for width in (4, 1)
-    )  # fmt: skip
-    x = layers.Add()([layers.Dot(axes=1)(vectors), *biases])
-    model = keras.Model(inputs, layers.Dense(1)(x))
-    return compile_model(model, lambda: keras.optimizers.Adagrad(0.1), "mse", metrics=["mae"])
-
-
 def patients():
     random = np.random.default_rng(0)
     return {
@@ -110,17 +96,3 @@ def on_encoded():
     loss = keras.losses.BinaryCrossentropy(from_logits=True)
     metrics = [keras.metrics.BinaryAccuracy(threshold=0.0)]
     return compile_model(model, "adam", loss, metrics=metrics)
-
-
-def climate():
-    series = np.random.default_rng(0).normal(size=(24, 3)).astype("float32").cumsum(axis=0)
-    dataset = keras.utils.timeseries_dataset_from_array(
-        series[:-1], series[6:, 1], sequence_length=6, sampling_rate=1, batch_size=7
-    )
-    return {"x": dataset}
-
-
-@program("forecasting", climate)
-def forecaster():
-    model = keras.Sequential([keras.Input((6, 3)), layers.LSTM(8), layers.Dense(1)])
-    return compile_model(model, "adam", "mse")

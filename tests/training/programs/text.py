@@ -6,7 +6,6 @@ import numpy as np
 from keras import layers, ops
 
 from tests.training.programs import (
-    CustomStep,
     compile_model,
     cross_entropies,
     program,
@@ -82,31 +81,6 @@ program("masked language model with sample weights", masked_tokens)(
         weighted_metrics=["accuracy"],
     )
 )
-
-
-@program(
-    "masked language model with an unreduced loss in its own step", masked_tokens, optimizer="adam"
-)
-class MaskedLanguageModel(CustomStep):
-    """Has a loss for each token, and a tracker of them."""
-
-    def __init__(self):
-        super().__init__(masked_language_model())
-        self.loss_fn = keras.losses.SparseCategoricalCrossentropy(reduction=None)
-        self.loss_tracker = keras.metrics.Mean(name="loss")
-
-    @property
-    def metrics(self):
-        return [self.loss_tracker]
-
-    def step_loss(self, x, y, sample_weight):
-        loss = self.loss_fn(y, self(x, training=True), sample_weight=sample_weight)
-        self.loss_tracker.update_state(loss, sample_weight=sample_weight)
-        return loss
-
-    def train_step(self, data):
-        super().train_step(data)
-        return {"loss": self.loss_tracker.result()}
 
 
 class TransformerDecoder(layers.Layer):
@@ -249,7 +223,7 @@ def written_words():
     return {"x": data["image"], "y": data["label"].astype("int32") + 1, "batch_size": 7}
 
 
-@program("handwriting with the CTC loss", written_words)
+@program("handwriting with the CTC loss", written_words, run="slow")
 def handwriting():
     image = keras.Input((8, 8, 1), name="image")
     model = keras.Model(image, characters_of_image(image))
@@ -282,7 +256,7 @@ def images_and_texts():
     return {"x": {"images": images, "token_ids": texts}, "batch_size": 7}
 
 
-@program("KerasHub's CLIP", images_and_texts)
+@program("KerasHub's CLIP", images_and_texts, run="slow")
 def clip():
     size = {"hidden_dim": 8, "num_layers": 1, "num_heads": 2, "intermediate_dim": 8}
     models = keras_hub.models
@@ -300,7 +274,7 @@ def next_tokens():
     return {"x": x, "y": tokens[:, 1:], "batch_size": 7}
 
 
-@program("KerasHub's Mixtral", next_tokens)
+@program("KerasHub's Mixtral", next_tokens, run="slow")
 def mixtral():
     backbone = keras_hub.models.MixtralBackbone(
         vocabulary_size=20,
@@ -357,7 +331,7 @@ def next_words():
     return {"x": words[:, :-1], "y": words[:, 1:], "batch_size": 5}
 
 
-@program("the perplexity of KerasHub", next_words, backends=("tensorflow",))
+@program("the perplexity of KerasHub", next_words, backends=("tensorflow",), run="slow")
 def with_perplexity():
     model = keras.Sequential([keras.Input((5,)), layers.Embedding(9, 4), layers.Dense(9)])
     perplexity = keras_hub.metrics.Perplexity(from_logits=True, mask_token_id=0)
@@ -370,7 +344,7 @@ def padded_words():
     return {"x": [words, words[::-1].copy()], "y": np.arange(17) % 3, "batch_size": 5}
 
 
-@program("attentions that share masked words", padded_words, backends=("tensorflow",))
+@program("attentions that share masked words", padded_words, backends=("tensorflow",), run="slow")
 def two_attentions():
     """Keras calls the second one first here, and it takes the mask off what both get."""
     words, others = keras.Input((5,), dtype="int32"), keras.Input((5,), dtype="int32")

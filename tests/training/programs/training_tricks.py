@@ -9,7 +9,6 @@ from tests.training.programs import (
     cross_entropies,
     network,
     program,
-    small_at_first,
     sparse_cross_entropy,
 )
 
@@ -52,66 +51,6 @@ class RDrop(CustomStep):
         return ops.mean(cross_entropies(y, one) + cross_entropies(y, two) + 0.5 * apart)
 
 
-@program("gradient surgery", optimizer="adam")
-class GradientSurgery(CustomStep):
-    """Takes out of one task's gradient what it has against that of another task."""
-
-    def __init__(self):
-        super().__init__(network(4))
-        self.heads = network(3, inputs=4), network(1, inputs=4)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape(persistent=True) as tape:
-            logits, number = (head(self.net(x)) for head in self.heads)
-            classified = ops.mean(cross_entropies(y, logits))
-            regressed = ops.mean(ops.square(number[:, 0] - x[:, 0]))
-        shared = self.net.trainable_variables
-        gradients = []
-        for one, other in zip(
-            tape.gradient(classified, shared), tape.gradient(regressed, shared), strict=True
-        ):
-            against = ops.minimum(ops.sum(one * other), 0.0)
-            gradients.append(one + other - against / (ops.sum(ops.square(other)) + 1e-12) * other)
-        heads = [weight for head in self.heads for weight in head.trainable_variables]
-        gradients += tape.gradient(classified + regressed, heads)
-        self.optimizer.apply(gradients, shared + heads)
-        return {"classified": classified, "regressed": regressed}
-
-
-@program("gradients clipped by norms they reach later", small_at_first)
-class ClippingRarely(CustomStep):
-    """Clips gradients of kernels by hand, by more than the first of them have."""
-
-    def train_step(self, data):
-        with tf.GradientTape() as tape:
-            loss = self.step_loss(*data)
-        gradients = tape.gradient(loss, self.trainable_variables)
-        gradients = [g if len(g.shape) == 1 else tf.clip_by_norm(g, 0.6) for g in gradients]
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-
-@program("meta-learning by gradients of gradients", optimizer="adam")
-class MAML(CustomStep):
-    """Learns weights from which one step on a task's examples goes far."""
-
-    def __init__(self):
-        super().__init__(layers.Identity())
-        self.kernel = self.add_weight(shape=(6, 3), initializer="glorot_uniform")
-        self.bias = self.add_weight(shape=(3,), initializer="zeros")
-
-    def call(self, x, training=False):  # noqa: ARG002  # as in other models
-        return ops.matmul(x, self.kernel) + self.bias
-
-    def step_loss(self, x, y):
-        with tf.GradientTape() as inner:
-            loss = super().step_loss(x, y)
-        steps = inner.gradient(loss, [self.kernel, self.bias])
-        kernel, bias = self.kernel - 0.5 * steps[0], self.bias - 0.5 * steps[1]
-        return ops.mean(cross_entropies(y, ops.matmul(x[:, ::-1], kernel) + bias))
-
-
 @program("input gradients of the logarithm of a loss")
 class InputGradient(CustomStep):
     """Adds to a loss how much its logarithm changes with the inputs, by batch statistics too."""
@@ -128,7 +67,7 @@ class InputGradient(CustomStep):
         return loss + 10.0 * tf.reduce_sum(inner.gradient(value, x) ** 2)
 
 
-@program("the gradient of each example is clipped")
+@program("the gradient of each example is clipped", run="slow")
 class ClippingEachExample(CustomStep):
     """Clips the gradient of each example by itself, as private training does (Abadi et al.)."""
 
@@ -157,29 +96,6 @@ class Contractive(CustomStep):
         jacobian = inner.batch_jacobian(logits, x)
         penalty = tf.reduce_mean(tf.reduce_sum(tf.square(jacobian), axis=[1, 2]))
         return ops.mean(cross_entropies(y, logits)) + 0.1 * penalty
-
-
-@program("center loss", optimizer="adam")
-class CenterLoss(CustomStep):
-    """Draws features to the centers of their classes, which follow the features."""
-
-    def __init__(self):
-        super().__init__(network(4))
-        self.head = network(3, inputs=4)
-        self.centers = self.add_weight(shape=(3, 4), initializer="zeros", trainable=False)
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            features = self.net(x, training=True)
-            distances = ops.sum(ops.square(features - ops.take(self.centers, y, axis=0)), axis=1)
-            loss = ops.mean(cross_entropies(y, self.head(features)) + 0.1 * distances)
-        self.update(tape, loss)
-        member = ops.one_hot(y, 3)
-        counts = ops.sum(member, axis=0)[:, None]
-        away = ops.matmul(ops.transpose(member), features) - counts * self.centers
-        self.centers.assign_add(0.5 * away / (1.0 + counts))
-        return {"loss": loss}
 
 
 @program("curvature by forward over reverse")

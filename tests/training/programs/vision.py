@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers, ops
 
 from tests.training.programs import (
@@ -127,7 +126,7 @@ class MixupModel(keras.Model):
         return super().train_step((images, labels))
 
 
-@program("mixup in the step", one_hot, backends=("tensorflow",))
+@program("mixup in the step", one_hot, backends=("tensorflow",), run="slow")
 def mixup():
     inputs = keras.Input((8, 8, 3))
     x = layers.BatchNormalization()(layers.Conv2D(8, 3, activation="relu")(inputs))
@@ -153,98 +152,6 @@ program("convnet with noise and dropouts", images)(
 )
 
 
-def boxes_and_classes():
-    """Return eight anchors for each image, some of them without an object."""
-    random = np.random.default_rng(0)
-    classes = random.choice([-1, -1, 0, 1, 2], (17, 8))
-    boxes = np.concatenate([random.normal(size=(17, 8, 4)), classes[..., None] > -1], axis=-1)
-    return images() | {"y": {"boxes": boxes.astype("float32"), "classes": classes.astype("int32")}}
-
-
-def batch_normalized_box_loss(y_true, y_pred):
-    """Return the loss of the anchors with an object, over their number in the batch."""
-    boxes, positive = y_true[..., :4], y_true[..., 4]
-    losses = ops.sum(ops.abs(boxes - y_pred), axis=-1) * positive
-    return ops.sum(losses) / ops.maximum(ops.sum(positive), 1.0)
-
-
-@program("detector with losses by output", boxes_and_classes)
-def detector():
-    inputs = keras.Input((8, 8, 3))
-    x = layers.Conv2D(8, 3, strides=2, padding="same", activation="relu")(inputs)
-    x = layers.Conv2D(8, 3, strides=2, padding="same", activation="relu")(x)
-    boxes = layers.Reshape((8, 4), name="boxes")(layers.Conv2D(8, 1)(x))
-    classes = layers.Reshape((8, 3), name="classes")(layers.Conv2D(6, 1)(x))
-    cross_entropy = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
-    return compile_model(
-        keras.Model(inputs, {"boxes": boxes, "classes": classes}),
-        keras.optimizers.Adam(5e-4, global_clipnorm=10.0),
-        {"boxes": batch_normalized_box_loss, "classes": cross_entropy},
-        loss_weights={"boxes": 2.0, "classes": 1.0},
-    )
-
-
-@program(
-    "masked autoencoder",
-    lambda: {"x": images(channels=1)["x"], "batch_size": 7},
-    optimizer=lambda: keras.optimizers.AdamW(learning_rate=5e-3, weight_decay=1e-4),
-    loss="mse",
-    metrics=["mae"],
-)
-class MaskedAutoencoder(keras.Model):
-    """Sees a quarter of an image's patches, and predicts the others."""
-
-    def __init__(self, patch_size=2, width=8, mask_proportion=0.75):
-        super().__init__()
-        self.augmentation = keras.Sequential(
-            [keras.Input((8, 8, 1)), layers.RandomCrop(8, 8), layers.RandomFlip("horizontal")]
-        )
-        self.num_patches = (8 // patch_size) ** 2
-        self.num_mask = int(mask_proportion * self.num_patches)
-        self.patches = Patches(patch_size)
-        self.projection = layers.Dense(width)
-        self.positions = layers.Embedding(self.num_patches, width)
-        self.attention = layers.MultiHeadAttention(2, 4, dropout=0.1)
-        self.norm = layers.LayerNormalization(epsilon=1e-6)
-        self.decoder = layers.Dense(patch_size**2)
-        self.mask_token = self.add_weight(shape=(1, 1, width), initializer="random_normal")
-        self.seed_generator = keras.random.SeedGenerator(42)
-
-    def random_indices(self, batch_size):
-        noise = keras.random.uniform((batch_size, self.num_patches), seed=self.seed_generator)
-        order = ops.argsort(noise, axis=-1)
-        return order[:, : self.num_mask], order[:, self.num_mask :]
-
-    def call(self, images):
-        return self.reconstruct(images)[1]
-
-    def reconstruct(self, images, training=False):
-        patches = self.patches(images)
-        batch_size = ops.shape(patches)[0]
-        hidden, seen = self.random_indices(batch_size)
-        positions = self.positions(ops.arange(self.num_patches)[None])
-        positions = ops.tile(positions, [batch_size, 1, 1])
-        tokens = self.projection(patches) + positions
-        visible = ops.take_along_axis(tokens, seen[..., None], axis=1)
-        visible = self.norm(visible + self.attention(visible, visible, training=training))
-        masked = ops.take_along_axis(positions, hidden[..., None], axis=1) + self.mask_token
-        decoded = self.decoder(self.norm(masked + self.attention(masked, visible)))
-        return ops.take_along_axis(patches, hidden[..., None], axis=1), decoded
-
-    def train_step(self, images):
-        with tf.GradientTape() as tape:
-            patches, decoded = self.reconstruct(self.augmentation(images), training=True)
-            total_loss = self.compute_loss(y=patches, y_pred=decoded)
-        gradients = tape.gradient(total_loss, self.trainable_variables)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        for metric in self.metrics:
-            if metric.name == "loss":
-                metric.update_state(total_loss)
-            else:
-                metric.update_state(patches, decoded)
-        return {metric.name: metric.result() for metric in self.metrics}
-
-
 class CutMixed(keras.Model):
     """Cuts boxes of other images of the batch into an image, in the model."""
 
@@ -262,6 +169,7 @@ on_tensorflow(
     "images cut and mixed in the model",
     lambda: compile_model(CutMixed(), loss=keras.losses.CategoricalCrossentropy(from_logits=True)),
     lambda: one_hot() | {"x": [images()["x"], one_hot()["y"]]},
+    run="slow",
 )
 
 
@@ -275,7 +183,7 @@ def one_at_the_end(shape=(6, 6, 2)):
 
 def without_examples(name, *middle, shape=(6, 6, 2), **settings):
     build = classifier(*middle, layers.Flatten, shape=shape, **{"jit_compile": False} | settings)
-    on_tensorflow(f"without examples: {name}", build, lambda: one_at_the_end(shape))
+    on_tensorflow(f"without examples: {name}", build, lambda: one_at_the_end(shape), run="slow")
 
 
 without_examples("convolution and max-pooling", lambda: layers.Conv2D(3, 3), layers.MaxPooling2D)
