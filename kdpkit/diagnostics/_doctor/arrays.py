@@ -7,7 +7,9 @@ from typing import Any
 import keras
 import numpy as np
 
+from kdpkit._internal import checks
 from kdpkit._internal.check_results import Finding
+from kdpkit.batches import num_examples
 from kdpkit.diagnostics._doctor import batches
 
 _SHORT = 0.25  # of a batch
@@ -69,7 +71,7 @@ def of_fit(
     validation_split: float,
 ) -> Iterator[Finding]:
     """Yield what is wrong with how `fit` cuts arrays into batches."""
-    examples = batches.num_examples(data)
+    examples = num_examples(data)
     count = math.floor(examples * (1 - validation_split))
     size = batch_size or (math.ceil(count / steps_per_epoch) if steps_per_epoch else 32)
     last = count % size
@@ -96,15 +98,16 @@ def of_fit(
     classes = _classes_of(data, model)
     if classes is None:
         return
-    if missing := sorted({*classes[count:].tolist()} - {*classes[:count].tolist()}):
+    is_in_order = classes[0] != classes[-1] and bool(np.all(classes[1:] >= classes[:-1]))
+    held_out = {*classes[count:].tolist()}
+    if held_out - {*classes[:count].tolist()} or (held_out and is_in_order):
         problem = (
-            f"`validation_split` takes the last {examples - count:,} examples, which have classes "
-            f"that the others lack: {', '.join(map(str, missing[:5]))}."
+            f"`validation_split` takes the last {examples - count:,} examples, which have other "
+            f"classes than the rest: {checks.listed(sorted(held_out))}."
         )
         remedy = "Shuffle the arrays before `fit`; its `shuffle` acts after the split."
         yield Finding("split-classes", "wrong", "train, y", problem, remedy)
-    is_in_order = count > size and np.all(classes[1:count] >= classes[: count - 1])
-    if not shuffle and is_in_order and classes[0] != classes[count - 1]:
+    if is_in_order and not shuffle and count > size:
         problem = "The examples are in the order of their classes, and `shuffle` is False."
         yield Finding("not-shuffled", "wrong", "train, y", problem, "Leave out `shuffle=False`.")
 

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 from kdpkit import errors
@@ -130,14 +131,14 @@ def named(target: str) -> Iterator[Callable[[], Any]]:
 
 def _check_name(module: str, name: str, path: Path | None) -> None:
     """Raise where a module never sets a name, before it runs, which may fail or train."""
+    code: CodeType | None
     try:
         if path is not None:
             code = compile(path.read_bytes(), str(path), "exec")
+        elif (spec := importlib.util.find_spec(module)) is None:
+            raise ModuleNotFoundError(f"No module named '{module}'")
         else:
-            spec = importlib.util.find_spec(module)
-            if spec is None:
-                raise ModuleNotFoundError(f"No module named '{module}'")
-            code = spec.loader.get_code(module) if hasattr(spec.loader, "get_code") else None
+            code = getattr(spec.loader, "get_code", lambda _: None)(module)
     except Exception as error:  # of the syntax, or of a package that the module is in
         raise errors.InputError(f"`{module}` fails: {checks.reason_of(error)}") from error
     if code is not None and name not in code.co_names and ("*",) not in code.co_consts:

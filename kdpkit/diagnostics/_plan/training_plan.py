@@ -106,6 +106,7 @@ class TrainingPlan:
 
 
 plan = TrainingPlan
+"""Work out the numbers of a run on several replicas: `TrainingPlan` has the arguments."""
 
 
 def _findings(plan: TrainingPlan) -> Iterator[Finding]:
