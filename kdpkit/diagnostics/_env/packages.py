@@ -23,8 +23,8 @@ _DISTRIBUTIONS = {
 
 def versions() -> dict[str, str]:
     """Return the version of Python and of each package that matters, where it is installed."""
-    found = {name: version(name) for name in _SHOWN}
-    return {"python": platform.python_version()} | {name: v for name, v in found.items() if v}
+    installed = {name: version(name) for name in _SHOWN}
+    return {"python": platform.python_version()} | {name: v for name, v in installed.items() if v}
 
 
 def version(package: str) -> str | None:
@@ -64,9 +64,9 @@ def install_hint(package: str) -> str:
 
 def wanted() -> dict[str, SpecifierSet]:
     """Return the versions of packages that kdpkit works with; nothing if it is not installed."""
-    found: dict[str, SpecifierSet] = {}
+    specifiers: dict[str, SpecifierSet] = {}
     for text in (importlib.metadata.requires("kdpkit") or []) if version("kdpkit") else []:
         requirement = Requirement(text)
         if requirement.name in _SHOWN and requirement.specifier:
-            found.setdefault(requirement.name, requirement.specifier)
-    return found
+            specifiers.setdefault(requirement.name, requirement.specifier)
+    return specifiers
