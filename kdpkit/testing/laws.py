@@ -1,4 +1,4 @@
-"""What must hold for pipelines, splits, schedules, layers and steps of your own.
+"""What must hold for pipelines, layers and training steps of your own.
 
 A law is a plain function: it is called with what your code gave or, where it needs to be computed
 again, with a function, and raises `AssertionError` if the law is broken. It does not run Hypothesis

@@ -60,6 +60,11 @@ CASES = {
         *((X, np.arange(64)), "mse", 1),
         *({"validation_split": 0.2, "shuffle": False}, []),
     ),
+    "probabilities are no classes": (
+        *((X, np.linspace(0, 1, 64)[:, None]), BINARY, 1),
+        *({"validation_split": 0.2, "shuffle": False}, []),
+    ),
+    "a loss of one's own": ((X, VECTOR), lambda y, output: y[:, :1] - output, 1, {}, []),
     "classes in order": ((X, IN_ORDER), SPARSE, 3, {"shuffle": False}, ["not-shuffled"]),
     "classes in order, shuffled": ((X, IN_ORDER), SPARSE, 3, {}, []),
     "classes in no order": ((X, Y), SPARSE, 3, {"shuffle": False}, []),

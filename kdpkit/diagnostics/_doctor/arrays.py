@@ -12,10 +12,12 @@ from kdpkit._internal.check_results import Finding
 from kdpkit.diagnostics._doctor import batches, training_step
 
 _SHORT = 0.25  # of a batch
+# How names of Keras' losses begin that compare two arrays of the same shape.
+_SAME_SHAPE = ("mean", "ma", "ms", "binary", "categoricalcrossentropy", "huber", "logcosh")
 
 
 def of_values(name: str, batch: Any, model: Any) -> Iterator[Finding]:
-    """Yield what is wrong with the values of examples, for any model or for this one."""
+    """Yield values that spoil any training, and labels that this model's loss does not take."""
     for part, leaf in batches.named_leaves(batch):
         array = np.asarray(leaf)
         if array.dtype.kind == "f" and not np.isfinite(array).all():
@@ -48,7 +50,8 @@ def _of_labels(
             )
             remedy = "Count classes from 0, and give the last layer an output for each."
             yield Finding("labels", "wrong", where, problem, remedy)
-    if kind.startswith("sparse") or y.ndim != len(output):
+    is_of_keras = isinstance(loss, str) or loss.__module__.partition(".")[0] == "keras"
+    if not (is_of_keras and kind.startswith(_SAME_SHAPE)) or y.ndim != len(output):
         return
     if any(size not in (None, other) for size, other in zip(output[1:], y.shape[1:], strict=True)):
         problem = (
@@ -109,7 +112,8 @@ def _classes_of(data: Any, model: Any) -> np.ndarray | None:
         return None
     y = np.asarray(y)
     y = y.argmax(axis=1) if kind.startswith("categorical") and y.ndim == 2 else y
-    return y.ravel() if y.size == len(y) else None
+    is_class = y.dtype.kind in "iufb" and y.size == len(y) and not np.any(y % 1)
+    return y.ravel() if is_class else None
 
 
 def _kind_of(loss: Any) -> str:

@@ -23,9 +23,9 @@ def largest_batch(
     Real steps are trained on the dataset's first batch, repeated or cut: its size is doubled until
     a step runs out of memory (or halved until none does), and then bisected, so that the result is
     less than a quarter below what fits. Each size compiles the step again. Afterwards the model is
-    built, and else what it was, but for `model.history`. On JAX `plan_memory` finds it without a
-    device. On a CPU the system may end the process before anything runs out of memory: limit the
-    trials by `most`, or the process by `ulimit -v`.
+    built, `model.history` is that of the last trial, and the rest is what it was. On JAX
+    `plan_memory` finds the batch without a device. On a CPU the system may end the process before
+    anything runs out of memory: limit the trials by `most`, or the process by `ulimit -v`.
 
     Args:
         dataset: What `fit` trains on: as for `check_tpu`.

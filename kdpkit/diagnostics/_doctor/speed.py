@@ -30,7 +30,7 @@ class SpeedReport:
         step_seconds: What a step takes, without callbacks.
         waiting_share: How much of it waits for input, from 0 to 1.
         slowest_stage: The stage of the pipeline that takes longest, such as `"map(decode)"`; None
-            if the dataset is no `tf.data.Dataset`, or no stage could be measured alone.
+            if the dataset is no `tf.data.Dataset`, or no stage could be measured by itself.
     """
 
     step_seconds: float

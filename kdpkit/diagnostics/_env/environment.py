@@ -123,10 +123,10 @@ def findings(
     has_gpu: bool,
 ) -> Iterator[Finding]:
     """Yield what prevents training, or leaves a GPU unused: there may be one that nothing sees."""
-    for package, supported in packages.wanted().items():
+    for package, versions in packages.supported().items():
         installed = packages.version(package)
-        if installed and not supported.contains(installed, prereleases=True):
-            problem = f"Version {installed} is installed, and kdpkit was tested with {supported}."
+        if installed and not versions.contains(installed, prereleases=True):
+            problem = f"Version {installed} is installed, and kdpkit was tested with {versions}."
             yield Finding("version", "wrong", package, problem, packages.install_hint(package))
     if backend not in packages.BACKENDS:
         problem = "kdpkit does not train on this backend of Keras."

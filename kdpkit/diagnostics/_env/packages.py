@@ -54,15 +54,15 @@ def keras_backend() -> tuple[str, str]:
 
 
 def install_hint(package: str) -> str:
-    """Return a sentence with the command that installs a package, as kdpkit wants it.
+    """Return a sentence with the command that installs a version that kdpkit works with.
 
     >>> install_hint("torch==2.9")
     'Run `python -m pip install "torch==2.9"`.'
     """
-    return f'Run `python -m pip install "{package}{wanted().get(package, "")}"`.'
+    return f'Run `python -m pip install "{package}{supported().get(package, "")}"`.'
 
 
-def wanted() -> dict[str, SpecifierSet]:
+def supported() -> dict[str, SpecifierSet]:
     """Return the versions of packages that kdpkit works with; nothing if it is not installed."""
     specifiers: dict[str, SpecifierSet] = {}
     for text in (importlib.metadata.requires("kdpkit") or []) if version("kdpkit") else []:

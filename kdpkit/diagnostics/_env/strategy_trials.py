@@ -91,8 +91,8 @@ def run(
     if ended.returncode or not reports:
         last = [f": {line.strip(' .')}" for line in ended.stderr.splitlines() if line.strip()][-1:]
         reports.append((FAILED, f"It ended with exit code {ended.returncode}{''.join(last)}."))
-    result, found = next((report for report in reports if report[0] != WORKS), reports[0])
-    return result, found if result == WORKS else found.replace(str(Path.home()), "~")
+    result, text = next((report for report in reports if report[0] != WORKS), reports[0])
+    return result, text if result == WORKS else text.replace(str(Path.home()), "~")
 
 
 # In the processes that are started.
