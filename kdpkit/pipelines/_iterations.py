@@ -98,7 +98,7 @@ _REJECTED: tuple[tuple[Callable[[Stage], bool], str, str], ...] = (
         "Pass further stages to `train_pipeline` as `prepare` or `augment`.",
     ),
     (
-        lambda stage: stage.keeps and any(earlier.shuffles for earlier in before(stage)),
+        lambda stage: stage.caches and any(earlier.shuffles for earlier in before(stage)),
         "keeps the order of whichever iterator was the first to fill it",
         "Move `shuffle` after it, or shuffle with `reshuffle_each_iteration=False`.",
     ),
