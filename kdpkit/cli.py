@@ -22,7 +22,7 @@ _COMMANDS = {  # name: module
     "env": "diagnostics._env",
     "launch": "launch._command",
     "plan": "diagnostics._plan",
-    "recipe": "experiment._command",
+    "recipe": "_recipe_command",
 }
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of `kdpkit ... >file` on a full disk

@@ -11,6 +11,7 @@ of arrays. The same files give the same splits on every machine and in every run
 import ast
 import hashlib
 import io
+import json
 import os
 import re
 import sysconfig
@@ -19,7 +20,7 @@ import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,11 +34,11 @@ _DOWNLOADED = ("mnist", "fashion_mnist")
 
 @dataclass(frozen=True)
 class TextSplits:
-    """Lines of text for training, validation and test; no line is in two of them."""
+    """Lines of text, or pairs, for training, validation and test; none is in two of them."""
 
-    train: tuple[str, ...]
-    validation: tuple[str, ...]
-    test: tuple[str, ...]
+    train: tuple[Any, ...]
+    validation: tuple[Any, ...]
+    test: tuple[Any, ...]
 
 
 class LabelledImages(NamedTuple):
@@ -60,7 +61,7 @@ class ImageSplits:
         return int(max(self.train.labels.max(), self.test.labels.max())) + 1
 
 
-def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
+def load_text(data: str | os.PathLike[str] = "builtin", *, longer_than: int = 0) -> TextSplits:
     """Load text, as a recipe's `--data` names it.
 
     The built-in text is the English documentation that ships with Python, about 300,000 words: each
@@ -74,10 +75,24 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
             UTF-8 text file, of which the first 90 % of the lines are for training, the next 5 % for
             validation and the last 5 % for test. Both may be in object storage
             (`gs://bucket/...`). Blank lines are left out.
+        longer_than: Lines of this many bytes or less, such as headings, are left out too.
 
     Raises:
-        ValueError: A file is missing, empty or not UTF-8, or has fewer than 3 lines.
+        ValueError: A file is missing, empty or not UTF-8, or has fewer than 3 lines, or no line of
+            a split is long enough.
     """
+    splits = _text_splits(data)
+    long = [
+        tuple(line for line in lines if len(line.encode()) > longer_than)
+        for lines in (splits.train, splits.validation, splits.test)
+    ]
+    if not all(long):
+        problem = "No line of the training, validation or test text is long enough."
+        checks.fail(problem, data=str(data), longer_than=longer_than)
+    return TextSplits(*long)
+
+
+def _text_splits(data: str | os.PathLike[str]) -> TextSplits:
     if data == "builtin":
         documents = _documents(Path(sysconfig.get_path("stdlib")))
         return TextSplits(*_split_documents(documents))
@@ -94,6 +109,37 @@ def load_text(data: str | os.PathLike[str] = "builtin") -> TextSplits:
     held_out = max(1, round(_HELD_OUT * len(lines)))
     train, rest = lines[: -2 * held_out], lines[-2 * held_out :]
     return TextSplits(train, rest[:held_out], rest[held_out:])
+
+
+def load_pairs(file: str | os.PathLike[str]) -> TextSplits:
+    """Load pairs of a prompt and its answer, from a file of JSON lines.
+
+    Args:
+        file: Each line is an object with a "prompt" and an "answer". Every tenth pair is held out,
+            alternating between validation and test. It may be in object storage.
+
+    Returns:
+        Splits of tuples `(prompt, answer)` in place of lines.
+
+    Raises:
+        ValueError: The file is missing, a line is no such object, or there are fewer than 20.
+    """
+    pairs = []
+    for line in _lines(storage.path(file)):
+        try:
+            pair = json.loads(line)
+            pairs.append((str(pair["prompt"]), str(pair["answer"])))
+        except (ValueError, KeyError, TypeError) as error:
+            raise errors.FileInputError(
+                f'A line of {file} is no JSON object with a "prompt" and an "answer". '
+                f"Received: {line[:60]!r}."
+            ) from error
+    if len(pairs) < 20:
+        checks.fail_for_file(
+            f"20 pairs are needed, of which two are held out, not {len(pairs)}", file
+        )
+    train = tuple(pair for index, pair in enumerate(pairs) if index % 10)
+    return TextSplits(train, tuple(pairs[::20]), tuple(pairs[10::20]))
 
 
 def load_images(data: str | os.PathLike[str] = "builtin") -> ImageSplits:

@@ -55,7 +55,12 @@ for number, handler in (
 
 # The examples are the law's, the same on every run; a shared machine's pauses are no failure.
 hypothesis.settings.register_profile(
-    "kdpkit", deadline=None, derandomize=True, print_blob=True, max_examples=50
+    "kdpkit",
+    deadline=None,
+    derandomize=True,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("kdpkit")
 

@@ -1,4 +1,7 @@
-"""Runs that are stopped, and go on with other replicas and processes; tests/test_elastic.py."""
+"""Runs that are stopped, and go on with other replicas and processes; tests/test_elastic.py.
+
+A leg in processes of its own starts this file as a program.
+"""
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
@@ -7,6 +10,7 @@ import dataclasses
 import functools
 import json
 import os
+import pathlib
 import signal
 import sys
 import threading
@@ -15,7 +19,7 @@ import time
 import keras
 import numpy as np
 
-from kdpkit import checkpoints, errors, launch, schedules
+from kdpkit import checkpoints, errors, experiment, launch, schedules, testing
 from kdpkit._internal import processes
 from kdpkit.callbacks import LearningRateLogger, Resume
 from kdpkit.training import replica_exact
@@ -202,12 +206,30 @@ def lived_here(program, leg, directory):
 def lived_by_children(program, leg, directory):
     """Live through a leg in processes of its own."""
     what = {"program": program, "leg": dataclasses.asdict(leg), "directory": str(directory)}
-    command = [sys.executable, "-m", "tests.elastic_process", json.dumps(what)]
+    command = [sys.executable, "-m", "tests.elastic", json.dumps(what)]
     code = launch.launch(command, workers=leg.processes)
     # Once in a while TensorFlow crashes while processes come together.
     crashed = not ON_JAX and leg.processes > 1
     ended = 128 + signal.SIGKILL if leg.end == "SIGKILL" else errors.STOPPED
     assert code in (0, ended) or crashed, code
+
+
+def main():
+    """Live through a leg as one of the processes that are launched."""
+    settings = json.loads(sys.argv[1])
+    leg = Leg(**settings["leg"])
+    testing.use_logical_cpus(leg.replicas * leg.model // leg.processes)
+    if ON_JAX:
+        from kdpkit import cluster, sharding
+        from kdpkit._internal import shards
+
+        shards.SMALL = 1  # every variable that the devices divide can be sharded
+        here = cluster.ClusterConfig.from_environment()
+        sharding.join_processes(
+            here.coordinator, process_count=here.process_count, process_index=here.process_index
+        )
+    directory = pathlib.Path(settings["directory"])
+    lived(settings["program"], leg, directory, seconds_a_step=0.05)
 
 
 def assert_ends_as_undisturbed(program, legs, directory):
@@ -229,3 +251,7 @@ def assert_ends_as_undisturbed(program, legs, directory):
         np.testing.assert_allclose(
             found["history"][name], values, rtol=1e-5, atol=1e-5, err_msg=name
         )
+
+
+if __name__ == "__main__":
+    experiment.run(main)

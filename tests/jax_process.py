@@ -6,21 +6,21 @@ The settings, as JSON, have `runs`, which are made one after the other: starting
 What came out of each is printed as a line of JSON.
 """
 
-# ruff: noqa: ARG002, E402, T201 JAX asks for its devices when it is imported
+# ruff: noqa: E402, T201 JAX asks for its devices when it is imported
 
 import json
 import os
+import pathlib
+import resource
 import sys
-import time
 
 SETTINGS = json.loads(sys.argv[1])
 PROCESSES, INDEX = SETTINGS["processes"], SETTINGS["index"]
 DEVICES = 4  # of all processes
 os.environ["KERAS_BACKEND"] = "jax"
-os.environ["XLA_FLAGS"] = " ".join(
+os.environ["XLA_FLAGS"] = SETTINGS.get("flags") or " ".join(
     [os.getenv("XLA_FLAGS", ""), f"--xla_force_host_platform_device_count={DEVICES // PROCESSES}"]
 )
-
 os.environ["PJRT_NPROC"] = str(2 * DEVICES // PROCESSES)  # see kdpkit/_internal/machine.py
 
 import jax
@@ -30,42 +30,10 @@ import numpy as np
 from kdpkit import callbacks, experiment, sharding, testing
 from kdpkit._internal import processes, shards
 from kdpkit.batches import ArrayBatches
-from kdpkit.training import TrainingLoop, replica_exact
+from kdpkit.training import replica_exact
+from tests import process_programs
 
 shards.SMALL = 1  # every variable that the devices divide can be sharded
-
-
-def build():
-    keras.utils.set_random_seed(SEEDS[INDEX])
-    layers = keras.layers
-    return keras.Sequential(
-        [
-            keras.Input((4,)),
-            layers.Dense(8, activation="tanh", name="first"),
-            layers.BatchNormalization(name="norm"),
-            layers.Dropout(0.3),
-            layers.Dense(3, name="last"),
-        ],
-        name="net",
-    )
-
-
-SEEDS = [0] * PROCESSES  # of the model in each process
-
-
-class Slow(keras.callbacks.Callback):
-    """Makes steps last, so that there is time to disturb them, and prints the first ones."""
-
-    def __init__(self, seconds, fails_at):
-        super().__init__()
-        self.seconds = seconds
-        self.fails_at = fails_at
-
-    def on_train_batch_end(self, batch, logs=None):
-        print(f"step {batch}", flush=True)
-        time.sleep(self.seconds)
-        if batch == self.fails_at:
-            raise ZeroDivisionError("a mistake of this process alone")
 
 
 def datasets(*, examples=64, same_data=False, unknown_length=False):
@@ -79,42 +47,6 @@ def datasets(*, examples=64, same_data=False, unknown_length=False):
     return (train[i] for i in range(len(train))) if unknown_length else train, test
 
 
-def by_loop(train, test, *, epochs, callbacks, shard="none", **settings):
-    loop = TrainingLoop(
-        build(),
-        optimizer="adam",
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        weighted_metrics=["accuracy"],
-        strategy=sharding.DataParallel(shard=shard),
-        **settings,
-    )
-    history = loop.fit(train, test, epochs=epochs, callbacks=callbacks, verbose=0).history
-    return loop.model, history, loop.evaluate(test, verbose=0), loop.predict(test, verbose=0)
-
-
-def by_fit(train, test, *, epochs, callbacks, shard="none"):
-    keras.distribution.set_distribution(sharding.DataParallel(shard=shard))
-    try:
-        model = replica_exact(build())
-        model.compile(
-            "adam",
-            keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-            weighted_metrics=["accuracy"],
-        )
-        history = model.fit(
-            train,
-            validation_data=test,
-            epochs=epochs,
-            shuffle=False,
-            callbacks=callbacks,
-            verbose=0,
-        ).history
-        evaluated = model.evaluate(test, verbose=0, return_dict=True)
-        return model, history, evaluated, model.predict(test, verbose=0)
-    finally:
-        keras.distribution.set_distribution(None)
-
-
 def trained(
     *,
     by="loop",
@@ -124,52 +56,70 @@ def trained(
     monitors=False,
     data=None,
     own_data=None,
-    loop=None,
-    seeds=(),
-    orbax=None,
+    shard="none",
+    seeds=None,
+    **settings,
 ):
-    """Train in one way; `own_data` has what differs between the processes."""
-    SEEDS[: len(seeds)] = seeds
+    """Train in one way; `own_data` and `seeds` have what differs between the processes."""
+    assert jax.device_count() == DEVICES
     train, test = datasets(**(data or {}), **(own_data or [{}] * PROCESSES)[INDEX])
-    watching = [Slow(seconds_a_step, fails_at if INDEX else None)]
-    if monitors:
-        watching.append(callbacks.DeviceMonitor())
-    if orbax:
-        watching.append(keras.callbacks.OrbaxCheckpoint(orbax))
-    train_by = {"loop": by_loop, "fit": by_fit}[by]
-    model, history, evaluated, predicted = train_by(
-        train, test, epochs=epochs, callbacks=watching, **(loop or {})
-    )
-    return {
-        "history": history,
-        "evaluated": evaluated,
-        "predicted": np.asarray(predicted)[: test.examples].tolist(),
-        "weights": values_of(model.variables),
-        "optimizer": values_of(model.optimizer.variables),
-    }
-
-
-def values_of(variables):
-    return [shards.gather_to_host(v.value).tolist() for v in variables]
-
-
-def sentence_of(**settings):
+    model = process_programs.classifier(dropout=0.3, seed=(seeds or [0, 0])[INDEX])
+    watching = [process_programs.Steps(seconds_a_step, fails_at if INDEX else None)]
+    watching += [callbacks.DeviceMonitor()] if monitors else []
+    settings |= {"epochs": epochs, "callbacks": watching, "examples": test.examples}
+    strategy = sharding.DataParallel(shard=shard)
+    if by == "loop":
+        return process_programs.by_loop(model, train, test, strategy=strategy, **settings)
+    keras.distribution.set_distribution(strategy)
     try:
-        with processes.explain_lost_process():  # as `experiment.run` does
-            trained(**settings)
-    except ValueError as error:
-        return str(error)
-    return None
+        return process_programs.by_fit(model, train, test, **settings)
+    finally:
+        keras.distribution.set_distribution(None)
+
+
+def trained_in(mebibytes, directory, *, layers=24, width=2048):
+    """Train a model that takes 1,152 MiB with its optimizer, in no more memory than asked for.
+
+    It begins with `before.weights.h5`, which is made if there is none, and ends with
+    `after-INDEX.weights.h5`.
+    """
+    jax.numpy.zeros(4).block_until_ready()  # starts JAX' threads, whose stacks count
+    if mebibytes:
+        status = pathlib.Path("/proc/self/status").read_text().splitlines()
+        (taken,) = (int(line.split()[1]) for line in status if line.startswith("VmData"))
+        resource.setrlimit(resource.RLIMIT_DATA, ((taken + 1024 * mebibytes) * 1024,) * 2)
+    keras.distribution.set_distribution(sharding.DataParallel(shard="weights"))
+    keras.utils.set_random_seed(PROCESSES)
+    stack = [keras.layers.Dense(width, use_bias=False) for _ in range(layers)]
+    model = replica_exact(keras.Sequential([keras.Input((width,)), *stack]))
+    model.compile(keras.optimizers.AdamW(1e-5, epsilon=1e-3), "mse")
+    before = pathlib.Path(directory, "before.weights.h5")
+    (model.load_weights if before.exists() else model.save_weights)(before)
+    x = np.random.default_rng(0).normal(size=(8, width)).astype("float32")
+    x = x[INDEX * 8 // PROCESSES : (INDEX + 1) * 8 // PROCESSES]
+    losses = [float(model.train_on_batch(x, x)) for _ in range(3)]
+    with sharding.gathered_on_read(model):
+        model.save_weights(before.with_name(f"after-{INDEX}.weights.h5"))
+    return losses
+
+
+def explained(**settings):
+    with processes.explain_lost_process():  # as `experiment.run` does
+        trained(**settings)
 
 
 def main():
     if PROCESSES > 1:
         coordinator = f"localhost:{SETTINGS['port']}"
         sharding.join_processes(coordinator, process_count=PROCESSES, process_index=INDEX)
-    assert jax.device_count() == DEVICES
     for run in SETTINGS["runs"]:
-        make = sentence_of if run.pop("raises", False) else trained
-        print(json.dumps({"found": make(**run)}, default=float), flush=True)
+        if "mebibytes" in run:
+            found = trained_in(**run)
+        elif run.pop("raises", False):
+            found = process_programs.sentence_of(lambda run=run: explained(**run))
+        else:
+            found = trained(**run)
+        print(json.dumps({"found": found}, default=float), flush=True)
 
 
 if __name__ == "__main__":

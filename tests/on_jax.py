@@ -36,7 +36,6 @@ ON_JAX = {
         "tests/callbacks/test_resume.py",
         "tests/test_elastic.py",
         "tests/test_recipes.py",
-        "tests/test_scripts.py",
     ],
     "vocabulary": [
         "tests/training/test_linear_cross_entropy.py",

@@ -11,7 +11,6 @@ import json
 import os
 import pathlib
 import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -26,26 +25,22 @@ import tensorflow as tf
 
 from kdpkit import callbacks, pipelines, testing
 from kdpkit.training import TrainingLoop
+from tests import process_programs
 
 EXAMPLES = 61  # the last of eight batches is smaller
 
 
-class Noting(keras.callbacks.Callback):
-    """Notes the last step of every call and the count then, prints it, and takes its time.
-
-    Training ends when there is a file `until`.
-    """
+class Noting(process_programs.Steps):
+    """Notes the last step of every call and the count then; ends with a file `until`."""
 
     def __init__(self, seconds=0.0, until=None):
-        super().__init__()
-        self.seconds = seconds
+        super().__init__(seconds)
         self.until = until and pathlib.Path(until)
         self.seen = []
 
     def on_train_batch_end(self, batch, logs=None):
         self.seen.append([batch + 1, int(self.model.optimizer.iterations.numpy())])
-        print(f"step {batch + 1}", flush=True)
-        time.sleep(self.seconds)
+        super().on_train_batch_end(batch)
         if self.until and self.until.exists():
             self.model.stop_training = True
 
@@ -96,26 +91,8 @@ class Slope(TrainingLoop):
 
 def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0):
     """Train, evaluate, predict: weights, logs and counts."""
-    keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.Input((4,)),
-                keras.layers.Dense(16, activation="tanh", kernel_regularizer="l2"),
-                keras.layers.BatchNormalization(),
-                keras.layers.Dense(3),
-            ]
-        )
-    loop = TrainingLoop(
-        model,
-        optimizer=keras.optimizers.Adam(Falling(8 * epochs), global_clipnorm=0.5),
-        loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
-        metrics=["accuracy", Examples()],
-        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
-        strategy=strategy,
-        steps_per_loop=4,
-        accumulation=2,
-    )
+        model = process_programs.classifier()
     train = pipelines.train_pipeline(
         tf.data.Dataset.from_tensor_slices(testing.toy_classification(EXAMPLES)),
         pipelines.PipelineConfig(seed=0, remainder="keep"),
@@ -128,15 +105,20 @@ def train_classifier(strategy, *, epochs=3, directory=None, seconds=0.0):
         train, watching = resume.track(train), [noting, resume]
     x, y = testing.toy_classification(21, seed=1)
     held_out = tf.data.Dataset.from_tensor_slices((x, y, np.linspace(0.0, 1.0, 21))).batch(4)
-    history = loop.fit(train, held_out, epochs=epochs, callbacks=watching, verbose=0)
-    return {
-        "history": history.history,
-        "evaluated": loop.evaluate(held_out, verbose=0),
-        "predicted": loop.predict(held_out, verbose=0).tolist(),
-        "weights": [weight.tolist() for weight in model.get_weights()],
-        "iterations": int(model.optimizer.iterations.numpy()),
-        "seen": noting.seen,
-    }
+    found = process_programs.by_loop(
+        model,
+        train,
+        held_out,
+        epochs=epochs,
+        callbacks=watching,
+        optimizer=keras.optimizers.Adam(Falling(8 * epochs), global_clipnorm=0.5),
+        metrics=["accuracy", Examples()],
+        weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="weighted")],
+        strategy=strategy,
+        steps_per_loop=4,
+        accumulation=2,
+    )
+    return found | {"iterations": int(model.optimizer.iterations.numpy()), "seen": noting.seen}
 
 
 def train_slope(strategy, *, epochs=2, steps=50, products=0, until=None):

@@ -24,9 +24,8 @@ def run(*command, check=True, cwd=None, seconds=SOON, **variables):
 
     Variables that are None are left out.
     """
-    environment = os.environ | {name: str(value) for name, value in variables.items()}
-    for name in [name for name, value in variables.items() if value is None]:
-        del environment[name]
+    variables = {**os.environ, **variables}
+    environment = {name: str(value) for name, value in variables.items() if value is not None}
     ended = subprocess.run(
         [*map(str, command)],
         cwd=cwd,

@@ -43,7 +43,7 @@ def test_parts_are_rehearsed_without_tensorflow_and_ctrl_c_keeps_the_finished(tm
         time.sleep(0.5)  # its contestants start
     finally:
         process.send_signal(signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=60)
+    stdout, stderr = process.communicate(timeout=600)
     assert process.returncode == 130
     assert "interrupted." in stderr
     assert "Traceback" not in stderr

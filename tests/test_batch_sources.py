@@ -57,7 +57,7 @@ def of_grain(name):
     )
 
 
-def made(name, directory, size=5, **settings):
+def made(name, directory):
     """Batches of a source, of which the last of an epoch is smaller."""
     columns = {"x": "features", "y": "label"}
     if name in SHUFFLED_BY_GRAIN:
@@ -71,17 +71,15 @@ def made(name, directory, size=5, **settings):
         source = batches.from_parquet(directory / "train.parquet", **columns)
     else:
         source = batches.from_images(directory / "images", size=(2, 2), color_mode="grayscale")
-    settings = {"remainder": "keep"} | settings
-    if name not in SHUFFLED_BY_GRAIN:
-        settings = {"seed": 1} | settings
-    return ArrayBatches(source, global_batch_size=size, **settings)
+    seed = {} if name in SHUFFLED_BY_GRAIN else {"seed": 1}
+    return ArrayBatches(source, global_batch_size=5, remainder="keep", **seed)
 
 
-def expected(name, directory, size=5, epochs=3):
+def expected(name, directory, epochs=3):
     """The same batches, of arrays in memory and of what Grain itself iterates."""
     if name not in SHUFFLED_BY_GRAIN:
         dataset = ArrayBatches(
-            arrays(name, directory), global_batch_size=size, seed=1, remainder="keep"
+            arrays(name, directory), global_batch_size=5, seed=1, remainder="keep"
         )
         for dataset.epoch in range(epochs):
             yield from (dataset[index] for index in range(len(dataset)))
@@ -95,8 +93,8 @@ def expected(name, directory, size=5, epochs=3):
         taken = [example for example, _ in zip(dataset, range(epochs * EXAMPLES), strict=False)]
     for epoch in range(epochs):
         of_epoch = taken[epoch * EXAMPLES : (epoch + 1) * EXAMPLES]
-        for first in range(0, EXAMPLES, size):
-            x, y = zip(*of_epoch[first : first + size], strict=True)
+        for first in range(0, EXAMPLES, 5):
+            x, y = zip(*of_epoch[first : first + 5], strict=True)
             yield np.stack(x), np.array(y)
 
 
@@ -129,17 +127,6 @@ def test_the_batches_are_those_of_arrays_in_any_order_of_reading(name, directory
     if name != "grain IterDataset":
         orders = {str(np.concatenate([x for x, _ in theirs[e * steps :][:steps]])) for e in (0, 1)}
         assert len(orders) == 2
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_processes_read_their_parts_of_padded_batches(name, directory):
-    settings = {"size": 6, "remainder": "pad"}
-    alone = made(name, directory, **settings)
-    parts = [made(name, directory, process_count=3, process_index=i, **settings) for i in range(3)]
-    for index in range(len(alone)):
-        shards = [part[index] for part in parts]
-        joined = [np.concatenate(same) for same in zip(*shards, strict=True)]
-        assert_same(joined, alone[index], rtol=0)
 
 
 def test_a_stream_continues_behind_an_epoch_or_begins_again():

@@ -1,4 +1,5 @@
 import io
+import json
 import sysconfig
 
 import numpy as np
@@ -102,21 +103,35 @@ def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines
     assert len(splits.validation) == len(splits.test) == max(1, round(0.05 * len(lines)))
 
 
-@pytest.mark.parametrize(
-    ("content", "sentence"),
-    [
-        (None, "no such file or directory: .*text. .*'builtin'"),
-        (b" \n\n", "only blank lines"),
-        (b"one\ntwo\n", "3 lines.*, not 2: .*text"),
-        (b"one\ncaf\xe9 noir\nthree", r"not UTF-8 text \(byte 7, in line 2\)"),
-    ],
-)
-def test_bad_text_files_get_one_sentence(tmp_path, content, sentence):
+def test_short_lines_are_left_out_by_bytes_and_some_are_needed(tmp_path):
     path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content)
-    with pytest.raises(OSError, match=sentence):
-        corpora.load_text(path)
+    path.write_text("\n".join(["abc", "\u00e9\u00e9", "ab"] * 20))
+    kept = corpora.load_text(path, longer_than=2)
+    assert {*kept.train, *kept.validation, *kept.test} == {"abc", "\u00e9\u00e9"}
+    with pytest.raises(ValueError, match="long enough.*longer_than=4"):
+        corpora.load_text(path, longer_than=4)
+
+
+def test_pairs_are_read_and_each_is_in_one_split(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    pairs = [("prompt", f"answer {number}") for number in range(40)]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in pairs]
+    file.write_text("\n".join(lines))
+    splits = corpora.load_pairs(file)
+    assert sorted([*splits.train, *splits.validation, *splits.test]) == sorted(pairs)
+    assert (len(splits.validation), len(splits.test)) == (2, 2)
+    file.write_text("\n".join(lines[:19]))
+    with pytest.raises(OSError, match="20 pairs are needed.*not 19"):
+        corpora.load_pairs(file)
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a"}', "not JSON", "[1, 2]"])
+def test_a_line_that_is_no_pair_is_one_sentence(line, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' + line)
+    with pytest.raises(ValueError, match=r"A line of .*pairs.jsonl is no JSON object") as raised:
+        corpora.load_pairs(file)
+    assert line in str(raised.value)
 
 
 # Images
@@ -157,24 +172,36 @@ def test_a_file_as_of_keras_has_both_splits(tmp_path):
     assert splits.classes == 2
 
 
+TEXT, IMAGES = corpora.load_text, corpora.load_images
+
+
 @pytest.mark.parametrize(
-    ("content", "sentence"),
+    ("load", "content", "sentence"),
     [
-        (None, "cannot be read .No such file or directory.: .*images"),
-        (b"\x89PNG\r\n", "not an .npz file.*images.*'builtin', 'mnist'"),
-        (packed(**FEW)[:-30], "not an .npz file with x_train"),
-        (packed(**FEW | {"y_test": FEW["y_train"]}), r"shape \(1, 2, 3\), and labels of \(2,\)"),
-        (packed(**FEW | {"x_train": np.zeros((2, 2, 3, 3))}), "a label for each gray image"),
+        (TEXT, None, "no such file or directory: .*named. .*'builtin'"),
+        (TEXT, b" \n\n", "only blank lines"),
+        (TEXT, b"one\ntwo\n", "3 lines.*, not 2: .*named"),
+        (TEXT, b"one\ncaf\xe9 noir\nthree", r"not UTF-8 text \(byte 7, in line 2\)"),
+        (IMAGES, None, "cannot be read .No such file or directory.: .*named"),
+        (IMAGES, b"\x89PNG\r\n", "not an .npz file.*named.*'builtin', 'mnist'"),
+        (IMAGES, packed(**FEW)[:-30], "not an .npz file with x_train"),
+        (
+            IMAGES,
+            packed(**FEW | {"y_test": FEW["y_train"]}),
+            r"shape \(1, 2, 3\), and labels of \(2,\)",
+        ),
+        (IMAGES, packed(**FEW | {"x_train": np.zeros((2, 2, 3, 3))}), "a label for each gray"),
     ],
 )
-def test_bad_image_files_get_one_sentence(tmp_path, content, sentence):
-    path = tmp_path / "images"
+def test_bad_files_get_one_sentence(tmp_path, load, content, sentence):
+    path = tmp_path / "named"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(OSError, match=sentence):
-        corpora.load_images(path)
+        load(path)
 
 
+@pytest.mark.slow
 def test_without_a_network_one_sentence_names_the_fix(tmp_path):
     code = (
         "from kdpkit import corpora\n"

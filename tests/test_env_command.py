@@ -8,7 +8,6 @@ import sys
 
 import pytest
 
-from kdpkit import cli
 from kdpkit.launch import _child_processes as child_processes
 from tests.processes import SOON, run, wait_for_file
 from tests.python_without import python_without
@@ -29,13 +28,6 @@ def test_what_chose_the_backend_is_reported_and_no_variable_is_shown(tmp_path):
     assert re.search(r"^  backend +jax \(chosen by keras.json\)$", output.stdout, re.MULTILINE)
     assert "pl4nted" not in output.stdout
     assert max(map(len, output.stdout.splitlines())) <= 80
-
-
-def test_a_mistake_is_one_sentence_and_exit_code_2(capsys):
-    assert cli.main(["env", "--timeout", "0"]) == 2
-    output = capsys.readouterr()
-    assert (output.out, output.err.count("\n")) == ("", 1)
-    assert "`timeout_seconds` must be above 0" in output.err
 
 
 def test_ctrl_c_is_one_sentence_and_leaves_no_process(tmp_path, mark):

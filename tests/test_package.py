@@ -2,11 +2,9 @@
 
 import json
 import os
-import pathlib
 import re
 import shutil
 import site
-import subprocess
 import sys
 import venv
 import zipfile
@@ -14,8 +12,9 @@ import zipfile
 import pytest
 
 import kdpkit
+from tests import processes
+from tests.processes import ROOT
 
-ROOT = pathlib.Path(kdpkit.__file__).parent.parent
 FILES = ("LICENSE", "README.md", "pyproject.toml", "setup.py")
 TYPED = "typed_program.py"
 HIDDEN = ("__pycache__", "images")  # of the recipes, not in the wheel
@@ -35,19 +34,10 @@ kdpkit.schedulers
 """
 
 
-def run(*command, cwd):
-    """Run a program as a user does, who has no checkout on the path."""
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    finished = subprocess.run(
-        list(map(str, command)),
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stdout[-5000:] + finished.stderr[-5000:]
+def run(*command, cwd, check=True):
+    """Run a program as a user does, who has no checkout on the path; return its output."""
+    finished = processes.run(*command, cwd=cwd, check=check, seconds=800, PYTHONPATH=None)
+    assert check or finished.stderr == ""
     return finished.stdout
 
 
@@ -143,17 +133,7 @@ def checked(python, tmp_path_factory):
     (directory / "misused.py").write_text(MISUSED, encoding="utf-8")
     flags = ("--strict", "--ignore-missing-imports", "--config-file=", "--no-error-summary")
     words = (sys.executable, "-m", "mypy", *flags, "--python-executable", python)
-    done = subprocess.run(
-        [*map(str, words), "misused.py", TYPED],
-        cwd=directory,
-        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
-        capture_output=True,
-        text=True,
-        timeout=800,
-        check=False,
-    )
-    assert done.stderr == ""
-    return done.stdout
+    return run(*words, "misused.py", TYPED, cwd=directory, check=False)
 
 
 def test_programs_with_types_pass_mypy_strict_and_run(python, checked, tmp_path):

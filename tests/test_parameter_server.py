@@ -12,7 +12,6 @@ import time
 import types
 
 import keras
-import numpy as np
 import pytest
 import tensorflow as tf
 
@@ -21,6 +20,7 @@ from kdpkit.cluster import ClusterConfig
 from kdpkit.strategies import _parameter_servers
 from kdpkit.training.tensorflow import _parameter_server
 from tests import parameter_server_process as program
+from tests.process_programs import assert_close
 from tests.processes import Process, free_port
 
 pytestmark = [pytest.mark.timeout(2400), pytest.mark.tensorflow]
@@ -68,13 +68,6 @@ def cluster():
         yield made
     finally:
         made.end()
-
-
-def assert_close(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        for left, right in zip(*map(keras.tree.flatten, (one[name], other[name])), strict=True):
-            np.testing.assert_allclose(left, right, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 # Processes that train, and are killed. Each takes seconds to start, so that they do it in a row.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kdpkit import cli
-from tests.processes import run, run_code
+from tests.processes import run
 
 RUN = ["--examples", "60000", "--per-replica-batch-size", "32", "--base-learning-rate", "0.1"]
 
@@ -26,27 +26,6 @@ def test_several_replicas_are_lines_of_one_table(capsys):
     found = dict(zip(names, zip(*rows, strict=True), strict=True))
     assert found["replicas"] == ("1", "2", "8")
     assert found["steps"] == ("9,375", "4,685", "1,170")
-
-
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ([*RUN, "--rule", "log"], "`rule` must be one of 'linear', 'sqrt', 'none'"),
-        ([*RUN, "--epochs", "many"], "invalid int value: 'many'. See `kdpkit plan --help`"),
-        ([], "needs --examples, --per-replica-batch-size, --base-learning-rate, or --memory"),
-        (["--memory", "1GiB", "train.py"], "Write `kdpkit plan --memory 16GiB train.py:make"),
-        (["--memory", "1GiB", "a.py:make", "--replicas", "1", "2"], "replicas=[1, 2]"),
-        (["--memory", "1GiB", "missing.py:make"], "missing.py"),
-        (["--memory", "16QB", "train.py:make"], "the bytes of a device. Received: memory='16QB'"),
-    ],
-)
-def test_a_mistake_is_one_sentence_and_exit_code_2(words, sentence, capsys, monkeypatch):
-    monkeypatch.setenv("XLA_FLAGS", os.getenv("XLA_FLAGS", ""))  # put back afterwards
-    monkeypatch.setenv("PJRT_NPROC", os.getenv("PJRT_NPROC", "16"))
-    assert cli.main(["plan", *words]) == 2
-    output = capsys.readouterr()
-    assert sentence in output.err
-    assert (output.out, output.err.count("\n")) == ("", 1)
 
 
 def into(output):
@@ -98,34 +77,3 @@ def test_memory_is_planned_for_replicas_that_are_not_there(tmp_path):
     chosen = "The cheapest that fits: none.\n\n    keras.distribution.set_distribution("
     assert f'{chosen}kdpkit.sharding.DataParallel(4, shard="none"))\n' in ended.stdout
     assert "made" in ended.stderr
-
-
-PARSED = """
-import contextlib, sys
-from kdpkit import cli
-for words in {words!r}:
-    with contextlib.suppress(SystemExit):
-        assert cli.main(words) in (0, 2), words
-print(*{{name.partition(".")[0] for name in sys.modules}})
-"""
-
-
-def test_flags_are_parsed_and_plans_are_made_without_a_framework():
-    """Those of `doctor` and `env` too; wrong ones take no seconds until a framework is there."""
-    words = [
-        [],
-        *([name, "--help"] for name in ("plan", "doctor", "env")),
-        ["plan", *RUN, "--epochs", "9", "--optimizer", "sgd"],
-        ["plan", *RUN, "--rule", "round"],
-        ["plan", "--memory", "1GiB", "train.py"],
-        ["plan", "--memory", "16QB", "train.py:make"],
-        ["plan", "--nonsense"],
-        ["doctor"],
-        ["doctor", "--tpu", "missing.py"],
-        ["doctor", "train.py", "--workers", "0"],
-        ["doctor", "--measure", "train.py", "--seconds", "-1"],
-        ["env", "--timeout", "0"],
-    ]
-    ended = run_code(PARSED.format(words=words))
-    loaded = {*ended.stdout.splitlines()[-1].split()}
-    assert not loaded & {"keras", "tensorflow", "jax", "torch", "numpy"}

@@ -73,10 +73,3 @@ def test_an_unknown_recipe_is_one_sentence_with_the_known_ones(tmp_path, capsys)
     assert "name='gpt'" in line
     assert all(name in line for name in NAMES)
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("words", [[], ["copy"]])
-def test_a_wrong_call_is_one_sentence(words, capsys):
-    assert cli.main(["recipe", *words]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "kdpkit recipe" in line

@@ -6,14 +6,14 @@ It prints what came out as one line of JSON, and then trains until it is ended. 
 calls the same functions on one device.
 """
 
-# ruff: noqa: ARG002, T201 it prints for the test that started it
+# ruff: noqa: T201 it prints for the test that started it
 
 import json
 import os
 import pathlib
+import signal
 import socket
 import sys
-import time
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -26,115 +26,66 @@ from kdpkit import callbacks, experiment, strategies, testing
 from kdpkit._internal import processes
 from kdpkit.batches import ArrayBatches
 from kdpkit.training import TrainingLoop, replica_exact
+from tests import process_programs
+from tests.process_programs import LOSS, sentence_of
 from tests.processes import free_port
 
 HAS_ORBAX = hasattr(keras.callbacks, "OrbaxCheckpoint")  # since Keras 3.14
 EXAMPLES, BATCH = 22, 7  # shards of 2, 2, 2 and 1 examples, and at the end of the epoch one example
 
 
-def toy_data(examples=EXAMPLES):
-    x, y = testing.toy_classification(examples)
-    weights = 1 + np.arange(examples, dtype="float32") % 3
-    return x, y, weights
-
-
 def dataset(examples=EXAMPLES, *, seed=3):
     """Shuffled batches; those of an epoch have sizes that no number of replicas divides."""
-    data = tf.data.Dataset.from_tensor_slices(toy_data(examples))
+    weights = 1 + np.arange(examples, dtype="float32") % 3
+    data = tf.data.Dataset.from_tensor_slices((*testing.toy_classification(examples), weights))
     return data.shuffle(examples, seed=seed).batch(BATCH)
 
 
-def model_of(strategy):
-    keras.utils.set_random_seed(0)
-    with strategy.scope():
-        layers = keras.layers
-        return keras.Sequential(
-            [
-                keras.Input((4,)),
-                layers.Dense(8, activation="tanh", kernel_regularizer="l2"),
-                layers.BatchNormalization(synchronized=True, momentum=0.9),
-                layers.Dense(3),
-            ]
-        )
-
-
-def crossentropy():
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-
-
-def weights_of(model):
-    return [weight.tolist() for weight in model.get_weights()]
+def of_unknown_length(batches):
+    """Return the same batches in all processes, but as many as asked for, which nobody knows."""
+    data = tf.data.Dataset.from_tensor_slices(testing.toy_classification(EXAMPLES + BATCH))
+    return data.batch(BATCH).take(batches).filter(lambda *_: True)
 
 
 def watching(directory):
     """Callbacks that write into a directory that all processes use."""
-    if directory is None:
-        return []
     by_orbax = [keras.callbacks.OrbaxCheckpoint(str(directory / "orbax"))] if HAS_ORBAX else []
     return [
+        *by_orbax,
         keras.callbacks.ModelCheckpoint(directory / "keras-{epoch}.keras"),
         keras.callbacks.CSVLogger(directory / "log.csv"),
         callbacks.TensorBoard(directory / "board"),
-        *by_orbax,
     ]
 
 
 def by_fit(strategy, directory=None):
-    """Train with Keras' `fit`, two steps in an execution, validate, evaluate and predict."""
-    model = replica_exact(model_of(strategy))
-    model.compile(
-        keras.optimizers.Adam(0.01, clipnorm=0.1, gradient_accumulation_steps=2),
-        crossentropy(),
-        weighted_metrics=["accuracy"],
-        steps_per_execution=2,
-        jit_compile=False,
-    )
-    history = model.fit(
-        ArrayBatches(toy_data()[:2], global_batch_size=BATCH, remainder="keep", seed=3),
-        validation_data=dataset(),
+    """Train two steps in an execution, of which two make an update."""
+    x, y = testing.toy_classification(EXAMPLES)
+    with strategy.scope():
+        model = process_programs.classifier()
+    found = process_programs.by_fit(
+        model,
+        ArrayBatches((x, y), global_batch_size=BATCH, remainder="keep", seed=3),
+        dataset(),
         epochs=2,
-        shuffle=False,
+        compiled={
+            "optimizer": keras.optimizers.Adam(0.01, clipnorm=0.1, gradient_accumulation_steps=2),
+            "steps_per_execution": 2,
+            "jit_compile": False,
+        },
         class_weight={0: 0.5, 1: 2.0, 2: 1.0},
-        callbacks=watching(directory),
-        verbose=0,
-    ).history
-    x, y, _ = toy_data()
-    found = {
-        "history": history,
-        "predicted": model.predict(x, BATCH, verbose=0).tolist(),
-        "on_batch": model.train_on_batch(x[:5], y[:5]),
-    }
-    return found | {"weights": weights_of(model)}
+        callbacks=watching(directory) if directory else [],
+    )
+    return found | {"on_batch": model.train_on_batch(x[:5], y[:5])}
 
 
 def by_loop(strategy):
-    """Train with a loop, three steps in a call, of two micro-batches each."""
+    """Train three steps in a call, of two micro-batches each."""
     with strategy.scope():
-        model = testing.tiny_classifier()
-    loop = TrainingLoop(
-        model,
-        optimizer="adam",
-        loss=crossentropy(),
-        metrics=["accuracy"],
-        strategy=strategy,
-        steps_per_loop=3,
-        accumulation=2,
-        jit=False,
-    )
-    unknown_length = dataset().filter(lambda *_: True)
-    history = loop.fit(unknown_length, dataset(), epochs=2, verbose=0).history
-    x, y, _ = toy_data()
-    examples = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
-    return {
-        "history": history,
-        "predicted": loop.predict(examples, verbose=0).tolist(),
-        "weights": weights_of(model),
-    }
-
-
-def trained(strategy, directory=None):
-    """Train in both ways."""
-    return {"fit": by_fit(strategy, directory), "loop": by_loop(strategy)}
+        model = process_programs.classifier()
+    settings = {"steps_per_loop": 3, "accumulation": 2, "jit": False, "strategy": strategy}
+    train = dataset().filter(lambda *_: True)
+    return process_programs.by_loop(model, train, dataset(), epochs=2, **settings)
 
 
 def disagreements(strategy, model):
@@ -142,7 +93,7 @@ def disagreements(strategy, model):
     index = processes.index()
     with strategy.scope():
         other = testing.tiny_classifier()
-    loop = TrainingLoop(other, optimizer="sgd", loss=crossentropy(), strategy=strategy)
+    loop = TrainingLoop(other, optimizer="sgd", loss=LOSS, strategy=strategy)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     off = dataset().with_options(options)
@@ -153,29 +104,6 @@ def disagreements(strategy, model):
         "end, loop": lambda: loop.fit(of_unknown_length(3 + index), epochs=1, verbose=0),
     }
     return {name: sentence_of(way) for name, way in ways.items()}
-
-
-def of_unknown_length(batches):
-    """Return the same batches in all processes, but as many as asked for, which nobody knows."""
-    x, y, _ = toy_data(EXAMPLES + BATCH)
-    batches = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH).take(batches)
-    return batches.filter(lambda *_: True)
-
-
-def sentence_of(way):
-    try:
-        way()
-    except ValueError as error:
-        return str(error)
-    return None
-
-
-class Printing(keras.callbacks.Callback):
-    """Prints its steps, which last."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        print(f"step {batch}", flush=True)
-        time.sleep(0.2)
 
 
 def select(seconds=60):
@@ -190,7 +118,7 @@ def failed_start(task, addresses):
 
 
 def start_in_vain():
-    """Start where it cannot work; return the sentences. Then start, and lose the other process."""
+    """Start where it cannot work; print the sentences. Then start, and lose the other process."""
     complete = json.loads(os.environ["TF_CONFIG"])
     index = complete["task"]["index"]
     strategies.split_device("CPU", 1 + index)
@@ -204,9 +132,10 @@ def start_in_vain():
     os.environ["TF_CONFIG"] = json.dumps(complete)
     strategies.split_device("CPU", 1)
     strategy = select()
-    print("joined", flush=True)
-    time.sleep(2)  # in which the other is stopped
-    model_of(strategy)
+    if index:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    with strategy.scope():
+        process_programs.classifier()
 
 
 def train_on_every_logical_cpu(count):
@@ -226,21 +155,22 @@ def main():
         return
     if sys.argv[1] == "hangs":
         select(3)
-    directory = pathlib.Path(sys.argv[1])
     strategies.split_device("CPU", 2)
     train_on_every_logical_cpu(2)
     strategy = select()
     with strategy.scope():
         model = replica_exact(testing.tiny_classifier())
-    model.compile("sgd", crossentropy())
+    model.compile("sgd", LOSS)
     found = {
         "strategy": strategies.describe(strategy),
         "is_chief": strategies.is_chief(),
-        "trained": trained(strategy, directory),
+        "fit": by_fit(strategy, pathlib.Path(sys.argv[1])),
+        "loop": by_loop(strategy),
         "disagreements": disagreements(strategy, model),
     }
     print(json.dumps(found, default=float), flush=True)
-    model.fit(dataset().repeat(), steps_per_epoch=1000, callbacks=[Printing()], verbose=0)
+    endless, steps = dataset().repeat(), process_programs.Steps(0.2)
+    model.fit(endless, steps_per_epoch=1000, callbacks=[steps], verbose=0)
 
 
 if __name__ == "__main__":

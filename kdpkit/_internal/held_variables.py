@@ -35,19 +35,19 @@ class HeldVariable:
         self.value.assign(value)
 
 
-def of_model(model: keras.Model) -> list[HeldVariable]:
+def unlisted_variables(model: keras.Model) -> list[HeldVariable]:
     """Return what layers and losses hold and `model.variables` lacks, each once.
 
     These are variables of TensorFlow, the states of its random generators, those of a recurrent
     layer with `stateful=True`, and Keras variables of a loss.
     """
     listed = {id(variable.value) for variable in model.variables}
-    found = {}
     losses = keras.tree.flatten(getattr(model, "loss", None))
     owners = [loss for loss in losses if isinstance(loss, keras.losses.Loss)]
+    unlisted = {}
     for path, part in parts_of_attributes([*model._flatten_layers(), *owners]):
-        of_generator = part.state if isinstance(part, tf.random.Generator) else part
-        value = part.value if isinstance(part, keras.Variable) else of_generator
+        value = part.state if isinstance(part, tf.random.Generator) else part
+        value = value.value if isinstance(value, keras.Variable) else value
         if isinstance(value, tf.Variable) and id(value) not in listed:
-            found[id(value)] = HeldVariable(path, value)
-    return [*found.values()]
+            unlisted[id(value)] = HeldVariable(path, value)
+    return [*unlisted.values()]

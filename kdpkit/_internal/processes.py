@@ -61,6 +61,12 @@ def _position() -> tuple[int, int]:
     return before + server.task_index, chiefs + sizes.get("worker", 0)
 
 
+def report(sentence: str) -> None:
+    """Write a sentence to stderr, on a line of its own: Keras' progress bar may be open."""
+    process = f"Process {index()}: " if count() > 1 else ""
+    sys.stderr.write(f"\n{process}{sentence}\n")
+
+
 # Agreement.
 
 

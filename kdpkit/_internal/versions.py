@@ -5,11 +5,10 @@ Private parts of Keras that training needs are in `kdpkit.training.tensorflow._k
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import keras
-import numpy as np
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator
 
@@ -153,25 +152,3 @@ def make_global_seeds(strategy: Any = None) -> None:
     several = strategy is not None and strategy.num_replicas_in_sync > 1
     with strategy.scope() if several else contextlib.nullcontext():
         seed_generator.global_seed_generator()
-
-
-def random_state_of_torch() -> dict[str, np.ndarray]:
-    """Return the state from which Keras' Dropout without a seed draws on torch; else nothing."""
-    if keras.backend.backend() != "torch":
-        return {}
-    import torch
-
-    on_cpu = {"torch.cpu": torch.get_rng_state().numpy()}
-    has_gpu = torch.cuda.is_available()
-    return on_cpu | ({"torch.cuda": torch.cuda.get_rng_state().numpy()} if has_gpu else {})
-
-
-def restore_random_state_of_torch(arrays: Mapping[str, np.ndarray]) -> None:
-    names = random_state_of_torch().keys() & arrays.keys()
-    if not names:
-        return
-    import torch
-
-    for name in names:
-        of = torch.cuda if name == "torch.cuda" else torch
-        of.set_rng_state(torch.as_tensor(arrays[name]))

@@ -6,6 +6,7 @@ every backend. It splits arrays, or a `Source` of examples, such as `from_datase
 """
 
 from kdpkit.batches._array_batches import ArrayBatches, num_examples
+from kdpkit.batches._packing import pack_tokens
 from kdpkit.batches._sources import (
     Source,
     from_datasets,
@@ -22,4 +23,5 @@ __all__ = [
     "from_images",
     "from_parquet",
     "num_examples",
+    "pack_tokens",
 ]

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from kdpkit import errors
-from kdpkit._internal import atomic_files, checks, storage
+from kdpkit._internal import atomic_files, checks, processes, storage
 
 _NAME = re.compile(r"state-([0-9]{6,18})-([0-9]{9,18})\.npz")
 _held: dict[str, int] = {}  # descriptors of the locks of this process
@@ -36,10 +36,18 @@ class Position:
 
     >>> Position(0, 9) < Position(1, 0)
     True
+    >>> str(Position(0, 9)), str(Position(1, 0))
+    ('step 9 of epoch 1', 'the end of epoch 1')
     """
 
     epoch: int
     step: int
+
+    def __str__(self) -> str:
+        """Return the last step before it, with epochs counted from 1 as Keras prints them."""
+        if self.step:
+            return f"step {self.step} of epoch {self.epoch + 1}"
+        return f"the end of epoch {self.epoch}" if self.epoch else "the beginning"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,6 +79,10 @@ class CheckpointDirectory:
             `gs://bucket/run`.
         keep: Number of states to keep.
 
+    Attributes:
+        newest: Position of the newest state that was read or written, None before.
+        is_failing: Whether the last state could not be written.
+
     Raises:
         ValueError: The directory is a file, or not a path.
 
@@ -92,6 +104,8 @@ class CheckpointDirectory:
         self.keep = checks.integer("keep", keep)
         self._lock = self.directory / ".lock"
         self._written: futures.Future[None] | None = None
+        self.newest: Position | None = None
+        self.is_failing = False
         if self.directory.exists() and not self.directory.is_dir():
             checks.fail_for_file("A directory is needed, and this is a file", self.directory)
 
@@ -118,12 +132,13 @@ class CheckpointDirectory:
         of_killed_processes = self.directory.glob(".state-*.npz")
         for old in [*paths[:at], *paths[at + self.keep :], *of_killed_processes]:
             old.unlink(missing_ok=True)
+        self.newest = state.position
         return path
 
     def save_in_background(self, state: TrainingState) -> None:
         """Write a state while the program goes on, after those that it is writing already.
 
-        A state that cannot be written is reported by a warning.
+        The first of several states that cannot be written is reported in a sentence.
         """
         self.wait()
         self._written = _writer.submit(self._try_to_save, state)
@@ -136,13 +151,16 @@ class CheckpointDirectory:
     def _try_to_save(self, state: TrainingState) -> None:
         try:
             self.save(state)
+            self.is_failing = False
         except OSError as error:
-            warnings.warn(  # each with a text of its own, as Python shows equal warnings once
-                f"The training state of epoch {state.position.epoch}, step {state.position.step} "
-                f"could not be saved in {self.directory} ({error.strerror or error}). Training "
-                "continues; what was saved before is still there.",
-                stacklevel=2,
-            )
+            if not self.is_failing:
+                newest = f"the newest state there is of {self.newest}"
+                processes.report(
+                    f"The training state of {state.position} could not be saved in "
+                    f"{self.directory} ({error.strerror or error}); training continues, and "
+                    f"{newest if self.newest else 'there is no state yet'}."
+                )
+            self.is_failing = True
 
     def latest(self) -> TrainingState | None:
         """Read the newest undamaged state; None if there is no state.
@@ -156,7 +174,9 @@ class CheckpointDirectory:
         paths = self.paths()
         for path in paths:
             try:
-                return _read(path)
+                state = _read(path)
+                self.newest = state.position
+                return state
             except Exception as error:  # damaged bytes raise many kinds
                 warnings.warn(
                     f"The training state {path} is damaged or cannot be read ({error}), and "

@@ -11,7 +11,7 @@ from kdpkit._internal.datasets import untuned
 from kdpkit.pipelines import _transforms
 from kdpkit.pipelines._epochs import EpochCounter, TrainDataset, rewriting
 from kdpkit.pipelines._padding import pad_to_global_batch
-from kdpkit.pipelines._stages import Stage, paths, require_dataset
+from kdpkit.pipelines._stages import Stage, paths, require_dataset, require_examples
 from kdpkit.pipelines._transforms import count_batches
 
 _REMAINDERS = ("drop", "pad", "keep")
@@ -78,8 +78,9 @@ def train_pipeline(
         counted: while the cache fills, or with `cache=False` in an additional pass.
 
     Raises:
-        ValueError: The replicas do not divide the batch, the source repeats (`fit(epochs=N)`
-            would repeat it again), or fewer examples than one batch are left after `keep`.
+        ValueError: The replicas do not divide the batch; the source repeats (`fit(epochs=N)` would
+            repeat it again), has batches, or is of names of files; or fewer examples than one batch
+            are left after `keep`.
 
     >>> train = train_pipeline(tf.data.Dataset.range(8), global_batch_size=4, replicas=2)
     >>> epochs = [[int(number) for batch in train for number in batch] for _ in range(2)]
@@ -184,6 +185,7 @@ def _examples(
     repeats = any(stage.kind == "repeat" for stage, _ in paths(end))
     if end.cardinality == tf.data.INFINITE_CARDINALITY or repeats:
         _transforms.raise_endless("`source` repeats its examples")
+    require_examples(source, prepared=prepare is not None)
     examples = source if keep is None else source.filter(keep)
     if prepare is not None:
         examples = examples.map(prepare, num_parallel_calls=tf.data.AUTOTUNE)

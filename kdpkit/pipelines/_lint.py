@@ -8,7 +8,15 @@ import tensorflow as tf
 
 from kdpkit._internal import check_results, checks
 from kdpkit._internal.check_results import Finding
-from kdpkit.pipelines._stages import Stage, before, line, paths, require_dataset
+from kdpkit.pipelines._stages import (
+    Stage,
+    before,
+    line,
+    maker,
+    makes_batches,
+    paths,
+    require_dataset,
+)
 
 _CACHES = ("cache", "snapshot")
 _COPYING = ("batch", "padded_batch")
@@ -29,10 +37,11 @@ def lint(
 ) -> list[Finding]:
     """Find mistakes in a pipeline from its stages alone; nothing is run.
 
-    Each finding has a level: `"wrong"` trains something other than what was meant, `"slow"` wastes
-    time, and `"note"` is good to know and may be as you want it. A pipeline that has notes alone is
-    fine. The rules:
+    Each finding has a level: `"error"` raises in `fit`, `"wrong"` trains something other than what
+    was meant, `"slow"` wastes time, and `"note"` may be as you want it. A pipeline that has only
+    notes is fine. The rules:
 
+    - `batched-twice`, `not-batched`: batches of batches, and single examples.
     - `shuffle-before-cache`, `random-before-cache`, `repeat-before-cache`: a cache keeps what each
       epoch should draw again, or the data several times.
     - `batch-before-shuffle`, `small-shuffle`: examples hardly mix.
@@ -133,6 +142,30 @@ def _rule(name: str, *, training: bool = False) -> Callable[[_Rule], _Rule]:
 
 def _first(stages: Iterable[Stage], *kinds: str) -> Stage | None:
     return next((stage for stage in stages if stage.kind in kinds), None)
+
+
+# What a batch has.
+
+
+@_rule("batched-twice")
+def _batched_twice(pipeline: _Pipeline) -> _Found:
+    for batch, _ in pipeline.of(*_COPYING):
+        inner = maker(batch.inputs[0])
+        if makes_batches(inner):
+            # Complete windows of labelled steps, and sentences of texts, are batched twice.
+            may_be_meant = batch.kind != "batch" or inner.setting("drop_remainder") is True
+            problem = f"Its elements are batches already, of `{inner.label}`."
+            remedy = "Leave out one of the two, or put `.unbatch()` between them."
+            yield "note" if may_be_meant else "wrong", batch, problem, remedy
+
+
+@_rule("not-batched")
+def _not_batched(pipeline: _Pipeline) -> _Found:
+    specs = tf.nest.flatten(pipeline.dataset.element_spec)
+    has_numbers = any(getattr(spec, "shape", None) == () for spec in specs)
+    if has_numbers and not any(stage.kind in _BATCHES for stage, _ in pipeline.stages):
+        problem = "`fit` takes each element for a batch, and these are single examples."
+        yield "error", pipeline.line[-1], problem, "Add `.batch(global_batch_size)`."
 
 
 # What a cache keeps.

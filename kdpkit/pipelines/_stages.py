@@ -9,6 +9,7 @@ empty set, and no rule draws conclusions from them.
 import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,11 @@ _KINDS = {
 _TRANSPARENT = frozenset(
     {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
 )
+# These pass their elements on as they are.
+_PASSING = frozenset(
+    {"cache", "filter", "prefetch", "repeat", "shard", "shuffle", "skip", "take", "take_while"}
+)
+_BATCHING = ("batch", "padded_batch", "rebatch")
 # The first of the two inputs of a dataset's operation that are its seeds.
 _SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
 _NAMED_BY = {
@@ -239,6 +245,73 @@ def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
 def before(stage: Stage) -> Iterator[Stage]:
     """Yield all stages before a stage."""
     return (one for each in stage.inputs for one, _ in paths(each))
+
+
+def maker(stage: Stage) -> Stage:
+    """Return the stage that made the elements, which the stages after it pass on as they are."""
+    while (stage.is_hidden or stage.kind in _PASSING) and len(stage.inputs) == 1:
+        (stage,) = stage.inputs
+    return stage
+
+
+def makes_batches(stage: Stage) -> bool:
+    """Return whether the elements that a stage makes are certainly batches of examples.
+
+    `batch` also cuts sequences into windows, each of which is an example. Windows are complete and
+    usually have a single part; a `map` makes examples of others.
+    """
+    if stage.kind == "train_pipeline":
+        return True
+    if stage.kind not in _BATCHING:
+        return False
+    size, elements = stage.setting("batch_size"), stage.inputs[0].cardinality
+    divides = size is not None and elements is not None and (elements < 0 or elements % size == 0)
+    is_complete = divides or stage.setting("drop_remainder") is not False
+    return len(tf.nest.flatten(stage.dataset.element_spec)) > 1 or not is_complete
+
+
+def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
+    """Raise where the elements of a source are certainly no single examples.
+
+    Args:
+        source: What a pipeline is made of.
+        prepared: Whether a function makes examples of its elements, such as of names of files.
+    """
+    stage = maker(Stage(source))
+    if makes_batches(stage):
+        problem = f"`{stage.label}` makes batches"
+        remedy = (
+            "Leave out that stage, or add `.unbatch()`. Where each of its elements is an example, "
+            "such as a window, add a `.map` that returns it."
+        )
+    elif stage.kind == "from_tensors" and _have_one_length(source):
+        problem = "`from_tensors` makes one element of all examples"
+        remedy = "Use `tf.data.Dataset.from_tensor_slices`."
+    elif not prepared and _are_names_of_files(stage):
+        problem = "its elements are names of files"
+        remedy = "Read them, with `prepare` or `kdpkit.pipelines.interleave_files`."
+    else:
+        return
+    checks.fail(
+        f"`source` must have single examples, and {problem}.",
+        source=source.element_spec,
+        remedy=remedy,
+    )
+
+
+def _have_one_length(dataset: tf.data.Dataset) -> bool:
+    """Return whether an element has several parts, which all have as many entries."""
+    shapes = [part.shape for part in tf.nest.flatten(dataset.element_spec)]
+    lengths = {shape[0] if shape.rank else None for shape in shapes}
+    return len(shapes) > 1 and len(lengths) == 1 and (lengths.pop() or 0) > 1
+
+
+def _are_names_of_files(stage: Stage) -> bool:
+    tensors = stage.argument("tensors") if stage.kind == "from_tensor_slices" else None
+    if tensors is None or len(tensors) != 1 or tensors[0].dtype != tf.string:
+        return False
+    names = tf.get_static_value(tensors[0])
+    return names is not None and names.size > 0 and Path(os.fsdecode(names.flat[0])).is_file()
 
 
 def _kind_of(dataset: tf.data.Dataset) -> str:

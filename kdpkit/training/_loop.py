@@ -59,11 +59,11 @@ class TrainingLoop:
         accumulation: Micro-batches that the global batch is split into, each of them divided over
             the devices, to need less memory. The optimizer still makes one step, the same one, for
             each batch. On TensorFlow `fit` raises if a loss or a layer compares examples.
-        jit: Whether XLA compiles forward pass, backward pass and update; on several devices of
-            TensorFlow the calls of divided layers; on JAX the complete step. None decides as
-            `compile` does. `"measure"` tries both on TensorFlow, prints the times, and goes on with
-            the faster. Every new shape is compiled: where shapes differ, as with
-            `bucket_by_sequence_length`, choose yourself.
+        jit_compile: Whether XLA compiles the training step: on JAX all of it, on TensorFlow the
+            forward pass, backward pass and update, on several devices the calls of divided layers.
+            `"auto"` is the rule of Keras' `compile`: XLA on JAX, and on TensorFlow where the
+            machine has a GPU and the model was built outside any strategy. XLA compiles every new
+            shape of a batch again.
         loss_weights: As in `compile`.
         weighted_metrics: As in `compile`; `metrics` do not see sample weights.
         batch_norm: As in `replica_exact`; with `accumulation` it normalizes each micro-batch.
@@ -100,7 +100,7 @@ class TrainingLoop:
         strategy: Any = None,
         steps_per_loop: int = 1,
         accumulation: int = 1,
-        jit: bool | Literal["measure"] | None = None,
+        jit_compile: bool | Literal["auto"] = "auto",
         loss_weights: Sequence[float] | Mapping[str, float] | None = None,
         weighted_metrics: Sequence | Mapping = (),
         batch_norm: str = "global",
@@ -120,8 +120,7 @@ class TrainingLoop:
         self.model = model
         if optimizer is None:
             checks.fail("There is no optimizer to train with.", optimizer=optimizer)
-        if not (jit is None or isinstance(jit, bool) or jit == "measure"):
-            checks.fail("`jit` must be True, False, 'measure' or None.", jit=jit)
+        checks.one_of("jit_compile", jit_compile, ("auto", True, False))
         self.steps_per_loop = checks.integer("steps_per_loop", steps_per_loop)
         self.accumulation = checks.integer("accumulation", accumulation)
         self.batch_norm = checks.one_of("batch_norm", batch_norm, ("global", "replica"))
@@ -133,7 +132,8 @@ class TrainingLoop:
             in_parts=self.accumulation > 1,
         )
         module, steps = _STEPS[checks.backend("`TrainingLoop`", *_STEPS)]
-        self._steps: Steps = getattr(importlib.import_module(module), steps)(self, strategy, jit)
+        make_steps = getattr(importlib.import_module(module), steps)
+        self._steps: Steps = make_steps(self, strategy, jit_compile)
         self._trained: tuple[Any, list[Any]] | None = None  # optimizer and variables
         with self._steps.scope():
             versions.forget_metrics(model)
@@ -156,11 +156,6 @@ class TrainingLoop:
     def strategy(self) -> Any:
         """The strategy that the loop trains on."""
         return self._steps.strategy
-
-    @property
-    def jit(self) -> bool | None:
-        """Whether XLA compiles the steps; None while `jit="measure"` has not chosen yet."""
-        return self._steps.jit if self._steps.is_jit_chosen else None
 
     def per_example_loss(self, x: Any, y: Any, *, training: bool) -> tuple[Any, Any]:
         """Compute the loss of each example, and what the model predicts: the method to override.

@@ -116,8 +116,8 @@ class Objective:
                 "replicas, have some of them alone.",
                 loss=loss.name,
                 predictions_shape=tuple(prediction.shape),
-                remedy="Train with `accumulation=1` and `jit=False`; if it is to be of each "
-                "example, let the model return predictions of two axes, `(examples, 1)`.",
+                remedy="Train with `accumulation=1` and `jit_compile=False`; if it is to be of "
+                "each example, let the model return predictions of two axes, `(examples, 1)`.",
             )
         value = loss.call(y, prediction)
         if len(value.shape):

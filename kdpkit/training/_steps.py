@@ -20,17 +20,13 @@ class Steps(Protocol):
     loop: Any
     model: Any
     strategy: Any
-    _jit: Any  # as it was asked for
+    _jit: bool | str  # the argument `jit_compile` of the loop
     _means: dict[str, Any]  # metrics of the losses: of all of it, and of the outputs, if several
 
     @property
     def jit(self) -> bool:
         """Whether XLA compiles the next training step."""
-        return bool(self.model.jit_compile if self._jit is None else self._jit)
-
-    @property
-    def is_jit_chosen(self) -> bool:
-        """Whether that is settled: a trial may be under way."""
+        return bool(self.model.jit_compile if self._jit == "auto" else self._jit)
 
     @property
     def means(self) -> list[Any]:

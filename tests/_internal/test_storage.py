@@ -44,27 +44,6 @@ def test_a_scheme_with_one_slash_which_pathlib_makes_raises(path):
         storage.path(path)
 
 
-def test_files_are_put_read_listed_and_removed(remote):
-    directory = storage.path(remote) / "new" / "directory"
-    file = directory / "state-1.npz"
-    assert not directory.exists()
-    assert [*directory.glob("*")] == []
-    for content in (b"first", b"second, longer"):
-        put(file, content)
-        assert file.read_bytes() == content
-    put(directory / "other", "text: ä".encode())
-    assert (directory / "other").read_text() == "text: ä"
-    assert [*directory.glob("*")] == [directory / "other", file]
-    assert [*directory.glob("state-*.npz")] == [file]
-    assert (file.exists(), file.is_dir(), directory.is_dir()) == (True, False, True)
-    with atomic_files.fetched(file) as copy:
-        assert (copy.read_bytes(), copy.suffix) == (b"second, longer", ".npz")
-    assert not copy.exists()
-    file.unlink()
-    file.unlink(missing_ok=True)
-    assert [*directory.glob("*")] == [directory / "other"]
-
-
 @pytest.mark.parametrize("kind", ["local", "remote"])
 def test_the_file_appears_when_the_block_ends_well(kind, remote, tmp_path):
     directory = storage.path(remote) if kind == "remote" else tmp_path

@@ -120,19 +120,13 @@ def by_a_loop(resume, *others):
     return loop(thorough(), train, *others, resume, validation=held_out(), of_loop=settings)
 
 
-@program()
-def with_validation_on_what_it_trains_on(resume, *others):
-    train = resume.track(batches())
-    return fit(compiled(), train, *others, resume, validation_data=train)
-
-
 # Epochs, executions and calls of `fit`.
 
 
 @program()
-def with_executions_that_pass_the_end_of_an_epoch(resume, *others):
-    model = compiled(steps_per_execution=2)
-    return fit(model, resume.track(batches()), *others, resume)
+def with_long_executions_and_validation_on_what_it_trains_on(resume, *others):
+    model, train = compiled(steps_per_execution=2), resume.track(batches())
+    return fit(model, train, *others, resume, validation_data=train)
 
 
 @program("tensorflow")

@@ -107,6 +107,13 @@ def test_printlr_prints_once_an_epoch_below_the_progress_line(capsys):
     ]
 
 
+def test_a_quiet_printlr_only_adds_to_the_logs(capsys):
+    model = falling_weight(keras.optimizers.SGD(straight_decay()))
+    history = model.fit(**ones(4), epochs=2, callbacks=[PrintLR(verbose=0)]).history
+    assert history["learning_rate"] == pytest.approx([0.97, 0.93], rel=1e-6)
+    assert capsys.readouterr().out == ""
+
+
 @pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="since Keras 3.15")
 def test_several_optimizers_have_no_single_rate(capsys):
     parts = {".*kernel": keras.optimizers.Adam()}

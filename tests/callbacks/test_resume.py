@@ -11,7 +11,6 @@ import resource
 import signal
 import subprocess
 import sys
-import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import keras
@@ -20,6 +19,7 @@ import pytest
 
 from kdpkit.callbacks import Resume
 from kdpkit.callbacks._resume import callback_state
+from kdpkit.checkpoints import CheckpointDirectory
 from tests.callbacks.resume_programs import (
     EPOCHS,
     LEARNING,
@@ -218,22 +218,40 @@ def test_tracked_batches_can_be_copied_and_pickled(tmp_path):
 # States that cannot be written.
 
 
-def test_a_state_that_cannot_be_written_is_reported_and_training_continues(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 10, hard))  # as good as a full disk
-    resume = Resume(tmp_path)
+LIMITS = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+
+@pytest.mark.parametrize(
+    ("full", "failed", "at_the_end"),
+    [
+        ([0, 1, 2], [(1, "there is no state yet.")], "has no state: the same program starts"),
+        (
+            [1, 3, 4],
+            [(2, "of the end of epoch 1."), (4, "of the end of epoch 3.")],
+            "of the end of epoch 3, and",
+        ),
+    ],
+)
+def test_a_full_disk_is_reported_once_and_at_the_end_what_is_on_it(
+    full, failed, at_the_end, tmp_path, capsys
+):
+    def fill_or_empty_the_disk(epoch, _):
+        CheckpointDirectory(tmp_path).wait()
+        limit = 1 << 10 if epoch in full else LIMITS[0]  # bytes that a file may have
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, LIMITS[1]))
+
+    disk = keras.callbacks.LambdaCallback(on_epoch_begin=fill_or_empty_the_disk)
+    resume, epochs = Resume(tmp_path), full[-1] + 1
     try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")  # as outside of tests, where Python shows each once
-            model = fit(compiled(), resume.track(batches()), resume)
+        model = fit(compiled(), resume.track(batches()), disk, resume, epochs=epochs)
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    failed = [str(w.message) for w in caught if "could not be saved" in str(w.message)]
-    assert [text.partition(" could")[0] for text in failed] == [
-        f"The training state of epoch {epoch}, step 0" for epoch in (1, 2, 3)
-    ]
-    assert model.history.epoch == [0, 1, 2]
-    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+        resource.setrlimit(resource.RLIMIT_FSIZE, LIMITS)
+    assert model.history.epoch == [*range(epochs)]
+    *lines, last = [line for line in capsys.readouterr().err.splitlines() if line]
+    for line, (epoch, newest) in zip(lines, failed, strict=True):
+        assert line.startswith(f"The training state of the end of epoch {epoch} could not be saved")
+        assert line.endswith(newest)
+    assert at_the_end in last
 
 
 # A directory for one run at a time.

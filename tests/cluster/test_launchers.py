@@ -6,7 +6,7 @@ import pytest
 
 from kdpkit import cluster
 from kdpkit.cluster import ClusterConfig
-from kdpkit.cluster._launchers import ADDRESSES, COUNT, INDEX, _first_of_slurm, _port_of
+from kdpkit.cluster._launchers import ADDRESSES, COUNT, INDEX, _port_of
 
 read = ClusterConfig.from_environment
 
@@ -63,6 +63,9 @@ P, Q, R = _port_of("4712"), _port_of("745472000"), _port_of("745472001")
         ),
         (tf_config({"worker": ["a:1", "b:1"], "evaluator": ["e:1"]}), "a:1 b:1", "b:1"),
         (SLURM, f"n1:{P}", None),
+        (SLURM | {"SLURM_STEP_NODELIST": "a,b[1-2]"}, f"a:{P}", None),
+        (SLURM | {"SLURM_STEP_NODELIST": "n[01-10,12],a"}, f"n01:{P}", None),
+        (SLURM | {"SLURM_STEP_NODELIST": "r[2-3]n[8,9]"}, f"r2n8:{P}", None),
     ],
 )
 def test_clusters_as_recorded(environ, addresses, address):
@@ -88,14 +91,6 @@ def test_jobs_have_ports_apart(environ, other):
     )
     assert not one & two
     assert all(1024 < port < 32768 for port in one | two)
-
-
-@pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("a,b[1-2]", "a"), ("n[01-10,12],a", "n01"), ("r[2-3]n[8,9]", "r2n8")],
-)
-def test_the_first_of_slurms_nodes(nodes, first):
-    assert _first_of_slurm({"SLURM_STEP_NODELIST": nodes}).partition(":")[0] == first
 
 
 # Which of several counts, and what is wrong.

@@ -5,6 +5,7 @@ What a local launch opens is for this machine alone: nothing answers from anothe
 
 import concurrent.futures
 import contextlib
+import ipaddress
 import json
 import os
 import shutil
@@ -13,14 +14,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import uuid
 
 import pytest
 
 from kdpkit.cluster import _network
 from kdpkit.launch import _child_processes as child_processes
-from tests.processes import Process, Together
+from tests.processes import SOON, Process, Together
 
 pytestmark = [pytest.mark.tensorflow, pytest.mark.timeout(400)]
 
@@ -64,15 +64,18 @@ class Elsewhere:
     """Another network namespace, which reaches this machine at an address."""
 
     def __init__(self):
-        self.name = f"kdpkit-{uuid.uuid4().hex[:8]}"
+        chosen = uuid.uuid4()
+        self.name = f"kdpkit-{chosen.hex[:8]}"
         here, there = (f"{side}{self.name[-8:]}" for side in "ht")
-        self.address = f"198.18.{os.getpid() % 250}.1"  # of RFC 2544, for tests
+        number = chosen.int % 2**15  # other tests may run on this machine
+        of_rfc_2544 = ipaddress.ip_address("198.18.0.0")  # for tests
+        self.address, inner = (str(of_rfc_2544 + 4 * number + host) for host in (1, 2))
         run("ip", "netns", "add", self.name)
         run("ip", "link", "add", here, "type", "veth", "peer", there, "netns", self.name)
-        run("ip", "address", "add", f"{self.address}/24", "dev", here)
+        run("ip", "address", "add", f"{self.address}/30", "dev", here)
         run("ip", "link", "set", here, "up")
         inside = ["ip", "-n", self.name]
-        run(*inside, "address", "add", f"{self.address[:-1]}2/24", "dev", there)
+        run(*inside, "address", "add", f"{inner}/30", "dev", there)
         run(*inside, "link", "set", there, "up")
 
     def answering(self, ports):
@@ -168,10 +171,8 @@ def test_the_wait_ends_when_all_listen_and_who_does_not_come_is_named(silent):
         assert [*_network.problems(addresses, 0.3)] == [address]
         thread = threading.Timer(0.5, silent.listen)
         thread.start()
-        started = time.monotonic()
-        assert _network.problems(addresses, 100) == {}
+        assert _network.problems(addresses, 10_000) == {}  # which is no test's limit
         thread.join()
-        assert time.monotonic() - started < 90  # not at the end of the time
 
 
 # What all exchange.
@@ -185,16 +186,13 @@ def first():
         return f"localhost:{port_of(free)}"
 
 
-def exchange(first, *indices, count, seconds=20.0, known=()):
-    """Return what each of some processes learns, or the error that it raises."""
+def exchange(first, *indices, count, known=()):
+    """Return what each of some processes learns."""
 
     def learned(index):
         address = dict(known).get(index)
-        settings = {"index": index, "count": count, "seconds": seconds}
-        try:
-            return _network.exchange(address, 1 + index, first, **settings)
-        except ValueError as error:
-            return str(error)
+        settings = {"index": index, "count": count, "seconds": SOON}
+        return _network.exchange(address, 1 + index, first, **settings)
 
     with concurrent.futures.ThreadPoolExecutor() as threads:
         return [*threads.map(learned, indices)]
@@ -213,7 +211,7 @@ def test_all_learn_the_same_and_an_address_that_is_known_stays(first):
 def test_other_programs_that_connect_take_no_part(first):
     with concurrent.futures.ThreadPoolExecutor() as threads:
         waiting = threads.submit(exchange, first, 0, count=2)
-        assert _network.problems([first], 20) == {}
+        assert _network.problems([first], SOON) == {}
         messages = (
             b"GET / HTTP/1.1\r\n\r\n",
             b'[1, 3, "a:9", 1]\n',
@@ -224,14 +222,3 @@ def test_other_programs_that_connect_take_no_part(first):
             with contextlib.closing(_network._connected(first, 0.0)) as connection:
                 connection.sendall(sent)
         assert exchange(first, 1, count=2) == waiting.result()
-
-
-def test_those_that_do_not_come_are_named(first):
-    shown, _ = exchange(first, 0, 2, count=4, seconds=0.5)
-    assert "did not meet at the address of the first" in shown
-    assert "processes [1, 3] are missing" in shown
-    (shown,) = exchange(first, 1, count=2, seconds=0.2)
-    assert "Connection refused" in shown
-    with ordinary() as used:
-        (shown,) = exchange(f"localhost:{port_of(used)}", 0, count=2)
-    assert "Address already in use" in shown

@@ -48,8 +48,8 @@ class Reading(keras.utils.PyDataset):
 
 
 def test_slow_input_is_waited_for_and_the_step_takes_as_long():
-    report = check_speed(Reading(0.1), model=small(), seconds=0.1)
-    assert report.step_seconds >= 0.09  # the first timed step may be noted a little late
+    report = check_speed(Reading(0.4), model=small(), seconds=0.1)
+    assert report.step_seconds > 0.2  # the first timed step may be noted late
     assert report.waiting_share > 0.5
     assert not report.clean
 
@@ -78,11 +78,12 @@ def test_the_slowest_stage_of_a_pipeline_is_named():
 
     from kdpkit._internal.datasets import untuned
 
+    def wait(x):
+        time.sleep(0.02)
+        return x
+
     def decode(x, y):
-        image = tf.ones((128, 128)) * x[0]
-        for _ in range(8):
-            image = tf.linalg.matmul(image, image) / 128
-        return x + image[0, 0], y
+        return tf.ensure_shape(tf.numpy_function(wait, [x], tf.float32), x.shape), y
 
     data = tf.data.Dataset.from_tensor_slices((X, Y)).map(decode)
     data = data.shuffle(10).batch(BATCH).prefetch(2)

@@ -1,8 +1,6 @@
 """Lines of several processes: none lost, none torn, progress bars in few lines."""
 
-import io
 import itertools
-import sys
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -39,14 +37,3 @@ def test_a_bar_gives_a_line_every_few_seconds():
     assert lines[0] == "5%"
     assert 15 < len(lines) < 30
     assert lines[-1] == "99%"
-
-
-def test_a_missing_reader_is_reported(monkeypatch):
-    class Closed(io.StringIO):
-        def write(self, _):
-            raise BrokenPipeError
-
-    gone = []
-    monkeypatch.setattr(sys, "stdout", Closed())
-    _output.Printer(["a"], on_gone=gone.append).line("a", "one", "stdout")
-    assert [type(error) for error in gone] == [BrokenPipeError]

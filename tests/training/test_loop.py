@@ -229,9 +229,9 @@ CASES = {
         {"accumulation": 2}, of_sparse_features, sparse_batches
     ),
     "XLA, clipped and averaged": Case(
-        {"jit": True}, pooled, tokens, clipped_and_averaged, replicas=3
+        {"jit_compile": True}, pooled, tokens, clipped_and_averaged, replicas=3
     ),
-    "XLA on another device": Case({"jit": True}, pooled, tokens, replicas=["CPU:1"]),
+    "XLA on another device": Case({"jit_compile": True}, pooled, tokens, replicas=["CPU:1"]),
     "a list of losses": Case(
         {},
         two_outputs,
@@ -240,7 +240,10 @@ CASES = {
         logs=False,
     ),
     "predictions of one axis": Case(
-        {"jit": False}, of_one_axis, compiled={"loss": "mse", "metrics": ["mae"]}, replicas=3
+        {"jit_compile": False},
+        of_one_axis,
+        compiled={"loss": "mse", "metrics": ["mae"]},
+        replicas=3,
     ),
     "a loss that compares the examples, under a mask of its own": Case(
         {},
@@ -250,7 +253,7 @@ CASES = {
         replicas=3,
     ),
     "a rate of each variable": Case(
-        {"jit": False}, optimizer=lambda: RateOfEach(Counted()), replicas=1
+        {"jit_compile": False}, optimizer=lambda: RateOfEach(Counted()), replicas=1
     ),
 }
 ON_JAX_TOO = ("many steps in a call", "micro-batches of random numbers")
@@ -347,24 +350,6 @@ def test_many_steps_in_a_call_compile_once_and_callbacks_see_the_last_of_each():
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-def test_xla_is_tried_while_training_goes_on_and_the_choice_is_reported_once(capsys):
-    data = batches(4, 48).repeat()
-    tried, plain = loop_on(2, jit="measure", steps_per_loop=12), loop_on(1, jit=False)
-    assert tried.jit is None
-    while tried.jit is None:
-        one, other = (
-            (loop, loop.fit(data, epochs=1, steps_per_epoch=12, verbose=0).history)
-            for loop in (tried, plain)
-        )
-        assert_same(one, other, tolerance=1e-4)
-    tried.fit(data, epochs=1, steps_per_epoch=24, verbose=0)
-    reported = re.findall(r"XLA: (.+?),", capsys.readouterr().out)
-    trial = "the first steps run with and without it"
-    assert reported == [trial, "on" if tried.jit else "off"]
-
-
-@pytest.mark.slow
-@pytest.mark.tensorflow
 def test_a_schedule_is_asked_once_a_step_and_trains_what_fit_trains():
     def made(schedule):
         inner = keras.optimizers.AdamW(schedule, weight_decay=0.1)
@@ -372,7 +357,7 @@ def test_a_schedule_is_asked_once_a_step_and_trains_what_fit_trains():
 
     schedule, strategy = Counted(), strategy_of(2)
     with scope_of(strategy):
-        settings = {"optimizer": made(schedule), "loss": cross_entropy(), "jit": True}
+        settings = {"optimizer": made(schedule), "loss": cross_entropy(), "jit_compile": True}
         loop = TrainingLoop(testing.tiny_classifier(), strategy=strategy, **settings)
     loop.fit(batches(), epochs=2, verbose=0)
     assert schedule.calls == 1  # for six steps of four weights each, that are traced once
@@ -614,7 +599,7 @@ def with_batch_norm():
 
 @pytest.mark.slow
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("settings", [{"accumulation": 2}, {"jit": True}])
+@pytest.mark.parametrize("settings", [{"accumulation": 2}, {"jit_compile": True}])
 def test_batch_statistics_are_those_of_one_device(settings):
     """Those of each micro-batch of one device, too."""
     settings = {"build": with_batch_norm} | settings
@@ -648,7 +633,7 @@ def with_states_of_examples():
 SETTINGS = [
     ({"steps_per_loop": 0}, "`steps_per_loop` must be a positive integer.*Received: steps_per"),
     ({"optimizer": None}, "no optimizer to train with"),
-    ({"jit": "yes"}, "`jit` must be True, False, 'measure' or None.*'yes'"),
+    ({"jit_compile": "yes"}, "`jit_compile` must be one of 'auto', True, False.*'yes'"),
     ({"loss": None}, "no loss to train with.*Received: loss=None"),
     (
         {"loss": keras.losses.circle, "accumulation": 2},
@@ -752,14 +737,13 @@ def test_what_changed_since_the_first_fit_raises():
 
 
 @pytest.mark.tensorflow
-@pytest.mark.parametrize("jit", [True, "measure"])
-def test_an_operation_that_xla_does_not_have_is_named(jit):
+def test_an_operation_that_xla_does_not_have_is_named():
     def through_python(x):
         return x + tf.ensure_shape(tf.numpy_function(np.square, [x], tf.float32), x.shape)
 
     def build():
         return keras.Sequential([keras.Input((4,)), layers.Lambda(through_python), layers.Dense(3)])
 
-    loop = loop_on(1, build, jit=jit)
-    with pytest.raises(ValueError, match="XLA cannot compile.*PyFunc.*Use `jit=False`"):
+    loop = loop_on(1, build, jit_compile=True)
+    with pytest.raises(ValueError, match="XLA cannot compile.*PyFunc.*Use `jit_compile=False`"):
         loop.fit(batches(), epochs=1, verbose=0)

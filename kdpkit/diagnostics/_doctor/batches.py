@@ -79,7 +79,7 @@ def batches_of(dataset: Any, batch_size: int | None = None, *, name: str = "data
     first, other = (tuple(end) if isinstance(end, list) else end for end in ends)
     if first is None:
         checks.fail(f"`{name}` is empty: it has no batch.", **received)
-    leaves, others = _leaves(first), [leaf for _, leaf in _leaves(other)]
+    leaves, others = named_leaves(first), [leaf for _, leaf in named_leaves(other)]
     sizes = {(_shape(leaf) or ())[:1] for _, leaf in leaves}
     is_known = not isinstance(first, tuple) or len(first) <= len(_NAMES)
     if not is_known or len(sizes) != 1 or () in sizes or len(leaves) != len(others):
@@ -165,11 +165,12 @@ def _ends(dataset: Any, size: int) -> tuple[Any, Any] | None:
     return first, getattr(dataset, "element_spec", first)
 
 
-def _leaves(batch: Any) -> list[tuple[tuple[Any, ...], Any]]:
-    """Return the arrays of a batch, or their specifications, with their paths."""
+def named_leaves(batch: Any) -> list[tuple[str, Any]]:
+    """Return the arrays of a batch, or their specifications, with names such as `x['ids']`."""
     batch = batch if isinstance(batch, tuple) else (batch,)
+    names = (*_NAMES, *map(str, range(len(batch))))  # a batch of more parts raises later
     return [
-        (path, leaf)
+        (names[path[0]] + "".join(f"[{key!r}]" for key in path[1:]), leaf)
         for path, leaf in keras.tree.flatten_with_path(batch)
         if leaf is not None and type(leaf).__name__ != "NoneTensorSpec"  # of `tf.data`
     ]
@@ -180,9 +181,8 @@ def _shape(array: Any) -> tuple[int | None, ...] | None:
     return None if getattr(shape, "rank", 0) is None else tuple(shape)  # of TensorFlow
 
 
-def _part(path: tuple[Any, ...], array: Any, other: Any) -> Part:
+def _part(name: str, array: Any, other: Any) -> Part:
     """Describe a part of all batches by that of the first, and by another or its specification."""
-    name = _NAMES[path[0]] + "".join(f"[{key!r}]" for key in path[1:])
     shape, others = _shape(array) or (), _shape(other)
     common = None
     if others is not None and len(shape) == len(others):

@@ -37,15 +37,13 @@ CALLS_AHEAD = 4  # how far Python may run ahead of the devices, which keep a bat
 
 
 class JaxSteps(Steps):
-    """Runs the steps of a loop on a mesh; `jit="measure"` means True."""
-
-    is_jit_chosen = True
+    """Runs the steps of a loop on a mesh."""
 
     def __init__(
         self,
         loop: Any,
         strategy: Mesh | keras.distribution.DataParallel | None,
-        jit: bool | str | None,
+        jit: bool | str,
     ) -> None:
         reject_local_statistics(loop.batch_norm)
         self.loop = loop

@@ -8,7 +8,6 @@ import contextlib
 import functools
 import gc
 import re
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -44,7 +43,6 @@ from kdpkit.training.tensorflow._remat import checkpointed
 from kdpkit.training.tensorflow._split import of_any_length
 from kdpkit.training.tensorflow._step import Mesh, Step, current_step
 from kdpkit.training.tensorflow._tracing import traced_once
-from kdpkit.training.tensorflow._xla import XlaTrial
 
 
 class TensorFlowSteps(Steps):
@@ -53,8 +51,7 @@ class TensorFlowSteps(Steps):
     Args:
         loop: The `TrainingLoop`.
         strategy: A strategy, or None for the one that the model was built in.
-        jit: Whether XLA compiles forward and backward pass; None asks the model, and "measure"
-            takes what is faster.
+        jit: Whether XLA compiles forward and backward pass; "auto" asks the model.
     """
 
     counts_once = True  # loss and metrics, for all devices
@@ -72,21 +69,9 @@ class TensorFlowSteps(Steps):
             self._means = {"": keras.metrics.Mean("loss")}  # and of the outputs, if several
         self._is_built = self._is_optimizer_built = False
         self._policy = Policy()
-        self._trial = XlaTrial() if jit == "measure" else None
-        self._train_with = {
-            jit: self._repeated(functools.partial(self._train_step, jit=jit))
-            for jit in (False, True)
-        }
+        self._train = self._repeated(lambda batch: self._train_step(batch, jit=self.jit))
         self._test = self._repeated(self._test_step)
         self._predict = tf.function(self._predict_step, autograph=False, reduce_retracing=True)
-
-    @property
-    def jit(self) -> bool:
-        return self._trial.jit if self._trial else super().jit
-
-    @property
-    def is_jit_chosen(self) -> bool:
-        return self._trial is None or bool(self._trial.verdict)
 
     def scope(self) -> Any:
         return self.strategy.scope()
@@ -157,19 +142,8 @@ class TensorFlowSteps(Steps):
     # Many steps in a call.
 
     def train(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
-        if self._trial and self._trial.is_new:
-            self._say("XLA: the first steps run with and without it, to find out which is faster.")
-        start = time.perf_counter()
         with _explaining_xla() if self.jit else contextlib.nullcontext():
-            done, logs = self._run(self._train_with[self.jit], iterator, steps)
-        if self._trial and not self._trial.verdict:
-            self._trial.record(steps=done, seconds=time.perf_counter() - start)
-            self._say(self._trial.verdict)
-        return done, logs
-
-    def _say(self, verdict: str) -> None:
-        if verdict and processes.index() == 0:
-            print(f"\n{verdict}", flush=True)  # noqa: T201 a choice that is made for somebody is said
+            return self._run(self._train, iterator, steps)
 
     def test(self, iterator: Any, steps: int) -> tuple[int, dict[str, Any]]:
         return self._run(self._test, iterator, steps)
@@ -310,7 +284,7 @@ def _explaining_xla() -> Iterator[None]:
         if found := re.search(r"\((No registered '\w+' OpKernel for XLA\w*)", error.message):
             raise errors.InputError(
                 f"XLA cannot compile the training step of this model: {found[1]}. "
-                "Use `jit=False`, or move the operation into the input pipeline."
+                "Use `jit_compile=False`, or move the operation into the input pipeline."
             ) from error
         raise
 

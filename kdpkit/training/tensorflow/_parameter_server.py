@@ -48,8 +48,10 @@ class ParameterServerSteps(TensorFlowSteps):
 
     def __init__(self, loop: Any, strategy: tf.distribute.Strategy | None, jit: Any) -> None:
         super().__init__(loop, strategy, jit)
-        if jit:
-            checks.fail("XLA compiles no step whose variables are in other processes.", jit=jit)
+        if jit is True:
+            checks.fail(
+                "XLA compiles no step whose variables are in other processes.", jit_compile=jit
+            )
         self.mesh.num_parts, self._is_one = 1, True
         self._workers = len(_parameter_servers.addresses(self.strategy, "worker"))
         if loop.steps_per_loop == 1:

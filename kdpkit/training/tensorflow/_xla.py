@@ -1,13 +1,11 @@
-"""XLA on several devices: what it compiles, and whether that is faster.
+"""XLA on several devices: what it compiles.
 
 With `compile(jit_compile=True)` XLA cannot compile a step on several devices as one
 (keras-team/keras#20763). What it compiles here is the call of a divided layer on each device, and
 with it the backward pass; of a model of libraries' layers that is the call of the model. Losses,
-optimizer and metrics stay TensorFlow's. `TrainingLoop(jit="measure")` finds out, while it trains,
-which way is faster.
+optimizer and metrics stay TensorFlow's.
 """
 
-import statistics
 from collections.abc import Callable
 from typing import Any
 
@@ -17,9 +15,6 @@ import tensorflow as tf
 from kdpkit.training._keras_internals import get_keras_mask, set_keras_mask
 from kdpkit.training.tensorflow._copies import PartScope
 from kdpkit.training.tensorflow._keras_internals import get_logits, set_logits
-
-_CALLS = 5  # timed for each choice, after the one that compiles
-_SECONDS = 0.2  # that the timed calls of a choice take at least
 
 
 def may_compile(layer: Any) -> bool:
@@ -75,45 +70,3 @@ def _set(tensors: list[Any], values: list[Any], put: Callable) -> None:
     for tensor, value in zip(tensors, values, strict=True):
         if value is not None:
             put(tensor, value)
-
-
-class XlaTrial:
-    """Decides for each call of the training function whether XLA compiles it, until one way wins.
-
-    Calls without and with XLA take turns, so that a busy machine slows both alike; the first call
-    of each compiles and is not counted. Every call trains, and none is made for the measurement.
-
-    >>> trial = XlaTrial()
-    >>> while not trial.verdict:
-    ...     trial.record(steps=4, seconds=0.2 if trial.jit else 0.4)
-    >>> trial.jit, trial.verdict
-    (True, 'XLA: on, a step takes 50 ms with it and 100 ms without.')
-    """
-
-    def __init__(self) -> None:
-        self.jit, self.verdict = False, ""
-        # Steps and seconds of each call; the first one compiles.
-        self._calls: dict[bool, list[tuple[int, float]]] = {False: [], True: []}
-
-    @property
-    def is_new(self) -> bool:
-        return not self._calls[False]
-
-    def record(self, *, steps: int, seconds: float) -> None:
-        """Note how long a call took that ran as `jit` says, and choose how the next one runs."""
-        if not steps:
-            return
-        self._calls[self.jit].append((steps, seconds))
-        self.jit = not self.jit
-        timed = [calls[1:] for calls in self._calls.values()]
-        if all(len(of) >= _CALLS and sum(s for _, s in of) >= _SECONDS for of in timed):
-            plain, compiled = (statistics.median(s / steps for steps, s in of) for of in timed)
-            self.jit = compiled < plain
-            self.verdict = (
-                f"XLA: {'on' if self.jit else 'off'}, a step takes {_milliseconds(compiled)} with "
-                f"it and {_milliseconds(plain)} without."
-            )
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{float(f'{seconds * 1000:.3g}'):g} ms"

@@ -1,0 +1,126 @@
+"""Mistakes in the arrays that `fit` trains on, or in the first batch of another dataset."""
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from kdpkit._internal.check_results import Finding
+from kdpkit.diagnostics._doctor import batches
+
+_SHORT = 0.25  # of a batch
+
+
+def of_values(name: str, batch: Any, model: Any) -> Iterator[Finding]:
+    """Yield what is wrong with the values of examples, for any model or for this one."""
+    for part, leaf in batches.named_leaves(batch):
+        array = np.asarray(leaf)
+        if array.dtype.kind == "f" and not np.isfinite(array).all():
+            examples = np.flatnonzero(~np.isfinite(array).reshape(len(array), -1).all(axis=1))
+            problem = (
+                f"{len(examples):,} of {len(array):,} examples have NaN or infinite values, the "
+                f"first is example {examples[0]:,}: one of them makes all weights NaN."
+            )
+            remedy = "Leave these examples out, or replace the values."
+            yield Finding("not-finite", "wrong", f"{name}, {part}", problem, remedy)
+    y = keras.utils.unpack_x_y_sample_weight(batch)[1]
+    loss, outputs = getattr(model, "loss", None), getattr(model, "outputs", None) or []
+    if loss is not None and len(outputs) == 1 and hasattr(y, "__array__"):
+        yield from _of_labels(f"{name}, y", np.asarray(y), outputs[0].shape, loss)
+
+
+def _of_labels(
+    where: str, y: np.ndarray, output: tuple[int | None, ...], loss: Any
+) -> Iterator[Finding]:
+    """Yield labels that the loss of a model with one output does not take."""
+    kind = _kind_of(loss)
+    most = {"sparsecategoricalcrossentropy": (output[-1] or math.inf) - 1, "binarycrossentropy": 1}
+    if kind in most and y.dtype.kind in "iufb" and y.size:
+        counted = y[y != getattr(loss, "ignore_class", None)]
+        least, largest = (counted.min(), counted.max()) if counted.size else (0, 0)
+        if least < 0 or largest > most[kind]:
+            problem = (
+                f"Labels run from {least} to {largest}, and the loss of this model takes 0 to "
+                f"{most[kind]}: others train something else, and raise on few devices."
+            )
+            remedy = "Count classes from 0, and give the last layer an output for each."
+            yield Finding("labels", "wrong", where, problem, remedy)
+    if kind.startswith("sparse") or y.ndim != len(output):
+        return
+    if any(size not in (None, other) for size, other in zip(output[1:], y.shape[1:], strict=True)):
+        problem = (
+            f"A label has the shape {y.shape[1:]}, and the output of the model {output[1:]}: the "
+            "loss compares each number with all others, or raises."
+        )
+        yield Finding("labels", "wrong", where, problem, "Make the two shapes equal.")
+
+
+def of_fit(
+    data: Any,
+    *,
+    model: Any,
+    replicas: int,
+    is_exact: bool,
+    batch_size: int | None,
+    steps_per_epoch: int | None,
+    shuffle: bool,
+    validation_split: float,
+) -> Iterator[Finding]:
+    """Yield what is wrong with how `fit` cuts arrays into batches."""
+    examples = batches.num_examples(data)
+    count = math.floor(examples * (1 - validation_split))
+    size = batch_size or (math.ceil(count / steps_per_epoch) if steps_per_epoch else 32)
+    last = count % size
+    if size % replicas:
+        effect = "plain Keras gives the examples of smaller parts more weight"
+        problem = f"{replicas} replicas do not divide a batch of {size} examples: "
+        problem += "some have less to do than others." if is_exact else f"{effect}."
+        remedy = f"Use `batch_size={math.ceil(size / replicas) * replicas}`"
+        remedy += "." if is_exact else ", or `kdpkit.training.replica_exact(model)`."
+        yield Finding("uneven-batch", "slow" if is_exact else "wrong", "train", problem, remedy)
+    if last and (replicas > 1 or last <= _SHORT * size):
+        problem = (
+            f"The last batch has {last} of {size} examples, and weighs as much in the training as "
+            "a full one."
+        )
+        remedy = "Choose a `batch_size` that divides the examples, or leave the last ones out."
+        yield Finding("short-batch", "note", "train", problem, remedy)
+    if steps_per_epoch and steps_per_epoch > math.ceil(count / size):
+        problem = (
+            f"An epoch is to have {steps_per_epoch} steps, and ends after "
+            f"{math.ceil(count / size)}."
+        )
+        yield Finding("runs-out", "wrong", "train", problem, "Leave out `steps_per_epoch`.")
+    classes = _classes_of(data, model)
+    if classes is None:
+        return
+    if missing := sorted({*classes[count:].tolist()} - {*classes[:count].tolist()}):
+        problem = (
+            f"`validation_split` takes the last {examples - count:,} examples, which have classes "
+            f"that the others lack: {', '.join(map(str, missing[:5]))}."
+        )
+        remedy = "Shuffle the arrays before `fit`; its `shuffle` acts after the split."
+        yield Finding("split-classes", "wrong", "train, y", problem, remedy)
+    is_in_order = count > size and np.all(classes[1:count] >= classes[: count - 1])
+    if not shuffle and is_in_order and classes[0] != classes[count - 1]:
+        problem = "The examples are in the order of their classes, and `shuffle` is False."
+        yield Finding("not-shuffled", "wrong", "train, y", problem, "Leave out `shuffle=False`.")
+
+
+def _classes_of(data: Any, model: Any) -> np.ndarray | None:
+    """Return the class of each example; None where the loss of the model compares no classes."""
+    y = keras.utils.unpack_x_y_sample_weight(data)[1]
+    kind = _kind_of(getattr(model, "loss", None))
+    if not kind.endswith("crossentropy") or not hasattr(y, "__array__"):
+        return None
+    y = np.asarray(y)
+    y = y.argmax(axis=1) if kind.startswith("categorical") and y.ndim == 2 else y
+    return y.ravel() if y.size == len(y) else None
+
+
+def _kind_of(loss: Any) -> str:
+    """Return the name of a loss, whether it is a text, a function or an object."""
+    name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+    return name.replace("_", "").lower()
