@@ -32,8 +32,9 @@ def sequences(lines, characters):
     inputs, labels = (part.reshape(-1, LENGTH) for part in (codes[:-1], codes[1:]))
     options = tf.data.Options()
     options.autotune.enabled = False  # tf.data's tuning thread can stall the end of an epoch
-    examples = tf.data.Dataset.from_tensor_slices((inputs, labels)).with_options(options)
-    return examples.shuffle(len(inputs), seed=0, reshuffle_each_iteration=False).batch(32)
+    examples = tf.data.Dataset.from_tensor_slices((inputs, labels))
+    examples = examples.shuffle(len(inputs), seed=0, reshuffle_each_iteration=False)
+    return examples.batch(32).with_options(options)
 
 
 def validation_losses(learning_rate, strategy, prepare=lambda model: model):
