@@ -20,7 +20,7 @@ from kdpkit import corpora, strategies
 from kdpkit.training import replica_exact
 from tools import learning_curves
 
-EPOCHS = 14
+EPOCHS = 12
 
 
 def build(images):
