@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kdpkit._internal import check_results
-from kdpkit.batches import num_examples
+from kdpkit.batches._array_batches import num_examples
 from kdpkit.diagnostics._doctor import arrays, batches, training_step
 
 
