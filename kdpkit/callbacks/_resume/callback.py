@@ -452,10 +452,10 @@ class Resume(keras.callbacks.Callback):
     def _newest_state(self) -> str:
         directory, newest = self._checkpoints.directory, self._checkpoints.newest
         if newest is None:
-            return f"{directory} has no state: the same program starts from its beginning."
+            return f"{directory} has no complete state: the same program starts from its beginning."
         return (
-            f"The newest state in {directory} is of {newest}, and the same program continues from "
-            "there."
+            f"The last complete state in {directory} is of {newest}, and the same program continues"
+            " from there."
         )
 
     def _leave(self) -> None:
