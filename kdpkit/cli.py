@@ -17,12 +17,14 @@ from typing import NoReturn
 from kdpkit import __version__, errors
 from kdpkit.launch import _output
 
+__all__ = ["main"]
+
 _COMMANDS = {  # name: module
     "doctor": "diagnostics._doctor",
     "env": "diagnostics._env",
     "launch": "launch._command",
     "plan": "diagnostics._plan",
-    "recipe": "experiment._command",
+    "recipe": "_recipe_command",
 }
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of `kdpkit ... >file` on a full disk

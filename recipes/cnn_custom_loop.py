@@ -21,14 +21,14 @@ add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches
 add("--label-smoothing", type=float, default=0.0, help="share of all classes in a label")
 last = "keep or drop a smaller last batch; drop it for a TPU"
 add("--remainder", choices=("keep", "drop"), default="keep", help=last)
+experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
 
-with experiment.program(parser, __name__):
-    import keras
-    import tensorflow as tf
-    from keras import layers, ops
-    from matplotlib.figure import Figure
+import keras
+import tensorflow as tf
+from keras import layers, ops
+from matplotlib.figure import Figure
 
-    from kdpkit import corpora, pipelines, training
+from kdpkit import corpora, pipelines, training
 
 
 def build_model(shape, classes):
@@ -57,8 +57,8 @@ class Smoothed(training.TrainingLoop):
         """Return the loss of each image; overriding this method changes the step."""
         losses, predictions = super().per_example_loss(x, y, training=training)
         if training:
-            of_any_class = -ops.mean(ops.log(predictions + keras.config.epsilon()), axis=-1)
-            losses += self.label_smoothing * (of_any_class - losses)
+            uniform_loss = -ops.mean(ops.log(predictions + keras.config.epsilon()), axis=-1)
+            losses += self.label_smoothing * (uniform_loss - losses)
         return losses, predictions
 
 
@@ -111,12 +111,17 @@ def main(argv=None):
     )
     loop.label_smoothing = args.label_smoothing
     record = experiment.Recorder(args, model, strategy, plan)
-    loop.fit(record.resumed(train), test, epochs=args.epochs, callbacks=record.callbacks)
+    loop.fit(
+        record.resumed(train),
+        test,
+        epochs=args.epochs,
+        callbacks=record.callbacks,
+        verbose=record.verbose,
+    )
     results = record.results(test=loop.evaluate(test, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
         draw(images, labels, results["history"], args.log_dir)
-    print(f"Test: {results['test']}")
     return results
 
 

@@ -16,14 +16,14 @@ parser = experiment.argument_parser(
     __doc__, epochs=8, per_replica_batch_size=32, base_learning_rate=3e-3, rule="sqrt"
 )
 files = "write TFRecord files there and train from them"
-parser.add_argument("--tfrecords", type=experiment.path, metavar="DIRECTORY", help=files)
+parser.add_argument("--tfrecords", metavar="DIRECTORY", help=files)
+experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
 
-with experiment.program(parser, __name__):
-    import keras
-    import tensorflow as tf
-    from keras import layers
+import keras
+import tensorflow as tf
+from keras import layers
 
-    from kdpkit import corpora, pipelines, schedules, training
+from kdpkit import corpora, pipelines, schedules, training
 
 FILES = 4  # TFRecord files, read in parallel
 
@@ -31,9 +31,9 @@ FILES = 4  # TFRecord files, read in parallel
 def from_tfrecords(directory, images, labels):
     """Write the images to TFRecord files, unless they exist, and read them back."""
     name = f"train-{zlib.crc32(images):08x}-{zlib.crc32(labels):08x}"
-    files = [f"{directory / name}-{index}.tfrecord" for index in range(FILES)]
+    files = [f"{directory}/{name}-{index}.tfrecord" for index in range(FILES)]
     if not all(map(tf.io.gfile.exists, files)):
-        tf.io.gfile.makedirs(str(directory))
+        tf.io.gfile.makedirs(directory)
         for index, file in enumerate(files):
             with tf.io.TFRecordWriter(file, "GZIP") as writer:
                 for image, label in zip(images[index::FILES], labels[index::FILES], strict=True):
@@ -108,12 +108,16 @@ def main(argv=None):
             weighted_metrics=[keras.metrics.SparseCategoricalAccuracy(name="accuracy")],
         )
     record = experiment.Recorder(args, model, strategy, plan)
-    train, watching = record.resumed(train), record.callbacks
-    model.fit(train, epochs=args.epochs, callbacks=watching, shuffle=False)
+    model.fit(
+        record.resumed(train),
+        epochs=args.epochs,
+        callbacks=record.callbacks,
+        verbose=record.verbose,
+        shuffle=False,  # the pipeline shuffles
+    )
     results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
-    print(f"Test: {results['test']}")
     return results
 
 

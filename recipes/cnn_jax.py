@@ -22,7 +22,6 @@ import os
 
 os.environ["KERAS_BACKEND"] = "jax"
 
-
 from kdpkit import errors, experiment
 
 parser = experiment.argument_parser(
@@ -32,14 +31,14 @@ add, positive = parser.add_argument, experiment.positive_integer
 add("--steps-per-loop", type=positive, default=1, help="steps per compiled call")
 add("--coordinator", metavar="HOST:PORT", help="address of the first of several processes")
 add("--processes", type=positive, default=1, help="how many")
-add("--process", type=experiment.count, default=0, help="index of this process")
+add("--process", type=int, default=0, help="index of this process")
+experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
 
-with experiment.program(parser, __name__):
-    import jax
-    import keras
-    from keras import layers
+import jax
+import keras
+from keras import layers
 
-    from kdpkit import batches, cluster, corpora, schedules, sharding, training
+from kdpkit import batches, cluster, corpora, schedules, sharding, training
 
 
 def build_model(shape, classes):
@@ -114,12 +113,16 @@ def main(argv=None):
         steps_per_loop=args.steps_per_loop,
     )
     record = experiment.Recorder(args, model, strategy, plan)
-    loop.fit(record.resumed(train), test, epochs=args.epochs, callbacks=record.callbacks)
+    loop.fit(
+        record.resumed(train),
+        test,
+        epochs=args.epochs,
+        callbacks=record.callbacks,
+        verbose=record.verbose,
+    )
     results = record.results(test=loop.evaluate(test, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
-    if index == 0:
-        print(f"Test: {results['test']}")
     return results
 
 

@@ -27,18 +27,18 @@ add("--remat", action="store_true", help="keep only the inputs of layers for the
 add("--accumulation", type=positive, default=1, metavar="K", help="micro-batches of a batch")
 add("--shard", choices=("none", "optimizer", "weights"), default="none", help="what JAX shards")
 add("--model-parallel", type=positive, default=1, metavar="N", help="JAX devices of each replica")
-add("--jit", choices=("measure", "on", "off"), default="measure", help="compile steps with XLA")
-add("--save", type=experiment.path, metavar="DIRECTORY", help="what `from_preset` loads then")
+add("--jit", choices=("auto", "on", "off"), default="auto", help="compile steps with XLA")
+add("--save", metavar="DIRECTORY", help="what `from_preset` loads then")
+experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
 
-with experiment.program(parser, __name__):
-    import keras
-    import numpy as np
-    from keras import ops
-    from keras_hub import models
+import keras
+import numpy as np
+from keras import ops
+from keras_hub import models
 
-    from kdpkit import schedules
-    from kdpkit.experiment import text
-    from kdpkit.training import TrainingLoop, linear_cross_entropy
+from kdpkit import batches, corpora, schedules
+from kdpkit.experiment import text
+from kdpkit.training import TrainingLoop, linear_cross_entropy
 
 
 def build_model(args, lines):
@@ -47,7 +47,7 @@ def build_model(args, lines):
         tokenizer = text.from_preset(models.Tokenizer, args.preset)
         model = text.from_preset(models.Backbone, args.preset)
     else:
-        words = text.learned_vocabulary(lines, args.vocabulary_size, args.cache_dir)
+        words = text.learn_vocabulary(lines, args.vocabulary_size)
         tokenizer = models.BertTokenizer(words, lowercase=True)
         size = {"num_layers": args.layers, "num_heads": 4, "intermediate_dim": 4 * args.width}
         size |= {"hidden_dim": args.width, "max_sequence_length": args.sequence_length}
@@ -90,19 +90,29 @@ def main(argv=None):
     strategy = experiment.strategy_from(args)
     plan = experiment.plan_from(args, strategy)
     length = args.sequence_length
-    splits = text.load_texts_or_pairs(args.data)
+    is_pairs = args.data.endswith(".jsonl")
+    splits = (
+        corpora.load_pairs(args.data) if is_pairs else corpora.load_text(args.data, longer_than=100)
+    )
     with strategy.scope():
         tokenizer, model = build_model(args, splits.train)
 
-    def sequences(lines):
-        return text.sequences_or_pairs(lines, tokenizer, length + 1)
+    def examples(split):
+        if is_pairs:
+            return text.next_tokens(*text.answers(split, tokenizer, length + 1))
+        return text.next_tokens(text.sequences(split, tokenizer, length + 1))
 
-    size = {"global_batch_size": plan.global_batch_size}
-    seeded = {"seed": args.seed, "steps_per_epoch": args.steps_per_epoch}
-    train = text.train_batches(sequences(splits.train), augment=text.next_tokens, **seeded, **size)
-    held_out = {"prepare": text.next_tokens, "remainder": "keep", **size}
-    validation = text.eval_batches(sequences(splits.validation), **held_out)
-    test = text.eval_batches(sequences(splits.test), **held_out)
+    size = plan.global_batch_size
+    train = batches.ArrayBatches(
+        examples(splits.train),
+        seed=args.seed,
+        steps_per_epoch=args.steps_per_epoch,
+        global_batch_size=size,
+    )
+    validation, test = (
+        batches.ArrayBatches(examples(split), mode="eval", remainder="keep", global_batch_size=size)
+        for split in (splits.validation, splits.test)
+    )
     steps = len(train) * args.epochs
     rate = schedules.warmup_cosine(plan.learning_rate, total_steps=steps, warmup_steps=steps // 20)
     loop = CausalLMLoop(
@@ -111,18 +121,23 @@ def main(argv=None):
         strategy=strategy,
         accumulation=args.accumulation,
         remat=args.remat,
-        jit={"on": True, "off": False}.get(args.jit, "measure"),
+        jit_compile={"on": True, "off": False}.get(args.jit, "auto"),
     )
     record = experiment.Recorder(args, model, strategy, plan, tokens_per_example=length)
-    loop.fit(record.resumed(train), validation, epochs=args.epochs, callbacks=record.callbacks)
+    loop.fit(
+        record.resumed(train),
+        validation,
+        epochs=args.epochs,
+        callbacks=record.callbacks,
+        verbose=record.verbose,
+    )
     loss = loop.evaluate(test, verbose=0)["loss"]
     results = record.results(test={"loss": loss, "perplexity": np.exp(loss)})
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
     for part in (model, tokenizer) if args.save else ():
-        part.save_to_preset(str(args.save))
-    print(f"Test: {results['test']}")
-    print_continued(model, tokenizer, np.array(next(iter(test))[0]["token_ids"][:4]), args.seed)
+        part.save_to_preset(args.save)
+    print_continued(model, tokenizer, np.array(test[0][0]["token_ids"][:4]), args.seed)
     return results
 
 

@@ -25,13 +25,13 @@ SETTINGS = {"epochs": 8, "per_replica_batch_size": 64, "base_learning_rate": 1e-
 parser = experiment.argument_parser(__doc__, strategy="multi_worker", **SETTINGS)
 links = "sum gradients over the network or between GPUs"
 parser.add_argument("--communication", choices=["auto", "ring", "nccl"], default="auto", help=links)
+experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
 
-with experiment.program(parser, __name__):
-    import keras
-    import tensorflow as tf
-    from keras import layers
+import keras
+import tensorflow as tf
+from keras import layers
 
-    from kdpkit import corpora, pipelines, schedules, strategies, training
+from kdpkit import corpora, pipelines, schedules, training
 
 
 def build_model(shape, classes):
@@ -83,13 +83,12 @@ def main(argv=None):
         validation_data=test,
         epochs=args.epochs,
         callbacks=record.callbacks,
+        verbose=record.verbose,
         shuffle=False,  # the pipeline shuffles
     )
     results = record.results(test=model.evaluate(test, return_dict=True, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
-    if strategies.is_chief():
-        print(f"Test: {results['test']}")
     return results
 
 

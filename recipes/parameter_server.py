@@ -23,13 +23,13 @@ parser = experiment.argument_parser(
 )
 calls = "steps of all workers between calls of the callbacks, such as 16 per worker"
 parser.add_argument("--steps-per-loop", type=experiment.positive_integer, default=1, help=calls)
+experiment.start(parser, __name__)  # checks the flags, before the imports take seconds
 
-with experiment.program(parser, __name__):
-    import keras
-    import tensorflow as tf
-    from keras import layers
+import keras
+import tensorflow as tf
+from keras import layers
 
-    from kdpkit import corpora, pipelines, schedules, strategies, training
+from kdpkit import corpora, pipelines, schedules, strategies, training
 
 
 def build_model(shape, classes):
@@ -88,11 +88,11 @@ def main(argv=None):
         test,
         epochs=args.epochs,
         callbacks=record.callbacks,
+        verbose=record.verbose,
     )
     results = record.results(test=loop.evaluate(test, verbose=0))
     if args.log_dir:
         experiment.save_model(model, args.log_dir / "model.keras")
-    print(f"Test: {results['test']}")
     return results
 
 

@@ -47,12 +47,13 @@ ALLOWED = {
     "callbacks": (KERAS, {"batches", "checkpoints", "scaling"}),
     "training": (TENSORFLOW | {"jax"}, {"batches", "scaling", "sharding", "strategies"}),
     "testing": (KERAS, {"scaling", "schedules"}),
-    "experiment": (KERAS, {"callbacks", "scaling"}),
+    "experiment": (KERAS, {"batches", "callbacks", "scaling"}),
     "diagnostics": (
         TENSORFLOW | {"jax"},
         {"batches", "callbacks", "checkpoints", "cluster", "experiment"}
         | {"scaling", "schedules", "training"},
     ),
+    "_recipe_command": (PURE, set()),
     "cli": (PURE, {"__version__", "launch"}),
     "__main__": (PURE, {"cli"}),
 }

@@ -25,7 +25,7 @@ def epoch_of(dataset):
 @settings(max_examples=40)
 @given(
     examples=generators.example_counts(min_value=1),
-    size=generators.global_batch_sizes(max_value=8),
+    size=generators.example_counts(min_value=1, max_value=8),
     remainder=st.sampled_from(["drop", "pad", "keep"]),
     seed=st.sampled_from([None, 0, 7]),
 )

@@ -1,4 +1,5 @@
 import io
+import json
 import sysconfig
 
 import numpy as np
@@ -100,6 +101,37 @@ def test_a_text_file_is_split_into_three_blocks_in_order(tmp_path_factory, lines
         line.removeprefix("\ufeff") if i == 0 else line for i, line in enumerate(lines)
     ]
     assert len(splits.validation) == len(splits.test) == max(1, round(0.05 * len(lines)))
+
+
+def test_short_lines_are_left_out_by_bytes_and_some_are_needed(tmp_path):
+    path = tmp_path / "text"
+    path.write_text("\n".join(["abc", "\u00e9\u00e9", "ab"] * 20))
+    kept = corpora.load_text(path, longer_than=2)
+    assert {*kept.train, *kept.validation, *kept.test} == {"abc", "\u00e9\u00e9"}
+    with pytest.raises(ValueError, match="long enough.*longer_than=4"):
+        corpora.load_text(path, longer_than=4)
+
+
+def test_pairs_are_read_and_each_is_in_one_split(tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    pairs = [("prompt", f"answer {number}") for number in range(40)]
+    lines = [json.dumps({"prompt": prompt, "answer": answer}) for prompt, answer in pairs]
+    file.write_text("\n".join(lines))
+    splits = corpora.load_pairs(file)
+    assert sorted([*splits.train, *splits.validation, *splits.test]) == sorted(pairs)
+    assert (len(splits.validation), len(splits.test)) == (2, 2)
+    file.write_text("\n".join(lines[:19]))
+    with pytest.raises(OSError, match="20 pairs are needed.*not 19"):
+        corpora.load_pairs(file)
+
+
+@pytest.mark.parametrize("line", ['{"prompt": "a"}', "not JSON", "[1, 2]"])
+def test_a_line_that_is_no_pair_is_one_sentence(line, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    file.write_text('{"prompt": "a", "answer": "b"}\n' + line)
+    with pytest.raises(ValueError, match=r"A line of .*pairs.jsonl is no JSON object") as raised:
+        corpora.load_pairs(file)
+    assert line in str(raised.value)
 
 
 # Images

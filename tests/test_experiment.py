@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kdpkit import errors, experiment, pipelines
-from kdpkit.experiment import _framework_messages
+from kdpkit._internal import storage
+from kdpkit.experiment import _program, _recorder, _strategy
 from kdpkit.testing import tiny_classifier, toy_classification
 from tests.processes import ROOT, run, run_code
 
@@ -31,22 +33,24 @@ def parser(**defaults):
 @given(st.permutations(["--smoke", "--epochs=5", "--jit=on"]), st.integers(0, 3))
 def test_smoke_sets_what_was_not_given(flags, count):
     recipe = parser(epochs=7)
-    recipe.add_argument("--jit", default="measure")
+    recipe.add_argument("--jit", default="auto")
     given_flags = flags[:count]
     args = recipe.parse_args(given_flags)
     smoke = "--smoke" in given_flags
     assert args.epochs == (5 if "--epochs=5" in given_flags else 2 if smoke else 7)
     assert args.steps_per_epoch == (4 if smoke else None)
-    assert args.jit == ("on" if "--jit=on" in given_flags else "off" if smoke else "measure")
+    assert args.jit == ("on" if "--jit=on" in given_flags else "off" if smoke else "auto")
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--epochs", "0"], "--epochs: invalid positive_integer value: '0'"),
-        (["--base-learning-rate", "nan"], "--base-learning-rate: invalid positive_number value"),
-        (["--seed", "-1"], "--seed: .*'-1'"),
-        (["--seed", str(2**32)], "--seed: invalid seed value: '4294967296'"),
+        (["--epochs", "0"], "--epochs: must be a positive integer. Received: '0'"),
+        (["--base-learning-rate", "nan"], "--base-learning-rate: must be a positive number"),
+        (["--seed", "-1"], "--seed: must be an integer from 0 .*'-1'"),
+        (["--seed", str(2**32)], "--seed: .*'4294967296'"),
+        (["--data", "no/such"], "--data: there is no such file or directory. Received: 'no/such'"),
+        (["--data", "nothing://here"], "--data: .*nothing://"),
         (["--epoch", "3"], "unrecognized arguments: --epoch 3. The flags are listed by --help."),
     ],
 )
@@ -87,8 +91,10 @@ def strategy(kind, replicas=None):
     ],
 )
 def test_flags_name_a_strategy_which_is_printed(kind, replicas, expected, capsys):
-    assert experiment.describe(strategy(kind, replicas)) == expected
-    assert capsys.readouterr().out.endswith(f"{expected}\n")
+    assert _strategy.describe(strategy(kind, replicas)) == expected
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1  # of "auto" the choice alone, with its reason
+    assert expected in printed or (kind, replicas) == ("auto", None)
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
@@ -136,7 +142,7 @@ def trained(flags, *, epochs=2):
     record.callbacks.insert(1, keras.callbacks.LambdaCallback(on_epoch_end=note))
     x, y = toy_classification(80)
     data = record.resumed(pipelines.train_pipeline(dataset(x, y), global_batch_size=8))
-    model.fit(data, epochs=epochs, verbose=0, callbacks=record.callbacks)
+    model.fit(data, epochs=epochs, verbose=record.verbose, callbacks=record.callbacks)
     return record.results(test={"loss": np.float32(0.5), "worst": math.nan}), written
 
 
@@ -147,7 +153,7 @@ def dataset(x, y):
 
 
 def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):
-    file = experiment.path(f"{remote}/a/r.json")
+    file = storage.path(f"{remote}/a/r.json")
     results, (first, second) = trained(["--per-replica-batch-size=4", "--results", file])
     assert len(first["history"]["loss"]) == 1
     assert second["history"]["loss"] == results["history"]["loss"]
@@ -163,27 +169,30 @@ def test_results_record_what_happened_after_each_epoch_and_in_the_end(remote):
         "strategy": "MirroredStrategy: 2 replicas on CPU:0, CPU:1",
         "global_batch_size": 8,
         "steps": 20,
-        "versions": experiment.versions(),
+        "versions": _recorder._versions(),
     }
     assert {name: results[name] for name in expected} == expected
     assert math.isnan(results["test"].pop("worst"))
     assert strict(file.read_text()) == {**results, "test": {"loss": 0.5, "worst": None}}
 
 
-@pytest.mark.needs(reason="KerasHub reads text with it", **{"tensorflow-text": "2.20"})
-def test_a_vocabulary_is_learned_once_for_the_same_lines(tmp_path, capsys):
-    lines = ["replicas\u2009train \u00a0what one device trains"] * 3
-    words = experiment.text.learned_vocabulary(lines, 40, tmp_path)
-    assert words == pipelines.learn_vocabulary(lines, 40)
-    assert any(word != word.strip() for word in words)  # which a text file would not keep
-    assert experiment.text.learned_vocabulary(lines, 40, tmp_path) == words
-    (file,) = tmp_path.iterdir()
-    assert capsys.readouterr().out == f"Vocabulary: read from {file}.\n"
-    experiment.text.learned_vocabulary(lines, 41, tmp_path)
-    experiment.text.learned_vocabulary([*lines, "more"], 40, tmp_path)
-    assert len([*tmp_path.iterdir()]) == 3
-    assert experiment.text.learned_vocabulary(lines, 40, file) == words
-    assert "Vocabulary: not kept, as " in capsys.readouterr().out
+def test_each_epoch_is_one_line_where_the_output_is_no_terminal(capsys):
+    results, _ = trained(["--per-replica-batch-size=4"])
+    first, second, test = capsys.readouterr().out.splitlines()[-3:]
+    assert re.fullmatch(r"Epoch 1/2 - [\d.]+s - loss: [\d.]+ - learning_rate: 0.055 - .*", first)
+    history = results["history"]
+    assert f" - loss: {history['loss'][1]:.4g} - learning_rate: " in second
+    assert " - examples_per_second: " in second
+    assert test == "Test - loss: 0.5 - worst: nan"
+
+
+def test_in_a_terminal_keras_shows_its_bar(capsys, monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    trained(["--per-replica-batch-size=4"])
+    printed = capsys.readouterr().out
+    assert printed.count("\u2501") > 10
+    assert "Epoch 1/2 - " not in printed
+    assert "Learning rate of epoch 1: 0.055" in printed
 
 
 # Programs
@@ -219,19 +228,6 @@ def test_other_errors_keep_their_traceback():
         experiment.run(failing)
 
 
-def test_a_missing_package_is_one_sentence_with_the_command_that_installs_it():
-    with (
-        pytest.raises(errors.PackageInputError, match=r"`keras_hub` .*`pip install .*\[recipes\]"),
-        experiment.program(parser(), "cnn_fit"),
-    ):
-        raise ModuleNotFoundError("No module named 'keras_hub'", name="keras_hub")
-    with (
-        pytest.raises(ModuleNotFoundError, match="No module named 'not_installed'"),
-        experiment.program(parser(), "cnn_fit"),
-    ):
-        import not_installed  # noqa: F401 a module of the program's own
-
-
 AT_THE_START = """
 import signal, sys
 
@@ -257,9 +253,8 @@ def test_ctrl_c_ends_a_program_that_imports_also_where_it_is_caught(happens, tmp
 LOADS_TENSORFLOW = """
 import argparse, os
 from kdpkit import experiment
-with experiment.program(argparse.ArgumentParser(), "__main__"):
-    import tensorflow
-    os.write(2, b"an error\\n")
+experiment.start(argparse.ArgumentParser(), "__main__")
+os.write(2, b"an error\\n")
 """
 
 
@@ -269,16 +264,16 @@ def test_lines_of_a_build_are_shown_where_the_log_level_asks_for_all(
 ):
     monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", level)
     line = "I0000 00:00:1795762955.510618   31730 port.cc:153] oneDNN custom operations are on.\n"
-    with _framework_messages.hidden():
+    with _program._without_build_messages():
         os.write(2, f"{line}mine\n".encode())
     assert capfd.readouterr().err == (line if is_shown else "") + "mine\n"
     with monkeypatch.context() as full:
         full.setattr(tempfile, "tempdir", "/nowhere")  # as where no disk has room
-        with _framework_messages.hidden():
+        with _program._without_build_messages():
             os.write(2, b"mine\n")
     assert capfd.readouterr().err == "mine\n"
     monkeypatch.setattr("sys.stderr", None)  # as of a process that was started without one
-    with _framework_messages.hidden():
+    with _program._without_build_messages():
         pass
 
 

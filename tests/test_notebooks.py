@@ -2,6 +2,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 
 import nbformat
 import pytest
@@ -33,6 +34,36 @@ def test_the_other_notebooks_are_made_from_the_first(name):
     written = make_notebooks.path_of(name).read_text(encoding="utf-8")
     made = nbformat.writes(make_notebooks.notebook(name))
     assert written.strip() == made.strip(), "Run `python -m tools.make_notebooks`."
+
+
+@EACH
+def test_what_is_installed_may_be_a_name_an_address_or_a_path(path, tmp_path):
+    (cell,) = (
+        cell for cell in nbformat.read(path, nbformat.NO_CONVERT).cells if "%pip" in cell.source
+    )
+    python = "\n".join(line for line in cell.source.splitlines() if line[0] not in "!%")
+
+    def installed(source):
+        names = {"SOURCE": source}
+        exec(python, names)
+        return names["package"]
+
+    extras = re.search(r"\[recipes.*?\]", python)[0]
+    assert installed("kdpkit==0.1.0") == f"kdpkit{extras}==0.1.0"
+    address = "git+https://github.com/kdpkit/kdpkit"
+    assert installed(address) == f"kdpkit{extras} @ {address}"
+    wheel = tmp_path / "kdpkit-0.1.0-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as file:
+        folder = "kdpkit-0.1.0.dist-info"
+        file.writestr(f"{folder}/METADATA", "Metadata-Version: 2.1\nName: kdpkit\nVersion: 0.1.0\n")
+        file.writestr(f"{folder}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\n")
+        file.writestr(f"{folder}/RECORD", "")
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--target", "installed"]
+    pip += ["--no-index", "--no-deps"]
+    for source in (wheel.name, str(wheel)):
+        subprocess.run([*pip, "--upgrade", installed(source)], cwd=tmp_path, check=True)
+        assert (tmp_path / "installed" / folder).is_dir()
+        shutil.rmtree(tmp_path / "installed")
 
 
 @pytest.fixture

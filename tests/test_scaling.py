@@ -18,17 +18,18 @@ def mirrored(replicas):
 
 @settings(max_examples=6)
 @given(
-    generators.splits(min_size=1, max_size=12, max_replicas=4),
+    st.integers(1, 4),
+    generators.example_counts(min_value=1, max_value=12),
     generators.example_counts(min_value=1, max_value=24),
 )
-def test_batches_are_split_as_the_real_strategy_splits_them(split, examples):
-    strategy = mirrored(split.replicas)
-    dataset = tf.data.Dataset.range(examples).batch(split.global_batch_size)
+def test_batches_are_split_as_the_real_strategy_splits_them(replicas, global_batch_size, examples):
+    strategy = mirrored(replicas)
+    dataset = tf.data.Dataset.range(examples).batch(global_batch_size)
     read = list(strategy.experimental_distribute_dataset(dataset))
     laws.every_example_once(iter(read), examples=examples)
     for batch, given_batch in zip(read, dataset, strict=True):
         parts = strategy.experimental_local_results(batch)
-        sizes = scaling.split_batch(len(given_batch), split.replicas)
+        sizes = scaling.split_batch(len(given_batch), replicas)
         assert sizes == tuple(map(len, parts))
 
 

@@ -11,7 +11,7 @@ from hypothesis.errors import NoSuchExample
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
 
 from kdpkit import scaling, schedules
-from kdpkit.testing import _schedules, generators
+from tests import drawn_schedules
 
 # TensorFlow rounds an element by its position in the vector.
 ULPS = 5e-7
@@ -29,13 +29,13 @@ CLASSES = [
 @pytest.mark.parametrize("kind", CLASSES)
 def test_the_laws_below_are_tried_with_every_schedule(kind):
     try:
-        find(generators.schedules(), lambda drawn: type(drawn) is kind, settings=unshrunk)
+        find(drawn_schedules.schedules(), lambda drawn: type(drawn) is kind, settings=unshrunk)
     except NoSuchExample:
-        pytest.fail(f"Add {kind.__name__} to `of_any_kind` in kdpkit/testing/_schedules.py.")
+        pytest.fail(f"Add {kind.__name__} to `schedules` in tests/drawn_schedules.py.")
 
 
 @quick
-@given(generators.schedules(), st.floats(0.25, 8), st.sampled_from(scaling.RULES))
+@given(drawn_schedules.schedules(), st.floats(0.25, 8), st.sampled_from(scaling.RULES))
 def test_a_scaled_schedule_is_a_multiple(schedule, factor, rule):
     power = {"none": 0, "sqrt": 1 / 2, "linear": 1}[rule]
     scaled = schedules.ScaledSchedule(schedule, factor, rule)
@@ -45,7 +45,7 @@ def test_a_scaled_schedule_is_a_multiple(schedule, factor, rule):
 
 @quick
 @given(
-    st.lists(generators.schedules() | _schedules.RATES, min_size=1, max_size=3),
+    st.lists(drawn_schedules.schedules() | drawn_schedules.RATES, min_size=1, max_size=3),
     st.lists(st.integers(1, 20), min_size=2, max_size=2),
 )
 def test_each_of_joined_schedules_starts_at_its_step_0(parts, lengths):
@@ -64,7 +64,7 @@ def test_a_step_of_any_kind_gives_one_float32_rate(kind):
 
 
 @quick
-@given(generators.schedules())
+@given(drawn_schedules.schedules())
 def test_a_schedule_survives_json(schedule):
     written = json.dumps(keras.optimizers.schedules.serialize(schedule))
     restored = keras.optimizers.schedules.deserialize(json.loads(written))
@@ -74,7 +74,7 @@ def test_a_schedule_survives_json(schedule):
 
 
 @quick
-@given(generators.schedules(), st.integers(1, 20), _schedules.RATES)
+@given(drawn_schedules.schedules(), st.integers(1, 20), drawn_schedules.RATES)
 def test_warmup_meets_the_schedule_exactly_at_its_first_rate(schedule, warmup_steps, initial):
     warmup = schedules.LinearWarmup(schedule, warmup_steps, initial)
     assert float(warmup(0)) == np.float32(initial)
@@ -96,7 +96,7 @@ def test_composed_decays_by_hand():
 
 
 @quick
-@given(generators.schedules(), st.integers(2**24, 2**31 - 200))
+@given(drawn_schedules.schedules(), st.integers(2**24, 2**31 - 200))
 def test_counting_stays_exact_where_float32_cannot_represent_every_step(schedule, boundary):
     far = schedules.JoinedSchedule([7.0, schedule], [boundary])
     rates = schedules.preview(far, range(boundary - 3, boundary + 60))

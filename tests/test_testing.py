@@ -1,4 +1,4 @@
-"""The toy data, the generators, messages of laws that need a framework, and the pytest plugin."""
+"""The generators, messages of laws that need a framework, and the pytest plugin."""
 
 import sys
 import textwrap
@@ -10,9 +10,8 @@ import tensorflow as tf
 from hypothesis import find, given
 from hypothesis import strategies as st
 
-from kdpkit import errors, scaling, schedules, testing
+from kdpkit import errors, testing
 from kdpkit.testing import generators, laws
-from kdpkit.training import replica_exact
 from tests.processes import run, run_code
 from tests.test_architecture import FRAMEWORKS
 
@@ -33,30 +32,16 @@ def test_the_same_training_is_denied_with_what_the_replicas_raised():
     assert "AddN" in str(failed.value.__cause__)
 
 
-@pytest.mark.slow
-@pytest.mark.tensorflow
-def test_models_that_are_drawn_train_what_one_device_trains():
-    layers = ("Dense", "BatchNormalization", "Dropout")
-    for reduction in generators.REDUCTIONS:
-        build = generators.ModelBuilder(layers, "sgd", reduction, replica_exact)
-        laws.same_training_for_any_replicas(build, testing.toy_classification(5), replicas=3)
-
-
 @given(st.data(), st.integers(1, 8))
 def test_what_is_drawn_is_within_its_limits(data, divisor):
     smallest, largest = sorted([data.draw(st.integers(0, 9)), data.draw(st.integers(0, 40))])
-    for kind in (generators.global_batch_sizes, generators.example_counts):
-        size = data.draw(kind(divisor, min_value=smallest, max_value=largest))
-        assert smallest <= size <= largest
-    steps = generators.schedule_steps(data.draw(generators.schedules()), max_value=largest)
-    assert 0 <= data.draw(steps) <= largest
+    count = data.draw(generators.example_counts(divisor, min_value=smallest, max_value=largest))
+    assert smallest <= count <= largest
 
 
-@pytest.mark.parametrize("size", [0, 3, 13])
-def test_corner_cases_of_four_replicas_are_drawn(size):
-    found = find(generators.splits(), lambda split: split == (size, 4))
-    assert found.sizes == scaling.split_batch(size, 4)
-    assert sum(found.sizes) == size
+@pytest.mark.parametrize("count", [0, 3, 13])
+def test_corner_cases_of_batches_of_four_are_drawn(count):
+    assert find(generators.example_counts(4), lambda drawn: drawn == count) == count
 
 
 @pytest.mark.tensorflow
@@ -68,14 +53,6 @@ def test_datasets_have_the_examples_that_they_name_each_once(data):
     assert sizes[:-1] == [data.global_batch_size] * (len(sizes) - 1)
 
 
-def test_steps_are_drawn_around_the_boundaries_of_nested_schedules():
-    decay = keras.optimizers.schedules.PolynomialDecay(1.0, 7, 0.0)
-    joined = schedules.JoinedSchedule([0.5, schedules.LinearWarmup(decay, 3)], [40])
-    steps = generators.schedule_steps(joined, max_value=10**6)
-    for step in (0, 3, 39, 41):  # by chance they are not
-        assert find(steps, lambda drawn, step=step: drawn == step) == step
-
-
 def test_what_cannot_be_compared_raises():
     with pytest.raises(errors.InputError, match="parts=2, parts_of_examples=1.*`key`"):
         laws.every_example_once(iter([(np.ones(2), np.ones(2))]), examples=2)
@@ -84,28 +61,19 @@ def test_what_cannot_be_compared_raises():
     )
     with pytest.raises(AssertionError, match="different numbers of examples: 2, 3"):
         laws.every_example_once(iter([(np.ones(2), np.ones(3))]), examples=(np.ones(3), np.ones(3)))
-    with pytest.raises(errors.InputError, match="steps=3, examples=2"):
-        laws.accumulation_equals_the_batch(lambda parts: parts[0], np.ones(2), steps=3)
+    for batches in ([np.ones(2), np.zeros(2)], [(np.ones(2), np.ones(2))], [0, 1]):
+        with pytest.raises(errors.InputError, match=r"has batches.*`iter\(batches\)`"):
+            laws.every_example_once(batches, examples=4)
     with pytest.raises(AssertionError, match="does not end"):
         laws.equal_steps([iter(int, 1)])
     with pytest.raises(errors.InputError, match="an iterable of batches.*read=None"):
         laws.same_examples_for_any_replicas(lambda _: None, replicas=2)
     with pytest.raises(errors.InputError, match="`after` must be a non-negative.*-1"):
         laws.resumed_run_continues(range, after=-1)
-    with pytest.raises(errors.InputError, match="`through` must have"):
-        laws.continuous_schedule(float, through={})
-
-
-@pytest.mark.parametrize("returned", [None, "text", [[1.0], [2.0, 3.0]]])
-def test_a_function_that_returns_no_numbers_is_named(returned):
-    calls = [
-        lambda of: laws.same_numbers_for_any_replicas(of, replicas=2),
-        lambda of: laws.padding_keeps_the_loss(of, (np.ones(1),), (np.ones(2),)),
-        lambda of: laws.continuous_schedule(of, through={0: 0.0, 2: 1.0}),
-    ]
-    for call in calls:
-        with pytest.raises(errors.InputError, match="must return"):
-            call(lambda _: returned)
+    with pytest.raises(errors.InputError, match="two examples that differ"):
+        laws.held_out_does_not_leak(iter, np.ones(2))
+    with pytest.raises(errors.InputError, match="the same data at each call"):
+        laws.held_out_does_not_leak(lambda _: iter(np.random.random(2)), np.arange(2))
 
 
 @pytest.mark.tensorflow

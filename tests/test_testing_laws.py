@@ -10,7 +10,6 @@ import tensorflow as tf
 from hypothesis import find, given, settings
 from keras import ops
 
-from kdpkit import scaling
 from kdpkit.testing import generators, laws
 from kdpkit.training import replica_exact
 
@@ -41,21 +40,6 @@ def padded(weights, batch):
     laws.every_example_once(iter([(*parts, *weights(of_examples))]), examples=batch)
 
 
-def padded_loss(pad, batch):
-    x, y, weights = batch
-    indices = np.minimum(np.arange(6), len(x) - 1)
-    laws.padding_keeps_the_loss(
-        lambda x, y, weight: np.mean(weight * (x[:, 0] - y) ** 2),
-        batch,
-        (x[[*indices]], y[[*indices]], pad(weights)),
-    )
-
-
-def divided(split, drawn):
-    batch = np.arange(drawn.global_batch_size)
-    laws.split_as_tf_distribute(split(batch, drawn.replicas), of=batch)
-
-
 def shuffled(seed_of, examples):
     def epochs(seed):
         return (
@@ -66,15 +50,9 @@ def shuffled(seed_of, examples):
     laws.reproducible(epochs, seed=3)
 
 
-def accumulated(update, batch):
-    laws.accumulation_equals_the_batch(update, batch[0], steps=2)
-
-
-def computed(compute, split):
-    x = np.random.default_rng(0).normal(size=(split.global_batch_size, 4))
-    laws.same_numbers_for_any_replicas(
-        lambda replicas: compute(parts_of(x, replicas)), replicas=split.replicas
-    )
+def scaled(largest, batch):
+    (train, _), (held_out, _) = batch, (batch[0][::2] + 1, None)
+    laws.held_out_does_not_leak(lambda changed: iter(train / largest(train, changed)), held_out)
 
 
 def from_tensorflow(pipeline, data):
@@ -82,20 +60,7 @@ def from_tensorflow(pipeline, data):
     laws.every_example_once(read, examples=data.examples)
 
 
-def parts_of(x, replicas):
-    return np.split(x, np.cumsum(scaling.split_batch(len(x), replicas))[:-1])
-
-
-def mean_of_all(parts):
-    return np.sum([part.sum(0) for part in parts], 0) / sum(map(len, parts))
-
-
-def rescaled(weights):
-    return np.append(weights, [0.0] * (6 - len(weights))) * 6 / len(weights)
-
-
 SHARDS, BATCHES = generators.shards(), generators.labelled_batches(max_size=4)
-SPLITS = generators.splits(min_size=1, max_size=12)
 CASES = {
     "the tail is lost": (
         *(sharded, SHARDS),
@@ -117,26 +82,15 @@ CASES = {
         lambda weights: [np.array(weights) > 0],
         lambda _: [],
     ),
-    "a padded example counts in the mean": (
-        *(padded_loss, generators.labelled_batches(max_size=6, weighted=True)),
-        rescaled,
-        lambda w: np.append(w, [0.0] * (6 - len(w))),
-    ),
-    "a batch is split as evenly as can be": (*(divided, SPLITS), parts_of, np.array_split),
     "the order does not follow from the seed": (
         *(shuffled, generators.example_counts(max_value=12)),
         lambda seed: seed,
         lambda _: time.perf_counter_ns(),
     ),
-    "uneven micro-batches weigh the same": (
-        *(accumulated, generators.labelled_batches(min_size=2)),
-        mean_of_all,
-        lambda parts: np.mean([part.mean(0) for part in parts], 0),
-    ),
-    "a replica without examples gives NaN": (
-        *(computed, SPLITS),
-        mean_of_all,
-        lambda parts: sum(part.sum(0) / np.float64(len(part)) * len(part) for part in parts),
+    "test examples are in the statistics": (
+        *(scaled, generators.labelled_batches(min_size=3)),
+        lambda train, _: np.abs(train).max(),
+        lambda train, held_out: np.abs([*train, *held_out]).max(),
     ),
     "tf.data: repeat comes before batch": (
         *(from_tensorflow, generators.datasets(kinds=("int", "text", "ragged"))),
@@ -146,26 +100,52 @@ CASES = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def is_broken(test):
+    try:
+        test()
+    except AssertionError:
+        return True
+    return False
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_found_with_few_examples_and_its_correct_twin_passes(name):
     law, strategy, right, wrong = CASES[name]
     settings(max_examples=10)(given(strategy)(lambda drawn: law(right, drawn)))()
 
-    def is_broken(drawn):
-        try:
-            law(wrong, drawn)
-        except AssertionError:
-            return True
-        return False
-
-    found = find(strategy, is_broken)
+    found = find(strategy, lambda drawn: is_broken(lambda: law(wrong, drawn)))
     sizes = {
         tuple: lambda: len(found[0]),
         int: lambda: found,
         generators.Batches: lambda: len(found),
     }
     assert sizes.get(type(found), lambda: found[0])() <= MOST_EXAMPLES
+
+
+def test_a_loss_on_the_last_shard_is_shown_with_two_processes():
+    """Every process has the mistake, and only with several is the shard seen."""
+
+    def read(examples, _, processes, index):
+        return iter(range(index, examples - (index == processes - 1), processes))
+
+    found = find(generators.shards(), lambda drawn: is_broken(lambda: sharded(read, drawn)))
+    assert found.processes == 2
+    with pytest.raises(AssertionError, match=r"example 5 is lost.*\(shard 1 has the fewest, 2\)"):
+        sharded(read, generators.Shards(examples=6, global_batch_size=2, processes=2))
+
+
+@pytest.mark.parametrize(
+    "held_out", [np.array(["a", "b"]), {"n": np.arange(2)}, (np.eye(2), np.ones(2))]
+)
+def test_held_out_examples_of_any_kind_are_changed(held_out):
+    laws.held_out_does_not_leak(lambda _: range(3), held_out)
+    with pytest.raises(AssertionError, match="With other held-out examples"):
+        laws.held_out_does_not_leak(lambda changed: iter([repr(changed)]), held_out)
+
+
+def test_several_lost_examples_are_named_in_words():
+    with pytest.raises(AssertionError, match="examples 0 and 1 are lost and example 2 is read"):
+        laws.every_example_once(iter([2, 2]), examples=3)
 
 
 class MeanOfMeans(keras.metrics.Metric):
@@ -216,15 +196,6 @@ def test_training_that_divides_a_loss_by_the_replicas_examples_is_found():
     laws.same_training_for_any_replicas(lambda: build(exact=True), data, replicas=2)
     with pytest.raises(AssertionError):
         laws.same_training_for_any_replicas(build, data, replicas=2)
-
-
-@pytest.mark.parametrize("rate", [np.nan, np.inf])
-def test_a_schedule_that_is_no_number_between_its_ends_is_found(rate):
-    def schedule(step):
-        return np.where(step == 3, rate, 0.1)
-
-    with pytest.raises(AssertionError, match="jumps at step 3"):
-        laws.continuous_schedule(schedule, through={0: 0.1, 6: 0.1})
 
 
 def test_tf_data_that_shuffles_before_its_cache_is_found():

@@ -59,7 +59,7 @@ internet*. Then run the cells from the top.
 }
 FOR_TPU = {
     "02": [('STRATEGY = "auto"', 'STRATEGY = "tpu"')],
-    "04": [("kdpkit[recipes]", "kdpkit[recipes,jax]"), ("copy cnn_fit", "copy cnn_jax")],
+    "04": [('"[recipes]"', '"[recipes,jax]"'), ("copy cnn_fit", "copy cnn_jax")],
     "05": [
         (
             "Keras is imported.",

@@ -1,7 +1,7 @@
 """Keras callbacks for learning rates, speed, devices, TensorBoard and resuming.
 
 They work in `fit` on TensorFlow and JAX, on one replica and on many. `training_callbacks` returns
-the usual set in the right order; each callback also works alone.
+the usual set in the right order; each callback also works on its own.
 """
 
 import os
@@ -30,26 +30,29 @@ def training_callbacks(
     *,
     global_batch_size: int | None = None,
     tokens_per_example: float | None = None,
+    verbose: int = 1,
 ) -> list[keras.callbacks.Callback]:
     """Return the usual callbacks in the right order.
 
-    Those that add to the logs come before those that write them: `LearningRateLogger`,
-    `Throughput`, `PrintLR`, and with `log_dir` `DeviceMonitor` and `TensorBoard`. Your own
-    callbacks that set a learning rate in `on_train_batch_begin` or add to the logs go before them.
-    Where the output goes to a file, `fit(verbose=2)` writes a line for each epoch.
+    Those that add to the logs come before those that write them: `PrintLR`, `Throughput`, and with
+    `log_dir` `DeviceMonitor` and `TensorBoard`. Your own callbacks that set a learning rate in
+    `on_train_batch_begin` or add to the logs go before them. Where the output goes to a file,
+    `fit(verbose=2)` writes a line for each epoch.
 
     Args:
         log_dir: Directory for TensorBoard's event files; None writes none.
         global_batch_size: Examples in one batch, over all replicas; None only measures steps.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
+        verbose: 0 prints no line of `PrintLR`; the logs have the learning rate as well.
 
     Raises:
         ValueError: An argument is invalid, as in `Throughput` and `TensorBoard`.
 
     >>> [type(callback).__name__ for callback in training_callbacks(global_batch_size=32)]
-    ['LearningRateLogger', 'Throughput', 'PrintLR']
+    ['PrintLR', 'Throughput']
     """
-    speed = Throughput(global_batch_size, tokens_per_example=tokens_per_example)
-    if log_dir is None:
-        return [LearningRateLogger(), speed, PrintLR()]
-    return [LearningRateLogger(), speed, DeviceMonitor(), PrintLR(), TensorBoard(log_dir)]
+    usual = [
+        PrintLR(verbose=verbose),
+        Throughput(global_batch_size, tokens_per_example=tokens_per_example),
+    ]
+    return usual if log_dir is None else [*usual, DeviceMonitor(), TensorBoard(log_dir)]

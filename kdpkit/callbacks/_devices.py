@@ -1,4 +1,4 @@
-"""Utilization and memory of the devices during training, and a warning for idle GPUs."""
+"""Utilization and memory of the devices during training, and a report of idle GPUs."""
 
 # ruff: noqa: ARG002 Keras calls its hooks with arguments that not every callback needs
 
@@ -6,7 +6,6 @@ import os
 import re
 import statistics
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -16,8 +15,8 @@ from kdpkit._internal import checks, machine, processes
 
 _GIB = 2**30
 _BUSY = 50  # percent; below it a GPU is idle most of the time
-_PATIENCE = 5.0  # seconds to wait for the thread to end
-_ENOUGH = 10  # readings in an epoch, at least, before a warning
+_SECONDS_TO_END = 5.0  # in which a driver may answer before training ends without the thread
+_ENOUGH = 10  # readings in an epoch, at least, before a report
 
 
 class DeviceMonitor(keras.callbacks.Callback):
@@ -37,9 +36,9 @@ class DeviceMonitor(keras.callbacks.Callback):
     The GPUs are those that the backend trains on, with the numbers that CUDA shows it.
 
     If a GPU is busy less than half as long as another, or no GPU is busy half of the time, they are
-    waiting, most often for data; a warning reports that once per training. Each of several
-    processes warns about its own devices; the logs have the first one's readings. What cannot be
-    read does not stop training: a warning reports it.
+    waiting, most often for data; a sentence on stderr reports that once per training. Each of
+    several processes reports its own devices; the logs have the first one's readings. What cannot
+    be read is reported too, and does not stop training.
 
     Args:
         interval_seconds: Seconds between readings.
@@ -55,51 +54,100 @@ class DeviceMonitor(keras.callbacks.Callback):
     True
     """
 
-    async_safe = True  # on JAX nothing here makes Keras wait for a step
+    async_safe = True  # On JAX nothing here makes Keras wait for a step.
 
     def __init__(self, interval_seconds: float = 1.0) -> None:
         super().__init__()
         self.interval_seconds = checks.number("interval_seconds", interval_seconds, above=0)
-        self._sampler = _Sampler({}, interval_seconds)
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # guards the next three, which the thread uses too
+        self._sources: dict[str, Iterator[dict[str, float]]] = {}
+        self._readings: list[dict[str, float]] = []
+        self._is_paused = True
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._sampler.end()  # of an earlier training that failed
-        self._executions, self._has_warned = 0, False
-        self._sampler = _Sampler(_sources(), self.interval_seconds)
-        self._sampler.start()
+        self.on_train_end()  # An earlier training may have failed.
+        self._executions, self._has_reported = 0, False
+        self._sources, self._is_paused = _sources(), True
+        self._has_ended = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=[self._has_ended], name="kdpkit devices", daemon=True
+        )
+        self._thread.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._sampler.count()
+        self._restart()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Discard the first execution, which compiled the step."""
         self._executions += 1
         if self._executions == 2:
-            self._sampler.count()
+            self._restart()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        self._sampler.pause()
+        self._pause()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._sampler.pause()
-        values = self._sampler.values()
+        self._pause()
+        values = {
+            name: max(series) if name.endswith("memory_gib") else statistics.fmean(series)
+            for name in dict.fromkeys(name for reading in self._readings for name in reading)
+            if (series := [reading[name] for reading in self._readings if name in reading])
+        }
         if logs is not None and processes.index() == 0:
             logs |= values
         problem = starving(values)
-        is_certain = len(self._sampler.readings) >= _ENOUGH and self._executions > 1
-        if problem and is_certain and not self._has_warned:
-            self._has_warned = True
-            _warn(f"Epoch {epoch + 1}: {problem}")
+        is_certain = len(self._readings) >= _ENOUGH and self._executions > 1
+        if problem and is_certain and not self._has_reported:
+            self._has_reported = True
+            processes.report(f"Epoch {epoch + 1}: {problem}")
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        self._sampler.end()
+        if self._thread:
+            self._has_ended.set()
+            self._thread.join(_SECONDS_TO_END)
+
+    def _run(self, has_ended: threading.Event) -> None:
+        while not has_ended.wait(self.interval_seconds):
+            self._sample()
+
+    def _restart(self) -> None:
+        """Discard earlier readings."""
+        with self._lock:
+            self._read()  # Some sources report a mean since their last reading.
+            self._readings, self._is_paused = [], False
+
+    def _pause(self) -> None:
+        """Read a last time, and no more until `_restart`."""
+        self._sample()
+        self._is_paused = True
+
+    def _sample(self) -> None:
+        with self._lock:
+            if not self._is_paused:
+                self._readings.append(self._read())
+
+    def _read(self) -> dict[str, float]:
+        """Read all sources; one that fails is reported, and not read again."""
+        values: dict[str, float] = {}
+        for package, source in [*self._sources.items()]:
+            try:
+                values |= next(source)
+            except Exception as error:  # the package is missing, or any error of a driver
+                del self._sources[package]
+                fix = f" `pip install {package}` installs it." * isinstance(error, ImportError)
+                processes.report(
+                    f"`{package}` failed ({type(error).__name__}: {error}). Training continues "
+                    f"without its readings.{fix}"
+                )
+        return values
 
 
 def starving(values: Mapping[str, float]) -> str:
     """Return a sentence about GPUs that wait for their input or for another GPU; else "".
 
-    With collectives a GPU that waits for others is reported as busy, because it runs NCCL's
-    kernels. So the one that is not busy is the one that all others wait for.
+    A GPU that waits in a collective is reported as busy, because it runs NCCL's kernel. So the one
+    that is not busy is the one that all others wait for.
 
     >>> starving({"gpu_0_utilization": 96.0, "gpu_1_utilization": 80.0})
     ''
@@ -119,78 +167,8 @@ def is_reading(name: str) -> bool:
     return bool(re.match(r"gpu_\d+_|cpu_utilization$|memory_gib$", name))
 
 
-def _warn(sentence: str) -> None:
-    here = f"Process {processes.index()}: " if processes.count() > 1 else ""
-    warnings.warn(here + sentence, stacklevel=3)
-
-
-class _Sampler(threading.Thread):
-    """Reads sources until `end` or the end of the program; one that raises is not read again."""
-
-    def __init__(
-        self, sources: Mapping[str, Iterator[Mapping[str, float]]], interval_seconds: float
-    ) -> None:
-        super().__init__(name="kdpkit devices", daemon=True)
-        self.readings: list[dict[str, float]] = []
-        self._sources = dict(sources)
-        self._interval = interval_seconds
-        self._counts = False
-        self._lock = threading.Lock()  # guards all of the above
-        self._has_ended = threading.Event()
-
-    def count(self) -> None:
-        """Count from now on, and discard earlier readings."""
-        with self._lock:
-            self._read()  # sources that report the time since the last reading start here
-            self.readings, self._counts = [], True
-
-    def pause(self) -> None:
-        """Count up to now, then stop."""
-        self._add()
-        self._counts = False
-
-    def values(self) -> dict[str, float]:
-        """Return the mean of each reading, or the peak of memory."""
-        names = {name: None for reading in self.readings for name in reading}
-        found = {name: [r[name] for r in self.readings if name in r] for name in names}
-        return {
-            name: max(values) if name.endswith("memory_gib") else statistics.fmean(values)
-            for name, values in found.items()
-        }
-
-    def end(self) -> None:
-        self._has_ended.set()
-        if self.is_alive():
-            self.join(_PATIENCE)
-
-    def run(self) -> None:
-        while not self._has_ended.wait(self._interval):
-            self._add()
-
-    def _add(self) -> None:
-        with self._lock:
-            if self._counts:
-                self.readings.append(self._read())
-
-    def _read(self) -> dict[str, float]:
-        values: dict[str, float] = {}
-        for package, readings in [*self._sources.items()]:
-            try:
-                values |= next(readings)
-            except Exception as error:  # it is not installed, or any error of a driver
-                del self._sources[package]
-                fix = f" `pip install {package}` installs it." * isinstance(error, ImportError)
-                _warn(
-                    f"`{package}` failed ({type(error).__name__}: {error}). Training continues "
-                    f"without its readings.{fix}"
-                )
-        return values
-
-
-# What the machine reports, by the package that reads it.
-
-
 def _sources() -> dict[str, Iterator[dict[str, float]]]:
+    """Return what reads the machine's devices, by the package that it needs."""
     gpus = _gpus_of_backend()
     return {"psutil": _host()} | ({"nvidia-ml-py": _nvml(gpus)} if gpus else {})
 
@@ -216,8 +194,8 @@ def _nvml(gpus: Iterable[int]) -> Iterator[dict[str, float]]:
     handles = {}
     for gpu in gpus:
         name = names.get(gpu, str(gpu))
-        find, by_index = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByIndex
-        handles[gpu] = by_index(int(name)) if name.isdecimal() else find(name)
+        by_id, by_index = nvml.nvmlDeviceGetHandleByUUID, nvml.nvmlDeviceGetHandleByIndex
+        handles[gpu] = by_index(int(name)) if name.isdecimal() else by_id(name)
     while True:
         values: dict[str, float] = {}
         for gpu, handle in handles.items():

@@ -18,24 +18,6 @@ from keras.optimizers.schedules import LearningRateSchedule
 from kdpkit._internal import checks, optimizers, processes
 
 
-def inner_optimizer(optimizer: Optimizer) -> Optimizer:
-    inner = optimizers.wrapped(optimizer)
-    if not isinstance(inner, Optimizer):
-        checks.fail(
-            "The learning rate is read from a Keras optimizer.",
-            optimizer=optimizer,
-            remedy="Compile the model with one, or leave this callback out.",
-        )
-    return inner
-
-
-def _batches_counted(optimizer: Optimizer) -> int:
-    """Return the optimizer's count of batches, without skipped ones."""
-    # Copied, because it may be one value per replica. The private name, because the public
-    # `iterations` counts updates, without the batches being accumulated.
-    return int(keras.ops.copy(optimizer._iterations))
-
-
 class AppliedRateCallback(keras.callbacks.Callback):
     """A callback that knows the rate of an epoch's last update.
 
@@ -44,60 +26,77 @@ class AppliedRateCallback(keras.callbacks.Callback):
     device and does not wait for them.
     """
 
-    # On JAX Keras calls batch hooks in other threads unless a callback needs the model there. So
-    # that it need not wait for every step, the model is only used in `on_train_batch_begin` and
-    # epoch hooks.
+    # On JAX, Keras calls batch hooks of such a callback in other threads, and does not wait for
+    # each step. So the model is only used in `on_train_batch_begin` and epoch hooks.
     async_safe = True
     _rate_is_optional = False
 
     def __init__(self) -> None:
         super().__init__()
         self._has_rate = False
-        self._look: tuple[Any, Any] | None = None  # batches and rate before an epoch's first batch
-        self._ended: deque[int] = deque(maxlen=64)  # batch counts at the last ends
-        self._last_update = -1  # the batch index that the schedule got
-        self._rate: float | None = None  # and the rate applied
+        self._epoch_start: tuple[Any, Any] | None = None  # the count of batches, and the rate
+        self._ended_batches: deque[int] = deque(maxlen=64)
+        self._last_update = -1  # the batch index of the last update, which the schedule got
+        self._rate: float | None = None  # the rate of that update
+
+    @property
+    def _optimizer(self) -> Optimizer:
+        optimizer = optimizers.wrapped(self.model.optimizer)
+        if not isinstance(optimizer, Optimizer):
+            checks.fail(
+                "The learning rate is read from a Keras optimizer.",
+                optimizer=self.model.optimizer,
+                remedy="Compile the model with one, or leave this callback out.",
+            )
+        return optimizer
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         optimizer = self.model.optimizer
-        has_several = hasattr(optimizer, "optimizers")  # a `MultiOptimizer`
+        has_several_rates = hasattr(optimizer, "optimizers")  # a `MultiOptimizer`
         is_needed = isinstance(optimizer, Optimizer) or not self._rate_is_optional
-        self._has_rate = is_needed and not has_several
+        self._has_rate = is_needed and not has_several_rates
         if self._has_rate:
-            inner = inner_optimizer(optimizer)
-            self._last_update = _last_update(inner, _batches_counted(inner))
+            self._last_update = self._update_before(int(self._count_batches()))
         self._rate = None
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        self._look = None
-        self._ended.clear()
+        self._epoch_start = None
+        self._ended_batches.clear()
 
     def on_train_batch_begin(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Read the rate, if this is the epoch's first batch."""
-        if self._has_rate and self._look is None:
-            optimizer = inner_optimizer(self.model.optimizer)
-            rate = optimizer._learning_rate  # `learning_rate` would be a number, not the schedule
+        if self._has_rate and self._epoch_start is None:
+            rate = self._optimizer._learning_rate  # The public name has a number, no schedule.
             if not isinstance(rate, LearningRateSchedule):
-                rate = keras.ops.copy(optimizer.learning_rate)
-            self._look = keras.ops.copy(optimizer._iterations), rate
+                rate = keras.ops.copy(self._optimizer.learning_rate)
+            self._epoch_start = self._count_batches(), rate
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
         """Count the batch; on JAX Keras may call this in any thread and order."""
-        self._ended.append(batch + 1)
+        self._ended_batches.append(batch + 1)
+
+    def _count_batches(self) -> Any:
+        """Return the optimizer's count of batches, without those that loss scaling skipped."""
+        # The public `iterations` counts updates, without the batches being accumulated. The copy
+        # is one number where replicas have one each.
+        return keras.ops.copy(self._optimizer._iterations)
+
+    def _update_before(self, batches: int) -> int:
+        """Return the batch index of the last update in so many batches; -1 before the first."""
+        per_update = self._optimizer.gradient_accumulation_steps or 1
+        return batches // per_update * per_update - 1
 
     def _applied_rate(self) -> float | None:
         """Return the rate of the last update; None before the first one of this training."""
-        if self._look is None:
-            return self._rate
-        before, rate = self._look
-        optimizer = inner_optimizer(self.model.optimizer)
-        # One batch too many may have begun: docs/upstream/keras_begins_a_batch_too_many.md
-        counted = min(_batches_counted(optimizer), int(before) + max(self._ended, default=0))
-        last = _last_update(optimizer, counted)
-        if last != self._last_update:
-            if isinstance(rate, LearningRateSchedule):
-                rate = rate(keras.ops.convert_to_tensor(last, dtype="int32"))
-            self._last_update, self._rate = last, float(rate)
+        if self._epoch_start is not None:
+            before, rate = self._epoch_start
+            # One batch too many may have begun: docs/upstream/keras_begins_a_batch_too_many.md
+            ended = int(before) + max(self._ended_batches, default=0)
+            last_update = self._update_before(min(int(self._count_batches()), ended))
+            if last_update != self._last_update:
+                if isinstance(rate, LearningRateSchedule):
+                    rate = rate(keras.ops.convert_to_tensor(last_update, dtype="int32"))
+                self._last_update, self._rate = last_update, float(rate)
         return self._rate
 
 
@@ -106,13 +105,12 @@ class LearningRateLogger(AppliedRateCallback):
 
     History, the progress line, and callbacks later in the list (`TensorBoard`, `CSVLogger`) then
     have it. At the end of an epoch it is the rate of the epoch's last update, also with schedules,
-    `LossScaleOptimizer`, gradient accumulation and `steps_per_execution`. `LearningRateScheduler`
-    and `ReduceLROnPlateau` use the same key. Works in `fit` on TensorFlow and JAX, under any
-    strategy. Before the first update, with gradient accumulation, there is no such key, and none of
-    a `MultiOptimizer`, which has several rates.
+    `LossScaleOptimizer`, gradient accumulation and `steps_per_execution`. Before the first update,
+    with gradient accumulation, there is no such key, and none of a `MultiOptimizer`, which has
+    several rates.
 
     A plain rate may be set by any callback in any epoch hook; one that is set inside an epoch is
-    logged as it was at the epoch's first batch. It costs nothing per batch.
+    logged as it was at the epoch's first batch.
 
     Raises:
         ValueError: The model has no Keras optimizer.
@@ -132,16 +130,16 @@ class LearningRateLogger(AppliedRateCallback):
             logs["learning_rate"] = rate
 
 
-class PrintLR(AppliedRateCallback):
-    """Prints, once per epoch, the learning rate of its last update.
+class PrintLR(LearningRateLogger):
+    """Prints, once per epoch, the learning rate of its last update, and adds it to the logs.
 
     The line appears after Keras' progress line is complete. `step` is the optimizer's number of
-    batches up to and including that update; with a schedule the rate is `schedule(step - 1)`. See
-    `LearningRateLogger` for callbacks that change the rate. With several processes only the first
-    one prints.
+    batches up to and including that update; with a schedule the rate is `schedule(step - 1)`. The
+    logs are those of `LearningRateLogger`. With several processes only the first one prints.
 
     Args:
         print_fn: Function that is called with each line, such as `logging.info`.
+        verbose: 0 prints nothing.
 
     Raises:
         ValueError: The model has no Keras optimizer.
@@ -155,9 +153,10 @@ class PrintLR(AppliedRateCallback):
     Learning rate of epoch 2: 1.66667e-05 (step 6)
     """
 
-    def __init__(self, print_fn: Callable[[str], Any] = print) -> None:
+    def __init__(self, print_fn: Callable[[str], Any] = print, *, verbose: int = 1) -> None:
         super().__init__()
         self.print_fn = print_fn
+        self.verbose = verbose
         self._line = ""
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -166,6 +165,7 @@ class PrintLR(AppliedRateCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Format the line, to be printed after Keras' progress line."""
+        super().on_epoch_end(epoch, logs)
         rate = self._applied_rate()
         if rate is not None:
             value = f"{rate:.6g} (step {self._last_update + 1})"
@@ -179,12 +179,6 @@ class PrintLR(AppliedRateCallback):
         self._print()
 
     def _print(self) -> None:
-        if self._line and processes.index() == 0:
+        if self._line and self.verbose and processes.index() == 0:
             self.print_fn(self._line)
         self._line = ""
-
-
-def _last_update(optimizer: Optimizer, counted: int) -> int:
-    """Return the batch index of the last update; -1 before the first."""
-    every = optimizer.gradient_accumulation_steps or 1
-    return counted // every * every - 1

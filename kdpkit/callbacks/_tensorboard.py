@@ -6,7 +6,6 @@ import numbers
 import os
 import shutil
 import tempfile
-import warnings
 import weakref
 from pathlib import Path
 from typing import Any
@@ -56,13 +55,13 @@ class TensorBoard(AppliedRateCallback):
         if not isinstance(log_dir, str | os.PathLike) or not os.fspath(log_dir):
             checks.fail("`log_dir` must be the path of a directory.", log_dir=log_dir)
         path = storage.path(log_dir)
-        self.log_dir = self._directory = os.fspath(path)
+        self.log_dir = self._local_dir = os.fspath(path)
         if processes.index() == 0:
-            atomic_files.make_writable(path)  # now, so errors are raised before data are prepared
+            atomic_files.make_writable(path)  # so that errors come before data are prepared
             if isinstance(path, storage.RemotePath):
-                self._directory = tempfile.mkdtemp()  # whose files are copied there
-                weakref.finalize(self, shutil.rmtree, self._directory, ignore_errors=True)
-        self._make_writer = Writer
+                self._local_dir = tempfile.mkdtemp()  # whose files are copied to `log_dir`
+                weakref.finalize(self, shutil.rmtree, self._local_dir, ignore_errors=True)
+        self._writer_class = Writer
         self._writers: dict[str, Any] = {}
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -91,7 +90,7 @@ class TensorBoard(AppliedRateCallback):
 
     def _writer(self, run: str) -> Any:
         if run not in self._writers:
-            self._writers[run] = self._make_writer(f"{self._directory}/{run}")
+            self._writers[run] = self._writer_class(f"{self._local_dir}/{run}")
         return self._writers[run]
 
     def _flush(self) -> None:
@@ -100,14 +99,12 @@ class TensorBoard(AppliedRateCallback):
         self._copy()
 
     def _copy(self) -> None:
-        """Copy the files to object storage, where they cannot grow; warn of what fails."""
-        if self._directory == self.log_dir:
+        """Copy the files to object storage, where they cannot grow; report what fails."""
+        if self._local_dir == self.log_dir:
             return
         try:
-            for file in filter(Path.is_file, Path(self._directory).rglob("*")):
-                name = file.relative_to(self._directory)
+            for file in filter(Path.is_file, Path(self._local_dir).rglob("*")):
+                name = file.relative_to(self._local_dir)
                 storage.RemotePath(self.log_dir, name).upload(file)
         except OSError as error:
-            warnings.warn(
-                f"{error} The end of the next epoch, if there is one, tries again.", stacklevel=2
-            )
+            processes.report(f"{error} The end of the next epoch, if there is one, tries again.")

@@ -26,17 +26,15 @@ class Throughput(keras.callbacks.Callback):
 
     A short or padded last batch counts as a full one, so an epoch's figure is too high by less than
     one batch; of a dataset of unknown size, by less than an execution. A first epoch with a single
-    execution has no numbers. If a later batch has a new
-    shape (such as a short last one), the epoch that compiles it appears slower. Waiting for input
-    is part of the step: on TensorFlow and JAX, Keras takes the next batch where no callback can
-    measure it.
+    execution has no numbers. An epoch that compiles the step again, for a batch of another shape,
+    appears slower. Waiting for input is part of the step.
 
     Args:
         global_batch_size: Examples in one batch, over all replicas; None only measures steps.
         tokens_per_example: The mean number of real tokens in an example, padding not counted.
         step_flops: Floating-point operations of a step on the global batch that the model needs,
             forward and backward: of a transformer about 6 for each weight and token. What is
-            computed again for the sake of memory does not count.
+            computed again to save memory does not count.
         peak_flops: Those that all devices together can make in a second, by their data sheet, such
             as `8 * 989e12` of eight H100 with bfloat16.
 
@@ -53,8 +51,8 @@ class Throughput(keras.callbacks.Callback):
     ['examples_per_second', 'loss', 'steps_per_second', 'tokens_per_second']
     """
 
-    # On JAX Keras calls the batch hooks in other threads, once a step's result is available, so it
-    # need not wait for every step. Hence they do not use the model, and only append.
+    # On JAX, Keras calls the batch hooks of such a callback in other threads, once a step's result
+    # is available, and does not wait for it. So they do not use the model, and only append.
     async_safe = True
 
     def __init__(
@@ -77,9 +75,9 @@ class Throughput(keras.callbacks.Callback):
             for name in ("step_flops", "peak_flops"):
                 checks.number(name, getattr(self, name), above=0)
         self._compiled = False
-        self._start: tuple[int, float] | None = None  # the first measured batch, and its start time
-        # The last few executions: the batches done after each, and the time. With threads the order
-        # may differ slightly.
+        self._start: tuple[int, float] | None = None  # the first measured batch, and the time
+        # The batches done after each of the last executions, and the time. Threads may append them
+        # in another order.
         self._ends: deque[tuple[int, float]] = deque(maxlen=64)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:

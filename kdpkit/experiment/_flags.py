@@ -1,14 +1,14 @@
-"""The common flags of the recipes, and types for a recipe's own flags."""
+"""The flags that all recipes share."""
 
 import argparse
-import os
+import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 from kdpkit import errors, scaling
-from kdpkit._internal import atomic_files, checks, storage
+from kdpkit._internal import atomic_files, storage
 
+_CORPORA = ("builtin", "mnist", "fashion_mnist")  # the names that `kdpkit.corpora` knows
 _SMOKE = {"epochs": 2, "steps_per_epoch": 4, "per_replica_batch_size": 8, "jit": "off"}
 
 
@@ -17,9 +17,9 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
 
     Add the recipe's own flags with `add_argument`. An invalid flag raises a `ValueError` with one
     sentence, which a notebook shows and a program prints. Directories to write to are created and
-    tried when they are parsed, so a long run does not fail at its end. All paths may be in object
-    storage, such as `gs://bucket/logs`. With `--smoke`, what is not set by other flags is set for a
-    run of a few seconds.
+    tried when they are parsed, so that a long run does not fail at its end. All paths may be in
+    object storage, such as `gs://bucket/logs`. `--smoke` changes the defaults to those of a run of
+    a few steps.
 
     Args:
         description: What `--help` shows above the flags, usually the recipe's `__doc__`.
@@ -33,55 +33,50 @@ def argument_parser(description: str | None, **defaults: Any) -> argparse.Argume
     >>> args.epochs, args.steps_per_epoch
     (2, 7)
     """
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    usual = {"strategy": "auto", "data": "builtin", "rule": "linear", "seed": 0}
+    common = {"strategy": "auto", "data": "builtin", "rule": "linear", "seed": 0}
     parser = _Parser(description)
-    parser.set_defaults(**usual | {"cache_dir": caches / "kdpkit"} | defaults)
-    _add_common(parser.add_argument)
+    parser.set_defaults(**common | defaults)
+    _add_common_flags(parser.add_argument)
     return parser
 
 
-def _add_common(add: Callable[..., Any]) -> None:
+def _add_common_flags(add: Callable[..., Any]) -> None:
     add(
         "--strategy",
         metavar="KIND",
         help="one, mirrored, multi_worker, parameter_server, tpu (on JAX), or auto: all devices "
         "of the best kind",
     )
-    add(
-        "--replicas",
-        type=positive_integer,
-        metavar="N",
-        help="number of synchronous replicas; without as many GPUs the CPU is split into N "
-        "logical devices (default: what the strategy finds)",
+    replicas = (
+        "number of synchronous replicas; without as many GPUs the CPU is split into N logical "
+        "devices (default: what the strategy finds)"
     )
-    add("--data", metavar="builtin|PATH|NAME", help="what to train on")
+    add("--replicas", type=positive_integer, metavar="N", help=replicas)
+    add("--data", type=_data, metavar="builtin|PATH|NAME", help="what to train on")
     add("--epochs", type=positive_integer, help="passes over the data")
     steps = "global batches in an epoch (default: all the data)"
     add("--steps-per-epoch", type=positive_integer, metavar="STEPS", help=steps)
     size = {"type": positive_integer, "metavar": "EXAMPLES"}
     add("--per-replica-batch-size", **size, help="examples in a replica's batch")
-    over_all = (
+    global_size = (
         "for a run whose number of replicas changes: examples in a batch over all of them, to "
         "which the learning rate is scaled (default: --per-replica-batch-size for each)"
     )
-    add("--global-batch-size", **size, help=over_all)
+    add("--global-batch-size", **size, help=global_size)
     rate = "learning rate for one replica's batch"
-    add("--base-learning-rate", type=positive_number, metavar="RATE", help=rate)
+    add("--base-learning-rate", type=_positive_number, metavar="RATE", help=rate)
     add("--rule", choices=scaling.RULES, help="how the rate grows with the replicas")
-    add("--seed", type=seed, help="seed of all random numbers, below 2**32")
+    add("--seed", type=_seed, help="seed of all random numbers, below 2**32")
     directory = {"type": _writable_directory, "metavar": "DIRECTORY"}
     logs = "for TensorBoard files, and for the model"
     add("--log-dir", **directory, help=logs)
     add("--resume", **directory, help="directory of the training state, to resume from")
     add("--results", type=_writable_file, metavar="FILE", help="write the results as JSON")
-    cache = "directory of learned vocabularies"
-    add("--cache-dir", type=storage.path, metavar="DIRECTORY", help=cache)
-    add("--smoke", action="store_true", help="run for a few seconds, as a test")
+    add("--smoke", action="store_true", help="run for a few steps, as a test")
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser that raises errors, and whose flag `--smoke` stands for others."""
+    """A parser that raises errors, and whose flag `--smoke` changes the defaults of others."""
 
     def __init__(self, description: str | None) -> None:
         form = argparse.RawDescriptionHelpFormatter
@@ -107,29 +102,45 @@ class _Parser(argparse.ArgumentParser):
         raise errors.InputError(f"{message.rstrip('.')}. The flags are listed by --help.")
 
 
-def positive_integer(text: str) -> int:
-    """Parse a positive integer, for `add_argument(type=...)`."""
-    return checks.integer("text", int(text))
+def _number(
+    kind: Callable[[str], Any], description: str, is_valid: Callable[[Any], bool]
+) -> Callable[[str], Any]:
+    """Return a `type` for `add_argument`, whose error says what the flag must be."""
+
+    def parse(text: str) -> Any:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = None
+        if value is None or not is_valid(value):
+            raise argparse.ArgumentTypeError(f"must be {description}. Received: {text!r}")
+        return value
+
+    return parse
 
 
-def count(text: str) -> int:
-    """Parse a non-negative integer."""
-    return checks.integer("text", int(text), minimum=0)
+positive_integer = _number(int, "a positive integer", lambda value: value > 0)
+positive_integer.__doc__ = "Parse a positive integer, for `add_argument(type=...)`."
+_positive_number = _number(float, "a positive number", lambda value: 0 < value < math.inf)
+_seed = _number(int, "an integer from 0 to 2**32 - 1", lambda value: 0 <= value < 2**32)
 
 
-def seed(text: str) -> int:
-    """Parse a seed, as NumPy takes it."""
-    return int(checks.number("text", count(text), maximum=2**32 - 1))
+def _data(text: str) -> str:
+    if text not in _CORPORA and not _path(text).exists():
+        raise argparse.ArgumentTypeError(f"there is no such file or directory. Received: {text!r}")
+    return text
 
 
-def positive_number(text: str) -> float:
-    """Parse a positive number."""
-    return checks.number("text", float(text), above=0)
+def _path(text: str) -> storage.AnyPath:
+    try:
+        return storage.path(text)
+    except errors.InputError as error:
+        raise argparse.ArgumentTypeError(f"{error} Received: {text!r}") from error
 
 
 def _writable_directory(text: str) -> storage.AnyPath:
+    directory = _path(text)
     try:
-        directory = storage.path(text)
         atomic_files.make_writable(directory)
     except errors.InputError as error:
         raise argparse.ArgumentTypeError(f"{error} Received: {text!r}") from error
@@ -137,7 +148,7 @@ def _writable_directory(text: str) -> storage.AnyPath:
 
 
 def _writable_file(text: str) -> storage.AnyPath:
-    file = storage.path(text)
+    file = _path(text)
     if file.exists() and not file.is_file():
         raise argparse.ArgumentTypeError(f"a regular file is needed. Received: {text!r}")
     _writable_directory(str(file.parent))

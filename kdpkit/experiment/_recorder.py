@@ -1,4 +1,4 @@
-"""What a recipe writes: its results while it trains, with its callbacks, and its model."""
+"""What a recipe writes: a line for each epoch, its results, and its model."""
 
 import contextlib
 import json
@@ -7,6 +7,7 @@ import platform
 import statistics
 import sys
 import tempfile
+import time
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,22 +16,31 @@ from typing import Any
 import keras
 import numpy as np
 
-import kdpkit
 from kdpkit import callbacks, scaling
 from kdpkit._internal import atomic_files, processes
 from kdpkit.experiment import _strategy
 
-_SPEEDS = ("examples_per_second", "tokens_per_second")
+_ADDED = ("learning_rate", "examples_per_second", "tokens_per_second")  # by callbacks
 
 
 class Recorder(keras.callbacks.Callback):
     """Keeps the results of training in `args.results`, and has the callbacks for it.
 
-    Its `callbacks` are for `fit`: itself, those of `kdpkit.callbacks.training_callbacks` (with
-    `settings` such as `tokens_per_example`), and with `--resume` `kdpkit.callbacks.Resume`, for
-    which `resumed(data)` returns the data to train on. The results are written after each epoch,
-    before other callbacks write, which may fill the disk. `results(test=...)` adds those of the
-    test, and returns all.
+    Its `callbacks` are for `fit`: itself, those of `kdpkit.callbacks.training_callbacks`, and with
+    `--resume` `kdpkit.callbacks.Resume`, for which `resumed(data)` returns the data to train on.
+    The results are written after each epoch, before other callbacks write, which may fill the disk.
+    `results(test=...)` adds those of the test, and returns all.
+
+    Its `verbose` is for `fit` too: 1 in a terminal and in a notebook, where Keras shows a bar.
+    Elsewhere, as in the log of a batch job, it is 0, and the first process prints one line for each
+    epoch, with its time, metrics and speed.
+
+    Args:
+        args: The recipe's flags.
+        model: The model that is trained.
+        strategy: What `strategy_from` returned.
+        plan: What `plan_from` returned.
+        tokens_per_example: As for `training_callbacks`.
     """
 
     def __init__(
@@ -39,25 +49,35 @@ class Recorder(keras.callbacks.Callback):
         model: keras.Model,
         strategy: _strategy.Strategy,
         plan: scaling.ScalePlan,
-        **settings: Any,
+        *,
+        tokens_per_example: float | None = None,
     ) -> None:
         super().__init__()
         self.set_model(model)
         self._args, self._strategy, self._plan = args, strategy, plan
-        self.resume = callbacks.Resume(args.resume) if args.resume else None
-        usual = {"global_batch_size": plan.global_batch_size} | settings
+        self._metrics: dict[str, float] = {}  # of the epoch, without what callbacks add
+        self._epoch_began = 0.0
+        self.verbose = int(sys.stdout.isatty() or "ipykernel" in sys.modules)
+        self.resume = callbacks.Resume(args.resume, verbose=1) if args.resume else None
         self.callbacks: list[keras.callbacks.Callback] = [
             self,
-            *callbacks.training_callbacks(args.log_dir, **usual),
+            *callbacks.training_callbacks(
+                args.log_dir,
+                global_batch_size=plan.global_batch_size,
+                tokens_per_example=tokens_per_example,
+                verbose=self.verbose,
+            ),
             *([self.resume] if self.resume else []),
         ]
+        if not self.verbose and processes.index() == 0:
+            self.callbacks += [keras.callbacks.LambdaCallback(on_epoch_end=self._print_epoch)]
 
     def resumed(self, train: Any) -> Any:
         """Return data for `fit` that go on where the last run stopped, with `--resume`."""
         return self.resume.track(train) if self.resume else train
 
     def results(self, test: Mapping[str, float] | None = None) -> dict[str, Any]:
-        """Write the results to `--results` as JSON, and return them.
+        """Print the metrics of the test, write the results to `--results` as JSON, return them.
 
         They have the `history` of `fit`; `test`, the metrics of `evaluate(return_dict=True)`; with
         `Throughput` the means of `examples_per_second` and `tokens_per_second` over the epochs; and
@@ -65,27 +85,43 @@ class Recorder(keras.callbacks.Callback):
         and infinity, which JSON does not have, are `null` in the file. Of several processes only
         the first one writes.
         """
-        return self._write(self.model.history.history, test or {})
+        results = self._write(self.model.history.history, test or {})
+        if test and processes.index() == 0:
+            print(_line("Test", test))
+        return results
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
+        del epoch, logs
+        self._epoch_began = time.monotonic()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, float] | None = None) -> None:
         del epoch
+        self._metrics = dict(logs or {})
         before = self.model.history.history
-        history = {name: [*before.get(name, ()), value] for name, value in (logs or {}).items()}
+        history = {name: [*before.get(name, ()), value] for name, value in self._metrics.items()}
         self._write({**before, **history}, {})
+
+    def _print_epoch(self, epoch: int, logs: Mapping[str, float]) -> None:
+        seconds = time.monotonic() - self._epoch_began
+        added = {name: logs[name] for name in _ADDED if name in logs}
+        title = f"Epoch {epoch + 1}/{self.params['epochs']} - {seconds:.1f}s"
+        print(_line(title, self._metrics | added), flush=True)
 
     def _write(self, history: Mapping[str, Any], test: Mapping[str, float]) -> dict[str, Any]:
         results = {
             "history": history,
             "test": test,
-            # Of epochs of equal work: total work over total time.
+            # Epochs do equal work, so that the mean speed is the total work over the total time.
             **{
-                name: statistics.harmonic_mean(history[name]) for name in _SPEEDS if name in history
+                name: statistics.harmonic_mean(history[name])
+                for name in ("examples_per_second", "tokens_per_second")
+                if name in history
             },
             "replicas": self._strategy.num_replicas_in_sync,
             "strategy": _strategy.describe(self._strategy),
             "global_batch_size": self._plan.global_batch_size,
             "steps": keras.ops.convert_to_numpy(self.model.optimizer.iterations),
-            "versions": versions(),
+            "versions": _versions(),
         }
         text = json.dumps(results, default=lambda value: np.asarray(value).tolist())
         if self._args.results is not None and processes.index() == 0:
@@ -93,6 +129,12 @@ class Recorder(keras.callbacks.Callback):
             with atomic_files.replacing(self._args.results) as temporary:
                 temporary.write_text(json.dumps(finite, indent=2) + "\n", encoding="utf-8")
         return dict(json.loads(text))
+
+
+def _line(title: str, numbers: Mapping[str, float]) -> str:
+    """Format numbers as Keras' progress line has them."""
+    formats = {name: ",.0f" if value >= 1000 else ".4g" for name, value in numbers.items()}
+    return " - ".join([title, *(f"{name}: {numbers[name]:{formats[name]}}" for name in numbers)])
 
 
 def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
@@ -111,19 +153,13 @@ def save_model(model: keras.Model, path: str | os.PathLike[str]) -> None:
         model.save(stack.enter_context(atomic_files.replacing(path)))
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python, kdpkit, Keras, the backend and the platform.
-
-    >>> sorted(versions())
-    ['backend', ...'kdpkit', 'keras', ...'numpy', 'platform', 'python'...]
-    """
+def _versions() -> dict[str, str]:
     backend = keras.backend.backend()
-    packages = ["keras", "numpy", backend]
-    packages += [name for name in ("keras_hub", "tensorflow_text") if name in sys.modules]
+    packages = ("kdpkit", "keras", "numpy", backend, "keras_hub", "tensorflow_text")
+    loaded = [name for name in packages if name in sys.modules]
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "kdpkit": kdpkit.__version__,
         "backend": backend,
-        **{name: sys.modules[name].__version__ for name in packages},
+        **{name: sys.modules[name].__version__ for name in loaded},
     }

@@ -19,7 +19,7 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
     `--replicas N` above 1 mirrors over N devices. Where there are fewer GPUs, the CPU is first
     split into N logical devices, which must happen before the framework's runtime starts. Without
     `--replicas` the strategy uses the devices found by `kdpkit.strategies.select_strategy`, on JAX
-    all devices. The first process prints the strategy, with `auto` also why it was chosen.
+    all devices. The first process prints the strategy, with `auto` why it was chosen.
 
     A recipe's flag `--communication` is passed to `select_strategy`, `--shard` to `DataParallel`.
     With `--model-parallel N` it is a `ModelParallel`, of `--replicas` groups of N devices each.
@@ -35,10 +35,11 @@ def strategy_from(args: argparse.Namespace) -> Strategy:
     if kind == "one" and replicas not in (None, 1):
         remedy = "Use `--strategy mirrored`."
         checks.fail("The strategy 'one' trains one replica.", replicas=replicas, remedy=remedy)
-    backends = {"tensorflow": _tensorflow_strategy, "jax": _data_parallel}
+    backends = {"tensorflow": _on_tensorflow, "jax": _on_jax}
     backend = checks.one_of("KERAS_BACKEND", keras.backend.backend(), backends)
     strategy = backends[backend](kind, replicas, args)
-    if processes.index() == 0:
+    is_printed = kind == "auto" and replicas is None  # with the reason for the choice
+    if processes.index() == 0 and not is_printed:
         print(describe(strategy))
     return strategy
 
@@ -54,8 +55,8 @@ def plan_from(args: argparse.Namespace, strategy: Strategy) -> scaling.ScalePlan
     """
     replicas, size = strategy.num_replicas_in_sync, args.per_replica_batch_size
     if args.global_batch_size is not None:
-        replicas, rest = divmod(args.global_batch_size, size)
-        if rest or not replicas:
+        replicas, remainder = divmod(args.global_batch_size, size)
+        if remainder or not replicas:
             checks.fail(
                 "`--global-batch-size` must be a multiple of `--per-replica-batch-size`, to which "
                 "the base learning rate belongs.",
@@ -74,33 +75,36 @@ def describe(strategy: Strategy) -> str:
     """Describe a TensorFlow or JAX strategy in one line."""
     import keras
 
-    on_jax = keras.backend.backend() == "jax"
-    return str(strategy) if on_jax else kdpkit.strategies.describe(strategy)
+    if keras.backend.backend() == "jax":
+        return str(strategy)
+    return kdpkit.strategies.describe(strategy)
 
 
-def _tensorflow_strategy(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
+def _on_tensorflow(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
+    import tensorflow as tf
+
     from kdpkit import strategies
 
-    shard, model = getattr(args, "shard", "none"), getattr(args, "model_parallel", 1)
-    if shard != "none" or model > 1:
+    jax_flags = {
+        "shard": getattr(args, "shard", "none"),
+        "model_parallel": getattr(args, "model_parallel", 1),
+    }
+    if jax_flags != {"shard": "none", "model_parallel": 1}:
         remedy = "Run with KERAS_BACKEND=jax, or leave `--shard` and `--model-parallel` out."
-        given = {"shard": shard, "model_parallel": model}
-        checks.fail("Variables are sharded on JAX alone.", **given, remedy=remedy)
+        checks.fail("Variables are sharded on JAX only.", **jax_flags, remedy=remedy)
     if replicas is None:
         communication = getattr(args, "communication", "auto")
         return strategies.select_strategy(kind, communication=communication)
     if kind == "auto":
         kind = "mirrored" if replicas > 1 else "one"
-    import tensorflow as tf
-
     gpus, (cpu, *_) = map(tf.config.list_physical_devices, ("GPU", "CPU"))
-    present = len(tf.config.get_logical_device_configuration(cpu) or [cpu])
-    if kind == "mirrored" and max(len(gpus), present) < replicas:
+    logical_cpus = tf.config.get_logical_device_configuration(cpu) or [cpu]
+    if kind == "mirrored" and max(len(gpus), len(logical_cpus)) < replicas:
         strategies.split_device("CPU", replicas)
     return strategies.select_strategy(kind, devices=replicas)
 
 
-def _data_parallel(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
+def _on_jax(kind: str, replicas: int | None, args: argparse.Namespace) -> Strategy:
     import jax
     import keras
 
@@ -108,27 +112,28 @@ def _data_parallel(kind: str, replicas: int | None, args: argparse.Namespace) ->
     from kdpkit.cluster import _joining
 
     if kind not in ("auto", "one", "mirrored", "tpu"):
-        problem = (
-            f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU cores."
-        )
-        checks.fail(problem, backend="jax")
-    replicas = 1 if kind == "one" else replicas
-    asked = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+        problem = f"The strategy {kind!r} is TensorFlow's; on JAX `auto` takes all GPUs or TPU"
+        checks.fail(f"{problem} cores.", backend="jax")
+    if kind == "one":
+        replicas = 1
     model = getattr(args, "model_parallel", 1)
     devices = replicas and replicas * model
-    if devices and not asked:
+    forced = re.search(r"device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    if devices and not forced:
         with contextlib.suppress(RuntimeError):  # JAX has already started, with its devices
             jax.config.update("jax_num_cpu_devices", devices)
-    machine.reserve(int(asked[1]) if asked else jax.config.jax_num_cpu_devices)
-    # Only now: it starts JAX, whose devices are fixed then.
+    machine.reserve(int(forced[1]) if forced else jax.config.jax_num_cpu_devices)
+    # The lines below start JAX, whose devices are fixed then.
     _joining.require_joined("Use `recipes/cnn_jax.py`, which joins them, or start one.")
     if kind == "tpu":
         sharding.tpu_devices()  # raises if there are none
     if kind == "auto" and not replicas:
         print(f"Strategy: {sharding.describe_choice()}")
     shard: Any = getattr(args, "shard", "none")
-    distribution: Strategy = sharding.DataParallel(devices, shard=shard)
-    if model > 1:
-        distribution = sharding.ModelParallel(devices, model=model, shard=shard)
+    distribution: Strategy = (
+        sharding.ModelParallel(devices, model=model, shard=shard)
+        if model > 1
+        else sharding.DataParallel(devices, shard=shard)
+    )
     keras.distribution.set_distribution(distribution)
     return distribution

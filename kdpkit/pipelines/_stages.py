@@ -9,6 +9,7 @@ empty set, and no rule draws conclusions from them.
 import dataclasses
 import functools
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -44,6 +45,11 @@ _KINDS = {
 _TRANSPARENT = frozenset(
     {"options", "assert_cardinality", "restructured", "dense_to_ragged", "ignore_errors"}
 )
+# These pass their elements on as they are.
+_PASSING = frozenset(
+    {"cache", "filter", "prefetch", "repeat", "shard", "shuffle", "skip", "take", "take_while"}
+)
+_BATCHING = ("batch", "padded_batch", "rebatch")
 # The first of the two inputs of a dataset's operation that are its seeds.
 _SEEDS_OF = {"ShuffleDatasetV3": 2, "ShuffleDataset": 2, "RandomDataset": 0, "RandomDatasetV2": 0}
 _NAMED_BY = {
@@ -75,7 +81,7 @@ class Function:
         return str(getattr(self.call, "__name__", "")).strip("<>")
 
     @property
-    def place(self) -> str:
+    def location(self) -> str:
         """Where the user defined it, such as `"line 12 of train.py"`; empty if unknown."""
         function = self.call and inspect.unwrap(self.call)
         code = getattr(function, "__code__", None)
@@ -133,7 +139,7 @@ class Stage:
         if isinstance(self.dataset, TrainDataset):
             return "train_pipeline"
         kind = _kind_of(self.dataset)
-        makes_generator = any("GeneratorDataset" in one.ops for one in self.functions)
+        makes_generator = any("GeneratorDataset" in function.ops for function in self.functions)
         return "from_generator" if kind == "flat_map" and makes_generator else kind
 
     @functools.cached_property
@@ -145,14 +151,14 @@ class Stage:
         if isinstance(self.dataset, TrainDataset):  # its graph hides its source
             return (Stage(self.dataset.examples),)
         inputs = getattr(self.dataset, "_data_inputs", None) or self.dataset._inputs()
-        kinds = [_kind_of(one) for one in inputs]
+        kinds = [_kind_of(dataset) for dataset in inputs]
         if self.kind == "from_generator" or (
             self.kind == "TFRecordDataset" and kinds == ["from_tensor_slices"]
         ):
             return ()
         # `unbatch`, `rebatch` and `snapshot` add a map of their own.
         is_hidden = self.kind == "restructured" and kinds == ["map"]
-        return tuple(Stage(one, is_hidden=is_hidden) for one in inputs)
+        return tuple(Stage(dataset, is_hidden=is_hidden) for dataset in inputs)
 
     @functools.cached_property
     def functions(self) -> tuple[Function, ...]:
@@ -187,7 +193,7 @@ class Stage:
         return self.kind == "from_generator" or self.runs(PYTHON)
 
     @property
-    def keeps(self) -> bool:
+    def caches(self) -> bool:
         return self.kind in ("cache", "snapshot")
 
     @property
@@ -238,7 +244,74 @@ def paths(end: Stage) -> Iterator[tuple[Stage, tuple[Stage, ...]]]:
 
 def before(stage: Stage) -> Iterator[Stage]:
     """Yield all stages before a stage."""
-    return (one for each in stage.inputs for one, _ in paths(each))
+    return (earlier for end in stage.inputs for earlier, _ in paths(end))
+
+
+def maker(stage: Stage) -> Stage:
+    """Return the stage that made the elements, which the stages after it pass on as they are."""
+    while (stage.is_hidden or stage.kind in _PASSING) and len(stage.inputs) == 1:
+        (stage,) = stage.inputs
+    return stage
+
+
+def makes_batches(stage: Stage) -> bool:
+    """Return whether the elements that a stage makes are certainly batches of examples.
+
+    `batch` also cuts sequences into windows, each of which is an example. Windows are complete and
+    usually have a single part; a `map` makes examples of others.
+    """
+    if stage.kind == "train_pipeline":
+        return True
+    if stage.kind not in _BATCHING:
+        return False
+    size, elements = stage.setting("batch_size"), stage.inputs[0].cardinality
+    divides = size is not None and elements is not None and (elements < 0 or elements % size == 0)
+    is_complete = divides or stage.setting("drop_remainder") is not False
+    return len(tf.nest.flatten(stage.dataset.element_spec)) > 1 or not is_complete
+
+
+def require_examples(source: tf.data.Dataset, *, prepared: bool) -> None:
+    """Raise where the elements of a source are certainly no single examples.
+
+    Args:
+        source: What a pipeline is made of.
+        prepared: Whether a function makes examples of its elements, such as of names of files.
+    """
+    stage = maker(Stage(source))
+    if makes_batches(stage):
+        problem = f"`{stage.label}` makes batches"
+        remedy = (
+            "Leave out that stage, or add `.unbatch()`. Where each of its elements is an example, "
+            "such as a window, add a `.map` that returns it."
+        )
+    elif stage.kind == "from_tensors" and _have_one_length(source):
+        problem = "`from_tensors` makes one element of all examples"
+        remedy = "Use `tf.data.Dataset.from_tensor_slices`."
+    elif not prepared and _are_names_of_files(stage):
+        problem = "its elements are names of files"
+        remedy = "Read them, with `prepare` or `kdpkit.pipelines.interleave_files`."
+    else:
+        return
+    checks.fail(
+        f"`source` must have single examples, and {problem}.",
+        source=source.element_spec,
+        remedy=remedy,
+    )
+
+
+def _have_one_length(dataset: tf.data.Dataset) -> bool:
+    """Return whether an element has several parts, which all have as many entries."""
+    shapes = [part.shape for part in tf.nest.flatten(dataset.element_spec)]
+    lengths = {shape[0] if shape.rank else None for shape in shapes}
+    return len(shapes) > 1 and len(lengths) == 1 and (lengths.pop() or 0) > 1
+
+
+def _are_names_of_files(stage: Stage) -> bool:
+    tensors = stage.argument("tensors") if stage.kind == "from_tensor_slices" else None
+    if tensors is None or len(tensors) != 1 or tensors[0].dtype != tf.string:
+        return False
+    names = tf.get_static_value(tensors[0])
+    return names is not None and names.size > 0 and Path(os.fsdecode(names.flat[0])).is_file()
 
 
 def _kind_of(dataset: tf.data.Dataset) -> str:
@@ -268,7 +341,7 @@ def _has_unseeded_order(nodes: Any) -> bool:
     }
     for node in nodes:
         first = _SEEDS_OF.get(node.op)
-        names = [] if first is None else [one.partition(":")[0] for one in node.input[first:][:2]]
+        names = [] if first is None else [name.partition(":")[0] for name in node.input[first:][:2]]
         if names and zeros.issuperset(names):
             return True
     return False

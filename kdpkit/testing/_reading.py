@@ -1,4 +1,4 @@
-"""What a pipeline gives, read as plain values that can be compared and named."""
+"""The batches of a pipeline as plain values that can be compared and named."""
 
 import itertools
 import math
@@ -29,7 +29,17 @@ def read_shards(
         most: A shard that gives more examples than that is read no further; 0 reads all.
     """
     shards = read if isinstance(read, list | tuple) else [read]
+    if shards is read and any(map(_is_batch, shards)):
+        checks.fail(
+            "A list or a tuple has a dataset for each shard, and this one has batches.",
+            read=read,
+            remedy="Pass `iter(batches)` where they are the batches of one dataset.",
+        )
     return [[*_batches(shard, key, like, most)] for shard in shards]
+
+
+def _is_batch(entry: Any) -> bool:
+    return hasattr(entry, "shape") or isinstance(entry, Mapping | tuple | str | bytes | int | float)
 
 
 def _batches(
@@ -38,7 +48,7 @@ def _batches(
     count = 0
     for number, batch in enumerate(_iterated(shard)):
         if number == _MOST_BATCHES:
-            raise AssertionError(f"A dataset does not end: it gave {number} batches.")
+            raise AssertionError(f"A dataset does not end: it has more than {number} batches.")
         examples = examples_of(batch if key is None else key(batch), like)
         yield examples
         count += len(examples)
@@ -68,17 +78,18 @@ def examples_of(batch: Any, like: Any = None) -> list[Example]:
     if like is not None and _has_three_parts(batch) and not _has_three_parts(like):
         *batch, weights = batch
         batch = tuple(batch)
-    found = leaves(batch)
-    if axes and len(found) != len(axes):
+    arrays = leaves(batch)
+    if axes and len(arrays) != len(axes):
         checks.fail(
             "A batch has other parts than `examples`, so its examples cannot be compared.",
-            parts=len(found),
+            parts=len(arrays),
             parts_of_examples=len(axes),
             remedy="Pass `key`, a function of a batch that returns what names its examples.",
         )
-    parts = [_values(leaf) for leaf in found]
+    parts = [_values(array) for array in arrays]
     is_one = not all(isinstance(part, list) for part in parts) or any(
-        getattr(leaf, "ndim", None) == count - 1 for leaf, count in zip(found, axes, strict=False)
+        getattr(array, "ndim", None) == count - 1
+        for array, count in zip(arrays, axes, strict=False)
     )
     parts = [[part] for part in parts] if is_one else parts
     if len({len(part) for part in parts}) > 1:
@@ -91,8 +102,8 @@ def examples_of(batch: Any, like: Any = None) -> list[Example]:
     ]
     if weights is None:
         return examples
-    kept = [bool(np.any(weight)) for weight in np.asarray(weights)]
-    return [*itertools.compress(examples, kept)]
+    have_weight = [bool(np.any(weight)) for weight in np.asarray(weights)]
+    return [*itertools.compress(examples, have_weight)]
 
 
 def _has_three_parts(batch: Any) -> bool:
@@ -147,17 +158,20 @@ def _hashable(value: Any) -> Any:
     return value.decode(errors="surrogateescape") if isinstance(value, bytes) else value
 
 
-def listed(shards: Sequence[Shard], names: Mapping[Example, int] | None = None) -> str:
+def listed(shards: Sequence[Shard], numbers: Mapping[Example, int] | None = None) -> str:
     """Return what each shard reads, a line for each; examples by their numbers where known."""
-    names = names or {}
+    numbers = numbers or {}
     return "".join(
-        f"\n  {f'shard {index}: ' if len(shards) > 1 else ''}{_shown(shard, names)}"
+        f"\n  {f'shard {index}: ' if len(shards) > 1 else ''}{_shown(shard, numbers)}"
         for index, shard in enumerate(shards)
     )
 
 
-def _shown(shard: Shard, names: Mapping[Example, int]) -> str:
-    batches = [f"[{', '.join(text(names.get(of, of)) for of in batch)}]" for batch in shard]
+def _shown(shard: Shard, numbers: Mapping[Example, int]) -> str:
+    batches = [
+        f"[{', '.join(text(numbers.get(example, example)) for example in batch)}]"
+        for batch in shard
+    ]
     left = len(batches) - _MOST_SHOWN
     texts = batches[:_MOST_SHOWN] + ([f"and {left} batches more"] if left > 0 else [])
     return ", ".join(texts) or "nothing"

@@ -1,19 +1,19 @@
-"""Hypothesis strategies for batches, replicas, shards, datasets, schedules and models.
+"""Hypothesis strategies for examples, batches and the shards of several processes.
 
 They are called generators here, as a strategy is `tf.distribute`'s. Sizes come with their corner
 cases: none, one, primes, and one fewer and one more than what divides. What fails is shrunk to few
-examples, replicas and steps. Examples have values that name them: example 3 has the label 3 and the
-text "example 3", so that a counterexample can be read.
+examples and processes. Examples have values that name them: example 3 has the label 3 and the text
+"example 3", so that a counterexample can be read.
 """
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kdpkit import errors, scaling
+from kdpkit import errors
 from kdpkit._internal import checks
 from kdpkit.testing._reading import leaves, mapped, taken
 
@@ -25,72 +25,26 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    import keras
     import tensorflow as tf
 
     from kdpkit.batches import ArrayBatches
-    from kdpkit.schedules import Rate
+
+__all__ = ["datasets", "example_counts", "labelled_batches", "shards"]
 
 Nest: TypeAlias = Any  # arrays in tuples and dictionaries
 
-KINDS = ("float", "int", "bool", "text", "ragged")
-LAYERS: dict[str, dict[str, Any]] = {
-    "Dense": {"units": 5, "activation": "tanh", "kernel_initializer": "identity"},
-    "LayerNormalization": {},
-    "BatchNormalization": {},
-    "Dropout": {"rate": 0.5, "seed": 1},
-}
-REDUCTIONS = ("sum_over_batch_size", "sum", "mean_with_sample_weight")
-
-
-def replica_counts(*, max_value: int = 8) -> st.SearchStrategy[int]:
-    """Draw a number of replicas or processes, from 1 on."""
-    return st.integers(1, max_value)
-
-
-def global_batch_sizes(
-    replicas: int = 1, *, min_value: int = 1, max_value: int = 32
-) -> st.SearchStrategy[int]:
-    """Draw the size of a global batch, often one that the replicas just divide, or just do not.
-
-    Args:
-        replicas: Their number, R: R - 1, R, R + 1, 2R - 1 and so on are drawn often.
-        min_value: The smallest size; 0 for the batch that an empty epoch has.
-        max_value: The largest size.
-    """
-    return _counts(replicas, min_value, max_value)
+_KINDS = ("float", "int", "bool", "text", "ragged")
 
 
 def example_counts(
     global_batch_size: int = 1, *, min_value: int = 0, max_value: int = 32
 ) -> st.SearchStrategy[int]:
-    """Draw the number of examples of an epoch, often one that just fills batches, or just not."""
+    """Draw a number of examples, often one that just fills batches, or just does not.
+
+    With `min_value=1` it is the size of a batch too, and a number of replicas in place of
+    `global_batch_size` often just divides it.
+    """
     return _counts(global_batch_size, min_value, max_value)
-
-
-class Split(NamedTuple):
-    """A global batch, and the replicas that it is split over."""
-
-    global_batch_size: int
-    replicas: int
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many examples each replica gets from `tf.distribute`."""
-        return scaling.split_batch(*self)
-
-
-def splits(
-    *, min_size: int = 0, max_size: int = 32, max_replicas: int = 8
-) -> st.SearchStrategy[Split]:
-    """Draw a `Split(global_batch_size, replicas)`, uneven ones and empty replicas among them."""
-    return replica_counts(max_value=max_replicas).flatmap(
-        lambda replicas: st.builds(
-            Split,
-            global_batch_size=_counts(replicas, min_size, max_size),
-            replicas=st.just(replicas),
-        )
-    )
 
 
 class Shards(NamedTuple):
@@ -109,48 +63,25 @@ class Shards(NamedTuple):
 def shards(
     *, min_examples: int = 0, max_examples: int = 32, max_processes: int = 4
 ) -> st.SearchStrategy[Shards]:
-    """Draw `Shards(examples, global_batch_size, processes)`.
+    """Draw `Shards(examples, global_batch_size, processes)`, a tuple.
 
-    The processes divide the batch; the batches often just divide the examples, or just do not.
+    The processes divide the batch; the batches often just divide the examples, or just do not. A
+    failure is shrunk to two processes, and to one only if two do not show it.
     """
+    counts = [count for count in (2, 1, *range(3, max_processes + 1)) if count <= max_processes]
 
     def of_size(drawn: tuple[int, int]) -> st.SearchStrategy[Shards]:
-        part, processes = drawn
+        processes, part = drawn
+        # Hypothesis shrinks to fewer choices first, so one process needs as many as two.
+        choices = st.just(None) if processes > 1 else st.tuples(st.booleans(), st.booleans())
         return st.builds(
             Shards,
             examples=_counts(part * processes, min_examples, max_examples),
             global_batch_size=st.just(part * processes),
-            processes=st.just(processes),
+            processes=choices.map(lambda _: processes),
         )
 
-    return st.tuples(st.integers(1, 4), st.integers(1, max_processes)).flatmap(of_size)
-
-
-@st.composite
-def nested_examples(
-    draw: st.DrawFn, *, min_size: int = 0, max_size: int = 12, kinds: Sequence[str] = KINDS
-) -> Nest:
-    """Draw examples: an array, dictionaries and tuples of them, `(x, y)`, `(x, y, sample_weight)`.
-
-    No two examples are equal.
-
-    Args:
-        draw: Hypothesis passes it.
-        min_size: The smallest number of examples.
-        max_size: The largest.
-        kinds: What arrays hold, besides labels and weights: `"float"` with two axes, and with one
-            `"int"`, `"bool"`, `"text"`, and `"ragged"`: lists of different lengths, as objects.
-    """
-    count = draw(example_counts(min_value=min_size, max_value=max_size))
-    naming = st.sampled_from([kind for kind in kinds if kind != "bool"])
-    x: Nest = _array(draw(naming), count)
-    if draw(st.booleans()):
-        others = draw(st.lists(st.sampled_from(kinds), max_size=2))
-        x = {"a": x} | {name: _array(kind, count) for name, kind in zip("bc", others, strict=False)}
-    if draw(st.booleans()):
-        x = (x, _array("int", count))
-        x += (_array("weight", count),) if draw(st.booleans()) else ()
-    return x
+    return st.tuples(st.sampled_from(counts), st.integers(1, 4)).flatmap(of_size)
 
 
 def labelled_batches(
@@ -174,7 +105,7 @@ def labelled_batches(
 
 @dataclasses.dataclass(frozen=True)
 class Batches:
-    """Examples, and the size of the global batches in which a dataset gives them.
+    """Examples, and the size of the global batches in which a dataset has them.
 
     Attributes:
         examples: A nest of arrays.
@@ -207,108 +138,48 @@ class Batches:
 
 
 def datasets(
-    *, max_size: int = 12, max_batch_size: int = 5, kinds: Sequence[str] = KINDS
+    *,
+    min_size: int = 0,
+    max_size: int = 12,
+    max_batch_size: int = 5,
+    kinds: Sequence[str] = _KINDS,
 ) -> st.SearchStrategy[Batches]:
-    """Draw `Batches` of nested examples: their `dataset` has an uneven tail, one batch or none.
+    """Draw examples in batches: an array, dictionaries and tuples, `(x, y)`, `(x, y, weight)`.
 
-    Where TensorFlow is not installed there are numbers only, and at least one example.
+    No two examples are equal. What is drawn has the attributes `examples` (a nest of arrays),
+    `global_batch_size`, `source` (a `tf.data.Dataset` of single examples) and `dataset` (of
+    batches, with an uneven tail, one batch or none). Where TensorFlow is not installed there are
+    numbers only, and at least one example.
 
     Args:
-        max_size: The largest number of examples.
+        min_size: The smallest number of examples.
+        max_size: The largest.
         max_batch_size: The largest global batch.
-        kinds: As in `nested_examples`.
+        kinds: What arrays hold, besides labels and weights: `"float"` with two axes, and with one
+            `"int"`, `"bool"`, `"text"`, and `"ragged"`: lists of different lengths, as objects.
     """
     if not _has_tensorflow():
         kinds = [kind for kind in kinds if kind not in ("text", "ragged")]
-    examples = nested_examples(min_size=not _has_tensorflow(), max_size=max_size, kinds=kinds)
-    sizes = global_batch_sizes(max_value=max_batch_size)
-    return st.builds(Batches, examples=examples, global_batch_size=sizes)
-
-
-def schedules(*, max_steps: int = 20) -> "st.SearchStrategy[Rate]":
-    """Draw Keras' and kdpkit's learning-rate schedules, wrapped and joined a few deep.
-
-    Args:
-        max_steps: The longest warmup, decay or time at the peak; they add up.
-    """
-    from kdpkit.testing import _schedules
-
-    return _schedules.of_any_kind(max_steps)
-
-
-def schedule_steps(schedule: "Rate", *, max_value: int = 100) -> st.SearchStrategy[int]:
-    """Draw a step of a schedule, often where it changes: its boundaries, before them and after.
-
-    Args:
-        schedule: A learning-rate schedule; lengths are found in its attributes, such as
-            `warmup_steps` and `boundaries`, and in those of schedules that it wraps.
-        max_value: The last step.
-    """
-    from kdpkit.testing import _schedules
-
-    around = {at + by for at in {0, *_schedules.boundaries(schedule)} for by in (-1, 0, 1)}
-    corners = sorted(step for step in around if 0 <= step <= max_value)
-    return st.sampled_from(corners) | st.integers(0, max_value)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelBuilder:
-    """A small model, built and compiled again by each call, with the same initial weights.
-
-    `labelled_batches` fit it: its input has 4 features, and its output 3 logits.
-
-    Attributes:
-        layers: The names of the Keras layers before the last one, of `LAYERS`.
-        optimizer: The optimizer, by Keras' name.
-        reduction: That of its loss, as in `losses`.
-        wrap: A function that the model passes through, such as `kdpkit.training.replica_exact`.
-    """
-
-    layers: tuple[str, ...]
-    optimizer: str
-    reduction: str
-    wrap: "Callable[[keras.Model], keras.Model] | None" = None
-
-    def __call__(self) -> "keras.Model":
-        """Return a new, compiled model."""
-        import keras
-
-        initial = keras.initializers.RandomNormal(seed=1)
-        inner = [getattr(keras.layers, name)(**LAYERS[name]) for name in self.layers]
-        last = keras.layers.Dense(3, kernel_initializer=initial)
-        model = keras.Sequential([keras.Input((4,)), *inner, last])
-        model = model if self.wrap is None else self.wrap(model)
-        model.compile(self.optimizer, _loss(self.reduction))
-        return model
-
-
-def models(
-    *, wrap: "Callable[[keras.Model], keras.Model] | None" = None
-) -> st.SearchStrategy[ModelBuilder]:
-    """Draw a `ModelBuilder`: call it for a new, compiled model that `labelled_batches` fit.
-
-    Args:
-        wrap: A function that each model passes through before it is compiled.
-    """
-    layers = st.lists(st.sampled_from([*LAYERS]), max_size=2).map(tuple)
+        min_size = max(min_size, 1)
     return st.builds(
-        ModelBuilder,
-        layers=layers,
-        optimizer=st.sampled_from(["sgd", "adam"]),
-        reduction=st.sampled_from(REDUCTIONS),
-        wrap=st.just(wrap),
+        Batches,
+        examples=_nested_examples(min_size, max_size, kinds),
+        global_batch_size=example_counts(min_value=1, max_value=max_batch_size),
     )
 
 
-def losses() -> "st.SearchStrategy[keras.Loss]":
-    """Draw a Keras loss for logits and the labels of `labelled_batches`, with any reduction."""
-    return st.sampled_from(REDUCTIONS).map(_loss)
-
-
-def _loss(reduction: str) -> "keras.Loss":
-    import keras
-
-    return keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=reduction)
+@st.composite
+def _nested_examples(draw: st.DrawFn, min_size: int, max_size: int, kinds: Sequence[str]) -> Nest:
+    count = draw(example_counts(min_value=min_size, max_value=max_size))
+    naming = st.sampled_from([kind for kind in kinds if kind != "bool"])
+    x: Nest = _array(draw(naming), count)
+    if draw(st.booleans()):
+        others = draw(st.lists(st.sampled_from(kinds), max_size=2))
+        x = {"a": x} | {name: _array(kind, count) for name, kind in zip("bc", others, strict=False)}
+    if draw(st.booleans()):
+        x = (x, _array("int", count))
+        x += (_array("weight", count),) if draw(st.booleans()) else ()
+    return x
 
 
 @st.composite

@@ -47,6 +47,17 @@ def faults(dataset, **settings):
 
 #: For each rule pipelines with its fault. Where `fit` has to be known, ASKED has its settings.
 FAULTS = {
+    "batched-twice": [
+        lambda: PAIRS.batch(4).batch(8),
+        lambda: PAIRS.batch(4).shuffle(16).cache().take(9).batch(8).prefetch(2),
+        lambda: PAIRS.padded_batch(4).batch(8),
+        lambda: generator().batch(7).batch(8),  # whose last batch may be smaller
+        lambda: pipelines.train_pipeline(PAIRS, global_batch_size=4).batch(8),
+    ],
+    "not-batched": [
+        lambda: PAIRS.shuffle(64),
+        lambda: PAIRS.map(lambda x, y: {"x": x, "y": y}, AUTOTUNE).prefetch(2),
+    ],
     "shuffle-before-cache": [
         lambda: numbers().shuffle(200).cache().batch(20),
         lambda: Dataset.zip((numbers().shuffle(200), numbers())).cache().batch(20),
@@ -86,13 +97,14 @@ ASKED = {
     "overwritten-arrays": {"replicas": 2},
 }
 NOTES_ALONE = {"short-batch"}
+PAIRS = Dataset.from_tensor_slices((np.zeros((64, 3), "float32"), np.zeros(64, "int32")))
 PLANTED = [(rule, make) for rule, makes in FAULTS.items() for make in makes]
 
 
 @pytest.mark.parametrize(("rule", "make"), PLANTED, ids=[rule for rule, _ in PLANTED])
 def test_a_planted_fault_is_found(rule, make):
     levels = dict(found(make(), **ASKED.get(rule, {})))
-    wanted = {"note"} if rule in NOTES_ALONE else {"wrong", "slow"}
+    wanted = {"note"} if rule in NOTES_ALONE else {"error", "wrong", "slow"}
     assert levels[rule] in wanted
 
 
@@ -154,6 +166,28 @@ GUIDES = [
         .batch(32)
         .prefetch(1)
     ),
+    # Windows made with `batch`.
+    lambda: numbers().batch(20, drop_remainder=True).batch(2).prefetch(1),
+    lambda: numbers().batch(20).shuffle(10).batch(2).prefetch(1),
+    lambda: numbers().batch(7).map(lambda n: (n[:-1], n[1:]), AUTOTUNE).padded_batch(2),
+    lambda: numbers().batch(7).unbatch().batch(20),
+    lambda: PAIRS.batch(8).map(lambda x, y: (x, y[-1:]), AUTOTUNE).batch(4).prefetch(1),
+    # Texts of sentences, and lengths in groups.
+    lambda: numbers().map(tf.range, AUTOTUNE).ragged_batch(4).batch(5).prefetch(1),
+    lambda: (
+        numbers()
+        .map(tf.range, AUTOTUNE)
+        .bucket_by_sequence_length(tf.size, [100], [20, 10])
+        .prefetch(1)
+    ),
+    lambda: (
+        numbers()
+        .group_by_window(lambda n: n % 2, lambda _, group: group.batch(4), window_size=4)
+        .unbatch()
+        .batch(20)
+    ),
+    # Segmentation: what has no label of one number may be a batch.
+    lambda: Dataset.zip((IMAGES, IMAGES)).map(lambda x, y: (x, y), AUTOTUNE).prefetch(1),
 ]
 ENDLESS = lambda: numbers().shuffle(200).batch(20).repeat().prefetch(1)  # noqa: E731
 THRICE = lambda: numbers().shuffle(200).batch(20).repeat(3).prefetch(1)  # noqa: E731
@@ -162,10 +196,10 @@ FIXED = lambda: numbers().shuffle(200).batch(30).cache().prefetch(1)  # noqa: E7
 CASES = [
     *((make, {}, set()) for make in GUIDES),
     # What runs once.
-    (lambda: numbers().map(by_python, AUTOTUNE).cache().prefetch(1), {}, set()),
+    (lambda: numbers().batch(20).map(by_python, AUTOTUNE).cache().prefetch(1), {}, set()),
     # A split of examples in a fixed order is right.
     *(
-        (lambda make=make: make(numbers()).skip(80), {"training": False}, set())
+        (lambda make=make: make(numbers()).skip(80).batch(20), {"training": False}, set())
         for make in (
             lambda data: data.shuffle(200, seed=1, reshuffle_each_iteration=False),
             lambda data: data.shuffle(200, seed=1).cache(),
@@ -242,6 +276,47 @@ def test_what_a_train_pipeline_is_given_is_looked_at(tmp_path):
     drawn = pipelines.train_pipeline(numbers(), prepare=noisy, **sizes)
     assert faults(drawn) == {"random-before-cache"}
     assert faults(drawn.map(tf.sort, AUTOTUNE).prefetch(1)) == {"random-before-cache"}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: PAIRS.batch(8, drop_remainder=True).batch(4), lambda: PAIRS.batch(8).padded_batch(4)],
+)
+def test_batches_of_windows_with_labels_are_a_note(make):
+    assert ("batched-twice", "note") in found(make())
+
+
+@pytest.mark.parametrize("build", [pipelines.train_pipeline, pipelines.eval_pipeline])
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: PAIRS.batch(4), r"`batch\(4\)` makes batches.*unbatch"),
+        (lambda: PAIRS.shuffle(9).padded_batch(4).prefetch(2), "makes batches"),
+        (lambda: generator().batch(7), "makes batches"),
+        (lambda: Dataset.from_tensors(next(iter(PAIRS.batch(64)))), "from_tensor_slices"),
+        (lambda: Dataset.list_files(FILES), "names of files"),
+    ],
+)
+def test_a_source_that_has_no_single_examples_raises(build, make, sentence):
+    with pytest.raises(ValueError, match=f"`source` must have single examples.*{sentence}"):
+        build(make(), global_batch_size=8)
+
+
+@pytest.mark.parametrize("build", [pipelines.train_pipeline, pipelines.eval_pipeline])
+@pytest.mark.parametrize(
+    ("make", "settings"),
+    [
+        (lambda: IMAGES, {}),
+        (lambda: numbers().batch(20), {}),
+        (lambda: numbers().batch(7, drop_remainder=True), {}),
+        (lambda: PAIRS.batch(8).map(lambda x, y: (x, y)), {}),
+        (lambda: PAIRS.batch(7).unbatch(), {}),
+        (lambda: Dataset.list_files(FILES), {"prepare": tf.io.read_file}),
+        (lambda: Dataset.from_tensor_slices(["a sentence"] * 8), {}),
+    ],
+)
+def test_a_source_of_windows_or_texts_is_taken(build, make, settings):
+    next(iter(build(make(), global_batch_size=2, **settings)))
 
 
 def test_looking_costs_no_element():

@@ -21,13 +21,13 @@ def as_tensor(array):
 
 @settings(max_examples=12)
 @given(
-    x=generators.nested_examples(min_size=1, max_size=6),
+    data=generators.datasets(min_size=1, max_size=6),
     filling=st.integers(0, 4),
     mode=st.sampled_from(["train", "eval"]),
     weighted=st.booleans(),
 )
-def test_any_nest_is_padded_and_its_real_examples_kept(x, filling, mode, weighted):
-    x = tf.nest.map_structure(as_tensor, x)
+def test_any_nest_is_padded_and_its_real_examples_kept(data, filling, mode, weighted):
+    x = tf.nest.map_structure(as_tensor, data.examples)
     examples = int(tf.nest.flatten(x)[0].shape[0])
     counted = tf.range(examples)
     y = {"a": counted, "b": (counted % 2 == 0,), "c": tf.sparse.from_dense(counted[:, None] % 3)}

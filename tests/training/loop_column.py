@@ -15,7 +15,7 @@ def trained_by_loop(model, **settings):
     arguments = {name: given.get(name) for name in names}
     arguments |= {
         "steps_per_loop": given.get("steps_per_execution", 1),
-        "jit": given.get("jit_compile"),
+        "jit_compile": given.get("jit_compile", "auto"),
     }
     loop = TrainingLoop(model, **arguments | settings)
 

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from kdpkit import batches, training
-from kdpkit.training import _masked_positions
 
 VOCABULARY, LENGTH, MASKED, EXAMPLES = 53, 12, 3, 10
 
@@ -121,51 +120,5 @@ def test_data_that_are_not_masked_get_one_sentence(of):
         "tokens alone": (x["token_ids"], y),
     }
     loop = training.MaskedLMLoop(small_bert(), optimizer="sgd")
-    with pytest.raises(ValueError, match="trains on `.x, y.`.*wanted=.*`kdpkit.pipelines.mask_tok"):
+    with pytest.raises(ValueError, match="trains on `.x, y.`.*expected=.*pipelines.mask_tokens"):
         loop.fit(tf.data.Dataset.from_tensor_slices(parts[of]).batch(4), epochs=1, verbose=0)
-
-
-def encoder(layer, **settings):
-    """Return a model that ends with a layer, as KerasHub's backbones are built."""
-    names = ("token_ids", "padding_mask")
-    inputs = {name: keras.Input((LENGTH,), dtype="int32", name=name) for name in names}
-    states = keras.layers.Embedding(VOCABULARY, 8)(inputs["token_ids"])
-    mask = inputs["padding_mask"]
-    model = keras.Model(inputs, layer(states, padding_mask=mask, **settings))
-    model.transformer_layers = [layer]
-    return model
-
-
-class Doubled(keras_hub.layers.TransformerEncoder):
-    def call(self, inputs, **settings):
-        return 2 * super().call(inputs, **settings)
-
-
-def causal(layer):
-    return encoder(layer, attention_mask=np.tril(np.ones((1, LENGTH, LENGTH))))
-
-
-@pytest.mark.parametrize(
-    ("build", "is_known"),
-    [
-        (lambda: encoder(keras_hub.layers.TransformerEncoder(16, 2)), True),
-        (lambda: encoder(keras_hub.layers.TransformerEncoder(16, 2, normalize_first=True)), False),
-        (lambda: encoder(Doubled(16, 2)), False),
-        (lambda: causal(keras_hub.layers.TransformerEncoder(16, 2)), False),
-    ],
-)
-def test_positions_are_encoded_as_in_the_complete_output(build, is_known):
-    keras.utils.set_random_seed(0)
-    model = build()
-    assert (_masked_positions._last_layer(model) is not None) == is_known
-    random = np.random.default_rng(1)
-    for variable in model.trainable_variables:  # also biases and norms, which begin with 0 and 1
-        variable.assign(random.normal(0.5, 0.5, variable.shape))
-    is_token = np.arange(LENGTH) < np.array([[LENGTH], [4]])
-    tokens = random.integers(0, VOCABULARY, (2, LENGTH))
-    features = {"token_ids": tokens, "padding_mask": is_token.astype("int32")}
-    positions = np.array([[8, 0, 8], [1, 3, 2]], "int32")
-    found = _masked_positions.encoder_at_positions(model)(features, positions, training=False)
-    complete = np.asarray(model(features))
-    expected = np.take_along_axis(complete, positions[..., None], axis=1)
-    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)

@@ -17,8 +17,8 @@ def rows(args):
     data = workload.packed(args, array, steps=STEPS)
     tokens = workload.real_tokens(args, [array[: STEPS * workload.BATCH]])
     contestants = {
-        "ours": trained_by(workload.loop_of(args, jit=True), data, tokens),
-        "ours, no XLA": trained_by(workload.loop_of(args, jit=False), data, tokens),
+        "ours": trained_by(workload.loop_of(args, jit_compile=True), data, tokens),
+        "ours, no XLA": trained_by(workload.loop_of(args, jit_compile=False), data, tokens),
         "published": published(args),
         "stock fit": stock_fit(args, data, tokens),
         "bare loop": functools.partial(rate, tokens, bare_loop(args, data)),

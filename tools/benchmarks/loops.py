@@ -29,7 +29,7 @@ def rows(args):
             loss=loss,
             metrics=["accuracy"],
             steps_per_loop=steps,
-            jit=False,
+            jit_compile=False,
         )
         contestants[steps] = lambda loop=loop: loop.fit(data, epochs=1, verbose=0)
     figures = in_turns(

@@ -28,7 +28,7 @@ def checkpoint(args):
     """Save the complete state after every epoch, and time what training waits for."""
     epochs = (args.rounds or 5) + 1
     data = workload.packed(args, workload.rows(args), steps=STEPS)
-    loop = workload.loop_of(args, jit=True)
+    loop = workload.loop_of(args, jit_compile=True)
     starts, ends = [], []
     before, after = (
         keras.callbacks.LambdaCallback(

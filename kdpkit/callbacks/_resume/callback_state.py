@@ -7,8 +7,8 @@ import numpy as np
 
 from kdpkit._internal import checks
 
-# The state of Keras' callbacks, for which Keras has no interface.
-_LEARNED = {
+# Keras has no interface for the state of its callbacks, so these attributes are saved.
+_STATE_ATTRIBUTES = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_weights", "best_epoch"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
     keras.callbacks.ModelCheckpoint: ("best", "_batches_seen_since_last_saving"),
@@ -23,12 +23,12 @@ def state_of(callback: keras.callbacks.Callback) -> tuple[dict[str, Any], list[n
         ValueError: Its kind is unknown, and it has no `get_state` and `set_state`.
     """
     if hasattr(callback, "get_state") and hasattr(callback, "set_state"):
-        return plain_all(callback.get_state()), []
-    for kind, names in _LEARNED.items():
+        return plain(callback.get_state()), []
+    for kind, names in _STATE_ATTRIBUTES.items():
         if isinstance(callback, kind):
             values = {name: getattr(callback, name) for name in names if hasattr(callback, name)}
             weights = values.pop("best_weights", None)
-            return {name: plain(value) for name, value in values.items()}, weights or []
+            return plain(values), weights or []
     return checks.fail(
         "`Resume` does not know the state of this callback.",
         callback=type(callback).__name__,
@@ -49,29 +49,28 @@ def set_state(
 
 
 def was_reset(callback: keras.callbacks.Callback, values: dict[str, Any]) -> bool:
-    """Return whether Keras' `on_train_begin` came after `set_state`, and undid it."""
+    """Return whether the callback's `on_train_begin` has undone `set_state`."""
     kinds = keras.callbacks.EarlyStopping | keras.callbacks.ReduceLROnPlateau
     return isinstance(callback, kinds) and repr(state_of(callback)[0]) != repr(values)
 
 
-def plain_all(values: Any) -> Any:
-    """Convert what is in a structure by `plain`."""
-    return keras.tree.map_structure(plain, values)
-
-
-def plain(value: Any) -> Any:
-    """Convert numbers and arrays of NumPy and the backend to Python values.
+def plain(structure: Any) -> Any:
+    """Convert the numbers and arrays in a structure to Python values, which JSON can hold.
 
     Raises:
-        ValueError: It is none of these.
+        ValueError: A value is neither a number, nor text, nor an array of numbers.
     """
+    return keras.tree.map_structure(_plain_value, structure)
+
+
+def _plain_value(value: Any) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    values = np.asarray(keras.ops.convert_to_numpy(value))
-    if values.dtype.hasobject:
+    array = np.asarray(keras.ops.convert_to_numpy(value))
+    if array.dtype.hasobject:
         checks.fail(
             "A state of `Resume` holds numbers, text, and lists of them.",
             value=value,
             remedy="Convert what is in `logs`, or in what `get_state` returns.",
         )
-    return values.tolist()
+    return array.tolist()

@@ -13,49 +13,11 @@ if TYPE_CHECKING:
     from kdpkit.pipelines._epochs import TrainDataset
 
 
-class Tracked:
-    """A dataset that can start at any batch.
-
-    Attributes:
-        given: The dataset that `fit` trains on.
-        full_length: Batches in a complete epoch, None if it never ends: then an epoch is some
-            batches after those of the one before, and all are in epoch 0.
-        first_epoch: The epoch at which it starts.
-        counts_epochs: Whether its epoch follows from calls of Keras alone, and cannot be set.
-        global_batch_size: Examples in a batch, None if unknown.
-        seed: Seed of the order, None if there is none or it is unknown.
-    """
-
-    given: Any
-    full_length: int | None
-    first_epoch = 0
-    counts_epochs = False
-    global_batch_size: int | None = None
-    seed: Any = None
-    _was_used = False
-
-    def is_used(self) -> bool:
-        """Return whether any batch was taken since the last `go_to`."""
-        return self._was_used
-
-    def first_batch(self) -> Any:
-        """Return a batch to build a model for; `go_to` has to follow."""
-
-    def start(self) -> None:
-        """Start where it was when tracked: Keras takes up to two batches to build a model."""
-
-    def go_to(self, position: Position) -> None:
-        """Start at a position."""
-
-    def begin_epoch(self, epoch: int) -> None:
-        """Start at an epoch after the first, also if others have iterated the dataset since."""
-
-
-def tracked(dataset: Any) -> Tracked:
-    """Return a dataset that can start at any batch.
+def tracked(dataset: Any) -> "TrackedPipeline | TrackedBatches":
+    """Return data that can start at any batch.
 
     Raises:
-        ValueError: This kind of dataset is not supported, or cannot be read again in its order.
+        ValueError: This kind of dataset is not supported, or its order is not reproducible.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, TrackedBatches) or hasattr(dataset, "is_tracked"):
@@ -78,37 +40,56 @@ def tracked(dataset: Any) -> Tracked:
     )
 
 
-class TrackedPipeline(Tracked):
-    """A `tf.data` pipeline that keeps its own count of epochs and batches."""
+class TrackedPipeline:
+    """A `tf.data` pipeline that keeps its own count of epochs and batches.
+
+    Attributes:
+        dataset: What `fit` trains on.
+        batches_per_epoch: Batches in a complete epoch. None if the data never end: an epoch then
+            continues after the one before, and all positions are in epoch 0.
+        first_epoch: The epoch of the data with which training starts.
+        counts_calls: Whether the data count their epochs by Keras' calls, and cannot be moved to an
+            epoch.
+        global_batch_size: Examples in a batch, None if unknown.
+        seed: Seed of the order, None if there is none or it is unknown.
+    """
+
+    counts_calls = False
 
     def __init__(self, dataset: "TrainDataset") -> None:
         self._counter = dataset.epoch_counter
         self._start = Position(*self._counter.position())
         self.first_epoch = self._start.epoch
-        self.given = dataset.tracked()
-        self.full_length = self._counter.batches if self._counter.batches >= 0 else None
+        self.dataset = dataset.tracked()
+        self.batches_per_epoch = self._counter.batches if self._counter.batches >= 0 else None
         self.global_batch_size, self.seed = dataset.global_batch_size, dataset.seed
 
-    def is_used(self) -> bool:
+    def was_read(self) -> bool:
+        """Return whether a batch was read since the last `move_to`."""
         return self._counter.has_given()
 
     def first_batch(self) -> Any:
-        return next(iter(self.given))
+        """Return a batch to build a model for; call `move_to` afterwards."""
+        return next(iter(self.dataset))
 
     def start(self) -> None:
-        self.go_to(self._start)
+        """Move to where `track` found the data: Keras may have read batches to build a model."""
+        self.move_to(self._start)
 
-    def go_to(self, position: Position) -> None:
+    def move_to(self, position: Position) -> None:
         self._counter.move(position.epoch, position.step)
 
     def begin_epoch(self, epoch: int) -> None:
-        if self.full_length is not None:
+        """Move to an epoch after the first, also if others have iterated the dataset since."""
+        if self.batches_per_epoch is not None:
             self._counter.move(epoch, 0)
 
 
-class TrackedBatches(Tracked, keras.utils.PyDataset):
-    def __init__(self, dataset: Any) -> None:
-        super().__init__()  # without workers, which keep batches for the next epoch
+class TrackedBatches(keras.utils.PyDataset):
+    """A `PyDataset` that can begin at any batch; its methods are those of `TrackedPipeline`."""
+
+    def __init__(self, dataset: keras.utils.PyDataset) -> None:
+        super().__init__()  # without workers, which read batches of the next epoch ahead
         if dataset.workers > 1 or dataset.use_multiprocessing:
             warnings.warn(
                 f"`Resume` reads this `PyDataset` without workers (workers={dataset.workers}, "
@@ -116,80 +97,83 @@ class TrackedBatches(Tracked, keras.utils.PyDataset):
                 "restore; to read ahead, train on a `tf.data.Dataset` or a Grain dataset.",
                 stacklevel=4,
             )
-        self._dataset = dataset
+        self.dataset = self
+        self._batches = dataset
         self._skipped = 0
-        self.counts_epochs = not hasattr(dataset, "epoch")
+        self.counts_calls = not hasattr(dataset, "epoch")
         self.first_epoch = int(getattr(dataset, "epoch", 0))
-        self._epoch: int | None = None  # that is trained on, once that is known
-        self._expected = 0
+        self._epoch: int | None = None  # None before training begins
+        self._next_index = 0
+        self._was_read = False
         self.global_batch_size = getattr(dataset, "global_batch_size", None)
         self.seed = getattr(dataset, "seed", None)
 
     @property
-    def given(self) -> Any:
-        return self
-
-    @property
-    def full_length(self) -> int | None:  # type: ignore[override]
-        return self._dataset.num_batches
+    def batches_per_epoch(self) -> int | None:
+        return self._batches.num_batches
 
     @property
     def num_batches(self) -> int | None:
         """The number of batches left in the epoch; None if it never ends."""
-        return None if self.full_length is None else self.full_length - self._skipped
+        total = self.batches_per_epoch
+        return None if total is None else total - self._skipped
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self._batches)
 
     def __getitem__(self, index: int) -> Any:
-        if index not in (0, self._expected):
+        if index not in (0, self._next_index):
             checks.fail(
                 "Keras shuffles the batches, in an order that a resumed run cannot restore.",
                 remedy="Call `fit` with `shuffle=False`; `ArrayBatches(seed=...)` shuffles.",
             )
-        self._expected = index + 1
-        self._was_used = True
-        return self._dataset[index + self._skipped]
+        self._next_index = index + 1
+        self._was_read = True
+        return self._batches[index + self._skipped]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_dataset" or name.startswith("__"):  # `copy` and `pickle` ask an empty object
+        # `copy` and `pickle` ask for special methods before there are attributes.
+        if name == "_batches" or name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._dataset, name)
+        return getattr(self._batches, name)
+
+    def was_read(self) -> bool:
+        return self._was_read
 
     def first_batch(self) -> Any:
-        return self._dataset[0]
+        return self._batches[0]
 
     def start(self) -> None:
-        self._was_used = False
+        self._was_read = False
         self.begin_epoch(self.first_epoch)
 
-    def go_to(self, position: Position) -> None:
-        changes = type(self._dataset).on_epoch_end is not keras.utils.PyDataset.on_epoch_end
+    def move_to(self, position: Position) -> None:
+        on_epoch_end = type(self._batches).on_epoch_end
         if self._epoch is None:
             for _ in range(self.first_epoch, position.epoch):
-                self._dataset.on_epoch_begin()
-                self._dataset.on_epoch_end()
-        elif self.counts_epochs and changes:
+                self._batches.on_epoch_begin()
+                self._batches.on_epoch_end()
+        elif self.counts_calls and on_epoch_end is not keras.utils.PyDataset.on_epoch_end:
             checks.fail(
                 "This `PyDataset` changes in `on_epoch_end`, and cannot go back to where the saved "
                 "state is.",
-                dataset=type(self._dataset).__name__,
+                dataset=type(self._batches).__name__,
                 remedy="Make it and `Resume` again, or give it an attribute `epoch` to start at.",
             )
-        self._skipped, self._was_used = position.step, False
+        self._skipped, self._was_read = position.step, False
         self.begin_epoch(position.epoch)
 
     def begin_epoch(self, epoch: int) -> None:
         self._epoch = epoch
-        if not self.counts_epochs:
-            self._dataset.epoch = epoch
+        if not self.counts_calls:
+            self._batches.epoch = epoch
 
     def on_epoch_begin(self) -> None:
-        self._dataset.on_epoch_begin()
+        self._batches.on_epoch_begin()
 
     def on_epoch_end(self) -> None:
-        if self.full_length is not None:  # else Keras counts on
+        if self.batches_per_epoch is not None:  # Otherwise Keras keeps counting batches.
             self._skipped = 0
-        self._dataset.on_epoch_end()
-        if self._epoch is not None:  # it is not for validations to advance it
+        self._batches.on_epoch_end()
+        if self._epoch is not None:  # A validation on these data must not change their epoch.
             self.begin_epoch(self._epoch)

@@ -1,7 +1,7 @@
 """What a training state has of a model: variables of layers, optimizers, metrics and seeds."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -12,61 +12,68 @@ from kdpkit._internal import versions
 
 
 class ModelState:
-    """Reads the values of a model's and further metrics' variables, and assigns a state's."""
+    """Reads the variables of a model and of further metrics, and assigns those of a state."""
 
     def __init__(self, model: keras.Model, metrics: Sequence[Any] = ()) -> None:
         self._model = model
         self._metrics = metrics
 
     def _groups(self) -> dict[str, list[Any]]:
-        """Return what is saved, but for optimizers."""
-        own = [variable for metric in self._metrics for variable in metric.variables]
-        held = []
+        """Return the variables of a state by group, except for those of optimizers."""
+        unlisted = []
         if keras.backend.backend() == "tensorflow":
             from kdpkit._internal import held_variables
 
-            held = held_variables.of_model(self._model)
+            unlisted = held_variables.unlisted_variables(self._model)
+        metrics = [*self._model.metrics_variables]
+        metrics += [variable for metric in self._metrics for variable in metric.variables]
         return {
             "model": self._model.variables,
-            "metrics": [*self._model.metrics_variables, *own],
-            "attributes": held,
+            "metrics": metrics,
+            "attributes": unlisted,
             "seeds": versions.global_seeds(),
         }
 
     def values(self, *, with_metrics: bool) -> dict[str, np.ndarray]:
-        """Return the values of all variables; of optimizers those that are in use."""
-        used = [optimizer for optimizer in optimizers(self._model) if optimizer.built]
-        groups = self._groups() | {"optimizer": [v for one in used for v in one.variables]}
+        """Return the values of all variables, except for those of optimizers not yet used."""
+        groups = self._groups()
+        groups["optimizer"] = [
+            variable
+            for optimizer in optimizers(self._model)
+            if optimizer.built
+            for variable in optimizer.variables
+        ]
         if not with_metrics:
             del groups["metrics"]
-        return checkpoints.values_of(groups) | versions.random_state_of_torch()
+        return checkpoints.values_of(groups) | torch_random_state()
 
     def trained(self) -> list[list[int]]:
-        """Return which of the model's variables each optimizer trains; none until it is used.
+        """Return, for each optimizer, the indices of the model's variables that it trains.
 
-        Of those that are not the model's it is -1: only the program can build such an optimizer.
+        The list is empty until the optimizer is used. A variable that is not the model's has the
+        index -1: only the program can build its optimizer.
         """
-        index = {id(variable): i for i, variable in enumerate(self._model.variables)}
+        indices = {id(variable): index for index, variable in enumerate(self._model.variables)}
         return [
-            [index.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
+            [indices.get(id(variable), -1) for variable in versions.trained_by(optimizer)]
             for optimizer in optimizers(self._model)
         ]
 
-    def build(self, state: checkpoints.TrainingState, batch: Callable[[], Any]) -> None:
-        """Make the variables of a state that Keras makes in the first step."""
-        if self._lacks_variables_of(state):
-            # Only on TensorFlow without a strategy `fit` leaves this to the first step:
-            # `_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py. Not by
-            # `_symbolic_build`, which knows no ragged batches, and builds an unused optimizer.
-            x, y, weights = keras.utils.unpack_x_y_sample_weight(batch())
+    def build(self, state: checkpoints.TrainingState, first_batch: Callable[[], Any]) -> None:
+        """Create those variables of a state that Keras would create in the first step."""
+        if self._lacks_variables(state):
+            # `fit` builds the model and its metrics before training, except on TensorFlow without
+            # a strategy (`_maybe_symbolic_build` in keras/src/backend/tensorflow/trainer.py). Its
+            # `_symbolic_build` does not take ragged batches, and builds unused optimizers.
+            x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(first_batch())
             y_pred = self._model(x)
             for compute in (self._model.compute_metrics, self._model.compute_loss):
-                if self._lacks_variables_of(state):
-                    compute(x, y, y_pred, weights)
+                if self._lacks_variables(state):
+                    compute(x, y, y_pred, sample_weight)
         if "seeds.0" in state.arrays:
             versions.make_global_seeds(strategy_of(self._model))
 
-    def _lacks_variables_of(self, state: checkpoints.TrainingState) -> bool:
+    def _lacks_variables(self, state: checkpoints.TrainingState) -> bool:
         groups = self._groups()
         del groups["seeds"]
         return any(
@@ -75,43 +82,44 @@ class ModelState:
         )
 
     def restore(self, state: checkpoints.TrainingState) -> None:
-        """Assign the values of a state, for which `build` has made the variables.
+        """Assign the values of a state, whose variables `build` has created.
 
-        Those of metrics are left out at the end of an epoch: the next one resets them.
+        At the end of an epoch metrics are left out, because the next epoch resets them.
 
         Raises:
-            ValueError: It is of another model.
+            ValueError: The state is of another model.
         """
         groups, variables = self._groups(), self._model.variables
         scope = getattr(strategy_of(self._model), "scope", contextlib.nullcontext)
         groups["optimizer"] = []
-        for optimizer, of in zip(optimizers(self._model), state.notes["trained"], strict=True):
-            if of and {*of} <= {*range(len(variables))} and not optimizer.built:
+        for optimizer, indices in zip(optimizers(self._model), state.notes["trained"], strict=True):
+            are_of_model = indices and 0 <= min(indices) <= max(indices) < len(variables)
+            if are_of_model and not optimizer.built:
                 with scope():
-                    optimizer.build([variables[index] for index in of])
-            groups["optimizer"] += optimizer.variables if of else []
+                    optimizer.build([variables[index] for index in indices])
+            groups["optimizer"] += optimizer.variables if indices else []
         if state.position.step == 0:
             del groups["metrics"]
         if "seeds.0" not in state.arrays:
             del groups["seeds"]
         checkpoints.assign(groups, state.arrays)
-        versions.restore_random_state_of_torch(state.arrays)
+        restore_torch_random_state(state.arrays)
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
-    """Return the optimizers that a model and its layers hold, in containers too, each once."""
-    held = (part for layer in model._flatten_layers() for part in _parts([*vars(layer).values()]))
-    found = [part for part in held if isinstance(part, keras.optimizers.Optimizer)]
+    """Return the optimizers in attributes of a model and its layers, each once."""
+    attributes = [[*vars(layer).values()] for layer in model._flatten_layers()]
+    found = (part for part in _flatten(attributes) if isinstance(part, keras.optimizers.Optimizer))
     return [*{id(optimizer): optimizer for optimizer in found}.values()]
 
 
-def _parts(value: Any) -> Iterator[Any]:
-    """Return what is in lists, tuples and dicts, whose keys `keras.tree` may fail to sort."""
+def _flatten(value: Any) -> Iterator[Any]:
+    """Return what is in nested lists, tuples and dicts; `keras.tree` may fail to sort keys."""
     if isinstance(value, dict):
         value = [*value.values()]
     if isinstance(value, list | tuple):
         for part in value:
-            yield from _parts(part)
+            yield from _flatten(part)
     else:
         yield value
 
@@ -119,3 +127,23 @@ def _parts(value: Any) -> Iterator[Any]:
 def strategy_of(model: keras.Model) -> Any:
     """Return the TensorFlow strategy that a model was built under, None if there is none."""
     return getattr(model, "distribute_strategy", None)
+
+
+def torch_random_state() -> dict[str, np.ndarray]:
+    """Return the state of the random numbers of Keras' torch backend; nothing on another one."""
+    if keras.backend.backend() != "torch":
+        return {}
+    import torch
+
+    states = {"torch.cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["torch.cuda"] = torch.cuda.get_rng_state()
+    return {name: state.numpy() for name, state in states.items()}
+
+
+def restore_torch_random_state(arrays: Mapping[str, np.ndarray]) -> None:
+    for name in torch_random_state().keys() & arrays.keys():
+        import torch
+
+        generator = torch.cuda if name == "torch.cuda" else torch
+        generator.set_rng_state(torch.as_tensor(arrays[name]))

@@ -7,9 +7,12 @@ from kdpkit._internal import checks
 TAKES_REST = True
 HELP = "find mistakes in a training's input, what slows it, or what would stop it on a TPU"
 _SECONDS = 20.0
-# What each check is passed of the program, besides its dataset.
-_OF_PROGRAM = {
-    "check_input": ("model", "validation_data", "epochs", "steps_per_epoch"),
+# Arguments of the program's `fit`, besides its dataset, that each check takes.
+_ARGUMENTS = {
+    "check_input": (
+        *("model", "validation_data", "validation_split"),
+        *("batch_size", "epochs", "steps_per_epoch", "shuffle"),
+    ),
     "check_speed": ("model", "batch_size"),
     "check_tpu": ("model", "validation_data", "batch_size"),
 }
@@ -17,7 +20,8 @@ _OF_PROGRAM = {
 EXAMPLE = """\
 TARGET is a script, which runs up to its first `fit` and trains nothing, or
 `module:name` or `file.py:name` of a function that returns a dataset or
-(dataset, model):
+(dataset, model). Its backend is the one of KERAS_BACKEND, or of such a line in
+the file itself:
 
     kdpkit doctor train.py -- --epochs 3
     kdpkit doctor --measure train.py -- --epochs 3
@@ -33,11 +37,11 @@ a step waits for input. 1: findings, or more. 2: the target cannot be checked.""
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "kdpkit doctor [--tpu | --measure] TARGET [flags] [-- script's arguments]"
-    parser.add_argument("target", metavar="TARGET", help="check the tf.data pipelines of this")
-    for_what = parser.add_mutually_exclusive_group()
-    for_what.add_argument("--tpu", action="store_true", help="check it for a TPU instead")
+    parser.add_argument("target", metavar="TARGET", help="the training to check")
+    check = parser.add_mutually_exclusive_group()
+    check.add_argument("--tpu", action="store_true", help="check it for a TPU instead")
     time = "train it for a moment, and report how long a step takes and waits for input"
-    for_what.add_argument("--measure", action="store_true", help=time)
+    check.add_argument("--measure", action="store_true", help=time)
     seconds = "about how long to measure, without compiling (default: %(default)s)"
     parser.add_argument("--seconds", type=float, default=_SECONDS, metavar="S", help=seconds)
     replicas = "cores of the TPU that share a global batch (default: %(default)s)"
@@ -57,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     with target.program_of(args.target, args.rest) as program:
         from kdpkit import diagnostics  # loads Keras, whose backend the target has chosen
 
-        given = {field: getattr(program, field) for field in _OF_PROGRAM[name]}
-        report = getattr(diagnostics, name)(program.dataset, **given, **settings)
+        arguments = {field: getattr(program, field) for field in _ARGUMENTS[name]}
+        report = getattr(diagnostics, name)(program.dataset, **arguments, **settings)
     print(report)
     return 0 if report.clean else 1

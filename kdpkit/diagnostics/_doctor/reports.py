@@ -1,10 +1,13 @@
 """`check_input`, and the report of both checks."""
 
 import dataclasses
+import math
+from collections.abc import Iterator
 from typing import Any
 
-from kdpkit._internal import check_results, checks
-from kdpkit.diagnostics._doctor import batches, training_step
+from kdpkit._internal import check_results
+from kdpkit.batches._array_batches import num_examples
+from kdpkit.diagnostics._doctor import arrays, batches, training_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,43 +42,60 @@ def check_input(
     model: Any = None,
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
+    batch_size: int | None = None,
+    shuffle: bool = True,
+    validation_split: float = 0.0,
 ) -> Report:
-    """Find mistakes in the `tf.data` pipelines of a training, without running them.
+    """Find mistakes in the data of a training, without training.
 
-    Each is read by `kdpkit.pipelines.lint`, which has the rules; those about order and length are
-    for the training data alone. Data of other kinds are not checked.
+    The stages of a `tf.data` pipeline are read by `kdpkit.pipelines.lint`, which has the rules, and
+    not run. Of arrays all values are looked at, of another dataset those of the first batch:
+
+    - `not-finite`: NaN or infinite values.
+    - `labels`: labels that the loss does not take, or of another shape than the model's output.
+    - `split-classes`, `not-shuffled`: the order of the examples.
+    - `uneven-batch`, `short-batch`, `runs-out`: batches that the replicas do not divide, a last
+      batch of few examples, and fewer batches than steps.
 
     Args:
-        dataset: What `fit` trains on.
-        validation_data: What it validates on.
+        dataset: What `fit` trains on: arrays as `x`, `(x, y)` or `(x, y, sample_weight)`.
+        validation_data: As that of `fit`, as are all arguments below `model`.
         model: The model; its strategy has the number of replicas that share a batch.
-        epochs: Those of `fit`; None where it is not known.
-        steps_per_epoch: That of `fit`; None is the complete dataset.
+        epochs: None where it is not known.
+        steps_per_epoch: None is the complete dataset.
+        batch_size: Of the batches that arrays are cut into; None is 32.
+        shuffle: Whether arrays are shuffled.
+        validation_split: The part of arrays, at their end, that is for validation.
 
     Raises:
-        ValueError: None of it is a `tf.data.Dataset`; a count below one.
+        ValueError: A generator, or a dataset that is empty or raises; a count below one.
     """
-    given = {"train": dataset, "validation": validation_data}
-    read = {name: data for name, data in given.items() if batches.is_tf_dataset(data)}
-    if not read:
-        checks.fail(
-            "There is no `tf.data` pipeline to check.",
-            dataset=type(dataset).__name__,
-            remedy="`kdpkit doctor --tpu` checks arrays and `PyDataset` too.",
-        )
+    strategy = getattr(model, "distribute_strategy", None)
+    replicas = getattr(strategy, "num_replicas_in_sync", 1)
+    data = {"train": dataset} | ({} if validation_data is None else {"validation": validation_data})
+    findings: list[check_results.Finding] = []
+    for name, part in data.items():
+        if batches.is_tf_dataset(part):
+            settings = {"epochs": epochs, "steps_per_epoch": steps_per_epoch, "replicas": replicas}
+            findings += _of_pipeline(name, part, model, **settings)
+            continue
+        argument = "dataset" if name == "train" else "validation_data"
+        is_arrays = batches.are_arrays(part)
+        seen = part if is_arrays else batches.batches_of(part, name=argument).first
+        findings += arrays.of_values(name, seen, model)
+        if is_arrays and name == "train":
+            count = math.floor(num_examples(part) * (1 - validation_split))
+            findings += arrays.of_sizes(count, batch_size, steps_per_epoch, model, replicas)
+            findings += arrays.of_order(part, count, model, shuffle=shuffle)
+    return Report(check_results.in_order(findings), tuple(data))
+
+
+def _of_pipeline(
+    name: str, dataset: Any, model: Any, **settings: Any
+) -> Iterator[check_results.Finding]:
     from kdpkit import pipelines  # TensorFlow is there
 
-    strategy = getattr(model, "distribute_strategy", None)
-    settings: dict[str, Any] = {
-        "replicas": getattr(strategy, "num_replicas_in_sync", 1),
-        "epochs": epochs,
-        "steps_per_epoch": steps_per_epoch,
-    }
-    found = [
-        dataclasses.replace(finding, where=f"{name}: {finding.where}")
-        for name, data in read.items()
-        for finding in pipelines.lint(data, training=name == "train", **settings)
+    for finding in pipelines.lint(dataset, training=name == "train", **settings):
         # `replica_exact` copies arrays from Python.
-        if not (finding.rule == "overwritten-arrays" and training_step.is_exact(model))
-    ]
-    return Report(check_results.in_order(found), tuple(read))
+        if not (finding.rule == "overwritten-arrays" and training_step.is_exact(model)):
+            yield dataclasses.replace(finding, where=f"{name}: {finding.where}")

@@ -19,7 +19,7 @@ A recipe is one readable script or notebook. Copy it, run it, change it:
 
 They need the extra `recipes`, and cnn_jax the extra `jax`."""
 
-_PACKAGE = Path(__file__).parents[1]
+_PACKAGE = Path(__file__).parent
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -1,6 +1,4 @@
-"""Hypothesis strategies for learning-rate schedules: they load Keras."""
-
-from typing import Any
+"""Hypothesis strategies for learning-rate schedules."""
 
 from hypothesis import strategies as st
 from keras.optimizers.schedules import CosineDecay, LearningRateSchedule, PolynomialDecay
@@ -11,24 +9,11 @@ from kdpkit import schedules as kinds
 RATES = st.floats(0.01, 1.0)
 
 
-def of_any_kind(max_steps: int) -> st.SearchStrategy[kinds.Rate]:
-    """Return schedules, and schedules around them."""
+def schedules(max_steps: int = 20) -> st.SearchStrategy[kinds.Rate]:
+    """Draw Keras' and kdpkit's schedules, wrapped and joined a few deep."""
     lengths = st.integers(1, max_steps)
     decays = _keras_decays(lengths)
     return st.recursive(decays, lambda inner: _around(inner | RATES, lengths), max_leaves=4)
-
-
-def boundaries(schedule: Any) -> set[int]:
-    """Return the steps that a schedule names, each as it counts them."""
-    found, attributes = set(), vars(schedule) if hasattr(schedule, "__dict__") else {}
-    for name, value in attributes.items():
-        parts = value if isinstance(value, list | tuple) else [value]
-        for part in parts:
-            if isinstance(part, LearningRateSchedule):
-                found |= boundaries(part)
-            elif isinstance(part, int) and name.endswith(("steps", "boundaries")):
-                found.add(part)
-    return found
 
 
 @st.composite

@@ -1,0 +1,108 @@
+"""Draw how rounding grows in training, for `docs/explanation/what_stays_exact.md`.
+
+    python -m tools.rounding docs/explanation/rounding.svg
+
+trains a network for digits on one device and on four replicas, in float32 and in float64, and on
+one device from weights that differ by 1e-7, and compares all weights with one device's after each
+step. Four logical CPUs are real replicas.
+"""
+
+import argparse
+import contextlib
+import pathlib
+
+import keras
+import matplotlib.pyplot as plt
+import numpy as np
+from keras import layers
+
+from kdpkit import corpora, strategies
+from kdpkit.training import replica_exact
+from tools import learning_curves
+
+EPOCHS = 12
+
+
+def build(images):
+    """Return a network with augmentation, batch statistics and dropout."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input(images.train.images.shape[1:]),
+            layers.Rescaling(1 / 255),
+            layers.RandomTranslation(0.1, 0.1),
+            layers.Conv2D(16, 3, use_bias=False),
+            layers.BatchNormalization(),
+            layers.ReLU(),
+            layers.Flatten(),
+            layers.Dropout(0.5),
+            layers.Dense(images.classes, "softmax"),
+        ]
+    )
+    model.compile(keras.optimizers.Adam(0.003), "sparse_categorical_crossentropy")
+    return model
+
+
+def flat_weights(model):
+    """Return all weights of a model as one array of float64."""
+    return np.concatenate([np.ravel(weight) for weight in model.get_weights()]).astype("float64")
+
+
+def train(strategy, *, dtype="float32", disturbance=0.0):
+    """Return all weights before training and after each step."""
+    images = corpora.load_images()
+    keras.config.set_floatx(dtype)
+    keras.config.set_dtype_policy(dtype)
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        model = replica_exact(build(images))
+    numbers = np.random.default_rng(0)
+    for weight in model.trainable_variables:
+        factors = 1 + disturbance * numbers.choice([-1, 1], weight.shape)
+        weight.assign(weight.numpy() * factors)
+    weights = [flat_weights(model)]
+    record = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda *_, **__: weights.append(flat_weights(model))
+    )
+    model.fit(*images.train, batch_size=64, epochs=EPOCHS, callbacks=[record], verbose=0)
+    return np.stack(weights)
+
+
+def differences(weights, one):
+    """Return the largest difference of a weight by step, over the largest change of one so far."""
+    changes = np.maximum.accumulate(np.abs(one - one[0]).max(axis=1))
+    return np.abs(weights - one).max(axis=1)[1:] / changes[1:]
+
+
+def draw(curves, file):
+    """Write the curves as an SVG without a background."""
+    learning_curves.set_style()
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for label, color, values in curves:
+        axes.semilogy(range(1, len(values) + 1), values, color=color, label=label)
+    axes.set(xlabel="step", ylabel="difference to one device")
+    axes.legend(frameon=False, labelcolor=learning_curves.TEXT)
+    learning_curves.save(figure, file)
+
+
+def main(argv=None):
+    """Train five times, and draw."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("figure", type=pathlib.Path, help="the .svg file to write")
+    file = parser.parse_args(argv).figure
+    four = strategies.select_strategy("mirrored", devices=strategies.split_device("CPU", 4))
+    one = strategies.select_strategy("one")
+    single, double = train(one), train(one, dtype="float64")
+    colors = learning_curves.COLORS
+    curves = [
+        ("1 device, weights off by 1e-7", colors["one"], train(one, disturbance=1e-7), single),
+        ("4 replicas", colors["exact"], train(four), single),
+        ("4 replicas, float64", colors["stock"], train(four, dtype="float64"), double),
+    ]
+    curves = [(*curve, differences(weights, base)) for *curve, weights, base in curves]
+    for label, _, values in curves:
+        print(f"{label:30}", *(f"{values[step - 1]:.0e}" for step in (1, 10, 50, 100, 200, 300)))
+    draw(curves, file)
+
+
+if __name__ == "__main__":
+    main()
