@@ -81,10 +81,7 @@ class LinearWarmup(_Schedule):
     """
 
     def __init__(
-        self,
-        schedule: Rate,
-        warmup_steps: int,
-        initial_learning_rate: float = 0.0,
+        self, schedule: Rate, warmup_steps: int, initial_learning_rate: float = 0.0
     ) -> None:
         super().__init__()
         self.schedule = _schedule("schedule", schedule)

@@ -104,10 +104,7 @@ def _from_keras(environ: Environ) -> Arguments:
 
 
 def _numbering(
-    name: str,
-    *marks: str,
-    local_count: str | None = None,
-    first: Callable[[Environ], str | None],
+    name: str, *marks: str, local_count: str | None = None, first: Callable[[Environ], str | None]
 ) -> Launcher:
     """Return a launcher that numbers the processes, and knows the first one's address at most.
 

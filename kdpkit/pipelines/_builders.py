@@ -167,9 +167,9 @@ def _batching(global_batch_size: int, replicas: int, remainder: str, *, mode: st
 
     def batched(examples: tf.data.Dataset) -> tf.data.Dataset:
         batches = examples.batch(size, drop_remainder=remainder == "drop")
-        return (
-            batches.apply(pad_to_global_batch(size, mode=mode)) if remainder == "pad" else batches
-        )
+        if remainder == "pad":
+            return batches.apply(pad_to_global_batch(size, mode=mode))
+        return batches
 
     return batched
 

@@ -43,10 +43,8 @@ def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
     earlier = 0.0  # seconds that a batch takes up to the stage before
     for stage, elements in measured:
         if stage.kind == "shuffle":
-            buffered, available = (
-                int(stage.setting("buffer_size") or 0),
-                stage.inputs[0].cardinality,
-            )
+            buffered = int(stage.setting("buffer_size") or 0)
+            available = stage.inputs[0].cardinality
             if available is not None and available >= 0:
                 buffered = min(buffered, available)
             if buffered * earlier / elements > each:
