@@ -104,7 +104,11 @@ def _from_keras(environ: Environ) -> Arguments:
 
 
 def _numbering(
-    name: str, *marks: str, local_count: str | None = None, first: Callable[[Environ], str | None]
+    name: str,
+    marks: tuple[str, ...],
+    *,
+    first: Callable[[Environ], str | None],
+    local_count: str = "",
 ) -> Launcher:
     """Return a launcher that numbers the processes, and knows the first one's address at most.
 
@@ -112,14 +116,14 @@ def _numbering(
         name: Name of the launcher.
         marks: Variables that it sets; the last two have the index of this process, from 0, and the
             number of all.
-        local_count: The variable that has the number of processes on this machine, if there is one.
         first: Returns the address of the first process, or None.
+        local_count: The variable that has the number of processes on this machine, if there is one.
     """
 
     def read(environ: Environ) -> Arguments:
         index, count = (_integer(mark, environ[mark]) for mark in marks[-2:])
-        local = environ.get(local_count or "")
-        if local and _integer(str(local_count), local) == count:
+        local = environ.get(local_count)
+        if local and _integer(local_count, local) == count:
             # These two variables differ between jobs on one machine, so their ports do, too.
             port = _port_of(environ.get("MASTER_PORT") or environ.get("PMIX_NAMESPACE", ""))
             addresses = [f"localhost:{port + number}" for number in range(count)]
@@ -193,32 +197,24 @@ LAUNCHERS = (
     # Open MPI comes before SLURM, under which `mpirun` also runs.
     _numbering(
         "JAX",
-        "JAX_COORDINATOR_ADDRESS",
-        "JAX_PROCESS_ID",
-        "JAX_NUM_PROCESSES",
+        ("JAX_COORDINATOR_ADDRESS", "JAX_PROCESS_ID", "JAX_NUM_PROCESSES"),
         first=lambda environ: environ["JAX_COORDINATOR_ADDRESS"],
     ),
     _numbering(
         "torchrun",
-        "MASTER_ADDR",
-        "RANK",
-        "WORLD_SIZE",
-        local_count="LOCAL_WORLD_SIZE",
+        ("MASTER_ADDR", "RANK", "WORLD_SIZE"),
         first=_first_of_torchrun,
+        local_count="LOCAL_WORLD_SIZE",
     ),
     _numbering(
         "Open MPI",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         first=_first_of_open_mpi,
+        local_count="OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
     _numbering(
         "SLURM",
-        "SLURM_STEP_NODELIST",
-        "SLURM_PROCID",
-        "SLURM_STEP_NUM_TASKS",
+        ("SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"),
         first=_first_of_slurm,
     ),
 )
