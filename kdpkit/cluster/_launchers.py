@@ -22,8 +22,9 @@ ADDRESSES, COUNT, INDEX = (
 Environ: TypeAlias = Mapping[str, str]
 Arguments: TypeAlias = dict[str, Any]  # of a `ClusterConfig`
 
-_PORTS = range(10_000, 30_000, 16)  # of jobs; below those that Linux gives to connections
-_FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # of SLURM's lists
+# The first ports of jobs, below those from which Linux chooses for connections.
+_PORTS = range(10_000, 30_000, 16)
+_FIRST_NODE = re.compile(r"(?:[^,\[\]]|\[[0-9,-]+\])+(?=,|$)")  # in SLURM's lists
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ def _from_tf_config(environ: Environ) -> Arguments:
             TF_CONFIG=config,
         )
     listed = {role: checks.strings(role, cluster.get(role, ())) for role in ROLES}
-    if unknown := cluster.keys() - {*ROLES, "evaluator"}:  # which is a program of its own
+    if unknown := cluster.keys() - {*ROLES, "evaluator"}:  # an evaluator does not train
         checks.fail(f"TF_CONFIG may have the roles {checks.listed(ROLES)}.", roles=sorted(unknown))
     if len(listed["chief"]) > 1:
         checks.fail("TF_CONFIG may have at most one chief.", chief=listed["chief"])
@@ -143,13 +144,13 @@ def _numbering(
 
 
 def _first_of_torchrun(environ: Environ) -> str | None:
-    port = environ.get("MASTER_PORT", "")  # where torchrun itself listens
+    port = environ.get("MASTER_PORT", "")  # at which torchrun itself listens
     return f"{environ['MASTER_ADDR']}:{int(port) + 1}" if port.isdecimal() else None
 
 
 def _first_of_open_mpi(environ: Environ) -> str | None:
     """Return the address of `mpirun`, where the first process is by default."""
-    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # before Open MPI 5
+    uri = environ.get("OMPI_MCA_orte_hnp_uri", "")  # which Open MPI 5 does not set
     match = re.search(r"tcp6?://(\[[^],]+|[^,:\]]+)", uri)
     if not match:
         return None

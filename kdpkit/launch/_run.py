@@ -81,8 +81,8 @@ class Run:
     max_restarts: int
     grace_seconds: float
     restarts: int = 0
-    stop: int | None = None  # the signal that asked to end
-    unwritable: OSError | None = None  # why the output ended
+    stop: int | None = None  # the signal that asked the run to end
+    unwritable: OSError | None = None  # why nothing more can be printed
     is_ending: bool = False
     running: list[_Process] = dataclasses.field(default_factory=list)
     failed: list[_Process] = dataclasses.field(default_factory=list)

@@ -155,7 +155,8 @@ def _shuffled(examples: tf.data.Dataset, buffer_size: int, seed: tf.Tensor) -> t
     """Shuffle in an order that depends only on the seed; called while a graph is traced."""
     if buffer_size == 0:
         return examples
-    tf.random.set_seed(1)  # of this graph; otherwise the program's global seed changes the order
+    # The seed of this graph; without one the program's global seed would change the order.
+    tf.random.set_seed(1)
     order = tf.random.stateless_uniform([], seed, minval=None, maxval=None, dtype=tf.int64)
     return examples.shuffle(buffer_size, seed=order, reshuffle_each_iteration=False)
 

@@ -13,7 +13,7 @@ from kdpkit.pipelines._stages import Stage, line, paths
 _JOINS = ("batch", "padded_batch", "ragged_batch", "train_pipeline")
 _REGROUPS = ("rebatch", "group_by_window", "flat_map", "interleave", "unbatch", "window")
 _CLOCK_SECONDS = 0.2
-_TRIES = 3  # the fastest counts, as others were disturbed
+_TRIES = 3  # of which the fastest counts, since other work slows some down
 
 
 def slowest_stage(dataset: tf.data.Dataset, *, seconds: float) -> str | None:
