@@ -119,7 +119,7 @@ def by_loop(strategy):
         strategy=strategy,
         steps_per_loop=3,
         accumulation=2,
-        jit=False,
+        jit_compile=False,
     )
     unknown_length = dataset().filter(lambda *_: True)
     history = loop.fit(unknown_length, dataset(), epochs=2, verbose=0).history
