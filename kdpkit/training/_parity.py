@@ -250,7 +250,7 @@ def _check_runs(one: _Run, many: _Run) -> None:
         )
     if not any(one._trained(change).any() for change in one.changes):
         checks.fail(
-            "No weight changed on one device: check if all are frozen, and the first learning rates.",
+            "No weight changed on one device: check what is frozen, and the first learning rates.",
             trained_weights=int(one.num_trained),
         )
 
