@@ -71,14 +71,7 @@ class LanguageModel(keras.Model):
 def vision():
     import keras_hub
 
-    backbone = keras_hub.models.ViTBackbone(
-        image_shape=(16, 16, 3),
-        patch_size=4,
-        num_layers=2,
-        num_heads=4,
-        hidden_dim=WIDTH,
-        mlp_dim=128,
-    )
+    backbone = keras_hub.models.ViTBackbone((16, 16, 3), 4, 2, 4, WIDTH, 128)
     return keras.Sequential([backbone, layers.Flatten(), layers.Dense(10)])
 
 
@@ -252,19 +245,12 @@ def test_weights_or_the_optimizer_are_sharded_over_the_groups_besides(shard, by_
     assert all(v.size == 4 * v.addressable_shards[0].data.size for v in of_optimizer)
 
 
-def keras_distribution(layouts=None):
-    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
-    layout_map = keras.distribution.LayoutMap(mesh)
-    for pattern, axes in (layouts or {}).items():
-        layout_map[pattern] = axes
-    return keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
-
-
 @pytest.mark.parametrize("by_loop", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_model_under_keras_own_model_parallelism_trains_as_on_one_device(by_loop):
-    distribution = keras_distribution(
-        {".*embeddings": ("model", None), ".*kernel": (None, "model")}
-    )
+    mesh = keras.distribution.DeviceMesh((2, 2), ["batch", "model"], [f"cpu:{i}" for i in range(4)])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map[".*embeddings"], layout_map[".*kernel"] = ("model", None), (None, "model")
+    distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
     model, _ = trained("own_transformer", distribution, by_loop=by_loop)
     assert_trained_as_one(model, "own_transformer", by_loop=by_loop)
     kernel = next(v for v in model.weights if v.path.endswith("kernel"))
@@ -293,13 +279,18 @@ def test_examples_that_a_step_cuts_out_are_looked_up_without_padding(by_loop):
         del OWN["of_three"]
 
 
-def test_a_model_that_was_built_before_is_shared_then():
+@pytest.mark.parametrize("by_loop", [False, True])
+def test_a_model_that_was_built_before_is_shared_then(by_loop):
     keras.utils.set_random_seed(0)
-    model = own_transformer()
-    model.compile("sgd", CROSS_ENTROPY)
-    distribution = sharding.ModelParallel(4, model=2)
-    with distribution.scope():
-        training.replica_exact(model).fit(*data_of("own_transformer"), batch_size=10, verbose=0)
+    model, distribution = own_transformer(), sharding.ModelParallel(4, model=2)
+    data = ArrayBatches(data_of("own_transformer"), global_batch_size=8)
+    if by_loop:
+        settings = {"optimizer": "adam", "loss": CROSS_ENTROPY, "strategy": distribution}
+        training.TrainingLoop(model, **settings).fit(data, epochs=1, verbose=0)
+    else:
+        model.compile("sgd", CROSS_ENTROPY)
+        with distribution.scope():
+            training.replica_exact(model).fit(data, verbose=0)
     assert share_on_a_device(model) <= 0.56
 
 
@@ -406,15 +397,6 @@ def test_convolutions_in_groups_raise_where_xla_is_wrong(layer, by_loop):
             trainer = training.replica_exact(model)
         with pytest.raises(ValueError, match=r"wrong gradients of convolutions.*DataParallel"):
             trainer.fit(data, epochs=1)
-
-
-def test_a_loop_shares_a_model_that_was_built_before():
-    keras.utils.set_random_seed(0)
-    model = own_transformer()
-    strategy = sharding.ModelParallel(4, model=2)
-    loop = training.TrainingLoop(model, optimizer="adam", loss=CROSS_ENTROPY, strategy=strategy)
-    loop.fit(ArrayBatches(data_of("own_transformer"), global_batch_size=8), epochs=1, verbose=0)
-    assert share_on_a_device(model) <= 0.56
 
 
 def test_a_batch_axis_of_another_name_is_one_sentence():

@@ -16,6 +16,7 @@ from tests.training.programs import (
     cross_entropies,
     network,
     sgd,
+    sparse_cross_entropy,
     vectors,
 )
 from tests.training.programs.steps import TwoLayers
@@ -57,7 +58,7 @@ def confidence(_, y_pred):
 @program("softmax called logits, and a metric of one's own", run="quick", backends=("tensorflow",))
 def softmax_called_logits():
     model = keras.Sequential([network(5), layers.Dense(3, "softmax")])
-    return compile_model(model, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+    return compile_model(model, loss=sparse_cross_entropy(),
                          metrics=[confidence])  # fmt: skip
 
 
@@ -277,20 +278,6 @@ class Endpoints(TwoParts):
         loss = super().step_loss(x, y)
         (_, features), _ = self.endpoints
         return loss + ops.mean(ops.square(features - ops.mean(features, axis=0)))
-
-
-@program("tensors left in an object")
-class LeavesInObject(CustomStep):
-    """Keeps what its network returns in an object, and computes with that."""
-
-    def __init__(self):
-        super().__init__()
-        self.kept = types.SimpleNamespace()
-
-    def step_loss(self, x, y):
-        self.kept.logits = self(x)
-        self(-x)
-        return mean_loss(y, self.kept.logits + self.net.layers[-1].bias)
 
 
 FEATURES = []
@@ -603,15 +590,26 @@ class Block(layers.Layer):
         return self.dense(self.attention(x, x, training=training))
 
 
-@program("layers that a step builds")
-class Unbuilt(CustomStep):
-    """Has layers that its step is the first to call."""
+def sequences():
+    x = np.random.default_rng(0).normal(size=(17, 5, 3)).astype("float32")
+    return {"x": x, "y": np.flip(x, 1).copy(), "batch_size": 7}
+
+
+@program("layers that a step builds", sequences)
+class Unbuilt(keras.Model):
+    """Has layers that its step is the first to call, and no `call` of its own."""
 
     def __init__(self):
-        super().__init__(Block())
+        super().__init__()
+        self.block = Block()
 
-    def step_loss(self, x, y):
-        return mean_loss(y, ops.mean(self.net(x[:, None] * ops.eye(6), training=True), axis=1))
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.block(x, training=True) - y) ** 2)
+        weights = self.block.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, weights), weights, strict=True))
+        return {"loss": loss}
 
 
 @program("a gradient between layers")
@@ -630,6 +628,10 @@ class Saliency(TwoParts):
 @program("an inner step", run="quick")
 class InnerStep(CustomStep):
     """Learns to learn: the outer gradient flows through weights of an inner step."""
+
+    def __init__(self):
+        super().__init__()
+        self.build((None, 6))
 
     def step_loss(self, x, y):
         others = [variable.value for variable in self.non_trainable_variables]
