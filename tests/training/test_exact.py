@@ -236,7 +236,9 @@ def towers():
 @pytest.mark.tensorflow
 def test_parts_of_other_lengths_are_the_same_on_replicas():
     parts = (X[:3], X), (Y[:3], Y)
-    spec = tf.nest.map_structure(lambda of: tf.TensorSpec([None, *of.shape[1:]], of.dtype), parts)
+    spec = tf.nest.map_structure(
+        lambda array: tf.TensorSpec([None, *array.shape[1:]], array.dtype), parts
+    )
     data = tf.data.Dataset.from_generator(lambda: iter([parts]), output_signature=spec)
     data = data.apply(tf.data.experimental.assert_cardinality(1))
     found = []

@@ -220,7 +220,7 @@ CASES = {
     "micro-batches of random numbers on one device": Case(
         {"accumulation": 2},
         drawing,
-        lambda: batches(4, 12).map(lambda *of: [tf.ensure_shape(x, [4, *x.shape[1:]]) for x in of]),
+        lambda: batches(4, 12).map(lambda *xs: [tf.ensure_shape(x, [4, *x.shape[1:]]) for x in xs]),
         sgd(learning_rate=0.1),
         replicas=1,
     ),

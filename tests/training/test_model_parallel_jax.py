@@ -113,7 +113,7 @@ def recurrent():
     return keras.Sequential([keras.Input((LENGTH,)), *names, layers.GRU(24), layers.Dense(10)])
 
 
-OWN = {of.__name__: of for of in (vision, own_transformer, convolutional, recurrent)}
+BUILDERS = {b.__name__: b for b in (vision, own_transformer, convolutional, recurrent)}
 BY_TOKENS = (np.roll(TOKENS, -1, 1), np.arange(23) % 10)
 
 
@@ -127,7 +127,7 @@ def trained(name, distribution=None, *, by_loop=False, **settings):
     keras.utils.clear_session(free_memory=False)
     keras.utils.set_random_seed(0)
     with distribution.scope() if distribution else contextlib.nullcontext():
-        model = OWN[name]() if name in OWN else LanguageModel(name)
+        model = BUILDERS[name]() if name in BUILDERS else LanguageModel(name)
         model.compile(keras.optimizers.SGD(0.1, momentum=0.9), CROSS_ENTROPY, metrics=["accuracy"])
         x, y = data_of(name)
         model(x[:1])  # builds it
@@ -171,7 +171,7 @@ def collectives(model, x, distribution):
     with distribution.scope():
         placed = sharding.place_batch(x, sharding.as_mesh(distribution))
         variables = model.trainable_variables, model.non_trainable_variables
-        values = [[variable.value for variable in of] for of in variables]
+        values = [[variable.value for variable in group] for group in variables]
         program = jax.jit(functools.partial(model.stateless_call, training=False))
         text = program.lower(*values, placed).compile().as_text()
     names = ("all-reduce", "all-gather", "all-to-all", "reduce-scatter", "collective-permute")
@@ -184,8 +184,8 @@ def collectives(model, x, distribution):
     "family",
     [
         "Llama3",
-        *(pytest.param(of, marks=pytest.mark.slow) for of in ("Gemma", "GPT2", "T5")),
-        *(pytest.param(of, marks=pytest.mark.exhaustive) for of in REPEATING),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma", "GPT2", "T5")),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in REPEATING),
     ],
 )
 def test_a_family_of_kerashub_trains_as_on_one_device(family, groups):
@@ -201,8 +201,11 @@ def test_a_family_of_kerashub_trains_as_on_one_device(family, groups):
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(of, marks=pytest.mark.slow) for of in ("own_transformer", "convolutional")),
-        *(pytest.param(of, marks=pytest.mark.exhaustive) for of in ("vision", "recurrent")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("own_transformer", "convolutional")
+        ),
+        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in ("vision", "recurrent")),
     ],
 )
 def test_a_model_of_ones_own_trains_as_on_one_device(name):
@@ -271,12 +274,12 @@ def test_examples_that_a_step_cuts_out_are_looked_up_without_padding(by_loop):
             more = ops.mean(self.head(self.table(tokens[:3])))
             return self.head(self.table(tokens)) + more
 
-    OWN["of_three"] = OfThree
+    BUILDERS["of_three"] = OfThree
     try:
         model, _ = trained("of_three", sharding.ModelParallel(4, model=2), by_loop=by_loop)
         assert_trained_as_one(model, "of_three", by_loop=by_loop)
     finally:
-        del OWN["of_three"]
+        del BUILDERS["of_three"]
 
 
 @pytest.mark.parametrize("by_loop", [False, True])
@@ -338,10 +341,10 @@ def test_own_layouts_come_first_and_what_matches_nothing_raises():
         [layers.Embedding(VOCABULARY, WIDTH, name="embedding"), layers.Dense(2)]
     )
     late.compile("sgd", "mse")
-    own = sharding.ModelParallel(
+    late_layouts = sharding.ModelParallel(
         4, model=2, layout_map={"sequential.*/embeddings": (None, "model")}
     )
-    with own.scope():  # a model that `fit` builds
+    with late_layouts.scope():  # a model that `fit` builds
         training.replica_exact(late).fit(TOKENS[:4], np.zeros((4, LENGTH, 2)), verbose=0)
     assert tuple(late.weights[0].value.sharding.spec) == (None, "model")
     wrong = sharding.ModelParallel(4, model=2, layout_map={"embeding/embeddings": ("model", None)})
@@ -411,11 +414,11 @@ def test_a_large_variable_that_stays_complete_is_told_once():
     with (
         pytest.warns(
             UserWarning, match=r"`kernel` of the Dense .*\(71, 73\).*stays complete"
-        ) as of,
+        ) as shown,
         sharding.ModelParallel(4, model=2).scope(),
     ):
         keras.Sequential([keras.Input((71,)), layers.Dense(73), layers.Dense(71)])
-    assert len(of) == 1
+    assert len(shown) == 1
 
 
 def test_variables_are_described_with_what_a_device_holds():

@@ -684,11 +684,13 @@ def outside_of_the_scope():
 
 scaled("numbers of NumPy, eagerly", drawn_by_numpy, run_eagerly=True)
 scaled("numbers that a function of Python draws", drawn_by_python)
-scaled("a loss that counts by step", lambda own, _: ops.cast(own.optimizer.iterations, "float32"))
+scaled(
+    "a loss that counts by step", lambda model, _: ops.cast(model.optimizer.iterations, "float32")
+)
 scaled("what replicas add up", summed_over_replicas)
 scaled(
     "a variable of nobody's scope",
-    lambda own, _: 1.0 / own.held[0].assign_add(1.0),
+    lambda model, _: 1.0 / model.held[0].assign_add(1.0),
     lambda: (outside_of_the_scope(),),
 )
 
@@ -739,7 +741,7 @@ class HiddenOptimizer(CustomStep):
 
 
 class ChangesParts(keras.callbacks.Callback):
-    """Gives a model that computes eagerly another optimizer and another activation."""
+    """Sets another optimizer and another activation in a model that computes eagerly."""
 
     def on_epoch_begin(self, epoch, logs=None):  # noqa: ARG002  # Keras' arguments
         if epoch == 1:
