@@ -233,6 +233,7 @@ def towers():
     return keras.Model([one, other], [dense(1, name="p")(one), dense(1, name="q")(other)])
 
 
+@pytest.mark.slow
 @pytest.mark.tensorflow
 def test_parts_of_other_lengths_are_the_same_on_replicas():
     parts = (X[:3], X), (Y[:3], Y)

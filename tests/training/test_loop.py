@@ -597,7 +597,9 @@ def spread(y, predictions):
     return cross_entropy()(y, predictions) + keras.ops.std(predictions, axis=0)[0] + 0.0 * y
 
 
-@pytest.mark.parametrize("settings", [{"loop": Contrastive}, {"build": centring}])
+@pytest.mark.parametrize(
+    "settings", [{"loop": Contrastive}, pytest.param({"build": centring}, marks=pytest.mark.slow)]
+)
 def test_it_is_compared_on_replicas_as_on_one_device(settings):
     assert_same(trained(1, **settings), trained(3, **settings))
 
