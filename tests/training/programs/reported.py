@@ -58,8 +58,7 @@ def confidence(_, y_pred):
 @program("softmax called logits, and a metric of one's own", run="quick", backends=("tensorflow",))
 def softmax_called_logits():
     model = keras.Sequential([network(5), layers.Dense(3, "softmax")])
-    return compile_model(model, loss=sparse_cross_entropy(),
-                         metrics=[confidence])  # fmt: skip
+    return compile_model(model, loss=sparse_cross_entropy(), metrics=[confidence])
 
 
 @program(
@@ -164,10 +163,12 @@ def cosine():
     return compile_model(keras.Model(x, layers.Dense(1)(x)[:, 0]), loss=loss, metrics=metrics)
 
 
-@program("weights that have more axes than the losses", lambda: numbers() | {
-    "y": numbers()["y"][..., None],
-    "sample_weight": np.random.default_rng(2).uniform(size=(17, 5)).astype("float32"),
-}, backends=("tensorflow",))  # fmt: skip
+def weighted():
+    weights = np.random.default_rng(2).uniform(size=(17, 5)).astype("float32")
+    return numbers() | {"y": numbers()["y"][..., None], "sample_weight": weights}
+
+
+@program("weights that have more axes than the losses", weighted, backends=("tensorflow",))
 def with_many_weights():
     return compile_model(keras.Sequential([network(1), layers.Reshape((1, 1))]), loss="mse")
 
@@ -308,9 +309,11 @@ class CellsByHand(TwoParts):
         return mean_loss(y, self.net(state))
 
 
-@program("a table looked up in a layer and outside", lambda: {
-    "x": np.random.default_rng(0).integers(0, 6, (17, 2)), "batch_size": 7
-}, optimizer=lambda: keras.optimizers.Adam(0.05, epsilon=1e-2))  # fmt: skip
+@program(
+    "a table looked up in a layer and outside",
+    lambda: {"x": np.random.default_rng(0).integers(0, 6, (17, 2)), "batch_size": 7},
+    optimizer=lambda: keras.optimizers.Adam(0.05, epsilon=1e-2),
+)
 class SkipGram(CustomStep):
     def __init__(self):
         super().__init__(layers.Embedding(6, 4))
@@ -477,8 +480,8 @@ def attending_across_examples():
     """Keras' attention to a tensor of two axes is between the examples."""
     inputs = keras.Input((6,))
     x = layers.Dense(6)(inputs)
-    return compile_model(keras.Model(inputs, layers.Dense(3)(layers.Attention()([x, x]))),
-                         loss=mean_loss)  # fmt: skip
+    model = keras.Model(inputs, layers.Dense(3)(layers.Attention()([x, x])))
+    return compile_model(model, loss=mean_loss)
 
 
 def regularized():
