@@ -20,7 +20,8 @@ from kdpkit import corpora, strategies
 from kdpkit.training import replica_exact
 from tools import learning_curves
 
-EPOCHS = 12
+EPOCHS = 12  # of 23 steps
+SHOWN = (1, 10, 50, 100, 200, 276)
 
 
 def build(images):
@@ -99,8 +100,9 @@ def main(argv=None):
         ("4 replicas, float64", colors["stock"], train(four, dtype="float64"), double),
     ]
     curves = [(*curve, differences(weights, base)) for *curve, weights, base in curves]
+    print(f"{'step':30}", *(f"{step:6}" for step in SHOWN))
     for label, _, values in curves:
-        print(f"{label:30}", *(f"{values[step - 1]:.0e}" for step in (1, 10, 50, 100, 200, 300)))
+        print(f"{label:30}", *(f"{values[step - 1]:6.0e}" for step in SHOWN))
     draw(curves, file)
 
 
